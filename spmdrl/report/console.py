@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TextIO
 
-WIDTH = 100
+WIDTH, TREND = 100, 6
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # eighth blocks, low to full
 _ASCII_BLOCKS = "_.-=+*#@"
 _HEADER_EVERY = 20
@@ -135,7 +135,7 @@ def table_columns(
         has_ratio: whether the policy moves between sampling and loss: else nothing is clipped.
     The widths leave a row within WIDTH characters.
     """
-    trend = Column("trend", 10, lambda _: spark().ljust(10))
+    trend = Column("trend", TREND, lambda _: spark().ljust(TREND))
     if not samples:
         named = [
             _shown("loss", "policy/loss", 9),
@@ -151,12 +151,14 @@ def table_columns(
         named = [
             _shown("reward", "reward/mean", 7),
             trend,
-            _shown("length", "rollout/response_length", 7),
-            _shown("KL e/t", "policy/mismatch_k3", 8),
+            _shown("spread", "reward/std", 6),
+            _shown("length", "rollout/response_length", 6),
+            _shown("KL e/t", "policy/mismatch_k3", 7),
             _shown("entropy", "policy/entropy", 7),
-            _shown("clip", "policy/clip_frac", 7),
-            _shown("gen s", "time/generate", 7),
-            _shown("upd s", "time/update", 7),
+            _shown("grad", "policy/grad_norm", 6),
+            _shown("clip", "policy/clip_frac", 6),
+            _shown("gen s", "time/generate", 6),
+            _shown("upd s", "time/update", 6),
             _shown("push s", "time/push", 7),
         ]
         if not has_ratio:

@@ -1,4 +1,4 @@
-"""The curves of one or more runs in one picture: reward, loss, length, KL, entropy, time."""
+"""The curves of one or more runs in one picture: reward, evaluation, loss, length, KL, time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 _PANELS = (
-    ("reward", "reward/mean", "eval/reward"),
+    ("reward", "reward/mean", None),
+    ("evaluation: reward", None, "eval/reward"),
+    ("spread of rewards within a group", "reward/std", None),
     ("loss", "policy/loss", "eval/loss"),
     ("response length, tokens", "rollout/response_length", "eval/response_length"),
     ("KL engine/trainer (k3), nats", "policy/mismatch_k3", None),
     ("entropy, nats", "policy/entropy", None),
+    ("gradient norm", "policy/grad_norm", None),
     ("seconds per step", "perf/step_s", None),
 )
-"""(title, metric per step, metric per evaluation)"""
+"""(title, metric per step or None, metric per evaluation or None)"""
 
 Rows = list[dict[str, Any]]
 
@@ -64,9 +67,9 @@ def draw(runs: dict[str, Rows], *, out: Path) -> bool:
 
 
 def _draw_run(
-    axes: Any, rows: Rows, *, name: str, eval_name: str | None, label: str, color: str
+    axes: Any, rows: Rows, *, name: str | None, eval_name: str | None, label: str, color: str
 ) -> None:
-    steps, values = series(rows, name)
+    steps, values = series(rows, name) if name else ([], [])
     if steps:
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
         axes.plot(steps, smooth(values, window=max(1, len(values) // 20)), color=color, label=label)

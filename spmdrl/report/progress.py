@@ -66,7 +66,7 @@ class Progress:
         )
 
     def _spark(self) -> str:
-        return text.sparkline(self._trend, width=10, blocks=self._console.blocks())
+        return text.sparkline(self._trend, width=text.TREND, blocks=self._console.blocks())
 
 
 class Samples:
