@@ -188,3 +188,22 @@ def test_call_refuses_missing_inputs_and_unknown_options():
         registry.call(function, {"rewards": torch.ones(1)}, {})
     with pytest.raises(ValueError, match="no option 'eps'"):
         registry.call(function, registry.trial_inputs("advantage"), {"eps": 1.0})
+
+
+LOSS = """
+import torch
+def plain(logprobs, advantages, loss_mask, *, scale=1.0):
+    terms = torch.where(loss_mask, -scale * logprobs * advantages, 0.0)
+    return terms, {"NAME": (terms.detach().sum(), loss_mask.sum())}
+"""
+
+
+def test_a_loss_of_ones_own_is_named_by_its_file(tmp_path):
+    (tmp_path / "own_loss.py").write_text(LOSS.replace("NAME", "my/term"))
+    name = f"{tmp_path}/own_loss.py:plain"
+    assert registry.get("loss", name).__name__ == "plain"
+    assert registry.problems("loss", name, {"scale": 2.0}) == []
+    (missing,) = registry.problems("loss", f"{tmp_path}/none.py:plain", {})
+    assert "no such file" in missing and "PYTHONPATH" not in missing
+    (other,) = registry.problems("loss", f"{tmp_path}/own_loss.py:plane", {})
+    assert "has no function 'plane'; did you mean plain?" in other

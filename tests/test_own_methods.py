@@ -57,6 +57,10 @@ def wrong_in_torch(logprobs, advantages):
     return logprobs @ torch.zeros(3), {}
 
 
+def unknown_metric(logprobs):
+    return -logprobs, {"policy/entropi": (logprobs.detach().sum(), ONE)}
+
+
 def asks_for_more(logprobs, reward):
     return -logprobs * reward, {}
 
@@ -70,6 +74,7 @@ def asks_for_more(logprobs, reward):
         (of_one_number, "the statistic 'mine' must be (sum, count)"),
         (of_tokens, "got (a tensor of shape (2,), a tensor of shape ())"),
         (unnamed, "names of statistics are texts, got 3"),
+        (unknown_metric, "the statistic 'policy/entropi' of unknown_metric is not in"),
         (no_pair, "must return ([T] tensor, stats dict), got Tensor"),
         (of_whole_numbers, "of floating point, got torch.int64"),
         (reduced, "of one value per token, got () for 2"),
@@ -100,7 +105,7 @@ def test_options_that_are_nonsense_are_refused(number):
 
 def test_what_is_right_is_taken():
     def fine(logprobs, advantages):
-        return -logprobs * advantages, {"mine": (logprobs.detach().sum(), ONE)}
+        return -logprobs * advantages, {"my/own": (logprobs.detach().sum(), ONE)}
 
     try_functions(good(), loss_fn=fine, advantage_fn=lambda rewards: rewards - 0.5)
     for objective in ("sft", "rl"):

@@ -45,7 +45,13 @@ def test_an_unknown_metric_is_an_error_that_names_the_nearest():
 
 @pytest.mark.parametrize(
     "name",
-    ["time/update", "reward/accuracy/mean", "loss/my_statistic", "reward/package.file:score/mean"],
+    [
+        "time/update",
+        "reward/accuracy/mean",
+        "loss/my_statistic",
+        "reward/package.file:score/mean",
+        "my/own",
+    ],
 )
 def test_names_with_a_free_part_are_known(name):
     glossary.lookup(name)
@@ -59,7 +65,7 @@ def test_a_free_part_must_be_there(name):
 
 def test_every_entry_of_the_glossary_is_filled_and_prefixed():
     objectives = {"policy", "value", "prm", "preference", "reward_model", "loss", "<model>"}
-    generation = {"rollout", "reward", "environment", "data", "eval", "sync", "mine"}
+    generation = {"rollout", "reward", "environment", "data", "eval", "sync", "mine", "my"}
     prefixes = objectives | generation | {"proof", "time", "perf", "mem"}
     for name, metric in GLOSSARY.items():
         assert name.split("/")[0] in prefixes, name

@@ -1,8 +1,8 @@
 """From a name in the config to a function: the only seam between the program and a method.
 
-A method is a public function listed in its module's `__all__`, or `module:function` of one's
-own. Its parameters without a default are inputs, passed by name out of INPUTS; those with a
-default are its options.
+A method is a public function listed in its module's `__all__`, or one's own as `module:function`
+or `path/file.py:function`. Its parameters without a default are inputs, passed by name out of
+INPUTS; those with a default are its options.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.result_form import form_problem, place_of
 from spmdrl.errors import RAISED, Refusal, described, with_line
+from spmdrl.imports import import_file
 
 Method = Callable[..., Any]
 """A function of the registry, or one's own with parameters of the same names."""
@@ -48,6 +49,7 @@ _TRIAL_PLACES = {
     "num_positions": 1,
 }
 _OF_PAIRS = ("preference", "reward_model")
+_IMPORTABLE = "; it must be importable from the folder of train.py or from PYTHONPATH"
 _LARGEST = 10**9  # of an option; beyond that lie mistakes alone
 _PAIRS = "chosen_lengths rejected_lengths"
 _PER_TOKEN = "loss_mask cu_seqlens old_logprobs rollout_logprobs"
@@ -86,7 +88,7 @@ def names(kind: Kind) -> tuple[str, ...]:
 
 
 def get(kind: Kind, name: str) -> Method:
-    """Return the function behind a method name or a `module:function` of one's own.
+    """Return the function behind a method name, a `module:function` or `file.py:function`.
 
     Raises: Refusal when there is none, naming the nearest known one.
     """
@@ -107,18 +109,20 @@ def _found(kind: Kind, name: str) -> Method | str:
     hint = _nearest(name, names(kind))
     if other:
         hint = f", which is a method of the kind {other[0]}; known: {', '.join(names(kind))}"
-    return f"unknown {kind} {name!r}{hint}; or name a function of your own as module:function"
+    return (
+        f"unknown {kind} {name!r}{hint}; or name a function of your own as "
+        "path/file.py:function or module:function"
+    )
 
 
 def _imported(name: str) -> Method | str:
-    module_name, _, attribute = name.partition(":")
+    module_name, _, attribute = name.rpartition(":")
+    is_file = module_name.endswith(".py")
     try:
-        module = importlib.import_module(module_name)
+        module = import_file(module_name) if is_file else importlib.import_module(module_name)
     except RAISED as error:  # importing runs the user's code, which can raise anything
-        return (
-            f"cannot import {module_name!r} of {name!r}: {with_line(error)}; it must be "
-            "importable from the folder of train.py or from PYTHONPATH"
-        )
+        where = "" if is_file else _IMPORTABLE
+        return f"cannot import {module_name!r} of {name!r}: {with_line(error)}{where}"
     function = getattr(module, attribute, None)
     if callable(function):
         return function
@@ -272,6 +276,14 @@ def _trial_problems(kind: Kind, function: Method, options: Named) -> list[str]:
     own = getattr(function, "__name__", repr(function))
     problem = form_problem(kind, result, name=own, is_per_token=per_token)
     return [f": {problem}{place_of(function)}"] if problem else []
+
+
+def own_statistics(kind: Kind, function: Method, options: Named) -> list[str]:
+    """Return the names of the statistics of a function of the user's own, from the trial; [] for
+    one of this package's, or one that has none."""
+    if kind in ("advantage", "kl") or not place_of(function):
+        return []
+    return list(_trial(kind, function, options)[1])
 
 
 def trial_of_advantage(function: Method, options: Named) -> Any:

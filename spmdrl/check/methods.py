@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from spmdrl.check.epochs import epoch_problems
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.errors import Refusal
 from spmdrl.rewards.signatures import reward_models
+
+if TYPE_CHECKING:
+    from spmdrl.algorithms.registry import Kind
 
 
 def method_problems(cfg: Config) -> list[str]:
@@ -41,6 +45,9 @@ def method_problems(cfg: Config) -> list[str]:
         problems += [f"algorithm.{kind}{text}" for text in registry.problems(kind, name, options)]
     if not problems:
         problems += [*_combination_problems(cfg), *epoch_problems(cfg)]
+        loss_fn = registry.get("loss", chosen.loss)
+        found = _statistic_problems("loss", loss_fn, chosen.loss_options)
+        problems += [f"algorithm.loss{text}" for text in found]
     problems += [*_reward_problems(cfg), *_shaping_problems(cfg)]
     problems += [*_entropy_problems(cfg), *_kl_problems(cfg)]
     if cfg.batch.group_size == 1 and registry.needs_group(chosen.advantage):
@@ -72,8 +79,23 @@ def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> 
         found = registry.function_problems("advantage", advantage_fn, chosen.advantage_options)
         problems += [f"advantage{text}" for text in found]
         problems += [] if problems else epoch_problems(cfg, loss_fn)
+    problems = problems or [f"loss{text}" for text in _statistic_problems(kind, loss_fn, options)]
     if problems:
         raise Refusal("\n".join(problems))
+
+
+def _statistic_problems(kind: Kind, function: Callable, options: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the names that a loss gives to its statistics."""
+    from spmdrl.algorithms import registry
+    from spmdrl.algorithms.result_form import place_of
+    from spmdrl.report.glossary import unknown
+
+    names = registry.own_statistics(kind, function, options)
+    return [
+        f": the statistic {name!r} of {function.__name__} {text}{place_of(function)}"
+        for name in names
+        if (text := unknown(name))
+    ]
 
 
 def _offline_problems(cfg: Config) -> Iterator[str]:

@@ -559,6 +559,7 @@ GLOSSARY: dict[str, Metric] = {
     ),
     # ---- your own
     "mine/<name>": _mean("its own", "as you count", "what an edit of train.py adds to `sums`"),
+    "my/<name>": _mean("its own", "as you count", "the same"),
 }
 
 ALIASES: dict[str, dict[str, str]] = {
@@ -623,17 +624,27 @@ def lookup(name: str) -> Metric:
 
     Raises: Refusal naming the nearest known metric when there is none.
     """
-    if name in GLOSSARY:
-        return GLOSSARY[name]
-    for pattern, metric in GLOSSARY.items():
-        if "<" in pattern and _matches(name, pattern):
-            return metric
+    if (found := _entry(name)) is None:
+        raise Refusal(f"metric {name!r} {unknown(name)}")
+    return found
+
+
+def unknown(name: str) -> str:
+    """Return why a metric cannot be called so, text that goes after its name; empty if it can."""
+    if _entry(name):
+        return ""
     near = difflib.get_close_matches(name, list(GLOSSARY), n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise Refusal(
-        f"metric {name!r} is not in the glossary; {hint}"
-        "every metric needs an entry in spmdrl/report/glossary.py"
+    hint = f"did you mean {near[0]}? Or " if near else ""
+    own = name.rpartition("/")[2] or "NAME"
+    return (
+        f"is not in the glossary; {hint}call one of your own my/{own}, which needs no entry there "
+        "(spmdrl/report/glossary.py)"
     )
+
+
+def _entry(name: str) -> Metric | None:
+    patterns = (pattern for pattern in GLOSSARY if "<" in pattern and _matches(name, pattern))
+    return GLOSSARY.get(name) or next((GLOSSARY[pattern] for pattern in patterns), None)
 
 
 def _matches(name: str, pattern: str) -> bool:
