@@ -1,0 +1,99 @@
+"""Warnings that a run learns nothing, or soon will not: when, how often, with which cause."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from report_world import config, reporting
+
+from spmdrl.config import AlgorithmSettings, Config, ReportSettings
+from spmdrl.report.advice import Advisor
+
+HEALTHY = {
+    "reward/mean": 0.4,
+    "reward/zero_spread_groups_frac": 0.2,
+    "policy/loss": 0.1,
+    "policy/grad_norm": 0.7,
+    "policy/entropy": 1.0,
+    "policy/mismatch_k3": 1e-5,
+    "rollout/truncated_frac": 0.1,
+}
+NO_SPREAD = HEALTHY | {"reward/zero_spread_groups_frac": 1.0, "policy/grad_norm": 0.0}
+
+
+def advisor(*, after: int = 3, advantage: str = "grpo") -> Advisor:
+    return Advisor(
+        Config(
+            report=ReportSettings(warn_after=after),
+            algorithm=AlgorithmSettings(advantage=advantage),
+        )
+    )
+
+
+def told(advise: Advisor, *steps: dict) -> list[str]:
+    return [text for values in steps for text in advise.look(values)]
+
+
+def test_a_healthy_run_is_told_nothing():
+    assert not told(advisor(), *[HEALTHY] * 20)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (NO_SPREAD | {"reward/mean": 0.0}, ["all 8 rewards are equal", "0.000", "too hard"]),
+        (NO_SPREAD | {"reward/mean": 1.0}, ["all 8 rewards are equal", "1.000", "is solved"]),
+        ({"policy/grad_norm": 0.0, "policy/clip_frac": 1.0}, ["gradient is 0", "100% tokens cl"]),
+        ({"policy/entropy": 0.04}, ["entropy has collapsed from 1.000 to 0.0400", "optimizer.lr"]),
+        ({"rollout/truncated_frac": 0.9}, ["90% of the responses", "max_response_tokens (512)"]),
+        ({"policy/mismatch_k3": 0.002}, ["gap between engine and trainer grows", "1.0e-05 -> 2.0"]),
+    ],
+)
+def test_what_lasts_is_told_once_with_its_likeliest_cause(bad, words):
+    advise = advisor()
+    healthy, bad = [HEALTHY] * 4, HEALTHY | bad
+    assert not told(advise, *healthy, bad, bad)
+    (text,) = told(advise, *[bad] * 10)
+    assert all(word in text for word in [*words, "so for 3 steps"]), text
+    assert not told(advise, *healthy)
+    assert told(advise, bad, bad, bad) == [text], "it came back"
+
+
+def test_what_does_not_last_is_not_told():
+    assert not told(advisor(), *[NO_SPREAD, NO_SPREAD, HEALTHY] * 10)
+
+
+def test_a_method_without_groups_needs_no_spread_of_them():
+    bad = HEALTHY | {"reward/zero_spread_groups_frac": 1.0}
+    assert told(advisor(), *[bad] * 3) and not told(advisor(advantage="gae"), *[bad] * 9)
+
+
+def test_a_resumed_run_remembers_with_what_it_began():
+    advise, low = advisor(), HEALTHY | {"policy/entropy": 0.01}
+    assert not told(advise, *[low] * 9)
+    advise = advisor()
+    advise.resume([{"step": 0, "eval/reward": 1.0}, *({"step": s} | HEALTHY for s in range(9))])
+    assert "collapsed" in told(advise, *[low] * 3)[0]
+
+
+def test_warnings_can_be_switched_off():
+    assert not told(advisor(after=0), *[NO_SPREAD] * 9)
+
+
+def test_a_run_at_reward_0_warns_in_console_and_log(tmp_path: Path, capsys):
+    with reporting(config(tmp_path, steps=9)) as report:
+        for step in range(9):
+            report.step(
+                step,
+                {
+                    "reward/mean": (0.0, 8),
+                    "reward/zero_spread_groups_frac": (2.0, 2),
+                    "policy/grad_norm": (0.0, 1),
+                },
+                seconds={},
+            )
+    shown = capsys.readouterr()
+    assert (shown.out + shown.err).count("nothing is learnt") == 1
+    (log,) = tmp_path.glob("logs/attempt_*/rank_0.log")
+    assert "step 4: nothing is learnt: within each group" in log.read_text()
