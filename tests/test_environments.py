@@ -20,7 +20,7 @@ from spmdrl.environments.guess_number import GuessNumber
 from spmdrl.environments.plain_state import PICKLED, PLAIN, NotPlain, environment_of, text_of
 from spmdrl.environments.protocol import Response, Turn
 from spmdrl.imports import construct, import_object
-from spmdrl.rewards.signatures import BadValue
+from spmdrl.rewards.samples import BadValue
 from spmdrl.rollout.saved import check_environments
 from spmdrl.workers.environment_jobs import BUILT_IN, check_environment, checked_turn, pack
 

@@ -19,7 +19,7 @@ from spmdrl.environments.retrieval import Index, Search
 from spmdrl.environments.tool_calls import hermes, llama3
 from spmdrl.environments.tool_schema import argument_problem, describe
 from spmdrl.environments.tools import BrokenTool, ToolEnvironment, make_tools
-from spmdrl.rewards.signatures import BadValue
+from spmdrl.rewards.samples import BadValue
 from spmdrl.sandbox import LaunchError
 from spmdrl.workers.environment_jobs import checked_turn
 from spmdrl.workers.messages import Respond, pack_message

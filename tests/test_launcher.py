@@ -24,7 +24,7 @@ REWARDS = (
     + """
 def varied(prompts, completions, **columns):
     wait_to_be_killed()
-    return [sum(map(ord, completions[0])) % 7 / 7]
+    return [sum(map(ord, c)) % 7 / 7 for c in completions]
 """
 )
 

@@ -36,7 +36,8 @@ def spread(prompts, completions, **columns):
     if value == 10:
         raise ValueError("no reward")
     return [value / 10]
-def length(prompts, completions, **columns): return [len(completions[0]) % 3]
+spread.scope = "sample"
+def length(prompts, completions, **columns): return [len(c) % 3 for c in completions]
 """
 # Two turns, whose states a prompt's samples share.
 GAME = """

@@ -24,7 +24,8 @@ from spmdrl.rewards import graders
 from spmdrl.rewards.answers import boxed, fenced_code, find_answer, last_match, reference_answer
 from spmdrl.rewards.judge import _SCORE
 from spmdrl.rewards.programs import read_cases
-from spmdrl.rewards.signatures import RewardSample, adapt, load_reward
+from spmdrl.rewards.samples import RewardSample
+from spmdrl.rewards.signatures import adapt, load_reward
 from spmdrl.sandbox import protection
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)
 
 def graded(function, text, truth=None, **row):
     sample = RewardSample({"prompt": "q", "answer": truth} | row, text, [1] * len(text), False)
-    return adapt(function, spec="f")(sample).value
+    return adapt(function, spec="f")([sample])[0].value
 
 
 # --------------------------------------------------------------------------- answers

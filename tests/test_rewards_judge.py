@@ -15,7 +15,8 @@ from pool_runs import pool_of, results
 
 from spmdrl.rewards.endpoint import EndpointError
 from spmdrl.rewards.judge import judge, reward_server
-from spmdrl.rewards.signatures import RewardSample, adapt
+from spmdrl.rewards.samples import RewardSample
+from spmdrl.rewards.signatures import adapt
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -80,7 +81,7 @@ def says(text, status=200, **headers):
 
 def scored(reward, text="It is 4.", prompt="2+2?", **row):
     sample = RewardSample({"prompt": prompt, "answer": "4"} | row, text, [1], False)
-    got = adapt(reward, spec="f")(sample)
+    (got,) = adapt(reward, spec="f")([sample])
     return got.value, got.extras.get("reply")
 
 

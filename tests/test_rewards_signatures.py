@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pickle
 import re
@@ -11,8 +12,9 @@ import numpy
 import pytest
 
 from spmdrl.rewards import graders
-from spmdrl.rewards.signatures import BadValue, RewardSample, Score, adapt, finite, part_names
-from spmdrl.workers.messages import Done, RewardResult, Setup, TurnResult
+from spmdrl.rewards.samples import BadValue, RewardSample, Score, finite
+from spmdrl.rewards.signatures import adapt, part_names
+from spmdrl.workers.messages import Done, ListResult, RewardResult, Setup, TurnResult
 from spmdrl.workers.reports import (
     BadReport,
     Began,
@@ -34,7 +36,13 @@ ROW = {
 
 
 def score(function, text="4", row=ROW):
-    return adapt(function, spec="f")(RewardSample(row, text, [7, 8], False))
+    return scores(function, [text], row=row)[0]
+
+
+def scores(function, texts, row=ROW, **options):
+    """Return what a function says of responses to one row, in one call."""
+    samples = [RewardSample(row, text, [7, 8], False) for text in texts]
+    return adapt(function, spec="f", **options)(samples)
 
 
 def test_verl_functions_get_their_four_columns():
@@ -76,6 +84,64 @@ def test_trl_functions_get_lists_of_one_and_the_columns_they_name():
     assert score(all_columns).value == 1.0
     with pytest.raises(ValueError, match="asks for column 'colour'"):
         score(lambda completions, colour: [1.0])
+
+
+def test_functions_of_lists_get_all_samples_of_a_call():
+    def longest(completions, level, log_extra, log_metric):
+        assert level == [5, 5, 5]
+        log_metric("most", max(map(len, completions)))
+        log_extra("text", completions)
+        return [float(len(c) == max(map(len, completions))) for c in completions]
+
+    found = scores(longest, ["4", "four", "44"])
+    assert [s.value for s in found] == [0.0, 1.0, 0.0]
+    assert [s.extras["text"] for s in found] == ["4", "four", "44"]
+    assert all(s.metrics == {"most": 4.0} for s in found)
+
+    def batch(data_sources, solution_strs, ground_truths, extra_infos, **options):
+        assert data_sources == ["d"] * 2 and ground_truths == ["4"] * 2 and not options
+        assert all(info is ROW["extra_info"] for info in extra_infos)
+        return [1.0, {"score": 0.5, "acc": 1}][: len(solution_strs)]
+
+    one, two = scores(batch, ["4", "5"])
+    assert (one.value, two.value, two.metrics) == (1.0, 0.5, {"acc": 1.0})
+    assert scores(lambda solution_strs, ground_truths=None: [1], ["4"], row={})[0].value == 1.0
+    with pytest.raises(ValueError, match="no reference answer"):
+        scores(lambda solution_strs, ground_truths: [1], ["4"], row={})
+
+
+def test_one_bad_value_of_a_list_costs_its_sample_and_a_bad_list_all():
+    def one_bad(completions):
+        return [1.0, None, float("nan"), "x"]
+
+    found = scores(one_bad, list("abcd"))
+    assert [s.value for s in found] == [1.0, None, None, None]
+    assert [bool(s.bad) for s in found] == [False, False, True, True] and "nan" in found[2].bad
+    with pytest.raises(BadValue, match="each of 4 completions, got a list of 1.*scope sample"):
+        scores(lambda completions: [1.0], list("abcd"))
+    with pytest.raises(ValueError, match="expected one value for each of 2 completions, got 1"):
+        scores(lambda completions, log_extra: log_extra("a", [1]), ["a", "b"])
+
+
+def test_the_scope_is_the_functions_own_or_the_settings_or_by_the_form():
+    def lists(completions):
+        return []
+
+    def single(solution_str, ground_truth):
+        return 1.0
+
+    def scope_of(function, scope="auto"):
+        return adapt(function, spec="f", scope=scope).scope
+
+    assert scope_of(lists) == scope_of(lists, "group") == "group"
+    assert scope_of(lists, "sample") == scope_of(single, "group") == "sample"
+    lists.scope, single.scope = "sample", "group"
+    assert scope_of(functools.partial(lists), "group") == "sample"
+    with pytest.raises(ValueError, match="(?s)its parameters take one sample.*solution_strs"):
+        scope_of(single)
+    lists.scope = "batch"
+    with pytest.raises(ValueError, match="has scope 'batch'; expected sample, group"):
+        scope_of(lists)
 
 
 def test_trl_functions_get_messages_for_conversations():
@@ -143,26 +209,30 @@ def test_functions_combine_by_weight_and_none_leaves_one_out(tmp_path):
     def scored(*names, weights):
         specs = [f"{tmp_path}/r.py:{n}" for n in names]
         functions = dict(zip(part_names(specs), specs))
-        setup = Setup(functions=functions, weights=weights, tasks=(), task_options={})
+        setup = Setup(
+            functions=functions, weights=weights, tasks=(), task_options={}, scope="sample"
+        )
         return RewardScorer(setup).score(1, RewardSample(ROW, "4", [], False))
 
     got = scored("a", "b", "none", weights=(1.0, 0.5, 9.0)).result
     assert (got.value, got.parts, got.metrics) == (3.5, {"a": 2.0, "b": 3.0}, {"b/m": 1.0})
-    assert scored("none", weights=(1.0,)).failure == "bad_value"
+    assert scored("none", weights=(1.0,)).result == RewardResult(None)
     assert scored("huge", "huge", weights=(1.0, 1.0)).failure == "bad_value"
     assert scored("a", "a", weights=(1.0, 1.0)).result.parts == {"a_0": 2.0, "a_1": 2.0}
 
 
 def test_reports_survive_being_cut_anywhere():
     found = RewardResult(None, 0.1, {"a": 1 / 3}, {"m": -1e-300}, {"t": "\ud800 \n"})
+    bad = RewardResult(None, failure="bad_value", message="no number")
     turn = TurnResult(
         None, b"\x00\xff", ({"role": "user", "content": ""},), False, 2.0, {"i": 1.0}, 3
     )
     reports = [
-        Ready(1.5, {"concurrency": 2, "tools": [], "tool_parser": ""}),
+        Ready(1.5, {"concurrency": 2, "scopes": ["group"], "tools": [], "tool_parser": ""}),
         Began(2**61, 0.25),
         Done(1, 2.0, 0.5, None, "", found),
         Done(2, 2.0, 0.5, "error", "why", None),
+        Done(4, 2.0, 0.5, None, "", ListResult(None, results=(found, bad))),
         Done(3, 2.0, 0.5, None, "", turn),
         Returned((1, 2)),
         Refused("no"),
@@ -195,12 +265,14 @@ HALF_A_CHARACTER = TURN | {"messages": [{"role": "user", "content": "\ud800"}]}
         '["Began", {"id": 1, "at": 1e999}]',
         '["Ready", {"at": 1, "facts": {"concurrency": 0}}]',
         '["Ready", {"at": 1, "facts": []}]',
+        '["Ready", {"at": 1, "facts": {"concurrency": 1, "scopes": ["all"]}}]',
         '["Returned", {"ids": "12"}]',
         '["Refused", {"text": 7}]',
         json.dumps(["Done", FIELDS]),
         json.dumps(["Done", FIELDS | {"result": None}]),
         json.dumps(["Done", FIELDS | {"result": {}}]),
-        json.dumps(["Done", FIELDS | {"result": SCORE | {"value": None}}]),
+        json.dumps(["Done", FIELDS | {"result": {"results": [SCORE]}}]),
+        json.dumps(["Done", FIELDS | {"result": {"results": [SCORE | {"failure": "no"}]}}]),
         json.dumps(["Done", FIELDS | {"result": SCORE | {"value": "1"}}]),
         json.dumps(["Done", FIELDS | {"result": SCORE | {"parts": {"a": []}}}]),
         json.dumps(["Done", FIELDS | {"result": SCORE | {"extras": {"a": 1}}}]),

@@ -81,6 +81,8 @@ class Tokenizer:
 class Pool:
     """Scores at once: a sample whose key ends in one of `bad` fails."""
 
+    scopes = ()
+
     def __init__(self, *bad: str):
         self.bad, self.waiting = bad, []
 
@@ -388,6 +390,7 @@ def test_remax_trains_on_sampled_responses_with_greedy_baselines(tmp_path):
         "output-dir": tmp_path / "out",
         "steps": 2,
         "rewards.functions": f"{tmp_path}/r.py:varied",
+        "rewards.scope": "sample",  # the greedy response is in no group
         "rewards.shaping.scale": "2.0",
         "rewards.shaping.shift": "1.0",
         "algorithm.advantage": "remax",

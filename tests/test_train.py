@@ -170,13 +170,15 @@ REWARDS = """
 import math, time
 def raising(prompts, completions, **columns): raise KeyError("no such column")
 def hanging(prompts, completions, **columns): time.sleep(1000)
-def nan(prompts, completions, **columns): return [math.nan]
+def nan(prompts, completions, **columns): return [math.nan for _ in completions]
 def text(prompts, completions, **columns): return ["good"]
 def varied(prompts, completions, **columns):
-    return [sum(map(ord, completions[0])) % 7 / 7]
+    return [sum(map(ord, c)) % 7 / 7 for c in completions]
 def odd(prompts, completions, **columns):
+    assert len(completions) == 1
     if len(completions[0]) % 2: raise ValueError("odd")
     return [1.0]
+odd.scope = "sample"
 """
 
 

@@ -11,7 +11,8 @@ from pool_runs import pool_of, results
 from test_rewards_judge import says, serve  # noqa: F401
 
 from spmdrl.rewards.judge import judge
-from spmdrl.rewards.signatures import RewardSample, adapt
+from spmdrl.rewards.samples import RewardSample
+from spmdrl.rewards.signatures import adapt
 from spmdrl.workers import deadlines
 
 pytestmark = pytest.mark.timeout(300)
@@ -198,7 +199,7 @@ def ask_at_once(reward, texts):
 
     def ask(n):
         sample = RewardSample({"prompt": "q"}, texts[n], [1], False)
-        values[n] = adapt(reward, spec="f")(sample).value
+        values[n] = adapt(reward, spec="f")([sample])[0].value
 
     threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(texts))]
     for thread in threads:

@@ -268,7 +268,7 @@ def test_what_was_put_since_the_last_look_is_begun_before_waiting(functions):
 
 def test_several_workers_share_slow_samples(functions):
     place = functions.rpartition(":")[0]
-    with pool_of(functions, f"{place}:pid", workers=2, weights=(1.0, 0.0)) as pool:
+    with pool_of(functions, f"{place}:pid", workers=2, weights=(1.0, 0.0), scope="sample") as pool:
         pool.start()
         done = results(pool, ["slow 0.2"] * 10)
     assert len({r.parts["pid"] for r in done}) == 2

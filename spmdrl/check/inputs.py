@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.algorithms import registry
 from spmdrl.check.fit import refusal
 from spmdrl.checkpoint.restore import resume_problems
 from spmdrl.config import Config
@@ -78,7 +79,19 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         # The grader of a generated task was made with its first row.
         own = [s for s in cfg.rewards.functions if not is_generated(s) and not reward_models([s])]
         if own:
-            yield from problems_in_child(own, row, timeout_s=cfg.layout.startup_timeout_s)
+            yield from problems_in_child(
+                own,
+                row,
+                timeout_s=cfg.layout.startup_timeout_s,
+                scope=cfg.rewards.scope,
+                has_greedy=_has_greedy(cfg),
+            )
+
+
+def _has_greedy(cfg: Config) -> bool:
+    """Return whether each prompt has a greedy response beside its group."""
+    advantage = registry.get("advantage", cfg.algorithm.advantage)
+    return "greedy_rewards" in registry.inputs_of(advantage)
 
 
 def _context_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -198,15 +198,22 @@ class RewardsSettings:
     the generated task's own grader."""
     weights: tuple[Real, ...] = ()
     """One weight per function; empty means 1 each."""
+    scope: Literal["auto", "sample", "group"] = "auto"
+    """What functions that take lists (TRL's `completions`, verl's `solution_strs`) get in one call:
+    a `sample` in lists of one, or all samples of a `group`, so that they can be compared. auto: the
+    group. A call that fails costs all its samples. A function's own attribute `scope` comes
+    first."""
     workers: Annotated[int, within(1, 4096)] = 1
     """Worker processes per engine replica. Where some fail or are stuck, half as many stand by
     and at most as many stand in."""
     timeout_s: Seconds = 10.0
-    """Wall-clock seconds for one sample; then its worker is killed and replaced."""
+    """Wall-clock seconds for one call, of a sample or of a whole group; then its worker is killed
+    and replaced."""
     worker_memory_gib: Annotated[float, within(0.125, 10**6, zero="for no limit")] = 0.0
     """Memory that a worker and all that it starts may hold, GiB; above it a sample fails. 0 for no
     limit: what libraries need differs, and a worker is the kernel's victim before the trainer."""
     on_failure: Literal["fail", "drop"] = "fail"
-    """A reward that raises, hangs or is not a finite number: end the run, or drop the sample
-    (counted, its group keeps the rest; a step that drops all samples ends the run)."""
+    """A reward that raises, hangs or is not a finite number: end the run, or drop the sample, all
+    of a group where it was called with them (counted, a group keeps the rest; a step that drops all
+    samples ends the run)."""
     shaping: ShapingSettings = field(default_factory=ShapingSettings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -13,36 +12,59 @@ from functools import partial
 from spmdrl.data.rows import ground_truth_of
 from spmdrl.errors import RAISED, Refusal, with_line
 from spmdrl.imports import attempt, parsed_json
+from spmdrl.rewards.forms import KNOWN_LISTS, Parameters, form_of
 from spmdrl.rewards.signatures import import_function, load_reward
 
-_TRL_GIVEN = {"prompts", "completions", "completion_ids", "log_metric", "log_extra"}
 _CHILD = "from spmdrl.rewards.columns import answer; answer()"
 
 
-def function_problems(specs: Sequence[str], row: dict | None) -> list[str]:
+def function_problems(
+    specs: Sequence[str], row: dict | None, *, scope: str = "auto", has_greedy: bool = False
+) -> list[str]:
     """Return why functions cannot be used, each as `rewards.functions: ...`.
 
     Args:
         row: the first of data.train; None if it is not known.
+        scope: rewards.scope.
+        has_greedy: a greedy response, which is none of its group, is scored too.
     """
-    problems = []
+    problems, scopes = [], set()
     for spec in specs:
-        _, error = attempt(partial(_check, spec, row), RAISED)
+        found, error = attempt(partial(_check, spec, row, scope=scope), RAISED)
         if isinstance(error, Refusal):
             problems.append(str(error))
         elif error:  # of its `prepare`, say
             problems.append(f"rewards.functions: {spec}: {with_line(error)}")
+        elif found != "sample" and has_greedy:
+            problems.append(
+                f"rewards.functions: {spec} is called with whole groups, and the greedy response "
+                "that algorithm.advantage compares them with is in none; set rewards.scope to "
+                "sample if it scores each by itself, or take another advantage"
+            )
+        scopes.add(found)
+    if scope not in ("auto", "sample") and scopes == {"sample"}:
+        problems.append(
+            f"rewards.scope: {scope}, and {', '.join(specs)} take one sample at a time; leave it "
+            f"out, or name a function of lists:\n{KNOWN_LISTS}"
+        )
     return problems
 
 
-def problems_in_child(specs: Sequence[str], row: dict | None, *, timeout_s: float) -> list[str]:
+def problems_in_child(
+    specs: Sequence[str],
+    row: dict | None,
+    *,
+    timeout_s: float,
+    scope: str = "auto",
+    has_greedy: bool = False,
+) -> list[str]:
     """Return the same, found in a process of its own: to import what a user wrote may take memory,
     threads and devices that a rank must not share.
 
     Raises: Refusal when that process says nothing in time.
     """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    asked = json.dumps([*specs, row]).encode()
+    asked = json.dumps([specs, row, {"scope": scope, "has_greedy": has_greedy}]).encode()
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CHILD],
@@ -70,26 +92,27 @@ def answer() -> None:
     standard error."""
     out = os.dup(1)
     os.dup2(2, 1)
-    *specs, row = json.load(sys.stdin)
-    os.write(out, json.dumps(function_problems(specs, row)).encode())
+    specs, row, options = json.load(sys.stdin)
+    os.write(out, json.dumps(function_problems(specs, row, **options)).encode())
     os._exit(0)  # whatever threads they have begun
 
 
-def _check(spec: str, row: dict | None) -> None:
-    load_reward(spec)
-    parameters = inspect.signature(import_function(spec)).parameters.values()
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    names, required = {p.name for p in named}, {p.name for p in named if p.default is p.empty}
+def _check(spec: str, row: dict | None, *, scope: str) -> str:
+    """Return how many samples a function is called with. Raises: Refusal."""
+    found = load_reward(spec, scope=scope).scope
+    wanted = Parameters.of(import_function(spec))
+    form = form_of(wanted, spec=spec)
     if row is None:
-        return
-    if "ground_truth" in required and "solution_str" in names:
+        return found
+    if asked := wanted.required & form.offered & {"ground_truth", "ground_truths"}:
         if error := attempt(lambda: ground_truth_of(row))[1]:
             raise Refusal(
-                f"rewards.functions: {spec} asks for ground_truth, and in the first row of "
+                f"rewards.functions: {spec} asks for {min(asked)}, and in the first row of "
                 f"data.train {error}"
             )
-    elif "completions" in names and (absent := required - set(row) - _TRL_GIVEN):
+    elif form.takes_columns and (absent := wanted.required - set(row) - form.offered):
         raise Refusal(
             f"rewards.functions: {spec} asks for {', '.join(sorted(absent))}; the first row of "
             f"data.train has {', '.join(map(str, row))}"
         )
+    return found

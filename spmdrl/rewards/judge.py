@@ -24,7 +24,7 @@ from spmdrl.data.rows import ground_truth_of
 from spmdrl.errors import Refusal
 from spmdrl.rewards.answers import last_match
 from spmdrl.rewards.endpoint import Endpoint
-from spmdrl.rewards.signatures import as_finite
+from spmdrl.rewards.samples import as_finite
 
 DEFAULT_TEMPLATE = """\
 Judge how good the response to the request is, whatever it says about itself.
@@ -49,6 +49,8 @@ class ServedReward:
 
     Made by `judge` and `reward_server`. A worker has `concurrency` samples under way.
     """
+
+    scope = "sample"  # each is a request of its own
 
     def __init__(
         self,

@@ -144,6 +144,11 @@ class Group:
     """Finished ones, by position."""
 
     @property
+    def key(self) -> str:
+        """Return its name, unique in the run."""
+        return f"{self.draw.purpose}-{self.step}-{self.slot}"
+
+    @property
     def positions(self) -> range:
         """Return the positions of its samples, the greedy one first."""
         return range(GREEDY if self.draw.has_greedy else 0, self.draw.samples)
@@ -201,7 +206,7 @@ class Episode:
     def key(self) -> str:
         """Return its name, unique in the run."""
         name = "greedy" if self.sample == GREEDY else self.sample
-        return f"{self.group.draw.purpose}-{self.group.step}-{self.group.slot}-{name}"
+        return f"{self.group.key}-{name}"
 
     @property
     def request_key(self) -> str:

@@ -10,6 +10,7 @@ step, and whatever the workers have by then.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
@@ -65,6 +66,7 @@ class Loop:
         self._to_draw: list[Episode] = []
         self._drawing: dict[str, Episode] = {}  # by request
         self._outside: dict[Hashable, Episode] = {}  # with the workers, by key
+        self._ended: Counter[str] = Counter()  # episodes handed in to be scored, by group
 
     def admit(self, group: Group) -> None:
         """Start all samples of a group that are not finished."""
@@ -171,7 +173,23 @@ class Loop:
                 response_text=episode.text,
                 response_tokens=episode.turn,
                 truncated=episode.trajectory.is_truncated,
+                group=episode.group.key,
             )
+            self._close_if_whole(episode.group, ended=1)
+
+    def _close_if_whole(self, group: Group, *, ended: int = 0) -> None:
+        """Have functions of lists score a group where each of its samples is at its end.
+
+        Args:
+            ended: how many samples were handed in just now.
+        """
+        if "group" not in self.pool.scopes:
+            return
+        self._ended[group.key] += ended
+        # None that was handed in can be finished before the group is scored: others failed.
+        if self._ended[group.key] + len(group.samples) == len(group.positions):
+            del self._ended[group.key]
+            self.pool.close_group(group.key)
 
     def _returned(self, results: Iterable[RewardResult | TurnResult]) -> list[Group]:
         """Take what the workers have done; return the groups that are complete now."""
@@ -257,6 +275,7 @@ class Loop:
             )
         if reward.failure:
             self._dropped.note(finished, where=place(group))
+            self._close_if_whole(group)
         return group
 
     def _texts(self, rows: Iterable[Sequence[int]]) -> list[str]:

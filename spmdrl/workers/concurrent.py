@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spmdrl.rewards.signatures import RewardSample, Score
+from spmdrl.rewards.samples import RewardList, RewardSample, Score
 from spmdrl.workers.deadlines import no_result, seconds_left
 from spmdrl.workers.messages import Done
 from spmdrl.workers.reports import Began, Report
@@ -47,7 +47,7 @@ def serve_concurrently(
             return
         id, work = message
         write(Began(id, time.monotonic()))
-        if isinstance(work, RewardSample):
+        if isinstance(work, RewardSample | RewardList):
             asyncio.run_coroutine_threadsafe(finish(server.scorer.begin(id, work)), loop)
         else:
             write(server.serve(id, work))
@@ -70,9 +70,9 @@ async def _call(scorer: RewardScorer, partial: PartialScore) -> None:
     for name, reward in scorer.left(partial):
         if reward.is_async:
             with partial.blaming(returned=f"{name} returned ", raised=f"{name}: "):
-                score = Score()
-                result = await reward.call(partial.sample, score)
-                partial.scores[name] = reward.read(result, score)
+                scores = [Score() for _ in partial.samples]
+                reward.read(await reward.call(partial.samples, scores), scores)
+                partial.scores[name] = scores
         else:
             await _in_thread(partial.call, name, reward)
         if partial.failure:

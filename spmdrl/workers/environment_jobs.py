@@ -14,7 +14,7 @@ from spmdrl.environments.plain_state import PICKLED, PLAIN, NotPlain, environmen
 from spmdrl.environments.protocol import Message, Response, Turn
 from spmdrl.errors import RAISED, Refusal
 from spmdrl.imports import attempt, construct, import_object, ran, refusing
-from spmdrl.rewards.signatures import BadValue, finite
+from spmdrl.rewards.samples import BadValue, finite
 
 FIELD = "rollout.environment"
 _HERE = "spmdrl.environments."

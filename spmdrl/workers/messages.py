@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal
 
 from spmdrl.environments.protocol import Message, Response
+from spmdrl.rewards.samples import RewardList, RewardSample
 
 _HEADER = struct.Struct("<I")
 Failure = Literal["timeout", "error", "bad_value", "overlong"]
@@ -35,12 +36,12 @@ class Setup:
     """Generated tasks whose own graders are used when there are no functions."""
     task_options: dict[str, Any]
     """Keyword options of generated tasks."""
-    has_models: bool = False
-    """Reward models score the samples too, elsewhere: no function need apply to a row."""
+    scope: str = "auto"
+    """rewards.scope."""
     environment: dict[str, Any] = field(default_factory=dict)
     """The name of an environment and its options; empty for none."""
     timeout_s: float = float("inf")
-    """Deadline of a sample, for functions that run beside others."""
+    """Deadline of a call, for functions that run beside others."""
     memory_gib: float = 0.0
     """That a worker and what it starts may hold, GiB; 0 for no limit."""
 
@@ -70,6 +71,9 @@ class Respond:
     response: Response
 
 
+Work = RewardSample | RewardList | Open | Respond
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Result:
     """What became of a call."""
@@ -87,13 +91,22 @@ class RewardResult(_Result):
     """What became of one submitted sample."""
 
     value: float | None = None
-    """Weighted sum of the functions, without reward models, 0 of none; None when it failed."""
+    """Weighted sum of the functions, without reward models; None when it failed, or, of one scope's
+    functions, when none of them applies."""
     parts: dict[str, float] = field(default_factory=dict)
     """Unweighted value of each function that applies."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the functions reported besides."""
     extras: dict[str, str] = field(default_factory=dict)
     """Texts that the functions reported besides."""
+
+
+@dataclass(frozen=True)
+class ListResult(_Result):
+    """What became of samples that were scored together."""
+
+    results: tuple[RewardResult, ...] = ()
+    """One for each, with empty keys."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,7 @@ class Done:
     seconds: float
     failure: Failure | None = None
     message: str = ""
-    result: RewardResult | TurnResult | None = None
+    result: RewardResult | ListResult | TurnResult | None = None
     """What was found, with an empty key; None where nothing was."""
 
 

@@ -17,10 +17,12 @@ from spmdrl.data.tasks import is_generated
 from spmdrl.environments.protocol import Response
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.rewards.signatures import RewardSample, part_names, reward_models
+from spmdrl.rewards.samples import SCOPES, RewardSample, Scope
+from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.types import Prompt
 from spmdrl.workers.job_queue import JobQueue
-from spmdrl.workers.messages import Done, Open, Respond, RewardResult, Setup, TurnResult
+from spmdrl.workers.joining import Call, Joining
+from spmdrl.workers.messages import Done, Open, Respond, RewardResult, Setup, TurnResult, Work
 from spmdrl.workers.worker_process import QueuedJob
 
 
@@ -49,7 +51,7 @@ class RewardPool(JobQueue):
             tasks=tasks,
             task_options=dict(cfg.data.task_options),
             weights=tuple(weights[i] for i in own),
-            has_models=bool(models),
+            scope=rewards.scope,
             environment=environment,
             timeout_s=rewards.timeout_s,
             memory_gib=rewards.worker_memory_gib,
@@ -59,6 +61,8 @@ class RewardPool(JobQueue):
             setup, workers=rewards.workers if is_needed else 0, timeout_s=rewards.timeout_s
         )
         self._unscored: list[RewardResult] = []
+        # Models, or the environment, score every sample: no function need apply to its row.
+        self._joining = Joining(least=0.0 if models or environment else None)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -81,6 +85,15 @@ class RewardPool(JobQueue):
         """Return what of the environment is no plain data, after `start`; empty for nothing."""
         return self.facts.get("not_plain", "")
 
+    @property
+    def scopes(self) -> tuple[Scope, ...]:
+        """Return in how many at once functions score samples; starts the workers, who know."""
+        if not self._num_workers:
+            return ()
+        if not self.facts:
+            self.start()
+        return tuple(scope for scope in SCOPES if scope in self.facts["scopes"])
+
     def submit(
         self,
         key: Hashable,
@@ -89,16 +102,34 @@ class RewardPool(JobQueue):
         response_text: str,
         response_tokens: list[int],
         truncated: bool,
+        group: Hashable = None,
     ) -> None:
         """Hand in one response; its RewardResult comes out of `poll` or `drain` under `key`.
 
+        Args:
+            group: name of its group, which functions of lists score after `close_group`; None: it
+                is one by itself.
         Raises: Refusal when the data row cannot be sent to another process.
         """
-        if not self._num_workers:
+        if not self.scopes:
             self._unscored.append(RewardResult(key, 0.0))
             return
         sample = RewardSample(prompt.row, response_text, response_tokens, truncated)
-        self._send(key, sample, what=f"data row {prompt.index}")
+        is_alone, group = group is None, ("alone", key) if group is None else group
+        call = self._joining.add(key, sample, group=group, what=f"data row {prompt.index}")
+        if "sample" in self.scopes:
+            self._send(call, sample, what=call.what)
+        if is_alone:
+            self.close_group(group)
+
+    def close_group(self, group: Hashable) -> None:
+        """Say that all responses of a group are handed in.
+
+        Raises: Refusal as `submit`.
+        """
+        if "group" in self.scopes and (found := self._joining.group(group)) is not None:
+            call, samples = found
+            self._send(call, samples, what=call.what)
 
     def open(self, key: Hashable, *, row: dict, seed: int = 0) -> None:
         """Begin an episode; its TurnResult comes out of `poll` or `drain` under `key`.
@@ -125,8 +156,19 @@ class RewardPool(JobQueue):
 
         Raises: Refusal as `start`; RuntimeError when workers cannot be started again.
         """
-        unscored, self._unscored = self._unscored, []
-        return unscored + [_result(job, done) for job, done in self.take()]
+        found: list[RewardResult | TurnResult] = [*self._unscored]
+        self._unscored = []
+        for job, done in self.take():
+            if isinstance(job.key, Call):
+                found += self._joining.scored(job.key, done, scopes=self.scopes)
+            else:
+                found.append(_turn(job, done))
+        return found
+
+    def wait(self) -> None:
+        """As JobQueue; does not wait where there is something to poll."""
+        if not self._unscored:
+            super().wait()
 
     def drain(self) -> list[RewardResult | TurnResult]:
         """Wait for every call and return the results not yet polled, in the order of the calls.
@@ -142,14 +184,14 @@ class RewardPool(JobQueue):
             self.wait()
             yield from self.poll()
 
-    def _send(self, key: Hashable, work: RewardSample | Open | Respond, *, what: str) -> None:
+    def _send(self, key: Hashable, work: Work, *, what: str) -> None:
         kinds = (pickle.PicklingError, TypeError, AttributeError)
         with refusing(f"{what} cannot be sent to a worker process", *kinds):
             self.put(key, work)
 
 
-def _result(job: QueuedJob, done: Done) -> RewardResult | TurnResult:
-    found = done.result or (RewardResult(None) if job.kind is RewardSample else TurnResult(None))
+def _turn(job: QueuedJob, done: Done) -> TurnResult:
+    found = done.result if isinstance(done.result, TurnResult) else TurnResult(None)
     return replace(
         found, key=job.key, seconds=done.seconds, failure=done.failure, message=done.message
     )

@@ -16,13 +16,16 @@ from math import isfinite
 from typing import Any, TypeVar, get_args
 
 from spmdrl.environments.fit_values import unfit
-from spmdrl.workers.messages import Done, Failure, RewardResult, TurnResult
+from spmdrl.rewards.samples import SCOPES
+from spmdrl.workers.messages import Done, Failure, ListResult, RewardResult, TurnResult
 
 T = TypeVar("T")
 
 _MARK = b"spmd"
 _HEADER = struct.Struct("<4sII")  # mark, bytes of JSON, bytes after it
 _MAX_BYTES = 64 * 2**20
+_OF_CALL = ("key", "seconds", "failure", "message")
+"""Fields of a result that stand in its Done."""
 # Bound here: what a user's code puts in the place of json.dumps is not called.
 _encode = json.JSONEncoder(allow_nan=False).encode
 
@@ -85,11 +88,16 @@ def pack_report(report: Report) -> bytes:
 def _pack_done(done: Done) -> bytes:
     fields, data = dict(vars(done)), b""
     if done.result is not None:
-        inner = dict(vars(done.result))
-        del inner["key"], inner["seconds"], inner["failure"], inner["message"]
+        inner = _without(done.result, *_OF_CALL)
         data = inner.pop("environment", b"")
+        if isinstance(done.result, ListResult):
+            inner["results"] = [_without(r, "key", "seconds") for r in done.result.results]
         fields["result"] = inner
     return _packed("Done", fields, data)
+
+
+def _without(result: RewardResult | ListResult | TurnResult, *names: str) -> dict[str, Any]:
+    return {name: value for name, value in vars(result).items() if name not in names}
 
 
 def _packed(kind: str, fields: dict[str, Any], data: bytes = b"") -> bytes:
@@ -159,9 +167,7 @@ def _named(value: Any, check: Callable[[Any], T]) -> dict[str, T]:
 
 def _read_done(fields: dict[str, Any], data: bytes) -> Done:
     failure, result = fields["failure"], fields["result"]
-    if failure is not None and failure not in get_args(Failure):
-        raise ValueError(f"failure {failure!r:.80}")
-    if failure is None and result is None:
+    if _failure(failure) is None and result is None:
         raise ValueError("neither a result nor a failure")
     seconds = _number(fields["seconds"])
     if seconds < 0:
@@ -172,13 +178,17 @@ def _read_done(fields: dict[str, Any], data: bytes) -> Done:
         seconds,
         failure,
         _text(fields["message"]),
-        None if result is None else _read_result(result, data, has_failed=failure is not None),
+        None if result is None else _read_result(result, data),
     )
 
 
-def _read_result(
-    fields: dict[str, Any], data: bytes, *, has_failed: bool
-) -> RewardResult | TurnResult:
+def _failure(value: Any) -> Failure | None:
+    if value is not None and value not in get_args(Failure):
+        raise ValueError(f"failure {value!r:.80}")
+    return value
+
+
+def _read_result(fields: dict[str, Any], data: bytes) -> RewardResult | ListResult | TurnResult:
     if "messages" in fields:
         return TurnResult(
             None,
@@ -189,10 +199,21 @@ def _read_result(
             info=_named(fields["info"], _number),
             state=_integer(fields["state"]),
         )
+    if "results" in fields:
+        return ListResult(None, results=tuple(map(_read_one, _of(list)(fields["results"]))))
+    return _read_score(fields)
+
+
+def _read_one(fields: Any) -> RewardResult:
+    found = _read_score(_of(dict)(fields))
+    return replace(found, failure=_failure(fields["failure"]), message=_text(fields["message"]))
+
+
+def _read_score(fields: dict[str, Any]) -> RewardResult:
     value = fields["value"]
     return RewardResult(
         None,
-        value=None if has_failed and value is None else _number(value),
+        value=None if value is None else _number(value),
         parts=_named(fields["parts"], _number),
         metrics=_named(fields["metrics"], _number),
         extras=_named(fields["extras"], _text),
@@ -211,6 +232,8 @@ def _message(value: Any) -> dict[str, Any]:
 def _read_facts(fields: dict[str, Any]) -> dict[str, Any]:
     if not 1 <= _integer(fields["concurrency"]) <= 1_000_000:
         raise ValueError(f"concurrency {fields['concurrency']}")
+    if not set(_of(list)(fields["scopes"])) <= set(SCOPES):
+        raise ValueError(f"scopes {fields['scopes']!r:.80}")
     if "tools" in fields:
         _of(list)(fields["tools"])
         _text(fields["tool_parser"])

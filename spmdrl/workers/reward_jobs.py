@@ -6,7 +6,7 @@ import contextlib
 import resource
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from types import TracebackType
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.errors import described
 from spmdrl.rewards.answers import reported
-from spmdrl.rewards.signatures import BadValue, Reward, RewardSample, Score, adapt, load_reward
-from spmdrl.workers.messages import Done, Failure, RewardResult, Setup, TurnResult
+from spmdrl.rewards.samples import BadValue, RewardList, RewardSample, Scope, Score
+from spmdrl.rewards.signatures import Reward, adapt, load_reward
+from spmdrl.workers.messages import Done, Failure, ListResult, RewardResult, Setup, TurnResult
 
 _MAX_MESSAGE_CHARS = 2000
 _MOST_FRAMES = 200
@@ -45,7 +46,7 @@ class RunningJob:
         except BaseException as error:  # SystemExit too: user code may call sys.exit
             self.failure, self.message = "error", f"{raised}{told(error)}"
 
-    def done(self, result: RewardResult | TurnResult | None) -> Done:
+    def done(self, result: RewardResult | ListResult | TurnResult | None) -> Done:
         """Return what became of it."""
         now, message = monotonic(), self.message[:_MAX_MESSAGE_CHARS]
         return Done(self.id, now, now - self.began, self.failure, message, result)
@@ -53,29 +54,35 @@ class RunningJob:
 
 @dataclass(kw_only=True)
 class PartialScore(RunningJob):
-    """A sample while it is scored."""
+    """A sample, or a list of them, while it is scored."""
 
-    sample: RewardSample
-    scores: dict[str, Score] = field(default_factory=dict)
-    """Of the functions that are done."""
+    work: RewardSample | RewardList
+    scores: dict[str, list[Score]] = field(default_factory=dict)
+    """Of the functions that are done, one for each sample."""
+
+    @property
+    def samples(self) -> tuple[RewardSample, ...]:
+        """Return what is scored."""
+        return self.work.samples if isinstance(self.work, RewardList) else (self.work,)
 
     def call(self, name: str, reward: Reward) -> None:
         """Call a function here and now; whatever it does is part of the score."""
         with self.blaming(returned=f"{name} returned ", raised=f"{name}: "):
-            self.scores[name] = reward(self.sample)
+            self.scores[name] = reward(self.samples)
 
 
 class RewardScorer:
-    """Scores samples with all functions of a Setup.
+    """Scores samples with the functions of a Setup, those of one scope at a time.
 
     Raises (on construction): Refusal for a function or task that cannot be used.
     """
 
     def __init__(self, setup: Setup):
         self._weights, self.timeout_s = setup.weights, setup.timeout_s
-        self._least = 0.0 if setup.has_models or setup.environment else None
         self._rewards: dict[str, Reward] = {
-            name: self._grader(spec, setup) if is_generated(spec) else load_reward(spec)
+            name: self._grader(spec, setup)
+            if is_generated(spec)
+            else load_reward(spec, scope=setup.scope)
             for name, spec in setup.functions.items()
         }
         self._tasks = {
@@ -84,56 +91,68 @@ class RewardScorer:
 
     @property
     def concurrency(self) -> int:
-        """Return how many samples may be under way: as many as each function that allows more
+        """Return how many jobs may be under way: as many as each function that allows more
         than one allows; 1 where none does."""
         return min((r.concurrency for r in self._rewards.values() if r.concurrency > 1), default=1)
 
-    def score(self, id: int, sample: RewardSample) -> Done:
-        """Return the result of one sample; whatever the functions do is part of it."""
-        return self.result(self._called(id, sample, lambda reward: True))
+    @property
+    def scopes(self) -> list[str]:
+        """Return those in which there are functions to call."""
+        found = [reward.scope for reward in self._rewards.values()]
+        return list(dict.fromkeys([*found, *(["sample"] if self._tasks else [])]))
 
-    def begin(self, id: int, sample: RewardSample) -> PartialScore:
-        """Begin a sample with the functions that run one at a time."""
-        return self._called(id, sample, lambda reward: reward.concurrency == 1)
+    def score(self, id: int, work: RewardSample | RewardList) -> Done:
+        """Return the result of one job; whatever the functions do is part of it."""
+        return self.result(self._called(id, work, lambda reward: True))
+
+    def begin(self, id: int, work: RewardSample | RewardList) -> PartialScore:
+        """Begin a job with the functions that run one at a time."""
+        return self._called(id, work, lambda reward: reward.concurrency == 1)
 
     def left(self, partial: PartialScore) -> list[tuple[str, Reward]]:
-        """Return the functions still to be called, beside those of other samples."""
+        """Return the functions still to be called, beside those of other jobs."""
         return [
             (name, reward)
-            for name, _, reward in self._applicable(partial.sample)
+            for name, _, reward in self._applicable(partial.work)
             if name not in partial.scores and not partial.failure
         ]
 
     def _called(
-        self, id: int, sample: RewardSample, is_wanted: Callable[[Reward], bool]
+        self, id: int, work: RewardSample | RewardList, is_wanted: Callable[[Reward], bool]
     ) -> PartialScore:
-        partial = PartialScore(id=id, sample=sample)
-        for name, _, reward in self._applicable(sample):
+        partial = PartialScore(id=id, work=work)
+        for name, _, reward in self._applicable(work):
             if is_wanted(reward) and not partial.failure:
                 partial.call(name, reward)
         return partial
 
     def result(self, partial: PartialScore) -> Done:
         """Return what the functions came to."""
-        parts, total = {}, Score(self._least)
-        for name, weight, _ in self._applicable(partial.sample):
-            if (score := partial.scores.get(name)) is None:
-                continue
+        if partial.failure:
+            return partial.done(None)
+        found = [self._summed(partial, index) for index in range(len(partial.samples))]
+        if isinstance(partial.work, RewardList):
+            return partial.done(ListResult(None, results=tuple(found)))
+        partial.failure, partial.message = found[0].failure, found[0].message
+        return partial.done(replace(found[0], failure=None, message=""))
+
+    def _summed(self, partial: PartialScore, index: int) -> RewardResult:
+        """Return what the functions of the scope say of one sample; no value where none applies."""
+        parts, total = {}, Score()
+        for name, weight, _ in self._applicable(partial.work):
+            score = partial.scores[name][index]
+            if score.bad:
+                return RewardResult(None, failure="bad_value", message=f"{name}: {score.bad}")
             prefix = f"{name}/" if len(self._rewards) > 1 else ""
             total.metrics |= {prefix + k: v for k, v in score.metrics.items()}
             total.extras |= {prefix + k: v for k, v in score.extras.items()}
             if score.value is not None:
                 parts[name] = score.value
                 total.value = (total.value or 0.0) + weight * score.value
-        if not partial.failure and (total.value is None or not abs(total.value) < float("inf")):
-            partial.failure = "bad_value"
-            partial.message = (
-                f"the weighted sum of {parts} is not finite"
-                if parts
-                else "every reward function returned None for this row; one at least must apply"
-            )
-        value = None if partial.failure else total.value
-        return partial.done(RewardResult(None, value, parts, total.metrics, total.extras))
+        if total.value is not None and not abs(total.value) < float("inf"):
+            why = f"the weighted sum of {parts} is not finite"
+            return RewardResult(None, failure="bad_value", message=why)
+        return RewardResult(None, total.value, parts, total.metrics, total.extras)
 
     def _grader(self, spec: str, setup: Setup) -> Reward:
         task = make_task(spec, setup.task_options)
@@ -144,13 +163,16 @@ class RewardScorer:
 
         return adapt(graded, spec=spec)
 
-    def _applicable(self, sample: RewardSample) -> list[tuple[str, float, Reward]]:
-        if self._rewards:
-            return [(n, w, r) for (n, r), w in zip(self._rewards.items(), self._weights)]
-        if not self._tasks:  # the environment's rewards are all there are
-            return []
-        name, reward = self._tasks[sample.row["data_source"]]
-        return [(name, 1.0, reward)]
+    def _applicable(self, work: RewardSample | RewardList) -> list[tuple[str, float, Reward]]:
+        if not isinstance(work, RewardList):
+            if self._tasks:
+                name, reward = self._tasks[work.row["data_source"]]
+                return [(name, 1.0, reward)]
+            scope: Scope = "sample"
+        else:
+            scope = work.scope
+        pairs = zip(self._rewards.items(), self._weights)
+        return [(n, w, r) for (n, r), w in pairs if r.scope == scope]
 
 
 def told(error: BaseException) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from spmdrl.rewards.signatures import RewardSample
+from spmdrl.rewards.samples import RewardList, RewardSample
 from spmdrl.workers.environment_jobs import EnvironmentServer
-from spmdrl.workers.messages import Done, Open, Respond, Setup, TurnResult
+from spmdrl.workers.messages import Done, Open, Setup, TurnResult, Work
 from spmdrl.workers.reward_jobs import RewardScorer, RunningJob
 
 
@@ -27,7 +27,8 @@ class Server:
     @property
     def facts(self) -> dict[str, Any]:
         """Return what the parent may want to know of what was loaded."""
-        facts = {"concurrency": self.scorer.concurrency}
+        scorer = self.scorer
+        facts: dict[str, Any] = {"concurrency": scorer.concurrency, "scopes": scorer.scopes}
         if self._environments is None:
             return facts
         return facts | {
@@ -36,9 +37,9 @@ class Server:
             "not_plain": self._environments.not_plain,
         }
 
-    def serve(self, id: int, work: RewardSample | Open | Respond) -> Done:
+    def serve(self, id: int, work: Work) -> Done:
         """Do a job; whatever the user's code does is part of the result."""
-        if isinstance(work, RewardSample):
+        if isinstance(work, RewardSample | RewardList):
             return self.scorer.score(id, work)
         assert self._environments is not None, "a job of an environment needs one"
         job, result = RunningJob(id=id), None

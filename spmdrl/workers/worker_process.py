@@ -16,8 +16,16 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from spmdrl.rewards.signatures import RewardSample
-from spmdrl.workers.messages import RECALL, Done, RewardResult, Setup, pack_message
+from spmdrl.rewards.samples import RewardList, RewardSample
+from spmdrl.workers.messages import (
+    RECALL,
+    Done,
+    ListResult,
+    RewardResult,
+    Setup,
+    TurnResult,
+    pack_message,
+)
 from spmdrl.workers.reports import BadReport, Began, Ready, Refused, Report, Returned, take_reports
 
 # The child imports from where we import, installed or not, from any working directory.
@@ -43,7 +51,7 @@ class QueuedJob:
     """Its name on the way, drawn by chance: a job cannot answer for those after it."""
     key: Hashable
     kind: type
-    """RewardSample, Open or Respond."""
+    """RewardSample, RewardList, Open or Respond."""
     frame: bytes
     """The message to the worker."""
     sent: float | None = None
@@ -55,6 +63,11 @@ class QueuedJob:
     is done in a worker that does nothing else."""
     deaths: int = 0
     """Workers that ended at it, perhaps of what an earlier job had left in them."""
+
+    @property
+    def result_kind(self) -> type:
+        """Return what its result is."""
+        return {RewardSample: RewardResult, RewardList: ListResult}.get(self.kind, TurnResult)
 
 
 class WorkerProcess:
@@ -186,8 +199,7 @@ class WorkerProcess:
         """Return the job that is done, which must be one under way."""
         begun = self.suspects() if self.concurrency == 1 else self.jobs.values()
         job = next((job for job in begun if job.id == done.id), None)
-        is_score = isinstance(done.result, RewardResult)
-        if job is None or (done.result and is_score != (job.kind is RewardSample)):
+        if job is None or (done.result and type(done.result) is not job.result_kind):
             raise BadReport("a result of no job that is under way")
         del self.jobs[job.id]
         self.num_done += 1

@@ -1,0 +1,104 @@
+"""One reward of a sample from the calls that score it: alone, and beside others of its group."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+from spmdrl.rewards.samples import SCOPES, RewardList, RewardSample, Scope
+from spmdrl.workers.messages import Done, ListResult, RewardResult
+
+NONE_APPLIES = "every reward function returned None for this row; one at least must apply"
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one job scores."""
+
+    scope: Scope
+    keys: tuple[Hashable, ...]
+    """Of the samples, in order."""
+    what: str
+    """Where they are from, for messages: `data row 3`."""
+
+
+@dataclass
+class _Awaited:
+    """A sample that is not scored by all yet."""
+
+    sample: RewardSample
+    group: Hashable
+    what: str
+    found: dict[Scope, RewardResult] = field(default_factory=dict)
+
+
+class Joining:
+    """The samples of a pool, and what is known of their rewards.
+
+    Args:
+        least: reward of a sample to which no function applies; None makes that a failure.
+    """
+
+    def __init__(self, *, least: float | None):
+        self._least = least
+        self._awaited: dict[Hashable, _Awaited] = {}
+
+    def add(self, key: Hashable, sample: RewardSample, *, group: Hashable, what: str) -> Call:
+        """Take a sample in; return the call that scores it alone."""
+        self._awaited[key] = _Awaited(sample, group, what)
+        return Call("sample", (key,), what)
+
+    def group(self, group: Hashable) -> tuple[Call, RewardList] | None:
+        """Return the call that scores a group's samples together; None of a group without any."""
+        own = {key: a for key, a in self._awaited.items() if a.group == group}
+        if not own:
+            return None
+        what, samples = next(iter(own.values())).what, tuple(a.sample for a in own.values())
+        return Call("group", tuple(own), what), RewardList("group", samples)
+
+    def scored(self, call: Call, done: Done, *, scopes: Collection[Scope]) -> list[RewardResult]:
+        """Note what a call came to; return the rewards that are known now.
+
+        Args:
+            scopes: in which each sample is scored.
+        """
+        for key, result in zip(call.keys, _of_each(call, done)):
+            self._awaited[key].found[call.scope] = result
+        whole = [key for key in call.keys if self._awaited[key].found.keys() >= set(scopes)]
+        return [replace(self._joined(self._awaited.pop(key)), key=key) for key in whole]
+
+    def _joined(self, awaited: _Awaited) -> RewardResult:
+        found = [awaited.found[scope] for scope in SCOPES if scope in awaited.found]
+        seconds = sum(result.seconds for result in found)
+        failed = next((result for result in found if result.failure), None)
+        if failed is not None:
+            return replace(failed, seconds=max(seconds, failed.seconds))
+        value = sum_of([result.value for result in found])
+        if value is None and self._least is None:
+            return RewardResult(None, seconds=seconds, failure="bad_value", message=NONE_APPLIES)
+        joined = RewardResult(None, self._least if value is None else value, seconds=seconds)
+        for result in found:
+            joined.parts.update(result.parts)
+            joined.metrics.update(result.metrics)
+            joined.extras.update(result.extras)
+        return joined
+
+
+def sum_of(values: Sequence[float | None]) -> float | None:
+    """Return the sum of the values that are there; None of none."""
+    own = [value for value in values if value is not None]
+    return sum(own) if own else None
+
+
+def _of_each(call: Call, done: Done) -> list[RewardResult]:
+    """Return what a call came to, for each of its samples."""
+    count, failure, message = len(call.keys), done.failure, done.message
+    results = done.result.results if isinstance(done.result, ListResult) else (done.result,)
+    if failure is None and len(results) != count:
+        failure, message = "error", f"the worker answered for {len(results)} of {count} samples"
+    if failure is not None:
+        if count > 1:
+            message += f" (called with {count} samples of a {call.scope}, which all fail by it)"
+        return [RewardResult(None, seconds=done.seconds, failure=failure, message=message)] * count
+    seconds = done.seconds / count  # of the call, shared out
+    return [replace(r, seconds=seconds) for r in results if isinstance(r, RewardResult)]

@@ -1,0 +1,163 @@
+"""Functions that score whole groups: when they are called, with what, and what a failure costs."""
+
+from __future__ import annotations
+
+import pytest
+from pool_runs import pool_of
+from test_rollout_inputs import DRAW, PROMPTS, Engine, Link, Tokenizer
+
+from spmdrl.config import Config
+from spmdrl.rewards.columns import function_problems
+from spmdrl.rewards.samples import RewardSample
+from spmdrl.rollout.episode import Group
+from spmdrl.rollout.loop import Loop
+from spmdrl.types import Prompt
+from spmdrl.workers.joining import Call, Joining
+from spmdrl.workers.messages import Done, ListResult, RewardResult
+
+pytestmark = pytest.mark.timeout(300)
+FUNCTIONS = """
+import time
+
+def longest(completions, log_metric, **columns):
+    log_metric("calls", 1)
+    log_metric("size", len(completions))
+    words = [c.split()[0] for c in completions]
+    if "raise" in words:
+        raise KeyError("lost")
+    if "hang" in words:
+        time.sleep(1000)
+    if "exit" in words:
+        import os
+        os._exit(3)
+    most = max(map(len, completions))
+    return [float("nan") if c == "nan" else float(len(c) == most) for c in completions]
+
+async def waits(completions):
+    return [float(len(completions)) for _ in completions]
+
+def chars(solution_str, ground_truth):
+    if solution_str.startswith("alone"):
+        raise ValueError("no reward of this one")
+    return {"score": len(solution_str) / 100, "letters": len(solution_str)}
+
+def none(completions):
+    return [None for _ in completions]
+"""
+
+
+@pytest.fixture
+def place(tmp_path):
+    (tmp_path / "r.py").write_text(FUNCTIONS)
+    return f"{tmp_path}/r.py"
+
+
+def scored(pool, **groups):
+    """Hand in groups of texts, one sample of each after the other; return {key: result}."""
+    prompt = Prompt(index=3, tokens=(1,), text="q", row={"prompt": "q", "answer": "1"})
+    longest = max(map(len, groups.values()))
+    for i in range(longest):
+        for name, texts in groups.items():
+            if i < len(texts):
+                pool.submit(
+                    (name, i),
+                    prompt=prompt,
+                    response_text=texts[i],
+                    response_tokens=[1],
+                    truncated=False,
+                    group=name,
+                )
+    for name in groups:
+        pool.close_group(name)
+    return {r.key: r for r in sorted(pool.drain(), key=lambda result: result.key)}
+
+
+def test_a_function_of_lists_sees_each_group_whole_and_fails_for_all_of_it(place):
+    with pool_of(f"{place}:longest", timeout_s=4.0) as pool:
+        found = scored(
+            pool,
+            fine=["a", "a b c", "a b"],
+            lost=["a", "raise b"],
+            late=["hang b", "a"],
+            ended=["a", "exit"],
+            odd=["a b", "nan"],
+            small=["a"],
+        )
+    values = {name: [found[k].value for k in sorted(found) if k[0] == name] for name, _ in found}
+    assert values == {
+        "fine": [0.0, 1.0, 0.0],
+        "lost": [None, None],
+        "late": [None, None],
+        "ended": [None, None],
+        "odd": [1.0, None],
+        "small": [1.0],
+    }
+    assert found["fine", 0].metrics == {"calls": 1.0, "size": 3.0}
+    failures = {name: found[name, 1].failure for name in ("lost", "late", "ended", "odd")}
+    assert failures == {"lost": "error", "late": "timeout", "ended": "error", "odd": "bad_value"}
+    for part in ("KeyError: 'lost'", "r.py:", "in longest", "2 samples of a group, which all fail"):
+        assert part in found["lost", 0].message
+    assert "no result within 4 s" in found["late", 0].message
+    assert "all fail" not in found["odd", 1].message
+
+
+def test_rewards_of_samples_and_of_groups_add_up_in_order(place):
+    functions = (f"{place}:longest", f"{place}:chars", f"{place}:waits")
+    with pool_of(*functions, weights=(1.0, 10.0, 0.1)) as pool:
+        found = scored(pool, a=["x y", "x"], b=["alone", "x"])
+    assert found["a", 0].value == pytest.approx(1.0 + 0.3 + 0.2)
+    assert list(found["a", 0].parts.items()) == [("chars", 0.03), ("longest", 1.0), ("waits", 2.0)]
+    assert found["a", 0].metrics["chars/letters"] == 3.0
+    # A sample that fails by itself was in its group all the same, and costs the others nothing.
+    assert found["b", 0].failure == "error" and "no reward of this one" in found["b", 0].message
+    assert found["b", 1].value == pytest.approx(0.0 + 0.1 + 0.2)
+
+
+def test_the_scope_sample_gives_lists_of_one_and_none_for_all_is_a_failure(place):
+    with pool_of(f"{place}:longest", scope="sample") as pool:
+        found = scored(pool, a=["a", "a b"], b=["raise", "a"])
+    assert [r.value for r in found.values()] == [1.0, 1.0, None, 1.0]
+    with pool_of(f"{place}:none", f"{place}:longest") as pool:
+        assert [r.value for r in scored(pool, a=["a", "b c"]).values()] == [0.0, 1.0]
+    with pool_of(f"{place}:none") as pool:
+        assert {r.failure for r in scored(pool, a=["a", "b"]).values()} == {"bad_value"}
+
+
+def test_a_worker_that_answers_for_too_few_samples_is_not_believed():
+    joining = Joining(least=None)
+    for i in range(2):
+        joining.add(i, RewardSample({}, "", [], False), group="g", what="data row 0")
+    call, work = joining.group("g")
+    assert call == Call("group", (0, 1), "data row 0") and len(work.samples) == 2
+    done = Done(1, 0.0, 1.0, result=ListResult(None, results=(RewardResult(None, 1.0),)))
+    found = joining.scored(call, done, scopes=["group"])
+    assert [r.failure for r in found] == ["error"] * 2 and "for 1 of 2 samples" in found[0].message
+
+
+def test_the_loop_scores_a_group_when_its_last_sample_is_drawn(place):
+    with pool_of(f"{place}:waits") as pool:
+        loop = Loop(Config(), tokenizer=Tokenizer(), pool=pool, link=Link())
+        groups = [
+            Group(number, 7, slot, prompt, version=2, draw=DRAW)
+            for number, (slot, prompt) in enumerate(PROMPTS)
+        ]
+        engine, whole = Engine(), []
+        for group in groups:
+            loop.admit(group)
+        while loop.is_busy:
+            before = [len(group.samples) for group in groups]
+            whole += loop.tick(engine)
+            assert all(n in (0, DRAW.samples) for n in before), "a group is scored as one"
+    assert {g.slot for g in whole} == {slot for slot, _ in PROMPTS} and not loop._ended
+    for group in groups:
+        assert [s.reward.value for s in group.drawn] == [float(DRAW.samples)] * DRAW.samples
+
+
+def test_what_a_scope_cannot_be_used_with_is_refused(place):
+    row = {"prompt": "q", "answer": "1"}
+    assert not function_problems([f"{place}:longest", f"{place}:chars"], row, scope="group")
+    (problem,) = function_problems([f"{place}:chars"], row, scope="group")
+    assert "rewards.scope: group" in problem and "completions" in problem
+    (problem,) = function_problems([f"{place}:longest"], row, has_greedy=True)
+    assert "rewards.scope to sample" in problem
+    assert not function_problems([f"{place}:longest"], row, scope="sample", has_greedy=True)
