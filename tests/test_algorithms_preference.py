@@ -27,6 +27,23 @@ CASES = [
     ("dpo", dict(variant="ipo", beta=0.4)),
     ("dpo", dict(variant="norm", beta=2.0)),
     ("dpo", dict(variant="norm", beta=2.0, label_smoothing=0.3)),
+    ("dpo", dict(f_divergence_type="forward_kl", beta=0.3)),
+    ("dpo", dict(f_divergence_type="js_divergence", label_smoothing=0.1)),
+    ("dpo", dict(f_divergence_type="alpha_divergence", variant="robust", label_smoothing=0.1)),
+    ("dpo", dict(f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.8)),
+    ("dpo", dict(f_divergence_type="alpha_divergence", variant="hinge", beta=0.02)),
+    ("exo_pair", {}),
+    ("exo_pair", dict(beta=0.4, label_smoothing=0.1)),
+    ("discopop", {}),
+    ("discopop", dict(beta=0.3, discopop_tau=0.8)),
+    ("discopop", dict(beta=0.3, discopop_tau=1.5)),
+    ("aot", {}),
+    ("aot", dict(beta=0.3, label_smoothing=0.1)),
+    ("aot_unpaired", {}),
+    ("aot_unpaired", dict(beta=0.3, label_smoothing=0.1)),
+    ("alphapo", {}),
+    ("alphapo", dict(alpha=0.0)),
+    ("alphapo", dict(alpha=-0.5, beta=3.0, gamma=0.2)),
     ("simpo", {}),
     ("simpo", dict(beta=1.5, gamma=0.2)),
     ("orpo", {}),
@@ -66,6 +83,9 @@ def pairs(seed: int, *, count: int = 9, dtype: torch.dtype = torch.float64) -> P
         margins=normal(1.0).abs(),
         chosen_scores=normal(2.0),
         rejected_scores=normal(2.0),
+        matched_margin=normal(4.0),
+        matched_chosen=normal(4.0),
+        matched_rejected=normal(4.0),
     )
     scalars = dict(mean_log_ratio=normal(1.0)[0], kl=normal(1.0)[0])
     case = {k: v.to(dtype) if v.is_floating_point() else v for k, v in case.items()} | scalars
@@ -114,9 +134,13 @@ def one(name: str, case: dict, options: dict) -> tuple[float, tuple[float, ...]]
     """Return one term and its slopes by the learned inputs, from the paper's formula."""
     o = (
         dict(
-            beta={"simpo": 2.0}.get(name, 0.1),
+            beta={"simpo": 2.0, "alphapo": 2.0, "discopop": 0.05}.get(name, 0.1),
+            f_divergence_type="reverse_kl",
+            f_alpha_divergence_coef=0.5,
+            discopop_tau=0.05,
+            alpha=0.25,
             variant="sigmoid",
-            label_smoothing=0.0,
+            label_smoothing=1e-3 if name == "exo_pair" else 0.0,
             gamma=1.0,
             nll_weight=1.0,
             odds_weight=0.1,
@@ -145,6 +169,8 @@ def one(name: str, case: dict, options: dict) -> tuple[float, tuple[float, ...]]
     if name == "simpo":
         x = b * (lw / nw - ll / nl) - o["gamma"]
         return -log_sigmoid(x), (-sigmoid(-x) * b / nw, sigmoid(-x) * b / nl)
+    if name in ONE_OF:
+        return ONE_OF[name](case | dict(lw=lw, ll=ll, rw=rw, rl=rl), o)
     if name == "cpo":
         x, a = b * (lw - ll), o["nll_weight"]
         return -log_sigmoid(x) - a * lw / nw, (-sigmoid(-x) * b - a / nw, sigmoid(-x) * b)
@@ -175,11 +201,84 @@ def one(name: str, case: dict, options: dict) -> tuple[float, tuple[float, ...]]
     return (-log_sigmoid(x - m) - log_sigmoid(m - y), (-b * sigmoid(m - x), b * sigmoid(y - m)))
 
 
+def bent(x: float, slope: float) -> tuple[float, float]:
+    """(e^(slope x) - 1) / slope and its derivative; its tangent above an exponent of 20."""
+    if slope == 0:
+        return x, 1.0
+    top = math.exp(20)
+    if slope * x > 20:
+        return (top * (1 + slope * x - 20) - 1) / slope, top
+    return (math.exp(slope * x) - 1) / slope, math.exp(slope * x)
+
+
+def one_smoothed(x: float, e: float) -> tuple[float, float]:
+    value = -(1 - e) * log_sigmoid(x) - e * log_sigmoid(-x)
+    return value, -(1 - e) * sigmoid(-x) + e * sigmoid(x)
+
+
+def one_aot(c: dict, o: dict) -> tuple[float, tuple[float, ...]]:
+    b = o["beta"]
+    value, slope = one_smoothed(b * (c["lw"] - c["ll"] - c["matched_margin"]), o["label_smoothing"])
+    return value, (b * slope, -b * slope)
+
+
+def one_aot_unpaired(c: dict, o: dict) -> tuple[float, tuple[float, ...]]:
+    b, e = o["beta"], o["label_smoothing"]
+    up, up_slope = one_smoothed(b * (c["rw"] - c["matched_rejected"]), e)
+    down, down_slope = one_smoothed(b * (c["matched_chosen"] - c["rl"]), e)
+    return (up + down) / 2, (b * up_slope, -b * down_slope)
+
+
+def one_alphapo(c: dict, o: dict) -> tuple[float, tuple[float, ...]]:
+    b, nw, nl = o["beta"], c["chosen_lengths"], c["rejected_lengths"]
+    (w, dw), (lo, dl) = (bent(m, -o["alpha"]) for m in (c["lw"] / nw, c["ll"] / nl))
+    x = b * (w - lo) - o["gamma"]
+    return -log_sigmoid(x), (-sigmoid(-x) * b * dw / nw, sigmoid(-x) * b * dl / nl)
+
+
+def one_exo(c: dict, o: dict) -> tuple[float, tuple[float, ...]]:
+    b, e, x = o["beta"], o["label_smoothing"], o["beta"] * (c["rw"] - c["rl"])
+    q, log_q, log_rest = sigmoid(x), log_sigmoid(x), log_sigmoid(-x)
+    value = q * (log_q - math.log(1 - e)) + (1 - q) * (log_rest - math.log(e))
+    slope = q * (1 - q) * (log_q - math.log(1 - e) - log_rest + math.log(e))
+    return value, (b * slope, -b * slope)
+
+
+def one_discopop(c: dict, o: dict) -> tuple[float, tuple[float, ...]]:
+    b, t, x = o["beta"], o["discopop_tau"], o["beta"] * (c["rw"] - c["rl"])
+    m, exponent = sigmoid(x / t), log_sigmoid(x / t) - x
+    power = math.exp(min(exponent, 20)) * (1 + max(0.0, exponent - 20))
+    value = -log_sigmoid(x) * (1 - m) + power
+    slope = -sigmoid(-x) * (1 - m) + log_sigmoid(x) * m * (1 - m) / t
+    slope += math.exp(min(exponent, 20)) * ((1 - m) / t - 1)
+    return value, (b * slope, -b * slope)
+
+
+ONE_OF = {
+    "alphapo": one_alphapo,
+    "aot": one_aot,
+    "aot_unpaired": one_aot_unpaired,
+    "discopop": one_discopop,
+    "exo_pair": one_exo,
+}
+
+
+def f_slope(rho: float, o: dict) -> tuple[float, float]:
+    """f'(e^rho) of a divergence, up to a constant, and its derivative by rho."""
+    kind, a = o["f_divergence_type"], o["f_alpha_divergence_coef"]
+    if kind == "reverse_kl":
+        return rho, 1.0
+    if kind == "js_divergence":
+        return log_sigmoid(rho), sigmoid(-rho)
+    return bent(rho, -1.0 if kind == "forward_kl" else a - 1)
+
+
 def one_dpo(rw: float, rl: float, nw: int, nl: int, o: dict) -> tuple[float, tuple[float, ...]]:
     variant, b, e = o["variant"], o["beta"], o["label_smoothing"]
     per_token = variant in ("ipo", "norm")
     dw, dl = (1 / nw, 1 / nl) if per_token else (1.0, 1.0)
-    h = rw * dw - rl * dl
+    (rw, fw), (rl, fl) = f_slope(rw, o), f_slope(rl, o)
+    h, dw, dl = rw * dw - rl * dl, dw * fw, dl * fl
     if variant == "ipo":
         value, slope = (h - 1 / (2 * b)) ** 2, 2 * (h - 1 / (2 * b))
     elif variant == "hinge":
@@ -318,6 +417,63 @@ def test_other_losses_at_the_reference():
         assert terms[kept(name, case)].tolist() == pytest.approx(
             [expected] * len(terms[kept(name, case)])
         ), name
+
+
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
+@pytest.mark.parametrize("seed", range(4))
+def test_sorted_losses_are_the_papers_over_the_whole_batch(name, seed):
+    case = pairs(seed, count=23)
+    keep = kept(name, case)
+    sides = [case[f"{side}_logps"] - case[f"ref_{side}_logps"] for side in ("chosen", "rejected")]
+    if name == "aot":
+        sides = [
+            case["chosen_logps"] - case["rejected_logps"],
+            case["ref_chosen_logps"] - case["ref_rejected_logps"],
+        ]
+    upper, lower = (side[keep].sort().values for side in sides)
+    x = 0.1 * (upper - lower)
+    expected = (-0.9 * torch.nn.functional.logsigmoid(x)).sum()
+    expected = expected - 0.1 * torch.nn.functional.logsigmoid(-x).sum()
+    slopes = gradients(name, expected, case)
+    constants = {k: v.detach() for k, v in case.items()}
+    matched = registry.call_helper(function(name), "matched", constants, {})
+    assert all(v.dtype == torch.float64 and not v.requires_grad for v in matched.values())
+    order = torch.randperm(23, generator=torch.Generator().manual_seed(seed))
+    shuffled = {k: v if k in BATCH_SCALARS else v[order] for k, v in constants.items()}
+    again = registry.call_helper(function(name), "matched", shuffled, {})
+    assert all(torch.equal(again[k], v[order]) for k, v in matched.items())
+    total, parts = 0.0, []
+    for rows in (order[:5], order[5:6], order[6:]):  # three micro-batches
+        part = {k: v if k in BATCH_SCALARS else v[rows] for k, v in (case | matched).items()}
+        parts.append(call(name, part, dict(label_smoothing=0.1))[0].sum())
+    total = sum(parts)
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+    for own, slope in zip(gradients(name, total, case), slopes):
+        torch.testing.assert_close(own, slope, rtol=1e-12, atol=1e-12)
+
+
+def test_f_divergences_meet_at_their_ends():
+    case = pairs(6)
+    with torch.no_grad():
+        for side in ("chosen", "rejected"):
+            case[f"ref_{side}_logps"] = case[f"{side}_logps"] - case[f"{side}_logps"] / 50
+    plain = call("dpo", case, {})[0]
+    alpha = dict(f_divergence_type="alpha_divergence")
+    forward = call("dpo", case, dict(f_divergence_type="forward_kl"))[0]
+    for coef, end in ((1.0, plain), (1 - 1e-7, plain), (0.0, forward), (1e-7, forward)):
+        own = call("dpo", case, alpha | dict(f_alpha_divergence_coef=coef))[0]
+        torch.testing.assert_close(own, end, rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(plain, forward)
+    for variant in ("ipo", "norm"):
+        with pytest.raises(ValueError, match="f_divergence_type: forward_kl has no meaning"):
+            call("dpo", case, dict(variant=variant, f_divergence_type="forward_kl"))
+
+
+def test_alphapo_tends_to_simpo_and_is_its_papers_power():
+    case = pairs(7)
+    bent_little, straight = (call("alphapo", case, dict(alpha=a))[0] for a in (1e-9, 0.0))
+    torch.testing.assert_close(bent_little, straight, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(straight, call("simpo", case, {})[0], rtol=0, atol=0)
 
 
 def test_robust_dpo_is_unbiased_under_flipped_labels():

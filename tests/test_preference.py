@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoint_runs import save
 from comparing import assert_near, assert_same_sums, full_parameters
-from policy_runs import changed, small_model, step_as_train_does
+from policy_runs import VALID, changed, small_model, step_as_train_does
 from policy_runs import config as policy_config
 from runs import TINY, metrics, run
 from torch import Tensor
@@ -231,6 +231,7 @@ def test_objective_loss_and_placement_must_fit():
         ("cpo", set()),
         ("kto", {"ref_logprobs", "old_logprobs"}),
         ("bco", {"ref_logprobs", "old_logprobs"}),
+        ("aot", {"ref_logprobs", "old_logprobs"}),
     ],
 )
 def test_a_loss_without_a_reference_builds_none(loss, columns):
@@ -256,11 +257,13 @@ def train_on_pairs(cfg: Config, world: object, *, steps: int, trainer: object = 
     return {"sums": sums, "parameters": full_parameters(trainer)}
 
 
+BY_HAND = ("dpo", "kto", "aot_unpaired")
 COMPARED = (
     ("preference", "dpo", {"beta": 0.5}),
     ("preference", "kto", {"beta": 0.5}),
     ("preference", "orpo", {}),
     ("preference", "bco", {"beta": 0.5}),
+    ("preference", "aot_unpaired", {"beta": 0.5}),
     ("reward_model", "bradley_terry", {"center_coef": 0.1}),
 )
 
@@ -291,11 +294,11 @@ def _everything(world: Any) -> dict:
         narrow = _named(cfg, objective, loss, options, budget=NARROW)
         found["narrow"][loss] = train_on_pairs(narrow, world, steps=2)
     for loss in NAMES:
-        own = _named(cfg, "preference", loss, {}, updates=2)
+        updates = 1 if hasattr(registry.get("preference", loss), "matched") else 2
+        own = _named(cfg, "preference", loss, {}, updates=updates)
         found["all"][loss] = train_on_pairs(own, world, steps=3)["sums"]
     found["by_hand"] = {
-        loss: _by_hand(_named(cfg, "preference", loss, {"beta": 0.5}), world)
-        for loss in ("dpo", "kto")
+        loss: _by_hand(_named(cfg, "preference", loss, {"beta": 0.5}), world) for loss in BY_HAND
     }
     found["scores"] = _saved_scores(_named(cfg, *COMPARED[-1]), world)
     return found
@@ -324,6 +327,9 @@ def _by_hand(cfg: Config, world: object) -> tuple[float, float, dict]:
     kept = is_valid.view(-1, 2)
     if cfg.algorithm.loss == "dpo":
         terms = -logsigmoid(0.5 * (own - other))[kept.all(1)]
+    elif cfg.algorithm.loss == "aot_unpaired":
+        upper, lower = (side[kept.all(1)].sort().values for side in (own, other))
+        terms = -logsigmoid(0.5 * (upper - lower))
     else:
         zero = other[kept[:, 1]].mean().clamp(min=0)
         sign = torch.where(batch.scalars.rewards.view(-1, 2)[:, 0] > 0.5, 1, -1)
@@ -383,11 +389,11 @@ def test_a_policy_that_is_its_reference_has_the_known_losses(found):
     assert moved["reward_model/margin"][0] != 0.0
 
 
-@pytest.mark.parametrize("loss", ["dpo", "kto"])
+@pytest.mark.parametrize("loss", BY_HAND)
 def test_the_loss_is_the_mean_over_whole_pairs(found, loss):
     expected, given, sums = found["by_hand"][loss]
     assert given == pytest.approx(expected, rel=1e-5), (given, expected)
-    assert abs(given - (math.log(2) if loss == "dpo" else 0.5)) > 1e-3, "still the reference"
+    assert abs(given - (0.5 if loss == "kto" else math.log(2))) > 1e-3, "still the reference"
     assert sums["preference/accuracy"][1] == 5.0
 
 
@@ -414,6 +420,22 @@ def test_an_exported_reward_model_scores_alike_in_transformers(found, tmp_path):
     )
     given: Tensor = model(padded, attention_mask=padded != model.config.pad_token_id).logits[:, 0]
     torch.testing.assert_close(given.detach(), torch.tensor(scores), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
+def test_a_loss_that_sorts_the_batch_takes_one_update(loss):
+    cfg = changed(
+        VALID,
+        algorithm={"objective": "preference", "loss": loss},
+        layout={"placement": "offline"},
+        data={"train": "rows.jsonl"},
+    )
+    own = [text for text in validate(cfg) if "updates_per_step" in text]
+    assert not own
+    found = validate(changed(cfg, batch={"updates_per_step": 2}))
+    assert any(
+        f"batch.updates_per_step: 2 with the loss {loss}, which sorts" in text for text in found
+    ), found
 
 
 # --------------------------------------------------------------------------- train.py

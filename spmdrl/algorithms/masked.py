@@ -27,6 +27,10 @@ def attach(**attributes: Any) -> Callable[[Method], Method]:
         for every micro-batch. Its columns are those of the batch's start: computed once, the
         scalars do not move during the batch's updates. Invariant under: permuting the columns, bit
         for bit.
+    matched: the function that gives a preference loss what it asks for of the other pairs of the
+        batch. That takes, by name, [P] inputs of all pairs of the batch, those with gradient as
+        they were at its start, and returns {input name: [P]}, of which a micro-batch gets its own.
+        Permuting the pairs permutes what it returns.
     aggregations: which of them make it the objective of its paper; others are refused. For terms
         that are a sequence's, which an aggregation over tokens would weigh by its length.
     totals, per_sequence: see `token_baselines.with_totals`.

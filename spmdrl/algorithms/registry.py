@@ -26,7 +26,7 @@ Method = Callable[..., Any]
 """A function of the registry, or one's own with parameters of the same names."""
 Named = Mapping[str, Any]
 """Inputs, or options."""
-Helper = Literal["statistics", "totals", "per_sequence"]
+Helper = Literal["statistics", "matched", "totals", "per_sequence"]
 """What gives a method its whole-batch inputs, in the order of calls."""
 Kind = Literal[
     "advantage", "loss", "correction", "kl", "preference", "reward_model", "distillation"
@@ -294,6 +294,7 @@ def trial_of_advantage(function: Method, options: Named) -> Any:
 def _trial(kind: Kind, function: Method, options: Named) -> Any:
     inputs = _offered(kind, function)
     inputs |= call_helper(function, "statistics", inputs, options)
+    inputs |= call_helper(function, "matched", inputs, options)
     if kind == "advantage":
         inputs |= call_totals(function, [inputs | _TRIAL_PLACES], options)
         scalars = trial_inputs("advantage") | {"loss_lengths": torch.ones(2, dtype=torch.int64)}
@@ -323,7 +324,8 @@ def call_helper(
     """Return what a method asks for of the whole batch, by name; {} for one without the helper.
 
     Args:
-        which: `statistics`: scalars, from [N] columns; `totals`: a micro-batch's share of sums;
+        which: `statistics`: scalars, from [N] columns; `matched`: [P], from those of all pairs of
+            the batch; `totals`: a micro-batch's share of sums;
             `per_sequence`: [B, ...] each, from those sums and the batch's scalars.
         options: of the method; the helper gets those that it has.
     """

@@ -80,6 +80,7 @@ def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> 
         problems += [f"advantage{text}" for text in found]
         problems += [] if problems else epoch_problems(cfg, loss_fn)
     problems = problems or [f"loss{text}" for text in _statistic_problems(kind, loss_fn, options)]
+    problems += _matched_problems(cfg, loss_fn)
     if problems:
         raise Refusal("\n".join(problems))
 
@@ -106,6 +107,8 @@ def _offline_problems(cfg: Config) -> Iterator[str]:
     found = registry.problems(cfg.objective.loss_kind, chosen.loss, chosen.loss_options)
     yield from (f"algorithm.loss{text}" for text in found)
     yield from epoch_problems(cfg)
+    if not found:
+        yield from _matched_problems(cfg, registry.get(cfg.objective.loss_kind, chosen.loss))
     for name in ("kl_coef", "entropy_coef"):
         if getattr(chosen, name):
             yield (
@@ -116,6 +119,17 @@ def _offline_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"model.teacher: is empty, and the objective {chosen.objective} follows a teacher; "
             "name a model"
+        )
+
+
+def _matched_problems(cfg: Config, loss: Callable) -> Iterator[str]:
+    """Yield what is wrong with a loss that compares a pair with others of the whole batch."""
+    updates = cfg.batch.updates_per_step
+    if hasattr(loss, "matched") and updates > 1:
+        yield (
+            f"batch.updates_per_step: {updates} with the loss {loss.__name__}, which sorts all "
+            "pairs of a step by the policy as the step begins: after the first update they would "
+            "be in the wrong order; set it to 1 (prompts_per_step says how many are sorted)"
         )
 
 

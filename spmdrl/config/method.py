@@ -73,8 +73,9 @@ class AlgorithmSettings:
     advantage_options: Options = field(default_factory=dict)
     """Its keyword options."""
     loss: str = "ppo_clip"
-    """Policy loss. `sft` uses `sft`; `preference` needs one of its own: dpo, kto, simpo, orpo,
-    cpo, sppo, nca, apo_zero, apo_down, bco; `reward_model` takes bradley_terry, `distill`
+    """Policy loss. `sft` uses `sft`; `preference` needs one of its own: dpo, kto, simpo, alphapo,
+    orpo, cpo, sppo, nca, apo_zero, apo_down, aot, aot_unpaired, bco, exo_pair, discopop;
+    `reward_model` takes bradley_terry, `distill`
     divergence or distill_topk."""
     loss_options: Options = field(default_factory=dict)
     """Its keyword options, e.g. {clip_low: 0.2, clip_high: 0.28}."""

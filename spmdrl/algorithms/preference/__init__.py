@@ -12,7 +12,8 @@ A pair with a length of 0 (padding, or a response cut away) is not in the loss: 
 gradient are exactly 0, whatever the inputs hold there, and it enters no stats. Returned are
 terms [P], in the dtype of `chosen_logps`, not divided by anything, and stats {name:
 (numerator, denominator)}, detached float64 sums that add up over micro-batches and dp ranks.
-Invariant under: permuting pairs, micro-batching, dp size, padding.
+Invariant under: permuting pairs, micro-batching, dp size, padding. The losses that sort a batch
+(aot) are so too: a helper, `matched`, finds what each pair is compared with, from all of them.
 
 Stats, each per pair in the loss:
     preference/accuracy: 1 if the chosen reward is above the rejected one, 1/2 if equal.
@@ -23,8 +24,34 @@ Stats, each per pair in the loss:
 
 from __future__ import annotations
 
-from spmdrl.algorithms.preference.reference_free import cpo, orpo, simpo
+from spmdrl.algorithms.preference.reference_free import alphapo, cpo, orpo, simpo
+from spmdrl.algorithms.preference.sorted_pairs import aot, aot_unpaired
 from spmdrl.algorithms.preference.unpaired import kto
-from spmdrl.algorithms.preference.with_reference import apo_down, apo_zero, bco, dpo, nca, sppo
+from spmdrl.algorithms.preference.with_reference import (
+    apo_down,
+    apo_zero,
+    bco,
+    discopop,
+    dpo,
+    exo_pair,
+    nca,
+    sppo,
+)
 
-__all__ = ["apo_down", "apo_zero", "bco", "cpo", "dpo", "kto", "nca", "orpo", "simpo", "sppo"]
+__all__ = [
+    "alphapo",
+    "aot",
+    "aot_unpaired",
+    "apo_down",
+    "apo_zero",
+    "bco",
+    "cpo",
+    "discopop",
+    "dpo",
+    "exo_pair",
+    "kto",
+    "nca",
+    "orpo",
+    "simpo",
+    "sppo",
+]

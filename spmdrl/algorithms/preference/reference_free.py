@@ -12,7 +12,7 @@ from spmdrl.algorithms.masked import (
     making,
     masked_mean,
 )
-from spmdrl.algorithms.preference.shared import Loss, Pairs, pairs_of
+from spmdrl.algorithms.preference.shared import Loss, Pairs, capped_expm1, pairs_of
 
 
 @making(pairs=pairs_of)
@@ -29,6 +29,29 @@ def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0) -> Loss:
     check_positive(beta=beta)
     check_not_negative(gamma=gamma)
     chosen, rejected = rewards = pairs.per_token([beta * side for side in pairs.own])
+    return pairs.loss(-logsigmoid(chosen - rejected - gamma), rewards)
+
+
+@making(pairs=pairs_of)
+def alphapo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0, alpha: float = 0.25) -> Loss:
+    """Bend simpo's reward: -log sigma(r_w - r_l - gamma), r = beta (1 - p^-alpha) / alpha.
+
+    p = exp(log pi / |y|), the geometric mean of the response's probabilities.
+
+    Args:
+        beta: scale of the rewards, above 0. gamma: margin to reach, in units of the reward, at
+            least 0.
+        alpha: shape of the reward; 0 is simpo. Above 0 unlikely responses weigh more, below less.
+    Returns: terms [P] and stats.
+    Raises: Refusal for an option out of range.
+    Source: arXiv 2501.03884 (AlphaPO); TRL's cpo with alpha has gamma / beta for gamma.
+        Deviation: an exponential above e^20 goes on as its tangent there.
+    """
+    check_positive(beta=beta)
+    check_not_negative(gamma=gamma)
+    means = pairs.per_token(pairs.own)
+    bent = [-capped_expm1(-alpha * m) / alpha if alpha else m for m in means]
+    chosen, rejected = rewards = [beta * r for r in bent]
     return pairs.loss(-logsigmoid(chosen - rejected - gamma), rewards)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
+from spmdrl.algorithms.losses.common import MAX_LOG_RATIO
 from spmdrl.algorithms.masked import Stats, check_positive, keep, masked_mean
 
 Loss = tuple[Tensor, Stats]
@@ -22,6 +24,18 @@ def log_ratio_of(logps: Tensor, ref_logps: Tensor, kept: Tensor) -> Tensor:
     """Return log pi / pi_ref of the sequences kept, 0 elsewhere; the reference is constant."""
     # No clamp as on a token's log-ratio: sums over a response are often beyond 20.
     return keep(logps - ref_logps.detach(), kept)
+
+
+def capped_exp(exponent: Tensor) -> Tensor:
+    """Return e^x, and above x = 20 its tangent there: finite, with a gradient that does not end."""
+    over = (exponent - MAX_LOG_RATIO).clamp(min=0)
+    return exponent.clamp(max=MAX_LOG_RATIO).exp() + math.exp(MAX_LOG_RATIO) * over
+
+
+def capped_expm1(exponent: Tensor) -> Tensor:
+    """Return e^x - 1 with all digits near 0, and above x = 20 its tangent there."""
+    over = (exponent - MAX_LOG_RATIO).clamp(min=0)
+    return exponent.clamp(max=MAX_LOG_RATIO).expm1() + math.exp(MAX_LOG_RATIO) * over
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from spmdrl.algorithms.masked import making, masked_mean
-from spmdrl.algorithms.preference.shared import Loss, Pairs, compared
+from spmdrl.algorithms.masked import check_positive, check_unit, making, masked_mean
+from spmdrl.algorithms.preference.shared import Loss, Pairs, capped_exp, capped_expm1, compared
 from spmdrl.errors import Refusal
 
 Variant = Literal["sigmoid", "robust", "hinge", "ipo", "norm"]
+Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 
 
 @making(pairs=compared)
 def dpo(
-    pairs: Pairs, *, beta: float = 0.1, variant: Variant = "sigmoid", label_smoothing: float = 0.0
+    pairs: Pairs,
+    *,
+    beta: float = 0.1,
+    variant: Variant = "sigmoid",
+    label_smoothing: float = 0.0,
+    f_divergence_type: Divergence = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
 ) -> Loss:
-    """Classify pairs by the margin h of log-ratios.
+    """Classify pairs by the margin h of log-ratios, or of what another divergence makes of them.
 
     Args:
         beta: strength of the tie to the reference, above 0.
@@ -29,17 +37,27 @@ def dpo(
             rho_w / |w| - rho_l / |l|.
         label_smoothing: e, assumed share of flipped labels, in [0, 0.5). sigmoid and norm:
             (1 - e) loss(h) + e loss(-h); robust: ((1 - e) loss(h) - e loss(-h)) / (1 - 2 e).
-    Returns: terms [P] and stats. With policy = reference the sigmoid term is ln 2.
+        f_divergence_type: what ties the policy to the reference. h is the difference of f'(u), u =
+            e^rho: rho (reverse_kl), -1 / u (forward_kl), log sigma(rho) (js_divergence),
+            (u^(a - 1) - 1) / (a - 1) (alpha_divergence), up to a constant. Not for ipo and norm.
+        f_alpha_divergence_coef: a, in [0, 1]: forward_kl at 0, reverse_kl at 1; the paper's is
+            1 - a.
+    Returns: terms [P] and stats, whose rewards are beta f'(u). With policy = reference the sigmoid
+        term is ln 2.
     Raises: Refusal for an option out of range or without a meaning in the variant.
     Source: arXiv 2305.18290 eq. 7; 2310.12036 (ipo; h per token, as its authors
         confirmed to TRL; OpenRLHF sums); 2403.00409 (robust); 2305.10425 (hinge);
-        2411.15124 (norm).
+        2411.15124 (norm); 2309.16240 (f-divergences), with a as in TRL. Deviation: an exponential
+        above e^20 goes on as its tangent there, so that its pull neither ends nor overflows.
     """
     if not 0 <= label_smoothing < 0.5:
         raise Refusal(f"label_smoothing: must be in [0, 0.5), got {label_smoothing}")
     if label_smoothing and variant in ("hinge", "ipo"):
         raise Refusal(f"label_smoothing: has no meaning in the variant {variant}; set it to 0")
+    if f_divergence_type != "reverse_kl" and variant in ("ipo", "norm"):
+        raise Refusal(f"f_divergence_type: {f_divergence_type} has no meaning in {variant}")
     rho = pairs.per_token(pairs.own) if variant in ("ipo", "norm") else pairs.own
+    rho = [_f_slope(r, f_divergence_type, alpha=f_alpha_divergence_coef) for r in rho]
     chosen, rejected = rho
     margin = beta * (chosen - rejected)
     smooth = label_smoothing
@@ -56,6 +74,54 @@ def dpo(
     else:
         raise Refusal(f"variant: must be sigmoid, robust, hinge, ipo or norm, got {variant!r}")
     return pairs.loss(terms, pairs.scaled(rho))
+
+
+def _f_slope(rho: Tensor, kind: Divergence, *, alpha: float) -> Tensor:
+    """Return f'(e^rho) up to a constant."""
+    check_unit(f_alpha_divergence_coef=alpha)
+    if kind == "js_divergence":
+        return logsigmoid(rho)
+    alpha = {"reverse_kl": 1.0, "forward_kl": 0.0}.get(kind, alpha)
+    return rho if alpha == 1 else capped_expm1((alpha - 1) * rho) / (alpha - 1)
+
+
+@making(pairs=compared)
+def exo_pair(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 1e-3) -> Loss:
+    """Match preferences by a reverse KL: KL((q, 1 - q), (1 - e, e)) with q = sigma(beta h).
+
+    Args:
+        beta: above 0.
+        label_smoothing: e, in (0, 0.5): at 0 the KL is infinite.
+    Returns: terms [P] and stats.
+    Raises: Refusal for an option out of range.
+    Source: arXiv 2402.00856 eq. 16 (EXO-pref) for two responses.
+    """
+    if not 0 < label_smoothing < 0.5:
+        raise Refusal(f"label_smoothing: must be in (0, 0.5), got {label_smoothing}")
+    chosen, rejected = pairs.scaled()
+    margin, smooth = chosen - rejected, label_smoothing
+    towards = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-smooth))
+    away = torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(smooth))
+    return pairs.loss(towards + away)
+
+
+@making(pairs=compared)
+def discopop(pairs: Pairs, *, beta: float = 0.05, discopop_tau: float = 0.05) -> Loss:
+    """Blend two losses: -(1 - m) log sigma(x) + m e^-x with x = beta h and m = sigma(x / tau).
+
+    Args:
+        beta: above 0. discopop_tau: temperature of the blend, above 0.
+    Returns: terms [P] and stats.
+    Raises: Refusal for an option out of range.
+    Source: arXiv 2406.08414 eq. 5 (DiscoPOP, its log-ratio modulated loss). Deviation: an
+        exponential above e^20, which only a tau above 1 can give, goes on as its tangent there.
+    """
+    check_positive(discopop_tau=discopop_tau)
+    chosen, rejected = pairs.scaled()
+    margin = chosen - rejected
+    blend = margin / discopop_tau
+    exponential = capped_exp(logsigmoid(blend) - margin)  # one exponent: e^-x alone overflows
+    return pairs.loss(-logsigmoid(margin) * torch.sigmoid(-blend) + exponential)
 
 
 @making(pairs=compared)

@@ -36,20 +36,22 @@ class PairLoss(ObjectiveLoss):
         super().__init__(cfg, world, loss_fn=loss_fn, coefficients=coefficients)
         self._is_unpaired = registry.is_unpaired(self._loss)
         self._statistics = _STATISTICS.intersection(registry.inputs_of(self._loss))
+        self._is_matched = hasattr(self._loss, "matched")
 
     @classmethod
     def columns_of(cls, cfg: Config, *, loss_fn: Method, advantage_fn: Method) -> set[str]:
         """Return the reference's logprobs for losses that ask for them, and the policy's old ones
-        for those that compare with a mean over the batch."""
+        for those that compare with a mean over the batch, or with other pairs of it."""
         asked = set(registry.inputs_of(loss_fn))
-        if asked & _STATISTICS:
+        if asked & _STATISTICS or hasattr(loss_fn, "matched"):
             return {"ref_logprobs", "old_logprobs"}
         return {"ref_logprobs"} if any(name.startswith("ref_") for name in asked) else set()
 
     def with_columns(self, batch: Batch) -> Batch:
         """Add what the loss needs to know of the pairs to every micro-batch; others stay.
 
-        `pair_positions` [P, 2] int64: the micro-batch's sequences of each pair. `pair_weights`
+        `pair_positions` [P, 2] int64: the micro-batch's sequences of each pair. `pair_ids` [P]
+        int64: its place among all pairs of the batch. `pair_weights`
         [P] float64: 1 / pairs of the update that are in the loss, on all ranks; 0 for a pair
         that is not. `pair_rewards` [P, 2] float64: the sequences' rewards, which hold margin or
         label.
@@ -76,15 +78,17 @@ class PairLoss(ObjectiveLoss):
     def statistics(
         self, updates: Sequence[Sequence[PreparedMicrobatch]], *, world: World
     ) -> dict[str, Tensor]:
-        """Return the scalars of the whole batch that the loss asks for, before its update.
+        """Return what the loss asks for of the whole batch, before its update.
 
         `kl`: kto's z, over the mismatched responses. `mean_log_ratio`: bco's m, over the pairs
         in the loss. The latter is the batch's own mean, not a running one over steps: no state
-        is kept, so a resumed run repeats it.
+        is kept, so a resumed run repeats it. What `matched` of the loss gives is per pair.
 
-        Returns: {name: [] float64, nats}; {} for a loss that asks for none. Trainer ranks meet
-            each other where it asks.
+        Returns: {name: [] float64, nats, or [pairs of the batch]}; {} for a loss that asks for
+            none. Trainer ranks meet each other where it asks.
         """
+        if self._is_matched:
+            return self._matches(updates, world=world)
         if not self._statistics:
             return {}
         own = torch.zeros(2, dtype=torch.float64)
@@ -93,6 +97,29 @@ class PairLoss(ObjectiveLoss):
         total, count = world.sum_over_trainers(own)
         mean = (total / count.clamp(min=1)).to(world.device)
         return {name: mean for name in self._statistics}
+
+    def _matches(
+        self, updates: Sequence[Sequence[PreparedMicrobatch]], *, world: World
+    ) -> dict[str, Tensor]:
+        """Return what a loss compares each pair with, found from all pairs of all ranks."""
+        own = [self._at_start(one) for microbatches in updates for one in microbatches]
+        names = list(own[0])
+        table = torch.cat([torch.stack([one[name] for name in names]) for one in own], dim=1)
+        parts = map(torch.from_numpy, world.gather_per_dp(table.cpu().numpy()))
+        columns = dict(zip(names, torch.cat(list(parts), dim=1)))
+        columns = {name: c[columns["pair_ids"].argsort()] for name, c in columns.items()}
+        found = registry.call_helper(
+            self._loss, "matched", columns, self.cfg.algorithm.loss_options
+        )
+        return {name: values.to(world.device) for name, values in found.items()}
+
+    def _at_start(self, microbatch: PreparedMicrobatch) -> dict[str, Tensor]:
+        """Return the inputs of a loss's `matched`, by the policy at the batch's start: [P] each."""
+        known = self._known(microbatch)
+        old = _sides(_sums(microbatch.columns["old_logprobs"], microbatch), microbatch)
+        known |= {f"{side}_logps": total for side, total in zip(_SIDES, old)}
+        known["pair_ids"] = microbatch.columns["pair_ids"]
+        return {name: values.double() for name, values in sorted(known.items())}
 
     def _mean_parts(self, microbatch: PreparedMicrobatch) -> tuple[Tensor, Tensor]:
         """Return numerator and denominator of the scalar that the loss asks for."""
@@ -114,6 +141,9 @@ class PairLoss(ObjectiveLoss):
         """See ObjectiveLoss. A reward model's score of a sequence is the value after its last
         token."""
         inputs = self._known(microbatch) | dict(known)
+        if self._is_matched:
+            rows = microbatch.columns["pair_ids"]
+            inputs |= {n: v[rows] for n, v in known.items() if v.dim()}
         stats: Stats = {}
         if self.cfg.objective.is_scalar:
             ends = microbatch.packed.cu_seqlens[1:].long() - 1
@@ -155,6 +185,7 @@ def _pairs_of(microbatch: Microbatch, weights: Tensor, *, rewards: Tensor) -> di
     assert (rows[positions] == torch.stack([2 * pairs, 2 * pairs + 1], dim=1)).all()
     return {
         "pair_positions": positions,
+        "pair_ids": pairs,
         "pair_weights": weights[pairs],
         "pair_rewards": rewards[pairs],
     }

@@ -1,0 +1,130 @@
+"""AOT: losses that compare the sorted log-ratios of a whole batch; see the package for the inputs.
+
+Optimal transport in one dimension pairs the k-th smallest of one side with the k-th smallest of the
+other, so what a response is compared with may stand in another micro-batch or on another rank. It
+is found before the update, by the policy that the update starts from (`matched`): a second pass, in
+which the partner's value is a constant. The loss then adds, for each response, the slope of its own
+term; the term itself is shared by the two that it joins.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from spmdrl.algorithms.masked import attach, keep, making
+from spmdrl.algorithms.preference.shared import Loss, Pairs, compared, log_ratio_of, pairs_in_loss
+from spmdrl.errors import Refusal
+
+
+def same_rank(values: Tensor, others: Tensor, kept: Tensor) -> Tensor:
+    """Give each value the one of the same rank among the others: [P], 0 for those not kept.
+
+    Args:
+        values, others: [P] float. kept: [P] bool, what is sorted, on both sides.
+    """
+    rows = kept.nonzero().squeeze(1)
+    order = rows[values[rows].argsort(stable=True)]
+    found = torch.zeros_like(others)
+    found[order] = others[rows].sort().values
+    return found
+
+
+def _matched_margins(
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+) -> dict[str, Tensor]:
+    """Return matched_margin [P], nats: the reference's margin of the rank of each pair's own."""
+    kept = pairs_in_loss(chosen_lengths, rejected_lengths)
+    own, refs = chosen_logps - rejected_logps, ref_chosen_logps - ref_rejected_logps
+    return {"matched_margin": same_rank(own, refs, kept)}
+
+
+def _matched_ratios(
+    chosen_logps: Tensor,
+    rejected_logps: Tensor,
+    *,
+    ref_chosen_logps: Tensor,
+    ref_rejected_logps: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
+) -> dict[str, Tensor]:
+    """Return matched_rejected and matched_chosen [P], nats: log-ratios of the rank of each pair's
+    own chosen, and of its own rejected response."""
+    kept = pairs_in_loss(chosen_lengths, rejected_lengths)
+    chosen = log_ratio_of(chosen_logps, ref_chosen_logps, kept)
+    rejected = log_ratio_of(rejected_logps, ref_rejected_logps, kept)
+    return {
+        "matched_rejected": same_rank(chosen, rejected, kept),
+        "matched_chosen": same_rank(rejected, chosen, kept),
+    }
+
+
+@attach(matched=_matched_margins)
+@making(pairs=compared)
+def aot(
+    pairs: Pairs, *, matched_margin: Tensor, beta: float = 0.1, label_smoothing: float = 0.0
+) -> Loss:
+    """Classify sorted margins: those of the policy against the reference's of the same rank.
+
+    The policy's margins log pi_w - log pi_l of the batch, sorted, are to exceed the reference's,
+    sorted: -log sigma(beta (m_(k) - ref_(k))).
+
+    Args:
+        matched_margin: [P] float, nats: the reference's margin whose rank in the batch is that of
+            the policy's; see `matched`.
+        beta: above 0. label_smoothing: as in dpo, in [0, 0.5).
+    Returns: terms [P] and stats.
+    Raises: Refusal for an option out of range.
+    Source: arXiv 2406.05882 (AOT, paired), sorted over the whole batch of a step; TRL's aot (its
+        former aot_pair) sorts a micro-batch, which depends on the layout.
+    """
+    kept = pairs.kept
+    margin = keep(pairs.logps[0] - pairs.logps[1], kept) - keep(matched_margin.detach(), kept)
+    return pairs.loss(_smoothed(beta * margin.to(pairs.own[0].dtype), label_smoothing))
+
+
+@attach(matched=_matched_ratios)
+@making(pairs=compared)
+def aot_unpaired(
+    pairs: Pairs,
+    *,
+    matched_rejected: Tensor,
+    matched_chosen: Tensor,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+) -> Loss:
+    """Classify sorted log-ratios: chosen responses against rejected ones of the same rank.
+
+    The batch's rho_w, sorted, are to exceed its rho_l, sorted: -log sigma(beta (w_(k) - l_(k))).
+    A pair's term is half of the term of its chosen response plus half of that of its rejected
+    one, with the gradient of both: over the batch value and gradient are those of the sum over k.
+
+    Args:
+        matched_rejected, matched_chosen: [P] float, nats: log-ratio of the rejected response
+            whose rank in the batch is that of this pair's chosen one, and the other way around.
+        beta: above 0. label_smoothing: as in dpo, in [0, 0.5).
+    Returns: terms [P] and stats.
+    Raises: Refusal for an option out of range.
+    Source: arXiv 2406.05882 (AOT, unpaired), sorted over the whole batch of a step; TRL's
+        aot_unpaired (its former aot) sorts a micro-batch.
+    """
+    (chosen, rejected), kept = pairs.own, pairs.kept
+    lower, upper = (
+        keep(m.detach(), kept).to(chosen.dtype) for m in (matched_rejected, matched_chosen)
+    )
+    both = _smoothed(beta * (chosen - lower), label_smoothing)
+    both = both + _smoothed(beta * (upper - rejected), label_smoothing)
+    return pairs.loss(both - both.detach() / 2)
+
+
+def _smoothed(margin: Tensor, smooth: float) -> Tensor:
+    if not 0 <= smooth < 0.5:
+        raise Refusal(f"label_smoothing: must be in [0, 0.5), got {smooth}")
+    return -(1 - smooth) * logsigmoid(margin) - smooth * logsigmoid(-margin)
