@@ -12,7 +12,7 @@ import numpy
 import pytest
 
 from spmdrl.rewards import graders
-from spmdrl.rewards.samples import BadValue, RewardSample, Score, finite
+from spmdrl.rewards.samples import BadValue, RewardSample, Score, TrainerState, finite
 from spmdrl.rewards.signatures import adapt, part_names
 from spmdrl.workers.messages import Done, ListResult, RewardResult, Setup, TurnResult
 from spmdrl.workers.reports import (
@@ -108,6 +108,18 @@ def test_functions_of_lists_get_all_samples_of_a_call():
     assert scores(lambda solution_strs, ground_truths=None: [1], ["4"], row={})[0].value == 1.0
     with pytest.raises(ValueError, match="no reference answer"):
         scores(lambda solution_strs, ground_truths: [1], ["4"], row={})
+
+
+def test_trainer_state_has_the_fields_that_trl_functions_read():
+    def f(completions, trainer_state, **columns):
+        done = trainer_state.global_step / trainer_state.max_steps
+        return [done + trainer_state.epoch + trainer_state.num_train_epochs] * len(completions)
+
+    sample = RewardSample(ROW, "4", [7], False, TrainerState(1, 4, 0.125, 3))
+    (got,) = adapt(f, spec="f")([sample])
+    assert got.value == 0.25 + 0.125 + 3
+    with pytest.raises(AttributeError, match="no 'log_history' here; it has global_step, max_st"):
+        score(lambda completions, trainer_state: trainer_state.log_history)
 
 
 def test_one_bad_value_of_a_list_costs_its_sample_and_a_bad_list_all():

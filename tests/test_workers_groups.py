@@ -6,14 +6,17 @@ import pytest
 from pool_runs import pool_of
 from test_rollout_inputs import DRAW, PROMPTS, Engine, Link, Tokenizer
 
-from spmdrl.config import Config
+from spmdrl.config import Config, DataSettings, RewardsSettings
 from spmdrl.rewards.columns import function_problems
 from spmdrl.rewards.samples import RewardSample
-from spmdrl.rollout.episode import Group
+from spmdrl.rollout.episode import FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.loop import Loop
+from spmdrl.rollout.packing import pack
+from spmdrl.rollout.sums import step_sums
 from spmdrl.types import Prompt
 from spmdrl.workers.joining import Call, Joining
 from spmdrl.workers.messages import Done, ListResult, RewardResult
+from spmdrl.workers.pool import RewardPool
 
 pytestmark = pytest.mark.timeout(300)
 FUNCTIONS = """
@@ -40,6 +43,10 @@ def chars(solution_str, ground_truth):
     if solution_str.startswith("alone"):
         raise ValueError("no reward of this one")
     return {"score": len(solution_str) / 100, "letters": len(solution_str)}
+
+def states(completions, trainer_state):
+    state = trainer_state
+    return [state.global_step + state.max_steps / 100 + state.epoch / 1000 for _ in completions]
 
 def none(completions):
     return [None for _ in completions]
@@ -151,6 +158,34 @@ def test_the_loop_scores_a_group_when_its_last_sample_is_drawn(place):
     assert {g.slot for g in whole} == {slot for slot, _ in PROMPTS} and not loop._ended
     for group in groups:
         assert [s.reward.value for s in group.drawn] == [float(DRAW.samples)] * DRAW.samples
+
+
+def test_functions_are_told_which_step_the_samples_are_of(place):
+    cfg = Config(
+        steps=50,
+        data=DataSettings(train="rows.jsonl"),
+        rewards=RewardsSettings(functions=(f"{place}:states",)),
+    )
+    prompt = Prompt(index=3, tokens=(1,), text="q", row={"prompt": "q"})
+    with RewardPool(cfg, steps_per_epoch=8.0) as pool:
+        sample = dict(prompt=prompt, response_text="a", response_tokens=[1], truncated=False)
+        for step in (0, 12):
+            pool.submit(step, **sample, step=step)
+        assert [r.value for r in pool.drain()] == [0.5, pytest.approx(12.5015)]
+
+
+def test_what_functions_report_beside_their_values_are_metrics_and_texts_of_shown_samples():
+    reward = RewardResult(
+        None, 1.0, {"f": 1.0}, {"acc": 0.5, "pred": 7.0, "environment/won": 1.0}, {"why": "so"}
+    )
+    trajectory = Trajectory.begun([1, 2])
+    prompt = Prompt(index=3, tokens=(1, 2), text="q", row={"prompt": "q"})
+    samples = [FinishedEpisode(0, i, prompt, trajectory, "a", reward) for i in range(2)]
+    sums = step_sums(samples, is_first=True)
+    assert sums["reward/acc/mean"] == (1.0, 2) and sums["environment/won"] == (2.0, 2)
+    assert sums["reward/f/mean"] == (2.0, 2) and not any("pred" in name for name in sums)
+    (shown,) = pack(samples, sums=sums, num_shown=1).samples
+    assert shown == {"prompt": "q", "response": "a", "reward": 1.0, "reward/why": "so"}
 
 
 def test_what_a_scope_cannot_be_used_with_is_refused(place):

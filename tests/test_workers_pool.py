@@ -316,7 +316,7 @@ def test_workers_start_lazily_without_torch_and_end_with_close(tmp_path):
     ("body", "words"),
     [
         ("def f(answer, gold): pass", ["(answer, gold)", "compute_score(", "completions", "entry"]),
-        ("def f(completions, trainer_state): pass", ["trainer_state", "default"]),
+        ("def f(completions, environments): pass", ["environments", "default"]),
         ("def f(solution_str, ground_truth, judge): pass", ["judge"]),
         ("def g(): pass", ["no function 'f'", "it has g"]),
         ("import nothing_here", ["ModuleNotFoundError", "nothing_here"]),

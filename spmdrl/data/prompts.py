@@ -176,6 +176,11 @@ class PromptSource:
         )
         self._eval: list[Prompt] | None = None
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """Return how many steps one pass over the usable rows takes."""
+        return self.order.num_rows / self.order.per_step
+
     def at(self, step: int) -> list[Prompt]:
         """Return the prompts of `step`, the same on every rank."""
         return self.of(self.order.at(step))

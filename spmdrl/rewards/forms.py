@@ -170,6 +170,7 @@ def _given_trl(
         "prompts": prompts,
         "completions": [_reply(sample, prompt) for sample, prompt in zip(samples, prompts)],
         "completion_ids": [sample.tokens for sample in samples],
+        "trainer_state": samples[0].state,
         "log_metric": log_metric,
         "log_extra": log_extra,
     }
@@ -214,6 +215,9 @@ def _reading_each(read: Callable[[Any, Score], None]) -> Callable[[Any, Sequence
     return read_list
 
 
+_TRL = frozenset(
+    {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
+)
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _FORMS = (
     Form(
@@ -241,12 +245,12 @@ _FORMS = (
     Form(
         "TRL            f(prompts, completions, **columns) -> one value per completion",
         marks=frozenset({"completions"}),
-        offered=frozenset({"prompts", "completions", "completion_ids", "log_metric", "log_extra"}),
+        offered=_TRL,
         given=_given_trl,
         read=_reading_each(_read_trl),
         takes_lists=True,
         takes_columns=True,
-        lacks=frozenset({"trainer_state", "environments"}),
+        lacks=frozenset({"environments"}),
     ),
 )
 KNOWN_SIGNATURES = "\n".join(f"  {form.shown}" for form in _FORMS)

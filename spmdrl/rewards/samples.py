@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import isfinite
 from typing import Any, Literal, get_args
 
@@ -22,6 +22,23 @@ class BadValue(Exception):
 
 
 @dataclass(frozen=True)
+class TrainerState:
+    """Where the run is, as TRL's `trainer_state` has it."""
+
+    global_step: int = 0
+    """Step whose prompts the sample answers: so many updates came before, without a lag."""
+    max_steps: int = 0
+    epoch: float = 0.0
+    """Passes over data.train so far, with the part of the present one."""
+    num_train_epochs: int = 0
+    """Passes that the whole run takes, the last one perhaps in part."""
+
+    def __getattr__(self, name: str) -> Any:
+        own = ", ".join(field.name for field in fields(self))
+        raise AttributeError(f"trainer_state has no {name!r} here; it has {own}")
+
+
+@dataclass(frozen=True)
 class RewardSample:
     """One response to score."""
 
@@ -29,6 +46,7 @@ class RewardSample:
     text: str
     tokens: list[int]
     is_truncated: bool
+    state: TrainerState = TrainerState()
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ def _outcome(samples: Sequence[FinishedEpisode]) -> ProblemOutcome:
     for reward in valid:
         own = reward.parts if len(reward.parts) > 1 else {}
         for name, value in (own | reward.metrics).items():
-            if not _is_answer(name):
+            if not is_answer(name):
                 parts[name].append(value)
     return ProblemOutcome(
         index=prompt.index,
@@ -85,10 +85,11 @@ def _outcome(samples: Sequence[FinishedEpisode]) -> ProblemOutcome:
 
 def _answer(reported: dict[str, object]) -> str:
     """Return the extracted answer, of the first function that reports one; empty for none."""
-    return next((str(value) for name, value in reported.items() if _is_answer(name)), "")
+    return next((str(value) for name, value in reported.items() if is_answer(name)), "")
 
 
-def _is_answer(name: str) -> bool:
+def is_answer(name: str) -> bool:
+    """Return whether what a function reports so is the answer that it read."""
     return name.rpartition("/")[2] == _ANSWER  # with several functions: FUNCTION/pred
 
 

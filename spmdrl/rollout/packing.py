@@ -91,6 +91,7 @@ def pack(
     samples = [s for s, _ in kept]
     shown = tuple(
         {"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}
+        | {f"reward/{name}": text for name, text in s.reward.extras.items()}
         | ({"group": s.slot, "sample": s.sample} if is_partial else {})
         for s in _shown(samples)[:num_shown]
     )

@@ -53,7 +53,7 @@ class SampledSource(Source):
         self._engine: EngineProtocol | None = None
         if world.inference_tp_rank != 0:
             return
-        self.pool = RewardPool(cfg)
+        self.pool = RewardPool(cfg, steps_per_epoch=self.prompts.steps_per_epoch)
         self.pool.start()  # an unusable reward function is refused now
         draw = self._draw(
             "train", samples=cfg.batch.group_size, temperature=cfg.sampling.temperature

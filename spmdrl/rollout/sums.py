@@ -9,8 +9,9 @@ import torch
 
 from spmdrl.algorithms.groups import group_rewards
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group, failure_text, place
+from spmdrl.rollout.outcomes import is_answer
 from spmdrl.types import Sums
-from spmdrl.workers.messages import OVERLONG
+from spmdrl.workers.messages import OVERLONG, RewardResult
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,18 @@ def mean_reward(samples: Sequence[FinishedEpisode]) -> tuple[float, float]:
     return sum(values), len(values)
 
 
+def _named(reward: RewardResult) -> dict[str, float]:
+    """Return what functions and environment said of a sample, by the names of metrics; not what
+    they read as its answer."""
+    found = {f"reward/{name}/mean": value for name, value in reward.parts.items()}
+    for name, value in reward.metrics.items():
+        if name.startswith("environment/"):
+            found[name] = value
+        elif not is_answer(name):
+            found.setdefault(f"reward/{name}/mean", value)
+    return found
+
+
 def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
     """Return the rollout/ and reward/ sums of one replica's share of a step.
 
@@ -64,9 +77,7 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
         "reward/seconds": (sum(s.reward.seconds for s in samples), count),
     }
     for s in samples:
-        named = {f"reward/{name}/mean": value for name, value in s.reward.parts.items()}
-        named |= {k: v for k, v in s.reward.metrics.items() if k.startswith("environment/")}
-        for name, value in named.items():
+        for name, value in _named(s.reward).items():
             total, seen = sums.get(name, (0.0, 0))
             sums[name] = (total + value, seen + 1)
     overlong = sum(s.reward.failure == OVERLONG for s in samples)

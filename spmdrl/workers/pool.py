@@ -7,6 +7,7 @@ worker is replaced and the calls behind it are served by another.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from spmdrl.data.tasks import is_generated
 from spmdrl.environments.protocol import Response
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.rewards.samples import SCOPES, RewardSample, Scope
+from spmdrl.rewards.samples import SCOPES, RewardSample, Scope, TrainerState
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.types import Prompt
 from spmdrl.workers.job_queue import JobQueue
@@ -33,10 +34,11 @@ class RewardPool(JobQueue):
 
     Args:
         cfg: rewards.*, rollout.environment, and data.* for the graders of generated tasks.
+        steps_per_epoch: for the state of the run that functions may ask for.
     Raises (on construction): Refusal when there is nothing to score with.
     """
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, *, steps_per_epoch: float = math.inf):
         rewards, environment = cfg.rewards, dict(cfg.rollout.environment)
         specs = dict.fromkeys(s for s in (cfg.data.train, cfg.data.eval) if is_generated(s))
         tasks = () if rewards.functions else tuple(specs)
@@ -61,6 +63,7 @@ class RewardPool(JobQueue):
             setup, workers=rewards.workers if is_needed else 0, timeout_s=rewards.timeout_s
         )
         self._unscored: list[RewardResult] = []
+        self._max_steps, self._steps_per_epoch = cfg.steps, steps_per_epoch
         # Models, or the environment, score every sample: no function need apply to its row.
         self._joining = Joining(least=0.0 if models or environment else None)
 
@@ -103,18 +106,21 @@ class RewardPool(JobQueue):
         response_tokens: list[int],
         truncated: bool,
         group: Hashable = None,
+        step: int = 0,
     ) -> None:
         """Hand in one response; its RewardResult comes out of `poll` or `drain` under `key`.
 
         Args:
             group: name of its group, which functions of lists score after `close_group`; None: it
                 is one by itself.
+            step: whose prompt it answers.
         Raises: Refusal when the data row cannot be sent to another process.
         """
         if not self.scopes:
             self._unscored.append(RewardResult(key, 0.0))
             return
-        sample = RewardSample(prompt.row, response_text, response_tokens, truncated)
+        state = self._state(step)
+        sample = RewardSample(prompt.row, response_text, response_tokens, truncated, state)
         is_alone, group = group is None, ("alone", key) if group is None else group
         call = self._joining.add(key, sample, group=group, what=f"data row {prompt.index}")
         if "sample" in self.scopes:
@@ -183,6 +189,10 @@ class RewardPool(JobQueue):
         while len(self):
             self.wait()
             yield from self.poll()
+
+    def _state(self, step: int) -> TrainerState:
+        epochs = math.ceil(self._max_steps / self._steps_per_epoch)
+        return TrainerState(step, self._max_steps, step / self._steps_per_epoch, epochs)
 
     def _send(self, key: Hashable, work: Work, *, what: str) -> None:
         kinds = (pickle.PicklingError, TypeError, AttributeError)
