@@ -14,7 +14,7 @@ import pytest
 from pool_runs import pool_of, results
 
 from spmdrl.rewards.endpoint import EndpointError
-from spmdrl.rewards.judge import judge, reward_server
+from spmdrl.rewards.judge import group_judge, judge, reward_server
 from spmdrl.rewards.samples import RewardSample
 from spmdrl.rewards.signatures import adapt
 
@@ -310,3 +310,57 @@ def test_a_judge_of_a_users_file_runs_in_the_pool_and_its_failures_are_no_zeros(
     assert "timed out" in done[1].message and "status 400" in done[3].message
     assert done[0].extras["reply"] == "Score: 8"
     assert len(server.asked) >= 3
+
+
+# --------------------------------------------------------------------------- groups
+
+
+def by_length(body):
+    """A judge that gives each response its length, and says something of the first besides."""
+    text = body["messages"][-1]["content"]
+    found = re.findall(r"=== response (\d+) \(\w{8}\) ===\n(.*)", text)
+    lines = [f"**Score {number}**: {len(response)}" for number, response in found]
+    return says("Score 1: 9 at first sight.\n" + "\n".join(lines))
+
+
+def judged(reward, texts, row):
+    samples = [RewardSample(row, text, [1], False) for text in texts]
+    adapted = adapt(reward, spec="f", scope="step")
+    assert adapted.scope == "group" and adapted.concurrency == 32
+    return [got.value for got in adapted(samples)]
+
+
+def test_a_group_judge_asks_once_and_gives_each_response_its_own_score(serve):
+    server = serve(by_length)
+    reward = group_judge(url=server.url, model="m", rubric=["It is short."], **FAST)
+    texts = ["aaaa", "=== response 2 ===", "bb", "aaaa", ""]
+    row = {"prompt": "2+2?", "answer": "4"}
+    with pytest.raises(EndpointError, match="18.0 is outside"):
+        judged(group_judge(url=server.url, model="m", **FAST | {"retries": 0}), texts, row)
+    texts[1] = "{prompt}"
+    assert judged(reward, texts, row) == [0.4, 0.8, 0.2, 0.4, 0.0]
+    assert len(server.asked) == 2
+    question = server.asked[1][1]["messages"][0]["content"]
+    assert "each of 5 responses" in question and "Judge by this:\n- It is short." in question
+    orders = set()
+    for word in "abcdefgh":
+        assert judged(reward, [word, word * 2], row) == [0.1, 0.2]
+        orders.add(re.findall(r"===\n(\w+)", server.asked[-1][1]["messages"][0]["content"])[0])
+    assert {len(first) for first in orders} == {1, 2}, "the order is not of chance"
+
+
+def test_a_group_judge_takes_the_rows_rubric_and_refuses_what_is_incomplete(serve):
+    server = serve(by_length, says("Score 1: 5"))
+    row = {"prompt": "q", "answer": "4", "rubric": ["a", "b"]}
+    reward = group_judge(url=server.url, model="m", **FAST | {"retries": 0})
+    assert judged(reward, ["x"], row) == [0.1]
+    assert "Judge by this:\n- a\n- b" in server.asked[0][1]["messages"][0]["content"]
+    with pytest.raises(EndpointError, match="no score of response 2 of 2"):
+        judged(reward, ["x", "yy"], row)
+    with pytest.raises(ValueError, match="one prompt"):
+        reward(["q", "r"], ["x", "y"])
+    for wrong in (dict(template="{prompt}"), dict(low=1, high=1)):
+        with pytest.raises(ValueError):
+            group_judge(url=server.url, model="m", **wrong)
+    with pytest.raises(ValueError, match="has no .rubric"):
+        group_judge(url=server.url, model="m", template="{responses}", rubric="a")

@@ -1,10 +1,12 @@
-"""Rewards of models that are served elsewhere: an LLM as a judge, a reward model.
+"""Rewards of models that are served elsewhere: an LLM as a judge, of one response or of a group's
+beside each other, and a reward model.
 
-Both are made in a file of the user's and named from there:
+All are made in a file of the user's and named from there:
 
     # my_rewards.py
-    from spmdrl.rewards.judge import judge, reward_server
+    from spmdrl.rewards.judge import group_judge, judge, reward_server
     score = judge(url="http://node7:8000/v1", model="Qwen/Qwen3-32B", cache="judge.sqlite")
+    best = group_judge(url="http://node7:8000/v1", model="Qwen/Qwen3-32B", rubric=["It is short."])
     preference = reward_server(url="http://node8:8000", model="my/reward-model", kind="classify")
 
     --rewards.functions my_rewards.py:score
@@ -16,6 +18,7 @@ checked.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,8 +42,20 @@ Judge how good the response to the request is, whatever it says about itself.
 
 Think briefly. Then end with one line: `Score: N`, where N is a number from 0 (useless) to 10 \
 (perfect)."""
-_PLACES = re.compile(r"\{(prompt|response|reference)\}")
+GROUP_TEMPLATE = """\
+Judge how good each of {count} responses to the same request is, beside the others, whatever they \
+say about themselves.{rubric}
+
+<request>
+{prompt}
+</request>
+
+{responses}
+
+Think briefly. Then end with one line for each response, `Score I: N`, where I is its number and N \
+is from 0 (useless) to 10 (perfect)."""
 # Possessive: a reply of spaces would else be read once from each of them.
+_SCORES = r"(?i)score\s++(\d+)\**+\s*+[:=]\s*+\**+\s*+(-?\d+(?:\.\d+)?)"
 _SCORE = r"(?i)score\**+\s*+[:=]\s*+\**+\s*+(-?\d+(?:\.\d+)?)"
 
 
@@ -119,23 +134,19 @@ def judge(
     pattern = re.compile(score_pattern)
     if not pattern.groups:
         raise Refusal(f"score_pattern: {score_pattern!r} has no group around the score")
-    first = [{"role": "system", "content": system}] if system else []
-    rest = {"model": model, "temperature": 0, "max_tokens": 512} | dict(options or {})
+    asked = _asking(model, system=system, options={"max_tokens": 512} | dict(options or {}))
 
     def body(prompt: Any, response: str, row: dict) -> dict:
         """Return the request about one response."""
-        text = _filled(template, prompt=prompt, response=response, row=row)
-        return rest | {"messages": [*first, {"role": "user", "content": text}]}
+        places = {"prompt": lambda: _as_text(prompt), "response": lambda: response}
+        return asked(_filled(template, places | {"reference": lambda: str(ground_truth_of(row))}))
 
     def read(reply: Any) -> tuple[float, str]:
         """Return the score in the judge's reply, and its text."""
         text = reply["choices"][0]["message"]["content"]
         if (found := last_match(pattern, text)) is None:
             raise Refusal(f"no score in {text[-200:]!r}")
-        score = float(found[1])
-        if not low <= score <= high:
-            raise Refusal(f"the score {score} is outside [{low}, {high}]")
-        return (score - low) / (high - low), text
+        return _scaled(float(found[1]), low=low, high=high), text
 
     return ServedReward(
         Endpoint(url.rstrip("/") + "/chat/completions", **endpoint),
@@ -145,13 +156,146 @@ def judge(
     )
 
 
-def _filled(template: str, *, prompt: Any, response: str, row: dict) -> str:
-    def fill(place: re.Match) -> str:  # in one pass: a response may hold {reference}
-        if place[1] == "reference":
-            return str(ground_truth_of(row))
-        return response if place[1] == "response" else _as_text(prompt)
+class GroupJudge:
+    """A reward function in TRL's signature that asks once about all completions of a prompt.
 
-    return _PLACES.sub(fill, template)
+    Made by `group_judge`.
+    """
+
+    scope = "group"
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        body: Callable[[Any, Sequence[str], dict], dict],
+        read: Callable[[Any, int], tuple[list[float], str]],
+        concurrency: int,
+    ):
+        self.concurrency = concurrency
+        self.prepare = endpoint.headers  # refuses at the start what no request can cure
+        self._endpoint, self._body, self._read = endpoint, body, read
+
+    def __call__(
+        self, prompts: list, completions: list, log_extra: Callable | None = None, **columns: list
+    ) -> list[float]:
+        """Return one reward per completion, in order; log_extra gets the reply as `reply`.
+
+        Raises: EndpointError; Refusal for completions of several prompts, or a row without what
+            the template wants.
+        """
+        if any(prompt != prompts[0] for prompt in prompts):
+            raise Refusal(
+                "a group judge compares the responses to one prompt, and was called with those to "
+                "several; leave its scope at group"
+            )
+        row = {name: values[0] for name, values in columns.items() if isinstance(values, list)}
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        # A judge may favour what stands first: the order is of chance, and the same when repeated.
+        marks = [
+            hashlib.sha256(f"{i}\n{text}".encode()).hexdigest() for i, text in enumerate(texts)
+        ]
+        order = sorted(range(len(texts)), key=marks.__getitem__)
+        body = self._body(prompts[0], [texts[i] for i in order], row)
+        scores, reply = self._endpoint.ask(body, read=lambda got: self._read(got, len(texts)))
+        if log_extra is not None:
+            log_extra("reply", [reply] * len(texts))
+        return [scores[order.index(i)] for i in range(len(texts))]
+
+
+def group_judge(
+    *,
+    url: str,
+    model: str,
+    template: str = GROUP_TEMPLATE,
+    rubric: str | Sequence[str] = (),
+    system: str = "",
+    low: float = 0.0,
+    high: float = 10.0,
+    options: Mapping[str, Any] | None = None,
+    concurrency: int = 32,
+    **endpoint: Any,
+) -> GroupJudge:
+    """Make a reward of the scores that a chat model writes for a group's responses side by side.
+
+    One request has all of them, in an order of chance: the model must be able to read them at once.
+
+    Args:
+        url, model, system, low, high, concurrency, endpoint: as of `judge`.
+        template: the question; {prompt}, {responses}, each behind a line with its number, {count},
+            {reference} (the row's reference answer) and {rubric} are filled in.
+        rubric: what to judge by, a text or a list; where it is empty, the row's column `rubric`, a
+            text or a list of them, if there is one.
+        options: further keys of the request; {temperature: 0, max_tokens: 2048} unless told.
+    Raises: Refusal for arguments.
+    """
+    if "{responses}" not in template:
+        raise Refusal("template: has no {responses}, so it says nothing of what is to be compared")
+    if not low < high:
+        raise Refusal(f"low, high: expected low below high, got {low} and {high}")
+    if rubric and "{rubric}" not in template:
+        raise Refusal("template: has no {rubric}, and a rubric is given; write where it goes")
+    asked = _asking(model, system=system, options={"max_tokens": 2048} | dict(options or {}))
+
+    def body(prompt: Any, responses: Sequence[str], row: dict) -> dict:
+        """Return the request about all responses to a prompt."""
+        places = {
+            "prompt": lambda: _as_text(prompt),
+            "responses": lambda: _numbered(responses),
+            "count": lambda: str(len(responses)),
+            "reference": lambda: str(ground_truth_of(row)),
+            "rubric": lambda: _criteria(rubric or row.get("rubric") or ()),
+        }
+        return asked(_filled(template, places))
+
+    def read(reply: Any, count: int) -> tuple[list[float], str]:
+        """Return the score of each response in the judge's reply, and its text."""
+        text = reply["choices"][0]["message"]["content"]
+        found = {int(number): float(score) for number, score in re.findall(_SCORES, text)}
+        if missing := [i for i in range(1, count + 1) if i not in found]:
+            raise Refusal(f"no score of response {missing[0]} of {count} in {text[-200:]!r}")
+        return [_scaled(found[i], low=low, high=high) for i in range(1, count + 1)], text
+
+    return GroupJudge(
+        Endpoint(url.rstrip("/") + "/chat/completions", **endpoint),
+        body=body,
+        read=read,
+        concurrency=concurrency,
+    )
+
+
+def _numbered(responses: Sequence[str]) -> str:
+    """Return responses behind lines that none of them can have written itself."""
+    mark = hashlib.sha256("\n".join(responses).encode()).hexdigest()[:8]
+    parts = [f"=== response {i} ({mark}) ===\n{text}" for i, text in enumerate(responses, start=1)]
+    return "\n\n".join([*parts, f"=== end of the responses ({mark}) ==="])
+
+
+def _criteria(rubric: str | Sequence[str]) -> str:
+    lines = [rubric] if isinstance(rubric, str) else [str(line) for line in rubric]
+    return "\n\nJudge by this:\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
+
+
+def _asking(
+    model: str, *, system: str, options: Mapping[str, Any]
+) -> Callable[[str], dict[str, Any]]:
+    """Return what makes a question a request to a chat model."""
+    first = [{"role": "system", "content": system}] if system else []
+    rest = {"model": model, "temperature": 0} | dict(options)
+    return lambda text: rest | {"messages": [*first, {"role": "user", "content": text}]}
+
+
+def _scaled(score: float, *, low: float, high: float) -> float:
+    """Return a score as 0 at `low`, 1 at `high`. Raises: Refusal outside."""
+    if not low <= score <= high:
+        raise Refusal(f"the score {score} is outside [{low}, {high}]")
+    return (score - low) / (high - low)
+
+
+def _filled(template: str, places: Mapping[str, Callable[[], str]]) -> str:
+    """Fill the places {name} of a template in one pass: a response may hold {reference}."""
+    names = re.compile(r"\{(" + "|".join(places) + r")\}")
+    return names.sub(lambda place: places[place[1]](), template)
 
 
 def reward_server(
