@@ -23,6 +23,7 @@ _SECRET_CHARS = 16
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # of no matter which: nothing is sent
 _OWN_PID, _PARENT_PID = os.getpid(), os.getppid()  # as early as can be: it may die any time
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+_ALONE: set[str] = set()  # ports that this process chose for jobs of itself alone
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,14 @@ def is_under_srun() -> bool:
 
 
 def launch_alone() -> None:
-    """Where no launcher started this process, make it a job of one rank on a free port."""
-    if is_launched():
+    """Where no launcher started this process, make it a job of one rank on a free port; one after
+    another too, of which an earlier one's store may still hold its port."""
+    if is_launched() and os.environ.get("MASTER_PORT") not in _ALONE:
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         Launch(0, 1, 0, "127.0.0.1", free.getsockname()[1], "torchrun").pass_on()
+    _ALONE.add(os.environ["MASTER_PORT"])
 
 
 def is_orphaned() -> bool:
