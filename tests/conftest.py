@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,11 +70,13 @@ def _remember_watches() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _end_watches(_remember_watches: None) -> Iterator[None]:
-    """Let none of them live longer than its test."""
+def _leave_nothing(_remember_watches: None) -> Iterator[None]:
+    """Let no watch live longer than its test, and no test change what a broken pipe does."""
     yield
     for watch in list(_watches):
         watch._closed.set()
+    # Else the first worker that dies in a later test ends pytest without a word.
+    assert signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN, "a test changed SIGPIPE"
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -31,19 +33,30 @@ def show(cfg: Config) -> int:
 
     Needs the model's config.json, no weights, no launcher and no other rank.
     """
-    print(config.dump(cfg))
-    _print_section("derived", derived(cfg))
-    _print_section("mesh", mesh_map(cfg))
-    found = list(problems(cfg))
-    models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
-    for path in models.values():
-        refusal(lambda: print(f"reward model:{path}: {reward_model_size(cfg, path)}"))
-    refusal(lambda: _print_adapter(cfg))
-    unbuilt = refusal(lambda: _print_section("stream", stream_size(cfg)))
-    sys.stdout.flush()
+    found = list(problems(cfg))  # first: under it a worker that dies would end this process
+    with _ended_by_readers():
+        print(config.dump(cfg))
+        _print_section("derived", derived(cfg))
+        _print_section("mesh", mesh_map(cfg))
+        models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
+        for path in models.values():
+            refusal(lambda: print(f"reward model:{path}: {reward_model_size(cfg, path)}"))
+        refusal(lambda: _print_adapter(cfg))
+        unbuilt = refusal(lambda: _print_section("stream", stream_size(cfg)))
+        sys.stdout.flush()
     for problem in dict.fromkeys([*unbuilt, *found]):
         print(f"problem: {problem}", file=sys.stderr)
     return 2 if unbuilt or found else 0
+
+
+@contextlib.contextmanager
+def _ended_by_readers() -> Iterator[None]:
+    """Let `... | head` end this process without a word."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGPIPE, before)
 
 
 def _print_section(title: str, pairs: dict[str, str]) -> None:

@@ -28,7 +28,7 @@ def parse(argv: list[str] | None = None) -> Config:
     Returns: the Config, valid as far as can be told without starting anything.
     Raises: SystemExit(2) with every problem listed, one per line.
     """
-    if argv is None and {"-h", "--help", "--dry-run"} & set(sys.argv):
+    if argv is None and {"-h", "--help"} & set(sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... --help | head` ends without a word
     argv = list(sys.argv[1:] if argv is None else argv)
     cfg = read(argv, prog="train.py --config FILE")

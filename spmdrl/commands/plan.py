@@ -62,8 +62,8 @@ class Question:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the plan and return the exit status: 0, 1 when nothing fits, 2 for bad input."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    if argv is None:
+    if argv is None:  # the program
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
         logging.disable(logging.WARNING)
     own, rest = _arguments(sys.argv[1:] if argv is None else argv)
     found, error = attempt(lambda: answer(ask(own, rest), top=0 if own.brief else own.top))

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
     """Show what the command line asks for; return the exit status."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
+    if argv is None:  # the program
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
     parser = argparse.ArgumentParser(
         prog="python -m spmdrl view",
         formatter_class=argparse.RawDescriptionHelpFormatter,
