@@ -55,7 +55,7 @@ class Strays:
 
     def __init__(self) -> None:
         keeper = os.getppid()
-        self._own = b"%d " % os.getpid()
+        self._own = b"%d" % os.getpid()
         # Held open: it is read after each job. Absent from some kernels: then at the end only.
         self._children = -1
         with contextlib.suppress(OSError):
@@ -63,10 +63,10 @@ class Strays:
 
     def end(self) -> None:
         """Kill them. Between jobs: in a job, they may have something to do for it."""
-        found = self._own if self._children < 0 else os.pread(self._children, 65536, 0)
-        if found != self._own:
-            for pid in map(int, found.replace(self._own, b"", 1).split()):
-                for one in _tree(pid):
+        found = b"" if self._children < 0 else os.pread(self._children, 65536, 0)
+        for pid in found.split():
+            if pid != self._own:
+                for one in _tree(int(pid)):
                     _kill(one)
 
 
