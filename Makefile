@@ -46,7 +46,7 @@ lint: venv
 	$(BIN)/python -m mypy
 
 test: venv .venv/torchao .venv/liger
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
 grid: venv .venv/torchao
 	$(BIN)/python -m pytest -n 2 -m grid
