@@ -63,7 +63,7 @@ def test_a_resumed_run_knows_the_best_and_finds_new_ones_between_the_due_steps(t
         assert found == ["step_2", "step_6", "step_6"]
     # Under another metric mode the checkpoints that are there are compared anew.
     shutil.copytree(tmp_path / "checkpoints/step_6", tmp_path / "checkpoints/step_9")
-    manifest = disk.read_manifest(tmp_path / "checkpoints/step_9")
+    manifest = disk.read_manifest(tmp_path / "checkpoints/step_6")
     disk.write_manifest(
         tmp_path / "checkpoints/step_9",
         dataclasses.replace(manifest, step=9, evaluated={"eval/reward": 0.1}),
