@@ -11,6 +11,7 @@ from spmdrl.check.keep import keep_problems
 from spmdrl.check.layout import layout_problems
 from spmdrl.check.methods import method_problems
 from spmdrl.check.model import model_problems
+from spmdrl.check.optimizer import optimizer_problems
 from spmdrl.check.ranges import data_problems, range_problems
 from spmdrl.check.rollouts import record_problems, schedule_problems
 from spmdrl.config.fields import Config
@@ -50,6 +51,7 @@ def validate(cfg: Config) -> list[str]:
         *_idle_problems(cfg),
         *method_problems(cfg),
         *model_problems(cfg),
+        *optimizer_problems(cfg),
         *engine_option_problems(cfg),
         *schedule_problems(cfg),
         *record_problems(cfg),

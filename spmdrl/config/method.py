@@ -14,6 +14,7 @@ from spmdrl.config.ranges import (
     Natural,
     NonNegative,
     PathText,
+    Positive,
     Share,
     above,
     within,
@@ -110,9 +111,31 @@ class AlgorithmSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
-    """AdamW and its schedule."""
+class MuonSettings:
+    """How Muon takes the matrices of the blocks, under optimizer.kind muon; see train/muon.py."""
 
+    momentum: BelowOne = 0.95
+    """Decay of the mean of gradients, per update; in [0, 1)."""
+    nesterov: bool = True
+    """Look one step ahead of the momentum."""
+    ns_steps: Annotated[int, within(1, 99)] = 5
+    """Steps of Newton and Schulz's iteration, which orthogonalises the momentum."""
+    ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """What they are computed in."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor on the learning rate of a matrix [m, n]: 0.2 sqrt(max(m, n)), a step as large as
+    AdamW's, so that its learning rates serve; or `original`, sqrt(max(1, m / n)), whose learning
+    rates are near 0.02."""
+    lr_factor: Positive = 1.0
+    """Factor on optimizer.lr for the matrices."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """The optimizer and its schedule."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon` trains the matrices of the blocks' linear layers by Muon, all else by AdamW."""
     lr: LearningRate = 1e-6
     """Peak learning rate."""
     beta1: BelowOne = 0.9
@@ -131,6 +154,7 @@ class OptimizerSettings:
     """Final learning rate as a fraction of lr, under linear and cosine."""
     max_grad_norm: NonNegative = 1.0
     """Global gradient-norm bound; 0 switches clipping off."""
+    muon: MuonSettings = field(default_factory=MuonSettings)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from spmdrl.config import Config, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.epochs import of_last_epoch
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch
+from spmdrl.train.muon import Muon, block_matrices
 from spmdrl.train.optimizer import AdamW, copies, learning_rate, square_sum
 from spmdrl.train.router_balance import Routers
 from spmdrl.train.step import GlobalTotals, Totals, dump_skipped, exchange_totals
@@ -44,17 +46,10 @@ class TrainedModel:
         self.model, self.cfg, self.world, self.options = model, cfg, world, options
         self.name = name
         shards = {name: p for name, p in model.named_shards().items() if p.requires_grad}
-        embedding = model.hf_model.get_input_embeddings().weight
         kept = cfg.model.memory
         check_offload(kept.offload, world.device)
-        self.optimizer = AdamW(
-            shards,
-            options=options,
-            no_decay={name for name, p in shards.items() if p is embedding},
-            dtype=getattr(torch, kept.optimizer_dtype),
-            key=f"{cfg.seed}/{name}",
-            is_on_host=has(kept.offload, "optimizer"),
-            device=world.device,
+        self.optimizer = _optimizer(
+            model, shards, cfg=cfg, options=options, name=name, device=world.device
         )
         self.routers = Routers(
             model.hf_model, scorer=model.scorer, options=cfg.model.moe, world=world, name=name
@@ -170,3 +165,27 @@ class TrainedModel:
             | sums
             | {f"{name}/loss": (totals.loss, 1.0), f"{name}/grad_norm": (totals.grad_norm, 1.0)}
         )
+
+
+def _optimizer(
+    model: ShardedModel,
+    shards: Mapping[str, Tensor],
+    *,
+    cfg: Config,
+    options: OptimizerSettings,
+    name: str,
+    device: torch.device,
+) -> AdamW | Muon:
+    """Return the optimizer of a model's shards, as the config's sections say."""
+    kept, embedding = cfg.model.memory, model.hf_model.get_input_embeddings().weight
+    matrices = block_matrices(model.hf_model, shards) if options.kind == "muon" else set()
+    rest = AdamW(
+        {n: p for n, p in shards.items() if n not in matrices},
+        options=options,
+        no_decay={n for n, p in shards.items() if p is embedding},
+        dtype=getattr(torch, kept.optimizer_dtype),
+        key=f"{cfg.seed}/{name}",
+        is_on_host=has(kept.offload, "optimizer"),
+        device=device,
+    )
+    return Muon(shards, matrices=matrices, rest=rest, options=options) if matrices else rest

@@ -1,0 +1,39 @@
+"""Whether the optimizer suits what it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from spmdrl.config.fields import Config
+
+
+def optimizer_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with the section `optimizer`, each as `field: what, value seen`."""
+    optimizer, memory = cfg.optimizer, cfg.model.memory
+    if optimizer.kind != "muon":
+        for field in dataclasses.fields(optimizer.muon):
+            value = getattr(optimizer.muon, field.name)
+            if value != field.default:
+                yield (
+                    f"optimizer.muon.{field.name}: {value!r} with optimizer.kind "
+                    f"{optimizer.kind}, which has no use for it; set kind to muon, or leave it out"
+                )
+        return
+    if cfg.model.lora.is_on:
+        yield (
+            "optimizer.kind: muon with model.lora: it orthogonalises the step of a weight, and "
+            "those of an adapter's factors are none; take adamw"
+        )
+    for name in ("master_dtype", "optimizer_dtype"):
+        if getattr(memory, name) != "float32":
+            yield (
+                f"model.memory.{name}: {getattr(memory, name)} with optimizer.kind muon, whose "
+                "weights and momentum are float32 (4 bytes of state instead of AdamW's 8); "
+                "leave it out, or take adamw"
+            )
+    if memory.offload in ("optimizer", "all", "parameters"):
+        yield (
+            f"model.memory.offload: {memory.offload} with optimizer.kind muon, whose momentum is "
+            "gathered on the device for each update; take none or activations, or adamw"
+        )

@@ -1,0 +1,162 @@
+"""Muon for the matrices of a model's blocks, beside AdamW for all else.
+
+Muon's step is of a whole matrix, not of its elements: the momentum is orthogonalised. What is kept
+is elementwise and lies on this rank's shards; the matrix of an update is gathered, one after the
+other, every rank that has a part of it computes the same step and keeps its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from spmdrl.config import OptimizerSettings
+from spmdrl.errors import Refusal
+from spmdrl.model.blocks import blocks
+from spmdrl.model.shards import Box, held_boxes, local_part, narrow, write
+from spmdrl.train.optimizer import AdamW
+from spmdrl.world.torch_internals import sharded_like
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic: the steepest at 0 whose values stay near 1. Keller Jordan, 2024."""
+_EPS = 1e-7
+
+
+def block_matrices(hf_model: nn.Module, shards: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the matrices that Muon trains: those of the blocks' linear layers.
+
+    Embeddings, heads, norms, biases, routers and the experts that a model keeps in one tensor of
+    three dims are none.
+
+    Args:
+        shards: {name: parameter}, the objects that the model has.
+    Raises: Refusal when there is none.
+    """
+    layers = [m for block in blocks(hf_model).values() for m in block.modules()]
+    own = {id(m.weight) for m in layers if isinstance(m, nn.Linear) or _is_conv1d(m)}
+    found = {name for name, p in shards.items() if id(p) in own and p.dim() == 2}
+    if not found:
+        raise Refusal(
+            f"optimizer.kind: muon trains the matrices of linear layers, and the blocks of "
+            f"{type(hf_model).__name__} have none that train; take adamw"
+        )
+    return found
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D"  # transformers': a linear layer, transposed
+
+
+def orthogonalised(matrix: Tensor, *, steps: int, dtype: torch.dtype) -> Tensor:
+    """Return about U V^T of a matrix U S V^T, by Newton and Schulz's iteration.
+
+    The singular values come into [0.7, 1.2], those near 0 more slowly.
+
+    Args:
+        matrix: [m, n]. steps: of the quintic iteration. dtype: to compute in.
+    Returns: [m, n] of that dtype.
+    Source: Keller Jordan, Muon (kellerjordan.github.io/posts/muon), as in torch.optim.Muon, whose
+        bits this has in bfloat16.
+    """
+    a, b, c = _COEFFICIENTS
+    found = matrix.to(dtype, copy=True)
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    found = found.T if is_tall else found
+    found.div_(found.norm().clamp(min=_EPS))
+    for _ in range(steps):
+        gram = found @ found.T
+        found = torch.addmm(found, torch.addmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
+    return found.T if is_tall else found
+
+
+class Muon:
+    """Muon over the matrices of the blocks, AdamW over all else; what is asked of it as of AdamW.
+
+    The step of a matrix [m, n] with momentum M <- mu M + (1 - mu) G is W <- (1 - lr wd) W - lr f
+    NS(mu M + (1 - mu) G), f = 0.2 sqrt(max(m, n)) or sqrt(max(1, m / n)).
+
+    Args:
+        parameters: {name: DTensor or Tensor}, float32; updated in place.
+        matrices: those that Muon trains, by name.
+        rest: AdamW over the others.
+        options: the config's optimizer section.
+    Source: Keller Jordan 2024; arXiv 2502.16982 (Moonlight), its Algorithm 1 for shards, and the
+        factor under which AdamW's learning rates serve.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        matrices: set[str],
+        rest: AdamW,
+        options: OptimizerSettings,
+    ):
+        self._rest, self._options = rest, options
+        self.parameters = {name: parameters[name] for name in sorted(matrices)}
+        # From the start, so that a checkpoint has them.
+        self._momentum = {
+            name: torch.zeros_like(local_part(p)) for name, p in self.parameters.items()
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return {name: local gradient} of the parameters that have one."""
+        own = {n: local_part(p.grad) for n, p in self.parameters.items() if p.grad is not None}
+        return self._rest.gradients() | own
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
+        """Update the parameters in place; ranks that share a matrix meet each other."""
+        self._rest.step(gradients, lr=lr)
+        own = self._options.muon
+        for name, parameter in self.parameters.items():
+            if name not in gradients:
+                continue
+            momentum, gradient = self._momentum[name], gradients[name].float()
+            momentum.lerp_(gradient, 1 - own.momentum)
+            ahead = gradient.lerp(momentum, own.momentum) if own.nesterov else momentum
+            whole = orthogonalised(
+                _whole(parameter, ahead), steps=own.ns_steps, dtype=getattr(torch, own.ns_dtype)
+            )
+            rate = lr * own.lr_factor
+            local_part(parameter).mul_(1 - rate * self._options.weight_decay)
+            for box, view in held_boxes(name, parameter):
+                part = narrow(whole, outer=Box.whole(whole.shape), part=box)
+                view.add_(part, alpha=-rate * self._factor(parameter.shape))
+
+    def _factor(self, shape: torch.Size) -> float:
+        rows, columns = shape
+        if self._options.muon.adjust_lr_fn == "original":
+            return max(1, rows / columns) ** 0.5
+        return 0.2 * max(rows, columns) ** 0.5
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._rest.zero_grad()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, dict[str, Tensor] | Tensor]:
+        """Return AdamW's state and {momentum: {name: ..}}, laid out and shared as there."""
+        own = {name: _like(p, self._momentum[name]) for name, p in self.parameters.items()}
+        return self._rest.state_dict() | {"momentum": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, on this layout."""
+        self._rest.load_state_dict(state)
+        for name, kept in self._momentum.items():
+            write(kept, local_part(state["momentum"][name]))
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    return sharded_like(parameter, local) if isinstance(parameter, DTensor) else local
+
+
+def _whole(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return the whole matrix of which this rank has a part."""
+    own = _like(parameter, local)
+    return own.full_tensor() if isinstance(own, DTensor) else own
