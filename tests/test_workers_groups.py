@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
+from built import small_model
 from pool_runs import pool_of
+from runs import TINY, metrics, run
 from test_rollout_inputs import DRAW, PROMPTS, Engine, Link, Tokenizer
 
 from spmdrl.config import Config, DataSettings, RewardsSettings
@@ -12,6 +17,7 @@ from spmdrl.rewards.samples import RewardSample
 from spmdrl.rollout.episode import FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import pack
+from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import step_sums
 from spmdrl.types import Prompt
 from spmdrl.workers.joining import Call, Joining
@@ -47,6 +53,12 @@ def chars(solution_str, ground_truth):
 def states(completions, trainer_state):
     state = trainer_state
     return [state.global_step + state.max_steps / 100 + state.epoch / 1000 for _ in completions]
+
+def rank(completions, trainer_state):
+    step = trainer_state.global_step
+    return [len(completions) + step / 10 * (step // step) for _ in completions]
+
+rank.scope = "step"
 
 def none(completions):
     return [None for _ in completions]
@@ -160,6 +172,43 @@ def test_the_loop_scores_a_group_when_its_last_sample_is_drawn(place):
         assert [s.reward.value for s in group.drawn] == [float(DRAW.samples)] * DRAW.samples
 
 
+def test_a_function_of_steps_adds_to_what_was_scored_before(place):
+    functions = (f"{place}:waits", f"{place}:rank")
+    draw = dataclasses.replace(DRAW, must_score=False)
+    groups = [Group(n, 7, slot, p, version=2, draw=draw) for n, (slot, p) in enumerate(PROMPTS)]
+    with pool_of(*functions, weights=(1.0, 100.0)) as pool:
+        loop = Loop(Config(), tokenizer=Tokenizer(), pool=pool, link=Link())
+        engine = Engine()
+        for group in groups:
+            loop.admit(group)
+        while loop.is_busy:
+            loop.tick(engine)
+        before = [s.reward for g in groups for s in g.drawn]
+        failed = dataclasses.replace(before[0], value=None, failure="error")
+        groups[0].samples[0] = dataclasses.replace(groups[0].samples[0], reward=failed)
+        pool.submit(
+            "early",
+            prompt=PROMPTS[0][1],
+            response_text="a b",
+            response_tokens=[1, 2],
+            truncated=False,
+        )  # that it is under way is no matter
+        score_step(loop, groups, step=9)
+        after = [s.reward for g in groups for s in g.drawn]
+        assert [r.key for r in pool.drain()] == ["early"]
+        count = len(before) - 1
+        for old, new in list(zip(before, after))[1:]:
+            assert new.parts == old.parts | {"rank": count + 0.9}
+            assert new.value == pytest.approx(old.value + 100 * (count + 0.9))
+            assert new.key == old.key and new.metrics == old.metrics
+        assert after[0] == failed
+        groups[0].samples[0] = dataclasses.replace(groups[0].samples[0], text="x", reward=before[0])
+        score_step(loop, groups, step=0)  # that it is 0 makes it fail, for all
+        assert {s.reward.failure for g in groups for s in g.drawn} == {"error"}
+        message = groups[0].samples[0].reward.message
+        assert f"{len(before)} samples of a step, which all fail by it" in message
+
+
 def test_functions_are_told_which_step_the_samples_are_of(place):
     cfg = Config(
         steps=50,
@@ -193,6 +242,40 @@ def test_what_a_scope_cannot_be_used_with_is_refused(place):
     assert not function_problems([f"{place}:longest", f"{place}:chars"], row, scope="group")
     (problem,) = function_problems([f"{place}:chars"], row, scope="group")
     assert "rewards.scope: group" in problem and "completions" in problem
+    assert not function_problems([f"{place}:longest"], row, scope="group", no_step="no")
+    (problem,) = function_problems([f"{place}:longest"], row, scope="step", no_step="a share")
+    assert "is called with whole steps, and a share" in problem
     (problem,) = function_problems([f"{place}:longest"], row, has_greedy=True)
     assert "rewards.scope to sample" in problem
     assert not function_problems([f"{place}:longest"], row, scope="sample", has_greedy=True)
+
+
+COUNTS = """
+def group(completions): return [len(completions) for _ in completions]
+def step(completions, trainer_state):
+    return [len(completions) + trainer_state.global_step / 8 for _ in completions]
+def sample(completions): return [len(completions) + i / 8 for i in range(len(completions))]
+step.scope, sample.scope = "step", "sample"
+"""
+
+
+def test_a_run_calls_functions_with_samples_groups_and_steps(tmp_path):
+    (tmp_path / "r.py").write_text(COUNTS)
+    names = ("group", "step", "sample")
+    flags = TINY["rl"] | {
+        "model.path": small_model(tmp_path / "model", hidden_size=64, heads=2, kv_heads=1),
+        "output-dir": tmp_path / "out",
+        "steps": 2,
+        "rewards.functions": f"[{', '.join(f'{tmp_path}/r.py:{n}' for n in names)}]",
+        "evaluate.every-steps": 2,
+        "evaluate.samples": 3,
+        "data.eval-size": 4,
+    }
+    run("demo_grpo.yaml", 2, **flags)
+    rows = metrics(tmp_path / "out")
+    for step, row in enumerate(row for row in rows if "reward/mean" in row):
+        assert row["reward/sample/mean"] == 1.0 and row["reward/group/mean"] == 4.0
+        assert row["reward/step/mean"] == 32 + step / 8
+    assert step == 1
+    found = json.loads((tmp_path / "out" / "evaluations" / "evaluation_2.json").read_text())
+    assert found["parts"] == {"group": 3.0, "step": 12.25, "sample": 1.0}

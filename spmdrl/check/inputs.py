@@ -31,6 +31,7 @@ from spmdrl.rollout import model_limits
 from spmdrl.rollout.replay_source import check_recorded
 from spmdrl.workers.environment_jobs import check_environment
 from spmdrl.world import World
+from spmdrl.world.axes import axes_of
 
 
 def check_inputs(cfg: Config, world: World) -> None:
@@ -85,6 +86,7 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
                 timeout_s=cfg.layout.startup_timeout_s,
                 scope=cfg.rewards.scope,
                 has_greedy=_has_greedy(cfg),
+                no_step=_no_step(cfg),
             )
 
 
@@ -92,6 +94,21 @@ def _has_greedy(cfg: Config) -> bool:
     """Return whether each prompt has a greedy response beside its group."""
     advantage = registry.get("advantage", cfg.algorithm.advantage)
     return "greedy_rewards" in registry.inputs_of(advantage)
+
+
+def _no_step(cfg: Config) -> str:
+    """Return why no function can see a whole step; empty where it can."""
+    if (replicas := axes_of(cfg).replicas) > 1:
+        return (
+            f"each of {replicas} engine replicas has a share of one; set rewards.scope to group, "
+            "or have one replica (layout.inference_tp)"
+        )
+    if cfg.rollout.schedule.dynamic:
+        return (
+            "rollout.schedule.dynamic replaces groups by their rewards before the step is whole; "
+            "leave it out, or set rewards.scope to group"
+        )
+    return ""
 
 
 def _context_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -198,16 +198,16 @@ class RewardsSettings:
     the generated task's own grader."""
     weights: tuple[Real, ...] = ()
     """One weight per function; empty means 1 each."""
-    scope: Literal["auto", "sample", "group"] = "auto"
+    scope: Literal["auto", "sample", "group", "step"] = "auto"
     """What functions that take lists (TRL's `completions`, verl's `solution_strs`) get in one call:
-    a `sample` in lists of one, or all samples of a `group`, so that they can be compared. auto: the
-    group. A call that fails costs all its samples. A function's own attribute `scope` comes
-    first."""
+    a `sample` in lists of one, all samples of a `group`, so that they can be compared, or of a
+    `step`, for which the engine waits and has to be one replica. auto: the group. A call that fails
+    costs all its samples. A function's own attribute `scope` comes first."""
     workers: Annotated[int, within(1, 4096)] = 1
     """Worker processes per engine replica. Where some fail or are stuck, half as many stand by
     and at most as many stand in."""
     timeout_s: Seconds = 10.0
-    """Wall-clock seconds for one call, of a sample or of a whole group; then its worker is killed
+    """Wall-clock seconds for one call, of a sample, a group or a step; then its worker is killed
     and replaced."""
     worker_memory_gib: Annotated[float, within(0.125, 10**6, zero="for no limit")] = 0.0
     """Memory that a worker and all that it starts may hold, GiB; above it a sample fails. 0 for no

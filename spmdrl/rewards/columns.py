@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from spmdrl.data.rows import ground_truth_of
 from spmdrl.errors import RAISED, Refusal, with_line
@@ -19,7 +20,12 @@ _CHILD = "from spmdrl.rewards.columns import answer; answer()"
 
 
 def function_problems(
-    specs: Sequence[str], row: dict | None, *, scope: str = "auto", has_greedy: bool = False
+    specs: Sequence[str],
+    row: dict | None,
+    *,
+    scope: str = "auto",
+    has_greedy: bool = False,
+    no_step: str = "",
 ) -> list[str]:
     """Return why functions cannot be used, each as `rewards.functions: ...`.
 
@@ -27,6 +33,7 @@ def function_problems(
         row: the first of data.train; None if it is not known.
         scope: rewards.scope.
         has_greedy: a greedy response, which is none of its group, is scored too.
+        no_step: why functions cannot see a whole step; empty where they can.
     """
     problems, scopes = [], set()
     for spec in specs:
@@ -41,6 +48,8 @@ def function_problems(
                 "that algorithm.advantage compares them with is in none; set rewards.scope to "
                 "sample if it scores each by itself, or take another advantage"
             )
+        elif found == "step" and no_step:
+            problems.append(f"rewards.functions: {spec} is called with whole steps, and {no_step}")
         scopes.add(found)
     if scope not in ("auto", "sample") and scopes == {"sample"}:
         problems.append(
@@ -51,12 +60,7 @@ def function_problems(
 
 
 def problems_in_child(
-    specs: Sequence[str],
-    row: dict | None,
-    *,
-    timeout_s: float,
-    scope: str = "auto",
-    has_greedy: bool = False,
+    specs: Sequence[str], row: dict | None, *, timeout_s: float, **options: Any
 ) -> list[str]:
     """Return the same, found in a process of its own: to import what a user wrote may take memory,
     threads and devices that a rank must not share.
@@ -64,7 +68,7 @@ def problems_in_child(
     Raises: Refusal when that process says nothing in time.
     """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    asked = json.dumps([specs, row, {"scope": scope, "has_greedy": has_greedy}]).encode()
+    asked = json.dumps([specs, row, options]).encode()
     try:
         done = subprocess.run(
             [sys.executable, "-c", _CHILD],

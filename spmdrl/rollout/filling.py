@@ -26,6 +26,7 @@ from spmdrl.rollout.resume import Share, resumed
 from spmdrl.rollout.saved import check_environments, group_from_dict, group_to_dict
 from spmdrl.rollout.staleness import make_rules
 from spmdrl.rollout.step_prompts import StepPrompts
+from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import has_spread
 from spmdrl.types import Rollouts
 from spmdrl.world import World
@@ -212,6 +213,7 @@ class StepFiller:
                 if number in self.waiting
             ]
             assert step == self._next
+            score_step(self.loop, groups, step=step)
             assert all(step - g.version <= self.rules.max_staleness for g in groups)
             now = time.perf_counter()
             self._ahead[step] = pack_step(

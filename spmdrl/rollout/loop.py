@@ -62,7 +62,7 @@ class Loop:
         self.cfg, self.tokenizer = cfg, tokenizer
         self.pool, self.link, self.chat = pool, link, chat
         self.idle = Idle()  # takes the seconds in which the engine was not full
-        self._dropped = DroppedLog()
+        self.dropped = DroppedLog()
         self._to_draw: list[Episode] = []
         self._drawing: dict[str, Episode] = {}  # by request
         self._outside: dict[Hashable, Episode] = {}  # with the workers, by key
@@ -147,7 +147,7 @@ class Loop:
         if self.chat:
             self._answer(episodes)
         else:
-            texts = self._texts(e.trajectory.response for e in episodes)
+            texts = self.texts(e.trajectory.response for e in episodes)
             for episode, text in zip(episodes, texts):
                 episode.text = text
             self._score(episodes)
@@ -264,7 +264,7 @@ class Loop:
         prompt = group.prompt
         if self.chat:
             given = trajectory.tokens[: trajectory.num_given].tolist()
-            opening, text = self._texts([given, trajectory.response])
+            opening, text = self.texts([given, trajectory.response])
             prompt = replace(prompt, tokens=tuple(given), text=opening)
         finished = FinishedEpisode(group.slot, episode.sample, prompt, trajectory, text, reward)
         group.samples[episode.sample] = finished
@@ -275,11 +275,12 @@ class Loop:
                 "rewards.on_failure=drop to leave such samples out"
             )
         if reward.failure:
-            self._dropped.note(finished, where=place(group))
+            self.dropped.note(finished, where=place(group))
             self._close_if_whole(group)
         return group
 
-    def _texts(self, rows: Iterable[Sequence[int]]) -> list[str]:
+    def texts(self, rows: Iterable[Sequence[int]]) -> list[str]:
+        """Return what ids say, special tokens left out."""
         return self.tokenizer.batch_decode(list(rows), skip_special_tokens=True)
 
 

@@ -14,6 +14,7 @@ from spmdrl.data.prompts import PromptSource
 from spmdrl.data.tokenizer import end_token_ids
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.environments.tool_calls import make_parser
+from spmdrl.errors import Refusal
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.episode import Draw, Group
@@ -24,6 +25,7 @@ from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.outcomes import ProblemOutcome, outcomes_of
 from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.source import Source
+from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import warn_if_all_failed
 from spmdrl.types import Batch, Rollouts
 from spmdrl.workers.pool import RewardPool
@@ -55,6 +57,11 @@ class SampledSource(Source):
             return
         self.pool = RewardPool(cfg, steps_per_epoch=self.prompts.steps_per_epoch)
         self.pool.start()  # an unusable reward function is refused now
+        if "step" in self.pool.scopes and world.num_replicas > 1:
+            raise Refusal(
+                f"rewards.scope: a function sees whole steps, and each of {world.num_replicas} "
+                "engine replicas has a share of one; set it to group, or have one replica"
+            )
         draw = self._draw(
             "train", samples=cfg.batch.group_size, temperature=cfg.sampling.temperature
         )
@@ -133,6 +140,7 @@ class SampledSource(Source):
             self.loop.admit(group)
         while not all(group.is_complete for group in groups):
             self.filler.tick(engine)
+        score_step(self.loop, groups, step=step)
         self.loop.idle = idle
         self.link.end()
         samples = [sample for group in groups for sample in group.drawn]

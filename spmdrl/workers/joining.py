@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from spmdrl.rewards.samples import SCOPES, RewardList, RewardSample, Scope
@@ -65,10 +65,27 @@ class Joining:
         for key, result in zip(call.keys, _of_each(call, done)):
             self._awaited[key].found[call.scope] = result
         whole = [key for key in call.keys if self._awaited[key].found.keys() >= set(scopes)]
-        return [replace(self._joined(self._awaited.pop(key)), key=key) for key in whole]
+        rewards = []
+        for key in whole:
+            parts = self._awaited.pop(key).found
+            found = [parts[scope] for scope in SCOPES if scope in parts]
+            rewards.append(replace(self._joined(found), key=key))
+        return rewards
 
-    def _joined(self, awaited: _Awaited) -> RewardResult:
-        found = [awaited.found[scope] for scope in SCOPES if scope in awaited.found]
+    def added(
+        self, call: Call, done: Done, *, rewards: Mapping[str, RewardResult]
+    ) -> dict[str, RewardResult]:
+        """Return rewards with what a call on top of them came to."""
+        of_each = zip(call.keys, _of_each(call, done))
+        joined = {}
+        for key, result in of_each:
+            so_far = rewards[str(key)]
+            if not so_far.parts:  # 0 because nothing had scored it yet
+                so_far = replace(so_far, value=None)
+            joined[str(key)] = replace(self._joined([so_far, result]), key=so_far.key)
+        return joined
+
+    def _joined(self, found: Sequence[RewardResult]) -> RewardResult:
         seconds = sum(result.seconds for result in found)
         failed = next((result for result in found if result.failure), None)
         if failed is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from spmdrl.data.tasks import is_generated
 from spmdrl.environments.protocol import Response
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.rewards.samples import SCOPES, RewardSample, Scope, TrainerState
+from spmdrl.rewards.samples import SCOPES, RewardList, RewardSample, Scope, TrainerState
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.types import Prompt
 from spmdrl.workers.job_queue import JobQueue
@@ -62,7 +62,7 @@ class RewardPool(JobQueue):
         super().__init__(
             setup, workers=rewards.workers if is_needed else 0, timeout_s=rewards.timeout_s
         )
-        self._unscored: list[RewardResult] = []
+        self._early: list[RewardResult | TurnResult] = []  # to be polled
         self._max_steps, self._steps_per_epoch = cfg.steps, steps_per_epoch
         # Models, or the environment, score every sample: no function need apply to its row.
         self._joining = Joining(least=0.0 if models or environment else None)
@@ -97,6 +97,11 @@ class RewardPool(JobQueue):
             self.start()
         return tuple(scope for scope in SCOPES if scope in self.facts["scopes"])
 
+    @property
+    def _own_scopes(self) -> tuple[Scope, ...]:
+        """Return those in which a sample is scored before its step is whole."""
+        return tuple(scope for scope in self.scopes if scope != "step")
+
     def submit(
         self,
         key: Hashable,
@@ -116,10 +121,10 @@ class RewardPool(JobQueue):
             step: whose prompt it answers.
         Raises: Refusal when the data row cannot be sent to another process.
         """
-        if not self.scopes:
-            self._unscored.append(RewardResult(key, 0.0))
+        if not self._own_scopes:
+            self._early.append(RewardResult(key, 0.0))
             return
-        state = self._state(step)
+        state = self.state(step)
         sample = RewardSample(prompt.row, response_text, response_tokens, truncated, state)
         is_alone, group = group is None, ("alone", key) if group is None else group
         call = self._joining.add(key, sample, group=group, what=f"data row {prompt.index}")
@@ -136,6 +141,27 @@ class RewardPool(JobQueue):
         if "group" in self.scopes and (found := self._joining.group(group)) is not None:
             call, samples = found
             self._send(call, samples, what=call.what)
+
+    def score_step(
+        self, samples: Mapping[str, RewardSample], rewards: Mapping[str, RewardResult], *, what: str
+    ) -> dict[str, RewardResult]:
+        """Have functions of whole steps score samples in one call, wait for it, and return the
+        rewards with what they add. Other results stay to be polled.
+
+        Args:
+            samples: of the step, by key.
+            rewards: of them so far.
+            what: where they are from, for messages.
+        Raises: Refusal as `submit`; as `poll`.
+        """
+        call = Call("step", tuple(samples), what)
+        self._send(call, RewardList("step", tuple(samples.values())), what=what)
+        while True:
+            for job, done in self.take():
+                if job.key is call:
+                    return self._joining.added(call, done, rewards=rewards)
+                self._early += self._read(job, done)
+            super().wait()
 
     def open(self, key: Hashable, *, row: dict, seed: int = 0) -> None:
         """Begin an episode; its TurnResult comes out of `poll` or `drain` under `key`.
@@ -162,19 +188,20 @@ class RewardPool(JobQueue):
 
         Raises: Refusal as `start`; RuntimeError when workers cannot be started again.
         """
-        found: list[RewardResult | TurnResult] = [*self._unscored]
-        self._unscored = []
+        found, self._early = self._early, []
         for job, done in self.take():
-            if isinstance(job.key, Call):
-                found += self._joining.scored(job.key, done, scopes=self.scopes)
-            else:
-                found.append(_turn(job, done))
+            found += self._read(job, done)
         return found
 
     def wait(self) -> None:
         """As JobQueue; does not wait where there is something to poll."""
-        if not self._unscored:
+        if not self._early:
             super().wait()
+
+    def _read(self, job: QueuedJob, done: Done) -> Sequence[RewardResult | TurnResult]:
+        if not isinstance(job.key, Call):
+            return [_turn(job, done)]
+        return self._joining.scored(job.key, done, scopes=self._own_scopes)
 
     def drain(self) -> list[RewardResult | TurnResult]:
         """Wait for every call and return the results not yet polled, in the order of the calls.
@@ -190,7 +217,8 @@ class RewardPool(JobQueue):
             self.wait()
             yield from self.poll()
 
-    def _state(self, step: int) -> TrainerState:
+    def state(self, step: int) -> TrainerState:
+        """Return where the run is at a step."""
         epochs = math.ceil(self._max_steps / self._steps_per_epoch)
         return TrainerState(step, self._max_steps, step / self._steps_per_epoch, epochs)
 

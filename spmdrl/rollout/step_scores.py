@@ -1,0 +1,65 @@
+"""Rewards of functions that see all samples of a step in one call.
+
+The step is whole when its last group is, so the engine stands still for the call. One replica has
+all of it; several would each have a share, and are refused, see `rewards/columns.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from spmdrl.rewards.samples import RewardSample
+from spmdrl.rollout.episode import FinishedEpisode, Group, failure_text, place
+from spmdrl.rollout.loop import Loop
+
+
+def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
+    """Add what functions of whole steps say of the samples of complete groups to their rewards.
+
+    Samples whose reward failed before are not in the call.
+
+    Args:
+        groups: of the step, or of an evaluation.
+        step: which one it is, for functions that ask.
+    Raises: RuntimeError naming a sample whose reward fails under on_failure=fail.
+    """
+    if "step" not in loop.pool.scopes:
+        return
+    found = {
+        f"{group.key}-{s.sample}": (group, s)
+        for group in groups
+        for s in group.drawn
+        if not s.reward.failure
+    }
+    if not found:
+        return
+    began, state = time.perf_counter(), loop.pool.state(step)
+    texts = loop.texts([_last_turn(s) for _, s in found.values()])
+    samples = {
+        key: RewardSample(s.prompt.row, text, _last_turn(s), s.trajectory.is_truncated, state)
+        for (key, (_, s)), text in zip(found.items(), texts)
+    }
+    rewards = {key: s.reward for key, (_, s) in found.items()}
+    for key, reward in loop.pool.score_step(samples, rewards, what=f"step {step}").items():
+        group, sample = found[key]
+        group.samples[sample.sample] = scored = replace(sample, reward=reward)
+        if reward.failure:
+            if group.draw.must_score:
+                raise RuntimeError(
+                    f"{place(group)}: {failure_text(scored)}\nMend the reward function, or set "
+                    "rewards.on_failure=drop to leave such samples out"
+                )
+            loop.dropped.note(scored, where=place(group))
+    loop.idle.add("reward", time.perf_counter() - began)
+
+
+def _last_turn(sample: FinishedEpisode) -> list[int]:
+    """Return the ids of the policy's last turn."""
+    is_own = sample.trajectory.response_mask.tolist()
+    end = len(is_own) - is_own[::-1].index(True) if True in is_own else 0
+    begin = end
+    while begin and is_own[begin - 1]:
+        begin -= 1
+    return sample.trajectory.tokens[begin:end].tolist()
