@@ -16,6 +16,7 @@ ORDER = tuple(
     tuple(level.split("="))
     for level in [
         "errors",
+        "kept_sets",
         "types=imports=plain",
         "config",
         "algorithms",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spmdrl.data.microbatch_plan import Partition, partition
 from spmdrl.errors import Refusal
+from spmdrl.kept_sets import KeptSets
 from spmdrl.plain import pack, unpack
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, add_sums
 from spmdrl.world import World
@@ -31,6 +32,8 @@ class _Gathered:
     samples: tuple[dict, ...]
     routes: Tensor | None
     """[0, L, K]: of what shape and dtype the tokens' routes are; None where nobody has any."""
+    vocab: int
+    """Ids that kept sets are of; 0 where nobody has any."""
 
 
 def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
@@ -77,12 +80,14 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
     """Gather everyone's scalars, sums and samples, and sort the sequences."""
     own = {name: column.numpy() for name, column in vars(rollouts.scalars).items()}
     routes = None if rollouts.routes is None else rollouts.routes[:0].numpy()
-    payload = pack((own, rollouts.sums, rollouts.samples, routes))
+    vocab = () if rollouts.kept_sets is None else (rollouts.kept_sets.vocab,)
+    payload = pack((own, rollouts.sums, rollouts.samples, routes, *vocab))
     with world.watch.wait("await rollouts", step):  # timed apart: the other role's work
         sizes = gather_sizes(payload, group=world.control)
     with world.watch.wait("exchange scalars", step):
         payloads = gather_bytes(payload, sizes, group=world.control)
-    columns, sums, samples, routes = zip(*map(unpack, payloads))
+    gathered = [unpack(payload) for payload in payloads]
+    columns, sums, samples, routes = zip(*(one[:4] for one in gathered))
     parts = [Scalars(**{k: torch.from_numpy(v) for k, v in own.items()}) for own in columns]
     scalars = Scalars.concat(parts)
     num_samples = int(scalars.sample_ids.max()) + 1 if len(scalars) else 1
@@ -95,6 +100,7 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
         sums=add_sums(*sums),
         samples=tuple(sample for part in samples for sample in part),
         routes=next((torch.from_numpy(part) for part in routes if part is not None), None),
+        vocab=next((one[4] for one in gathered if len(one) > 4), 0),
     )
 
 
@@ -143,7 +149,8 @@ def _check(table: _Gathered, *, step: int) -> None:
 def _move(
     rollouts: Rollouts, table: _Gathered, *, plan: Partition, world: World, step: int
 ) -> tuple[Tokens, Tensor]:
-    """Send each sequence to all ranks of its dp index: one all-to-all, and one for routes.
+    """Send each sequence to all ranks of its dp index: one all-to-all, and one each for
+    routes and kept sets.
 
     Returns: the tokens that this rank received, and where in them each sequence begins: [S]
         int64, -1 for those that went elsewhere.
@@ -164,30 +171,72 @@ def _move(
         output_split_sizes=[int(lengths[rows].sum()) for rows in from_rank],
     )
     with world.watch.wait("exchange tokens", step):
-        payload = _all_to_all(_to_payload(rollouts)[order], world, sizes=sizes)
+        sent = _kept_sets(rollouts, table)
+        payload = _all_to_all(_to_payload(rollouts, sent)[order], world, sizes=sizes)
+        kept_sets = _move_kept_sets(sent, payload, world, order=order, sizes=sizes)
         routes = _move_routes(rollouts, table, world, order=order, sizes=sizes)
     rows = torch.cat(from_rank)
     starts = torch.full_like(lengths, -1)
     starts[rows] = lengths[rows].cumsum(0) - lengths[rows]
-    return _from_payload(payload, routes=routes), starts
+    return _from_payload(payload, routes=routes, kept_sets=kept_sets), starts
 
 
-def _to_payload(tokens: Tokens) -> Tensor:
-    """Return [T, 3] int32: id, version (-1 or more) with the mask as lowest bit, logprob's bits."""
+def _to_payload(tokens: Tokens, sets: KeptSets | None) -> Tensor:
+    """Return [T, 3] int32: id, version (-1 or more) with the mask as lowest bit, logprob's bits;
+    with kept sets [T, 4]: the bytes of its set."""
     marks = (tokens.policy_versions + 1) * 2 + tokens.response_mask
     bits = tokens.rollout_logprobs.float().view(torch.int32)
-    return torch.stack([tokens.tokens.int(), marks.int(), bits], dim=1)
+    own = [] if sets is None else [sets.sizes]
+    return torch.stack([tokens.tokens.int(), marks.int(), bits, *own], dim=1)
 
 
-def _from_payload(payload: Tensor, *, routes: Tensor | None) -> Tokens:
-    tokens, marks, bits = payload.t().contiguous()
+def _from_payload(payload: Tensor, *, routes: Tensor | None, kept_sets: KeptSets | None) -> Tokens:
+    tokens, marks, bits, *_ = payload.t().contiguous()
     return Tokens(
         tokens=tokens.long(),
         response_mask=marks % 2 == 1,
         rollout_logprobs=bits.view(torch.float32),
         policy_versions=(marks // 2 - 1).long(),
         routes=routes,
+        kept_sets=kept_sets,
     )
+
+
+def _kept_sets(rollouts: Rollouts, table: _Gathered) -> KeptSets | None:
+    """Return those of a rank's tokens; None where nobody in the world has any."""
+    if not table.vocab or rollouts.kept_sets is not None:
+        return rollouts.kept_sets
+    none = torch.zeros(len(rollouts.tokens), dtype=torch.int32)
+    return KeptSets(table.vocab, none, torch.empty(0, dtype=torch.uint8))
+
+
+def _move_kept_sets(
+    sent: KeptSets | None,
+    payload: Tensor,
+    world: World,
+    *,
+    order: Tensor,
+    sizes: dict[str, list[int]],
+) -> KeptSets | None:
+    """Send the tokens' sets the way of the tokens.
+
+    Args:
+        payload: the tokens that came, with the bytes of their sets.
+    """
+    if sent is None:
+        return None
+    leaving, arriving = sent[order], payload[:, 3].contiguous()
+    bytes_of = dict(
+        input_split_sizes=_sums(leaving.sizes, sizes["input_split_sizes"]),
+        output_split_sizes=_sums(arriving.cpu(), sizes["output_split_sizes"]),
+    )
+    data = _all_to_all(leaving.data, world, sizes=bytes_of)
+    return KeptSets(sent.vocab, arriving, data)
+
+
+def _sums(values: Tensor, counts: list[int]) -> list[int]:
+    """Return the sums of consecutive runs of values."""
+    return [int(part.sum()) for part in values.split(counts)]
 
 
 def _move_routes(

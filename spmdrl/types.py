@@ -15,6 +15,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from spmdrl.kept_sets import KeptSets
+
 Sums = dict[str, tuple[float, float]]
 """Named (numerator, denominator) pairs. Sums from any number of ranks and micro-batches add
 up pairwise; the metric is numerator / denominator of the total."""
@@ -158,6 +160,8 @@ class Tokens:
     routes: Tensor | None = None
     """[T, L, K] int8 or int16, the K experts of each token in each of L layers with experts, as
     the engine chose them; -1 where it did not say. None without model.moe.replay."""
+    kept_sets: KeptSets | None = None
+    """The ids among which each was drawn. None without top_k, top_p and min_p."""
 
     @classmethod
     def given(cls, ids: Sequence[int]) -> Tokens:
@@ -174,8 +178,12 @@ class Tokens:
     def concat(cls, parts: Sequence[Tokens]) -> Tokens:
         """Join at least one, in order; routes of fewer tokens than there are end in -1."""
         columns = {name: torch.cat([getattr(p, name) for p in parts]) for name in TOKEN_COLUMNS}
-        routes = join_routes([p.routes for p in parts], [len(p.tokens) for p in parts])
-        return Tokens(**columns, routes=routes)
+        lengths = [len(p.tokens) for p in parts]
+        return Tokens(
+            **columns,
+            routes=join_routes([p.routes for p in parts], lengths),
+            kept_sets=KeptSets.concat([p.kept_sets for p in parts], lengths),
+        )
 
     def at(self, order: Tensor) -> Tokens:
         """Return the tokens at `order` [n] int64."""
@@ -183,8 +191,13 @@ class Tokens:
         return Tokens(**{name: v if v is None else v[order] for name, v in columns})
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns by name, routes too."""
-        return {name: getattr(self, name) for name in (*TOKEN_COLUMNS, "routes")}
+        """Return the columns by name, routes and kept sets too."""
+        return {name: getattr(self, name) for name in (*TOKEN_COLUMNS, "routes", "kept_sets")}
+
+    def plain(self) -> dict[str, Any]:
+        """Return all fields by name, kept sets as a dictionary; tensors are shared."""
+        sets = self.kept_sets
+        return vars(self) | {"kept_sets": None if sets is None else dict(vars(sets))}
 
 
 def flat(values: Sequence[float], dtype: str) -> Tensor:
@@ -210,7 +223,7 @@ class Rollouts(Tokens):
 @dataclass(frozen=True, kw_only=True)
 class Microbatch(Tokens):
     """One forward pass of one dp rank. A micro-batch without sequences holds one dummy token
-    with an empty mask and no routes, so that collectives stay matched."""
+    with an empty mask, no routes and no kept sets, so that collectives stay matched."""
 
     position_ids: Tensor  # [T] int64, restarting at 0 in every sequence
     cu_seqlens: Tensor  # [S+1] int32

@@ -22,7 +22,7 @@ from test_engine import PROMPTS, draw, engine_config
 
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, EngineSettings, LayoutSettings, ModelSettings, MoeSettings
-from spmdrl.engine import vllm_internals
+from spmdrl.engine import vllm_internals, vllm_requests
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.vllm import VllmEngine
 
@@ -123,11 +123,12 @@ def _drawn_seeds(monkeypatch, path: Path, *, seed: int, replica: int) -> list[in
     llm = SimpleNamespace(add_request=lambda key, prompt, params, **_: asked.append(params))
     monkeypatch.setattr(vllm_internals, "make_llm", lambda arguments: llm)
     monkeypatch.setattr(vllm_internals, "seeds_by_numpy", lambda llm: True)
-    monkeypatch.setattr(vllm_internals, "sampling_params", lambda request: request)
+    monkeypatch.setattr(vllm_requests, "sampling_params", lambda request, **_: request)
     engine = object.__new__(VllmEngine)
     engine.cfg = Config(seed=seed, model=ModelSettings(path=str(path)))
     engine.world = SimpleNamespace(replica=replica)
     engine.version, engine._slot, engine._routes, engine._seeds = 0, None, None, None
+    engine._kept, engine._returns_masks = None, False
     engine._build({}, on_cpu=False)
     for own in (None, 7, None):
         engine.add(Request("k", (1, 2), max_tokens=3, temperature=1.0, seed=own, stop_token_ids=()))

@@ -11,6 +11,7 @@ from ranks import run_ranks
 
 from spmdrl.config import Config, LayoutSettings, inference_ranks
 from spmdrl.exchange import exchange
+from spmdrl.kept_sets import KeptSets
 from spmdrl.types import Batch as ExchangedBatch
 from spmdrl.types import Rollouts, Scalars
 from spmdrl.world import World
@@ -149,7 +150,8 @@ def test_every_sequence_arrives_whole_at_one_dp_index(layout, sizes):
     for (spread, single), _ in results:  # the batch does not depend on who generated what
         for one, other in zip(sum(spread.updates, ()), sum(single.updates, ()), strict=True):
             own, others = dict(vars(one)), dict(vars(other))
-            assert own.pop("routes") is None and others.pop("routes") is None
+            for name in ("routes", "kept_sets"):
+                assert own.pop(name) is None and others.pop(name) is None
             assert all(torch.equal(a, b) for a, b in zip(own.values(), others.values()))
 
 
@@ -202,6 +204,55 @@ def test_routes_arrive_with_their_tokens(layout, dtype):
                     is_unknown = bool((mb.routes[a:b] == -1).all())
                     assert mb.routes.dtype == dtype
                     assert is_unknown or torch.equal(mb.routes[a:b], made)
+                    known, unknown = known + (not is_unknown), unknown + is_unknown
+        assert known > 0 and (unknown > 0) == (which == 1)
+
+
+def sets_of(group: int, sample: int) -> KeptSets:
+    """Of sizes that differ, 0 too; each has its own token."""
+    tokens = sequence(group, sample)["tokens"]
+    kept = torch.rand(len(tokens), 4000, generator=torch.Generator().manual_seed(group)) < 0.002
+    kept[3::5], kept[4::5] = True, kept[4::5].roll(7, 1) | (torch.arange(4000) % (sample + 2) == 0)
+    kept[torch.arange(len(tokens)), tokens] = True
+    return KeptSets.of(kept)
+
+
+def deliver_sets(cfg: Config) -> tuple[list[ExchangedBatch], int]:
+    """Exchange with kept sets everywhere, and where the leader with the lowest rank has none."""
+    batches = []
+    with started(cfg) as world:
+        for silent in (-1, inference_ranks(cfg)[0]):
+            mine = share(world, "spread")
+            own = rollouts(mine)
+            if mine and world.rank != silent:
+                parts = [sets_of(*key) for key in mine]
+                sets = KeptSets.concat(parts, [len(part) for part in parts])
+                own = dataclasses.replace(own, kept_sets=sets)
+            batches.append(exchange(own, world, step=3))
+        return batches, world.dp_index(world.rank) if world.is_trainer else -1
+
+
+@pytest.mark.parametrize(
+    "layout", [lay("split", 4, trainer_ranks=2), lay("colocated", 4, cp=2, inference_tp=2)]
+)
+def test_kept_sets_arrive_with_their_tokens(layout):
+    results = run_ranks(layout.world_size, deliver_sets, config(layout))
+    for which in range(2):
+        check_delivery([(batches[which], dp) for batches, dp in results], config(layout))
+        known, unknown = 0, 0
+        for batches, _dp in results:
+            scalars = batches[which].scalars
+            for mb in sum(batches[which].updates, ()):
+                if mb.sequence_ids.tolist() == [-1]:
+                    assert mb.kept_sets is None
+                    continue
+                cu = mb.cu_seqlens.tolist()
+                for row, a, b in zip(mb.sequence_ids.tolist(), cu, cu[1:]):
+                    made = sets_of(int(scalars.group_ids[row]), int(scalars.sample_ids[row]))
+                    own = mb.kept_sets[torch.arange(a, b)]
+                    is_unknown = not bool(own.sizes.any())
+                    assert is_unknown or torch.equal(own.data, made.data)
+                    assert is_unknown or torch.equal(own.sizes, made.sizes)
                     known, unknown = known + (not is_unknown), unknown + is_unknown
         assert known > 0 and (unknown > 0) == (which == 1)
 

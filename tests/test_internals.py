@@ -21,6 +21,7 @@ IMPORTING_VLLM = (
     *HOMES,
     "spmdrl/environments/tool_calls.py",
     "spmdrl/engine/vllm_plain.py",
+    "spmdrl/engine/vllm_requests.py",
     "spmdrl/proof/preloaded.py",
 )
 OWN = {"self", "cls", "world", "os"}  # whose underscored attributes are ours, or Python's

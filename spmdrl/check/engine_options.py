@@ -26,6 +26,8 @@ ENGINE_ARGUMENTS: dict[str, str] = {
     "max_model_len": "data.max_prompt_tokens + sampling.max_response_tokens",
     "distributed_executor_backend": "",
     "logprobs_mode": "",
+    "logits_processors": "sampling",
+    "return_sampling_mask": "sampling.top_p + sampling.top_k + sampling.min_p",
     "skip_tokenizer_init": "",
     "async_scheduling": "rollout.schedule",
     "enable_return_routed_experts": "model.moe.replay",
@@ -92,7 +94,26 @@ def _pair_problems(cfg: Config) -> list[str]:
             "vLLM gives the routes to the first rank of an engine alone; set it to 1, or "
             "model.moe.replay to false"
         )
-    return problems
+    return problems + (_truncation_problems(cfg) if cfg.sampling.truncates else [])
+
+
+def _truncation_problems(cfg: Config) -> list[str]:
+    """Return why the engine cannot say which ids a token was drawn among."""
+    names = engine_argument_names()
+    what = (
+        "sampling.top_p, top_k, min_p: the trainer must know which ids each token was drawn among"
+    )
+    if not _is_on_cpu(cfg) and names and "return_sampling_mask" not in names:
+        return [
+            f"{what}, and the vLLM that is installed does not say so on GPUs; install 0.32, set "
+            "engine.kind to transformers, or leave them out"
+        ]
+    if _is_on_cpu(cfg) and cfg.engine.options.get("speculative_config"):
+        return [
+            f"{what}, and vLLM does not say so of tokens that were guessed first, on the CPU; "
+            "leave engine.options.speculative_config out"
+        ]
+    return []
 
 
 def build_problems() -> list[str]:

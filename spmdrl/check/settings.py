@@ -66,6 +66,9 @@ _OF_RL = (
     "rollout.environment",
     "rollout.record.",
     "rollout.schedule.",
+    "sampling.min_p",
+    "sampling.top_k",
+    "sampling.top_p",
 )
 
 

@@ -20,10 +20,12 @@ from spmdrl.config.placements import PLACEMENTS, Placement
 from spmdrl.config.ranges import (
     Count,
     Deadline,
+    Fraction,
     Natural,
     PathText,
     Ranks,
     Samples,
+    Share,
     Temperature,
     Tokens,
     above,
@@ -175,6 +177,12 @@ class EvaluateSettings:
     """Evaluate every N steps and at the end; 0 switches it off."""
     temperature: Temperature = 1.0
     """Sampling temperature; 0 is greedy."""
+    top_p: Share = 1.0
+    """As sampling.top_p, which is of training alone."""
+    top_k: Annotated[int, within(0, 2**31 - 1)] = 0
+    """As sampling.top_k."""
+    min_p: Fraction = 0.0
+    """As sampling.min_p."""
     samples: Samples = 1
     """Responses per held-out prompt."""
 

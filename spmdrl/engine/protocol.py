@@ -9,6 +9,29 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from spmdrl.kept_sets import KeptSets
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Which ids a token is drawn among; min_p first, then top_k, then top_p, of what is left."""
+
+    top_p: float = 1.0
+    """Of the likeliest ids so many as have at least this probability together."""
+    top_k: int = 0
+    """So many of the likeliest ids, and those that are as likely as the last; 0: all."""
+    min_p: float = 0.0
+    """Those at least this times as likely as the likeliest."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether ids may be left out."""
+        return self != UNTRUNCATED
+
+
+UNTRUNCATED = Truncation()
+"""Among all ids."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -27,6 +50,8 @@ class Request:
     stop_token_ids: tuple[int, ...]
     """Ids that end the response; the one that did is its last token. Nothing else ends it but
     max_tokens, in either engine."""
+    truncation: Truncation = UNTRUNCATED
+    """Not of greedy ones."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +72,8 @@ class Completion:
     first n tokens went to, prompt included. n is all but the last token, which the engine never
     read; fewer for a request that is unfinished. A token keeps the route of its first computation.
     None without model.moe.replay."""
+    kept_sets: KeptSets | None = None
+    """Of the sampled ids; None where the config's sampling leaves out none, or it is greedy."""
 
 
 def route_dtype(num_experts: int) -> torch.dtype:

@@ -5,8 +5,14 @@ No generator has a state: what a request draws does not depend on what is drawn 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from spmdrl.engine.protocol import Truncation
+from spmdrl.engine.truncation import truncate
+from spmdrl.kept_sets import KeptSets
 
 # splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers; products wrap mod 2^64.
 _GOLDEN, _A, _B = -7046029254386353131, -4658895280553007687, -7723592293110705685
@@ -37,28 +43,41 @@ def _shifted(x: Tensor, by: int) -> Tensor:
     return (x >> by) & (2 ** (64 - by) - 1)
 
 
-def draw(logits: Tensor, *, temperatures: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, *, temperatures: Tensor, at: Tensor, truncations: Sequence[Truncation] = ()
+) -> tuple[Tensor, Tensor, KeptSets | None]:
     """Draw a token from each row by inverting its cumulative distribution.
 
     Args:
         logits: [N, V], any float dtype.
         temperatures: [N] float32; 0 takes the likeliest token.
         at: [N] float64 in [0, 1), where in the distribution to look.
+        truncations: of the rows; none for no truncation in any.
     Returns: tokens [N] int64; their natural logprobs [N] float32 under softmax(logits /
-        temperature), or softmax(logits) for temperature 0.
+        temperature), or softmax(logits) for temperature 0, over the ids that were kept; which
+        these are, None without truncations.
     """
     rows = max(1, _ELEMENTS_AT_ONCE // logits.shape[-1])
+    ours = [truncations[i : i + rows] for i in range(0, len(logits), rows)]
     parts = [
-        _draw(*part) for part in zip(logits.split(rows), temperatures.split(rows), at.split(rows))
+        _draw(*part)
+        for part in zip(logits.split(rows), temperatures.split(rows), at.split(rows), ours)
     ]
-    tokens, logprobs = zip(*parts)
-    return torch.cat(tokens), torch.cat(logprobs)
+    tokens, logprobs, kept = zip(*parts)
+    sets = KeptSets.concat(kept, [len(part) for part in tokens])
+    return torch.cat(tokens), torch.cat(logprobs), sets
 
 
-def _draw(logits: Tensor, temperatures: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+def _draw(
+    logits: Tensor, temperatures: Tensor, at: Tensor, truncations: Sequence[Truncation]
+) -> tuple[Tensor, Tensor, KeptSets | None]:
     is_greedy = temperatures == 0
     scale = torch.where(is_greedy, 1.0, temperatures)
-    logprobs = torch.log_softmax(logits.float() / scale[:, None], dim=-1)
+    logits, kept = logits.float() / scale[:, None], None
+    if truncations:
+        logits = truncate(logits, truncations)
+        kept = KeptSets.of(logits != -torch.inf)  # what is no number is found below
+    logprobs = torch.log_softmax(logits, dim=-1)
     # Whole numbers, whose sums do not depend on the order of summation.
     ends = (logprobs.exp().double() * _UNIT).long().cumsum(dim=-1)
     total = ends[:, -1]
@@ -67,4 +86,4 @@ def _draw(logits: Tensor, temperatures: Tensor, at: Tensor) -> tuple[Tensor, Ten
     tokens = torch.where(is_greedy, logprobs.argmax(dim=-1), tokens)
     # A row of NaN has no total: any token that exists, and its logprob tells.
     tokens = tokens.clamp(0, logits.shape[-1] - 1)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0], kept

@@ -22,6 +22,7 @@ from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.seeded_draws import draw, numbers
 from spmdrl.engine.transformers_runner import ModelRunner, Sampled
+from spmdrl.engine.truncation import KeptRows
 from spmdrl.errors import Refusal
 from spmdrl.model.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held
@@ -42,7 +43,7 @@ class TransformersEngine:
         self.cfg, self.world = cfg, world
         self.dtype = getattr(torch, cfg.engine.dtype)
         self.version = -1
-        self._longest = cfg.longest_sequence
+        self._longest, self._keeps_sets = cfg.longest_sequence, cfg.sampling.truncates
         self._waiting: deque[Sampled] = deque()
         self._running: list[Sampled] = []  # the i-th has slot i
         if not world.inference_ranks:
@@ -75,7 +76,8 @@ class TransformersEngine:
         seed = request.seed
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
-        self._waiting.append(Sampled(request, seed))
+        kept = KeptRows() if self._keeps_sets and request.truncation.is_on else None
+        self._waiting.append(Sampled(request, seed, kept=kept))
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
@@ -116,7 +118,13 @@ class TransformersEngine:
         seeds, counts = zip(*((s.seed, len(s.tokens)) for s in running))
         at = numbers(self._runner.tensor(seeds), self._runner.tensor(counts))
         temperatures = torch.tensor([s.request.temperature for s in running], device=device)
-        drawn = draw(logits, temperatures=temperatures, at=at)
+        truncations = [s.request.truncation for s in running]
+        *drawn, sets = draw(
+            logits,
+            temperatures=temperatures,
+            at=at,
+            truncations=truncations if any(t.is_on for t in truncations) else (),
+        )
         if not bool(drawn[1].isfinite().all()):
             first = running[int(drawn[1].isfinite().logical_not().nonzero()[0])]
             raise RuntimeError(
@@ -128,6 +136,9 @@ class TransformersEngine:
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(self.version)
+        for place, sequence in enumerate(running):
+            if sequence.kept is not None and sets is not None:
+                sequence.kept.add(sets, place)
 
     def _retire(self) -> list[Completion]:
         """Take out what is finished, and close the gaps from the end."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from spmdrl.config import Config
 from spmdrl.engine.kv_cache import KVCache, Work, register_attention
 from spmdrl.engine.protocol import Completion, Request, route_dtype
+from spmdrl.engine.truncation import KeptRows
 from spmdrl.errors import Refusal
 from spmdrl.model.attention import pick_attention
 from spmdrl.model.blocks import base_of, experts_modules
@@ -42,6 +43,8 @@ class Sampled:
     routes: list[Tensor] = field(default_factory=list)
     """[n, L, K] of consecutive tokens from the first on, under model.moe.replay."""
     num_routed: int = 0
+    kept: KeptRows | None = None
+    """Among what each token was drawn, where the trainer is to know."""
 
     @property
     def all_tokens(self) -> tuple[int, ...]:
@@ -60,13 +63,15 @@ class Sampled:
 
     def completion(self, *, is_truncated: bool) -> Completion:
         """Return what was drawn."""
+        tokens = flat(self.tokens, "int64")
         return Completion(
             self.request.key,
-            flat(self.tokens, "int64"),
+            tokens,
             flat(self.logprobs, "float32"),
             flat(self.versions, "int64"),
             is_truncated,
             torch.cat(self.routes) if self.routes else None,
+            None if self.kept is None else self.kept.of(tokens, key=self.request.key),
         )
 
     def went(self, routes: Tensor, *, first: int) -> None:

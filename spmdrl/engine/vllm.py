@@ -19,11 +19,13 @@ from torch import Tensor, nn
 import spmdrl.engine.vllm_backend as vllm_backend
 import spmdrl.engine.vllm_cpu as vllm_cpu
 import spmdrl.engine.vllm_internals as vllm_internals
+import spmdrl.engine.vllm_requests as vllm_requests
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm_adapter import AdapterSlot
 from spmdrl.engine.vllm_arguments import engine_arguments
 from spmdrl.engine.vllm_families import model_arguments
+from spmdrl.engine.vllm_kept_sets import KeptSource, make_kept_source
 from spmdrl.engine.vllm_plain import with_plain_weights
 from spmdrl.engine.vllm_routes import Routes, make_routes
 from spmdrl.engine.vllm_trial import refusing_models, try_engine
@@ -57,6 +59,8 @@ class VllmEngine:
         self._unregistered: list[tuple[Tensor, Tensor]] = []  # live, and kept while it sleeps
         self._seeds: random.Random | None = None  # of requests without one
         self._routes: Routes | None = None  # under model.moe.replay
+        self._kept: KeptSource | None = None  # under top_k, top_p, min_p
+        self._returns_masks = False
         self._has_groups = bool(world.inference_ranks)
         if not self._has_groups:
             return
@@ -86,7 +90,7 @@ class VllmEngine:
             vllm_cpu.keep_expert_weights_live()
         self._llm = vllm_internals.make_llm(with_plain_weights(cfg, arguments))
         if on_cpu:  # its build lacks some kernels
-            try_engine(self._llm, params=vllm_internals.scoring_params(max_tokens=2))
+            try_engine(self._llm, params=vllm_requests.scoring_params(max_tokens=2))
         if vllm_internals.seeds_by_numpy(self._llm):
             # Ranks of a replica must draw alike, and replicas not.
             self._seeds = random.Random(f"{cfg.seed} {self.world.replica}")
@@ -94,6 +98,8 @@ class VllmEngine:
             self._slot = AdapterSlot(self._runner)
         if cfg.model.moe.replay:
             self._routes = make_routes(self._llm, on_cpu=on_cpu)
+        if cfg.sampling.truncates:
+            self._kept, self._returns_masks = make_kept_source(self._llm, on_cpu=on_cpu), not on_cpu
 
     # ---------------------------------------------------------------- generation
 
@@ -101,59 +107,56 @@ class VllmEngine:
         """Queue a request."""
         if request.seed is None and self._seeds is not None:
             request = replace(request, seed=self._seeds.getrandbits(63))
-        params = vllm_internals.sampling_params(request)
+        params = vllm_requests.sampling_params(request, returns_masks=self._returns_masks)
         # The salt keeps it from prefixes that older weights computed for unfinished requests.
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self.version)}
         request_id = self._llm.add_request(request.key, prompt, params, lora_request=self._lora)
         if self._routes:
             self._routes.added(request.key, request_id)
+        if self._kept:
+            self._kept.added(request, request_id)
 
     def step(self) -> list[Completion]:
         """Run one scheduling step and return what finished in it."""
         found = []
         for output in self._llm.step():
             if output.finished:
-                sample = output.outputs[0]
+                sample, key = output.outputs[0], output.request_id
+                tokens = flat(sample.token_ids, "int64")
                 found.append(
-                    self._completion(
-                        output.request_id,
-                        sample.token_ids,
-                        sample.logprobs.logprobs,
+                    Completion(
+                        key,
+                        tokens,
+                        flat(sample.logprobs.logprobs, "float32"),
+                        self._versions(key, len(tokens)),
                         is_truncated=sample.finish_reason == "length",
-                        routes=self._routes and self._routes.finished(output.request_id, output),
+                        routes=self._routes and self._routes.finished(key, output),
+                        kept_sets=self._kept.finished(key, output, tokens) if self._kept else None,
                     )
                 )
-                self._replaced.pop(output.request_id, None)
+                self._replaced.pop(key, None)
         return found
 
     def unfinished(self) -> list[Completion]:
         """Return what was drawn so far for the requests that go on, is_truncated False."""
         return [
-            self._completion(
+            Completion(
                 request.key,
-                request.tokens,
-                request.logprobs,
+                (tokens := flat(request.tokens, "int64")),
+                flat(request.logprobs, "float32"),
+                self._versions(request.key, len(tokens)),
                 is_truncated=False,
                 routes=self._routes and self._routes.unfinished(request),
+                kept_sets=self._kept.unfinished(request, tokens) if self._kept else None,
             )
-            for request in vllm_internals.unfinished(self._llm)
+            for request in vllm_requests.unfinished(self._llm)
         ]
 
-    def _completion(
-        self,
-        key: str,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        *,
-        is_truncated: bool,
-        routes: Tensor | None,
-    ) -> Completion:
-        versions = torch.full((len(tokens),), self.version)
+    def _versions(self, key: str, drawn: int) -> Tensor:
+        versions = torch.full((drawn,), self.version)
         for count, version in reversed(self._replaced.get(key, ())):
             versions[:count] = version
-        return Completion(
-            key, flat(tokens, "int64"), flat(logprobs, "float32"), versions, is_truncated, routes
-        )
+        return versions
 
     @property
     def is_busy(self) -> bool:
@@ -167,7 +170,7 @@ class VllmEngine:
         """
         if self.is_busy:
             raise RuntimeError("score() while requests are unfinished; finish them first")
-        params = vllm_internals.scoring_params()
+        params = vllm_requests.scoring_params(returns_masks=self._returns_masks)
         for i, tokens in enumerate(sequences):
             self._llm.add_request(
                 f"score-{i}", {"prompt_token_ids": list(tokens)}, params, lora_request=self._lora
@@ -196,7 +199,7 @@ class VllmEngine:
         """Take `version` as that of the weights. Prefixes of older weights are not used again;
         unfinished requests keep their KV cache, or compute it anew, as rollout.schedule says."""
         if self._llm is not None and version != self.version:
-            for request in vllm_internals.unfinished(self._llm):
+            for request in vllm_requests.unfinished(self._llm):
                 drawn = (len(request.tokens), self.version)
                 self._replaced.setdefault(request.key, []).append(drawn)
                 if self._routes:

@@ -8,6 +8,7 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.engine.vllm_adapter import lora_arguments
+from spmdrl.engine.vllm_kept_sets import kept_arguments
 from spmdrl.engine.vllm_routes import route_arguments
 
 log = logging.getLogger(__name__)
@@ -75,4 +76,5 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
             use_tqdm_on_load=False,
         )
         | recorded
+        | (kept_arguments(on_cpu=on_cpu) if cfg.sampling.truncates else {})
     )

@@ -1,6 +1,6 @@
 """All that this program knows of vLLM: the one file that imports it, but for its tool-call
-parsers, a loader (vllm_plain.py) and patches, in vllm_backend.py (of its Transformers backend) and
-vllm_cpu.py (of its CPU build).
+parsers, a loader (vllm_plain.py), what is said of requests (vllm_requests.py) and patches, in
+vllm_backend.py (of its Transformers backend) and vllm_cpu.py (of its CPU build).
 
 Serves vLLM 0.24 to 0.33; what says so, 0.32 and 0.33 only. Per line: the name here, vLLM's own, and
 when it can go.
@@ -9,12 +9,10 @@ prepare_process     environment variables VLLM_*            never: its settings
 create_groups, destroy_groups  distributed.parallel_state   once groups can be handed to it
 make_llm            EngineArgs, v1 LLMEngine, UniProcExecutor   once a documented engine runs in a
                     process, at a rank that it is told, and asks its own group alone for memory
-sampling_params, scoring_params  SamplingParams             never: documented
 close_llm           InprocClient._finalizer, EngineCore         once an engine leaves groups alone
 reload_weights      Worker.reload_weights                   never: documented
 seeds_by_numpy      Worker.use_v2_model_runner              once V1 is gone
 model_runner        LLMEngine.model_executor ... model_runner   once an engine gives its model
-unfinished, Unfinished  output_processor.request_states         once outputs can be asked for
 unregistered        attributes of layers                    once sleep level 2 keeps them
 lora_rank, register_adapter  config.lora, lora_manager     once LoRA weights may be set (0.32, 0.33)
 moe_layers, num_experts  fused_moe.MoERunner, ModelConfig   once an engine says which it chooses
@@ -31,15 +29,13 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmdrl.engine.protocol import Request
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.world import World
@@ -180,60 +176,6 @@ def close_llm(llm: Any) -> None:
     core.model_executor.shutdown()
     core.scheduler.shutdown()
     gc.unfreeze()  # the engine froze what it had made, so that nothing of it would be collected
-
-
-# --------------------------------------------------------------------------- requests
-
-
-def sampling_params(request: Request) -> Any:
-    """Return what vLLM asks to know of a sample to draw."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=request.temperature,
-        max_tokens=request.max_tokens,
-        seed=request.seed,
-        stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # else the model's own ends a response that no stop id was asked for
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def scoring_params(max_tokens: int = 1) -> Any:
-    """Return what vLLM asks to know of a sequence to score, and to continue by so many tokens."""
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        max_tokens=max_tokens, temperature=0.0, prompt_logprobs=0, detokenize=False
-    )
-
-
-@dataclass(frozen=True)
-class Unfinished:
-    """A request under way."""
-
-    key: str
-    prompt_length: int
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    routes: Sequence[Any]
-    """Arrays [n, layers, K] of consecutive tokens, where the engine returns them."""
-
-
-def unfinished(llm: Any) -> Iterator[Unfinished]:
-    """Yield the requests of an engine that go on."""
-    for state in llm.output_processor.request_states.values():
-        yield Unfinished(
-            state.external_req_id,
-            state.prompt_len,
-            state.detokenizer.output_token_ids,
-            state.logprobs_processor.logprobs.logprobs,
-            getattr(state, "routed_experts_chunks", ()),
-        )
 
 
 # --------------------------------------------------------------------------- the model

@@ -17,12 +17,12 @@ from torch import Tensor
 from spmdrl.engine.protocol import route_dtype
 from spmdrl.engine.vllm_internals import (
     SlotCache,
-    Unfinished,
     model_runner,
     moe_layers,
     num_experts,
     watch_routers,
 )
+from spmdrl.engine.vllm_requests import Unfinished
 
 
 class Routes(Protocol):

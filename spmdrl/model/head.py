@@ -14,6 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.config import ModelSettings
+from spmdrl.model.kept_mask import KeptMask
+
+_NEVER = -1e30  # finite: its product with a probability of 0 is 0
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,9 @@ def logprobs_and_entropy(
     *,
     targets: Tensor,
     options: HeadOptions,
+    among: KeptMask | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Score one target per position under softmax(logits / temperature).
+    """Score one target per position under softmax(logits / temperature), over all ids or kept ones.
 
     Args:
         hidden: [N, H] compute dtype. The state before each scored token. May be empty.
@@ -57,11 +61,13 @@ def logprobs_and_entropy(
         bias: [V] compute dtype, of the same rows; None for a head without one.
         targets: [N] int64. Token ids in the whole vocabulary.
         options: chunk size, temperature, softcap, group.
+        among: of each position the ids that it is drawn among; the others have probability 0 and
+            get no gradient. None: all.
     Returns: logprobs [N] float32 and entropy [N] float32, in nats; both differentiable in
         hidden, weight and bias, equal on every rank of the group.
     Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
     """
-    return _Head.apply(hidden, weight, bias, targets, options)
+    return _Head.apply(hidden, weight, bias, targets, options, among)
 
 
 @torch.no_grad()
@@ -72,6 +78,7 @@ def with_square_probs(
     *,
     targets: Tensor,
     options: HeadOptions,
+    among: KeptMask | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logprobs and entropy as `logprobs_and_entropy`, and sum_v pi_v^2: [N] float32 each.
 
@@ -79,7 +86,7 @@ def with_square_probs(
     Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
     """
     logprobs, entropy, _, squares = _scores(
-        hidden, weight, bias, _local(targets, weight, options), options, squares=True
+        hidden, weight, bias, _local(targets, weight, options), options, among, squares=True
     )
     return logprobs, entropy, squares
 
@@ -93,24 +100,28 @@ class _Head(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         options: HeadOptions,
+        among: KeptMask | None,
     ) -> tuple[Tensor, Tensor]:
         local = _local(targets, weight, options)
-        logprobs, entropy, log_total = _scores(hidden, weight, bias, local, options)
+        logprobs, entropy, log_total = _scores(hidden, weight, bias, local, options, among)
         ctx.save_for_backward(hidden, weight, bias, local, log_total, entropy)
-        ctx.options = options
+        ctx.options, ctx.among = options, among
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
         hidden, weight, bias, local, log_total, entropy = ctx.saved_tensors
-        options = ctx.options
+        options, among = ctx.options, ctx.among
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         grad_bias = None if bias is None else grad_weight.new_zeros(bias.shape)
         for part in chunks(hidden.shape[0], options.chunk_tokens):
             logits = scaled_logits(hidden[part], weight, options, bias=bias)
+            dropped = _drop(logits, among, part, options)
             own = [x[part] for x in (local, log_total, entropy, grad_logprobs, grad_entropy)]
             grad = _grad_logits(logits, own, options)
+            if dropped is not None:  # also what a softcap made of them
+                grad.masked_fill_(dropped, 0.0)
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
             grad = grad.to(weight.dtype)
@@ -122,7 +133,7 @@ class _Head(torch.autograd.Function):
         if options.group is not None:
             dist.all_reduce(grad_hidden, group=options.group)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
 
 
 def _local(targets: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
@@ -137,6 +148,7 @@ def _scores(
     bias: Tensor | None,
     local: Tensor,
     options: HeadOptions,
+    among: KeptMask | None,
     *,
     squares: bool = False,
 ) -> list[Tensor]:
@@ -147,9 +159,22 @@ def _scores(
     ]
     for part in chunks(count, options.chunk_tokens):
         logits = scaled_logits(hidden[part], weight, options, bias=bias)
+        _drop(logits, among, part, options)
         for whole, values in zip(found, _summarize(logits, local[part], options, squares=squares)):
             whole[part] = values
     return found
+
+
+def _drop(
+    logits: Tensor, among: KeptMask | None, part: slice, options: HeadOptions
+) -> Tensor | None:
+    """Make the logits [n, V] of ids that are not kept next to nothing, in place; return which."""
+    if among is None:
+        return None
+    rank, width = 0 if options.group is None else dist.get_rank(options.group), logits.shape[1]
+    dropped = among.dropped(part, first=rank * width, width=width)
+    logits.masked_fill_(dropped, _NEVER)
+    return dropped
 
 
 def chunks(count: int, size: int) -> list[slice]:

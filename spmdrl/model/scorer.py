@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
+from spmdrl.kept_sets import KeptSets
 from spmdrl.model.blocks import base_of, name_of
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 from spmdrl.model.head_form import head_form
@@ -60,6 +61,7 @@ def make_row(
     mask: Tensor,
     slicing: Slicing = Slicing(),
     routes: Tensor | None = None,
+    kept_sets: KeptSets | None = None,
 ) -> ScoredRow:
     """Return what the scorer needs to score the masked tokens of a packed row.
 
@@ -69,6 +71,7 @@ def make_row(
         mask: [T] bool on the CPU.
         slicing: which slice of the row this rank computes, and where; by default all of it.
         routes: [T, L, K] on the CPU, to be replayed; None for none.
+        kept_sets: among which ids each token was drawn, on the CPU; None: all of them.
     Raises: Refusal when the mask holds a sequence's first token, which nothing predicts.
     """
     firsts = torch.tensor([0, *accumulate(lengths[:-1])])
@@ -79,7 +82,9 @@ def make_row(
             f"{int(first[0])}), which no token comes before; mask it out where rows are read"
         )
     scored, device = mask.nonzero()[:, 0], slicing.device
-    own = make_slice(tokens, lengths, scored=scored, slicing=slicing, routes=routes)
+    own = make_slice(
+        tokens, lengths, scored=scored, slicing=slicing, routes=routes, kept_sets=kept_sets
+    )
     return ScoredRow(
         tokens=tokens.to(device), lengths=tuple(lengths), scored=scored.to(device), own=own
     )
@@ -126,7 +131,7 @@ class Scorer(nn.Module):
         hidden, own = _states(self.base, row.own), row.own
         rows: Any = self.base.get_input_embeddings() if self._is_tied else self.lm_head
         weight, bias = to_local(rows.weight), to_local(getattr(self.lm_head, "bias", None))
-        head = head or partial(logprobs_and_entropy, options=self.head_options)
+        head = head or partial(logprobs_and_entropy, options=self.head_options, among=own.among)
         return head(hidden.index_select(0, own.before), weight, bias, targets=own.targets)
 
 

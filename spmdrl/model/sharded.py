@@ -204,7 +204,8 @@ class ShardedModel:
         """
         scored = []
         for row in rows:
-            head = partial(with_square_probs, options=self.scorer.head_options) if squares else None
+            options, among = self.scorer.head_options, row.own.among
+            head = partial(with_square_probs, options=options, among=among) if squares else None
             scored.append(tuple(map(row.spread, self.forward(row, head))))
         reshard(self.scorer)
         return scored

@@ -73,6 +73,18 @@ GLOSSARY: dict[str, Metric] = {
     "rollout/response_length_max": _M("tokens", "max", "steps", "longest response"),
     "rollout/prompt_length": _mean("tokens", "samples", "tokens of a prompt"),
     "rollout/truncated_frac": _share("samples", "responses cut at sampling.max_response_tokens"),
+    "rollout/kept_set_bytes": _mean(
+        "bytes",
+        "sampled tokens",
+        "of the ids that a token was drawn among, which go to the trainer with it; with top_p, "
+        "top_k or min_p",
+    ),
+    "rollout/kept_set_ids": _mean(
+        "ids", "sampled tokens", "that a token was drawn among, of tokens not drawn among all"
+    ),
+    "rollout/kept_all_frac": _share(
+        "sampled tokens", "drawn among the whole vocabulary, under top_p, top_k or min_p"
+    ),
     "rollout/failed_rewards": _total("samples", "samples left out: reward failed"),
     "rollout/greedy_reward": _mean(
         "task units",

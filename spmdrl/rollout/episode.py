@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from spmdrl.data.hashed import hashed
-from spmdrl.engine.protocol import Completion, Request
+from spmdrl.engine.protocol import UNTRUNCATED, Completion, Request, Truncation
+from spmdrl.kept_sets import KeptSets
 from spmdrl.types import TOKEN_COLUMNS, Prompt, Tokens
 from spmdrl.workers.pool import RewardResult
 
@@ -35,6 +36,8 @@ class Draw:
     """Draw one more response per prompt at temperature 0."""
     must_score: bool = True
     """The first reward that fails ends the run."""
+    truncation: Truncation = UNTRUNCATED
+    """Not of the greedy response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,11 @@ class Trajectory(Tokens):
     def begun(cls, prompt: Sequence[int]) -> Trajectory:
         """Return a prompt, given by its ids, that nothing follows yet."""
         return Trajectory(**Tokens.given(prompt).columns(), num_given=len(prompt))
+
+    @classmethod
+    def restored(cls, plain: Mapping[str, Any]) -> Trajectory:
+        """Undo `plain`."""
+        return Trajectory(**{**plain, "kept_sets": KeptSets.restored(plain.get("kept_sets"))})
 
     @property
     def num_turns(self) -> int:
@@ -85,6 +93,7 @@ class Trajectory(Tokens):
             response_mask=torch.ones_like(completion.tokens, dtype=torch.bool),
             rollout_logprobs=completion.logprobs,
             policy_versions=completion.versions,
+            kept_sets=completion.kept_sets,
         )
         routes = self.routes
         if completion.routes is not None:
@@ -108,7 +117,10 @@ class Trajectory(Tokens):
         columns = {
             name: torch.cat([getattr(self, name), getattr(tokens, name)]) for name in TOKEN_COLUMNS
         }
-        return replace(self, **columns)
+        kept_sets = KeptSets.concat(
+            [self.kept_sets, tokens.kept_sets], [len(self.tokens), len(tokens.tokens)]
+        )
+        return replace(self, **columns, kept_sets=kept_sets)
 
 
 @dataclass(frozen=True)
@@ -223,6 +235,7 @@ class Episode:
             temperature=0.0 if is_greedy else draw.temperature,
             stop_token_ids=draw.stop_token_ids,
             seed=self._seed() if draw.is_seeded and not is_greedy else None,
+            truncation=UNTRUNCATED if is_greedy else draw.truncation,
         )
 
     def _seed(self) -> int:

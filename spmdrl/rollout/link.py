@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy
 import torch
 import torch.distributed as dist
 
-from spmdrl.engine.protocol import EngineProtocol, Request
+from spmdrl.engine.protocol import EngineProtocol, Request, Truncation
 from spmdrl.plain import pack, unpack
 from spmdrl.world import World
 from spmdrl.world.secret import MARK_BYTES, Unauthentic, is_marked, mark
@@ -92,9 +93,11 @@ def _said(request: Request) -> tuple:
         request.temperature,
         request.seed,
         request.stop_token_ids,
+        tuple(vars(request.truncation).values()) if request.truncation.is_on else (),
     )
 
 
 def _meant(said: tuple) -> Request:
-    key, prompt, *others = said
-    return Request(key, tuple(prompt.tolist()), *others)
+    key, prompt, *others, truncation = said
+    request = Request(key, tuple(prompt.tolist()), *others)
+    return replace(request, truncation=Truncation(*truncation))

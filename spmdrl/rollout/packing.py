@@ -12,9 +12,10 @@ from torch import Tensor
 
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config, ShapingSettings
+from spmdrl.kept_sets import KeptSets
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
-from spmdrl.rollout.sums import mean_reward, step_sums, warn_if_all_failed
+from spmdrl.rollout.sums import kept_sums, mean_reward, step_sums, warn_if_all_failed
 from spmdrl.types import Rollouts, Scalars, Sums, Tokens, add_sums
 from spmdrl.workers.pool import RewardResult
 
@@ -46,6 +47,8 @@ def pack_step(
     one = int(is_first)
     has_models = bool(reward_models(cfg.rewards.functions))
     sums = step_sums(samples, is_first=is_first)
+    if cfg.sampling.truncates:
+        sums |= kept_sums(drawn)
     if cfg.rewards.shaping.is_on and not has_models:
         sums["reward/mean_raw"] = mean_reward(drawn)
     if not cfg.rollout.schedule.is_plain:
@@ -211,6 +214,7 @@ def rollouts_from_dict(tree: dict[str, Any]) -> Rollouts:
         **{
             **tree,
             "scalars": Scalars(**tree["scalars"]),
+            "kept_sets": KeptSets.restored(tree.get("kept_sets")),
             "sums": {k: tuple(v) for k, v in tree["sums"].items()},
             "samples": tuple(tree["samples"]),
         }

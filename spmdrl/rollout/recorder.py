@@ -18,10 +18,12 @@ from typing import Any
 import numpy
 import pyarrow as pa
 import pyarrow.parquet as parquet
+from torch import Tensor
 
 from spmdrl.config import Config, ShapingSettings, flatten
 from spmdrl.config.former import modernized
 from spmdrl.imports import refusing
+from spmdrl.kept_sets import KeptSets
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
 from spmdrl.rollout.packing import cumulative, flat_episodes
@@ -34,6 +36,9 @@ KEPT_FIELDS = (
     "batch.prompts_per_step",
     "batch.group_size",
     "sampling.temperature",
+    "sampling.top_p",
+    "sampling.top_k",
+    "sampling.min_p",
     "rewards.functions",
     "rewards.weights",
     *(f"rewards.shaping.{name}" for name in vars(ShapingSettings())),
@@ -71,6 +76,10 @@ SCHEMA = pa.schema(
 )
 _ROUTES = pa.field("routes", pa.large_list(pa.int16()))
 """Of a run with model.moe.replay: [n, L, K] of a sequence, flat; L and K are in the header."""
+_SET_SIZES = pa.field("kept_set_bytes", pa.list_(pa.int32()))
+_SETS = pa.field("kept_sets", pa.large_binary())
+"""Of a run with top_k, top_p or min_p, see KeptSets; the size of the vocabulary is in the header.
+"""
 NUMBERS = {
     "group": "group_ids",
     "sample": "sample_ids",
@@ -133,6 +142,8 @@ class Recorder:
         }
         if share.routes is not None:
             header["routes"] = [*share.routes.shape[1:], str(share.routes.dtype)[6:]]
+        if share.kept_sets is not None:
+            header["kept_sets"] = share.kept_sets.vocab
         partial = self.folder / f".{name}.partial"
         try:
             _write(partial, _table(step, groups, share), header)
@@ -218,13 +229,13 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
     own = [found.get(e.slot, numpy.nan) for e in greedy]
     tokens, others = flat_episodes(greedy, rewards=own, greedy_rewards=own, part_names=())
     no_parts = scalars.reward_parts.new_zeros(len(greedy), scalars.reward_parts.shape[1])
-    # What a table has not is null in its rows: the greedy ones have no routes.
+    # What a table has not is null in its rows: the greedy ones have no routes, and no kept sets.
     rows = [
         _rows(step, drawn, share, scalars=scalars),
         _rows(
             step,
             greedy,
-            replace(tokens, routes=None),
+            replace(tokens, routes=None, kept_sets=None),
             scalars=replace(others, reward_parts=no_parts),
         ),
     ]
@@ -244,6 +255,8 @@ def _rows(
         values = pa.array(getattr(tokens, name).numpy()).cast(kind.value_type)
         columns[name] = pa.ListArray.from_arrays(pa.array(starts.int().numpy()), values, type=kind)
     table = pa.table(columns, schema=SCHEMA)
+    if tokens.kept_sets is not None:
+        table = _with_kept_sets(table, tokens.kept_sets, starts=starts)
     if tokens.routes is None:
         return table
     per_token = tokens.routes[0].numel() if len(tokens.routes) else 0
@@ -251,6 +264,19 @@ def _rows(
     flat = pa.array(tokens.routes.short().flatten().numpy())
     return table.append_column(
         _ROUTES, pa.LargeListArray.from_arrays(ends, flat, type=_ROUTES.type)
+    )
+
+
+def _with_kept_sets(table: pa.Table, sets: KeptSets, *, starts: Tensor) -> pa.Table:
+    """Append the sets of a table's tokens; its rows start at `starts` among them, [S + 1] int64."""
+    ends = cumulative(sets.sizes.long())[starts]
+    data = sets.data.numpy()
+    sizes = pa.ListArray.from_arrays(
+        pa.array(starts.int().numpy()), pa.array(sets.sizes.numpy()), type=_SET_SIZES.type
+    )
+    own = [data[a:b].tobytes() for a, b in zip(ends.tolist(), ends[1:].tolist())]
+    return table.append_column(_SET_SIZES, sizes).append_column(
+        _SETS, pa.array(own, type=_SETS.type)
     )
 
 

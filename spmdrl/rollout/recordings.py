@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import parsed_json
+from spmdrl.kept_sets import KeptSets
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
 from spmdrl.rollout.recorder import (
@@ -137,7 +139,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
 
     Raises: Refusal when a file cannot be read.
     """
-    tables, sums, shown, number, form = [], [], (), 0, None
+    tables, sums, shown, number, form, vocab = [], [], (), 0, None, 0
     for path in files:
         file = _open(path)
         header, count = _header_of(file, path), file.num_row_groups
@@ -146,6 +148,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
         with reading(path):
             tables.append(file.read_row_groups(mine))
         form = header.get("routes", form)
+        vocab = header.get("kept_sets", vocab)
         if part == 0:
             sums.append(
                 {
@@ -159,7 +162,12 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
         table = pa.concat_tables(tables, promote_options="default")
         table.validate(full=True)  # of a file without digest: what it says may be nonsense
         table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
-        return replace(_packed(table, form), sums=add_sums(*sums), samples=shown)
+        rollouts = _packed(table, form)
+        if vocab and len(rollouts):
+            sets = _kept_sets(table, vocab)
+            sets.check(rollouts.tokens)
+            rollouts = replace(rollouts, kept_sets=sets)
+        return replace(rollouts, sums=add_sums(*sums), samples=shown)
 
 
 def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
@@ -190,6 +198,15 @@ def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
     return Rollouts(
         **tokens, cu_seqlens=cumulative(scalars.lengths), scalars=scalars, routes=routes
     )
+
+
+def _kept_sets(table: pa.Table, vocab: int) -> KeptSets:
+    """Return those of a table's tokens. Raises: ValueError when one has none."""
+    sizes, data = (table[name].combine_chunks() for name in ("kept_set_bytes", "kept_sets"))
+    if sizes.null_count or data.null_count:
+        raise ValueError("a sampled sequence without kept sets")
+    whole = numpy.frombuffer(b"".join(data.to_pylist()), numpy.uint8)
+    return KeptSets(vocab, _tensor(sizes.flatten(), torch.int32), torch.from_numpy(whole.copy()))
 
 
 def scalars_of(table: pa.Table) -> Scalars:

@@ -9,10 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algorithms import registry
-from spmdrl.config import Config
+from spmdrl.config import Config, EvaluateSettings, SamplingSettings
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.tokenizer import end_token_ids
-from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.engine.protocol import EngineProtocol, Truncation
 from spmdrl.environments.tool_calls import make_parser
 from spmdrl.errors import Refusal
 from spmdrl.rewards.signatures import reward_models
@@ -62,9 +62,7 @@ class SampledSource(Source):
                 f"rewards.scope: a function sees whole steps, and each of {world.num_replicas} "
                 "engine replicas has a share of one; set it to group, or have one replica"
             )
-        draw = self._draw(
-            "train", samples=cfg.batch.group_size, temperature=cfg.sampling.temperature
-        )
+        draw = self._draw("train", cfg.sampling, samples=cfg.batch.group_size)
         self.loop = self._make_loop(tokenizer)
         self.filler = StepFiller(cfg, world, loop=self.loop, prompts=self.prompts, draw=draw)
         if cfg.evaluate.every_steps and world.replica == 0 and reward_models(cfg.rewards.functions):
@@ -130,7 +128,7 @@ class SampledSource(Source):
             self.link.follow(engine)
             return []
         cfg, prompts = self.cfg.evaluate, self.prompts.eval()
-        draw = self._draw("eval", samples=cfg.samples, temperature=cfg.temperature)
+        draw = self._draw("eval", cfg, samples=cfg.samples)
         groups = [
             Group(slot, step, slot, prompts[slot], engine.version, draw)
             for slot in range(self.world.replica, len(prompts), self.world.num_replicas)
@@ -161,7 +159,9 @@ class SampledSource(Source):
         if self.filler is not None:
             self.pool.close()
 
-    def _draw(self, purpose: str, *, samples: int, temperature: float) -> Draw:
+    def _draw(
+        self, purpose: str, how: SamplingSettings | EvaluateSettings, *, samples: int
+    ) -> Draw:
         cfg = self.cfg
         advantage = registry.get("advantage", cfg.algorithm.advantage)
         return Draw(
@@ -169,7 +169,8 @@ class SampledSource(Source):
             purpose=purpose,
             samples=samples,
             max_tokens=cfg.sampling.max_response_tokens,
-            temperature=temperature,
+            temperature=how.temperature,
+            truncation=Truncation(how.top_p, how.top_k, how.min_p),
             is_seeded=cfg.engine.seed_per_request,
             stop_token_ids=self._stops,
             has_greedy=purpose == "train" and "greedy_rewards" in registry.inputs_of(advantage),

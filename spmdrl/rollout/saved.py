@@ -31,7 +31,7 @@ def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]
             {
                 "sample": s.sample,
                 "prompt": s.prompt.text,
-                "trajectory": dict(vars(s.trajectory)),
+                "trajectory": s.trajectory.plain(),
                 "text": s.text,
                 "reward": asdict(s.reward),
             }
@@ -45,7 +45,7 @@ def _episode_to_dict(episode: Episode) -> dict[str, Any]:
     plain = {f.name: getattr(episode, f.name) for f in fields(episode) if f.name != "group"}
     # As text: what loads a checkpoint without running code in it takes no bytes.
     return plain | {
-        "trajectory": dict(vars(episode.trajectory)),
+        "trajectory": episode.trajectory.plain(),
         "environment": episode.environment.decode("latin-1"),
     }
 
@@ -91,7 +91,7 @@ def group_from_dict(
         plain = _from_format_1(plain, prompt)
     group = Group(number, plain["step"], plain["slot"], prompt, plain["version"], draw)
     for s in plain["samples"]:
-        trajectory = Trajectory(**s["trajectory"])
+        trajectory = Trajectory.restored(s["trajectory"])
         given = tuple(trajectory.tokens[: trajectory.num_given].tolist())
         group.samples[s["sample"]] = FinishedEpisode(
             group.slot,
@@ -106,7 +106,7 @@ def group_from_dict(
             group,
             **e
             | {
-                "trajectory": Trajectory(**e["trajectory"]),
+                "trajectory": Trajectory.restored(e["trajectory"]),
                 "environment": _packed_of(e["environment"]),
                 "info": dict(e["info"]),
             },

@@ -58,6 +58,18 @@ def _named(reward: RewardResult) -> dict[str, float]:
     return found
 
 
+def kept_sums(samples: Sequence[FinishedEpisode]) -> Sums:
+    """Return what the kept sets of sampled tokens are and take, per sampled token."""
+    tokens = sum(s.trajectory.num_sampled for s in samples)
+    known = [s.trajectory.kept_sets for s in samples if s.trajectory.kept_sets is not None]
+    cut = sum(int((sets.sizes > 0).sum()) for sets in known)
+    return {
+        "rollout/kept_set_bytes": (sum(len(sets.data) for sets in known), tokens),
+        "rollout/kept_set_ids": (sum(sets.num_ids() for sets in known), cut),
+        "rollout/kept_all_frac": (tokens - cut, tokens),
+    }
+
+
 def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
     """Return the rollout/ and reward/ sums of one replica's share of a step.
 

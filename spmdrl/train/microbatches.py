@@ -86,7 +86,13 @@ def prepare(
             updates[-1].append(
                 PreparedMicrobatch(
                     packed=microbatch.to(device),
-                    row=model.row(host.tokens, sizes.tolist(), mask=loss_mask, routes=host.routes),
+                    row=model.row(
+                        host.tokens,
+                        sizes.tolist(),
+                        mask=loss_mask,
+                        routes=host.routes,
+                        kept_sets=host.kept_sets,
+                    ),
                     loss_mask=loss_mask.to(device),
                     weights=weights.to(device),
                     num_tokens=int(sizes[host.sequence_ids >= 0].sum()),

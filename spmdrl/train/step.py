@@ -101,7 +101,7 @@ def dump_skipped(
     name = f"step_{step}_rank_{rank}.pt" if not update else f"step_{step}_{update}_rank_{rank}.pt"
     folder.mkdir(parents=True, exist_ok=True)
     saved = [
-        vars(on_host(one.packed))
+        on_host(one.packed).plain()
         | {
             "loss_mask": one.loss_mask.cpu(),
             "weights": one.weights.cpu(),

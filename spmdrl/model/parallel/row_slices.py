@@ -19,6 +19,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.kept_sets import KeptSets
+from spmdrl.model.kept_mask import KeptMask, make_kept_mask
 from spmdrl.model.packing import Packing, make_packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
@@ -89,6 +91,8 @@ class RowSlice:
     routes: Tensor | None = None
     """[t / R, L, K], experts of `kept` to replay, -1 where the routers choose; None: they choose
     everywhere."""
+    among: KeptMask | None = None
+    """Among which ids the `targets` were drawn; None: all of them."""
 
     def join(self, values: Tensor, at: Tensor, *, count: int) -> Tensor:
         """Return all ranks' values, the same on each: [count, ...] from the own ones [n, ...].
@@ -117,6 +121,7 @@ def make_slice(
     scored: Tensor,
     slicing: Slicing,
     routes: Tensor | None = None,
+    kept_sets: KeptSets | None = None,
 ) -> RowSlice:
     """Return a rank's slice of a packed row.
 
@@ -126,6 +131,7 @@ def make_slice(
         scored: [N] int64 on the CPU, positions of the scored tokens, none a sequence's first.
         slicing: which slice.
         routes: [row, L, K] on the CPU, to be replayed; None for none.
+        kept_sets: of the row's tokens, on the CPU; None for none.
     """
     missing, device = -len(tokens) % slicing.unit, slicing.device
     if missing:
@@ -157,6 +163,7 @@ def make_slice(
         row_length=len(row),
         group=slicing.group,
         routes=routes,
+        among=None if kept_sets is None else make_kept_mask(kept_sets[scored[own]], device),
     )
 
 

@@ -1,0 +1,102 @@
+"""Among which ids vLLM drew each token, for the trainer to score it among the same.
+
+vLLM 0.32 can return them itself, by a model runner that its CPU build does not have. There, the
+sampler's last stage, which hands on the distribution that it draws from, is watched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spmdrl.engine.protocol import Request
+from spmdrl.engine.truncation import KeptRows, checked
+from spmdrl.engine.vllm_internals import model_runner
+from spmdrl.engine.vllm_requests import Unfinished, vocab_size, watch_sampler
+from spmdrl.kept_sets import KeptSets
+
+
+class KeptSource(Protocol):
+    """The kept sets of requests that are under way, or have just finished."""
+
+    def added(self, request: Request, request_id: str) -> None:
+        """Take up a request, by our name and by vLLM's."""
+
+    def finished(self, key: str, output: Any, tokens: Tensor) -> KeptSets | None:
+        """Return the sets of a request's tokens [n] int64, which finished in this step; None for
+        one that was drawn among all."""
+
+    def unfinished(self, request: Unfinished, tokens: Tensor) -> KeptSets | None:
+        """Return the sets of the tokens that a request has so far, or None likewise."""
+
+
+def make_kept_source(llm: Any, *, on_cpu: bool) -> KeptSource:
+    """Return what knows the kept sets of an engine, built with `kept_arguments`."""
+    return _Watched(model_runner(llm)) if on_cpu else _ReturnedSets(vocab_size(model_runner(llm)))
+
+
+def kept_arguments(*, on_cpu: bool) -> dict[str, Any]:
+    """Return the engine arguments that the kept sets need."""
+    # A finished request is read before the next step is drawn: else a token behind its last one
+    # would be drawn too.
+    return {"async_scheduling": False} if on_cpu else {"return_sampling_mask": True}
+
+
+class _Watched:
+    """Kept sets read off the sampler."""
+
+    def __init__(self, runner: Any):
+        self._ids: dict[str, str] = {}  # of truncated requests: vLLM's name by ours
+        self._rows: dict[str, KeptRows] = {}  # by vLLM's
+        watch_sampler(runner, self._take)
+
+    def _take(self, request_ids: list[str], logprobs: Tensor) -> None:
+        """Take the logprobs [N, V] that a step's tokens are drawn by."""
+        step = KeptSets.of(logprobs != -torch.inf)
+        for place, request_id in enumerate(request_ids):
+            if request_id in self._rows:
+                self._rows[request_id].add(step, place)
+
+    def added(self, request: Request, request_id: str) -> None:
+        if request.truncation.is_on:
+            self._ids[request.key], self._rows[request_id] = request_id, KeptRows()
+
+    def finished(self, key: str, output: Any, tokens: Tensor) -> KeptSets | None:
+        if key not in self._ids:
+            return None
+        return self._rows.pop(self._ids.pop(key)).of(tokens, key=key)
+
+    def unfinished(self, request: Unfinished, tokens: Tensor) -> KeptSets | None:
+        if request.key not in self._ids:
+            return None
+        return self._rows[self._ids[request.key]].of(tokens, key=request.key)
+
+
+class _ReturnedSets:
+    """Kept sets that vLLM itself returns."""
+
+    def __init__(self, vocab: int):
+        self._vocab = vocab
+        self._keys: set[str] = set()  # of truncated requests
+
+    def added(self, request: Request, request_id: str) -> None:
+        if request.truncation.is_on:
+            self._keys.add(request.key)
+
+    def finished(self, key: str, output: Any, tokens: Tensor) -> KeptSets | None:
+        found = output.outputs[0].sampling_mask
+        sets = self._ours(key, [] if found is None else found.token_ids, tokens)
+        self._keys.discard(key)
+        return sets
+
+    def unfinished(self, request: Unfinished, tokens: Tensor) -> KeptSets | None:
+        found = [ids for chunk in request.kept for ids in chunk.to_nested_list()]
+        return self._ours(request.key, found, tokens)
+
+    def _ours(self, key: str, ids: list[list[int]], tokens: Tensor) -> KeptSets | None:
+        if key not in self._keys:
+            return None
+        sets = KeptSets.listed(ids, vocab=self._vocab) if ids else None
+        return checked(sets, tokens, key=key)
