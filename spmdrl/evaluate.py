@@ -136,7 +136,7 @@ def content(cfg: Config, result: Result, *, model: str, right_at: float = RIGHT_
     return {
         "model": model,
         "step": result.step,
-        "data": cfg.data.eval,
+        "data": ", ".join(cfg.data.paths("eval")),
         "samples": samples,
         "temperature": cfg.evaluate.temperature,
         "top_p": cfg.evaluate.top_p,

@@ -44,6 +44,8 @@ class Prompt:
     """What was tokenised, for people and string-based rewards."""
     row: dict
     """The whole row as read; reward functions get its columns by name."""
+    source: int = 0
+    """Number of its source: of those in data.train, then those in data.eval."""
 
 
 _LEFT_OUT = torch.empty(0)

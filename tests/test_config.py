@@ -21,7 +21,7 @@ from spmdrl.check.settings import parse
 from spmdrl.checkpoint.restore import config_differences
 from spmdrl.config.help import field_docs
 from spmdrl.config.read import read, with_flags
-from spmdrl.config.tree import build, convert, kinds, sections, settings
+from spmdrl.config.tree import build, convert, hints, is_section, kinds, sections, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -237,8 +237,11 @@ def values(hint: Any) -> st.SearchStrategy:
     if origin is tuple:
         return st.lists(values(args[0]), min_size=2, max_size=3)
     if origin is dict:
-        own = NESTED if args[1] is Any else PLAIN
+        own = NESTED if args[1] is Any else TEXTS if args[1] is str else PLAIN
         return st.dictionaries(st.sampled_from(["one", "two"]), own, max_size=2)
+    if is_section(hint):
+        own = {name: values(kind) for name, kind in hints(hint).items()}
+        return st.fixed_dictionaries({}, optional=own)
     return {bool: st.booleans(), int: st.integers(-9, 9**9), float: NUMBERS, str: TEXTS}[hint]
 
 

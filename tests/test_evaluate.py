@@ -141,7 +141,7 @@ def test_answers_and_numbers_come_from_what_reward_functions_report():
         _sample(3, 0, reward(1.0, extras={"f/pred": "42"})),
         _sample(3, 1, reward(None)),
     ]
-    first, second = outcomes_of(samples)
+    first, second = outcomes_of(samples, names={})
     assert (first.index, first.rewards, first.answers) == (3, (1.0,), ("42",))
     assert (second.source, second.rewards, second.answers) == ("s", (1.0, 0.0), ("42", "41.0"))
     assert second.parts == {"f": (1.0, 0.0), "g": (0.5, 0.5), "f/acc": (1.0, 0.0)}

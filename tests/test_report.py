@@ -65,7 +65,17 @@ def test_a_free_part_must_be_there(name):
 
 def test_every_entry_of_the_glossary_is_filled_and_prefixed():
     objectives = {"policy", "value", "prm", "preference", "reward_model", "loss", "<model>"}
-    generation = {"rollout", "reward", "environment", "data", "eval", "sync", "mine", "my"}
+    generation = {
+        "rollout",
+        "reward",
+        "source",
+        "environment",
+        "data",
+        "eval",
+        "sync",
+        "mine",
+        "my",
+    }
     prefixes = objectives | generation | {"proof", "time", "perf", "mem"}
     for name, metric in GLOSSARY.items():
         assert name.split("/")[0] in prefixes, name

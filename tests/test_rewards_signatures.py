@@ -222,7 +222,7 @@ def test_functions_combine_by_weight_and_none_leaves_one_out(tmp_path):
         specs = [f"{tmp_path}/r.py:{n}" for n in names]
         functions = dict(zip(part_names(specs), specs))
         setup = Setup(
-            functions=functions, weights=weights, tasks=(), task_options={}, scope="sample"
+            functions=functions, weights=weights, tasks=(), task_options=(), scope="sample"
         )
         return RewardScorer(setup).score(1, RewardSample(ROW, "4", [], False))
 

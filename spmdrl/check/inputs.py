@@ -15,12 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.algorithms import registry
 from spmdrl.check.fit import refusal
 from spmdrl.checkpoint.restore import resume_problems
-from spmdrl.config import Config
+from spmdrl.config import Config, SourceSettings
+from spmdrl.config.data import Split
 from spmdrl.config.fields import replay_folder
 from spmdrl.data.examples import example_source, row_kind
 from spmdrl.data.prompts import PromptSource, check_context, held_out_prompts
 from spmdrl.data.row_files import SUFFIXES
-from spmdrl.data.rows import read_rows
+from spmdrl.data.sources import read_source
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import Refusal
@@ -65,12 +66,12 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         yield str(error)
     if tokenizer:
         yield from _context_problems(cfg, tokenizer)
-    row, error = attempt(lambda: _first_row(cfg, cfg.data.train))
-    if error:
-        yield str(error)
-    elif tokenizer and opens_all and not _is_fetched(cfg.data.train):
+    rows, errors = _first_rows(cfg)
+    row = rows[0] if rows else None
+    yield from errors
+    if not errors and tokenizer and opens_all and not _are_fetched(cfg, "train"):
         yield from refusal(lambda: _open_all(cfg, tokenizer))
-    if cfg.data.eval and tokenizer and cfg.objective.samples and not _is_fetched(cfg.data.eval):
+    if cfg.data.eval and tokenizer and cfg.objective.samples and not _are_fetched(cfg, "eval"):
         yield from refusal(lambda: held_out_prompts(cfg, tokenizer))
     environment = cfg.rollout.environment
     if environment and row and opens_all:  # a run's workers refuse it, before engines too
@@ -128,16 +129,24 @@ def _is_fetched(spec: str) -> bool:
     return not is_file and not is_generated(spec) and bool(importlib.util.find_spec("datasets"))
 
 
-def _first_row(cfg: Config, spec: str) -> dict | None:
-    """Return the first row; None without a spec, or of a dataset that would be fetched."""
-    if not spec or _is_fetched(spec):
+def _are_fetched(cfg: Config, split: Split) -> bool:
+    return any(_is_fetched(path) for path in cfg.data.paths(split))
+
+
+def _first_rows(cfg: Config) -> tuple[list[dict | None], list[str]]:
+    """Return the first row of each source of data.train, None of a dataset that would be fetched,
+    and what is wrong with them."""
+    found = [attempt(partial(_first_row, cfg, source)) for source in cfg.data.sources("train")]
+    return [row for row, _ in found], [str(error) for _, error in found if error]
+
+
+def _first_row(cfg: Config, source: SourceSettings) -> dict | None:
+    if _is_fetched(source.path):
         return None
-    if is_generated(spec):
-        task = make_task(spec, cfg.data.task_options, size=max(1, cfg.data.size))
+    if is_generated(source.path):
+        task = make_task(source.path, source.task_options, size=max(1, source.size))
         return task.row(cfg.seed, 0, split="train")
-    most_bytes = int(cfg.data.max_row_mib * 2**20)
-    columns = cfg.data.columns
-    return read_rows(spec, size=1, need=row_kind(cfg), most_bytes=most_bytes, columns=columns)[0]
+    return read_source(cfg, source, size=1, need=row_kind(cfg))[0]
 
 
 def _model_problems(cfg: Config) -> Iterator[str]:

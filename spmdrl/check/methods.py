@@ -32,11 +32,13 @@ def method_problems(cfg: Config) -> list[str]:
         return [*problems, *epoch_problems(cfg)]
     if not cfg.objective.samples:
         return [*problems, *_offline_problems(cfg)]
-    environment = cfg.rollout.environment
-    if not rewards.functions and not environment and not is_generated(cfg.data.train):
+    paths = [("data.train", path) for path in cfg.data.paths("train")]
+    paths += [("data.eval", path) for path in cfg.data.paths("eval")]
+    ungraded = [f"{field} ({path})" for field, path in paths if not is_generated(path)]
+    if not rewards.functions and not cfg.rollout.environment and ungraded:
         problems.append(
-            "rewards.functions: is empty and data.train is not a generated task with "
-            "a grader of its own; name at least one reward function"
+            f"rewards.functions: is empty and {ungraded[0]} is not a generated task with a grader "
+            "of its own; name at least one reward function"
         )
     chosen = cfg.algorithm
     kinds: tuple[registry.Kind, ...] = ("advantage", "loss", "correction", "kl")
@@ -204,10 +206,18 @@ def _shaping_problems(cfg: Config) -> list[str]:
 def _reward_problems(cfg: Config) -> Iterator[str]:
     functions = cfg.rewards.functions
     for spec in filter(is_generated, functions):
-        if spec not in (cfg.data.train, cfg.data.eval):
+        sources = [*cfg.data.sources("train"), *cfg.data.sources("eval")]
+        options = [source.task_options for source in sources if source.path == spec]
+        if not options:
             yield (
-                f"rewards.functions: {spec} grades problems of its own, and data.train "
-                f"is {cfg.data.train}; name it there, or another reward function"
+                f"rewards.functions: {spec} grades problems of its own, and data.train is "
+                f"{', '.join(cfg.data.paths('train'))}; name it there, or another reward function"
+            )
+        elif any(own != options[0] for own in options):
+            yield (
+                f"rewards.functions: {spec} would grade sources with different task_options, "
+                f"{' and '.join(map(str, options))}; leave rewards.functions empty, so that each "
+                "source is graded by its own"
             )
     models = reward_models(functions)
     if "" in models.values():

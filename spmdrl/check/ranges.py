@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from spmdrl.check.sources import source_problems
 from spmdrl.config.fields import Config
-from spmdrl.config.tree import bounds, flatten
-from spmdrl.data.tasks import is_generated
+from spmdrl.config.tree import Bound, bounds, bounds_of, flatten, hints, item_fields, settings
 
 
 def range_problems(cfg: Config) -> list[str]:
     """Return which values are out of range, each as `field: what, value seen`."""
-    flat = flatten(cfg)
-    return [
-        f"{name}{place}: {problem}"
-        for name, bound in bounds().items()
-        for place, value in _places(flat[name])
-        if (problem := bound.problem(value))
-    ]
+    return list(_out_of_range(flatten(cfg), bounds(), settings()))
+
+
+def _out_of_range(
+    flat: Mapping[str, Any], bounded: Mapping[str, Bound], types: Mapping[str, Any]
+) -> Iterator[str]:
+    for name, value in flat.items():
+        fields = item_fields(types[name])
+        for place, own in _places(value):
+            if fields and isinstance(own, dict):
+                inner = _out_of_range(own, bounds_of(fields), hints(fields))
+                yield from (f"{name}{place}.{problem}" for problem in inner)
+            elif name in bounded and (problem := bounded[name].problem(own)):
+                yield f"{name}{place}: {problem}"
 
 
 def _places(value: Any) -> list[tuple[str, Any]]:
@@ -33,16 +40,7 @@ def data_problems(cfg: Config) -> Iterator[str]:
     for name in ("model.path", "data.train"):
         if not flatten(cfg)[name]:
             yield f"{name}: is required and empty"
-    if is_generated(cfg.data.train) and not cfg.data.size:
-        yield (
-            f"data.size: a generated task ({cfg.data.train}) has no size of its own; "
-            "set how many problems to make"
-        )
-    if cfg.data.columns and all(is_generated(s) for s in (cfg.data.train, cfg.data.eval) if s):
-        yield (
-            f"data.columns: {cfg.data.columns} renames columns of files, and {cfg.data.train} is "
-            "generated, with names of its own; leave it out"
-        )
+    yield from source_problems(cfg)
     longest = cfg.longest_sequence
     budget = cfg.batch.tokens_per_microbatch  # 0: found at start, no less than it must be
     if budget and cfg.objective.samples and budget < longest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from spmdrl.config.data import DataSettings
 from spmdrl.config.generation import (
     EngineSettings,
     RewardsSettings,
@@ -15,7 +16,6 @@ from spmdrl.config.generation import (
 from spmdrl.config.method import AlgorithmSettings, CriticSettings, OptimizerSettings
 from spmdrl.config.model import ModelSettings
 from spmdrl.config.objectives import OBJECTIVES, Objective
-from spmdrl.config.options import Options
 from spmdrl.config.placements import PLACEMENTS, Placement
 from spmdrl.config.ranges import (
     Count,
@@ -27,8 +27,6 @@ from spmdrl.config.ranges import (
     Samples,
     Share,
     Temperature,
-    Tokens,
-    above,
     within,
 )
 
@@ -78,36 +76,6 @@ class LayoutSettings:
     def roles(self) -> Placement:
         """What `placement` means."""
         return PLACEMENTS[self.placement]
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """Rows that prompts (or supervised examples) come from."""
-
-    train: PathText = ""
-    """JSONL or parquet file, a hub dataset name, or a generated task:
-    `task:addition`, `reasoning_gym:NAME`. Required."""
-    eval: PathText = ""
-    """Held-out rows for evaluation, same forms; empty switches evaluation off."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Columns of files and hub datasets to rename, {name: name in the file}, e.g. {prompt:
-    question, answer: solution}. Every row must have them. Of `train` and of `eval`."""
-    task_options: Options = field(default_factory=dict)
-    """Keyword options of a generated task, e.g. {digits: 3}."""
-    size: Annotated[int, within(0, 10**8)] = 0
-    """Rows to take: required for a generated task, 0 means all rows of a file."""
-    eval_size: Annotated[int, within(0, 10**8)] = 256
-    """Held-out rows to take from `eval`; 0 means all."""
-    shuffle: bool = True
-    """New order each epoch, a function of (seed, epoch) alone."""
-    max_prompt_tokens: Tokens = 1024
-    """Longest prompt in tokens."""
-    overlong_prompts: Literal["error", "drop"] = "error"
-    """A prompt above max_prompt_tokens stops the run at start, or is dropped and counted."""
-    max_row_mib: Annotated[float, above(0, 4096)] = 16.0
-    """Largest row, MiB of its texts; a larger one is refused before all of it is read."""
-    chat_template: Literal["auto", "always", "never"] = "auto"
-    """`auto` applies it to message lists and leaves plain strings alone."""
 
 
 @dataclass(frozen=True)

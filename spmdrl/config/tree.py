@@ -63,6 +63,15 @@ def bounds() -> dict[str, Bound]:
     return {
         f"{section}.{name}".lstrip("."): bound
         for section, cls in sections().items()
+        for name, bound in bounds_of(cls).items()
+    }
+
+
+@functools.cache
+def bounds_of(cls: type) -> dict[str, Bound]:
+    """Return {name: bound} of a dataclass's own fields; see `bounds`."""
+    return {
+        name: bound
         for name, hint in typing.get_type_hints(cls, include_extras=True).items()
         for kind in kinds(hint)
         for own in (kind, *_items(kind))
@@ -76,8 +85,14 @@ def _items(hint: Any) -> tuple[Any, ...]:
 
 
 def flatten(cfg: Config) -> dict[str, Any]:
-    """Return {dotted field name: value} of a config."""
-    return {name: operator.attrgetter(name)(cfg) for name in settings()}
+    """Return {dotted field name: value} of a config; items of lists with fields as mappings."""
+    return {name: _plain_items(operator.attrgetter(name)(cfg)) for name in settings()}
+
+
+def _plain_items(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    return tuple(dataclasses.asdict(v) if is_section(type(v)) else v for v in value)
 
 
 def build(flat: Mapping[str, Any], cls: type = Config, *, prefix: str = "") -> Any:
@@ -87,7 +102,9 @@ def build(flat: Mapping[str, Any], cls: type = Config, *, prefix: str = "") -> A
         if is_section(hint):
             values[name] = build(flat, hint, prefix=f"{prefix}{name}.")
         elif prefix + name in flat:
-            values[name] = flat[prefix + name]
+            own = flat[prefix + name]
+            has_fields = isinstance(own, tuple) and any(isinstance(v, dict) for v in own)
+            values[name] = convert(list(own), hint) if has_fields else own
     return cls(**values)
 
 
@@ -107,6 +124,13 @@ def leaves(tree: Mapping[Any, Any], prefix: str = "", *, problems: list[str]) ->
         problems += [f"{n}: stands there twice, as a.b and in the mapping a" for n in twice]
         flat |= own
     return flat
+
+
+def item_fields(hint: Any) -> type | None:
+    """Return the dataclass of a list's items, of a field that may be one; None where they have no
+    fields."""
+    items = (item for kind in kinds(hint) for item in _items(kind))
+    return next((item for item in items if is_section(item)), None)
 
 
 def nearest_field(name: str) -> str:
@@ -146,6 +170,8 @@ def convert(value: Any, hint: Any) -> Any:
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
             raise Refusal(f"expected a list, got {shown(value)}")
+        if is_section(args[0]):
+            return tuple(_item(item, args[0], place=f"[{i}]") for i, item in enumerate(value))
         return tuple(convert(item, args[0]) for item in value)
     if origin is dict:
         if not isinstance(value, dict):
@@ -169,15 +195,32 @@ def _option(name: str, value: Any, hint: Any) -> Any:
         raise Refusal(f"{{{name}: ...}}: {error}") from None
 
 
+def _item(value: Any, cls: type, *, place: str) -> Any:
+    """Return an item of a list that has fields; a text is its first one."""
+    own = hints(cls)
+    found = {next(iter(own)): value} if isinstance(value, str) else value
+    if not isinstance(found, dict):
+        raise Refusal(f"{place}: expected {{{', '.join(own)}}}, got {shown(value)}")
+    for key in found:
+        if key not in own:
+            near = difflib.get_close_matches(str(key), own, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(own)}"
+            raise Refusal(f"{place}: unknown key {shown(key)}; {hint}")
+    try:
+        return cls(**{key: _option(key, v, own[key]) for key, v in found.items()})
+    except Refusal as error:
+        raise Refusal(f"{place}: {error}") from None
+
+
 def _one_of(value: Any, hints: tuple[Any, ...]) -> Any:
     for hint in hints:
+        if typing.get_origin(hint) is tuple and isinstance(value, (list, tuple)):
+            return convert(value, hint)
         if type(value) in (hint, typing.get_origin(hint)):
             is_text = isinstance(value, str) and float not in hints  # 1e3 is meant as text then
             return checked_text(value) if is_text else option_value(value)
         if typing.get_origin(hint) is Literal and value in typing.get_args(hint):
             return value
-        if typing.get_origin(hint) is tuple and isinstance(value, list):
-            return convert(value, hint)
     raise Refusal(f"expected {' or '.join(map(type_text, hints))}, got {shown(value)}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from spmdrl.algorithms import registry
 from spmdrl.algorithms.preference.unpaired import mismatched
 from spmdrl.config import Config
 from spmdrl.data.hashed import hashed
-from spmdrl.data.prompt_order import Order
-from spmdrl.data.prompts import Fit, apply_template, encode_plain, load_rows
+from spmdrl.data.prompts import Fit, apply_template, encode_plain, make_order
 from spmdrl.data.rows import Messages, Need, label_of, pair_of
+from spmdrl.data.sources import load_rows
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 
@@ -38,6 +38,8 @@ class Unit:
     """One to imitate; or (chosen, rejected); or (own, mismatched), see LabelledSource."""
     rewards: tuple[float, ...]
     """Per sequence: the margin of a pair, or the label 1 or 0, at the first; else 0."""
+    source: int = 0
+    """Number of the source in data.train."""
 
 
 def example_source(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> ExampleSource:
@@ -78,15 +80,9 @@ class ExampleSource:
         self.rows = load_rows(cfg, split="train", need=self.need)
         self._fit = Fit(*self.limit(), cfg.data.overlong_prompts)
         self._unit = functools.lru_cache(maxsize=_CACHED_ROWS)(self._encode)
-        self._kept, self.num_dropped = self._fit.usable(
-            self.rows, measure=lambda i: _longest(self._unit(i))
-        )
-        self.order = Order(
-            len(self._kept),
-            per_step=cfg.batch.prompts_per_step,
-            seed=cfg.seed,
-            shuffle=cfg.data.shuffle,
-        )
+        self._kept = self._fit.usable(self.rows, measure=lambda i: _longest(self._unit(i)))
+        self.num_dropped = len(self.rows) - len(self._kept)
+        self.order = make_order(cfg, self._kept)
 
     def limit(self) -> tuple[int, str]:
         """Return the longest sequence allowed, tokens, and the fields that say so."""
@@ -110,7 +106,7 @@ class ExampleSource:
         """Return a row's sequences. Raises: Refusal, as on construction."""
         unit = self._unit(index)
         self._fit.check(self.rows, index, length=_longest(unit))
-        return unit
+        return replace(unit, source=self.rows.source(index))
 
     def _encode(self, index: int) -> Unit:
         raise NotImplementedError
@@ -179,7 +175,8 @@ class LabelledSource(PairSource):
             room = self._fit.limit - len(given)
             _, reply, mask = split[other]
             example = (given + reply[:room], [False] * len(given) + mask[:room])
-            units.append(Unit((*unit.examples, example), (*unit.rewards, 0.0)))
+            both = replace(unit, examples=(*unit.examples, example), rewards=(*unit.rewards, 0.0))
+            units.append(both)
         return units
 
     def _encode(self, index: int) -> Unit:

@@ -1,13 +1,32 @@
-"""Which rows each step takes: a pure function of (seed, epoch)."""
+"""Which rows each step takes: a pure function of (seed, epoch), and of step where sources have
+weights."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy
 
 from spmdrl.errors import Refusal
+
+_PERIOD = 10_000
+"""Places after which the pattern of sources repeats: shares are exact to one in so many."""
+
+
+class RowOrder(Protocol):
+    """An endless order of rows."""
+
+    num_rows: int
+    per_step: int
+    seed: int
+
+    def at(self, step: int) -> list[int]:
+        """Return the row positions of `step`."""
+
+    def row(self, place: int) -> int:
+        """Return the row position at a place of the order of all steps."""
 
 
 class Order:
@@ -15,15 +34,22 @@ class Order:
 
     A step that crosses the end of an epoch goes on into the next, so that every row is taken
     equally often.
+
+    Args:
+        source: number of the source whose rows these are, which keeps their order apart from that
+            of others; None where there is one order for all.
     """
 
-    def __init__(self, num_rows: int, *, per_step: int, seed: int, shuffle: bool):
+    def __init__(
+        self, num_rows: int, *, per_step: int, seed: int, shuffle: bool, source: int | None = None
+    ):
         if per_step > num_rows:
             raise Refusal(
                 f"batch.prompts_per_step: {per_step} is above the {num_rows} usable rows of "
                 "data.train, so one step would repeat rows; lower it or give more rows"
             )
         self.num_rows, self.per_step, self.seed, self.shuffle = num_rows, per_step, seed, shuffle
+        self._key = [seed % 2**64] if source is None else [seed % 2**64, 1 + source]
         self._epoch = functools.lru_cache(maxsize=2)(self._permutation)
 
     def at(self, step: int) -> list[int]:
@@ -39,5 +65,99 @@ class Order:
     def _permutation(self, epoch: int) -> Sequence[int]:
         if not self.shuffle:
             return range(self.num_rows)
-        entropy = numpy.random.SeedSequence([self.seed % 2**64, epoch])
-        return numpy.random.Generator(numpy.random.PCG64(entropy)).permutation(self.num_rows)
+        return _random(*self._key, epoch).permutation(self.num_rows)
+
+
+class WeightedOrder:
+    """Which rows each step takes of sources that have weights.
+
+    Every step has of each source as near its share as whole rows can be, in random places; each
+    source goes through its rows in an order of its own, epoch after epoch.
+
+    Args:
+        sizes: rows of each source; their positions follow each other.
+        weights: of each, above 0.
+        names: of the sources, for messages.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        *,
+        names: Sequence[str],
+        per_step: int,
+        seed: int,
+        shuffle: bool,
+    ):
+        self.num_rows, self.per_step, self.seed, self.shuffle = sum(sizes), per_step, seed, shuffle
+        self._pattern = _pattern(weights)
+        # [place, source]: how many of the period's places before it are of a source.
+        taken = numpy.eye(len(sizes), dtype=numpy.int64)[self._pattern].cumsum(0)
+        self._before = numpy.concatenate([numpy.zeros((1, len(sizes)), numpy.int64), taken])
+        self._begins = [sum(sizes[:i]) for i in range(len(sizes))]
+        most = self._most_per_step()
+        for name, size, count in zip(names, sizes, most):
+            if count > size:
+                raise Refusal(
+                    f"data.train: {name} has {size} usable rows, and its weight gives it up to "
+                    f"{count} of the {per_step} prompts of a step (batch.prompts_per_step), so one "
+                    "step would repeat rows; lower its weight or give it more rows"
+                )
+        self._orders = [
+            Order(size, per_step=0, seed=seed, shuffle=shuffle, source=i)
+            for i, size in enumerate(sizes)
+        ]
+        self._step = functools.lru_cache(maxsize=4)(self._rows)
+
+    def at(self, step: int) -> list[int]:
+        """Return the row positions of `step`."""
+        return list(self._step(step))
+
+    def row(self, place: int) -> int:
+        """Return the row position at a place of the endless order of all steps."""
+        step, slot = divmod(place, self.per_step)
+        return self._step(step)[slot]
+
+    def _rows(self, step: int) -> list[int]:
+        begin = step * self.per_step
+        sources = self._pattern[(begin + numpy.arange(self.per_step)) % _PERIOD]
+        if self.shuffle:
+            sources = _random(self.seed % 2**64, 0, step).permutation(sources)
+        taken, rows = self._taken(begin), []
+        for source in sources.tolist():
+            rows.append(self._begins[source] + self._orders[source].row(taken[source]))
+            taken[source] += 1
+        return rows
+
+    def _taken(self, place: int) -> list[int]:
+        """Return how many places before this one are of each source."""
+        periods, rest = divmod(place, _PERIOD)
+        return [
+            periods * whole + part
+            for whole, part in zip(self._before[-1].tolist(), self._before[rest].tolist())
+        ]
+
+    def _most_per_step(self) -> list[int]:
+        """Return the most rows that a step can have of each source."""
+        begins = numpy.arange(_PERIOD)
+        periods, rest = numpy.divmod(begins + self.per_step, _PERIOD)
+        after = periods[:, None] * self._before[-1] + self._before[rest]
+        return (after - self._before[begins]).max(0).tolist()
+
+
+def _pattern(weights: Sequence[float]) -> numpy.ndarray:
+    """Return the source of each place of a period, [places] int64: always the one that is furthest
+    behind its share."""
+    shares = numpy.asarray(weights, numpy.float64) / sum(weights)
+    found: numpy.ndarray = numpy.zeros(_PERIOD, numpy.int64)
+    counts = numpy.zeros(len(shares))
+    for place in range(_PERIOD):
+        source = int(numpy.argmax(shares * (place + 1) - counts))
+        found[place] = source
+        counts[source] += 1
+    return found
+
+
+def _random(*key: int) -> numpy.random.Generator:
+    return numpy.random.Generator(numpy.random.PCG64(numpy.random.SeedSequence(key)))

@@ -18,7 +18,7 @@ import torch
 
 from spmdrl.algorithms.shaping import RIGHT_AT, ROUNDING
 from spmdrl.data.hashed import hashed
-from spmdrl.data.prompt_order import Order
+from spmdrl.data.prompt_order import RowOrder
 from spmdrl.types import Scalars
 
 _SETTLED_MARGIN = 0.05
@@ -83,7 +83,7 @@ def _move(means: dict[int, float], row: int, value: float) -> None:
 
 
 def choose(
-    order: Order, cursor: int, *, is_settled: Callable[[int], bool], keep: float
+    order: RowOrder, cursor: int, *, is_settled: Callable[[int], bool], keep: float
 ) -> tuple[list[int], int, int]:
     """Take the next rows of the order, passing over most of those that are settled.
 
@@ -129,7 +129,7 @@ class PromptPlanner:
 
     def __init__(
         self,
-        order: Order,
+        order: RowOrder,
         *,
         kept: Sequence[int],
         horizon: int,

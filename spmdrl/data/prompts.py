@@ -10,37 +10,18 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.prompt_order import Order
-from spmdrl.data.rows import Messages, Need, Rows, prompt_of, read_rows
-from spmdrl.data.tasks import GeneratedRows, Split, is_generated
+from spmdrl.data.prompt_order import Order, RowOrder, WeightedOrder
+from spmdrl.data.rows import Messages, prompt_of
+from spmdrl.data.sources import Chain, SourcesRows, load_rows
+from spmdrl.data.tasks import GeneratedRows
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.types import Prompt
 
-LocatedRows = Rows | GeneratedRows
-"""Rows that can say where they came from."""
-# Evaluations of runs with different seeds ask the same questions, so that they compare.
-_EVAL_SEED = 0
 _CACHED_ROWS = 16384
 # So many first rows are tokenised at start; of a generated task no others are looked at: they are
 # all alike.
 _TRIED_ROWS = 256
-
-
-def load_rows(cfg: Config, *, split: Split, need: Need = "prompt") -> LocatedRows:
-    """Open the rows of data.train or data.eval.
-
-    Raises: Refusal naming file and line, task, or option; see `read_rows`, `make_task`.
-    """
-    spec, size = (
-        (cfg.data.train, cfg.data.size) if split == "train" else (cfg.data.eval, cfg.data.eval_size)
-    )
-    if is_generated(spec):
-        seed = cfg.seed if split == "train" else _EVAL_SEED
-        return GeneratedRows(spec, cfg.data.task_options, size=size, seed=seed, split=split)
-    most_bytes = int(cfg.data.max_row_mib * 2**20)
-    columns = cfg.data.columns
-    return read_rows(spec, size=size, need=need, most_bytes=most_bytes, columns=columns)
 
 
 @dataclass(frozen=True)
@@ -54,7 +35,7 @@ class Fit:
     overlong: str
     """`error` or `drop`."""
 
-    def check(self, rows: LocatedRows, index: int, *, length: int) -> None:
+    def check(self, rows: SourcesRows, index: int, *, length: int) -> None:
         """Raise Refusal naming a row that is too long, tokens."""
         if length > self.limit:
             raise Refusal(
@@ -62,23 +43,28 @@ class Fit:
                 "it, shorten the row, or set data.overlong_prompts=drop"
             )
 
-    def usable(
-        self, rows: LocatedRows, *, measure: Callable[[int], int]
-    ) -> tuple[Sequence[int], int]:
+    def usable(self, rows: SourcesRows, *, measure: Callable[[int], int]) -> Chain:
         """Find the rows that fit.
 
         Args:
             measure: returns the length of a row in tokens.
-        Returns: indices of the rows to use, and how many were dropped. Behind the first 256 rows
+        Returns: indices of the rows to use, source by source. Behind the first 256 rows of one
             those whose bytes already fit are not tokenised, so that opening a large file stays
             cheap.
-        Raises: Refusal naming the first overlong row, or when none is left.
+        Raises: Refusal naming the first overlong row, or when a source has none left.
         """
-        is_sampled = isinstance(rows, GeneratedRows) and self.overlong == "error"
-        scanned = min(len(rows), _TRIED_ROWS) if is_sampled else len(rows)
+        parts = range(len(rows.parts))
+        return Chain([self._usable_of(rows, part, measure=measure) for part in parts])
+
+    def _usable_of(
+        self, rows: SourcesRows, part: int, *, measure: Callable[[int], int]
+    ) -> Sequence[int]:
+        own = rows.indices(part)
+        is_sampled = isinstance(rows.parts[part], GeneratedRows) and self.overlong == "error"
+        scanned = own[:_TRIED_ROWS] if is_sampled else own
         kept = []
-        for i in range(scanned):
-            is_short = i >= _TRIED_ROWS and _text_bytes(rows[i]) <= self.limit
+        for i in scanned:
+            is_short = i - own.start >= _TRIED_ROWS and _text_bytes(rows[i]) <= self.limit
             length = 0 if is_short else measure(i)
             if self.overlong == "error":
                 self.check(rows, i, length=length)
@@ -86,12 +72,10 @@ class Fit:
                 kept.append(i)
         if not kept:
             raise Refusal(
-                f"{rows.where(0)} and all {len(rows)} rows are longer than {self.field} = "
+                f"{rows.where(own.start)} and all {len(own)} rows are longer than {self.field} = "
                 f"{self.limit} tokens; nothing is left to train on"
             )
-        if len(kept) == scanned:
-            return range(len(rows)), 0
-        return kept, len(rows) - len(kept)
+        return own if len(kept) == len(scanned) else kept
 
 
 def _text_bytes(row: dict) -> int:
@@ -109,6 +93,24 @@ def _text_bytes(row: dict) -> int:
     return total
 
 
+def make_order(cfg: Config, kept: Chain) -> RowOrder:
+    """Return which of the usable rows each step takes.
+
+    Raises: Refusal where a step would repeat rows.
+    """
+    sources, per_step = cfg.data.sources("train"), cfg.batch.prompts_per_step
+    if not any(source.weight for source in sources):
+        return Order(len(kept), per_step=per_step, seed=cfg.seed, shuffle=cfg.data.shuffle)
+    return WeightedOrder(
+        [len(part) for part in kept.parts],
+        [source.weight for source in sources],
+        names=[source.name for source in sources],
+        per_step=per_step,
+        seed=cfg.seed,
+        shuffle=cfg.data.shuffle,
+    )
+
+
 class _Encoder:
     """Prompts of rows, and which rows fit."""
 
@@ -117,18 +119,20 @@ class _Encoder:
         limit = cfg.data.max_prompt_tokens
         self._fit = Fit(limit, "data.max_prompt_tokens", cfg.data.overlong_prompts)
 
-    def usable(self, rows: LocatedRows) -> tuple[Sequence[int], int]:
-        """Return the rows that fit, and how many do not; see Fit."""
+    def usable(self, rows: SourcesRows) -> Chain:
+        """Return the rows that fit; see Fit."""
         return self._fit.usable(rows, measure=lambda i: len(self._tokens(rows, i)[0]))
 
-    def prompt(self, rows: LocatedRows, index: int) -> Prompt:
+    def prompt(self, rows: SourcesRows, index: int) -> Prompt:
         """Return the prompt of a row."""
         tokens, text, row = self._tokens(rows, index)
         if self._fit.overlong == "error":
             self._fit.check(rows, index, length=len(tokens))
-        return Prompt(index=index, tokens=tuple(tokens), text=text, row=row)
+        return Prompt(
+            index=index, tokens=tuple(tokens), text=text, row=row, source=rows.source(index)
+        )
 
-    def _tokens(self, rows: LocatedRows, index: int) -> tuple[list[int], str, dict]:
+    def _tokens(self, rows: SourcesRows, index: int) -> tuple[list[int], str, dict]:
         row = rows[index]
         tokens, text = encode_prompt(
             prompt_of(row),
@@ -150,7 +154,7 @@ def held_out_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Pr
     if not cfg.data.eval:
         return []
     encoder, rows = _Encoder(cfg, tokenizer), load_rows(cfg, split="eval")
-    return [encoder.prompt(rows, i) for i in encoder.usable(rows)[0]]
+    return [encoder.prompt(rows, i) for i in encoder.usable(rows)]
 
 
 class PromptSource:
@@ -167,13 +171,9 @@ class PromptSource:
         self._prompt = functools.lru_cache(maxsize=_CACHED_ROWS)(
             functools.partial(encoder.prompt, rows)
         )
-        self.kept, self.num_dropped = encoder.usable(rows)
-        self.order = Order(
-            len(self.kept),
-            per_step=cfg.batch.prompts_per_step,
-            seed=cfg.seed,
-            shuffle=cfg.data.shuffle,
-        )
+        self.kept = encoder.usable(rows)
+        self.num_dropped = len(rows) - len(self.kept)
+        self.order = make_order(cfg, self.kept)
         self._eval: list[Prompt] | None = None
 
     @property

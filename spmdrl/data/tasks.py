@@ -11,13 +11,15 @@ import functools
 import importlib.util
 import random
 import string
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from spmdrl.data.hashed import hashed
 from spmdrl.errors import Refusal
 from spmdrl.imports import nearest, refusing
 
-Split = Literal["train", "eval"]
+if TYPE_CHECKING:  # reward workers, which come here, need no settings
+    from spmdrl.config.data import Split
+
 _PREFIXES = ("task:", "reasoning_gym:")
 _HELD_OUT_ONE_IN = 5
 _TRIES = 256  # 0.8 ** 256: a split that stays empty has no problems

@@ -68,6 +68,18 @@ GLOSSARY: dict[str, Metric] = {
         "samples that have it",
         "one reward function or model, or one number that it reports besides",
     ),
+    # ---- of each of several sources of data.train
+    "source/<source>/reward": _mean(
+        "task units",
+        "samples whose reward did not fail",
+        "reward of a source's responses, before rewards.shaping and without reward models",
+    ),
+    "source/<source>/zero_spread_groups_frac": _share(
+        "groups of at least 2 valid samples", "its groups whose rewards are all equal"
+    ),
+    "source/<source>/samples": _total("samples", "its responses in the step's batch"),
+    "source/<source>/response_length": _mean("tokens", "samples", "sampled tokens of a response"),
+    "source/<source>/truncated_frac": _share("samples", "responses cut at the length limit"),
     # ---- what the engines produced
     "rollout/response_length": _mean("tokens", "samples", "sampled tokens of a response"),
     "rollout/response_length_max": _M("tokens", "max", "steps", "longest response"),
@@ -554,19 +566,19 @@ GLOSSARY: dict[str, Metric] = {
     "eval/<source>/reward": _M(
         "task units",
         "as eval/reward",
-        "problems of one data_source",
+        "problems of one source or data_source",
         "where held-out rows are of several",
     ),
     "eval/<source>/pass_at_n": _M(
         "share",
         "as eval/pass_at_<k>, k = evaluate.samples",
-        "problems of one data_source",
+        "problems of one source or data_source",
         "where held-out rows are of several",
     ),
     "eval/<source>/maj_at_n": _M(
         "share",
         "as eval/maj_at_<n>",
-        "problems of one data_source",
+        "problems of one source or data_source",
         "where held-out rows are of several",
     ),
     # ---- your own

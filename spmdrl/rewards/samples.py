@@ -47,6 +47,8 @@ class RewardSample:
     tokens: list[int]
     is_truncated: bool
     state: TrainerState = TrainerState()
+    source: int = 0
+    """Number of the row's source, as `Prompt.source`."""
 
 
 @dataclass(frozen=True)

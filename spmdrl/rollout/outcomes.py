@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,7 +29,8 @@ class ProblemOutcome:
     index: int
     """Position of the row in data.eval."""
     source: str
-    """Its `data_source`; empty where the row has none."""
+    """Where data.eval has several sources, the name of its one; else its `data_source`, empty where
+    the row has none."""
     rewards: tuple[float, ...]
     """Of the samples whose reward did not fail, in order."""
     answers: tuple[str, ...]
@@ -54,15 +55,21 @@ class Estimate:
     num_problems: int
 
 
-def outcomes_of(samples: Iterable[FinishedEpisode]) -> list[ProblemOutcome]:
-    """Group samples by problem, in the order of the rows."""
+def outcomes_of(
+    samples: Iterable[FinishedEpisode], *, names: Mapping[int, str]
+) -> list[ProblemOutcome]:
+    """Group samples by problem, in the order of the rows.
+
+    Args:
+        names: {`Prompt.source`: name} where there are several sources, else empty.
+    """
     by_index: dict[int, list[FinishedEpisode]] = defaultdict(list)
     for sample in samples:
         by_index[sample.prompt.index].append(sample)
-    return [_outcome(by_index[index]) for index in sorted(by_index)]
+    return [_outcome(by_index[index], names) for index in sorted(by_index)]
 
 
-def _outcome(samples: Sequence[FinishedEpisode]) -> ProblemOutcome:
+def _outcome(samples: Sequence[FinishedEpisode], names: Mapping[int, str]) -> ProblemOutcome:
     prompt = samples[0].prompt
     valid = [s.reward for s in samples if s.reward.value is not None]
     answers = tuple(filter(None, (_answer({**r.extras, **r.metrics}) for r in valid)))
@@ -74,7 +81,7 @@ def _outcome(samples: Sequence[FinishedEpisode]) -> ProblemOutcome:
                 parts[name].append(value)
     return ProblemOutcome(
         index=prompt.index,
-        source=str(prompt.row.get("data_source") or ""),
+        source=names.get(prompt.source, str(prompt.row.get("data_source") or "")),
         rewards=tuple(r.value for r in valid if r.value is not None),
         answers=answers if len(answers) == len(valid) else (),
         lengths=tuple(s.trajectory.num_sampled for s in samples),

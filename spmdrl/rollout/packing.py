@@ -15,7 +15,7 @@ from spmdrl.config import Config, ShapingSettings
 from spmdrl.kept_sets import KeptSets
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
-from spmdrl.rollout.sums import kept_sums, mean_reward, step_sums, warn_if_all_failed
+from spmdrl.rollout.sums import kept_sums, mean_reward, source_sums, step_sums, warn_if_all_failed
 from spmdrl.types import Rollouts, Scalars, Sums, Tokens, add_sums
 from spmdrl.workers.pool import RewardResult
 
@@ -54,6 +54,8 @@ def pack_step(
     if not cfg.rollout.schedule.is_plain:
         sums["rollout/dropped_groups"] = (len(dropped), one)
         sums["rollout/carried_groups"] = (num_carried, one)
+    names = [source.name for source in cfg.data.sources("train")]
+    sums |= source_sums(groups, names, is_first=is_first)
     sums["time/generate"] = (seconds, 1)
     return pack(
         samples,

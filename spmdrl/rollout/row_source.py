@@ -12,7 +12,7 @@ from spmdrl.config import Config
 from spmdrl.data.examples import Unit, example_source
 from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
 from spmdrl.rollout.source import Source
-from spmdrl.types import Rollouts, Scalars, Tokens
+from spmdrl.types import Rollouts, Scalars, Sums, Tokens
 from spmdrl.world import World
 
 
@@ -24,6 +24,7 @@ class RowSource(Source):
 
     def __init__(self, cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase):
         self.world = world
+        self._names = [source.name for source in cfg.data.sources("train")]
         self.rows = example_source(cfg, tokenizer)
 
     def take(self, step: int) -> Rollouts:
@@ -32,7 +33,19 @@ class RowSource(Source):
         if not world.speaks_for_dp:
             return empty_rollouts()
         units = list(enumerate(self.rows.units_at(step)))
-        return pack_units(units[world.dp_index(world.rank) :: world.dp_size], version=step)
+        own = units[world.dp_index(world.rank) :: world.dp_size]
+        return replace(pack_units(own, version=step), sums=self._sums(own))
+
+    def _sums(self, own: list[tuple[int, Unit]]) -> Sums:
+        """Return the source/ sums of this rank's rows; none of a single source."""
+        one = 1 if self.world.dp_index(self.world.rank) == 0 else 0
+        return {
+            f"source/{name}/samples": (
+                sum(len(unit.examples) for _, unit in own if unit.source == i),
+                one,
+            )
+            for i, name in enumerate(self._names if len(self._names) > 1 else ())
+        }
 
 
 def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:

@@ -143,7 +143,9 @@ class SampledSource(Source):
         self.link.end()
         samples = [sample for group in groups for sample in group.drawn]
         warn_if_all_failed(samples, groups)
-        return outcomes_of(samples)
+        first, sources = len(self.cfg.data.sources("train")), self.cfg.data.sources("eval")
+        several = enumerate(sources, first) if len(sources) > 1 else ()
+        return outcomes_of(samples, names={i: source.name for i, source in several})
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was made ahead and what is under way, as plain values; leaders only."""

@@ -70,6 +70,33 @@ def kept_sums(samples: Sequence[FinishedEpisode]) -> Sums:
     }
 
 
+def source_sums(groups: Sequence[Group], names: Sequence[str], *, is_first: bool) -> Sums:
+    """Return the source/ sums of one replica's share of a step; none of a single source.
+
+    Args:
+        names: of the sources of data.train.
+        is_first: as of `step_sums`.
+    """
+    sums: Sums = {}
+    for i, name in enumerate(names if len(names) > 1 else ()):
+        own = [group for group in groups if group.prompt.source == i]
+        samples = [sample for group in own for sample in group.drawn]
+        spread = [has_spread(group.drawn) for group in own if _num_valid(group) > 1]
+        count, prefix = len(samples), f"source/{name}"
+        sums |= {
+            f"{prefix}/samples": (count, 1 if is_first else 0),
+            f"{prefix}/reward": mean_reward(samples),
+            f"{prefix}/zero_spread_groups_frac": (len(spread) - sum(spread), len(spread)),
+            f"{prefix}/response_length": (sum(s.trajectory.num_sampled for s in samples), count),
+            f"{prefix}/truncated_frac": (sum(s.trajectory.is_truncated for s in samples), count),
+        }
+    return sums
+
+
+def _num_valid(group: Group) -> int:
+    return sum(sample.reward.value is not None for sample in group.drawn)
+
+
 def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
     """Return the rollout/ and reward/ sums of one replica's share of a step.
 

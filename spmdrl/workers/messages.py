@@ -33,9 +33,11 @@ class Setup:
     weights: tuple[float, ...]
     """One per function."""
     tasks: tuple[str, ...]
-    """Generated tasks whose own graders are used when there are no functions."""
-    task_options: dict[str, Any]
-    """Keyword options of generated tasks."""
+    """Of each source of rows: the generated task that it is; empty for none."""
+    task_options: tuple[dict[str, Any], ...]
+    """Of each source of rows: keyword options of its generated task."""
+    grades_tasks: bool = False
+    """Generated tasks grade their own rows, since there are no functions."""
     scope: str = "auto"
     """rewards.scope."""
     environment: dict[str, Any] = field(default_factory=dict)
@@ -45,11 +47,16 @@ class Setup:
     memory_gib: float = 0.0
     """That a worker and what it starts may hold, GiB; 0 for no limit."""
 
+    def options_of(self, spec: str) -> dict[str, Any]:
+        """Return the options of a generated task among the functions."""
+        return next((own for task, own in zip(self.tasks, self.task_options) if task == spec), {})
+
     @property
     def names(self) -> list[str]:
         """Return what is loaded, for messages."""
         return [
-            *(self.functions.values() or self.tasks),
+            *self.functions.values(),
+            *(dict.fromkeys(filter(None, self.tasks)) if self.grades_tasks else ()),
             *filter(None, [self.environment.get("name")]),
         ]
 

@@ -40,9 +40,10 @@ class RewardPool(JobQueue):
 
     def __init__(self, cfg: Config, *, steps_per_epoch: float = math.inf):
         rewards, environment = cfg.rewards, dict(cfg.rollout.environment)
-        specs = dict.fromkeys(s for s in (cfg.data.train, cfg.data.eval) if is_generated(s))
-        tasks = () if rewards.functions else tuple(specs)
-        if not rewards.functions and not tasks and not environment:
+        sources = [*cfg.data.sources("train"), *cfg.data.sources("eval")]
+        tasks = tuple(s.path if is_generated(s.path) else "" for s in sources)
+        has_graders = any(tasks) and not rewards.functions
+        if not rewards.functions and not has_graders and not environment:
             raise Refusal("rewards.functions: is empty and no generated task brings a grader")
         models = reward_models(rewards.functions)  # the trainers'
         weights = rewards.weights or (1.0,) * len(rewards.functions)
@@ -51,14 +52,15 @@ class RewardPool(JobQueue):
         setup = Setup(
             functions={names[i]: rewards.functions[i] for i in own},
             tasks=tasks,
-            task_options=dict(cfg.data.task_options),
+            task_options=tuple(dict(source.task_options) for source in sources),
             weights=tuple(weights[i] for i in own),
             scope=rewards.scope,
             environment=environment,
+            grades_tasks=has_graders,
             timeout_s=rewards.timeout_s,
             memory_gib=rewards.worker_memory_gib,
         )
-        is_needed = bool(own or tasks or environment)
+        is_needed = bool(own or has_graders or environment)
         super().__init__(
             setup, workers=rewards.workers if is_needed else 0, timeout_s=rewards.timeout_s
         )
@@ -125,7 +127,9 @@ class RewardPool(JobQueue):
             self._early.append(RewardResult(key, 0.0))
             return
         state = self.state(step)
-        sample = RewardSample(prompt.row, response_text, response_tokens, truncated, state)
+        sample = RewardSample(
+            prompt.row, response_text, response_tokens, truncated, state, prompt.source
+        )
         is_alone, group = group is None, ("alone", key) if group is None else group
         call = self._joining.add(key, sample, group=group, what=f"data row {prompt.index}")
         if "sample" in self.scopes:

@@ -80,13 +80,15 @@ class RewardScorer:
     def __init__(self, setup: Setup):
         self._weights, self.timeout_s = setup.weights, setup.timeout_s
         self._rewards: dict[str, Reward] = {
-            name: self._grader(spec, setup)
+            name: self._grader(spec, setup.options_of(spec))
             if is_generated(spec)
             else load_reward(spec, scope=setup.scope)
             for name, spec in setup.functions.items()
         }
         self._tasks = {
-            spec: (spec.rpartition(":")[2], self._grader(spec, setup)) for spec in setup.tasks
+            i: (spec.rpartition(":")[2], self._grader(spec, options))
+            for i, (spec, options) in enumerate(zip(setup.tasks, setup.task_options))
+            if spec and setup.grades_tasks
         }
 
     @property
@@ -154,8 +156,8 @@ class RewardScorer:
             return RewardResult(None, failure="bad_value", message=why)
         return RewardResult(None, total.value, parts, total.metrics, total.extras)
 
-    def _grader(self, spec: str, setup: Setup) -> Reward:
-        task = make_task(spec, setup.task_options)
+    def _grader(self, spec: str, options: dict[str, Any]) -> Reward:
+        task = make_task(spec, options)
 
         def graded(answer: str, entry: dict) -> dict[str, Any]:
             # To a task the whole response is the answer.
@@ -165,8 +167,8 @@ class RewardScorer:
 
     def _applicable(self, work: RewardSample | RewardList) -> list[tuple[str, float, Reward]]:
         if not isinstance(work, RewardList):
-            if self._tasks:
-                name, reward = self._tasks[work.row["data_source"]]
+            if work.source in self._tasks:
+                name, reward = self._tasks[work.source]
                 return [(name, 1.0, reward)]
             scope: Scope = "sample"
         else:

@@ -21,7 +21,7 @@ class Server:
         self._environments = EnvironmentServer(setup.environment) if setup.environment else None
         if self._environments is not None and not self._environments.is_graded:
             # A generated task is here to make the rows; its environment knows what they are worth.
-            setup = replace(setup, tasks=())
+            setup = replace(setup, grades_tasks=False)
         self.scorer = RewardScorer(setup)
 
     @property

@@ -1,0 +1,96 @@
+"""Settings of the rows that a run trains on and is evaluated with, of one source or several."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Annotated, Literal
+
+from spmdrl.config.options import Options
+from spmdrl.config.ranges import PathText, Tokens, above, within
+
+Split = Literal["train", "eval"]
+Size = Annotated[int, within(0, 10**8)]
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """One of several sources of rows. Where it is silent, `data` speaks for it."""
+
+    path: PathText = ""
+    """As data.train of one source. Required."""
+    name: str = ""
+    """Of its metrics, e.g. source/gsm8k/reward; empty: the file's, task's or dataset's own."""
+    weight: Annotated[float, within(0, 10**6)] = 0.0
+    """Its share of the prompts of a step, beside the weights of the others. 0, in all sources: as
+    many as it has rows, so that an epoch takes each row of all once. Evaluation takes each row of
+    each."""
+    size: Size = 0
+    """Rows to take; 0: data.size, or data.eval_size in evaluation."""
+    task_options: Options = field(default_factory=dict)
+    """Keyword options of a generated task; empty: data.task_options."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns to rename; empty: data.columns."""
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Rows that prompts (or supervised examples) come from."""
+
+    train: PathText | tuple[SourceSettings, ...] = ""
+    """JSONL or parquet file, a hub dataset name, or a generated task: `task:addition`,
+    `reasoning_gym:NAME`; or a list of several, e.g. [{path: a.jsonl, weight: 3}, {path:
+    task:addition, size: 1000, weight: 1}], see docs/data.md. Required."""
+    eval: PathText | tuple[SourceSettings, ...] = ""
+    """Held-out rows for evaluation, same forms; empty switches evaluation off."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns of files and hub datasets to rename, {name: name in the file}, e.g. {prompt:
+    question, answer: solution}. Every row must have them. Of `train` and of `eval`."""
+    task_options: Options = field(default_factory=dict)
+    """Keyword options of a generated task, e.g. {digits: 3}."""
+    size: Size = 0
+    """Rows to take: required for a generated task, 0 means all rows of a file."""
+    eval_size: Size = 256
+    """Held-out rows to take from `eval`; 0 means all."""
+    shuffle: bool = True
+    """New order each epoch, a function of (seed, epoch) alone."""
+    max_prompt_tokens: Tokens = 1024
+    """Longest prompt in tokens."""
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """A prompt above max_prompt_tokens stops the run at start, or is dropped and counted."""
+    max_row_mib: Annotated[float, above(0, 4096)] = 16.0
+    """Largest row, MiB of its texts; a larger one is refused before all of it is read."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """`auto` applies it to message lists and leaves plain strings alone."""
+
+    def sources(self, split: Split) -> tuple[SourceSettings, ...]:
+        """Return the sources of `train` or `eval`, each with all that holds for it and a name of
+        its own; none where nothing is named."""
+        given = self.train if split == "train" else self.eval
+        if isinstance(given, str):
+            given = (SourceSettings(given),) if given else ()
+        names = [source.name or _name_of(source.path) for source in given]
+        counts = Counter(names)
+        return tuple(
+            replace(
+                source,
+                name=name if counts[name] == 1 or source.name else f"{name}_{i}",
+                size=source.size or (self.size if split == "train" else self.eval_size),
+                task_options=source.task_options or self.task_options,
+                columns=source.columns or self.columns,
+            )
+            for i, (source, name) in enumerate(zip(given, names))
+        )
+
+    def paths(self, split: Split) -> list[str]:
+        """Return what `train` or `eval` names, in order."""
+        return [source.path for source in self.sources(split)]
+
+
+def _name_of(path: str) -> str:
+    """Return the last name of a path, hub dataset or task, as metrics can have it."""
+    name = PurePath(path).name
+    name = name.rpartition(":")[2] if path.startswith(("task:", "reasoning_gym:")) else name
+    return re.sub(r"[^\w.-]+", "_", name.removesuffix(PurePath(name).suffix)) or "rows"
