@@ -31,6 +31,7 @@ from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.metrics import batch_sums
 from spmdrl.rollout.packing import pack
 from spmdrl.train.companions.model_rewards import check_reward_model, with_scores
+from spmdrl.train.companions.reencoding import other_tokens
 from spmdrl.types import Batch, Prompt
 from spmdrl.workers.pool import RewardPool, RewardResult
 
@@ -115,7 +116,9 @@ def _batch(cfg: Config, world: object) -> Batch:
     valid = own.scalars.is_valid
     parts = torch.zeros(len(LENGTHS), len(cfg.rewards.functions), dtype=torch.float64)
     parts[:, 0] = torch.where(valid, OWN, 0.0)
-    scalars = dataclasses.replace(own.scalars, rewards=parts[:, 0].clone(), reward_parts=parts)
+    scalars = dataclasses.replace(
+        own.scalars, rewards=parts[:, 0].clone(), reward_parts=parts, rows=own.scalars.group_ids
+    )
     samples = (
         {"prompt": "p", "response": "r", "reward": float(parts[3, 0]), "group": 1, "sample": 1},
     )
@@ -242,14 +245,18 @@ def test_without_a_sample_left_the_run_ends():
 # --------------------------------------------------------------------------- what does not fit
 
 
-def _tokenizer_of(folder: Path, out: Path) -> Path:
-    """Copy a model folder with two characters of its tokenizer exchanged."""
+def _tokenizer_of(folder: Path, out: Path, *, template: str = "") -> Path:
+    """Copy a model folder with two characters of its tokenizer exchanged, and a chat template."""
     shutil.copytree(folder, out)
     path = out / "tokenizer.json"
     tree = json.loads(path.read_text())
     vocabulary = tree["model"]["vocab"]
     vocabulary["3"], vocabulary["7"] = vocabulary["7"], vocabulary["3"]
     path.write_text(json.dumps(tree))
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer.chat_template = template or None
+    (out / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(out)
     return out
 
 
@@ -269,10 +276,86 @@ def test_models_that_cannot_be_a_reward_are_refused(folders, tmp_path, name, say
     check_reward_model(cfg, str(folders["good"]), folder=folders["good"])
 
 
-def test_another_tokenizer_of_the_same_size_is_refused(folders, tmp_path):
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PROMPTS = [
+    [{"role": "user", "content": "3 or 7?"}],
+    [{"role": "user", "content": "7?"}, {"role": "assistant", "content": "It is 3"}],
+    "37 is ",
+    "",
+]
+
+
+def _said_again(folders: dict, other: Path) -> list[list[int]]:
+    """What a model with another tokenizer is to read of each sequence."""
+    ours, theirs = (AutoTokenizer.from_pretrained(f) for f in (folders["policy"], other))
+    found = []
+    for i, ids in enumerate(ROWS):
+        text = ours.decode(ids[(LENGTHS[i] + 2) // 3 :], skip_special_tokens=True)
+        texts = {
+            0: f"<user>3 or 7?;<assistant>{text};",
+            1: f"<user>7?;<assistant>It is 3{text};",
+            2: f"37 is {text}",
+            3: f"9{text}",
+        }
+        read = theirs(texts[i // 2], add_special_tokens=i >= 4)["input_ids"]
+        found.append([*read, theirs.eos_token_id] if i in (4, 5, 7) else read)
+    return found
+
+
+def test_a_model_with_another_tokenizer_reads_what_the_tokens_say(folders, tmp_path):
+    other = _tokenizer_of(folders["good"], tmp_path / "exchanged", template=TEMPLATE)
+    expected = _said_again(folders, other)
+    cut = sorted(map(len, expected))[5]
+    shutil.copytree(other, tmp_path / "cut")
+    hf = json.loads((other / "config.json").read_text()) | {"max_position_embeddings": cut}
+    (tmp_path / "cut" / "config.json").write_text(json.dumps(hf))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": p or "9"}) + "\n" for p in PROMPTS))
+    places = folders | {"exchanged": other, "cut": tmp_path / "cut"}
+    shared = dict(world_size=2, kl_coef=0.1, kl_in="reward")
+    cfgs = [
+        _config(places, tmp_path / "run", name, on_failure=on_failure, **shared)
+        for name, on_failure in (("exchanged", "fail"), ("cut", "drop"), ("cut", "fail"))
+    ]
+    cfgs = [changed(cfg, data=dict(train=str(rows))) for cfg in cfgs]
+    scores, same = _scores(other, expected), _scores(folders["good"], ROWS)
+    assert (scores - same).abs().min() > 1e-3, "as if the tokens had been read as they are"
+    for done, dropped, failed in run_ranks(2, _annotate, cfgs):
+        torch.testing.assert_close(done.scalars.reward_parts[:, 1], scores, rtol=1e-4, atol=1e-5)
+        fits = [len(ids) <= cut and i != 4 for i, ids in enumerate(expected)]
+        assert dropped.scalars.is_valid.tolist() == fits and 0 < sum(fits) < 7
+        kept = torch.tensor(fits)
+        torch.testing.assert_close(
+            dropped.scalars.reward_parts[kept, 1], scores[kept], rtol=1e-4, atol=1e-5
+        )
+        assert "cannot read a sequence that is so long in its own tokens" in failed
+
+
+def test_another_tokenizer_that_nothing_can_be_said_in_is_refused(folders, tmp_path):
     other = _tokenizer_of(folders["good"], tmp_path / "exchanged")
-    with pytest.raises(ValueError, match="2 of .* tokens differ, e.g. .* is '3' to the policy"):
-        check_reward_model(_config(folders, tmp_path, "good"), str(other), folder=other)
+    cfg = _config(folders, tmp_path, "good")
+
+    def check(cfg: Config, row: dict | None = None) -> None:
+        check_reward_model(cfg, str(other), folder=other, row=row)
+
+    assert "2 of " in other_tokens(cfg, other) and "is '3' to the policy" in other_tokens(
+        cfg, other
+    )
+    assert not other_tokens(cfg, folders["good"])
+    check(cfg, {"prompt": "text"})
+    with pytest.raises(ValueError, match="has no chat template, and the rows are conv"):
+        check(cfg, {"prompt": PROMPTS[0]})
+    with pytest.raises(ValueError, match="has no chat template, and the rows are conv"):
+        check(changed(cfg, data=dict(chat_template="always")), {"prompt": "text"})
+    with pytest.raises(ValueError, match="rollout.environment.*no conversation"):
+        check(changed(cfg, rollout=dict(environment={"name": "calculator"})))
+    hf = json.loads((other / "config.json").read_text()) | {"vocab_size": 64}
+    (other / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(ValueError, match="and it embeds 64; give it its own"):
+        check(cfg)
 
 
 def _good(functions: tuple[str, ...], **changes: object) -> Config:

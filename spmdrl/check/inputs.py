@@ -77,7 +77,7 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
     if environment and row and opens_all:  # a run's workers refuse it, before engines too
         yield from refusal(lambda: check_environment(environment, row))
     if cfg.objective.samples:
-        yield from _model_problems(cfg)
+        yield from _model_problems(cfg, row)
         # The grader of a generated task was made with its first row.
         own = [s for s in cfg.rewards.functions if not is_generated(s) and not reward_models([s])]
         if own:
@@ -149,7 +149,7 @@ def _first_row(cfg: Config, source: SourceSettings) -> dict | None:
     return read_source(cfg, source, size=1, need=row_kind(cfg))[0]
 
 
-def _model_problems(cfg: Config) -> Iterator[str]:
+def _model_problems(cfg: Config, row: dict | None) -> Iterator[str]:
     """Yield why a reward model cannot be used."""
     models = reward_models(cfg.rewards.functions)
     if not models:
@@ -159,5 +159,5 @@ def _model_problems(cfg: Config) -> Iterator[str]:
     for path in models.values():
         # The files of a hub model would have to be fetched.
         folder = Path(path) if Path(path).is_dir() else None
-        found = refusal(partial(check_reward_model, cfg, path, folder=folder))
+        found = refusal(partial(check_reward_model, cfg, path, folder=folder, row=row))
         yield from (f"rewards.functions: model:{path} cannot be a reward: {p}" for p in found)

@@ -206,9 +206,9 @@ class RewardsSettings:
     functions: tuple[PathText, ...] = ()
     """Each `module:function` or `path/file.py:function`, in verl's or TRL's signature; a
     generated task (`task:addition`), for its grader; or `model:PATH`, a reward model with a
-    scalar head and the policy's tokenizer: its reward is the value after the last token. Models
-    are sharded like the policy, on the trainer ranks; evaluation leaves them out. Empty means
-    the generated task's own grader."""
+    scalar head: its reward is the value after the last token, of the sampled tokens or, with
+    another tokenizer than the policy's, of what they say. Models are sharded like the policy, on
+    the trainer ranks; evaluation leaves them out. Empty means the generated task's own grader."""
     weights: tuple[Real, ...] = ()
     """One weight per function; empty means 1 each."""
     scope: Literal["auto", "sample", "group", "step"] = "auto"

@@ -1,21 +1,22 @@
 """Reward models: trained sequence classifiers whose scores are rewards, on the trainer ranks.
 
-A model among `rewards.functions` reads the sampled tokens as they are; the value after the last
-token of a sequence is its reward. S sequences, K reward functions.
+A model among `rewards.functions` reads the sampled tokens as they are, or, where its tokenizer is
+another than the policy's, what they say (reencoding.py); the value after the last token of a
+sequence is its reward. S sequences, K reward functions.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config
-from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.checkpoint_reader import CheckpointReader
@@ -23,9 +24,20 @@ from spmdrl.model.load import SCALAR_HEAD, load_hf_config, max_positions, model_
 from spmdrl.model.parallel.fsdp import reshard
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.rewards.signatures import part_names, reward_models
+from spmdrl.train.companions.reencoding import (
+    Reencoder,
+    check_other_tokenizer,
+    other_tokens,
+    packed,
+)
 from spmdrl.train.microbatches import on_host
 from spmdrl.types import Batch, Microbatch, Scalars, Sums, add_sums
 from spmdrl.world import World
+
+log = logging.getLogger(__name__)
+
+TOO_LONG = -math.inf
+"""Score of a sequence that is longer than its model reads."""
 
 
 class RewardModels:
@@ -40,12 +52,26 @@ class RewardModels:
         self.cfg, self.world = cfg, world
         named = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
         self._models: dict[int, ShardedModel] = {}
+        self._reencoders: dict[int, Reencoder] = {}  # of those with another tokenizer
         for position, path in named.items():
             with refusing(f"rewards.functions: model:{path} cannot be a reward", Refusal):
                 check_reward_model(cfg, path, folder=model_folder(path))
-                self._models[position] = ShardedModel(
-                    cfg, world, path=path, is_trained=False, is_scalar=True
-                )
+                model = ShardedModel(cfg, world, path=path, is_trained=False, is_scalar=True)
+                self._models[position] = model
+                if said := other_tokens(cfg, model_folder(path)):
+                    self._reencode(position, model, path=path, said=said)
+
+    def _reencode(self, position: int, model: ShardedModel, *, path: str, said: str) -> None:
+        limit = max_positions(model.hf_model.config)
+        found = Reencoder(self.cfg, folder=model_folder(path), limit=limit)
+        self._reencoders[position] = found
+        if self.world.rank == 0:
+            log.info(
+                "reward model:%s has another tokenizer than the policy (%s): responses are "
+                "decoded, and read by its own tokenizer and chat template",
+                path,
+                said,
+            )
 
     def add_to(self, batch: Batch, *, step: int) -> Batch:
         """Score every sequence and make the scores a part of the rewards; see `with_scores`.
@@ -58,28 +84,35 @@ class RewardModels:
         if not self._models:
             return batch
         with self.world.watch.wait("reward model", step):
-            found = torch.stack([self._scores(model, batch) for model in self._models.values()])
+            found = torch.stack([self._scores(position, batch) for position in self._models])
             found = self.world.sum_over_trainers(found)
         return with_scores(batch, dict(zip(self._models, found)), cfg=self.cfg, step=step)
 
     @torch.no_grad()
-    def _scores(self, model: ShardedModel, batch: Batch) -> Tensor:
+    def _scores(self, position: int, batch: Batch) -> Tensor:
         """Return [S] float64, task units, on the CPU: 0 for the sequences of other ranks."""
+        model = self._models[position]
         scores = torch.zeros(len(batch.scalars) + 1, dtype=torch.float64)  # a dummy's row is -1
         for microbatch in batch.microbatches:
-            own = self._ends(model, microbatch)
+            own = self._ends(position, microbatch, scalars=batch.scalars)
             scores[microbatch.sequence_ids.cpu()] = own.double().cpu()
         reshard(model.scorer)
         return scores[:-1]
 
-    def _ends(self, model: ShardedModel, microbatch: Microbatch) -> Tensor:
-        """Return the value after the last token of each sequence: [s] float32."""
-        host = on_host(microbatch)
+    def _ends(self, position: int, microbatch: Microbatch, *, scalars: Scalars) -> Tensor:
+        """Return the value after the last token of each sequence: [s] float32; TOO_LONG where the
+        model cannot read it."""
+        model, host = self._models[position], on_host(microbatch)
+        tokens, lengths = host.tokens, host.cu_seqlens.diff().tolist()
+        is_long = [False] * len(lengths)
+        if (reencoder := self._reencoders.get(position)) is not None:
+            sequences, is_long = reencoder.sequences(host, scalars)
+            tokens, lengths = packed(sequences)
         # Not the policy's packing: the two may need different attention.
-        lengths, none = host.cu_seqlens.diff().tolist(), torch.zeros_like(host.response_mask)
-        row = model.row(host.tokens, lengths, mask=none)
-        ends = (host.cu_seqlens[1:].long() - 1).to(self.world.device)
-        return model.values(row).index_select(0, ends)
+        row = model.row(tokens, lengths, mask=torch.zeros_like(tokens, dtype=torch.bool))
+        ends = (torch.tensor(lengths).cumsum(0) - 1).to(self.world.device)
+        found = model.values(row).index_select(0, ends)
+        return found.masked_fill(torch.tensor(is_long, device=found.device), TOO_LONG)
 
 
 def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: int) -> Batch:
@@ -160,10 +193,18 @@ def _failure_text(scalars: Scalars, scores: dict[int, Tensor], *, cfg: Config, s
     return (
         f"step {step}: the reward of group {int(scalars.group_ids[row])}, sample "
         f"{int(scalars.sample_ids[row])} ({int(scalars.lengths[row])} tokens) failed: "
-        f"{cfg.rewards.functions[position]} of rewards.functions gave "
-        f"{float(scores[position][row])}. Check the model's weights and model.compute_dtype, "
+        f"{cfg.rewards.functions[position]} of rewards.functions {_why(scores[position][row])}, "
         "or set rewards.on_failure=drop to leave such samples out"
     )
+
+
+def _why(score: Tensor) -> str:
+    if float(score) == TOO_LONG:
+        return (
+            "cannot read a sequence that is so long in its own tokens; lower "
+            "sampling.max_response_tokens"
+        )
+    return f"gave {float(score)}. Check the model's weights and model.compute_dtype"
 
 
 def _with_rewards(
@@ -186,29 +227,33 @@ def _with_rewards(
 # --------------------------------------------------------------------------- what fits
 
 
-def check_reward_model(cfg: Config, path: str, *, folder: Path | None) -> None:
+def check_reward_model(
+    cfg: Config, path: str, *, folder: Path | None, row: dict | None = None
+) -> None:
     """Check what can be known of a reward model before its weights are read.
 
     Args:
         path: its folder or hub name.
         folder: where its files are; None where they are not here yet: then only its config.json
             is looked at.
+        row: the first of data.train; None if it is not known.
     Raises: Refusal for a model without config.json or weights, one without a trained scalar
         head, or one that cannot read the policy's sequences: fewer tokens, shorter sequences,
-        or (where it has a tokenizer.json) another tokenizer.
+        or another tokenizer (its tokenizer.json) that nothing can be put into.
     """
     hf, policy = (
         load_hf_config(p, trust_remote_code=cfg.model.trust_remote_code, part=cfg.model.part)
         for p in (path, cfg.model.path)
     )
-    if hf.vocab_size < policy.vocab_size:
+    is_other = folder is not None and bool(other_tokens(cfg, folder))
+    if hf.vocab_size < policy.vocab_size and not is_other:
         raise Refusal(
             f"it embeds {hf.vocab_size} tokens, fewer than the policy's "
             f"{policy.vocab_size}; take one with the policy's tokenizer"
         )
     longest = cfg.longest_sequence
     limit = max_positions(hf)
-    if limit is not None and limit < longest:
+    if limit is not None and limit < longest and not is_other:
         raise Refusal(
             f"it reads sequences of up to {limit} tokens, and "
             f"data.max_prompt_tokens + sampling.max_response_tokens is {longest}; lower those"
@@ -226,24 +271,5 @@ def check_reward_model(cfg: Config, path: str, *, folder: Path | None) -> None:
             f"its {SCALAR_HEAD} has shape {list(reader.shape(SCALAR_HEAD))}; a reward "
             "is one number, of a head with one row"
         )
-    _check_tokenizer(cfg, folder)
-
-
-def _check_tokenizer(cfg: Config, folder: Path) -> None:
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return
-    # Added tokens aside: of those, renamed ones do no harm.
-    theirs = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False)
-    by_id = {index: token for token, index in theirs.items()}
-    ours = load_tokenizer(cfg).get_vocab()
-    other = sorted(
-        (index, token) for token, index in ours.items() if by_id.get(index, token) != token
-    )
-    if other:
-        index, token = other[0]
-        raise Refusal(
-            f"its tokenizer is not the policy's: {len(other)} of {len(ours)} tokens differ, e.g. "
-            f"{index} is {token!r} to the policy and {by_id[index]!r} to it; take one that was "
-            "trained with the policy's tokenizer"
-        )
+    if is_other:
+        check_other_tokenizer(cfg, folder, vocab_size=hf.vocab_size, row=row)
