@@ -25,7 +25,7 @@ from spmdrl.world.axes import axes_of
 from spmdrl.world.folder_lock import folder_problems
 from spmdrl.world.mesh import MESH_AXES, mesh_shape
 
-_DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def show(cfg: Config) -> int:

@@ -15,7 +15,7 @@ from spmdrl.config import Config
 from spmdrl.engine.vllm_families import check_mixers, model_arguments
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
-from spmdrl.model.blocks import uneven_experts, unshardable
+from spmdrl.model.blocks import experts_modules, uneven_experts, unshardable
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
 from spmdrl.model.file_tensors import file_tensors
@@ -173,6 +173,11 @@ def _build_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[st
             f"{at}: {uneven} has rows that are no multiple of 16 bytes in model.compute_dtype "
             f"{cfg.model.compute_dtype}, as torch's grouped products of experts need; take a "
             "mixture whose hidden size and expert width are multiples of 8"
+        )
+    if cfg.model.compute_dtype == "float16" and experts_modules(hf_model):
+        yield (
+            f"{at}: has experts, and torch's grouped products of experts are in bfloat16 or "
+            "float32 on GPUs; set model.compute_dtype to one of them, not float16"
         )
     if reason := unshardable(hf_model):
         yield f"{at}: {type(hf_model).__name__} is not served: {reason}; take another family"

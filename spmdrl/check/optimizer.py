@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from spmdrl.config.fields import Config
@@ -11,6 +12,7 @@ from spmdrl.config.fields import Config
 def optimizer_problems(cfg: Config) -> Iterator[str]:
     """Yield what is wrong with the section `optimizer`, each as `field: what, value seen`."""
     optimizer, memory = cfg.optimizer, cfg.model.memory
+    yield from _loss_scale_problems(cfg)
     if optimizer.kind != "muon":
         for field in dataclasses.fields(optimizer.muon):
             value = getattr(optimizer.muon, field.name)
@@ -36,4 +38,27 @@ def optimizer_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"model.memory.offload: {memory.offload} with optimizer.kind muon, whose momentum is "
             "gathered on the device for each update; take none or activations, or adamw"
+        )
+
+
+def _loss_scale_problems(cfg: Config) -> Iterator[str]:
+    model, own = cfg.model, cfg.optimizer.loss_scale
+    if model.compute_dtype != "float16":
+        for field in dataclasses.fields(own):
+            value = getattr(own, field.name)
+            if value != field.default:
+                yield (
+                    f"optimizer.loss_scale.{field.name}: {value!r} with model.compute_dtype "
+                    f"{model.compute_dtype}, whose gradients need none; leave it out"
+                )
+        return
+    if not math.log2(own.initial).is_integer():
+        yield (
+            f"optimizer.loss_scale.initial: must be a power of 2, so that dividing by it changes "
+            f"no bits, got {own.initial:g}; take {2.0 ** round(math.log2(own.initial)):g}"
+        )
+    if model.memory.master_dtype != "float32":
+        yield (
+            f"model.memory.master_dtype: {model.memory.master_dtype} with model.compute_dtype "
+            "float16, which has more digits than these weights; leave it at float32"
         )

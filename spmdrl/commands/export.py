@@ -35,7 +35,7 @@ def export(
     *,
     out: Path,
     which: Literal["last", "best"] = "last",
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto",
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto",
     max_shard_gib: float = 4.0,
     model: str = "",
     tokenizer: str = "",

@@ -34,6 +34,7 @@ from spmdrl.config.method import (
     CriticSettings,
     EntropyControlSettings,
     KlControlSettings,
+    LossScaleSettings,
     MuonSettings,
     OptimizerSettings,
 )

@@ -59,7 +59,7 @@ class EngineSettings:
     kind: Literal["vllm", "transformers"] = "vllm"
     """`transformers` generates with the model's own modules, one rank to an engine, where vLLM
     does not run."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of the engine's weights; trainer shards are cast to it by the sender."""
     gpu_memory_frac: InsideUnit = 0.85
     """Share of GPU memory for weights and KV cache; CUDA only. Colocated, the engine has it while

@@ -9,6 +9,7 @@ from spmdrl.config.options import Options
 from spmdrl.config.ranges import (
     BelowOne,
     Coefficient,
+    Count,
     Fraction,
     LearningRate,
     Natural,
@@ -131,6 +132,17 @@ class MuonSettings:
 
 
 @dataclass(frozen=True)
+class LossScaleSettings:
+    """Factor on the loss in backward passes under model.compute_dtype float16, as torch's
+    GradScaler has it: halved when a gradient overflows, whose update is skipped on all ranks."""
+
+    initial: Annotated[float, within(1, 2**40)] = 65536.0
+    """First factor, a power of 2."""
+    growth_interval: Count = 2000
+    """Updates without an overflow after which it is doubled."""
+
+
+@dataclass(frozen=True)
 class OptimizerSettings:
     """The optimizer and its schedule."""
 
@@ -155,6 +167,7 @@ class OptimizerSettings:
     max_grad_norm: NonNegative = 1.0
     """Global gradient-norm bound; 0 switches clipping off."""
     muon: MuonSettings = field(default_factory=MuonSettings)
+    loss_scale: LossScaleSettings = field(default_factory=LossScaleSettings)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from spmdrl.world.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu
 
 SHAPES = Path(__file__).with_name("shapes")
 """Folders with the config.json of well-known models."""
-ITEM = {"bfloat16": 2, "float32": 4}
+ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 MOMENT = ITEM | {"int8": 1 + 4 / 256}
 """Bytes of an element of AdamW's moments; in 8 bits with its share of the block's scale."""
 

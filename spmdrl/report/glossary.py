@@ -368,6 +368,17 @@ GLOSSARY: dict[str, Metric] = {
     "policy/skipped_updates": _total(
         "updates", "updates skipped on all ranks: loss or gradient not finite"
     ),
+    **{
+        f"{name}/{own}": metric
+        for name in ("policy", "value", "prm")
+        for own, metric in (
+            ("loss_scale", _mean("1", "updates", "factor on the loss under float16")),
+            (
+                "overflowed_updates",
+                _total("updates", "of the skipped ones, those whose gradient overflowed float16"),
+            ),
+        )
+    },
     "policy/staleness": _mean(
         "versions", "sampled tokens", "trainer's version minus the version that sampled the token"
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from spmdrl.config import Config, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.epochs import of_last_epoch
+from spmdrl.train.loss_scale import LossScale
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch
 from spmdrl.train.muon import Muon, block_matrices
 from spmdrl.train.optimizer import AdamW, copies, learning_rate, square_sum
@@ -54,6 +56,7 @@ class TrainedModel:
         self.routers = Routers(
             model.hf_model, scorer=model.scorer, options=cfg.model.moe, world=world, name=name
         )
+        self.loss_scale = LossScale(options.loss_scale, is_on=cfg.model.compute_dtype == "float16")
         self._reduces_last = kept.reduce == "last"
         trainers = len(world.trainer_ranks)
         self._copies = {name: copies(p, num_trainers=trainers) for name, p in shards.items()}
@@ -66,7 +69,8 @@ class TrainedModel:
         """Take one optimizer step for each of a batch's updates, in every epoch.
 
         An update whose loss or gradient norm is not finite is skipped on all ranks together,
-        counted, and its micro-batches are saved under output_dir/skipped (skipped_value).
+        counted, and its micro-batches are saved under output_dir/skipped (skipped_value); they are
+        not where the gradient overflowed float16, which the loss scale is there for.
 
         Args:
             updates: this rank's micro-batches, those of all epochs; every trainer rank has
@@ -87,6 +91,9 @@ class TrainedModel:
         own = self._accumulate(microbatches, loss_of)
         gradients = self.optimizer.gradients()
         self.model.complete(gradients)
+        scale = self.loss_scale.value
+        if scale != 1:
+            multiply_all(list(gradients.values()), 1 / scale)
         totals = exchange_totals(own, square_sum(gradients, self._copies), world=self.world)
         lr = learning_rate(self.options, step, steps=self.cfg.steps)
         if totals.is_finite:
@@ -94,7 +101,10 @@ class TrainedModel:
             if max_norm and totals.grad_norm > max_norm:
                 multiply_all(list(gradients.values()), max_norm / totals.grad_norm)
             self.optimizer.step(gradients, lr=lr)
-        else:
+        is_overflow = math.isfinite(totals.loss) and self.loss_scale.overflowed(
+            is_finite=totals.is_finite
+        )
+        if not (totals.is_finite or is_overflow):
             folder = "skipped" if self.name == "policy" else f"skipped_{self.name}"
             dump_skipped(
                 microbatches,
@@ -105,8 +115,12 @@ class TrainedModel:
                 rank=self.world.rank,
             )
         self.optimizer.zero_grad()
-        routed = self.routers.finish(is_taken=totals.is_finite)
-        return self._sums(totals, lr=lr, is_first=number == 0) | routed
+        sums = self._sums(totals, lr=lr, is_first=number == 0)
+        if self.loss_scale.is_on:
+            overflow = (float(is_overflow), float(number == 0))
+            sums |= {f"{self.name}/loss_scale": (scale, 1.0)}
+            sums |= {f"{self.name}/overflowed_updates": overflow}
+        return sums | self.routers.finish(is_taken=totals.is_finite)
 
     def _accumulate(self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf) -> Totals:
         """Run all micro-batches forward and backward; gradients add up in the parameters."""
@@ -116,7 +130,7 @@ class TrainedModel:
             self._reduce(is_last=index == len(microbatches) - 1)
             with self.routers.watching(microbatch):
                 loss, stats = loss_of(microbatch)
-            ((loss + self.routers.take()) * self._averaged).backward()
+            ((loss + self.routers.take()) * (self._averaged * self.loss_scale.value)).backward()
             totals.add(microbatch, loss, stats)
         return totals
 
@@ -141,12 +155,16 @@ class TrainedModel:
         Names are the model's own for its parameters. Loading into the tensors in place restores
         them up to the optimizer's update count, which `load_state_dict` sets.
         """
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        scale = self.loss_scale.state_dict()
+        return state | ({"loss_scale": scale} if scale else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, after it was loaded onto this layout."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        if self.loss_scale.is_on:
+            self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _sums(self, totals: GlobalTotals, *, lr: float, is_first: bool) -> Sums:
         once = float(is_first)  # the denominator of what is a total over the step's updates

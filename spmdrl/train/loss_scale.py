@@ -1,0 +1,65 @@
+"""What the loss is multiplied by before the backward pass, under compute_dtype float16.
+
+float16 has 11 bits where bfloat16 has 8, so that trainer and engine agree more closely, and 5 for
+the exponent: gradients below 6e-8 are lost, and above 65504 infinite. A factor on the loss lifts
+them into that range. It is a power of two, so that dividing the float32 gradients by it changes
+none of their bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from spmdrl.config import LossScaleSettings
+
+LEAST = 1.0
+
+
+class LossScale:
+    """The factor and how it moves: halved after an update whose gradient overflowed, doubled after
+    as many without as the settings say.
+
+    All ranks tell it the same, the global norm being infinite wherever one part of it was, so that
+    it is equal on each of them.
+
+    Args:
+        options: the config's optimizer.loss_scale.
+        is_on: under float16; else the factor is 1 and never moves.
+    Source: arXiv 1710.03740, section 3.2; torch.amp.GradScaler, its factors and defaults.
+    """
+
+    def __init__(self, options: LossScaleSettings, *, is_on: bool):
+        self.is_on, self._growth_interval = is_on, options.growth_interval
+        self.value = options.initial if is_on else 1.0
+        self._num_good = 0
+
+    def overflowed(self, *, is_finite: bool) -> bool:
+        """Move after an update; return whether a gradient that is not finite was an overflow.
+
+        It was not where the factor is 1 already: then the gradient itself is not finite.
+        """
+        if not self.is_on:
+            return False
+        if is_finite:
+            self._num_good += 1
+            if self._num_good == self._growth_interval:
+                self.value, self._num_good = 2 * self.value, 0
+            return False
+        self._num_good = 0
+        is_overflow = self.value > LEAST
+        self.value = max(LEAST, self.value / 2)
+        return is_overflow
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps: copies; {} where it is off."""
+        if not self.is_on:
+            return {}
+        return {"state": torch.tensor([self.value, self._num_good], dtype=torch.float64)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        value, num_good = state["state"].tolist()
+        self.value, self._num_good = value, int(num_good)
