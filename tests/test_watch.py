@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from spmdrl.world import watch as watch_module
 from spmdrl.world.awaited import Awaited
+from spmdrl.world.neighbours import Neighbours
 from spmdrl.world.watch import Watch
 
 
@@ -148,6 +149,40 @@ def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:
     assert "rank 0 is missing, and with it the job's store" in left[0]
     assert "on node-3, last seen in 'push' at step 7" in left[0]
     assert set(exits) == {13}
+
+
+def test_a_rank_that_said_its_error_and_died_is_quoted_with_it(monkeypatch) -> None:
+    left: list[str] = []
+    monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: left.append(text))
+    monkeypatch.setattr(Neighbours, "dead", lambda self: [1])  # at every look
+    store = CountedStore()
+    one = make_watch(store, rank=1, world_size=2)
+    with one.phase("build engine", -1):
+        one.close()
+        one.tell_end("RuntimeError: out of memory")
+    zero = make_watch(store, world_size=2)
+    zero.look_beside()  # it can read what a rank that ended has written last
+    assert one.board.claim_cause("RuntimeError: out of memory")
+    until(lambda: left)
+    zero.close()
+    assert (
+        left[0]
+        == "[rank 0] ends in 'start' at step -1: rank 1 ended with RuntimeError: out of memory"
+    )
+
+
+def test_a_watch_that_fails_ends_its_rank_and_is_not_missed(monkeypatch, capsys) -> None:
+    def fail(self):
+        raise KeyError("lost")
+
+    left: list[str] = []
+    monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: left.append(text))
+    monkeypatch.setattr(Neighbours, "dead", fail)
+    watch = make_watch(CountedStore(), world_size=2)
+    until(lambda: left)
+    watch.close()
+    assert left == ["the watch over the other ranks failed: KeyError: 'lost'"]
+    assert "in fail" in capsys.readouterr().err
 
 
 def test_an_announcement_is_heard_without_asking_twice() -> None:

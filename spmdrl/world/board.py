@@ -59,9 +59,9 @@ class Board:
         first = self._claim({"rank": self._rank, "error": text})
         return first.get("rank") == self._rank or first.get("error") != text
 
-    def tell_end(self, text: str) -> None:
+    def tell_end(self, text: str, state: dict[str, Any]) -> None:
         """Let the other ranks end: they show `text` as what this rank ended with."""
-        self.write({"error": text})
+        self.write(state | {"error": text})
         self._set(_ENDED, str(self._rank))
 
     def tell_missing(self, text: str) -> None:

@@ -12,14 +12,16 @@ process that started them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -89,7 +91,8 @@ class Watch:
         self._beat_at, self._turns = 0.0, 0
         self._beats_per_look = -(-world_size // int(_LOOKS_PER_S * self._beat_s))
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="spmdrl-watch")
+        run = functools.partial(_ending_with, self._leave, self._run)
+        self._thread = threading.Thread(target=run, daemon=True, name="spmdrl-watch")
         self._thread.start()
         threading.Thread(target=self._mind_store, daemon=True, name="spmdrl-store").start()
 
@@ -180,7 +183,7 @@ class Watch:
     def say_leaving(self) -> None:
         """Let others know that the end of this process is in order, or is said elsewhere."""
         self._is_leaving = True
-        self._write_state()
+        self.board.write(self._state())
 
     def close_early(self, ending: Ending) -> None:
         """Run `before_exit`."""
@@ -189,7 +192,7 @@ class Watch:
 
     def tell_end(self, text: str) -> None:
         """Let the other ranks end: they show `text` as what this rank ended with."""
-        self.board.tell_end(text)
+        self.board.tell_end(text, self._state())
         self._linger()
 
     def tell_missing(self, text: str) -> None:
@@ -234,12 +237,11 @@ class Watch:
                     self._neighbours.learn(states)
             self.look_beside()
             self.board.learn_keeper(anew=self.world_size <= _FEW_RANKS)
-            if (cause := self.board.cause()) and not self._closed.is_set():
-                self.leave_after_peer(cause)
-            if self._closed.is_set():  # while the store was slow to answer
-                return
+            cause = self.board.cause()
             if not self.board.has_store and not self._is_leaving:
-                self.leave_after_peer(self.board.lost_text())
+                cause = cause or self.board.lost_text()
+            if cause and not self._closed.is_set():  # the store may have answered late
+                self.leave_after_peer(cause)
             deadline = self.timeout_s if place.timeout_s is None else place.timeout_s
             if waited > deadline:
                 self._die(f"deadline of {deadline:.0f} s passed")
@@ -292,11 +294,20 @@ class Watch:
     def _beat(self) -> None:
         if not self.is_ending:
             self._beat_at = time.time()
-            self._write_state()
+            self.board.write(self._state())
 
-    def _write_state(self) -> None:
-        now = {"place": self._place._asdict(), "beat": self._beat_at} | self._process
-        self.board.write(now | ({"left": True} if self._is_leaving else {}))
+    def _state(self) -> dict[str, Any]:
+        state = {"place": self._place._asdict(), "beat": self._beat_at} | self._process
+        return state | ({"left": True} if self._is_leaving else {})
+
+
+def _ending_with(leave: Callable[[str], None], run: Callable[[], None]) -> None:
+    """Run a watch's thread, without which nobody would notice that others are gone."""
+    try:
+        run()
+    except Exception as error:
+        traceback.print_exc()
+        leave(f"the watch over the other ranks failed: {first_line(error)}")
 
 
 _PEER_TEXTS = (
