@@ -12,6 +12,7 @@ from spmdrl.engine.protocol import Truncation
 from spmdrl.engine.seeded_draws import draw
 from spmdrl.engine.truncation import truncate
 from spmdrl.kept_sets import KeptSets
+from spmdrl.model.draw_rules import DrawRules
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy, with_square_probs
 from spmdrl.model.kept_mask import make_kept_mask
 
@@ -112,8 +113,8 @@ def ours(options: HeadOptions, rows: slice = slice(None)) -> list[torch.Tensor]:
     hidden, weight, targets, kept, upstream = inputs()
     weight = weight[rows].clone().requires_grad_()
     hidden.requires_grad_()
-    among = make_kept_mask(KeptSets.of(kept), "cpu")
-    given = dict(targets=targets, options=options, among=among)
+    rules = DrawRules(make_kept_mask(KeptSets.of(kept), "cpu"))
+    given = dict(targets=targets, options=options, rules=rules)
     logprobs, entropy = logprobs_and_entropy(hidden, weight, **given)
     (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
     again = with_square_probs(hidden, weight, **given)
@@ -139,11 +140,11 @@ def test_scores_and_gradients_are_those_of_the_kept_ids_in_float64(chunk):
 
 def test_only_kept_ids_get_a_gradient():
     hidden, weight, targets, kept, _ = inputs()
-    among = make_kept_mask(KeptSets.of(kept), "cpu")
+    rules = DrawRules(make_kept_mask(KeptSets.of(kept), "cpu"))
     for row in range(N):
         weight.grad = None
         logprobs, entropy = logprobs_and_entropy(
-            hidden, weight.requires_grad_(), targets=targets, options=HeadOptions(4), among=among
+            hidden, weight.requires_grad_(), targets=targets, options=HeadOptions(4), rules=rules
         )
         (logprobs[row] + entropy[row]).backward()
         assert not weight.grad[~kept[row]].any(), row
@@ -156,7 +157,7 @@ def half_vocabulary() -> bool:
     half = V // 2
     rows = slice(dist.get_rank() * half, (dist.get_rank() + 1) * half)
     for temperature, softcap, scale in FORMS:
-        options = HeadOptions(5, temperature, softcap, scale, dist.group.WORLD)
+        options = HeadOptions(5, temperature, softcap, scale, group=dist.group.WORLD)
         whole = reference(options)
         assert_equal(ours(options, rows), [*whole[:4], whole[4][rows]])
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Truncated sampling in both engines and in whole runs: the trainer scores what was sampled."""
+"""Limits and penalties of sampling, in engines and whole runs: trainers score what was sampled."""
 
 from __future__ import annotations
 
@@ -139,6 +139,10 @@ def flags_of(model: Path, out: Path, **flags: object) -> dict[str, object]:
         "sampling.top-k": 20,
         "sampling.min-p": 0.01,
         "sampling.temperature": 0.8,
+        "sampling.repetition-penalty": 1.2,
+        "sampling.presence-penalty": 0.3,
+        "sampling.frequency-penalty": 0.1,
+        "sampling.logit-bias": '{"20": -2.0, "30": 1.0}',
         "rollout.record.every": "1",
         "rewards.functions": f"{out.parent / 'r.py'}:varied",
         "optimizer.lr": "1e-3",

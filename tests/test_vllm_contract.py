@@ -37,7 +37,8 @@ PASSED = {  # what the adapters hand over, by position up to the bar and by name
     "lora/worker_manager.py: WorkerLoRAManager.add_dummy_lora": "lora_request | rank",
     "model_executor/layers/utils.py: dispatch_cpu_unquantized_gemm": "layer remove_weight |",
     "sampling_params.py: SamplingParams": (
-        "| temperature max_tokens seed stop_token_ids ignore_eos logprobs flat_logprobs "
+        "| temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty "
+        "logit_bias max_tokens seed stop_token_ids ignore_eos logprobs flat_logprobs "
         "detokenize output_kind prompt_logprobs"
     ),
     "v1/engine/llm_engine.py: LLMEngine.add_request": "request_id prompt params | lora_request",

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algorithms import registry
 from spmdrl.check.fit import refusal
+from spmdrl.check.sampling import bias_ids_above
 from spmdrl.checkpoint.restore import resume_problems
 from spmdrl.config import Config, SourceSettings
 from spmdrl.config.data import Split
@@ -115,7 +116,10 @@ def _no_step(cfg: Config) -> str:
 def _context_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     limits, _ = attempt(lambda: model_limits(cfg))
     # A model that cannot be read is refused where it is built.
-    return refusal(lambda: check_context(cfg, tokenizer, **limits)) if limits else []
+    if not limits:
+        return []
+    unknown = bias_ids_above(cfg, limits["vocab_size"])
+    return [*unknown, *refusal(lambda: check_context(cfg, tokenizer, **limits))]
 
 
 def _open_all(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -14,6 +14,7 @@ from spmdrl.check.model import model_problems
 from spmdrl.check.optimizer import optimizer_problems
 from spmdrl.check.ranges import data_problems, range_problems
 from spmdrl.check.rollouts import record_problems, schedule_problems
+from spmdrl.check.sampling import sampling_problems
 from spmdrl.config.fields import Config
 from spmdrl.config.read import read, refuse, take_config_flag
 from spmdrl.config.tree import flatten
@@ -53,6 +54,7 @@ def validate(cfg: Config) -> list[str]:
         *model_problems(cfg),
         *optimizer_problems(cfg),
         *engine_option_problems(cfg),
+        *sampling_problems(cfg),
         *schedule_problems(cfg),
         *record_problems(cfg),
         *keep_problems(cfg),
@@ -66,7 +68,11 @@ _OF_RL = (
     "rollout.environment",
     "rollout.record.",
     "rollout.schedule.",
+    "sampling.frequency_penalty",
+    "sampling.logit_bias",
     "sampling.min_p",
+    "sampling.presence_penalty",
+    "sampling.repetition_penalty",
     "sampling.top_k",
     "sampling.top_p",
 )

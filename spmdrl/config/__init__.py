@@ -24,7 +24,6 @@ from spmdrl.config.generation import (
     RecordSettings,
     RewardsSettings,
     RolloutSettings,
-    SamplingSettings,
     ScheduleSettings,
     ShapingSettings,
     StreamSettings,
@@ -47,4 +46,5 @@ from spmdrl.config.model import (
     ReferenceSettings,
 )
 from spmdrl.config.read import dump, from_tree, load_yaml
+from spmdrl.config.sampling import NO_PENALTIES, Penalties, SamplingSettings
 from spmdrl.config.tree import flatten

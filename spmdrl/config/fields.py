@@ -10,7 +10,6 @@ from spmdrl.config.generation import (
     EngineSettings,
     RewardsSettings,
     RolloutSettings,
-    SamplingSettings,
     StreamSettings,
 )
 from spmdrl.config.method import AlgorithmSettings, CriticSettings, OptimizerSettings
@@ -29,6 +28,7 @@ from spmdrl.config.ranges import (
     Temperature,
     within,
 )
+from spmdrl.config.sampling import SamplingSettings
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Settings of sampling, engines, the weight stream, rollouts and rewards."""
+"""Settings of engines, the weight stream, rollouts and rewards."""
 
 from __future__ import annotations
 
@@ -18,38 +18,8 @@ from spmdrl.config.ranges import (
     Seconds,
     Share,
     Tokens,
-    above,
     within,
 )
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How responses are drawn in training."""
-
-    temperature: Annotated[
-        float,
-        above(0, 100, why="greedy samples of one prompt are all the same and carry no signal"),
-    ] = 1.0
-    """Softmax temperature. The trainer scores at the same temperature."""
-    max_response_tokens: Tokens = 512
-    """Longest response in tokens; longer ones are cut and marked truncated."""
-    stop_token_ids: tuple[Annotated[int, within(0, 2**31 - 1)], ...] = ()
-    """Token ids that end a response besides the tokenizer's eos and the model's own: those of
-    its generation_config.json, or of its config.json where there is none."""
-    top_p: Share = 1.0
-    """Draw among the likeliest tokens that have this probability together; 1: among all. With
-    top_p, top_k or min_p the ids that each token was drawn among go to the trainer with it, which
-    scores it among these (docs/rollouts.md)."""
-    top_k: Annotated[int, within(0, 2**31 - 1)] = 0
-    """Draw among so many likeliest tokens; 0: among all."""
-    min_p: Fraction = 0.0
-    """Draw among tokens that are at least so many times as likely as the likeliest; 0: all."""
-
-    @property
-    def truncates(self) -> bool:
-        """Whether tokens are drawn among a part of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 @dataclass(frozen=True)

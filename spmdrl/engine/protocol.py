@@ -9,6 +9,7 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from spmdrl.config import NO_PENALTIES, Penalties
 from spmdrl.kept_sets import KeptSets
 
 
@@ -52,6 +53,8 @@ class Request:
     max_tokens, in either engine."""
     truncation: Truncation = UNTRUNCATED
     """Not of greedy ones."""
+    penalties: Penalties = NO_PENALTIES
+    """Of greedy ones too. What the prompt holds is its prompt, what is drawn its response."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdrl.config import Config
+from spmdrl.engine.penalties import penalised
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.seeded_draws import draw, numbers
 from spmdrl.engine.transformers_runner import ModelRunner, Sampled
@@ -118,6 +119,7 @@ class TransformersEngine:
         seeds, counts = zip(*((s.seed, len(s.tokens)) for s in running))
         at = numbers(self._runner.tensor(seeds), self._runner.tensor(counts))
         temperatures = torch.tensor([s.request.temperature for s in running], device=device)
+        logits = penalised(logits, running)
         truncations = [s.request.truncation for s in running]
         *drawn, sets = draw(
             logits,

@@ -34,6 +34,7 @@ def sampling_params(request: Request, *, returns_masks: bool = False) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     temperature, limits = request.temperature, request.truncation
+    penalties = request.penalties
     top_k = limits.top_k
     if returns_masks:
         top_k = 1 if temperature == 0 else top_k or _ALL_TOKENS
@@ -43,6 +44,10 @@ def sampling_params(request: Request, *, returns_masks: bool = False) -> Any:
         top_p=limits.top_p,
         top_k=top_k,
         min_p=limits.min_p,
+        repetition_penalty=penalties.repetition,
+        presence_penalty=penalties.presence,
+        frequency_penalty=penalties.frequency,
+        logit_bias=dict(penalties.bias) or None,
         max_tokens=request.max_tokens,
         seed=request.seed,
         stop_token_ids=list(request.stop_token_ids),

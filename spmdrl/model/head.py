@@ -6,17 +6,15 @@ Shape letters: N scored positions, H hidden, V vocabulary (this rank's part of i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.config import ModelSettings
-from spmdrl.model.kept_mask import KeptMask
-
-_NEVER = -1e30  # finite: its product with a probability of 0 is 0
+from spmdrl.config import NO_PENALTIES, ModelSettings, Penalties
+from spmdrl.model.draw_rules import DrawRules
 
 
 @dataclass(frozen=True)
@@ -31,6 +29,8 @@ class HeadOptions:
     """Gemma's final softcap: logits become softcap * tanh(logits / softcap)."""
     scale: float = 1.0
     """Factor on the raw logits (Cohere's logit_scale, 1 / Granite's logits_scaling)."""
+    penalties: Penalties = NO_PENALTIES
+    """Of targets whose rules have a history."""
     group: dist.ProcessGroup | None = None
     """Ranks that hold the other parts of the vocabulary, in order of their rank; None when
     this rank holds all of it."""
@@ -50,9 +50,9 @@ def logprobs_and_entropy(
     *,
     targets: Tensor,
     options: HeadOptions,
-    among: KeptMask | None = None,
+    rules: DrawRules | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Score one target per position under softmax(logits / temperature), over all ids or kept ones.
+    """Score one target per position under softmax(logits / temperature), by `rules` if any.
 
     Args:
         hidden: [N, H] compute dtype. The state before each scored token. May be empty.
@@ -61,13 +61,13 @@ def logprobs_and_entropy(
         bias: [V] compute dtype, of the same rows; None for a head without one.
         targets: [N] int64. Token ids in the whole vocabulary.
         options: chunk size, temperature, softcap, group.
-        among: of each position the ids that it is drawn among; the others have probability 0 and
-            get no gradient. None: all.
+        rules: how each target was drawn besides: ids that it was not drawn among have probability
+            0 and get no gradient. None: by softmax alone.
     Returns: logprobs [N] float32 and entropy [N] float32, in nats; both differentiable in
         hidden, weight and bias, equal on every rank of the group.
     Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
     """
-    return _Head.apply(hidden, weight, bias, targets, options, among)
+    return _Head.apply(hidden, weight, bias, targets, options, rules)
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def with_square_probs(
     *,
     targets: Tensor,
     options: HeadOptions,
-    among: KeptMask | None = None,
+    rules: DrawRules | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return logprobs and entropy as `logprobs_and_entropy`, and sum_v pi_v^2: [N] float32 each.
 
@@ -86,7 +86,7 @@ def with_square_probs(
     Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
     """
     logprobs, entropy, _, squares = _scores(
-        hidden, weight, bias, _local(targets, weight, options), options, among, squares=True
+        hidden, weight, bias, _local(targets, weight, options), options, rules, squares=True
     )
     return logprobs, entropy, squares
 
@@ -100,28 +100,29 @@ class _Head(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         options: HeadOptions,
-        among: KeptMask | None,
+        rules: DrawRules | None,
     ) -> tuple[Tensor, Tensor]:
         local = _local(targets, weight, options)
-        logprobs, entropy, log_total = _scores(hidden, weight, bias, local, options, among)
+        logprobs, entropy, log_total = _scores(hidden, weight, bias, local, options, rules)
         ctx.save_for_backward(hidden, weight, bias, local, log_total, entropy)
-        ctx.options, ctx.among = options, among
+        ctx.options, ctx.rules = options, rules
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
         hidden, weight, bias, local, log_total, entropy = ctx.saved_tensors
-        options, among = ctx.options, ctx.among
+        options, rules = ctx.options, ctx.rules
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         grad_bias = None if bias is None else grad_weight.new_zeros(bias.shape)
         for part in chunks(hidden.shape[0], options.chunk_tokens):
-            logits = scaled_logits(hidden[part], weight, options, bias=bias)
-            dropped = _drop(logits, among, part, options)
             own = [x[part] for x in (local, log_total, entropy, grad_logprobs, grad_entropy)]
-            grad = _grad_logits(logits, own, options)
-            if dropped is not None:  # also what a softcap made of them
-                grad.masked_fill_(dropped, 0.0)
+            if rules is None:
+                logits = scaled_logits(hidden[part], weight, options, bias=bias)
+                grad = _grad_logits(logits, own, options)
+            else:
+                ruled = _ruled(hidden[part], weight, options, bias=bias, rules=rules, part=part)
+                grad = _grad_ruled(ruled, own, options)
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
             grad = grad.to(weight.dtype)
@@ -148,7 +149,7 @@ def _scores(
     bias: Tensor | None,
     local: Tensor,
     options: HeadOptions,
-    among: KeptMask | None,
+    rules: DrawRules | None,
     *,
     squares: bool = False,
 ) -> list[Tensor]:
@@ -158,23 +159,52 @@ def _scores(
         torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3 + squares)
     ]
     for part in chunks(count, options.chunk_tokens):
-        logits = scaled_logits(hidden[part], weight, options, bias=bias)
-        _drop(logits, among, part, options)
+        if rules is None:
+            logits = scaled_logits(hidden[part], weight, options, bias=bias)
+        else:
+            logits = _ruled(hidden[part], weight, options, bias=bias, rules=rules, part=part).logits
         for whole, values in zip(found, _summarize(logits, local[part], options, squares=squares)):
             whole[part] = values
     return found
 
 
-def _drop(
-    logits: Tensor, among: KeptMask | None, part: slice, options: HeadOptions
-) -> Tensor | None:
-    """Make the logits [n, V] of ids that are not kept next to nothing, in place; return which."""
-    if among is None:
-        return None
-    rank, width = 0 if options.group is None else dist.get_rank(options.group), logits.shape[1]
-    dropped = among.dropped(part, first=rank * width, width=width)
-    logits.masked_fill_(dropped, _NEVER)
-    return dropped
+@dataclass(frozen=True)
+class _Ruled:
+    """Logits [n, V] by rules, over temperature, and what their gradient needs."""
+
+    logits: Tensor
+    slope: Tensor | float  # by how much they change per change of scaled products
+    dropped: Tensor | None  # [n, V] bool, of ids that were not kept
+
+
+def _ruled(
+    hidden: Tensor,
+    weight: Tensor,
+    options: HeadOptions,
+    *,
+    bias: Tensor | None,
+    rules: DrawRules,
+    part: slice,
+) -> _Ruled:
+    """Return the logits of consecutive positions; see `scaled_logits`."""
+    rank = 0 if options.group is None else dist.get_rank(options.group)
+    plain = scaled_logits(hidden, weight, replace(options, temperature=1.0), bias=bias)
+    slope: Tensor | float = 1 / options.temperature
+    if options.softcap is not None:
+        slope = slope * (1 - (plain / options.softcap).square())
+    first = rank * weight.shape[0]
+    logits, own = rules.apply(plain, part, penalties=options.penalties, first=first)
+    if options.temperature != 1.0:
+        logits.div_(options.temperature)
+    dropped = rules.drop(logits, part, first=first)
+    return _Ruled(logits, slope if own is None else slope * own, dropped)
+
+
+def _grad_ruled(ruled: _Ruled, own: Sequence[Tensor], options: HeadOptions) -> Tensor:
+    """Return what `_grad_logits` does, for logits by rules."""
+    plain = replace(options, softcap=None, temperature=1.0)
+    grad = _grad_logits(ruled.logits, own, plain).mul_(ruled.slope)
+    return grad if ruled.dropped is None else grad.masked_fill_(ruled.dropped, 0.0)
 
 
 def chunks(count: int, size: int) -> list[slice]:

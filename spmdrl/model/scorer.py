@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spmdrl.config import NO_PENALTIES, Penalties
 from spmdrl.errors import Refusal
 from spmdrl.kept_sets import KeptSets
 from spmdrl.model.blocks import base_of, name_of
@@ -62,6 +63,7 @@ def make_row(
     slicing: Slicing = Slicing(),
     routes: Tensor | None = None,
     kept_sets: KeptSets | None = None,
+    drawn: Tensor | None = None,
 ) -> ScoredRow:
     """Return what the scorer needs to score the masked tokens of a packed row.
 
@@ -72,6 +74,7 @@ def make_row(
         slicing: which slice of the row this rank computes, and where; by default all of it.
         routes: [T, L, K] on the CPU, to be replayed; None for none.
         kept_sets: among which ids each token was drawn, on the CPU; None: all of them.
+        drawn: [T] bool on the CPU, tokens of responses, where penalties count them.
     Raises: Refusal when the mask holds a sequence's first token, which nothing predicts.
     """
     firsts = torch.tensor([0, *accumulate(lengths[:-1])])
@@ -83,7 +86,13 @@ def make_row(
         )
     scored, device = mask.nonzero()[:, 0], slicing.device
     own = make_slice(
-        tokens, lengths, scored=scored, slicing=slicing, routes=routes, kept_sets=kept_sets
+        tokens,
+        lengths,
+        scored=scored,
+        slicing=slicing,
+        routes=routes,
+        kept_sets=kept_sets,
+        drawn=drawn,
     )
     return ScoredRow(
         tokens=tokens.to(device), lengths=tuple(lengths), scored=scored.to(device), own=own
@@ -97,6 +106,7 @@ class Scorer(nn.Module):
         hf_model: a transformers causal LM; its base model and head are used, its forward not.
         chunk_tokens: positions whose logits exist at once.
         temperature: of the distribution that is scored.
+        penalties: likewise, of tokens with a history.
         tp_group: ranks among which the head's rows are sharded; None when they are not.
     Raises: Refusal for a model whose head makes logits in another way; see head_form.
     """
@@ -107,6 +117,7 @@ class Scorer(nn.Module):
         *,
         chunk_tokens: int,
         temperature: float,
+        penalties: Penalties = NO_PENALTIES,
         tp_group: dist.ProcessGroup | None,
     ):
         super().__init__()
@@ -117,6 +128,7 @@ class Scorer(nn.Module):
         self.head_options = HeadOptions(
             chunk_tokens=chunk_tokens,
             temperature=temperature,
+            penalties=penalties,
             group=tp_group,
             scale=form.scale,
             softcap=form.softcap,
@@ -131,7 +143,7 @@ class Scorer(nn.Module):
         hidden, own = _states(self.base, row.own), row.own
         rows: Any = self.base.get_input_embeddings() if self._is_tied else self.lm_head
         weight, bias = to_local(rows.weight), to_local(getattr(self.lm_head, "bias", None))
-        head = head or partial(logprobs_and_entropy, options=self.head_options, among=own.among)
+        head = head or partial(logprobs_and_entropy, options=self.head_options, rules=own.rules)
         return head(hidden.index_select(0, own.before), weight, bias, targets=own.targets)
 
 

@@ -204,8 +204,8 @@ class ShardedModel:
         """
         scored = []
         for row in rows:
-            options, among = self.scorer.head_options, row.own.among
-            head = partial(with_square_probs, options=options, among=among) if squares else None
+            options, rules = self.scorer.head_options, row.own.rules
+            head = partial(with_square_probs, options=options, rules=rules) if squares else None
             scored.append(tuple(map(row.spread, self.forward(row, head))))
         reshard(self.scorer)
         return scored

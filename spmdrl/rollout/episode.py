@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from spmdrl.config import NO_PENALTIES, Penalties
 from spmdrl.data.hashed import hashed
 from spmdrl.engine.protocol import UNTRUNCATED, Completion, Request, Truncation
 from spmdrl.kept_sets import KeptSets
@@ -38,6 +39,7 @@ class Draw:
     """The first reward that fails ends the run."""
     truncation: Truncation = UNTRUNCATED
     """Not of the greedy response."""
+    penalties: Penalties = NO_PENALTIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +238,7 @@ class Episode:
             stop_token_ids=draw.stop_token_ids,
             seed=self._seed() if draw.is_seeded and not is_greedy else None,
             truncation=UNTRUNCATED if is_greedy else draw.truncation,
+            penalties=draw.penalties,
         )
 
     def _seed(self) -> int:

@@ -14,6 +14,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from spmdrl.config import Penalties
 from spmdrl.engine.protocol import EngineProtocol, Request, Truncation
 from spmdrl.plain import pack, unpack
 from spmdrl.world import World
@@ -94,10 +95,11 @@ def _said(request: Request) -> tuple:
         request.seed,
         request.stop_token_ids,
         tuple(vars(request.truncation).values()) if request.truncation.is_on else (),
+        tuple(vars(request.penalties).values()) if request.penalties.is_on else (),
     )
 
 
 def _meant(said: tuple) -> Request:
-    key, prompt, *others, truncation = said
+    key, prompt, *others, truncation, penalties = said
     request = Request(key, tuple(prompt.tolist()), *others)
-    return replace(request, truncation=Truncation(*truncation))
+    return replace(request, truncation=Truncation(*truncation), penalties=Penalties(*penalties))

@@ -58,6 +58,7 @@ def prepare(
     Raises: Refusal when a sequence's first token is marked as a response.
     """
     scalars, device = batch.scalars, model.world.device
+    has_penalties = cfg.objective.samples and cfg.sampling.penalties.is_on
     lengths = reduce.loss_lengths(scalars, mask_truncated=cfg.algorithm.mask_truncated)
     updates: list[list[PreparedMicrobatch]] = []
     for number, microbatches in enumerate(batch.updates):
@@ -92,6 +93,7 @@ def prepare(
                         mask=loss_mask,
                         routes=host.routes,
                         kept_sets=host.kept_sets,
+                        drawn=host.response_mask if has_penalties else None,
                     ),
                     loss_mask=loss_mask.to(device),
                     weights=weights.to(device),

@@ -63,7 +63,11 @@ def lay_out(
     else:
         chunk_tokens = head_chunk_tokens(cfg.model, hf_model)
         scorer = Scorer(
-            hf_model, chunk_tokens=chunk_tokens, tp_group=tp_group, temperature=temperature
+            hf_model,
+            chunk_tokens=chunk_tokens,
+            tp_group=tp_group,
+            temperature=temperature,
+            penalties=cfg.sampling.penalties,
         )
     fsdp.apply_fsdp(
         scorer,

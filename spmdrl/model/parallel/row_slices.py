@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.kept_sets import KeptSets
-from spmdrl.model.kept_mask import KeptMask, make_kept_mask
+from spmdrl.model.draw_rules import DrawRules
+from spmdrl.model.history import make_history
+from spmdrl.model.kept_mask import make_kept_mask
 from spmdrl.model.packing import Packing, make_packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
@@ -91,8 +93,8 @@ class RowSlice:
     routes: Tensor | None = None
     """[t / R, L, K], experts of `kept` to replay, -1 where the routers choose; None: they choose
     everywhere."""
-    among: KeptMask | None = None
-    """Among which ids the `targets` were drawn; None: all of them."""
+    rules: DrawRules | None = None
+    """How the `targets` were drawn, besides by a temperature; None: not at all."""
 
     def join(self, values: Tensor, at: Tensor, *, count: int) -> Tensor:
         """Return all ranks' values, the same on each: [count, ...] from the own ones [n, ...].
@@ -122,6 +124,7 @@ def make_slice(
     slicing: Slicing,
     routes: Tensor | None = None,
     kept_sets: KeptSets | None = None,
+    drawn: Tensor | None = None,
 ) -> RowSlice:
     """Return a rank's slice of a packed row.
 
@@ -132,6 +135,7 @@ def make_slice(
         slicing: which slice.
         routes: [row, L, K] on the CPU, to be replayed; None for none.
         kept_sets: of the row's tokens, on the CPU; None for none.
+        drawn: [row] bool, tokens of responses, for penalties; None for none.
     """
     missing, device = -len(tokens) % slicing.unit, slicing.device
     if missing:
@@ -163,8 +167,30 @@ def make_slice(
         row_length=len(row),
         group=slicing.group,
         routes=routes,
-        among=None if kept_sets is None else make_kept_mask(kept_sets[scored[own]], device),
+        rules=_rules(
+            tokens, lengths, scored=scored[own], kept_sets=kept_sets, drawn=drawn, device=device
+        ),
     )
+
+
+def _rules(
+    tokens: Tensor,
+    lengths: Sequence[int],
+    *,
+    scored: Tensor,
+    kept_sets: KeptSets | None,
+    drawn: Tensor | None,
+    device: torch.device | str,
+) -> DrawRules | None:
+    """Return how the tokens at `scored` [n] were drawn; see `make_slice`."""
+    if kept_sets is None and drawn is None:
+        return None
+    lengths = lengths[:-1] if sum(lengths) > len(tokens) else lengths  # what it was padded by
+    kept = None if kept_sets is None else make_kept_mask(kept_sets[scored], device)
+    if drawn is None:
+        return DrawRules(kept)
+    history = make_history(tokens, lengths, drawn=drawn, scored=scored, device=device)
+    return DrawRules(kept, history)
 
 
 def _sliced(whole: Packing, lengths: Sequence[int], slicing: Slicing) -> SlicedPacking:

@@ -1,0 +1,57 @@
+"""Whether sampling suits the rest of a config: trainers must be able to score what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from spmdrl.config.fields import Config
+
+_MOST_BIAS = 100  # what vLLM clamps to
+
+
+def sampling_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with sampling, each as `field: what, value seen, what to do`."""
+    if not cfg.objective.samples:
+        return []
+    return [f"sampling.{problem}" for problem in (*_bias_problems(cfg), *_penalty_problems(cfg))]
+
+
+def _bias_problems(cfg: Config) -> Iterator[str]:
+    for token, added in cfg.sampling.logit_bias.items():
+        if not (token.isascii() and token.isdigit()) or str(int(token)) != token:
+            yield f"logit_bias: {token!r} is no id of a token; write the id as text, as in '271'"
+        elif isinstance(added, (bool, str)) or not -_MOST_BIAS <= added <= _MOST_BIAS:
+            yield (
+                f"logit_bias.{token}: must be a number in [-{_MOST_BIAS}, {_MOST_BIAS}], got "
+                f"{added!r}"
+            )
+
+
+def _penalty_problems(cfg: Config) -> Iterator[str]:
+    """Yield why trainers could not tell what counts as response: engines know it by request."""
+    schedule = cfg.rollout.schedule
+    for name in ("presence_penalty", "frequency_penalty"):
+        value = getattr(cfg.sampling, name)
+        if value and cfg.rollout.environment:
+            yield (
+                f"{name}: {value:g} with rollout.environment, where each turn is a request of its "
+                "own and turns may follow one another without a mark between them; take "
+                "repetition_penalty, which counts prompt and response alike, or leave it out"
+            )
+        elif value and (schedule.leaves_unfinished or schedule.in_flight):
+            what = "over_sample" if schedule.leaves_unfinished else "in_flight"
+            yield (
+                f"{name}: {value:g} with rollout.schedule.{what}, under which a resumed run takes "
+                "what a response has so far for its prompt, and would penalise otherwise than the "
+                "trainers; take repetition_penalty, which counts both alike, or leave one out"
+            )
+
+
+def bias_ids_above(cfg: Config, vocab_size: int) -> list[str]:
+    """Return which ids of sampling.logit_bias a model of so many does not have."""
+    wrong = [token for token in cfg.sampling.logit_bias if int(token) >= vocab_size]
+    return [
+        f"sampling.logit_bias: {token} is no id of this model, which has 0 to {vocab_size - 1}"
+        for token in wrong
+        if cfg.objective.samples
+    ]
