@@ -148,6 +148,7 @@ class JobQueue:
             return
         if worker.has_ended():
             self._take(worker)  # what it wrote between our look and its end
+            self._check_start(worker)
             self._replace(worker, failure="error", message=worker.death())
 
     def _take(self, worker: WorkerProcess) -> None:
