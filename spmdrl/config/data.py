@@ -62,6 +62,10 @@ class DataSettings:
     """A prompt above max_prompt_tokens stops the run at start, or is dropped and counted."""
     max_row_mib: Annotated[float, above(0, 4096)] = 16.0
     """Largest row, MiB of its texts; a larger one is refused before all of it is read."""
+    stream_above_mib: Annotated[float, within(0, 10**9)] = 1024.0
+    """A .jsonl file above this size, MiB, stays on disk: a row takes 8 bytes of memory (24 with
+    its places in two shuffled epochs), and is checked when its turn comes; at start the first 256
+    are."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """`auto` applies it to message lists and leaves plain strings alone."""
 

@@ -27,7 +27,6 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 
 Example = tuple[list[int], list[bool]]
-_CACHED_ROWS = 16384
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class ExampleSource:
         self.cfg, self.tokenizer = cfg, tokenizer
         self.rows = load_rows(cfg, split="train", need=self.need)
         self._fit = Fit(*self.limit(), cfg.data.overlong_prompts)
-        self._unit = functools.lru_cache(maxsize=_CACHED_ROWS)(self._encode)
+        self._unit = functools.lru_cache(maxsize=self.rows.cache_size)(self._encode)
         self._kept = self._fit.usable(self.rows, measure=lambda i: _longest(self._unit(i)))
         self.num_dropped = len(self.rows) - len(self._kept)
         self.order = make_order(cfg, self._kept)

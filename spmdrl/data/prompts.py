@@ -13,14 +13,12 @@ from spmdrl.config import Config
 from spmdrl.data.prompt_order import Order, RowOrder, WeightedOrder
 from spmdrl.data.rows import Messages, prompt_of
 from spmdrl.data.sources import Chain, SourcesRows, load_rows
-from spmdrl.data.tasks import GeneratedRows
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.types import Prompt
 
-_CACHED_ROWS = 16384
-# So many first rows are tokenised at start; of a generated task no others are looked at: they are
-# all alike.
+# So many first rows are tokenised at start; of a generated task no others are looked at, which are
+# all alike, nor of a file that stays on disk, whose rows are checked when their turn comes.
 _TRIED_ROWS = 256
 
 
@@ -60,7 +58,7 @@ class Fit:
         self, rows: SourcesRows, part: int, *, measure: Callable[[int], int]
     ) -> Sequence[int]:
         own = rows.indices(part)
-        is_sampled = isinstance(rows.parts[part], GeneratedRows) and self.overlong == "error"
+        is_sampled = not rows.parts[part].is_held and self.overlong == "error"
         scanned = own[:_TRIED_ROWS] if is_sampled else own
         kept = []
         for i in scanned:
@@ -168,7 +166,7 @@ class PromptSource:
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
         self.cfg, self.tokenizer = cfg, tokenizer
         encoder, rows = _Encoder(cfg, tokenizer), load_rows(cfg, split="train")
-        self._prompt = functools.lru_cache(maxsize=_CACHED_ROWS)(
+        self._prompt = functools.lru_cache(maxsize=rows.cache_size)(
             functools.partial(encoder.prompt, rows)
         )
         self.kept = encoder.usable(rows)

@@ -57,7 +57,7 @@ def _json_rows(path: Path, *, most_bytes: int) -> Iterator[tuple[str, Any]]:
                     f"{path}: a list of {size / 2**30:.1f} GiB is read as one, and the most is "
                     f"{_LIST_BYTES >> 30} GiB; write its rows as lines of a .jsonl file"
                 )
-            rows = _parsed(file.read(), place=str(path))
+            rows = value_of(file.read(), place=str(path))
             yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows))
             return
         number = 0
@@ -65,12 +65,17 @@ def _json_rows(path: Path, *, most_bytes: int) -> Iterator[tuple[str, Any]]:
             number += 1
             place = f"{path}:{number}"
             if len(line) > most_bytes + 1:
-                raise Refusal(
-                    f"{place}: the line is longer than data.max_row_mib allows, "
-                    f"{most_bytes / 2**20:g} MiB; one row is one line: cut it, or raise that"
-                )
+                raise too_long(place, most_bytes)
             if line.strip():
-                yield place, _parsed(line, place=place)
+                yield place, value_of(line, place=place)
+
+
+def too_long(place: str, most_bytes: int) -> Refusal:
+    """Return why a line is not read."""
+    return Refusal(
+        f"{place}: the line is longer than data.max_row_mib allows, {most_bytes / 2**20:g} MiB; "
+        "one row is one line: cut it, or raise that"
+    )
 
 
 def _begins_list(file: IO[bytes]) -> bool:
@@ -79,7 +84,7 @@ def _begins_list(file: IO[bytes]) -> bool:
     return begin.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
-def _parsed(data: bytes, *, place: str) -> Any:
+def value_of(data: bytes, *, place: str) -> Any:
     """Return the JSON value of a text. Raises: Refusal."""
     try:
         text = data.decode("utf-8-sig")

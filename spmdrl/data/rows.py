@@ -26,6 +26,9 @@ _MOST_MARGIN = 10**6
 class Rows:
     """Rows in memory that know where they came from."""
 
+    is_held = True
+    """Whether all rows are in memory, and were checked."""
+
     def __init__(self, rows: list[dict], *, places: list[str]):
         assert len(rows) == len(places)
         self._rows, self._places = rows, places
@@ -70,10 +73,9 @@ def read_rows(
     places: list[str] = []
     numbered = numbered_rows(spec, size=size, most_bytes=most_bytes)
     for place, row in itertools.islice(numbered, size or None):
-        row = plain_row(row, place=place, most_bytes=most_bytes)
-        row = renamed(row, columns, place=place)
-        _check_row(row, place=place, need=need)
-        rows.append(row)
+        rows.append(
+            checked_row(row, place=place, need=need, most_bytes=most_bytes, columns=columns)
+        )
         places.append(place)
     if not rows:
         raise Refusal(f"{spec}: the dataset is empty (0 rows); give it at least one")
@@ -81,6 +83,19 @@ def read_rows(
 
 
 # --------------------------------------------------------------------------- checking
+
+
+def checked_row(
+    row: Any, *, place: str, need: Need, most_bytes: int, columns: Mapping[str, str]
+) -> dict:
+    """Return a row as plain data with its columns renamed, if it holds what is needed of it.
+
+    Args:
+        place: origin of the row, for messages. need, most_bytes, columns: as of `read_rows`.
+    """
+    row = renamed(plain_row(row, place=place, most_bytes=most_bytes), columns, place=place)
+    _check_row(row, place=place, need=need)
+    return row
 
 
 _COLUMNS: dict[Need, tuple[str, ...]] = {

@@ -5,17 +5,20 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import overload
 
 from spmdrl.config import Config, SourceSettings
 from spmdrl.config.data import Split
 from spmdrl.data.rows import Need, Rows, read_rows
+from spmdrl.data.streamed import StreamedRows
 from spmdrl.data.tasks import GeneratedRows, is_generated
 
-SourceRows = Rows | GeneratedRows
+SourceRows = Rows | GeneratedRows | StreamedRows
 """Rows of one source, which can say where they came from."""
 # Evaluations of runs with different seeds ask the same questions, so that they compare.
 _EVAL_SEED = 0
+_CACHED_ROWS, _CACHED_ON_DISK = 16384, 1024
 
 
 class Chain(Sequence[int]):
@@ -65,6 +68,13 @@ class SourcesRows:
     def __len__(self) -> int:
         return len(self._chain)
 
+    @property
+    def cache_size(self) -> int:
+        """Return of how many rows to keep what was made: few where rows stay on disk, since these
+        may be large."""
+        is_on_disk = any(isinstance(part, StreamedRows) for part in self.parts)
+        return _CACHED_ON_DISK if is_on_disk else _CACHED_ROWS
+
     def __getitem__(self, index: int) -> dict:
         part, i = self._chain.place(index)
         return self.parts[part][i]
@@ -101,6 +111,16 @@ def _opened(cfg: Config, source: SourceSettings, *, split: Split, need: Need) ->
         return GeneratedRows(
             source.path, source.task_options, size=source.size, seed=seed, split=split
         )
+    path = Path(source.path).expanduser()
+    if path.suffix == ".jsonl" and path.is_file():
+        if path.stat().st_size > cfg.data.stream_above_mib * 2**20:
+            return StreamedRows(
+                path,
+                size=source.size,
+                need=need,
+                most_bytes=int(cfg.data.max_row_mib * 2**20),
+                columns=source.columns,
+            )
     return read_source(cfg, source, size=source.size, need=need)
 
 

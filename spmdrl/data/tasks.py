@@ -270,6 +270,9 @@ _TASKS: dict[str, type[Addition | GuessNumberTask]] = {
 class GeneratedRows:
     """Rows of a task, made when asked for."""
 
+    is_held = False
+    """Whether all rows are in memory, and were checked."""
+
     def __init__(self, spec: str, options: dict[str, Any], *, size: int, seed: int, split: Split):
         if size < 1:
             raise Refusal(f"{spec}: a generated task needs a size of at least 1, got {size}")

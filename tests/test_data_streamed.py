@@ -1,0 +1,116 @@
+"""Files that stay on disk: rows, places, order and refusals of files in memory, without them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tracemalloc
+
+import pytest
+from built import made, refused
+
+from spmdrl.data import streamed
+from spmdrl.data.characters import character_tokenizer
+from spmdrl.data.examples import SupervisedSource
+from spmdrl.data.prompts import PromptSource
+from spmdrl.data.rows import read_rows
+from spmdrl.data.streamed import StreamedRows
+
+PLAIN = character_tokenizer()
+
+
+def opened(path, *, size=0, most_bytes=2**20, need="prompt", **columns):
+    return StreamedRows(path, size=size, need=need, most_bytes=most_bytes, columns=columns)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 2**20])
+def test_rows_and_places_are_those_of_a_file_in_memory(chunk, tmp_path, monkeypatch):
+    monkeypatch.setattr(streamed, "_CHUNK_BYTES", chunk)
+    draw, path = random.Random(chunk), tmp_path / "a.jsonl"
+    for _ in range(30):
+        lines = [
+            draw.choice(("", "  ", "\t", "\r"))
+            if draw.random() < 0.3
+            else draw.choice(("", " ")) + json.dumps({"prompt": "x\u20ac" * draw.randrange(1, 9)})
+            for _ in range(draw.randrange(1, 12))
+        ]
+        text = "\n".join([*lines, json.dumps({"prompt": "last"})]) + draw.choice(("", "\n", "\n\n"))
+        is_marked = bool(lines and lines[0].strip()) and draw.random() < 0.5  # by a BOM
+        path.write_bytes((b"\xef\xbb\xbf" if is_marked else b"") + text.encode())
+        held, size = read_rows(str(path)), draw.choice((0, 1, 3))
+        rows = opened(path, size=size)
+        count = min(size or len(held), len(held))
+        assert list(rows) == list(held)[:count]
+        assert [rows.where(i) for i in range(count)] == [held.where(i) for i in range(count)]
+
+
+def test_a_row_is_checked_when_it_is_read_by_file_and_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": "fine"}\n\n{"q": \n{"other": 1}\n{"q": ""}\n')
+    rows = opened(path, prompt="q")
+    assert rows[0] == {"prompt": "fine"}
+    for index, words in enumerate(
+        ((":3", "JSON"), (":4", "no column 'q'"), (":5", "no prompt")), 1
+    ):
+        with refused(f"{path}{words[0]}", words[1]):
+            rows[index]
+    with refused(f"{path}:1: the line is longer than data.max_row_mib"):
+        opened(path, most_bytes=4)
+    path.write_text("\n \n")
+    with refused("the dataset is empty"):
+        opened(path)
+
+
+def test_a_file_that_changes_under_a_run_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a"}\n' * 3)
+    rows = opened(path)
+    assert rows[2] == {"prompt": "a"}
+    with path.open("a") as file:
+        file.write('{"prompt": "b"}\n')
+    with refused(f"{path}: was changed while it is in use"):
+        rows[2]
+
+
+def config(path, *, stream_above_mib, **data):
+    own = dict(train=str(path), max_prompt_tokens=64, stream_above_mib=stream_above_mib)
+    return made(data=own | data, batch=dict(prompts_per_step=8), model=dict(path="m"))
+
+
+def test_a_streamed_file_gives_the_same_steps(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"q{i}" * (1 + i % 3), "completion": f"a{i}"} for i in range(600)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for data in ({}, dict(overlong_prompts="drop", max_prompt_tokens=9), dict(size=300)):
+        held, on_disk = (
+            PromptSource(config(path, stream_above_mib=mib, **data), PLAIN) for mib in (1, 0)
+        )
+        assert list(held.kept) == list(on_disk.kept) and held.num_dropped == on_disk.num_dropped
+        for step in (0, 1, 80, 10_000):
+            assert held.at(step) == on_disk.at(step)
+    held, on_disk = (SupervisedSource(config(path, stream_above_mib=m), PLAIN) for m in (1, 0))
+    assert held.units_at(5) == on_disk.units_at(5)
+    # What is too long behind the first rows is told when its turn comes.
+    with path.open("a") as file:
+        file.write(json.dumps({"prompt": "x" * 65}) + "\n")
+    late = PromptSource(config(path, stream_above_mib=0, shuffle=False), PLAIN)
+    with refused(f"{path}:601: 65 tokens"):
+        late.at(75)
+
+
+def test_a_large_file_takes_little_memory(tmp_path):
+    path = tmp_path / "large.jsonl"
+    row = json.dumps({"prompt": "2+2", "note": "x" * 2000}) + "\n"
+    with path.open("w") as file:
+        for _ in range(60):
+            file.write(row * 1000)
+    assert os.path.getsize(path) > 120e6
+    tracemalloc.start()
+    source = PromptSource(config(path, stream_above_mib=100), PLAIN)
+    for step in range(0, 40_000, 997):
+        source.at(step)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 60e6  # two chunks of 16 MiB while it is gone through; 60,000 rows hold 0.5 MB
+    assert source.order.num_rows == 60_000
