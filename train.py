@@ -64,7 +64,7 @@ def train(cfg: Config, world: World) -> int:
     probed = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
     sizes = derived(cfg, tokens=world.tokens_per_microbatch)
     report.start(sizes, step=state.step, sums=add_sums(agreed, pushed, probed))
-    evaluated = evaluate(source, engine, world=world, step=state.step)  # meets: if due
+    evaluated = evaluate(source, engine, trainer=trainer, step=state.step)  # meets: if due
     report.evaluation(state.step, evaluated)
     checkpoints.check(evaluated)  # what checkpoint.keep compares is measured
     world.started()  # from here on a signal saves first
@@ -86,7 +86,7 @@ def train(cfg: Config, world: World) -> int:
         pushed = stream.push(version=step + 1)  # meets: shards to engines
         sums = add_sums(batch_sums(batch), updated, pushed)
         report.step(step, sums, seconds=world.watch.take_seconds(), samples=batch.samples)
-        evaluated = evaluate(source, engine, world=world, step=step + 1)  # meets: if due
+        evaluated = evaluate(source, engine, trainer=trainer, step=step + 1)  # meets: if due
         report.evaluation(step + 1, evaluated)
         checkpoints.maybe_save(  # meets: if it is time, or a save is under way
             step + 1, trainer, source, evaluated=evaluated, stop=is_stopping

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
 
 from spmdrl.algorithms.shaping import RIGHT_AT
 from spmdrl.config import Config
+from spmdrl.config.data import Split
+from spmdrl.config.fields import replay_folder
 from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.errors import Refusal
+from spmdrl.exchange import exchange
+from spmdrl.rewards.signatures import part_names, reward_models
+from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.outcomes import (
     Estimate,
     ProblemOutcome,
@@ -23,8 +32,10 @@ from spmdrl.rollout.outcomes import (
     part_means,
     summarize,
 )
+from spmdrl.rollout.packing import pack
 from spmdrl.rollout.source import Source
-from spmdrl.types import Sums
+from spmdrl.types import Batch, Sums
+from spmdrl.workers.messages import RewardResult
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.world import World
 
@@ -38,7 +49,16 @@ class Result:
     outcomes: list[ProblemOutcome]
 
 
-def evaluate(source: Source, engine: EngineProtocol, *, world: World, step: int) -> Sums:
+class ModelScorer(Protocol):
+    """The trainer of a run, or a bystander: what scores with its reward models."""
+
+    world: World
+
+    def scores(self, batch: Batch, *, step: int, split: Split) -> dict[int, Tensor]:
+        """Return {position in rewards.functions: [S] float64, task units} on trainer ranks."""
+
+
+def evaluate(source: Source, engine: EngineProtocol, *, trainer: ModelScorer, step: int) -> Sums:
     """Sample the held-out prompts with the current weights when `step` is due.
 
     Due are multiples of evaluate.every_steps and the last step. Every rank calls it; engine
@@ -46,11 +66,11 @@ def evaluate(source: Source, engine: EngineProtocol, *, world: World, step: int)
 
     Returns: eval/ sums over all replicas, equal on every rank; empty when not due.
     """
-    cfg = world.cfg
+    world, cfg = trainer.world, trainer.world.cfg
     every = cfg.evaluate.every_steps
     if not every or (step % every and step != cfg.steps):
         return {}
-    outcomes = sample(source, engine, world=world, step=step)
+    outcomes = sample(source, engine, trainer=trainer, world=world, step=step)
     if outcomes and world.rank == 0:
         found = Result(step, outcomes)
         write(evaluation_file(cfg.output_dir, step), cfg, found, model=cfg.output_dir)
@@ -58,14 +78,83 @@ def evaluate(source: Source, engine: EngineProtocol, *, world: World, step: int)
 
 
 def sample(
-    source: Source, engine: EngineProtocol, *, world: World, step: int
+    source: Source,
+    engine: EngineProtocol,
+    *,
+    world: World,
+    step: int,
+    trainer: ModelScorer | None = None,
 ) -> list[ProblemOutcome]:
-    """Sample and reward the held-out prompts; return what all came to, in order, on every rank."""
+    """Sample and reward the held-out prompts; return what all came to, in order, on every rank.
+
+    Args:
+        trainer: scores with the reward models among rewards.functions; None leaves them out.
+    Raises: Refusal, on all ranks, for a model's score that is not finite under on_failure=fail.
+    """
     with world.watch.phase("evaluate", step):
-        own = source.evaluate(engine, step=step)
+        samples = source.evaluate(engine, step=step)
+    cfg = world.cfg
+    has_samples = cfg.objective.samples and not replay_folder(cfg)
+    if trainer is not None and has_samples and reward_models(cfg.rewards.functions):
+        samples = _with_scores(samples, trainer=trainer, world=world, step=step)
+    own = source.outcomes(samples)
     with world.watch.wait("gather evaluation", step):
         gathered = gather_objects(own, group=world.control)
     return sorted((o for part in gathered for o in part), key=lambda outcome: outcome.index)
+
+
+def _with_scores(
+    samples: Sequence[FinishedEpisode], *, trainer: ModelScorer, world: World, step: int
+) -> list[FinishedEpisode]:
+    """Return this rank's samples with what reward models say of them in their rewards. Every rank
+    calls it: samples go to the trainers as those of a step do, and scores come back to all."""
+    rewards = world.cfg.rewards
+    # All count here, also those whose function failed: what is valid is for the outcomes to say.
+    blank = [replace(s, reward=RewardResult(s.reward.key, 0.0)) for s in samples]
+    batch = exchange(pack(blank, sums={}, num_shown=0), world, step=step)
+    found = trainer.scores(batch, step=step, split="eval")
+    told = {i: score.tolist() for i, score in found.items()}
+    is_teller = world.rank == world.trainer_ranks[0]
+    with world.watch.wait("gather evaluation", step):
+        parts = gather_objects(told if is_teller else {}, group=world.control)
+    names = part_names(rewards.functions)
+    weights = rewards.weights or (1.0,) * len(names)
+    pairs = zip(batch.scalars.group_ids.tolist(), batch.scalars.sample_ids.tolist())
+    scores = {
+        pair: {i: score[row] for part in parts for i, score in part.items()}
+        for row, pair in enumerate(pairs)
+    }
+    for (slot, number), own in scores.items():
+        bad = [i for i, score in own.items() if not math.isfinite(score)]
+        if bad and rewards.on_failure == "fail":
+            raise Refusal(
+                f"evaluation after {step} steps: {rewards.functions[bad[0]]} of rewards.functions "
+                f"gave {own[bad[0]]} for sample {number} of held-out problem {slot}; a sequence "
+                "may be too long for it, or its weights or model.compute_dtype are wrong. Mend it, "
+                "or set rewards.on_failure=drop to leave such samples out"
+            )
+    return [
+        replace(s, reward=_added(s.reward, scores[s.slot, s.sample], names=names, weights=weights))
+        for s in samples
+    ]
+
+
+def _added(
+    reward: RewardResult,
+    scores: Mapping[int, float],
+    *,
+    names: Sequence[str],
+    weights: Sequence[float],
+) -> RewardResult:
+    """Return a reward with what models say; failed where one of them gave no number."""
+    if reward.value is None:
+        return reward
+    if not all(map(math.isfinite, scores.values())):
+        message = "a reward model gave no finite number"
+        return replace(reward, value=None, failure="bad_value", message=message)
+    value = reward.value + sum(weights[i] * score for i, score in scores.items())
+    parts = reward.parts | {names[i]: score for i, score in scores.items()}
+    return replace(reward, value=value, parts=parts)
 
 
 # --------------------------------------------------------------------------- what is shown

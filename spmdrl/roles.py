@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from spmdrl.config import Config
+from spmdrl.config.data import Split
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.weights import SentWeights
 from spmdrl.types import Advantages, Batch, Sums
@@ -50,6 +53,10 @@ class Bystander:
     def annotate(self, batch: Batch, *, step: int) -> Batch:
         """Return the batch as it is."""
         return batch
+
+    def scores(self, batch: Batch, *, step: int, split: Split) -> dict[int, Tensor]:
+        """Return {}."""
+        return {}
 
     def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
         """Return {}."""

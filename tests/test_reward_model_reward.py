@@ -334,6 +334,23 @@ def test_a_model_with_another_tokenizer_reads_what_the_tokens_say(folders, tmp_p
         assert "cannot read a sequence that is so long in its own tokens" in failed
 
 
+def _scored_as_held_out(cfg: Config) -> torch.Tensor:
+    with training(cfg) as (world, trainer):
+        return trainer.scores(_batch(cfg, world), step=3, split="eval")[1]
+
+
+def test_held_out_samples_are_read_behind_the_held_out_prompts(folders, tmp_path):
+    other = _tokenizer_of(folders["good"], tmp_path / "exchanged", template=TEMPLATE)
+    for name, prompts in (("train", ["3"] * 4), ("eval", PROMPTS)):
+        lines = [json.dumps({"prompt": p or "9"}) + "\n" for p in prompts]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "eval")}
+    cfg = changed(_config(folders | {"x": other}, tmp_path / "run", "x"), data=files)
+    (found,) = run_ranks(1, _scored_as_held_out, cfg)
+    expected = _scores(other, _said_again(folders, other))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_another_tokenizer_that_nothing_can_be_said_in_is_refused(folders, tmp_path):
     other = _tokenizer_of(folders["good"], tmp_path / "exchanged")
     cfg = _config(folders, tmp_path, "good")
@@ -507,7 +524,7 @@ def test_a_trained_and_exported_reward_model_is_a_reward(tmp_path):
         "data.eval-size": 4,
         "report.console.samples_every": "1",
     }
-    finished = run(str(tmp_path / "grpo.yaml"), 2, **TINY["rl"] | flags)
+    run(str(tmp_path / "grpo.yaml"), 2, **TINY["rl"] | flags)
     rows = metrics(out)
     assert len(rows) == 3
     for row in rows:
@@ -516,9 +533,11 @@ def test_a_trained_and_exported_reward_model_is_a_reward(tmp_path):
         assert row["reward/mean"] == pytest.approx(2 * raw, abs=1e-9)
         assert row["reward/std"] > 0 and row["policy/grad_norm"] > 0, "the model made no difference"
         assert row["time/reward_model"] > 0
-    assert "reward models, which score on the trainers, are no part of eval/reward" in (
-        finished.output + "".join(p.read_text() for p in (out / "logs").glob("*/rank_*.log"))
-    )
+    found = json.loads((out / "evaluations" / "evaluation_3.json").read_text())
+    parts = found["parts"]
+    assert parts.keys() == {"addition", "scorer"} and abs(parts["scorer"]) > 1e-3
+    mean = parts["addition"] + 0.5 * parts["scorer"]  # unshaped
+    assert found["all"]["reward"]["mean"] == pytest.approx(mean, abs=1e-9)
     _assert_samples_have_the_models_score(out / "samples.jsonl", scorer, max_tokens=8)
 
 

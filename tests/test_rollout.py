@@ -186,7 +186,11 @@ def played(cfg: Config) -> dict:
         engine.add, engine.step = spied_add, spied_step
         source = make_source()
         source.generate(engine, until=0)
-        found = {"rollouts": source.take(0), "seen": seen, "eval": source.evaluate(engine, step=0)}
+        found = {
+            "rollouts": source.take(0),
+            "seen": seen,
+            "eval": source.outcomes(source.evaluate(engine, step=0)),
+        }
         source.close()
     return found
 

@@ -222,12 +222,6 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
     models = reward_models(functions)
     if "" in models.values():
         yield "rewards.functions: `model:` names no folder; write model:PATH"
-    if models and len(models) == len(functions) and cfg.evaluate.every_steps:
-        yield (
-            f"rewards.functions: all {len(models)} are models, which score in training alone, so "
-            "held-out problems would have no reward; add a reward function, or set "
-            f"evaluate.every_steps to 0 (it is {cfg.evaluate.every_steps})"
-        )
 
 
 def _combination_problems(cfg: Config) -> Iterator[str]:

@@ -101,7 +101,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
         raise Refusal(f"{model} is a reward model, which answers nothing; evaluate a policy")
     if left_out := reward_models(asked.rewards.functions):
         print(
-            f"reward models score in training alone and are left out: "
+            f"reward models score on a run's trainers and are left out here: "
             f"{', '.join(left_out.values())}",
             file=sys.stderr,
         )

@@ -178,7 +178,7 @@ class RewardsSettings:
     generated task (`task:addition`), for its grader; or `model:PATH`, a reward model with a
     scalar head: its reward is the value after the last token, of the sampled tokens or, with
     another tokenizer than the policy's, of what they say. Models are sharded like the policy, on
-    the trainer ranks; evaluation leaves them out. Empty means the generated task's own grader."""
+    the trainer ranks. Empty means the generated task's own grader."""
     weights: tuple[Real, ...] = ()
     """One weight per function; empty means 1 each."""
     scope: Literal["auto", "sample", "group", "step"] = "auto"

@@ -542,8 +542,8 @@ GLOSSARY: dict[str, Metric] = {
         "task units",
         "mean of the means over a problem's samples (avg@n)",
         "held-out problems with a valid sample",
-        "reward on held-out rows, at evaluate.temperature; of functions alone: reward models are "
-        "left out",
+        "reward on held-out rows, at evaluate.temperature, of functions and reward models; never "
+        "shaped",
     ),
     "eval/reward_ci95": _M(
         "task units",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -15,9 +16,8 @@ from spmdrl.data.tokenizer import end_token_ids
 from spmdrl.engine.protocol import EngineProtocol, Truncation
 from spmdrl.environments.tool_calls import make_parser
 from spmdrl.errors import Refusal
-from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout.conversation import Chat
-from spmdrl.rollout.episode import Draw, Group
+from spmdrl.rollout.episode import Draw, FinishedEpisode, Group
 from spmdrl.rollout.filling import StepFiller
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
@@ -65,11 +65,6 @@ class SampledSource(Source):
         draw = self._draw("train", cfg.sampling, samples=cfg.batch.group_size)
         self.loop = self._make_loop(tokenizer)
         self.filler = StepFiller(cfg, world, loop=self.loop, prompts=self.prompts, draw=draw)
-        if cfg.evaluate.every_steps and world.replica == 0 and reward_models(cfg.rewards.functions):
-            log.warning(
-                "evaluation: reward models, which score on the trainers, are no part of "
-                "eval/reward; it is of the other rewards.functions alone"
-            )
 
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
         """Make this replica's share of every step up to `until`, with the engine's weights.
@@ -117,8 +112,8 @@ class SampledSource(Source):
         tokens = cycle(token for prompt in prompts for token in prompt)
         return [*prompts, tuple(islice(tokens, min(longest, _PROBE_TOKENS)))] if prompts else []
 
-    def evaluate(self, engine: EngineProtocol, *, step: int) -> list[ProblemOutcome]:
-        """Sample this replica's held-out prompts; its leader gets what they came to.
+    def evaluate(self, engine: EngineProtocol, *, step: int) -> list[FinishedEpisode]:
+        """Sample this replica's held-out prompts; its leader gets the samples.
 
         Rewards are as the functions give them, without rewards.shaping. Raises as `generate`.
         """
@@ -143,6 +138,10 @@ class SampledSource(Source):
         self.link.end()
         samples = [sample for group in groups for sample in group.drawn]
         warn_if_all_failed(samples, groups)
+        return samples
+
+    def outcomes(self, samples: Sequence[FinishedEpisode]) -> list[ProblemOutcome]:
+        """Return what held-out samples came to, problem by problem."""
         first, sources = len(self.cfg.data.sources("train")), self.cfg.data.sources("eval")
         several = enumerate(sources, first) if len(sources) > 1 else ()
         return outcomes_of(samples, names={i: source.name for i, source in several})

@@ -7,9 +7,11 @@ for another role.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from spmdrl.engine.protocol import EngineProtocol
+from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.outcomes import ProblemOutcome
 from spmdrl.types import Batch, Rollouts
 
@@ -32,8 +34,12 @@ class Source:
         """Return a few sequences for engine and trainer to score; the same on every rank."""
         return []
 
-    def evaluate(self, engine: EngineProtocol, *, step: int) -> list[ProblemOutcome]:
-        """Return what this rank's share of the held-out problems came to."""
+    def evaluate(self, engine: EngineProtocol, *, step: int) -> list[FinishedEpisode]:
+        """Return the samples of this rank's share of the held-out problems."""
+        return []
+
+    def outcomes(self, samples: Sequence[FinishedEpisode]) -> list[ProblemOutcome]:
+        """Return what such samples came to, problem by problem."""
         return []
 
     def state_dict(self) -> dict[str, Any] | None:

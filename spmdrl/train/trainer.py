@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
+from spmdrl.config.data import Split
 from spmdrl.model.flops import countable_shape, trained_flops
 from spmdrl.model.load import model_folder
 from spmdrl.model.lora.files import AdapterRecord
@@ -106,6 +107,14 @@ class Trainer:
                 part.load_state_dict(state[name])
 
     # ---------------------------------------------------------------- scoring
+
+    def scores(self, batch: Batch, *, step: int, split: Split) -> dict[int, Tensor]:
+        """Return what the reward models among rewards.functions say of a batch's sequences, whose
+        prompts are rows of data.train or data.eval. Trainer ranks meet each other.
+
+        Returns: {position in rewards.functions: [S] float64, task units}, the same on all.
+        """
+        return self._reward_models.scores(batch, step=step, split=split)
 
     def annotate(self, batch: Batch, *, step: int) -> Batch:
         """Add what loss and advantage ask for besides.

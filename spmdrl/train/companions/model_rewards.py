@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config
+from spmdrl.config.data import Split
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.checkpoint_reader import CheckpointReader
@@ -83,30 +84,43 @@ class RewardModels:
         """
         if not self._models:
             return batch
+        return with_scores(batch, self.scores(batch, step=step), cfg=self.cfg, step=step)
+
+    def scores(self, batch: Batch, *, step: int, split: Split = "train") -> dict[int, Tensor]:
+        """Return {position in rewards.functions: [S] float64, task units} of a batch's sequences,
+        the same on every trainer rank; they meet.
+
+        Args:
+            split: which data the prompts are rows of.
+        """
+        if not self._models:
+            return {}
         with self.world.watch.wait("reward model", step):
-            found = torch.stack([self._scores(position, batch) for position in self._models])
-            found = self.world.sum_over_trainers(found)
-        return with_scores(batch, dict(zip(self._models, found)), cfg=self.cfg, step=step)
+            own = [self._scores(position, batch, split=split) for position in self._models]
+            found = self.world.sum_over_trainers(torch.stack(own))
+        return dict(zip(self._models, found))
 
     @torch.no_grad()
-    def _scores(self, position: int, batch: Batch) -> Tensor:
+    def _scores(self, position: int, batch: Batch, *, split: Split) -> Tensor:
         """Return [S] float64, task units, on the CPU: 0 for the sequences of other ranks."""
         model = self._models[position]
         scores = torch.zeros(len(batch.scalars) + 1, dtype=torch.float64)  # a dummy's row is -1
         for microbatch in batch.microbatches:
-            own = self._ends(position, microbatch, scalars=batch.scalars)
+            own = self._ends(position, microbatch, scalars=batch.scalars, split=split)
             scores[microbatch.sequence_ids.cpu()] = own.double().cpu()
         reshard(model.scorer)
         return scores[:-1]
 
-    def _ends(self, position: int, microbatch: Microbatch, *, scalars: Scalars) -> Tensor:
+    def _ends(
+        self, position: int, microbatch: Microbatch, *, scalars: Scalars, split: Split
+    ) -> Tensor:
         """Return the value after the last token of each sequence: [s] float32; TOO_LONG where the
         model cannot read it."""
         model, host = self._models[position], on_host(microbatch)
         tokens, lengths = host.tokens, host.cu_seqlens.diff().tolist()
         is_long = [False] * len(lengths)
         if (reencoder := self._reencoders.get(position)) is not None:
-            sequences, is_long = reencoder.sequences(host, scalars)
+            sequences, is_long = reencoder.sequences(host, scalars, split=split)
             tokens, lengths = packed(sequences)
         # Not the policy's packing: the two may need different attention.
         row = model.row(tokens, lengths, mask=torch.zeros_like(tokens, dtype=torch.bool))

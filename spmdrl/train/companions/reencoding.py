@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
+from spmdrl.config.data import Split
 from spmdrl.data.prompts import apply_template, encode_plain, load_rows
 from spmdrl.data.rows import prompt_of
 from spmdrl.data.tokenizer import load_tokenizer, read_tokenizer
@@ -35,16 +36,19 @@ class Reencoder:
         self.cfg, self.limit = cfg, limit
         self._ours = load_tokenizer(cfg)
         self._theirs = read_tokenizer(str(folder), trust_remote_code=cfg.model.trust_remote_code)
-        self._rows = load_rows(cfg, split="train")
-        check_prompt(cfg, self._theirs, self._rows[0])
+        self._rows = {"train": load_rows(cfg, split="train")}
+        check_prompt(cfg, self._theirs, self._rows["train"][0])
 
-    def sequences(self, host: Microbatch, scalars: Scalars) -> tuple[list[list[int]], list[bool]]:
+    def sequences(
+        self, host: Microbatch, scalars: Scalars, *, split: Split
+    ) -> tuple[list[list[int]], list[bool]]:
         """Return the ids of each sequence, and whether it is longer than the model reads: it is cut
         then, and its score means nothing.
 
         Args:
             host: a micro-batch on the host. A dummy stays one token.
             scalars: of the whole batch.
+            split: which data their rows are of.
         """
         starts, found = host.cu_seqlens.tolist(), []
         for row, begin, end in zip(host.sequence_ids.tolist(), starts, starts[1:]):
@@ -55,18 +59,21 @@ class Reencoder:
             given = is_own.index(True) if True in is_own else len(is_own)
             response = host.tokens[begin + given : end]
             at, is_cut = int(scalars.rows[row]), bool(scalars.is_truncated[row])
-            found.append(self._encoded(at, response, is_cut=is_cut))
+            found.append(self._encoded(at, response, is_cut=is_cut, split=split))
         limit = self.limit or max(map(len, found))
         return [ids[:limit] for ids in found], [len(ids) > limit for ids in found]
 
-    def _encoded(self, index: int, response: Tensor, *, is_cut: bool) -> list[int]:
+    def _encoded(self, index: int, response: Tensor, *, is_cut: bool, split: Split) -> list[int]:
         if index < 0:
             raise Refusal(
                 "a reward model with another tokenizer needs the rows that sequences answer, and "
                 "these were sampled by a version that did not note them; sample anew"
             )
         text = self._ours.decode(response, skip_special_tokens=True)
-        row = self._rows[index]
+        if split not in self._rows:
+            self._rows[split] = load_rows(self.cfg, split=split)
+        rows = self._rows[split]
+        row = rows[index]
         prompt = _conversation(self.cfg, prompt_of(row))
         if isinstance(prompt, str):
             ids = encode_plain(prompt + text, self._theirs)
@@ -78,7 +85,7 @@ class Reencoder:
         else:
             before, answer = prompt, {"role": "assistant", "content": text}
         whole = apply_template(
-            [*before, answer], self._theirs, tools=row.get("tools"), where=self._rows.where(index)
+            [*before, answer], self._theirs, tools=row.get("tools"), where=rows.where(index)
         )
         return self._theirs(whole, add_special_tokens=False)["input_ids"]
 
