@@ -22,6 +22,7 @@ from torch import Tensor
 from spmdrl.checkpoint.adapters import MergedWeights
 from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
+from spmdrl.data.hub import find_on_hub
 from spmdrl.data.tokenizer import read_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.imports import parsed_json, refusing
@@ -211,6 +212,7 @@ def _from_hub(name: str, *, flag: str) -> Path:
         f"; say by {flag} where it is now",
     )
     with refusing(f"{name} {what}", OSError, ValueError, hint=hint):
+        find_on_hub(name, field=flag)
         return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, "*.py"]))
 
 

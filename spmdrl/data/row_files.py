@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from spmdrl.data.hub import find_on_hub
 from spmdrl.data.row_values import ROW_BYTES
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
@@ -211,6 +212,7 @@ def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
     from datasets import load_dataset
 
     name, *rest = spec.split(":")
+    find_on_hub(name, field="data", kind="dataset")
     config, split = rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
     # The hub client raises many kinds; all mean "not readable".
     with refusing(f"hub dataset {name} (config {config}, split {split})", Exception):

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from spmdrl.config import Config
+from spmdrl.data.hub import find_on_hub
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, refusing
 
@@ -39,6 +40,8 @@ def read_tokenizer(
         what: said first where there is none.
     Raises: Refusal for files that make no tokenizer, whatever they hold.
     """
+    if not local_files_only:
+        find_on_hub(name, field=what.rstrip(": ") or "tokenizer")
     what = f"{what}no tokenizer can be loaded from {name!r}, as a folder or hub name"
     with refusing(what, Exception, names_kind=True):  # files are read by code of many kinds
         return AutoTokenizer.from_pretrained(

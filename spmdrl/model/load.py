@@ -6,7 +6,6 @@ rank reads only its own slices of the safetensors files.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config, ModelSettings
+from spmdrl.data.hub import find_on_hub
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, refusing
 from spmdrl.model.blocks import name_of
@@ -50,8 +50,7 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "a
         )
     if is_missing_folder(path):
         raise Refusal(f"model.path: folder {path} does not exist (looked from {Path.cwd()})")
-    # A hub that cannot be reached is tried for a minute; the last failure says all there is.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    find_on_hub(path, field="model.path")
     where = "unreadable" if folder.is_dir() else "neither a folder nor a hub model in reach"
     # transformers raises many kinds, all of them mean the same here.
     with refusing(f"model.path: {path} is {where}", Exception):
