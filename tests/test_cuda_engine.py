@@ -127,8 +127,7 @@ def _drawn_seeds(monkeypatch, path: Path, *, seed: int, replica: int) -> list[in
     engine = object.__new__(VllmEngine)
     engine.cfg = Config(seed=seed, model=ModelSettings(path=str(path)))
     engine.world = SimpleNamespace(replica=replica)
-    engine.version, engine._slot, engine._routes, engine._seeds = 0, None, None, None
-    engine._kept, engine._returns_masks = None, False
+    engine.version, engine._slot, engine._seeds = 0, None, None
     engine._build({}, on_cpu=False)
     for own in (None, 7, None):
         engine.add(Request("k", (1, 2), max_tokens=3, temperature=1.0, seed=own, stop_token_ids=()))

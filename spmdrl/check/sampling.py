@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from spmdrl.config.fields import Config
 
+_LONGEST_STOP = 256
 _MOST_BIAS = 100  # what vLLM clamps to
 
 
@@ -13,7 +14,17 @@ def sampling_problems(cfg: Config) -> list[str]:
     """Return what is wrong with sampling, each as `field: what, value seen, what to do`."""
     if not cfg.objective.samples:
         return []
-    return [f"sampling.{problem}" for problem in (*_bias_problems(cfg), *_penalty_problems(cfg))]
+    found = (*_stop_problems(cfg), *_bias_problems(cfg), *_penalty_problems(cfg))
+    return [f"sampling.{problem}" for problem in found]
+
+
+def _stop_problems(cfg: Config) -> Iterator[str]:
+    for string in cfg.sampling.stop:
+        if not 0 < len(string) <= _LONGEST_STOP or "\N{REPLACEMENT CHARACTER}" in string:
+            yield (
+                f"stop: {string[:40]!r} cannot end a response; take a text of 1 to {_LONGEST_STOP} "
+                "characters, without U+FFFD, which stands for what is no character"
+            )
 
 
 def _bias_problems(cfg: Config) -> Iterator[str]:

@@ -73,6 +73,7 @@ _OF_RL = (
     "sampling.min_p",
     "sampling.presence_penalty",
     "sampling.repetition_penalty",
+    "sampling.stop",
     "sampling.top_k",
     "sampling.top_p",
 )

@@ -52,6 +52,9 @@ class SamplingSettings:
     stop_token_ids: tuple[Annotated[int, within(0, 2**31 - 1)], ...] = ()
     """Token ids that end a response besides the tokenizer's eos and the model's own: those of
     its generation_config.json, or of its config.json where there is none."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response, at the token that completes one: it is the last that was sampled
+    and trained on, and reward functions see it. In training and evaluation."""
     top_p: Share = 1.0
     """Draw among the likeliest tokens that have this probability together; 1: among all. With
     top_p, top_k or min_p the ids that each token was drawn among go to the trainer with it, which

@@ -50,11 +50,16 @@ class Request:
     """Keys this sample's randomness; None draws from the engine's own generator."""
     stop_token_ids: tuple[int, ...]
     """Ids that end the response; the one that did is its last token. Nothing else ends it but
-    max_tokens, in either engine."""
+    `stop` and max_tokens, in either engine."""
     truncation: Truncation = UNTRUNCATED
     """Not of greedy ones."""
     penalties: Penalties = NO_PENALTIES
     """Of greedy ones too. What the prompt holds is its prompt, what is drawn its response."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the response at the token that completes one."""
+    num_begun: int = 0
+    """So many of the prompt's last ids are the begin of the response, drawn by an earlier request:
+    a string of `stop` may begin there."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,20 @@ class Completion:
     None without model.moe.replay."""
     kept_sets: KeptSets | None = None
     """Of the sampled ids; None where the config's sampling leaves out none, or it is greedy."""
+
+    def until(self, count: int) -> Completion:
+        """Return what was drawn up to a token that ended it, the first `count`."""
+        over = len(self.tokens) - count
+        routes = self.routes
+        return Completion(
+            self.key,
+            self.tokens[:count],
+            self.logprobs[:count],
+            self.versions[:count],
+            is_truncated=False,
+            routes=None if routes is None else routes[: len(routes) - over],
+            kept_sets=self.kept_sets and self.kept_sets[torch.arange(count)],
+        )
 
 
 def route_dtype(num_experts: int) -> torch.dtype:

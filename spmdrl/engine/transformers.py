@@ -22,6 +22,7 @@ from spmdrl.config import Config
 from spmdrl.engine.penalties import penalised
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.seeded_draws import draw, numbers
+from spmdrl.engine.stop_strings import make_stop_strings
 from spmdrl.engine.transformers_runner import ModelRunner, Sampled
 from spmdrl.engine.truncation import KeptRows
 from spmdrl.errors import Refusal
@@ -58,6 +59,7 @@ class TransformersEngine:
     def _build(self) -> None:
         self._runner = ModelRunner(self.cfg, self.world.device, longest=self._longest)
         self._held = Held(live_tensors(self.model), file_tensors(self.model))
+        self._stops = make_stop_strings(self.cfg)
         # Replicas draw for different prompts.
         self._seeds = torch.Generator().manual_seed(1000003 * self.cfg.seed + self.world.replica)
 
@@ -78,6 +80,8 @@ class TransformersEngine:
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
         kept = KeptRows() if self._keeps_sets and request.truncation.is_on else None
+        if self._stops is not None:
+            self._stops.added(request)
         self._waiting.append(Sampled(request, seed, kept=kept))
 
     @torch.inference_mode()
@@ -138,6 +142,8 @@ class TransformersEngine:
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(self.version)
+            if self._stops is not None:
+                sequence.is_at_string = bool(self._stops.end(sequence.request.key, sequence.tokens))
         for place, sequence in enumerate(running):
             if sequence.kept is not None and sets is not None:
                 sequence.kept.add(sets, place)
@@ -152,6 +158,8 @@ class TransformersEngine:
             )
             if sequence.is_stopped or is_full:
                 found.append(sequence.completion(is_truncated=not sequence.is_stopped))
+                if self._stops is not None:
+                    self._stops.drop(sequence.request.key)
                 gaps.append(slot)
         left = len(self._running) - len(gaps)
         finished = set(gaps)

@@ -43,6 +43,8 @@ class Sampled:
     routes: list[Tensor] = field(default_factory=list)
     """[n, L, K] of consecutive tokens from the first on, under model.moe.replay."""
     num_routed: int = 0
+    is_at_string: bool = False
+    """A string of `request.stop` is complete."""
     kept: KeptRows | None = None
     """Among what each token was drawn, where the trainer is to know."""
 
@@ -59,7 +61,8 @@ class Sampled:
     @property
     def is_stopped(self) -> bool:
         """Whether the last token ends it."""
-        return bool(self.tokens) and self.tokens[-1] in self.request.stop_token_ids
+        is_at_id = bool(self.tokens) and self.tokens[-1] in self.request.stop_token_ids
+        return is_at_id or self.is_at_string
 
     def completion(self, *, is_truncated: bool) -> Completion:
         """Return what was drawn."""

@@ -25,11 +25,9 @@ from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm_adapter import AdapterSlot
 from spmdrl.engine.vllm_arguments import engine_arguments
 from spmdrl.engine.vllm_families import model_arguments
-from spmdrl.engine.vllm_kept_sets import KeptSource, make_kept_source
+from spmdrl.engine.vllm_outputs import Outputs
 from spmdrl.engine.vllm_plain import with_plain_weights
-from spmdrl.engine.vllm_routes import Routes, make_routes
 from spmdrl.engine.vllm_trial import refusing_models, try_engine
-from spmdrl.types import flat
 from spmdrl.world import World
 from spmdrl.world.comm import agree
 from spmdrl.world.live_bytes import device_bytes
@@ -54,13 +52,8 @@ class VllmEngine:
         self.version = -1
         self._llm: Any = None
         self._slot: AdapterSlot | None = None
-        # {request: [(tokens drawn when these weights were replaced, their version)]}
-        self._replaced: dict[str, list[tuple[int, int]]] = {}
         self._unregistered: list[tuple[Tensor, Tensor]] = []  # live, and kept while it sleeps
         self._seeds: random.Random | None = None  # of requests without one
-        self._routes: Routes | None = None  # under model.moe.replay
-        self._kept: KeptSource | None = None  # under top_k, top_p, min_p
-        self._returns_masks = False
         self._has_groups = bool(world.inference_ranks)
         if not self._has_groups:
             return
@@ -96,10 +89,7 @@ class VllmEngine:
             self._seeds = random.Random(f"{cfg.seed} {self.world.replica}")
         if cfg.model.lora.pushes_adapter:
             self._slot = AdapterSlot(self._runner)
-        if cfg.model.moe.replay:
-            self._routes = make_routes(self._llm, on_cpu=on_cpu)
-        if cfg.sampling.truncates:
-            self._kept, self._returns_masks = make_kept_source(self._llm, on_cpu=on_cpu), not on_cpu
+        self._outputs = Outputs(self._llm, cfg, on_cpu=on_cpu)
 
     # ---------------------------------------------------------------- generation
 
@@ -107,56 +97,19 @@ class VllmEngine:
         """Queue a request."""
         if request.seed is None and self._seeds is not None:
             request = replace(request, seed=self._seeds.getrandbits(63))
-        params = vllm_requests.sampling_params(request, returns_masks=self._returns_masks)
+        params = vllm_requests.sampling_params(request, returns_masks=self._outputs.returns_masks)
         # The salt keeps it from prefixes that older weights computed for unfinished requests.
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self.version)}
         request_id = self._llm.add_request(request.key, prompt, params, lora_request=self._lora)
-        if self._routes:
-            self._routes.added(request.key, request_id)
-        if self._kept:
-            self._kept.added(request, request_id)
+        self._outputs.added(request, request_id)
 
     def step(self) -> list[Completion]:
         """Run one scheduling step and return what finished in it."""
-        found = []
-        for output in self._llm.step():
-            if output.finished:
-                sample, key = output.outputs[0], output.request_id
-                tokens = flat(sample.token_ids, "int64")
-                found.append(
-                    Completion(
-                        key,
-                        tokens,
-                        flat(sample.logprobs.logprobs, "float32"),
-                        self._versions(key, len(tokens)),
-                        is_truncated=sample.finish_reason == "length",
-                        routes=self._routes and self._routes.finished(key, output),
-                        kept_sets=self._kept.finished(key, output, tokens) if self._kept else None,
-                    )
-                )
-                self._replaced.pop(key, None)
-        return found
+        return self._outputs.step(self.version)
 
     def unfinished(self) -> list[Completion]:
         """Return what was drawn so far for the requests that go on, is_truncated False."""
-        return [
-            Completion(
-                request.key,
-                (tokens := flat(request.tokens, "int64")),
-                flat(request.logprobs, "float32"),
-                self._versions(request.key, len(tokens)),
-                is_truncated=False,
-                routes=self._routes and self._routes.unfinished(request),
-                kept_sets=self._kept.unfinished(request, tokens) if self._kept else None,
-            )
-            for request in vllm_requests.unfinished(self._llm)
-        ]
-
-    def _versions(self, key: str, drawn: int) -> Tensor:
-        versions = torch.full((drawn,), self.version)
-        for count, version in reversed(self._replaced.get(key, ())):
-            versions[:count] = version
-        return versions
+        return self._outputs.unfinished(self.version)
 
     @property
     def is_busy(self) -> bool:
@@ -170,7 +123,7 @@ class VllmEngine:
         """
         if self.is_busy:
             raise RuntimeError("score() while requests are unfinished; finish them first")
-        params = vllm_requests.scoring_params(returns_masks=self._returns_masks)
+        params = vllm_requests.scoring_params(returns_masks=self._outputs.returns_masks)
         for i, tokens in enumerate(sequences):
             self._llm.add_request(
                 f"score-{i}", {"prompt_token_ids": list(tokens)}, params, lora_request=self._lora
@@ -199,11 +152,7 @@ class VllmEngine:
         """Take `version` as that of the weights. Prefixes of older weights are not used again;
         unfinished requests keep their KV cache, or compute it anew, as rollout.schedule says."""
         if self._llm is not None and version != self.version:
-            for request in vllm_requests.unfinished(self._llm):
-                drawn = (len(request.tokens), self.version)
-                self._replaced.setdefault(request.key, []).append(drawn)
-                if self._routes:
-                    self._routes.keep(request)
+            self._outputs.replaced(self.version)
         self.version = version
         if self._llm is None:
             return
@@ -279,7 +228,8 @@ class VllmEngine:
             dist.barrier(group=self.world.control)
             if self._llm is not None:
                 vllm_internals.close_llm(self._llm)
-                self._llm = self._slot = self._routes = None
+                self._llm = self._slot = None
+                del self._outputs
             vllm_internals.destroy_groups()
             dist.barrier(group=self.world.control)
         self._sockets.cleanup()

@@ -31,6 +31,9 @@ class KeptSource(Protocol):
     def unfinished(self, request: Unfinished, tokens: Tensor) -> KeptSets | None:
         """Return the sets of the tokens that a request has so far, or None likewise."""
 
+    def drop(self, key: str) -> None:
+        """Forget a request that was ended here."""
+
 
 def make_kept_source(llm: Any, *, on_cpu: bool) -> KeptSource:
     """Return what knows the kept sets of an engine, built with `kept_arguments`."""
@@ -73,6 +76,10 @@ class _Watched:
             return None
         return self._rows[self._ids[request.key]].of(tokens, key=request.key)
 
+    def drop(self, key: str) -> None:
+        if key in self._ids:
+            del self._rows[self._ids.pop(key)]
+
 
 class _ReturnedSets:
     """Kept sets that vLLM itself returns."""
@@ -94,6 +101,9 @@ class _ReturnedSets:
     def unfinished(self, request: Unfinished, tokens: Tensor) -> KeptSets | None:
         found = [ids for chunk in request.kept for ids in chunk.to_nested_list()]
         return self._ours(request.key, found, tokens)
+
+    def drop(self, key: str) -> None:
+        self._keys.discard(key)
 
     def _ours(self, key: str, ids: list[list[int]], tokens: Tensor) -> KeptSets | None:
         if key not in self._keys:

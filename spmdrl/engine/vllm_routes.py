@@ -40,6 +40,9 @@ class Routes(Protocol):
     def keep(self, request: Unfinished) -> None:
         """Hold on to the routes of a request whose KV cache may be dropped."""
 
+    def drop(self, key: str) -> None:
+        """Forget a request that was ended here."""
+
 
 def make_routes(llm: Any, *, on_cpu: bool) -> Routes:
     """Return the recorder of an engine's routes.
@@ -105,6 +108,10 @@ class _BySlot:
         if routes is not None:
             self._kept[request.key] = routes
 
+    def drop(self, key: str) -> None:
+        del self._ids[key]
+        self._kept.pop(key, None)
+
     def _so_far(self, key: str, count: int) -> Tensor | None:
         """Return the routes that were kept, and behind them what the cache has."""
         kept = self._kept.get(key)
@@ -153,6 +160,9 @@ class _Returned:
 
     def keep(self, request: Unfinished) -> None:
         """Do nothing: vLLM keeps what it has handed over."""
+
+    def drop(self, key: str) -> None:
+        """Do nothing: vLLM forgets it too."""
 
     def _ours(self, chunks: Any) -> Tensor:
         parts = [torch.from_numpy(part[:, self._layers].astype("int32")) for part in chunks]

@@ -40,6 +40,7 @@ class Draw:
     truncation: Truncation = UNTRUNCATED
     """Not of the greedy response."""
     penalties: Penalties = NO_PENALTIES
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +240,8 @@ class Episode:
             seed=self._seed() if draw.is_seeded and not is_greedy else None,
             truncation=UNTRUNCATED if is_greedy else draw.truncation,
             penalties=draw.penalties,
+            stop=draw.stop,
+            num_begun=self.trajectory.num_following - self.turn_start,
         )
 
     def _seed(self) -> int:

@@ -96,10 +96,17 @@ def _said(request: Request) -> tuple:
         request.stop_token_ids,
         tuple(vars(request.truncation).values()) if request.truncation.is_on else (),
         tuple(vars(request.penalties).values()) if request.penalties.is_on else (),
+        request.stop,
+        request.num_begun if request.stop else 0,
     )
 
 
 def _meant(said: tuple) -> Request:
-    key, prompt, *others, truncation, penalties = said
-    request = Request(key, tuple(prompt.tolist()), *others)
-    return replace(request, truncation=Truncation(*truncation), penalties=Penalties(*penalties))
+    key, prompt, *others, truncation, penalties, stop, num_begun = said
+    return replace(
+        Request(key, tuple(prompt.tolist()), *others),
+        truncation=Truncation(*truncation),
+        penalties=Penalties(*penalties),
+        stop=stop,
+        num_begun=num_begun,
+    )

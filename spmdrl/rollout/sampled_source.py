@@ -173,6 +173,7 @@ class SampledSource(Source):
             temperature=how.temperature,
             truncation=Truncation(how.top_p, how.top_k, how.min_p),
             penalties=cfg.sampling.penalties,
+            stop=cfg.sampling.stop,
             is_seeded=cfg.engine.seed_per_request,
             stop_token_ids=self._stops,
             has_greedy=purpose == "train" and "greedy_rewards" in registry.inputs_of(advantage),
