@@ -1,0 +1,51 @@
+"""Start ranks as torchrun does, with less to type and no traceback of the launcher's own.
+
+python -m spmdrl launch --nproc-per-node 2 train.py --config FILE [--any.field value]
+
+Every option of torchrun goes before the program. Without one that says where several nodes meet,
+the ranks are those of this node alone (--standalone). The exit status is that of the rank that
+failed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+_MEETING = ("--standalone", "--nnodes", "--rdzv", "--node", "--master")
+"""Beginnings of the options that say where nodes meet."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Start the ranks, wait for them, and return the exit status: 128 + N after signal N."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if argv else 2
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say it
+    options = [word.replace("_", "-") for word in argv if word.startswith("--")]
+    is_told = any(word.startswith(_MEETING) for word in options[: _num_options(argv)])
+    try:
+        run(parse_args(argv if is_told else ["--standalone", *argv]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it could say nothing itself
+            print(f"rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+        return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def _num_options(argv: list[str]) -> int:
+    """Return how many options stand before the program."""
+    for i, word in enumerate(argv):
+        if word.endswith(".py") or word == "-m":
+            return sum(other.startswith("--") for other in argv[:i])
+    return len(argv)
