@@ -125,6 +125,7 @@ def test_rewards_of_samples_and_of_groups_add_up_in_order(place):
     with pool_of(*functions, weights=(1.0, 10.0, 0.1)) as pool:
         found = scored(pool, a=["x y", "x"], b=["alone", "x"])
     assert found["a", 0].value == pytest.approx(1.0 + 0.3 + 0.2)
+    assert not pool._joining._groups and not pool._joining._awaited
     assert list(found["a", 0].parts.items()) == [("chars", 0.03), ("longest", 1.0), ("waits", 2.0)]
     assert found["a", 0].metrics["chars/letters"] == 3.0
     # A sample that fails by itself was in its group all the same, and costs the others nothing.
@@ -135,6 +136,7 @@ def test_rewards_of_samples_and_of_groups_add_up_in_order(place):
 def test_the_scope_sample_gives_lists_of_one_and_none_for_all_is_a_failure(place):
     with pool_of(f"{place}:longest", scope="sample") as pool:
         found = scored(pool, a=["a", "a b"], b=["raise", "a"])
+        assert not pool._joining._groups and not pool._joining._awaited
     assert [r.value for r in found.values()] == [1.0, 1.0, None, 1.0]
     with pool_of(f"{place}:none", f"{place}:longest") as pool:
         assert [r.value for r in scored(pool, a=["a", "b c"]).values()] == [0.0, 1.0]
@@ -146,7 +148,7 @@ def test_a_worker_that_answers_for_too_few_samples_is_not_believed():
     joining = Joining(least=None)
     for i in range(2):
         joining.add(i, RewardSample({}, "", [], False), group="g", what="data row 0")
-    call, work = joining.group("g")
+    call, work = joining.close("g")
     assert call == Call("group", (0, 1), "data row 0") and len(work.samples) == 2
     done = Done(1, 0.0, 1.0, result=ListResult(None, results=(RewardResult(None, 1.0),)))
     found = joining.scored(call, done, scopes=["group"])
@@ -170,6 +172,23 @@ def test_the_loop_scores_a_group_when_its_last_sample_is_drawn(place):
     assert {g.slot for g in whole} == {slot for slot, _ in PROMPTS} and not loop._ended
     for group in groups:
         assert [s.reward.value for s in group.drawn] == [float(DRAW.samples)] * DRAW.samples
+
+
+def test_a_group_whose_last_sample_fails_before_it_is_scored_is_whole_without_it(place):
+    draw = dataclasses.replace(DRAW, must_score=False)
+    group = Group(0, 7, PROMPTS[0][0], PROMPTS[0][1], version=2, draw=draw)
+    with pool_of(f"{place}:waits") as pool:
+        loop, engine = Loop(Config(), tokenizer=Tokenizer(), pool=pool, link=Link()), Engine()
+        loop.admit(group)
+        lost = loop._to_draw.pop()
+        while loop._to_draw or loop._drawing:
+            assert not loop.tick(engine)
+        assert not len(pool) and len(loop._outside) == draw.samples - 1
+        loop._finish(lost, RewardResult(lost.key, failure="error", message="environment: lost"))
+        while loop.is_busy:
+            loop.tick(engine)
+    values = [s.reward.value for s in group.drawn]
+    assert group.is_complete and values == [draw.samples - 1.0] * (draw.samples - 1) + [None]
 
 
 def test_a_function_of_steps_adds_to_what_was_scored_before(place):

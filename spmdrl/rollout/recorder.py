@@ -45,6 +45,7 @@ KEPT_FIELDS = (
     "sampling.logit_bias",
     "rewards.functions",
     "rewards.weights",
+    "rewards.scope",
     *(f"rewards.shaping.{name}" for name in vars(ShapingSettings())),
 )
 """Fields of the config that the recorded numbers already contain."""

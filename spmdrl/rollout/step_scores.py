@@ -38,7 +38,9 @@ def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
     began, state = time.perf_counter(), loop.pool.state(step)
     texts = loop.texts([_last_turn(s) for _, s in found.values()])
     samples = {
-        key: RewardSample(s.prompt.row, text, _last_turn(s), s.trajectory.is_truncated, state)
+        key: RewardSample(
+            s.prompt.row, text, _last_turn(s), s.trajectory.is_truncated, state, s.prompt.source
+        )
         for (key, (_, s)), text in zip(found.items(), texts)
     }
     rewards = {key: s.reward for key, (_, s) in found.items()}

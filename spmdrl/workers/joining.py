@@ -27,7 +27,6 @@ class _Awaited:
     """A sample that is not scored by all yet."""
 
     sample: RewardSample
-    group: Hashable
     what: str
     found: dict[Scope, RewardResult] = field(default_factory=dict)
 
@@ -42,15 +41,22 @@ class Joining:
     def __init__(self, *, least: float | None):
         self._least = least
         self._awaited: dict[Hashable, _Awaited] = {}
+        self._groups: dict[Hashable, list[Hashable]] = {}  # keys of those not closed yet
 
     def add(self, key: Hashable, sample: RewardSample, *, group: Hashable, what: str) -> Call:
-        """Take a sample in; return the call that scores it alone."""
-        self._awaited[key] = _Awaited(sample, group, what)
+        """Take a sample in; return the call that scores it alone.
+
+        Args:
+            group: which is closed later; None where no function scores groups.
+        """
+        self._awaited[key] = _Awaited(sample, what)
+        if group is not None:
+            self._groups.setdefault(group, []).append(key)
         return Call("sample", (key,), what)
 
-    def group(self, group: Hashable) -> tuple[Call, RewardList] | None:
+    def close(self, group: Hashable) -> tuple[Call, RewardList] | None:
         """Return the call that scores a group's samples together; None of a group without any."""
-        own = {key: a for key, a in self._awaited.items() if a.group == group}
+        own = {key: self._awaited[key] for key in self._groups.pop(group, [])}
         if not own:
             return None
         what, samples = next(iter(own.values())).what, tuple(a.sample for a in own.values())

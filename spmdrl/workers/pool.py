@@ -130,7 +130,11 @@ class RewardPool(JobQueue):
         sample = RewardSample(
             prompt.row, response_text, response_tokens, truncated, state, prompt.source
         )
-        is_alone, group = group is None, ("alone", key) if group is None else group
+        is_alone = group is None
+        if "group" not in self.scopes:
+            group = None
+        elif is_alone:
+            group = ("alone", key)
         call = self._joining.add(key, sample, group=group, what=f"data row {prompt.index}")
         if "sample" in self.scopes:
             self._send(call, sample, what=call.what)
@@ -142,7 +146,7 @@ class RewardPool(JobQueue):
 
         Raises: Refusal as `submit`.
         """
-        if "group" in self.scopes and (found := self._joining.group(group)) is not None:
+        if "group" in self.scopes and (found := self._joining.close(group)) is not None:
             call, samples = found
             self._send(call, samples, what=call.what)
 
