@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from spmdrl import config
+from spmdrl.check.foreign_code import named_code
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, SourceSettings
 from spmdrl.data.characters import character_tokenizer
@@ -20,6 +21,8 @@ from spmdrl.data.prompt_order import WeightedOrder
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.sources import Chain
 from spmdrl.rollout.recordings import find_recorded, read_table
+from spmdrl.types import Prompt
+from spmdrl.workers.pool import RewardPool
 
 PLAIN = character_tokenizer()
 
@@ -233,6 +236,75 @@ def test_rows_of_a_later_source_are_refused_by_file_and_line(tmp_path):
         PromptSource(sources_of(tmp_path, train=["task:addition", bad], size=20), PLAIN)
 
 
+# --------------------------------------------------------------------------- their rewards
+
+FUNCTIONS = """
+def one(data_source, solution_str, ground_truth=None, extra_info=None):
+    return 1.0
+
+def rank(prompts, completions, **columns):
+    return [sum(other < own for other in completions) for own in completions]
+"""
+
+
+def rewards_of(tmp_path: Path, **fields: object) -> Config:
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    own = f"{tmp_path}/own.py"
+    train = [
+        {"path": "a.jsonl", "rewards": [f"{own}:one"]},
+        {"path": "task:addition", "size": 5, "task_options": {"digits": 1, "partial": True}},
+        {"path": "b.jsonl", "rewards": [f"{own}:rank", f"{own}:one"]},
+    ]
+    return config.from_tree({"model": {"path": "m"}, "data": {"train": train}} | fields)
+
+
+def test_each_source_has_its_own_rewards_and_a_task_its_grader(tmp_path):
+    cfg = rewards_of(tmp_path)
+    assert not validate(cfg)
+    assert [spec.rpartition(":")[2] for spec in cfg.reward_functions] == ["one", "addition", "rank"]
+    with RewardPool(cfg) as pool:
+        pool.start()
+        for source in range(3):
+            for i, text in enumerate(("12", "22")):
+                prompt = Prompt(0, (1,), "q", {"prompt": "q", "answer": "12"}, source=source)
+                pool.submit(
+                    (source, i),
+                    prompt=prompt,
+                    response_text=text,
+                    response_tokens=[1],
+                    truncated=False,
+                    group=source,
+                )
+            pool.close_group(source)
+        found = {result.key: result for result in pool.drain()}
+    assert not [result.message for result in found.values() if result.failure]
+    parts = {key: result.parts for key, result in found.items()}
+    assert parts[0, 0] == parts[0, 1] == {"one": 1.0}
+    assert (parts[1, 0], parts[1, 1]) == ({"addition": 1.0}, {"addition": 0.5})
+    assert (parts[2, 0], parts[2, 1]) == ({"rank": 0.0, "one": 1.0}, {"rank": 1.0, "one": 1.0})
+    assert [found[2, i].value for i in (0, 1)] == [1.0, 2.0]
+
+
+def test_rewards_in_common_have_their_weights_and_own_ones_weight_one(tmp_path):
+    own = f"{tmp_path}/own.py"
+    cfg = rewards_of(tmp_path, rewards={"functions": [f"{own}:rank"], "weights": [3.0]})
+    pool = RewardPool(cfg)
+    assert pool._setup.functions == {"rank": f"{own}:rank", "one": f"{own}:one"}
+    assert pool._setup.weights == (3.0, 1.0)
+    assert pool._setup.applies == (("one",), ("rank",), ("rank", "one"))
+
+
+def test_rewards_of_sources_that_cannot_be_are_refused(tmp_path):
+    whole = rewards_of(tmp_path, rewards={"scope": "step"})
+    with RewardPool(whole) as pool, refused("rank scores whole steps, and some sources"):
+        pool.start()
+    model = rewards_of(tmp_path, rewards={"functions": ["model:m"]})
+    assert any("model:m scores the rows of all sources" in text for text in validate(model))
+    offline = rewards_of(tmp_path, algorithm={"objective": "sft"}, layout={"placement": "offline"})
+    assert any("data.train[0].rewards: nothing is sampled" in text for text in validate(offline))
+    assert any("own.py:one" in text for text in named_code(rewards_of(tmp_path)))
+
+
 # --------------------------------------------------------------------------- a run of them
 
 
@@ -248,8 +320,16 @@ def test_a_run_reports_each_source_and_resumes_in_the_same_order_on_other_ranks(
     (tmp_path / "own.py").write_text(
         "def grade(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float(sum(map(ord, solution_str)) % 5)\n"
+        "def of_sums(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert data_source == 'task:addition'\n"
+        "    return 10 + len(solution_str)\n"
     )
     sources = sources_of(tmp_path).data
+    train = tuple(
+        changed(source, rewards=(f"{tmp_path}/own.py:of_sums",)) if source.weight == 3 else source
+        for source in sources.train
+    )
+    sources = changed(sources, train=train)
     cfg = made(
         output_dir=str(tmp_path / "whole"),
         steps=4,
@@ -280,7 +360,8 @@ def test_a_run_reports_each_source_and_resumes_in_the_same_order_on_other_ranks(
         for row in trained:
             parts = 4 * row["source/ours/reward"] + 12 * row["source/addition/reward"]
             assert parts / 16 == pytest.approx(row["reward/mean"])
-            assert row["source/ours/reward"] != row["source/addition/reward"]
+            assert row["source/ours/reward"] == row["reward/grade/mean"] < 5
+            assert row["source/addition/reward"] == row["reward/of_sums/mean"] >= 10
         last = next(row for row in reversed(rows) if "eval/reward" in row)
         both = 5 * last["eval/two/reward"] + 3 * last["eval/ours/reward"]
         assert both / 8 == pytest.approx(last["eval/reward"])

@@ -18,7 +18,7 @@ _TASK = re.compile(r"\s*(task|reasoning_gym):\w+\s*")
 def named_code(cfg: Config) -> list[str]:
     """Return the fields by which a config has its reader run code, or takes away what contains
     it, each as `field: value`; without the code of a model's folder."""
-    rewards = cfg.rewards.functions
+    rewards = cfg.reward_functions
     found = [
         f"rewards.functions: {spec}"
         for i, spec in enumerate(rewards)

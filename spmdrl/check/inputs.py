@@ -80,16 +80,23 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
     if cfg.objective.samples:
         yield from _model_problems(cfg, row)
         # The grader of a generated task was made with its first row.
-        own = [s for s in cfg.rewards.functions if not is_generated(s) and not reward_models([s])]
-        if own:
-            yield from problems_in_child(
-                own,
-                row,
-                timeout_s=cfg.layout.startup_timeout_s,
-                scope=cfg.rewards.scope,
-                has_greedy=_has_greedy(cfg),
-                no_step=_no_step(cfg),
-            )
+        for source, first in zip(cfg.data.sources("train"), rows):
+            yield from _function_problems(cfg, source, first)
+
+
+def _function_problems(cfg: Config, source: SourceSettings, row: dict | None) -> Iterator[str]:
+    """Yield why the reward functions of a source cannot be used on its first row."""
+    functions = cfg.functions_of(source)
+    own = [spec for spec in functions if not is_generated(spec) and not reward_models([spec])]
+    if own:
+        yield from problems_in_child(
+            own,
+            row,
+            timeout_s=cfg.layout.startup_timeout_s,
+            scope=cfg.rewards.scope,
+            has_greedy=_has_greedy(cfg),
+            no_step=_no_step(cfg),
+        )
 
 
 def _has_greedy(cfg: Config) -> bool:

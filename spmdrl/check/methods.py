@@ -32,10 +32,14 @@ def method_problems(cfg: Config) -> list[str]:
         return [*problems, *epoch_problems(cfg)]
     if not cfg.objective.samples:
         return [*problems, *_offline_problems(cfg)]
-    paths = [("data.train", path) for path in cfg.data.paths("train")]
-    paths += [("data.eval", path) for path in cfg.data.paths("eval")]
-    ungraded = [f"{field} ({path})" for field, path in paths if not is_generated(path)]
-    if not rewards.functions and not cfg.rollout.environment and ungraded:
+    sources = [("data.train", source) for source in cfg.data.sources("train")]
+    sources += [("data.eval", source) for source in cfg.data.sources("eval")]
+    ungraded = [
+        f"{field} ({source.path})"
+        for field, source in sources
+        if not cfg.functions_of(source) and not source.is_generated
+    ]
+    if not cfg.rollout.environment and ungraded:
         problems.append(
             f"rewards.functions: is empty and {ungraded[0]} is not a generated task with a grader "
             "of its own; name at least one reward function"
@@ -204,9 +208,8 @@ def _shaping_problems(cfg: Config) -> list[str]:
 
 
 def _reward_problems(cfg: Config) -> Iterator[str]:
-    functions = cfg.rewards.functions
+    functions, sources = cfg.reward_functions, cfg.data.all_sources()
     for spec in filter(is_generated, functions):
-        sources = [*cfg.data.sources("train"), *cfg.data.sources("eval")]
         options = [source.task_options for source in sources if source.path == spec]
         if not options:
             yield (
@@ -216,10 +219,15 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
         elif any(own != options[0] for own in options):
             yield (
                 f"rewards.functions: {spec} would grade sources with different task_options, "
-                f"{' and '.join(map(str, options))}; leave rewards.functions empty, so that each "
-                "source is graded by its own"
+                f"{' and '.join(map(str, options))}; give these sources reward functions that need "
+                "no options, or leave all rewards empty, so that each source is graded by its own"
             )
     models = reward_models(functions)
+    if models and any(source.rewards for source in sources):
+        yield (
+            f"rewards.functions: model:{next(iter(models.values()))} scores the rows of all "
+            "sources, and some name rewards of their own; leave one of the two out"
+        )
     if "" in models.values():
         yield "rewards.functions: `model:` names no folder; write model:PATH"
 

@@ -61,6 +61,8 @@ def _list_problems(cfg: Config, split: Split) -> Iterator[str]:
             )
         if source.task_options and not is_generated(source.path):
             yield f"{where}.task_options: {source.path} is no generated task; leave it out"
+        if source.rewards and not cfg.objective.samples:
+            yield f"{where}.rewards: nothing is sampled under this objective; leave it out"
         if source.weight and split == "eval":
             yield f"{where}.weight: evaluation takes each row of each source; leave it out"
     if twice := {name for name in names if names.count(name) > 1}:

@@ -12,6 +12,7 @@ from spmdrl.config.options import Options
 from spmdrl.config.ranges import PathText, Tokens, above, within
 
 Split = Literal["train", "eval"]
+_GENERATED = ("task:", "reasoning_gym:")  # as in data/tasks.py
 Size = Annotated[int, within(0, 10**8)]
 
 
@@ -33,6 +34,14 @@ class SourceSettings:
     """Keyword options of a generated task; empty: data.task_options."""
     columns: dict[str, str] = field(default_factory=dict)
     """Columns to rename; empty: data.columns."""
+    rewards: tuple[PathText, ...] = ()
+    """Reward functions of its rows in place of rewards.functions, with weight 1 where they do not
+    stand there too; empty: those, or the own grader of a generated task."""
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether its rows are made by a task."""
+        return self.path.startswith(_GENERATED)
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,10 @@ class DataSettings:
             for i, (source, name) in enumerate(zip(given, names))
         )
 
+    def all_sources(self) -> tuple[SourceSettings, ...]:
+        """Return the sources of `train`, those of `eval` behind them, as `Prompt.source` counts."""
+        return (*self.sources("train"), *self.sources("eval"))
+
     def paths(self, split: Split) -> list[str]:
         """Return what `train` or `eval` names, in order."""
         return [source.path for source in self.sources(split)]
@@ -96,5 +109,5 @@ class DataSettings:
 def _name_of(path: str) -> str:
     """Return the last name of a path, hub dataset or task, as metrics can have it."""
     name = PurePath(path).name
-    name = name.rpartition(":")[2] if path.startswith(("task:", "reasoning_gym:")) else name
+    name = name.rpartition(":")[2] if path.startswith(_GENERATED) else name
     return re.sub(r"[^\w.-]+", "_", name.removesuffix(PurePath(name).suffix)) or "rows"

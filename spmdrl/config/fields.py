@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from spmdrl.config.data import DataSettings
+from spmdrl.config.data import DataSettings, SourceSettings
 from spmdrl.config.generation import (
     EngineSettings,
     RewardsSettings,
@@ -235,6 +235,23 @@ class Config:
     def loss_name(self) -> str:
         """Name of the loss among those of `objective.loss_kind`."""
         return self.objective.only_loss or self.algorithm.loss
+
+    def functions_of(self, source: SourceSettings) -> tuple[str, ...]:
+        """Return the reward functions of a source's rows; none where its task, or the environment,
+        says alone what they are worth."""
+        if source.rewards or self.rewards.functions:
+            return source.rewards or self.rewards.functions
+        # Beside functions a grader is one of them.
+        is_one = source.is_generated and not self.rollout.environment
+        others = any(other.rewards for other in self.data.all_sources())
+        return (source.path,) if is_one and others else ()
+
+    @property
+    def reward_functions(self) -> tuple[str, ...]:
+        """Return rewards.functions, and behind them those that sources have for themselves."""
+        own = [spec for source in self.data.all_sources() for spec in self.functions_of(source)]
+        given = self.rewards.functions
+        return (*given, *dict.fromkeys(spec for spec in own if spec not in given))
 
     @property
     def longest_sequence(self) -> int:

@@ -61,7 +61,7 @@ def pack_step(
         samples,
         sums=sums | measured,
         num_shown=4 if is_first else 0,
-        part_names=part_names(cfg.rewards.functions),
+        part_names=part_names(cfg.reward_functions),
         shaping=cfg.rewards.shaping,
         max_response_tokens=cfg.sampling.max_response_tokens,
         is_partial=has_models,

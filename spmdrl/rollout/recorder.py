@@ -139,7 +139,7 @@ class Recorder:
             "model": self.cfg.model.path,
             "seed": self.cfg.seed,
             "lag": self.cfg.lag,
-            "part_names": part_names(self.cfg.rewards.functions),
+            "part_names": part_names(self.cfg.reward_functions),
             "is_partial": bool(reward_models(self.cfg.rewards.functions)),
             "config": kept_fields(flatten(self.cfg)),
             "sums": share.sums,

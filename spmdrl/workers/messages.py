@@ -38,6 +38,8 @@ class Setup:
     """Of each source of rows: keyword options of its generated task."""
     grades_tasks: bool = False
     """Generated tasks grade their own rows, since there are no functions."""
+    applies: tuple[tuple[str, ...], ...] = ()
+    """Of each source of rows: names of the functions that score them; empty: all do."""
     scope: str = "auto"
     """rewards.scope."""
     environment: dict[str, Any] = field(default_factory=dict)

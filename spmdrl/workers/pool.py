@@ -40,17 +40,19 @@ class RewardPool(JobQueue):
 
     def __init__(self, cfg: Config, *, steps_per_epoch: float = math.inf):
         rewards, environment = cfg.rewards, dict(cfg.rollout.environment)
-        sources = [*cfg.data.sources("train"), *cfg.data.sources("eval")]
+        sources, functions = cfg.data.all_sources(), cfg.reward_functions
         tasks = tuple(s.path if is_generated(s.path) else "" for s in sources)
         has_graders = any(tasks) and not rewards.functions
-        if not rewards.functions and not has_graders and not environment:
+        if not functions and not has_graders and not environment:
             raise Refusal("rewards.functions: is empty and no generated task brings a grader")
-        models = reward_models(rewards.functions)  # the trainers'
-        weights = rewards.weights or (1.0,) * len(rewards.functions)
-        own = [i for i in range(len(rewards.functions)) if i not in models]
-        names = part_names(rewards.functions)
+        models = reward_models(functions)  # the trainers'
+        given = rewards.weights or (1.0,) * len(rewards.functions)
+        weights = given + (1.0,) * (len(functions) - len(given))
+        own = [i for i in range(len(functions)) if i not in models]
+        names = part_names(functions)
         setup = Setup(
-            functions={names[i]: rewards.functions[i] for i in own},
+            functions={names[i]: functions[i] for i in own},
+            applies=_applies(cfg, names) if any(s.rewards for s in sources) else (),
             tasks=tasks,
             task_options=tuple(dict(source.task_options) for source in sources),
             weights=tuple(weights[i] for i in own),
@@ -234,6 +236,18 @@ class RewardPool(JobQueue):
         kinds = (pickle.PicklingError, TypeError, AttributeError)
         with refusing(f"{what} cannot be sent to a worker process", *kinds):
             self.put(key, work)
+
+
+def _applies(cfg: Config, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the names of the functions that score each source's rows."""
+    by_spec = dict(zip(cfg.reward_functions, names))
+    common = tuple(names[: len(cfg.rewards.functions)])
+    return tuple(
+        common
+        if common and not source.rewards
+        else tuple(by_spec[spec] for spec in cfg.functions_of(source))
+        for source in cfg.data.all_sources()
+    )
 
 
 def _turn(job: QueuedJob, done: Done) -> TurnResult:

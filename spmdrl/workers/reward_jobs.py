@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from spmdrl.data.tasks import is_generated, make_task
-from spmdrl.errors import described
+from spmdrl.errors import Refusal, described
 from spmdrl.rewards.answers import reported
 from spmdrl.rewards.samples import BadValue, RewardList, RewardSample, Scope, Score
 from spmdrl.rewards.signatures import Reward, adapt, load_reward
@@ -88,8 +88,15 @@ class RewardScorer:
         self._tasks = {
             i: (spec.rpartition(":")[2], self._grader(spec, options))
             for i, (spec, options) in enumerate(zip(setup.tasks, setup.task_options))
-            if spec and setup.grades_tasks
+            if spec and setup.grades_tasks and not any(setup.applies[i : i + 1])
         }
+        self._applies = setup.applies
+        for name, reward in self._rewards.items() if setup.applies else ():
+            if reward.scope == "step" and any(name not in names for names in setup.applies):
+                raise Refusal(
+                    f"rewards: {name} scores whole steps, and some sources of data have others; "
+                    "have each source name it, or set rewards.scope to group"
+                )
 
     @property
     def concurrency(self) -> int:
@@ -166,15 +173,15 @@ class RewardScorer:
         return adapt(graded, spec=spec)
 
     def _applicable(self, work: RewardSample | RewardList) -> list[tuple[str, float, Reward]]:
-        if not isinstance(work, RewardList):
-            if work.source in self._tasks:
-                name, reward = self._tasks[work.source]
-                return [(name, 1.0, reward)]
-            scope: Scope = "sample"
-        else:
-            scope = work.scope
+        scope: Scope = work.scope if isinstance(work, RewardList) else "sample"
+        source = work.samples[0].source if isinstance(work, RewardList) else work.source
+        if scope == "sample" and source in self._tasks:
+            name, reward = self._tasks[source]
+            return [(name, 1.0, reward)]
+        # A step's samples are of all sources, and so are the functions of steps.
+        names = self._applies[source] if self._applies and scope != "step" else self._rewards
         pairs = zip(self._rewards.items(), self._weights)
-        return [(n, w, r) for (n, r), w in pairs if r.scope == scope]
+        return [(n, w, r) for (n, r), w in pairs if r.scope == scope and n in names]
 
 
 def told(error: BaseException) -> str:
