@@ -59,7 +59,7 @@ def test_a_dry_run_checks_the_options_and_opens_a_row():
     for options, words in (
         ({}, "environment.name: 'None' must be"),
         ({"name": "verifier"}, "did you mean verifiers"),
-        ({"name": "guess_number", "rewrites": "x"}, "rewrites: must be refuse or keep, got 'x'"),
+        ({"name": "guess_number", "rewrites": "x"}, "rewrites: must be auto, refuse or keep"),
     ):
         with pytest.raises(ValueError, match=words):
             check_environment(options, ROW)

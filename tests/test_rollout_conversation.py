@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 
 import pytest
-from built import examples
+from built import changed, examples, made, small_model
 from chat_templates import GEMMA, QWEN, QWEN3, chat_tokenizer
 from drawn import completion
 from hypothesis import strategies as st
 
 from spmdrl.data.characters import character_tokenizer
+from spmdrl.data.prompts import PromptSource, encode_prompt
+from spmdrl.data.tokenizer import load_tokenizer, with_template_options
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.environments.tool_calls import hermes, make_parser
 from spmdrl.environments.tools import make_tools
@@ -160,8 +162,11 @@ def refusal(tokenizer, **options):
     return str(caught.value)
 
 
-def test_a_template_that_strips_reasoning_is_refused_with_what_it_strips():
-    message = refusal(chat_tokenizer("qwen", template=QWEN3))
+def test_a_template_that_strips_reasoning_is_taken_or_refused_with_what_it_strips():
+    words = chat_tokenizer("qwen", template=QWEN3)
+    assert Chat(words, stop_token_ids=[words.eos_token_id]).drops_reasoning
+    assert not chat_of("qwen").drops_reasoning
+    message = refusal(words, rewrites="refuse")
     assert "rewrites earlier turns" in message and "{rewrites: keep}" in message
     ours, theirs = message.split("becomes")
     assert "<think>" in ours and "<think>" not in theirs.split("The policy")[0]
@@ -217,8 +222,45 @@ def test_a_run_says_how_to_treat_rewriting_in_its_config():
     words = chat_tokenizer("qwen", template=QWEN3)
     given = {"stop_token_ids": [words.eos_token_id], "tools": TOOLS}
     assert Chat(words, rewrites="keep", **given).tools == TOOLS
+    assert Chat(words, **given).drops_reasoning
     with pytest.raises(ValueError, match="<think>"):
-        Chat(words, **given)
+        Chat(words, rewrites="refuse", **given)
+    # What changes more than reasoning is refused.
+    worse = chat_tokenizer(
+        "qwen", template=QWEN3.replace("lstrip('\\n')", "lstrip('\\n') | replace('second', '2nd')")
+    )
+    with pytest.raises(ValueError, match="rewrites earlier turns"):
+        Chat(worse, stop_token_ids=[worse.eos_token_id])
+
+
+def test_every_turn_begins_with_the_prefix_and_options_reach_the_template():
+    thinking = "{{- '<think>\\n\\n</think>\\n\\n' }}"
+    asked = "{%- if enable_thinking is defined and not enable_thinking %}"
+    template = QWEN + "{%- if add_generation_prompt %}" + asked + thinking + 2 * "{%- endif %}"
+    words = chat_tokenizer("qwen", template=template)
+    more = [{"role": "user", "content": "more"}]
+    end = words.eos_token_id
+
+    def told(**options) -> str:
+        chat = Chat(words, stop_token_ids=[end], **options)
+        return words.decode([*chat.opening(more), 1, end, *chat.observed([1, end], more)])
+
+    plain = told()
+    assert told(prefix="<go>") == plain.replace("assistant\n", "assistant\n<go>")
+    for name, word in (("enable_thinkin", "reads no such name"), ("tools", "what a prompt is")):
+        with pytest.raises(ValueError, match=word):
+            with_template_options(words, {name: False})
+    with pytest.raises(ValueError, match="has none"):
+        with_template_options(character_tokenizer(), {"enable_thinking": False})
+    with_template_options(words, {"enable_thinking": False})
+    assert told() == plain.replace("assistant\n", "assistant\n<think>\n\n</think>\n\n")
+    assert encode_prompt(more, words, template="auto", tools=None, where="", prefix="<go>")[
+        1
+    ].endswith("</think>\n\n<go>")
+    begun = [*more, {"role": "assistant", "content": "so"}]
+    for prompt, text in ((begun, "so"), ("plain", "plain<go>")):
+        found = encode_prompt(prompt, words, template="auto", tools=None, where="", prefix="<go>")
+        assert found[1].endswith(text)
 
 
 # --------------------------------------------------------------------------- responses
@@ -266,3 +308,14 @@ def test_calls_are_read_as_vllm_reads_them():
             assert ours[name](text) == theirs[name](text), (name, text)
     with pytest.raises(ValueError, match="vllm:nothing"):
         make_parser("vllm:nothing", words)
+
+
+def test_settings_reach_prompts_and_templates(tmp_path):
+    folder = small_model(tmp_path / "m", chat_template=True)
+    data = dict(train="task:addition", size=4, generation_prefix="= ", chat_template="always")
+    cfg = made(model=dict(path=str(folder)), data=data, batch=dict(prompts_per_step=4))
+    prompts = PromptSource(cfg, load_tokenizer(cfg)).at(0)
+    assert all(prompt.text.endswith("= ") for prompt in prompts)
+    asked = changed(cfg, data=dict(chat_template_kwargs=dict(add_generation_promt=True)))
+    with pytest.raises(ValueError, match="reads no such name"):
+        load_tokenizer(asked)

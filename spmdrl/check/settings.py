@@ -64,6 +64,7 @@ def validate(cfg: Config) -> list[str]:
 _OF_RL = (
     "algorithm.entropy_control.",
     "algorithm.kl_control.",
+    "data.generation_prefix",
     "model.moe.replay",
     "rollout.environment",
     "rollout.record.",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from spmdrl.config.options import Options
+from spmdrl.config.options import NestedOptions, Options
 from spmdrl.config.ranges import PathText, Tokens, above, within
 
 Split = Literal["train", "eval"]
@@ -75,6 +75,12 @@ class DataSettings:
     """A .jsonl file above this size, MiB, stays on disk: a row takes 8 bytes of memory (24 with
     its places in two shuffled epochs), and is checked when its turn comes; at start the first 256
     are."""
+    chat_template_kwargs: NestedOptions = field(default_factory=dict)
+    """What the chat template is given besides the messages, wherever it is applied, as in
+    {enable_thinking: false}. Names that it does not know are refused."""
+    generation_prefix: str = ""
+    """Text that each turn of the policy begins with, as in "<think>": a part of the prompt, which
+    is not trained on and which reward functions do not see in the response."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """`auto` applies it to message lists and leaves plain strings alone."""
 

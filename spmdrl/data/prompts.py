@@ -138,6 +138,7 @@ class _Encoder:
             template=self.cfg.data.chat_template,
             tools=row.get("tools"),
             where=rows.where(index),
+            prefix=self.cfg.data.generation_prefix,
         )
         if not tokens:
             raise Refusal(f"{rows.where(index)}: the prompt {text!r:.40} has no tokens")
@@ -232,6 +233,7 @@ def encode_prompt(
     template: str,
     tools: list | None,
     where: str,
+    prefix: str = "",
 ) -> tuple[list[int], str]:
     """Turn a prompt into token ids, and the text they stand for.
 
@@ -240,13 +242,14 @@ def encode_prompt(
         template: `auto`, `always` or `never`; see data.chat_template.
         tools: tool descriptions for the template.
         where: origin of the row, for error messages.
+        prefix: text that the response begins with, where the prompt does not begin it itself.
     Raises: Refusal when a conversation cannot be rendered.
     """
     if isinstance(prompt, str) and template != "always":
-        return encode_plain(prompt, tokenizer), prompt
+        return encode_plain(prompt + prefix, tokenizer), prompt + prefix
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    text = render(prompt, tokenizer, template=template, tools=tools, where=where)
+    text = render(prompt, tokenizer, template=template, tools=tools, where=where, prefix=prefix)
     return tokenizer(text, add_special_tokens=False)["input_ids"], text
 
 
@@ -266,11 +269,13 @@ def render(
     tools: list | None,
     where: str,
     template: str = "auto",
+    prefix: str = "",
 ) -> str:
     """Return a conversation as text, up to where the policy goes on: the opening of an assistant
-    turn, or a last turn of the assistant's, left open. Raises as `apply_template`."""
+    turn, with a prefix, or a last turn of the assistant's, left open. Raises as `apply_template`.
+    """
     opens_reply = messages[-1]["role"] != "assistant"
-    return apply_template(
+    text = apply_template(
         messages,
         tokenizer,
         template=template,
@@ -279,6 +284,7 @@ def render(
         add_generation_prompt=opens_reply,
         continue_final_message=not opens_reply,
     )
+    return text + prefix if opens_reply else text
 
 
 def apply_template(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
@@ -28,6 +32,54 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
             f"{field}: the tokenizer of {name!r} has no eos token, so no response "
             "would end; set sampling.stop_token_ids, or add an eos token to it"
         )
+    return with_template_options(tokenizer, cfg.data.chat_template_kwargs)
+
+
+_OWN_OPTIONS = {
+    "conversation",
+    "messages",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+}
+
+
+def with_template_options(
+    tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> PreTrainedTokenizerBase:
+    """Return a tokenizer whose chat template is given options wherever it is applied.
+
+    Raises: Refusal for options that the template does not know: it would leave them unread.
+    """
+    if not options:
+        return tokenizer
+    what, templates = "data.chat_template_kwargs", tokenizer.chat_template
+    if not templates:
+        raise Refusal(
+            f"{what}: {dict(options)} are for a chat template, and the tokenizer of "
+            f"{tokenizer.name_or_path or 'the model'} has none; leave them out"
+        )
+    text = "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
+    for name in options:
+        if name in _OWN_OPTIONS:
+            raise Refusal(f"{what}.{name}: is set by what a prompt is; leave it out")
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            raise Refusal(
+                f"{what}.{name}: the chat template of {tokenizer.name_or_path or 'the model'} "
+                "reads no such name, so that it would change nothing; leave it out"
+            )
+    given = partial(tokenizer.apply_chat_template, **options)
+    tokenizer.apply_chat_template = given  # type: ignore[method-assign]
     return tokenizer
 
 

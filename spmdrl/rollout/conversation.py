@@ -13,15 +13,16 @@ the sampled ids. Three rules follow:
 2. A template that trims a reply does not trim here: what was sampled stays.
 3. A template that rewrites earlier turns (Qwen 3 and others drop the reasoning of all but the
    last, Mistral's moves the tools to the last user turn) would show the model something else
-   than what was sampled. That is found at start and refused, or, with `rewrites: keep` in
-   rollout.environment, the conversation goes on from what was sampled as if the template had
-   left it alone.
+   than what was sampled. Where it only leaves reasoning out of earlier turns, the conversation goes
+   on from what was sampled, and the log says so. All else is found at start and refused, or, with
+   `rewrites: keep` in rollout.environment, treated likewise.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -35,6 +36,7 @@ from spmdrl.errors import Refusal
 
 _REPLY = "spmdrl-stands-for-the-reply"
 _WHERE = "rollout.environment"
+_REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _SHOWN_CHARS = 60
 _CACHED_OPENINGS = 256
 _KEEP = (
@@ -53,6 +55,7 @@ class Chat:
         tools: descriptions of the tools, for the template.
         parser: reads tool calls; None for no tools.
         rewrites: what to do about a template that changes earlier turns, see the module.
+        prefix: text that each turn of the policy begins with; it is not sampled.
     Raises (on construction): Refusal when there is no template, when it closes a reply by
         something that does not stop the engine, or when it rewrites earlier turns: with what
         it makes of them.
@@ -65,8 +68,10 @@ class Chat:
         stop_token_ids: Collection[int],
         tools: list[dict] | None = None,
         parser: Parser | None = None,
-        rewrites: Literal["refuse", "keep"] = "refuse",
+        rewrites: Literal["auto", "refuse", "keep"] = "auto",
+        prefix: str = "",
     ):
+        self._prefix = prefix
         self.tokenizer, self.tools, self._parser = tokenizer, tools or None, parser
         self._stops = frozenset(stop_token_ids)
         # The samples of a group open alike, and openings are the long texts.
@@ -80,10 +85,12 @@ class Chat:
             )
             with _explained(f"a reply answered by {_roles(messages)}. {advice}"):
                 self._joint(messages)
-        if rewrites == "refuse":
+        self.drops_reasoning = False
+        """Whether the template would leave reasoning out of earlier turns, which stays here."""
+        if rewrites != "keep":
             for head in self._heads():
                 for messages in kinds:
-                    self._check_rewriting(head, messages)
+                    self._check_rewriting(head, messages, may_drop=rewrites == "auto")
 
     def opening(self, messages: list[Message]) -> list[int]:
         """Return the ids of an opened conversation, the head of the policy's turn included.
@@ -123,7 +130,7 @@ class Chat:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _opening_text(self, messages: list[Message]) -> str:
-        return render(messages, self.tokenizer, tools=self.tools, where=_WHERE)
+        return render(messages, self.tokenizer, tools=self.tools, where=_WHERE, prefix=self._prefix)
 
     def _rendered(self, messages: list[Message], **options: Any) -> str:
         return apply_template(messages, self.tokenizer, where=_WHERE, tools=None, **options)
@@ -137,7 +144,7 @@ class Chat:
                 f"{_WHERE}: the chat template leaves a reply out when "
                 f"{_roles(messages)} follow, so nothing can be appended to it"
             )
-        return after
+        return after + self._prefix
 
     def _check_closing(self) -> None:
         closing = self._rendered(_stand_in()).partition(_REPLY)[2]
@@ -162,16 +169,22 @@ class Chat:
             return [user, system]
         return [user]
 
-    def _check_rewriting(self, head: list[Message], messages: list[Message]) -> None:
+    def _check_rewriting(
+        self, head: list[Message], messages: list[Message], *, may_drop: bool
+    ) -> None:
         """Compare a conversation as it is kept here with the template's rendering of it."""
         replies = ["first", "<think>\nwhy\n</think>\n\nsecond", "third"]
         kept, whole = self._opening_text(head), list(head)
         for reply in replies:
             kept += reply + self._joint(messages)
-            whole += [{"role": "assistant", "content": reply}, *messages]
+            whole += [{"role": "assistant", "content": self._prefix + reply}, *messages]
         answers = f"a conversation of replies, each answered by {_roles(messages)}. {_KEEP}"
         with _explained(answers):
             theirs = self._opening_text(whole)
+        if may_drop and len(theirs) < len(kept):
+            if _REASONING.sub("", kept) == _REASONING.sub("", theirs):
+                self.drops_reasoning = True
+                return
         if kept != theirs:
             raise Refusal(_difference(kept, theirs, messages))
 

@@ -196,6 +196,14 @@ class SampledSource(Source):
                 stop_token_ids=self._stops,
                 tools=pool.tools,
                 parser=make_parser(pool.tool_parser, tokenizer) if pool.tool_parser else None,
-                rewrites=options.get("rewrites", "refuse"),
+                rewrites=options.get("rewrites", "auto"),
+                prefix=cfg.data.generation_prefix,
             )
+            if chat.drops_reasoning and self.world.replica == 0:
+                log.warning(
+                    "rollout.environment: the chat template leaves reasoning (<think>) out of "
+                    "earlier turns; here what the policy wrote stays before its eyes, and it is "
+                    "trained so. Whoever uses it later with this template shows it less. With "
+                    "{rewrites: refuse} the run ends instead"
+                )
         return Loop(cfg, tokenizer=tokenizer, pool=pool, link=self.link, chat=chat)

@@ -57,9 +57,9 @@ class EnvironmentServer:
     """
 
     def __init__(self, options: Mapping[str, Any]):
-        rewrites = options.get("rewrites", "refuse")
-        if rewrites not in ("refuse", "keep"):
-            raise Refusal(f"{FIELD}.rewrites: must be refuse or keep, got {rewrites!r}")
+        rewrites = options.get("rewrites", "auto")
+        if rewrites not in ("auto", "refuse", "keep"):
+            raise Refusal(f"{FIELD}.rewrites: must be auto, refuse or keep, got {rewrites!r}")
         name = str(options.get("name"))
         self._make = import_object(name, known=BUILT_IN, kind="Class", field=f"{FIELD}.name")
         self._options = {k: v for k, v in options.items() if k not in _RESERVED}
