@@ -41,7 +41,7 @@ def advantages_of(
     """
     if not world.is_trainer:
         return Advantages(())
-    if not cfg.objective.samples:
+    if not cfg.objective.has_advantages:
         return per_token(batch, torch.zeros(len(batch.scalars), dtype=torch.float64))
     method = method or registry.get("advantage", cfg.algorithm.advantage)
     with world.watch.wait("advantages", step):

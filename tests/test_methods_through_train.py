@@ -26,6 +26,7 @@ from spmdrl import config
 from spmdrl.algorithms import registry
 from spmdrl.check.settings import validate
 from spmdrl.config import Config
+from spmdrl.config.objectives import OBJECTIVES
 from spmdrl.world import World
 
 STEPS = 3
@@ -57,6 +58,11 @@ class Game:
 DIGITS = "0123456789"
 MIXTURES: dict[str, dict[str, Any]] = {
     "sft": {"objective": "sft"},
+    "on_policy_distill": {
+        "objective": "on_policy_distill",
+        "loss": "distill_topk",
+        "loss_options": {"kind": "reverse", "k": 8},
+    },
     "dapo": {
         "loss_options": {"clip_low": 0.2, "clip_high": 0.28},
         "mask_truncated": True,
@@ -136,7 +142,7 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
     longest = 64 if has_turns else 8
     shaping, is_rl = (
         settings.pop("shaping", config.ShapingSettings()),
-        settings.get("objective", "rl") == "rl",
+        OBJECTIVES[settings.get("objective", "rl")].samples,
     )
     stops = AutoTokenizer.from_pretrained(where / "start").convert_tokens_to_ids(list(DIGITS))
     model = {"teacher": str(where / "teacher"), "reference": reference}

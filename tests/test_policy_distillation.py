@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from comparing import assert_near
-from policy_runs import batch, changed, config, sequence, small_model, train
+from policy_runs import VALID, batch, changed, config, sequence, small_model, train
 from torch import Tensor
 
+from spmdrl.check.settings import validate
 from spmdrl.config import Config
 
 
@@ -92,6 +93,54 @@ def test_the_loss_is_that_of_plain_transformers_and_falls_alike_on_every_layout(
             assert_near(ours["parameters"], one["parameters"], rtol=1e-4, atol=1e-5)
     has_mass = "policy/distill_teacher_mass" in one["sums"][0]
     assert has_mass == (case == "top")
+
+
+def test_on_sampled_responses_both_sides_are_at_the_temperature_of_sampling(tmp_path):
+    """GKD on what the policy sampled: the same divergence, at its own states."""
+    student, teacher = (
+        small_model(tmp_path, "student"),
+        small_model(tmp_path, "teacher", seed=3, initializer_std=0.3),
+    )
+
+    def jsd(p: Tensor, q: Tensor) -> float:
+        p, q = (torch.log_softmax(x / 0.8, -1) for x in (p, q))
+        middle = (0.3 * p.exp() + 0.7 * q.exp()).log()
+        return 0.3 * _kl(p, middle) + 0.7 * _kl(q, middle)
+
+    cfg = _cfg(tmp_path, student, teacher, kind="jsd", beta=0.3)
+    cfg = changed(
+        cfg,
+        algorithm={"objective": "on_policy_distill"},
+        batch={"updates_per_step": 2, "epochs": 2},
+    )
+    one = train(changed(cfg, batch={"updates_per_step": 1, "epochs": 1}), 3)[0]
+    losses = [sums["policy/loss"][0] for sums in one["sums"]]
+    assert losses[0] == pytest.approx(_by_transformers(student, teacher, jsd), rel=1e-4)
+    assert losses[-1] < losses[0]
+    several = changed(cfg, batch={"updates_per_step": 2, "epochs": 2})
+    several = train(several, 1)[0]["sums"][0]
+    assert several["policy/loss"][1] == 4.0 and several["policy/loss"][0] / 4 < losses[0]
+
+
+def _found(**fields: dict) -> list[str]:
+    chosen = {"objective": "on_policy_distill", "loss": "divergence"}
+    fields = {"model": {"teacher": "t"}} | fields
+    fields["algorithm"] = chosen | fields.get("algorithm", {})
+    return validate(changed(VALID, **fields))
+
+
+def test_what_sampled_responses_do_not_go_with_is_refused():
+    assert not _found() and not _found(batch={"epochs": 3})
+    for fields, text in (
+        ({"model": {"teacher": ""}}, "model.teacher: is empty"),
+        ({"algorithm": {"kl_coef": 0.1}}, "algorithm.kl_coef: 0.1 has no effect"),
+        ({"algorithm": {"loss": "ppo_clip"}}, "algorithm.loss: unknown distillation 'ppo_clip'"),
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p: 0.9 has no effect"),
+        ({"batch": {"updates_per_step": 7}}, "batch.updates_per_step: prompts_per_step 64 / "),
+        ({"model": {"teacher": "t", "reference": {"cache": True}}}, "model.reference.cache: with"),
+    ):
+        found = _found(**fields)
+        assert any(one.startswith(text) for one in found), (text, found)
 
 
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):

@@ -24,6 +24,8 @@ def epoch_problems(cfg: Config, loss: Callable[..., Any] | None = None) -> Itera
             "with further steps; leave it at 1 and raise steps"
         )
         return
+    if not cfg.objective.has_advantages:
+        return  # a divergence is right wherever the policy stands
     from spmdrl.algorithms import registry
 
     loss = loss or registry.get("loss", chosen.loss)

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 def method_problems(cfg: Config) -> list[str]:
     """Return what is wrong with methods and their options, each as `field: what, value seen`."""
-    from spmdrl.algorithms import registry  # torch comes with it, which --help spares
-
     problems = []
     rewards = cfg.rewards
     if rewards.weights and len(rewards.weights) != len(rewards.functions):
@@ -31,7 +29,7 @@ def method_problems(cfg: Config) -> list[str]:
     if cfg.objective.only_loss:
         return [*problems, *epoch_problems(cfg)]
     if not cfg.objective.samples:
-        return [*problems, *_offline_problems(cfg)]
+        return [*problems, *_loss_problems(cfg)]
     sources = [("data.train", source) for source in cfg.data.sources("train")]
     sources += [("data.eval", source) for source in cfg.data.sources("eval")]
     ungraded = [
@@ -44,7 +42,22 @@ def method_problems(cfg: Config) -> list[str]:
             f"rewards.functions: is empty and {ungraded[0]} is not a generated task with a grader "
             "of its own; name at least one reward function"
         )
-    chosen = cfg.algorithm
+    problems += [*_reward_problems(cfg), *_shaping_problems(cfg)]
+    problems += _advantage_problems(cfg) if cfg.objective.has_advantages else _loss_problems(cfg)
+    if cfg.batch.prompts_per_step % cfg.batch.updates_per_step:
+        problems.append(
+            f"batch.updates_per_step: prompts_per_step {cfg.batch.prompts_per_step} / "
+            f"updates_per_step {cfg.batch.updates_per_step} = "
+            f"{cfg.batch.prompts_per_step / cfg.batch.updates_per_step:g} prompts, not whole"
+        )
+    return problems
+
+
+def _advantage_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with the methods of an objective that trains by advantages."""
+    from spmdrl.algorithms import registry
+
+    chosen, problems = cfg.algorithm, []
     kinds: tuple[registry.Kind, ...] = ("advantage", "loss", "correction", "kl")
     for kind in kinds:
         name, options = getattr(chosen, kind), getattr(chosen, f"{kind}_options")
@@ -54,18 +67,11 @@ def method_problems(cfg: Config) -> list[str]:
         loss_fn = registry.get("loss", chosen.loss)
         found = _statistic_problems("loss", loss_fn, chosen.loss_options)
         problems += [f"algorithm.loss{text}" for text in found]
-    problems += [*_reward_problems(cfg), *_shaping_problems(cfg)]
     problems += [*_entropy_problems(cfg), *_kl_problems(cfg)]
     if cfg.batch.group_size == 1 and registry.needs_group(chosen.advantage):
         problems.append(
             f"batch.group_size: 1 with advantage {chosen.advantage}, whose baseline is the other "
             "samples of the prompt: every advantage would be 0; use at least 2"
-        )
-    if cfg.batch.prompts_per_step % cfg.batch.updates_per_step:
-        problems.append(
-            f"batch.updates_per_step: prompts_per_step {cfg.batch.prompts_per_step} / "
-            f"updates_per_step {cfg.batch.updates_per_step} = "
-            f"{cfg.batch.prompts_per_step / cfg.batch.updates_per_step:g} prompts, not whole"
         )
     return problems
 
@@ -81,7 +87,7 @@ def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> 
     chosen, kind = cfg.algorithm, cfg.objective.loss_kind
     options = {} if cfg.objective.only_loss else chosen.loss_options
     problems = [f"loss{text}" for text in registry.function_problems(kind, loss_fn, options)]
-    if cfg.objective.samples:
+    if cfg.objective.has_advantages:
         found = registry.function_problems("advantage", advantage_fn, chosen.advantage_options)
         problems += [f"advantage{text}" for text in found]
         problems += [] if problems else epoch_problems(cfg, loss_fn)
@@ -105,8 +111,8 @@ def _statistic_problems(kind: Kind, function: Callable, options: Mapping[str, An
     ]
 
 
-def _offline_problems(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with the method of an offline objective other than sft."""
+def _loss_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with the loss of an objective without advantages, other than sft."""
     from spmdrl.algorithms import registry
 
     chosen = cfg.algorithm

@@ -180,8 +180,8 @@ def _use_problems(cfg: Config) -> list[str]:
     name = "cache" if cached else "sync_every"
     if cached and objective.samples:
         return [
-            "cache: with the objective rl, whose responses are sampled anew in every step: "
-            "there are no rows to look up; leave it out"
+            f"cache: with the objective {chosen.objective}, whose responses are sampled anew in "
+            "every step: there are no rows to look up; leave it out"
         ]
     if "ref_logprobs" not in columns:
         used = f"the objective {chosen.objective}"

@@ -61,35 +61,38 @@ def validate(cfg: Config) -> list[str]:
     ]
 
 
-_OF_RL = (
+_OF_ADVANTAGES: tuple[str, ...] = (
     "algorithm.entropy_control.",
     "algorithm.kl_control.",
-    "data.generation_prefix",
-    "model.moe.replay",
-    "rollout.environment",
-    "rollout.record.",
-    "rollout.schedule.",
     "sampling.frequency_penalty",
     "sampling.logit_bias",
     "sampling.min_p",
     "sampling.presence_penalty",
     "sampling.repetition_penalty",
-    "sampling.stop",
     "sampling.top_k",
     "sampling.top_p",
+)
+_OF_SAMPLES: tuple[str, ...] = (
+    "data.generation_prefix",
+    "model.moe.replay",
+    "rollout.environment",
+    "rollout.record.",
+    "rollout.schedule.",
+    "sampling.stop",
 )
 
 
 def _idle_problems(cfg: Config) -> list[str]:
     """Return the settings that act on sampled responses, where nothing is sampled."""
     objective, defaults = cfg.algorithm.objective, flatten(Config())
-    if cfg.objective.samples:
+    if cfg.objective.has_advantages:
         return []
+    idle = _OF_ADVANTAGES if cfg.objective.samples else _OF_ADVANTAGES + _OF_SAMPLES
     return [
         f"{name}: {value!r} has no effect under the objective {objective}, only under rl, which "
         "samples; leave it out"
         for name, value in flatten(cfg).items()
-        if name.startswith(_OF_RL) and value != defaults[name]
+        if name.startswith(idle) and value != defaults[name]
     ]
 
 

@@ -66,10 +66,13 @@ class EntropyControlSettings:
 class AlgorithmSettings:
     """The objective: names from `spmdrl.algorithms`, or `module:function` of your own."""
 
-    objective: Literal["rl", "sft", "preference", "reward_model", "distill"] = "rl"
+    objective: Literal[
+        "rl", "sft", "preference", "reward_model", "distill", "on_policy_distill"
+    ] = "rl"
     """`rl` samples and rewards; `sft` fits the rows' responses; `preference` compares the
     chosen and rejected responses of rows; `reward_model` trains a scalar head on such pairs;
-    `distill` follows `model.teacher` on the rows' responses."""
+    `distill` follows `model.teacher` on the rows' responses, `on_policy_distill` on sampled ones
+    (GKD)."""
     advantage: str = "grpo"
     """Advantage estimator."""
     advantage_options: Options = field(default_factory=dict)

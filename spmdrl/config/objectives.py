@@ -24,8 +24,10 @@ class Objective:
     only_loss: str = ""
     """Name of its loss, where `algorithm.loss` has no say."""
     samples: bool = False
-    """Samples rollouts, which are rewarded and have advantages. Else it trains on the rows
-    themselves, under the placement `offline`."""
+    """Samples rollouts, which are rewarded. Else it trains on the rows themselves, under the
+    placement `offline`."""
+    has_advantages: bool = False
+    """Trains by advantages of what it sampled, with `algorithm`'s correction, KL and entropy."""
     trains_on_pairs: bool = False
     """A row is two sequences that train together."""
     is_scalar: bool = False
@@ -42,6 +44,7 @@ OBJECTIVES = {
         loss_kind="loss",
         row="prompt",
         samples=True,
+        has_advantages=True,
         headline="reward/mean",
     ),
     "sft": Objective(
@@ -68,5 +71,13 @@ OBJECTIVES = {
         loss_kind="distillation",
         row="example",
         needs_teacher=True,
+    ),
+    "on_policy_distill": Objective(
+        loss_class="spmdrl.train.objectives.distill:DistillationLoss",
+        loss_kind="distillation",
+        row="prompt",
+        samples=True,
+        needs_teacher=True,
+        headline="policy/distill",
     ),
 }

@@ -1,4 +1,4 @@
-"""Distillation on the rows' own tokens: a divergence between two whole distributions.
+"""Distillation, on the rows' own tokens or on sampled ones: a divergence of whole distributions.
 
 Logits of policy and teacher exist for one chunk of positions at a time, in the backward pass
 too, so memory is that of the two models' states. Tensor-parallel ranks, which each have a part
@@ -34,6 +34,10 @@ a bias [V] or None."""
 class DistillationLoss(ObjectiveLoss):
     """The distillation loss that a config names, with its teacher in the policy's sharding.
 
+    On sampled responses it is the divergence at each state that the policy came to, its gradient
+    not through the sampling. Both distributions are at the temperature of sampling.
+
+    Source: arXiv 2306.13649 (GKD), algorithm 1 with lambda 1 for sampled responses.
     Raises: Refusal for a teacher that cannot be loaded or has another vocabulary.
     """
 
@@ -58,7 +62,8 @@ class DistillationLoss(ObjectiveLoss):
         """See ObjectiveLoss. Both models run forward."""
         row = microbatch.row
         with torch.no_grad():
-            taught = self._teacher(row, lambda *given, targets: given)
+            # A teacher chooses its experts by itself.
+            taught = self._teacher(row.without_routes(), lambda *given, targets: given)
         terms, stats = model.forward(row, partial(self._terms, taught, model.scorer.head_options))
         return (row.spread(terms).double() * microbatch.weights).sum(), stats
 
