@@ -58,6 +58,12 @@ class Game:
 DIGITS = "0123456789"
 MIXTURES: dict[str, dict[str, Any]] = {
     "sft": {"objective": "sft"},
+    "online_dpo": {"objective": "online_preference", "loss": "dpo"},
+    "self_play_sppo": {
+        "objective": "online_preference",
+        "loss": "sppo",
+        "reference": config.ReferenceSettings(sync_every=1),
+    },
     "on_policy_distill": {
         "objective": "on_policy_distill",
         "loss": "distill_topk",
@@ -144,6 +150,7 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
         settings.pop("shaping", config.ShapingSettings()),
         OBJECTIVES[settings.get("objective", "rl")].samples,
     )
+    rows_are_alone = settings.get("objective") != "online_preference"
     stops = AutoTokenizer.from_pretrained(where / "start").convert_tokens_to_ids(list(DIGITS))
     model = {"teacher": str(where / "teacher"), "reference": reference}
     return changed(
@@ -161,7 +168,7 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
         batch=dict(
             prompts_per_step=4,
             group_size=4,
-            tokens_per_microbatch=224,
+            tokens_per_microbatch=224 if rows_are_alone else 448,
             updates_per_step=2 if is_rl else 1,
         ),
         rollout={"environment": game},

@@ -92,6 +92,29 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Gr
     )
 
 
+def best_and_worst(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Tensor:
+    """Return the samples with the largest and the smallest reward of each group.
+
+    Args:
+        rewards: [S] float64, task units. Ignored where not valid.
+        group_ids: [S] int64, in any order. is_valid: [S] bool.
+    Returns: [P, 2] int64, positions of the best and of the worst; of equal ones the first. In the
+        order of group ids, without groups that have no spread of rewards.
+    Raises: Refusal, see `group_rewards`.
+    """
+    groups = group_rewards(rewards, group_ids, is_valid=is_valid)
+    order = torch.arange(len(groups.index), device=rewards.device)
+    found = []
+    for sign in (1, -1):
+        values = torch.where(is_valid, sign * groups.rewards, -torch.inf)
+        extreme = _largest(values, groups.index, len(groups.counts))
+        is_it = is_valid & (values == extreme[groups.index])
+        first = torch.where(is_it, order, len(order))
+        least = torch.full_like(groups.counts, len(order), dtype=torch.int64)
+        found.append(least.scatter_reduce(0, groups.index, first, "amin"))
+    return torch.stack(found, dim=1)[groups.has_spread]
+
+
 def _largest(values: Tensor, index: Tensor, num_groups: int) -> Tensor:
     start = torch.full((num_groups,), -torch.inf, dtype=torch.float64, device=values.device)
     return start.scatter_reduce(0, index, values, "amax")

@@ -121,6 +121,7 @@ def _loss_problems(cfg: Config) -> Iterator[str]:
     yield from epoch_problems(cfg)
     if not found:
         yield from _matched_problems(cfg, registry.get(cfg.objective.loss_kind, chosen.loss))
+        yield from _online_problems(cfg)
     for name in ("kl_coef", "entropy_coef"):
         if getattr(chosen, name):
             yield (
@@ -136,12 +137,31 @@ def _loss_problems(cfg: Config) -> Iterator[str]:
 
 def _matched_problems(cfg: Config, loss: Callable) -> Iterator[str]:
     """Yield what is wrong with a loss that compares a pair with others of the whole batch."""
-    updates = cfg.batch.updates_per_step
-    if hasattr(loss, "matched") and updates > 1:
+    name = "updates_per_step" if cfg.batch.updates_per_step > 1 else "epochs"
+    if hasattr(loss, "matched") and cfg.batch.optimizer_steps > 1:
         yield (
-            f"batch.updates_per_step: {updates} with the loss {loss.__name__}, which sorts all "
-            "pairs of a step by the policy as the step begins: after the first update they would "
-            "be in the wrong order; set it to 1 (prompts_per_step says how many are sorted)"
+            f"batch.{name}: {getattr(cfg.batch, name)} with the loss {loss.__name__}, which sorts "
+            "all pairs of a step by the policy as the step begins: after the first update they "
+            "would be in the wrong order; set it to 1 (prompts_per_step says how many are sorted)"
+        )
+
+
+def _online_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with comparing sampled responses by a loss that is right by itself."""
+    from spmdrl.algorithms import registry
+
+    if not (cfg.objective.trains_on_pairs and cfg.objective.samples):
+        return
+    loss = registry.get(cfg.objective.loss_kind, cfg.algorithm.loss)
+    if registry.is_unpaired(loss):
+        yield (
+            f"algorithm.loss: {cfg.algorithm.loss} judges single responses, and the objective "
+            f"{cfg.algorithm.objective} compares two; take dpo, sppo or another loss on pairs"
+        )
+    if cfg.batch.group_size == 1:
+        yield (
+            f"batch.group_size: 1 under the objective {cfg.algorithm.objective}, which compares "
+            "two samples of a prompt; use at least 2"
         )
 
 

@@ -185,7 +185,7 @@ def _use_problems(cfg: Config) -> list[str]:
         ]
     if "ref_logprobs" not in columns:
         used = f"the objective {chosen.objective}"
-        if objective.samples:
+        if objective.has_advantages:
             used = f"kl_coef {chosen.kl_coef}"
         elif objective.trains_on_pairs:
             used = f"the loss {chosen.loss}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from spmdrl.check.sources import source_problems
-from spmdrl.config.fields import Config
+from spmdrl.config.fields import Config, sequences_together
 from spmdrl.config.tree import Bound, bounds, bounds_of, flatten, hints, item_fields, settings
 
 
@@ -50,12 +50,14 @@ def data_problems(cfg: Config) -> Iterator[str]:
             f"sampling.max_response_tokens {cfg.sampling.max_response_tokens} = {longest}, so "
             "one sequence may not fit; raise it or lower those"
         )
-    if budget and cfg.objective.trains_on_pairs and budget < 2 * longest:
+    together = sequences_together(cfg)
+    if budget and together > 1 and budget < together * longest:
         yield (
-            f"batch.tokens_per_microbatch: {budget} is below 2 * "
+            f"batch.tokens_per_microbatch: {budget} is below {together} * "
             f"(data.max_prompt_tokens {cfg.data.max_prompt_tokens} + sampling.max_response_tokens "
-            f"{cfg.sampling.max_response_tokens}) = {2 * longest}, so one pair, which stays "
-            "together, may not fit; raise it or lower those"
+            f"{cfg.sampling.max_response_tokens}) = {together * longest}, so one "
+            f"{'group' if cfg.objective.samples else 'pair'}, which stays together, may not fit; "
+            "raise it or lower those"
         )
     if cfg.evaluate.every_steps and not cfg.data.eval:
         yield (

@@ -259,18 +259,27 @@ class Config:
         return self.data.max_prompt_tokens + self.sampling.max_response_tokens
 
 
+def sequences_together(cfg: Config) -> int:
+    """Return how many sequences must stand in one micro-batch: a row's pair, or a whole group, of
+    which rewards will say which two are compared."""
+    if not cfg.objective.trains_on_pairs:
+        return 1
+    return cfg.batch.group_size if cfg.objective.samples else 2
+
+
 def least_tokens(cfg: Config) -> int:
-    """Return the tokens of the longest sequence, or pair of them: a micro-batch must hold it."""
-    return cfg.longest_sequence * (2 if cfg.objective.trains_on_pairs else 1)
+    """Return the tokens of the longest sequence, or of the most that stay together."""
+    return cfg.longest_sequence * sequences_together(cfg)
 
 
 def useful_tokens(cfg: Config) -> int:
     """Return the tokens of a dp rank's share of one update, were all its sequences the longest:
     a larger micro-batch would stay empty."""
     layout, batch = cfg.layout, cfg.batch
-    rows = batch.prompts_per_step * (batch.group_size if cfg.objective.samples else 1)
+    is_alone = cfg.objective.samples and not cfg.objective.trains_on_pairs
+    units = batch.prompts_per_step * (batch.group_size if is_alone else 1)
     parts = len(trainer_ranks(cfg)) // (layout.cp * layout.tp) * batch.updates_per_step
-    return -(-rows // max(1, parts)) * least_tokens(cfg)
+    return -(-units // max(1, parts)) * least_tokens(cfg)
 
 
 def replay_folder(cfg: Config) -> str:

@@ -67,12 +67,18 @@ class AlgorithmSettings:
     """The objective: names from `spmdrl.algorithms`, or `module:function` of your own."""
 
     objective: Literal[
-        "rl", "sft", "preference", "reward_model", "distill", "on_policy_distill"
+        "rl",
+        "sft",
+        "preference",
+        "reward_model",
+        "distill",
+        "on_policy_distill",
+        "online_preference",
     ] = "rl"
     """`rl` samples and rewards; `sft` fits the rows' responses; `preference` compares the
     chosen and rejected responses of rows; `reward_model` trains a scalar head on such pairs;
     `distill` follows `model.teacher` on the rows' responses, `on_policy_distill` on sampled ones
-    (GKD)."""
+    (GKD); `online_preference` compares the best and the worst of each group that it samples."""
     advantage: str = "grpo"
     """Advantage estimator."""
     advantage_options: Options = field(default_factory=dict)

@@ -29,7 +29,8 @@ class Objective:
     has_advantages: bool = False
     """Trains by advantages of what it sampled, with `algorithm`'s correction, KL and entropy."""
     trains_on_pairs: bool = False
-    """A row is two sequences that train together."""
+    """Two sequences train together: a row's, or the best and the worst that a prompt's group
+    sampled."""
     is_scalar: bool = False
     """Trains a model with one number per token instead of the vocabulary's logits."""
     needs_teacher: bool = False
@@ -71,6 +72,14 @@ OBJECTIVES = {
         loss_kind="distillation",
         row="example",
         needs_teacher=True,
+    ),
+    "online_preference": Objective(
+        loss_class="spmdrl.train.objectives.online_pairs:OnlinePairLoss",
+        loss_kind="preference",
+        row="prompt",
+        samples=True,
+        trains_on_pairs=True,
+        headline="reward/mean",
     ),
     "on_policy_distill": Objective(
         loss_class="spmdrl.train.objectives.distill:DistillationLoss",

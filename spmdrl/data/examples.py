@@ -56,7 +56,7 @@ def row_kind(cfg: Config) -> Need:
     Raises: Refusal for an unknown loss on pairs.
     """
     objective = cfg.objective
-    if objective.trains_on_pairs and registry.is_unpaired(
+    if objective.row == "pair" and registry.is_unpaired(
         registry.get(objective.loss_kind, cfg.algorithm.loss)
     ):
         return "label"

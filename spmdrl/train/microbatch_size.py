@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from spmdrl.config.fields import least_tokens, useful_tokens
+from spmdrl.config.fields import least_tokens, sequences_together, useful_tokens
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
@@ -133,7 +133,7 @@ class _Probe:
         self._rehearse, self._world, self._shares = rehearse, world, shares
         self._columns, self._vocab = columns, vocab
         self._least, self._most = least_tokens(world.cfg), useful_tokens(world.cfg)
-        self._unit = 2 if world.cfg.objective.trains_on_pairs else 1
+        self._unit = sequences_together(world.cfg)
         self._room = 0.0
 
     def run(self) -> int:

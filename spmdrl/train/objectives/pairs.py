@@ -22,7 +22,7 @@ from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
-from spmdrl.types import Batch, Microbatch
+from spmdrl.types import Batch, Microbatch, Scalars
 from spmdrl.world import World
 
 _SIDES = ("chosen", "rejected")
@@ -56,24 +56,30 @@ class PairLoss(ObjectiveLoss):
         that is not. `pair_rewards` [P, 2] float64: the sequences' rewards, which hold margin or
         label.
         """
-        scalars = batch.scalars
+        pairs, in_loss = self._paired(batch.scalars)
+        rewards = batch.scalars.rewards[pairs]
+        updates = []
+        for number, update in enumerate(batch.updates):
+            own = in_loss & (batch.update_ids[pairs[:, 0]] == number)
+            weights = own.double() / own.sum().clamp(min=1)
+            found = batch.columns[number] if batch.columns else [{}] * len(update)
+            updates.append(
+                tuple(
+                    columns | _pairs_of(microbatch, pairs, weights=weights, rewards=rewards)
+                    for columns, microbatch in zip(found, update)
+                )
+            )
+        return replace(batch, columns=tuple(updates))
+
+    def _paired(self, scalars: Scalars) -> tuple[Tensor, Tensor]:
+        """Return the rows of each pair's two sequences, [P, 2] int64, and whether it is in the
+        loss, [P] bool."""
         ids = scalars.group_ids.view(-1, 2)
         assert (ids[:, 0] == ids[:, 1]).all() and (ids[1:, 0] != ids[:-1, 0]).all()
         lengths = reduce.loss_lengths(scalars, mask_truncated=self.cfg.algorithm.mask_truncated)
         present = lengths.view(-1, 2) > 0
         in_loss = present[:, 0] if self._is_unpaired else present.all(dim=1)
-        updates = []
-        for number, update in enumerate(batch.updates):
-            own = in_loss & (batch.update_ids[::2] == number)
-            weights = own.double() / own.sum().clamp(min=1)
-            found = batch.columns[number] if batch.columns else [{}] * len(update)
-            updates.append(
-                tuple(
-                    columns | _pairs_of(microbatch, weights, rewards=scalars.rewards.view(-1, 2))
-                    for columns, microbatch in zip(found, update)
-                )
-            )
-        return replace(batch, columns=tuple(updates))
+        return torch.arange(len(scalars)).view(-1, 2), in_loss
 
     def statistics(
         self, updates: Sequence[Sequence[PreparedMicrobatch]], *, world: World
@@ -176,18 +182,22 @@ class PairLoss(ObjectiveLoss):
         return inputs
 
 
-def _pairs_of(microbatch: Microbatch, weights: Tensor, *, rewards: Tensor) -> dict[str, Tensor]:
+def _pairs_of(
+    microbatch: Microbatch, pairs: Tensor, *, weights: Tensor, rewards: Tensor
+) -> dict[str, Tensor]:
     """Return what `with_columns` adds to one micro-batch, from that of all pairs."""
     rows = microbatch.sequence_ids.cpu()
-    order = rows.argsort()
-    positions = order[rows[order] >= 0].view(-1, 2)  # without a dummy's -1
-    pairs = rows[positions[:, 0]] // 2
-    assert (rows[positions] == torch.stack([2 * pairs, 2 * pairs + 1], dim=1)).all()
+    real = (rows >= 0).nonzero().squeeze(1)  # without a dummy's -1
+    places = torch.full((1 + int(torch.cat([rows, pairs.flatten()]).max()),), -1)
+    places[rows[real]] = real
+    positions = places[pairs]
+    own = (positions >= 0).all(dim=1).nonzero().squeeze(1)
+    assert len(own) == (positions >= 0).any(dim=1).sum(), "a pair is in two micro-batches"
     return {
-        "pair_positions": positions,
-        "pair_ids": pairs,
-        "pair_weights": weights[pairs],
-        "pair_rewards": rewards[pairs],
+        "pair_positions": positions[own],
+        "pair_ids": own,
+        "pair_weights": weights[own],
+        "pair_rewards": rewards[own],
     }
 
 
