@@ -170,7 +170,7 @@ def test_settings_of_sampled_pairs():
         ({"algorithm": {"loss": "kto"}}, "algorithm.loss: kto judges single responses"),
         ({"algorithm": {"loss": "ppo_clip"}}, "algorithm.loss: unknown preference 'ppo_clip'"),
         ({"batch": {"group_size": 1}}, "batch.group_size: 1 under the objective online_pref"),
-        ({"sampling": {"top_k": 5}}, "sampling.top_k: 5 has no effect"),
+        ({"sampling": {"top_k": 5}}, "sampling.top_k: 5 has no place"),
         ({"algorithm": {"loss": "aot"}, "batch": {"epochs": 2}}, "batch.epochs: 2 with"),
         (
             {"batch": {"tokens_per_microbatch": 2000}},

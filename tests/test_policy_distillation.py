@@ -135,7 +135,7 @@ def test_what_sampled_responses_do_not_go_with_is_refused():
         ({"model": {"teacher": ""}}, "model.teacher: is empty"),
         ({"algorithm": {"kl_coef": 0.1}}, "algorithm.kl_coef: 0.1 has no effect"),
         ({"algorithm": {"loss": "ppo_clip"}}, "algorithm.loss: unknown distillation 'ppo_clip'"),
-        ({"sampling": {"top_p": 0.9}}, "sampling.top_p: 0.9 has no effect"),
+        ({"sampling": {"top_p": 0.9}}, "sampling.top_p: 0.9 has no place"),
         ({"batch": {"updates_per_step": 7}}, "batch.updates_per_step: prompts_per_step 64 / "),
         ({"model": {"teacher": "t", "reference": {"cache": True}}}, "model.reference.cache: with"),
     ):

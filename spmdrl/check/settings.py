@@ -88,9 +88,11 @@ def _idle_problems(cfg: Config) -> list[str]:
     if cfg.objective.has_advantages:
         return []
     idle = _OF_ADVANTAGES if cfg.objective.samples else _OF_ADVANTAGES + _OF_SAMPLES
+    why = f"has no effect under the objective {objective}, only under rl, which samples"
+    if cfg.objective.samples:
+        why = f"has no place in the loss of the objective {objective}, only in those of rl"
     return [
-        f"{name}: {value!r} has no effect under the objective {objective}, only under rl, which "
-        "samples; leave it out"
+        f"{name}: {value!r} {why}; leave it out"
         for name, value in flatten(cfg).items()
         if name.startswith(idle) and value != defaults[name]
     ]
