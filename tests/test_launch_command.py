@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT
 
-PROGRAM = """
+PROGRAM = r"""
 import os, signal, sys
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 assert os.environ["WORLD_SIZE"] == "2" and sys.argv[2:] == ["--standalone-too", "x"]
