@@ -14,10 +14,11 @@ from spmdrl.commands.plan import main
 from spmdrl.commands.plan_examples import examples, output
 from spmdrl.config import Config, ModelSettings
 from spmdrl.model.divisibility import misfits
+from spmdrl.model.known_shapes import SHAPES
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.engine_memory import cache_bytes_per_token
-from spmdrl.plan.run import SHAPES, Run, rates_of, run_of
+from spmdrl.plan.run import Run, rates_of, run_of
 from spmdrl.plan.search import best_plans, layouts, make_plan
 from spmdrl.plan.seconds import step_seconds
 from spmdrl.plan.traffic import Flow, push_flows, trainer_flows

@@ -15,10 +15,11 @@ from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.commands import fetch_problems
 from spmdrl.commands.plan_examples import renewed
-from spmdrl.config import Config
+from spmdrl.config import Config, ModelSettings
 from spmdrl.config.read import read
+from spmdrl.data import row_files
 from spmdrl.data.rows import ground_truth_of, prompt_of, read_rows
-from spmdrl.plan.run import SHAPES
+from spmdrl.model.known_shapes import SHAPES, with_known_shape
 from spmdrl.report.derived import derived
 from spmdrl.rewards import graders
 
@@ -49,6 +50,22 @@ def test_a_recipe_runs_on_its_ranks_as_far_as_a_shape_can_tell(name):
     assert cfg.output_dir == f"runs/{name.removesuffix('.yaml')}"
     is_mixture = "30b" in name or "deepseek" in name
     assert (cfg.algorithm.loss == "gspo") == is_mixture and cfg.algorithm.correction == "tis"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_shape_of_a_recipe_comes_along(name):
+    cfg = read(["--config", f"configs/{name}"], prog="test")
+    assert with_known_shape(cfg) == _recipe(name)
+
+
+def test_a_folder_goes_before_a_shape_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = Config(model=ModelSettings(path="Qwen/Qwen3-8B"))
+    assert with_known_shape(cfg).model.path == str(SHAPES / "qwen3-8b")
+    (tmp_path / "Qwen/Qwen3-8B").mkdir(parents=True)
+    assert with_known_shape(cfg) == cfg
+    other = Config(model=ModelSettings(path="somebody/Qwen3-8B"))
+    assert with_known_shape(other) == other
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -93,6 +110,7 @@ def hub(monkeypatch):
         return HUB[name, config]
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(row_files, "find_on_hub", lambda *_, **__: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     return asked
 

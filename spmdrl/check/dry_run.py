@@ -15,6 +15,7 @@ from spmdrl import config
 from spmdrl.check.fit import build_policy, fit_problems, refusal
 from spmdrl.check.inputs import input_problems
 from spmdrl.config import Config, inference_ranks, trainer_ranks
+from spmdrl.model.known_shapes import with_known_shape
 from spmdrl.model.load import build_meta_model, checkpoint_shapes
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.settings import lora_form, sent_adapter
@@ -42,7 +43,7 @@ def show(cfg: Config) -> int:
         for path in models.values():
             refusal(lambda: print(f"reward model:{path}: {reward_model_size(cfg, path)}"))
         refusal(lambda: _print_adapter(cfg))
-        unbuilt = refusal(lambda: _print_section("stream", stream_size(cfg)))
+        unbuilt = refusal(lambda: _print_section("stream", stream_size(with_known_shape(cfg))))
         sys.stdout.flush()
     for problem in dict.fromkeys([*unbuilt, *found]):
         print(f"problem: {problem}", file=sys.stderr)

@@ -24,12 +24,13 @@ from spmdrl.config.read import read
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.head import head_chunk_tokens
+from spmdrl.model.known_shapes import SHAPES, with_known_shape
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.settings import lora_form
 from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.shape import model_shape
 from spmdrl.plan.measured import read_measured
-from spmdrl.plan.run import SHAPES, Rates, Run, rates_of, run_of
+from spmdrl.plan.run import Rates, Run, rates_of, run_of
 from spmdrl.plan.search import Plan, best_plans, distinct, make_plan, remedies
 from spmdrl.plan.text import as_dict, brief, layout_text, page, rates_dict
 from spmdrl.world.axes import axes_of
@@ -144,6 +145,7 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
     if own.shape:
         folder = SHAPES / own.shape if (SHAPES / own.shape).is_dir() else Path(own.shape)
         cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
+    cfg = with_known_shape(cfg)
     _check_flags(own, cfg)
     rates = _rates(own)
     _refuse(validate(cfg), has_layout=not own.gpus)

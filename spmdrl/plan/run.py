@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from spmdrl.config import BatchSettings, Config, EngineSettings
@@ -16,8 +15,6 @@ from spmdrl.plan.activations import Kernels
 from spmdrl.train.objectives.objective_loss import needed_columns
 from spmdrl.world.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu
 
-SHAPES = Path(__file__).with_name("shapes")
-"""Folders with the config.json of well-known models."""
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 MOMENT = ITEM | {"int8": 1 + 4 / 256}
 """Bytes of an element of AdamW's moments; in 8 bits with its share of the block's scale."""
