@@ -46,6 +46,13 @@ class Prompt:
     """The whole row as read; reward functions get its columns by name."""
     source: int = 0
     """Number of its source: of those in data.train, then those in data.eval."""
+    where: str = ""
+    """Origin of the row for messages, e.g. `train.jsonl:12`; empty where it is not known."""
+
+    @property
+    def origin(self) -> str:
+        """Return where the row is, for messages: rows are counted from 1, as lines are."""
+        return self.where or f"data row {self.index + 1}"
 
 
 _LEFT_OUT = torch.empty(0)

@@ -83,7 +83,7 @@ def test_bad_parquet_row_is_refused_with_file_and_row(tmp_path):
     file = tmp_path / "a.parquet"
     table = pyarrow.table({"prompt": ["x", None], "b": [1, 2]})
     pyarrow.parquet.write_table(table, file)
-    with pytest.raises(ValueError, match=r"a\.parquet: row 1: the row has no prompt"):
+    with pytest.raises(ValueError, match=r"a\.parquet: row 2: the row has no prompt"):
         read_rows(str(file))
     file.write_bytes(b"not parquet")
     with pytest.raises(ValueError, match="cannot be read as parquet"):

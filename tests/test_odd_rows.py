@@ -231,17 +231,17 @@ def of_bytes(*texts: bytes) -> pyarrow.Array:
 @pytest.mark.parametrize(
     "columns, said",
     [
-        (dict(prompt=of_bytes(b"fine", b"\xff")), "row 1: column 'prompt' cannot be read: 'utf-8'"),
+        (dict(prompt=of_bytes(b"fine", b"\xff")), "row 2: column 'prompt' cannot be read: 'utf-8'"),
         (
             dict(at=pyarrow.array([0, 10**15], pyarrow.timestamp("s"))),
-            "row 1: column 'at' cannot be read: ",
+            "row 2: column 'at' cannot be read: ",
         ),
         (
             dict(at=pyarrow.array([0, 1], pyarrow.timestamp("us", tz="Nowhere/At_all"))),
-            "row 0: column 'at' cannot be read: 'Nowhere/At_all'",
+            "row 1: column 'at' cannot be read: 'Nowhere/At_all'",
         ),
-        (dict(image=[b"\x89", b""]), "row 0: column 'image' holds bytes, which"),
-        (dict(prompt=pyarrow.array([1, 2])), "row 0: column 'prompt': expected text or a list"),
+        (dict(image=[b"\x89", b""]), "row 1: column 'image' holds bytes, which"),
+        (dict(prompt=pyarrow.array([1, 2])), "row 1: column 'prompt': expected text or a list"),
     ],
 )
 def test_what_a_column_of_parquet_cannot_be_is_refused_with_its_row(columns, said, tmp_path):

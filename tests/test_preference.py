@@ -154,7 +154,7 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path, row, need, words):
 
 
 def test_a_generated_task_without_pairs_is_refused_with_its_name():
-    with pytest.raises(ValueError, match=r"task:addition \(train, seed 0\): row 0: .*`chosen`"):
+    with pytest.raises(ValueError, match=r"task:addition \(train, seed 0\): row 1: .*`chosen`"):
         PairSource(config("task:addition"), PLAIN)
 
 

@@ -253,4 +253,4 @@ def test_an_environment_that_fails_ends_the_run_by_name(chat_model, tmp_path):
         },
     )
     assert "environment: KeyError: 'lost'" in finished.output
-    assert "step 0: the reward of data row" in finished.output
+    assert "step 0: the reward of " in finished.output

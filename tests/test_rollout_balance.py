@@ -393,7 +393,7 @@ def test_an_opening_that_is_too_long_is_refused_by_name_or_dropped(chat_model, t
     }
     finished = run("demo_grpo.yaml", 1, status=1, **flags | {"output-dir": tmp_path / "refused"})
     found = re.search(
-        rf"rollout.environment {tmp_path}/user.py:Long: what it opens data row 2 "
+        rf"rollout.environment {tmp_path}/user.py:Long: what it opens {rows}:3 "
         r"with has (\d+) tokens, above data.max_prompt_tokens = 64; raise it, "
         r"shorten the opening, or set data.overlong_prompts=drop",
         finished.output,

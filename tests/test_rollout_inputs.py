@@ -143,7 +143,7 @@ def test_the_greedy_sample_is_one_more_request_and_changes_no_other():
 )
 def test_the_first_failed_reward_ends_generation_by_name(purpose, place):
     engine = Engine()
-    says = f"{place}the reward of data row 40, sample 1 failed: error after 0.5 s: KeyError: 'lost'"
+    says = f"{place}the reward of data row 41, sample 1 failed: error after 0.5 s: KeyError: 'lost'"
     advice = "more may follow. Mend the reward function, or set rewards.on_failure=drop"
     with pytest.raises(RuntimeError) as caught:
         draw_all(Pool("-0-1"), engine=engine, purpose=purpose)
@@ -153,7 +153,7 @@ def test_the_first_failed_reward_ends_generation_by_name(purpose, place):
 
 
 def test_a_failed_greedy_reward_is_named_as_such_and_can_be_dropped():
-    with pytest.raises(RuntimeError, match="data row 44, the greedy sample failed"):
+    with pytest.raises(RuntimeError, match="data row 45, the greedy sample failed"):
         draw_all(Pool("4-greedy"), has_greedy=True)
     samples, _ = draw_all(Pool("4-greedy", "0-2"), has_greedy=True, must_score=False)
     assert [(s.slot, s.sample) for s in samples if s.reward.failure] == [(0, 2), (4, GREEDY)]
@@ -184,7 +184,7 @@ def test_a_replica_without_one_good_reward_is_warned_about_once(caplog):
     caplog.clear()
     warn_if_all_failed(samples, GROUPS)
     (record,) = caplog.records
-    for part in ("step 7", "all 6 samples", "data row 40, sample 0", "KeyError: 'lost'"):
+    for part in ("step 7", "all 6 samples", "data row 41, sample 0", "KeyError: 'lost'"):
         assert part in record.getMessage()
 
 
@@ -192,7 +192,7 @@ def test_the_first_dropped_sample_of_each_kind_is_logged_then_counts(caplog):
     caplog.set_level(logging.WARNING)
     draw_all(Pool("0-1", "0-2"), must_score=False)
     (record,) = caplog.records
-    for part in ("step 7: left out:", "data row 40, sample ", "error after 0.5 s: KeyError"):
+    for part in ("step 7: left out:", "data row 41, sample ", "error after 0.5 s: KeyError"):
         assert part in record.getMessage()
     caplog.clear()
     dropped, (sample, *_) = DroppedLog(), draw_all(Pool())[0]

@@ -186,8 +186,8 @@ odd.scope = "sample"
 @pytest.mark.parametrize(
     "function, every, says",
     [
-        ("raising", 0, ("step 0: the reward of data row", "no such column")),
-        ("hanging", 1, ("evaluation after 0 steps: the reward of data row", "timeout after ")),
+        ("raising", 0, ("step 0: the reward of task:", "no such column")),
+        ("hanging", 1, ("evaluation after 0 steps: the reward of task:", "timeout after ")),
     ],
 )
 def test_a_failing_reward_ends_the_run_by_name(function, every, says, model, tmp_path):

@@ -127,7 +127,12 @@ class _Encoder:
         if self._fit.overlong == "error":
             self._fit.check(rows, index, length=len(tokens))
         return Prompt(
-            index=index, tokens=tuple(tokens), text=text, row=row, source=rows.source(index)
+            index=index,
+            tokens=tuple(tokens),
+            text=text,
+            row=row,
+            source=rows.source(index),
+            where=rows.where(index),
         )
 
     def _tokens(self, rows: SourcesRows, index: int) -> tuple[list[int], str, dict]:

@@ -59,7 +59,7 @@ def _json_rows(path: Path, *, most_bytes: int) -> Iterator[tuple[str, Any]]:
                     f"{_LIST_BYTES >> 30} GiB; write its rows as lines of a .jsonl file"
                 )
             rows = value_of(file.read(), place=str(path))
-            yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows))
+            yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows, 1))
             return
         number = 0
         while line := file.readline(most_bytes + 2):
@@ -142,7 +142,7 @@ def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
                 spent += batch.nbytes
                 _check_size(path, spent, budget)
                 values = _values(batch, path, number)
-                yield from ((f"{path}: row {number + i}", row) for i, row in enumerate(values))
+                yield from ((f"{path}: row {number + i}", row) for i, row in enumerate(values, 1))
                 number += batch.num_rows
 
 
@@ -187,10 +187,10 @@ def _values(batch: Any, path: Path, number: int) -> list[dict]:
         return batch.to_pylist()
     except (ValueError, OverflowError, KeyError) as error:  # bad UTF-8, dates, time zones
         for i, name in itertools.product(range(batch.num_rows), batch.schema.names):
-            place = f"{path}: row {number + i}: column {name!r} cannot be read"
+            place = f"{path}: row {number + i + 1}: column {name!r} cannot be read"
             with refusing(place, ValueError, OverflowError, KeyError):
                 batch.column(name)[i].as_py()
-        raise Refusal(f"{path}: from row {number} on cannot be read: {error}") from error
+        raise Refusal(f"{path}: from row {number + 1} on cannot be read: {error}") from error
 
 
 # --------------------------------------------------------------------------- the hub
@@ -217,4 +217,4 @@ def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
     # The hub client raises many kinds; all mean "not readable".
     with refusing(f"hub dataset {name} (config {config}, split {split})", Exception):
         dataset = load_dataset(name, config, split=split)
-    yield from ((f"{spec}: row {i}", row) for i, row in enumerate(dataset))
+    yield from ((f"{spec}: row {i}", row) for i, row in enumerate(dataset, 1))

@@ -289,4 +289,4 @@ class GeneratedRows:
 
     def where(self, index: int) -> str:
         """Return the origin of a row for error messages."""
-        return f"{self.spec} ({self.split}, seed {self.seed}): row {index}"
+        return f"{self.spec} ({self.split}, seed {self.seed}): row {index + 1}"

@@ -41,7 +41,7 @@ def page(view: View, *, color: str = "") -> str:
     first = view.sequences[0].row
     body = [
         f"<h1>{heading}</h1>",
-        f"<p>data row {first['row']}; {escape(legend)}; grey: not "
+        f"<p>data row {first['row'] + 1}; {escape(legend)}; grey: not "
         "sampled by the policy. Point at a token for its numbers.</p>",
         *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
         "<h2>prompt</h2>",

@@ -53,7 +53,7 @@ def group_text(view: View, *, tokens: bool) -> str:
     """Return a group with its responses, and token by token if `tokens`."""
     first = view.sequences[0].row
     lines = [
-        f"step {view.step}, group {view.group}, data row {first['row']}",
+        f"step {view.step}, group {view.group}, data row {first['row'] + 1}",
         *(f"note: {note}" for note in view.notes),
         "prompt:",
         _indented(first["prompt"]),

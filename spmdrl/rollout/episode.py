@@ -269,6 +269,6 @@ def failure_text(sample: FinishedEpisode) -> str:
     which = "the greedy sample" if sample.sample == GREEDY else f"sample {sample.sample}"
     reward = sample.reward
     return (
-        f"the reward of data row {sample.prompt.index}, {which} failed: {reward.failure} after "
+        f"the reward of {sample.prompt.origin}, {which} failed: {reward.failure} after "
         f"{reward.seconds:.1f} s: {reward.message}\n  response: {sample.text[:200]!r}"
     )

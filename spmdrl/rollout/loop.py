@@ -248,8 +248,8 @@ class Loop:
         """Drop a sample whose opening is too long. Raises: Refusal where that ends the run."""
         data = self.cfg.data
         message = (
-            f"rollout.environment {self.cfg.rollout.environment['name']}: what it opens data row "
-            f"{episode.group.prompt.index} with has {length} tokens, above "
+            f"rollout.environment {self.cfg.rollout.environment['name']}: what it opens "
+            f"{episode.group.prompt.origin} with has {length} tokens, above "
             f"data.max_prompt_tokens = {data.max_prompt_tokens}"
         )
         if data.overlong_prompts != "drop":

@@ -137,7 +137,7 @@ class RewardPool(JobQueue):
             group = None
         elif is_alone:
             group = ("alone", key)
-        call = self._joining.add(key, sample, group=group, what=f"data row {prompt.index}")
+        call = self._joining.add(key, sample, group=group, what=prompt.origin)
         if "sample" in self.scopes:
             self._send(call, sample, what=call.what)
         if is_alone:
