@@ -17,6 +17,7 @@ from spmdrl.rewards.samples import RewardSample
 from spmdrl.rollout.episode import FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import pack
+from spmdrl.rollout.saved import group_from_dict, group_to_dict
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import step_sums
 from spmdrl.types import Prompt
@@ -189,6 +190,26 @@ def test_a_group_whose_last_sample_fails_before_it_is_scored_is_whole_without_it
             loop.tick(engine)
     values = [s.reward.value for s in group.drawn]
     assert group.is_complete and values == [draw.samples - 1.0] * (draw.samples - 1) + [None]
+
+
+def test_a_group_that_is_saved_before_it_is_whole_is_scored_whole_after_a_resume(place):
+    group = Group(0, 7, PROMPTS[0][0], PROMPTS[0][1], version=2, draw=DRAW)
+    with pool_of(f"{place}:waits") as pool:
+        loop, engine = Loop(Config(), tokenizer=Tokenizer(), pool=pool, link=Link()), Engine()
+        loop.admit(group)
+        waiting = loop._to_draw.pop()
+        while loop._to_draw or loop._drawing:
+            loop.tick(engine)
+        saved = group_to_dict(group, [*loop._outside.values(), waiting])
+    assert len(saved["episodes"]) == DRAW.samples and not saved["samples"]
+    group, episodes = group_from_dict(saved, number=0, draw=DRAW, prompt=PROMPTS[0][1])
+    with pool_of(f"{place}:waits") as pool:
+        loop = Loop(Config(), tokenizer=Tokenizer(), pool=pool, link=Link())
+        for episode in episodes:
+            loop.go_on(episode)
+        while loop.is_busy:
+            loop.tick(engine)
+    assert [s.reward.value for s in group.drawn] == [float(DRAW.samples)] * DRAW.samples
 
 
 def test_a_function_of_steps_adds_to_what_was_scored_before(place):
