@@ -64,6 +64,7 @@ def validate(cfg: Config) -> list[str]:
 _OF_ADVANTAGES: tuple[str, ...] = (
     "algorithm.entropy_control.",
     "algorithm.kl_control.",
+    "sampling.column",
     "sampling.frequency_penalty",
     "sampling.logit_bias",
     "sampling.min_p",

@@ -75,6 +75,10 @@ class SamplingSettings:
     logit_bias: Options = field(default_factory=dict)
     """What is added to the logits of tokens, by their ids: {"271": -2.5}; within [-100, 100]."""
 
+    column: str = ""
+    """Column of the data in which a row sets max_tokens, top_p, top_k or min_p for itself, as in
+    {"prompt": ..., "sampling": {"top_p": 0.9}}; empty: none."""
+
     @property
     def penalties(self) -> Penalties:
         """What is done to logits before temperature."""
@@ -87,5 +91,5 @@ class SamplingSettings:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens are drawn among a part of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        """Whether tokens may be drawn among a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or bool(self.column)

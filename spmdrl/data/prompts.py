@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.data.prompt_order import Order, RowOrder, WeightedOrder
+from spmdrl.data.row_sampling import row_sampling
 from spmdrl.data.rows import Messages, prompt_of
 from spmdrl.data.sources import Chain, SourcesRows, load_rows
 from spmdrl.errors import Refusal
@@ -137,6 +138,7 @@ class _Encoder:
 
     def _tokens(self, rows: SourcesRows, index: int) -> tuple[list[int], str, dict]:
         row = rows[index]
+        row_sampling(row, self.cfg, where=rows.where(index))  # refuses what cannot be
         tokens, text = encode_prompt(
             prompt_of(row),
             self.tokenizer,

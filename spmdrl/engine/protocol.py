@@ -61,6 +61,11 @@ class Request:
     """So many of the prompt's last ids are the begin of the response, drawn by an earlier request:
     a string of `stop` may begin there."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether tokens are drawn among a part of the vocabulary."""
+        return self.truncation.is_on and self.temperature > 0
+
 
 @dataclass(frozen=True)
 class Completion:

@@ -79,7 +79,7 @@ class TransformersEngine:
         seed = request.seed
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
-        kept = KeptRows() if self._keeps_sets and request.truncation.is_on else None
+        kept = KeptRows() if self._keeps_sets and request.is_cut else None
         if self._stops is not None:
             self._stops.added(request)
         self._waiting.append(Sampled(request, seed, kept=kept))

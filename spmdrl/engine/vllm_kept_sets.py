@@ -63,7 +63,7 @@ class _Watched:
                 self._rows[request_id].add(step, place)
 
     def added(self, request: Request, request_id: str) -> None:
-        if request.truncation.is_on:
+        if request.is_cut:
             self._ids[request.key], self._rows[request_id] = request_id, KeptRows()
 
     def finished(self, key: str, output: Any, tokens: Tensor) -> KeptSets | None:
@@ -89,7 +89,7 @@ class _ReturnedSets:
         self._keys: set[str] = set()  # of truncated requests
 
     def added(self, request: Request, request_id: str) -> None:
-        if request.truncation.is_on:
+        if request.is_cut:
             self._keys.add(request.key)
 
     def finished(self, key: str, output: Any, tokens: Tensor) -> KeptSets | None:

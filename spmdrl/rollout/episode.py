@@ -42,6 +42,17 @@ class Draw:
     penalties: Penalties = NO_PENALTIES
     stop: tuple[str, ...] = ()
 
+    def of_row(self, own: Mapping[str, Any]) -> Draw:
+        """Return how the samples of a row are drawn that sets this itself; see row_sampling."""
+        if not own:
+            return self
+        limits = {name: value for name, value in own.items() if name != "max_tokens"}
+        return replace(
+            self,
+            max_tokens=own.get("max_tokens", self.max_tokens),
+            truncation=replace(self.truncation, **limits),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory(Tokens):

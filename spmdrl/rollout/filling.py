@@ -16,6 +16,7 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.data.prompts import PromptSource
+from spmdrl.data.row_sampling import row_sampling
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.rollout.book import Book, Move, OwnBook, Practice, SharedBook, Ticket
 from spmdrl.rollout.episode import Draw, Episode, Group
@@ -28,7 +29,7 @@ from spmdrl.rollout.staleness import make_rules
 from spmdrl.rollout.step_prompts import StepPrompts
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import has_spread
-from spmdrl.types import Rollouts
+from spmdrl.types import Prompt, Rollouts
 from spmdrl.world import World
 
 _LOOK_EVERY_S = 0.002
@@ -94,7 +95,7 @@ class StepFiller:
                 break
             for number, step, slot in tickets:
                 prompt = self.prompts.at(step, slot)
-                group = Group(number, step, slot, prompt, engine.version, self.draw)
+                group = Group(number, step, slot, prompt, engine.version, self._draw_of(prompt))
                 self.waiting[number] = group
                 self.loop.admit(group)
             if self.loop.is_busy:
@@ -104,6 +105,10 @@ class StepFiller:
         self._seconds += time.perf_counter() - self._since
         self._since = math.inf
         self.loop.idle.left(self.world.watch.totals)
+
+    def _draw_of(self, prompt: Prompt) -> Draw:
+        where = f"data row {prompt.index}"
+        return self.draw.of_row(row_sampling(prompt.row, self.cfg, where=where))
 
     def tick(self, engine: EngineProtocol) -> None:
         """Take a step of the generation loop, and note the groups of training that it completed."""
@@ -151,7 +156,9 @@ class StepFiller:
             self._ahead[k] = concat_rollouts([rollouts_from_dict(part) for part in parts])
         for number, plain in found.groups:
             prompt = self.prompts.at(plain["step"], plain["slot"])
-            group, episodes = group_from_dict(plain, number=number, draw=self.draw, prompt=prompt)
+            group, episodes = group_from_dict(
+                plain, number=number, draw=self._draw_of(prompt), prompt=prompt
+            )
             self.waiting[number] = group
             if group.is_complete:
                 self._note(group)

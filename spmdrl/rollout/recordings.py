@@ -201,12 +201,16 @@ def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
 
 
 def _kept_sets(table: pa.Table, vocab: int) -> KeptSets:
-    """Return those of a table's tokens. Raises: ValueError when one has none."""
+    """Return those of a table's tokens; a replica none of whose samples was cut wrote none."""
     sizes, data = (table[name].combine_chunks() for name in ("kept_set_bytes", "kept_sets"))
-    if sizes.null_count or data.null_count:
-        raise ValueError("a sampled sequence without kept sets")
-    whole = numpy.frombuffer(b"".join(data.to_pylist()), numpy.uint8)
-    return KeptSets(vocab, _tensor(sizes.flatten(), torch.int32), torch.from_numpy(whole.copy()))
+    own = _tensor(sizes.flatten(), torch.int32).split(
+        sizes.value_lengths().fill_null(0).to_pylist()
+    )
+    lengths, is_known = table["length"].to_pylist(), sizes.is_valid().to_pylist()
+    none = [torch.zeros(length, dtype=torch.int32) for length in lengths]
+    whole = torch.cat([a if known else b for a, b, known in zip(own, none, is_known)])
+    text = numpy.frombuffer(b"".join(part or b"" for part in data.to_pylist()), numpy.uint8)
+    return KeptSets(vocab, whole, torch.from_numpy(text.copy()))
 
 
 def scalars_of(table: pa.Table) -> Scalars:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.algorithms import registry
 from spmdrl.config import Config, EvaluateSettings, SamplingSettings
 from spmdrl.data.prompts import PromptSource
+from spmdrl.data.row_sampling import row_sampling
 from spmdrl.data.tokenizer import end_token_ids
 from spmdrl.engine.protocol import EngineProtocol, Truncation
 from spmdrl.environments.tool_calls import make_parser
@@ -27,7 +28,7 @@ from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.source import Source
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import warn_if_all_failed
-from spmdrl.types import Batch, Rollouts
+from spmdrl.types import Batch, Prompt, Rollouts
 from spmdrl.workers.pool import RewardPool
 from spmdrl.world import World
 
@@ -125,7 +126,7 @@ class SampledSource(Source):
         cfg, prompts = self.cfg.evaluate, self.prompts.eval()
         draw = self._draw("eval", cfg, samples=cfg.samples)
         groups = [
-            Group(slot, step, slot, prompts[slot], engine.version, draw)
+            Group(slot, step, slot, prompts[slot], engine.version, self._own(draw, prompts[slot]))
             for slot in range(self.world.replica, len(prompts), self.world.num_replicas)
         ]
         idle, self.loop.idle = self.loop.idle, Idle()  # it is no part of a step
@@ -145,6 +146,10 @@ class SampledSource(Source):
         first, sources = len(self.cfg.data.sources("train")), self.cfg.data.sources("eval")
         several = enumerate(sources, first) if len(sources) > 1 else ()
         return outcomes_of(samples, names={i: source.name for i, source in several})
+
+    def _own(self, draw: Draw, prompt: Prompt) -> Draw:
+        where = f"held-out row {prompt.index}"
+        return draw.of_row(row_sampling(prompt.row, self.cfg, where=where))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was made ahead and what is under way, as plain values; leaders only."""
