@@ -423,7 +423,7 @@ def test_the_viewer_lists_steps_groups_and_one_group(shown, capsys):
     assert viewer.main([str(shown), "--step", "1", "--sort", "reward", "--limit", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["3", "2", "1"]
-    assert lines[1].split()[:5] == ["3", "103", "2", "6.200", "0.000"]
+    assert lines[1].split()[:5] == ["3", "104", "2", "6.200", "0.000"]
     assert lines[4] == "... 1 more: --limit 4"
     assert viewer.main([str(shown), "--step", "1", "--sort", "spread"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[0] == "0"  # the others have one reward
@@ -450,6 +450,12 @@ def test_the_viewer_writes_a_page(shown, capsys, tmp_path):
     assert text.count("rgba(0, 150, 60, 0.600)") == 3 and text.count("rgba(210, 40, 40") == 1
     assert 'title="id 2, logprob -2.0000, version 1, advantage 2.2"' in text
     assert text.count('<span class="other">') == 1 and "tokens are shown as ids" not in text
+    step = [str(shown), "--step", "1", "--html", str(page)]
+    assert viewer.main(step) == 0
+    of_step = page.read_text()
+    assert [f'<details id="group{i}">' in of_step for i in range(5)] == [True] * 4 + [False]
+    assert of_step.count("<summary>group ") == of_step.count("</details>") == 4
+    assert of_step.count("rgba(0, 150, 60, 0.600)") >= 3 and "what is &lt;3&gt;?" in of_step
     assert viewer.main([*asked, "--color", "logprob"]) == 0
     assert "rgba(220, 120, 0, 0.240)" in page.read_text()  # 0.6 * 2 / 5
     (shown / "config.yaml").unlink()

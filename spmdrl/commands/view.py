@@ -4,6 +4,7 @@
     python -m spmdrl view runs/mine --step 12 --sort spread
     python -m spmdrl view runs/mine --step 12 --group 3 --tokens
     python -m spmdrl view runs/mine --step 12 --group 3 --html group.html
+    python -m spmdrl view runs/mine --step 12 --html step.html
 
 A run records them by rollout.record; see docs/rollouts.md.
 """
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.report.rollout_text import SORTS, group_text, groups_text, steps_text
-from spmdrl.report.rollout_view import read_group, summaries
+from spmdrl.report.rollout_view import read_groups, summaries
 
 if TYPE_CHECKING:
     from spmdrl.rollout.recordings import Recorded
@@ -45,7 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=int, default=40, help="groups to list (default: 40)")
     parser.add_argument("--tokens", action="store_true", help="token by token, with logprobs")
-    parser.add_argument("--html", type=Path, help="write the group as a page with coloured tokens")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        help="write the group, or all of the step, as a page with coloured tokens",
+    )
     parser.add_argument(
         "--color",
         choices=("advantage", "logprob"),
@@ -62,8 +67,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.group is not None and args.step is None:
         parser.error("--group needs --step")
-    if args.group is None and (args.html or args.tokens):
-        parser.error("--html and --tokens show one group: give --step and --group")
+    if args.step is None and args.html:
+        parser.error("--html shows a group, or all of a step: give --step")
+    if args.group is None and args.tokens:
+        parser.error("--tokens shows one group: give --step and --group")
     text, error = attempt(lambda: _shown(args), (Refusal, OSError))
     print(error or text, file=sys.stderr if error else sys.stdout)
     return 2 if error else 0
@@ -84,9 +91,9 @@ def _shown(args: argparse.Namespace) -> str:
 def _text(args: argparse.Namespace, recorded: Recorded) -> str:
     if args.step is None:
         return steps_text(recorded)
-    if args.group is None:
+    if args.group is None and args.html is None:
         return groups_text(summaries(recorded, args.step), sort=args.sort, limit=args.limit)
-    view = read_group(
+    views = read_groups(
         recorded,
         args.step,
         args.group,
@@ -96,7 +103,7 @@ def _text(args: argparse.Namespace, recorded: Recorded) -> str:
         trust_run=args.trust_run,
     )
     if args.html is None:
-        return group_text(view, tokens=args.tokens)
+        return group_text(views[0], tokens=args.tokens)
     from spmdrl.report.rollout_page import page
 
-    return page(view, color=args.color)
+    return page(views, color=args.color)

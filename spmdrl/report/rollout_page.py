@@ -1,7 +1,8 @@
-"""One group of recorded rollouts as an HTML page that needs nothing else."""
+"""Groups of recorded rollouts as an HTML page that needs nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from spmdrl.errors import Refusal
@@ -15,19 +16,46 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 60em; 
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3em 0 1.2em; padding: .7em;
       border: 1px solid #ddd; border-radius: 4px; font: 14px/1.6 ui-monospace, monospace; }
 h2 { font-size: 1em; margin: 0; }
+summary { font-weight: bold; overflow-wrap: anywhere; cursor: pointer; }
 .other { color: #777; font-style: italic; }
 .note { color: #a40; }
 """
 
 
-def page(view: View, *, color: str = "") -> str:
-    """Return a group as a page: each token with its colour, and its numbers under the pointer.
+def page(views: Sequence[View], *, color: str = "") -> str:
+    """Return groups of a step as a page: each token with its colour, and its numbers under the
+    pointer. Of several groups each is folded up, under its number, rewards and prompt.
 
     Args:
         color: `advantage` (green above 0, red below, by the group's largest) or `logprob` (the
             less likely, the stronger); empty takes the advantage where it is known.
     Raises: Refusal when colours by advantage are asked for and it is not known.
     """
+    step = f"step {views[0].step}"
+    heading = f"{step}, group {views[0].group}" if len(views) == 1 else step
+    body = [f"<h1>{heading}</h1>"]
+    for view in views:
+        lines = _group(view, color=color)
+        if len(views) > 1:
+            summary = f"<summary>{escape(_summary(view))}</summary>"
+            lines = [f'<details id="group{view.group}">', summary, *lines, "</details>"]
+        body += lines
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{heading}</title><style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
+
+
+def _summary(view: View) -> str:
+    """Return a group in a line: its number, the rewards of its samples, its prompt's beginning."""
+    rewards = [f"{one.row['reward']:g}" for one in view.sequences if one.row["is_valid"]]
+    prompt = " ".join(view.sequences[0].row["prompt"].split())
+    return f"group {view.group}: rewards {' '.join(rewards) or 'none'}: {prompt:.100}"
+
+
+def _group(view: View, *, color: str) -> list[str]:
     known = [abs(one.advantage) for one in view.sequences if one.advantage is not None]
     if color == "advantage" and not known:
         raise Refusal(f"--color advantage: {'; '.join(view.notes)}; take --color logprob")
@@ -37,10 +65,8 @@ def page(view: View, *, color: str = "") -> str:
         if color == "advantage"
         else f"the less likely a token, the stronger; strongest at {_FAINTEST_NATS:g} nats"
     )
-    heading = f"step {view.step}, group {view.group}"
     first = view.sequences[0].row
     body = [
-        f"<h1>{heading}</h1>",
         f"<p>data row {first['row'] + 1}; {escape(legend)}; grey: not "
         "sampled by the policy. Point at a token for its numbers.</p>",
         *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
@@ -49,12 +75,7 @@ def page(view: View, *, color: str = "") -> str:
     ]
     for one in view.sequences:
         body += _response(one, view, color=color, largest=max(known, default=0.0))
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{heading}</title><style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
-    )
+    return body
 
 
 def _response(one: Answer, view: View, *, color: str, largest: float) -> list[str]:

@@ -41,7 +41,7 @@ def groups_text(found: Sequence[Summary], *, sort: str, limit: int) -> str:
     for one in order[:limit]:
         prompt = " ".join(one.prompt.split())
         lines.append(
-            f"{one.group:>6} {one.row:>8} {one.samples:>8} {one.mean:>8.3f} "
+            f"{one.group:>6} {one.row + 1:>8} {one.samples:>8} {one.mean:>8.3f} "
             f"{one.spread:>8.3f} {one.length:>8.1f} {one.truncated:>4}  {prompt[:40]}"
         )
     if len(order) > limit:

@@ -151,19 +151,20 @@ def advantages(
     return dict(zip(places, values.tolist()))
 
 
-def read_group(
+def read_groups(
     recorded: Recorded,
     step: int,
-    group: int,
+    group: int | None,
     *,
     tokenizer: str = "",
     needs_text: bool = False,
     trust_remote_code: bool = False,
     trust_run: bool = False,
-) -> View:
-    """Return one group with all that is known of it.
+) -> list[View]:
+    """Return one group of a step, or all by number, with all that is known of them.
 
     Args:
+        group: its number; None for all.
         tokenizer: folder or hub name; empty takes the run's own.
         needs_text: of single tokens, which takes the tokenizer.
         trust_remote_code: run Python code of the tokenizer's folder. trust_run: that of an
@@ -194,20 +195,15 @@ def read_group(
         decode, error = attempt(lambda: _decoder(cfg, tokenizer, trusts=trust_remote_code))
         notes += [f"tokens are shown as ids: {error}"] if error else []
     rows.sort(key=lambda row: row["sample"])
-    return View(
-        step,
-        group,
-        header,
-        notes=notes,
-        sequences=[
-            Answer(
-                row,
-                known.get((group, row["sample"])) if known else None,
-                [decode(token) for token in row["tokens"]] if decode else None,
-            )
-            for row in rows
-        ],
-    )
+    found: dict[int, list[Answer]] = {}
+    for row in rows:
+        answer = Answer(
+            row,
+            known.get((row["group"], row["sample"])) if known else None,
+            [decode(token) for token in row["tokens"]] if decode else None,
+        )
+        found.setdefault(row["group"], []).append(answer)
+    return [View(step, number, header, found[number], notes) for number in sorted(found)]
 
 
 def _decoder(cfg: Config | None, name: str, *, trusts: bool) -> Callable[[int], str]:
