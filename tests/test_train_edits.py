@@ -1,7 +1,9 @@
-"""Experiments that are edits of a few lines of train.py, each run for real."""
+"""Experiments that are edits of a few lines of train.py, those of docs/editing.md, run for real."""
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -16,11 +18,7 @@ def half(prompts, completions, **columns):
     return [1.0 if s else len(str(c)) % 5 / 10 for s, c in zip(solved, completions)]
 """
 
-LOOP_SUMS = "sums = add_sums(batch_sums(batch), updated, pushed)"
-EXCHANGED = "batch = exchange(source.take(step), world, step=step)  # meets: rollouts to trainers"
-ADVANTAGE = 'advantage_fn = registry.get("advantage", cfg.algorithm.advantage)'
 FINISH = "checkpoints.finish()  # meets: the last one is on disk"
-AHEAD = "source.generate(engine, until=step + cfg.lag)"
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +27,15 @@ def folder(tmp_path_factory) -> Path:
     create_model(where / "start", hidden_size=64, layers=2, heads=2, kv_heads=1)
     (where / "r.py").write_text(REWARDS)
     return where
+
+
+def edit(number: int) -> tuple[str, str]:
+    """Return the line that an edit of the page is about, and what it becomes or is followed by."""
+    page = (ROOT / "docs/editing.md").read_text()
+    part = page[page.index(f"**{number}. ") :].partition("\n**")[0]
+    line, others = re.findall(r"(?:^    .+\n)+", part, re.M)[:2]
+    line, others = textwrap.dedent(line), textwrap.dedent(others)
+    return line.strip(), others if "\nbecomes\n" in part else line + others
 
 
 def rows_of(folder: Path, name: str, edits: dict[str, str], **flags) -> list[dict]:
@@ -57,18 +64,15 @@ def rows_of(folder: Path, name: str, edits: dict[str, str], **flags) -> list[dic
 @pytest.fixture(scope="module")
 def plain(folder) -> list[dict]:
     """A metric of one's own, which changes nothing."""
-    longest = '{"mine/longest": (float(batch.scalars.lengths.max()), 1.0)}'
     modules = f"""{FINISH}
 ours = [name for name in sys.modules if name.startswith("spmdrl.")]
 open(f"{{cfg.output_dir}}/modules_{{world.rank}}", "w").write(" ".join(ours))
 """
-    sums = f"sums = add_sums(batch_sums(batch), updated, pushed, {longest})"
-    edits = {LOOP_SUMS: sums, FINISH: modules}
-    return rows_of(folder, "metric", edits)
+    return rows_of(folder, "metric", dict([edit(1)]) | {FINISH: modules})
 
 
 def test_a_metric_of_ones_own_is_logged_at_every_step(plain):
-    assert len(plain) == 2 and all(row["mine/longest"] > 8 for row in plain)
+    assert len(plain) == 2 and all(row["my/longest"] > 8 for row in plain)
 
 
 def test_a_rank_that_does_not_train_loads_nothing_of_training(folder, plain):
@@ -78,35 +82,27 @@ def test_a_rank_that_does_not_train_loads_nothing_of_training(folder, plain):
 
 
 def test_groups_that_are_solved_are_dropped(folder, plain):
-    lines = f"""{EXCHANGED}
-from spmdrl.algorithms.groups import group_rewards
-scalars = batch.scalars
-groups = group_rewards(scalars.rewards, scalars.group_ids, is_valid=scalars.is_valid)
-batch = batch.without((groups.means == 1)[groups.index])
-"""
-    mine = '{"mine/trained": (float(batch.scalars.is_valid.sum()), len(batch.scalars))}'
-    edits = {
-        EXCHANGED: lines,
-        LOOP_SUMS: f"sums = add_sums(batch_sums(batch), updated, pushed, {mine})",
-    }
+    mine = '{"my/trained": (float(batch.scalars.is_valid.sum()), len(batch.scalars))}'
+    sums, _ = edit(1)
+    edits = dict([edit(2)]) | {sums: f"{sums[:-1]}, {mine})"}
     rows = rows_of(folder, "solved", edits)
-    assert all(0 < row["mine/trained"] < 1 for row in rows)
+    assert all(0 < row["my/trained"] < 1 for row in rows)
     # The same terms, of which a solved group has none, are divided by fewer tokens.
     assert rows[0]["policy/grad_norm"] > plain[0]["policy/grad_norm"] * 1.05
 
 
 def test_an_advantage_has_a_second_term(folder, plain):
-    lines = """
-grpo = registry.get("advantage", cfg.algorithm.advantage)
-def advantage_fn(rewards, group_ids, is_valid, response_lengths):
-    return grpo(rewards, group_ids, is_valid=is_valid) - 0.5 * response_lengths
-"""
-    rows = rows_of(folder, "term", {ADVANTAGE: lines})
+    rows = rows_of(folder, "term", dict([edit(3)]))
     assert rows[0]["reward/mean"] == plain[0]["reward/mean"]
     assert rows[0]["policy/grad_norm"] > 2 * plain[0]["policy/grad_norm"]
 
 
 def test_steps_without_lag_and_overlapped_ones_take_turns(folder):
-    edits = {AHEAD: "source.generate(engine, until=step + cfg.lag * (step % 2))"}
-    rows = rows_of(folder, "turns", edits, lag=1, steps=5)
+    rows = rows_of(folder, "turns", dict([edit(4)]), lag=1, steps=5)
     assert [row["policy/staleness"] for row in rows] == [0, 0, 1, 0, 1]
+
+
+def test_a_loss_of_ones_own_reports_a_statistic_of_its_own(folder, plain):
+    rows = rows_of(folder, "loss", dict([edit(5)]), **{"algorithm.loss-options": "{}"})
+    assert [row["my/capped_frac"] for row in rows] == [0, 0]  # one update: the ratio is 1
+    assert rows[0]["policy/grad_norm"] == pytest.approx(plain[0]["policy/grad_norm"], rel=1e-3)

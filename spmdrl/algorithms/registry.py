@@ -243,7 +243,10 @@ def function_problems(kind: Kind, function: Method, options: Named) -> list[str]
 def _option_problem(function: Method, option: str, value: Any) -> str:
     known = options_of(function)
     if option not in known:
-        return f"unknown option of {function.__name__}{_nearest(option, known)}"
+        return (
+            f"unknown option of {function.__name__}{_nearest(option, known)}; options of a config "
+            "go to whatever function is used: {} for none"
+        )
     is_number = isinstance(value, (int, float)) and value not in (float("inf"), -float("inf"))
     if is_number and not -_LARGEST <= value <= _LARGEST:  # nan too
         return f"must be a number of at most {_LARGEST}, or inf for no bound, got {value}"
