@@ -254,3 +254,47 @@ def test_gpus_get_requests_that_vllm_returns_masks_for():
     assert params.temperature > 0 and params.top_k == 1 and params.prompt_logprobs == 0
     params = sampling_params(cut)
     assert (params.top_p, params.top_k, params.min_p) == (0.9, 0, 0.1)
+
+
+def test_sets_that_vllm_returns_are_taken_for_truncated_requests_alone():
+    from types import SimpleNamespace
+
+    from spmdrl.engine.protocol import Request
+    from spmdrl.engine.vllm_kept_sets import make_kept_source
+
+    config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 900))
+    worker = SimpleNamespace(
+        worker=SimpleNamespace(model_runner=SimpleNamespace(vllm_config=config))
+    )
+    llm = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
+    source = make_kept_source(llm, on_cpu=False)
+    cut = Request("cut", (1,), 3, 1.0, 1, (), Truncation(top_p=0.9))
+    for request in (
+        cut,
+        Request("whole", (1,), 3, 1.0, 1, ()),
+        Request("greedy", (1,), 3, 0, 1, ()),
+    ):
+        source.added(request, "id")
+    ids = [[3, 800], list(range(100, 200)), list(range(900))]
+    tokens = torch.tensor([800, 150, 5])
+    chunks = [SimpleNamespace(to_nested_list=lambda own=own: own) for own in (ids[:1], ids[1:])]
+
+    def under_way(key: str, kept: list) -> SimpleNamespace:
+        return SimpleNamespace(key=key, kept=kept)
+
+    half = source.unfinished(under_way("cut", chunks[:1]), tokens[:1])
+    assert half.sizes.tolist() == [8]
+    assert source.unfinished(under_way("cut", []), tokens[:0]) is None
+
+    def output(found: list) -> SimpleNamespace:
+        mask = SimpleNamespace(token_ids=found)
+        return SimpleNamespace(outputs=[SimpleNamespace(sampling_mask=mask)])
+
+    for key in ("whole", "greedy"):
+        assert source.finished(key, output(ids), tokens) is None
+    with pytest.raises(RuntimeError, match="request cut: kept sets of 2 tokens, where 3 are"):
+        source.finished("cut", output(ids[:2]), tokens)
+    with pytest.raises(RuntimeError, match="no kept set of its 3 tokens"):
+        source.finished("cut", output([]), tokens)
+    assert source.finished("cut", output(ids), tokens).sizes.tolist() == [8, 113, 0]
+    assert source.finished("cut", output(ids), tokens) is None  # it is known no more

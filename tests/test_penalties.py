@@ -18,6 +18,7 @@ from spmdrl.config import Penalties, dump, load_yaml
 from spmdrl.engine.protocol import Request, Truncation
 from spmdrl.kept_sets import KeptSets
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
+from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import make_row
 
 H, V = 8, 40
@@ -226,3 +227,21 @@ def test_settings_read_back_and_what_trainers_cannot_score_is_refused(tmp_path):
         )
     )
     assert "each turn is a request" in found
+
+
+def test_context_parallel_ranks_have_the_rules_of_their_own_tokens():
+    tokens, drawn, mask, kept, whole = row_and_kept("kept")
+    sets, count = KeptSets.of(kept), len(whole.scored)
+    every, seen = whole.own.rules, []
+    for rank in range(2):
+        slicing = Slicing(group=object(), rank=rank, size=2)
+        own = make_row(tokens, LENGTHS, mask=mask, slicing=slicing, drawn=drawn, kept_sets=sets).own
+        at, part = own.scored, slice(0, len(own.scored))
+        dropped = own.rules.kept.dropped(part, first=0, width=V)
+        assert torch.equal(dropped, every.kept.dropped(slice(0, count), first=0, width=V)[at])
+        for name in ("all", "response"):
+            found, want = (getattr(rules.history, name) for rules in (own.rules, every))
+            counts = want.counts(slice(0, count), first=0, width=V)[at]
+            assert torch.equal(found.counts(part, first=0, width=V), counts)
+        seen += at.tolist()
+    assert sorted(seen) == list(range(count))
