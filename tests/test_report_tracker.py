@@ -37,6 +37,40 @@ def run_id_of(folder: Path) -> str:
     return json.loads((folder / "mlflow_run.json").read_text())["run_id"]
 
 
+def test_runs_that_start_at_once_share_one_store_of_one_line(tmp_path):
+    store = tmp_path / "all" / "mlflow.db"
+    program = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from spmdrl.report.tracker import MlflowTracker\n"
+        "uri, folder = sys.argv[1:]\n"
+        "Path(folder).mkdir()\n"
+        "run = MlflowTracker(uri, folder=Path(folder), experiment='shared', resume=False,\n"
+        "                    run_name=Path(folder).name, tags={})\n"
+        "run.metrics(0, {'reward/mean': 0.5})\n"
+        "run.table('samples.json', [{'a': 1}])\n"
+        "run.close('finished', timeout_s=200)\n"
+    )
+    names = ("first", "second")
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, f"sqlite:///{store}", str(tmp_path / name)],
+            cwd=Path(__file__).parent.parent,
+        )
+        for name in names
+    ]
+    assert [run.wait(timeout=250) for run in runs] == [0, 0]
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{store}")
+    (shared,) = (e for e in client.search_experiments() if e.name == "shared")
+    found = client.search_runs([shared.experiment_id])
+    assert sorted(run.info.run_name for run in found) == ["first", "second"]
+    assert [run.data.metrics["reward/mean"] for run in found] == [0.5, 0.5]
+    assert len(list((tmp_path / "all" / "mlflow_artifacts").rglob("samples.json"))) == 2
+    assert [path.name for path in (tmp_path / "all").glob("mlflow.db*")] == ["mlflow.db"]
+
+
 def test_a_run_can_be_read_back_from_mlflow_and_is_continued_on_resume(tmp_path):
     folder = tmp_path / "my_run"
     cfg = config(

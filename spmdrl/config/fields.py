@@ -160,7 +160,8 @@ class MlflowSettings:
     """Where MLflow writes."""
 
     uri: str = ""
-    """A server, e.g. http://host:5000; empty: a SQLite file in output_dir."""
+    """A server, e.g. http://host:5000, or a file that all runs may share, e.g.
+    sqlite:////work/mlflow.db; empty: a SQLite file in output_dir."""
     experiment: str = "spmdrl"
     """Name of the experiment."""
     run_name: str = ""

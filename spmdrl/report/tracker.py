@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import socket
 import threading
 import time
 from collections import deque
@@ -29,6 +30,7 @@ Status = Literal["finished", "stopped", "failed"]
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 _RUN_FILE = "mlflow_run.json"
+_SQLITE = "sqlite:///"
 _TABLE_TAG = "mlflow.loggedArtifacts"
 _GATHER_S = 1.0  # steps of this long go into one transaction
 _RETRY_S = 60.0
@@ -71,7 +73,9 @@ class MlflowTracker:
         system_every_s: float = 10.0,
     ):
         self.uri = uri or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
-        self._is_own_store = not uri
+        is_file = self.uri.startswith(_SQLITE) and "?" not in self.uri
+        file = self.uri.removeprefix(_SQLITE) if is_file else ""
+        self._file = Path(file) if file else None  # of a store that is one
         self._folder, self._experiment, self._run_name = folder, experiment, run_name
         self._resume, self._tags, self._system_every_s = resume, tags, system_every_s
         self._client: Any = None
@@ -230,8 +234,8 @@ class MlflowTracker:
         from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
         from mlflow.tracking import MlflowClient
 
-        if self._is_own_store:
-            self._create_store()
+        if self._file is not None:
+            _create_store(self._file)
         client = MlflowClient(self.uri)
         self.run_id = self.run_id or self._known_run(client) or self._new_run(client)
         client.update_run(self.run_id, status="RUNNING")
@@ -245,17 +249,6 @@ class MlflowTracker:
         )
         self._monitor.start()
         self._client = client
-
-    def _create_store(self) -> None:
-        # Under another name until it is whole: a process that ends while MLflow makes its tables
-        # would leave a file that MLflow refuses ever after.
-        from mlflow.tracking import MlflowClient
-
-        path, partial = self._folder / "mlflow.db", self._folder / "mlflow.db.partial"
-        if not path.exists():
-            partial.unlink(missing_ok=True)
-            MlflowClient(f"sqlite:///{partial.resolve()}")
-            partial.rename(path)
 
     def _known_run(self, client: Any) -> str | None:
         from mlflow.exceptions import MlflowException
@@ -279,18 +272,46 @@ class MlflowTracker:
 
     def _new_run(self, client: Any) -> str:
         found = client.get_experiment_by_name(self._experiment)
-        if found is None:
-            place = (self._folder.resolve() / "mlflow_artifacts").as_uri()
-            number = client.create_experiment(
-                self._experiment, artifact_location=place if self._is_own_store else None
-            )
-        else:
-            number = found.experiment_id
+        number = self._new_experiment(client) if found is None else found.experiment_id
         return client.create_run(number, run_name=self._run_name, tags=self._tags).info.run_id
+
+    def _new_experiment(self, client: Any) -> str:
+        from mlflow.exceptions import MlflowException
+
+        place = None
+        if self._file is not None:  # not in whatever folder the program was started from
+            place = (self._file.resolve().parent / "mlflow_artifacts").as_uri()
+        try:
+            return client.create_experiment(self._experiment, artifact_location=place)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+            return client.get_experiment_by_name(self._experiment).experiment_id  # another run's
 
     def _end(self) -> None:
         self._monitor.finish()
         self._client.set_terminated(self.run_id, _MLFLOW_STATUS[self._status])
+
+
+def _create_store(path: Path) -> None:
+    """Make a store that is one file, unless it is there."""
+    from mlflow.tracking import MlflowClient
+
+    if path.exists():
+        return
+    # Under another name until it is whole: a process that ends while MLflow makes its tables would
+    # leave a file that MLflow refuses ever after, and other runs may make the same store now.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial-{socket.gethostname()}-{os.getpid()}")
+    partial.unlink(missing_ok=True)
+    MlflowClient(f"{_SQLITE}{partial.resolve()}")
+    try:
+        os.link(partial, path)
+    except FileExistsError:  # another run's, made meanwhile
+        pass
+    except OSError:  # a file system without links
+        partial.rename(path)
+    partial.unlink(missing_ok=True)
 
 
 def tracking_uri(folder: Path | None) -> str:
