@@ -9,7 +9,8 @@ import pytest
 import torch
 from checkpoint_runs import restore, save
 from comparing import assert_near, assert_same_sums, differing, full_parameters, full_state
-from policy_runs import VALID, changed, config, own_batch, small_model, update
+from policy_runs import VALID, changed, config, meta_model, own_batch, small_model, update
+from tiny import tiny_folder
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
 from worlds import with_trainer
@@ -183,6 +184,18 @@ def test_muon_refuses_what_would_be_wrong():
         "optimizer.muon.momentum: 0.5 with optimizer.kind adamw, which has no use for it; set kind "
         "to muon, or leave it out"
     ]
+
+
+@pytest.mark.parametrize("family", ["jamba", "qwen3_moe"])
+def test_routers_and_experts_are_none_of_its_matrices(family, tmp_path):
+    model = meta_model(tiny_folder(tmp_path, family))
+    shards = dict(model.named_parameters())
+    found = block_matrices(model, shards)
+    assert [name for name in shards if name.endswith(("router.weight", "gate.weight"))]
+    assert any("proj" in name for name in found)
+    assert all(shards[name].dim() == 2 for name in found)
+    strange = ("router", "gate.weight", "experts", "embed", "lm_head", "A_log", "norm")
+    assert not [name for name in found for word in strange if word in name]
 
 
 def test_a_model_without_matrices_in_its_blocks_is_refused():

@@ -7,7 +7,7 @@ other, every rank that has a part of it computes the same step and keeps its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.config import OptimizerSettings
 from spmdrl.errors import Refusal
-from spmdrl.model.blocks import blocks
+from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.shards import Box, held_boxes, local_part, narrow, write
 from spmdrl.train.optimizer import AdamW
 from spmdrl.world.torch_internals import sharded_like
@@ -38,6 +38,7 @@ def block_matrices(hf_model: nn.Module, shards: Mapping[str, Tensor]) -> set[str
     """
     layers = [m for block in blocks(hf_model).values() for m in block.modules()]
     own = {id(m.weight) for m in layers if isinstance(m, nn.Linear) or _is_conv1d(m)}
+    own -= {id(router.weight) for router in _linear_routers(hf_model)}
     found = {name for name, p in shards.items() if id(p) in own and p.dim() == 2}
     if not found:
         raise Refusal(
@@ -45,6 +46,21 @@ def block_matrices(hf_model: nn.Module, shards: Mapping[str, Tensor]) -> set[str
             f"{type(hf_model).__name__} have none that train; take adamw"
         )
     return found
+
+
+def _linear_routers(hf_model: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the linear layers beside experts that have a row for each of them: some families'
+    routers, or what these hold."""
+    for name, experts in experts_modules(hf_model).items():
+        beside = hf_model.get_submodule(name.rpartition(".")[0]).named_modules()
+        yield from (
+            module
+            for at, module in beside
+            if isinstance(module, nn.Linear)
+            and len(module.weight) == experts.num_experts
+            and "expert" not in at
+            and "shared" not in at
+        )
 
 
 def _is_conv1d(module: nn.Module) -> bool:
