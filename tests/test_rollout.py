@@ -72,7 +72,13 @@ def over_sampled(cfg: Config) -> dict:
 
 
 def test_groups_that_a_step_left_behind_go_on_after_a_resume(chat_model):
-    (found,) = run_ranks(1, over_sampled, source_config(chat_model, {"over_sample": 2.0}))
+    cfg = source_config(chat_model, {"over_sample": 2.0})
+    # What is half drawn when the step closes depends on how fast its last reward came.
+    assert any(_goes_on(*run_ranks(1, over_sampled, cfg)) for _ in range(4))
+
+
+def _goes_on(found: dict) -> bool:
+    """Check what became of groups under way; return whether a sequence was half drawn."""
     first, second = found["first"], found["second"]
     assert len(first) == len(second) == 12 and found["opened"] == (2, {})
     assert set(first.policy_versions[first.response_mask].tolist()) == {0}
@@ -98,10 +104,10 @@ def test_groups_that_a_step_left_behind_go_on_after_a_resume(chat_model):
         at = [i for i, response in enumerate(responses) if response[:count] == tokens]
         assert at, "a sequence under way was lost"
         assert any(versions[i][:count] == [0] * count for i in at)
-    assert any(set(v) == {0, 1} for v in versions)
     # Step 1 must take the old groups, lest they get too old; the new ones stay.
     assert sorted(found["left"]) == [(2, slot) for slot in range(4)]
     assert second.scalars.min_versions.tolist() == [min(v) for v in versions]
+    return any(set(v) == {0, 1} for v in versions)
 
 
 def dynamic(cfg: Config) -> tuple:
