@@ -22,11 +22,11 @@ HEALTHY = {
 NO_SPREAD = HEALTHY | {"reward/zero_spread_groups_frac": 1.0, "policy/grad_norm": 0.0}
 
 
-def advisor(*, after: int = 3, advantage: str = "grpo") -> Advisor:
+def advisor(*, after: int = 3, advantage: str = "grpo", objective: str = "rl") -> Advisor:
     return Advisor(
         Config(
             report=ReportSettings(warn_after=after),
-            algorithm=AlgorithmSettings(advantage=advantage),
+            algorithm=AlgorithmSettings(objective=objective, advantage=advantage),
         )
     )
 
@@ -75,6 +75,35 @@ def test_a_resumed_run_remembers_with_what_it_began():
     advise = advisor()
     advise.resume([{"step": 0, "eval/reward": 1.0}, *({"step": s} | HEALTHY for s in range(9))])
     assert "collapsed" in told(advise, *[low] * 3)[0]
+
+
+def test_a_resumed_run_that_began_with_a_number_that_was_not_finite_still_warns():
+    advise, low = advisor(), HEALTHY | {"policy/entropy": 0.01}
+    first = {"step": 0} | HEALTHY | {"policy/mismatch_k3": None}  # as metrics.jsonl has it
+    advise.resume([first, *({"step": s} | HEALTHY for s in range(1, 9))])
+    assert "collapsed" in told(advise, *[low] * 3)[0]
+
+
+def test_a_run_begins_where_its_policy_trains_not_in_the_warm_up_of_a_critic():
+    advise, warm_up = advisor(advantage="gae"), {"reward/mean": 0.4, "value/loss": 1.0}
+    low = HEALTHY | {"policy/entropy": 0.01}
+    assert not told(advise, *[warm_up] * 9, *[HEALTHY] * 3)
+    assert "collapsed" in told(advise, *[low] * 3)[0]
+
+
+def test_distillation_needs_no_spread_of_rewards_and_comparing_pairs_does():
+    bad = HEALTHY | {"reward/zero_spread_groups_frac": 1.0}
+    assert not told(advisor(objective="on_policy_distill"), *[bad] * 9)
+    (text,) = told(advisor(objective="online_preference", advantage="gae"), *[bad] * 9)
+    assert "there are no pairs" in text
+
+
+def test_what_fits_rows_may_lose_all_entropy():
+    low = HEALTHY | {"policy/entropy": 0.01}
+    for objective in ("sft", "preference"):
+        assert not told(advisor(objective=objective), *[HEALTHY] * 3, *[low] * 9)
+    (text,) = told(advisor(objective="online_preference"), *[HEALTHY] * 3, *[low] * 9)
+    assert "loss_options.beta" in text and "clip_high" not in text
 
 
 def test_warnings_can_be_switched_off():

@@ -59,7 +59,8 @@ class Advisor:
         if advice and not self._has_corrected:
             self._has_corrected = True
             found.append(advice)
-        if len(self._first) < self._steps:
+        # A critic's warm-up and a skipped update say nothing of the policy.
+        if len(self._first) < self._steps and "policy/loss" in values:
             self._first.append(dict(values))
         return found
 
@@ -74,8 +75,11 @@ class Advisor:
 
 
 def _means(rows: Sequence[Values]) -> dict[str, float]:
-    names = {name for row in rows for name, value in row.items() if isinstance(value, (int, float))}
-    known = {name: [row[name] for row in rows if name in row] for name in names}
+    known: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, (int, float)):  # metrics.jsonl has null for what is not finite
+                known.setdefault(name, []).append(value)
     return {name: sum(values) / len(values) for name, values in known.items()}
 
 
@@ -83,10 +87,11 @@ def _means(rows: Sequence[Values]) -> dict[str, float]:
 
 
 def _has_no_spread(values: Values, start: Values, cfg: Config) -> bool:
-    return (
-        needs_group(cfg.algorithm.advantage)
-        and values.get("reward/zero_spread_groups_frac", 0.0) >= 1.0
+    # Distillation samples too, and its rewards are measured alone.
+    compares = cfg.objective.trains_on_pairs or (
+        cfg.objective.has_advantages and needs_group(cfg.algorithm.advantage)
     )
+    return compares and values.get("reward/zero_spread_groups_frac", 0.0) >= 1.0
 
 
 def _no_spread_text(values: Values, start: Values, cfg: Config) -> str:
@@ -99,10 +104,10 @@ def _no_spread_text(values: Values, start: Values, cfg: Config) -> str:
         else "The likeliest causes: the task is solved (stop, or take harder rows), the reward "
         "does not depend on the response, or sampling.temperature is too low for samples to differ"
     )
+    result = "every advantage is 0" if cfg.objective.has_advantages else "there are no pairs"
     return (
         f"nothing is learnt: within each group all {cfg.batch.group_size} rewards are equal (mean "
-        f"reward {reward:.3f}), so that every advantage is 0. {cause}: read {cfg.output_dir}/"
-        "samples.jsonl"
+        f"reward {reward:.3f}), so that {result}. {cause}: read {cfg.output_dir}/samples.jsonl"
     )
 
 
@@ -128,7 +133,9 @@ def _no_gradient_text(values: Values, start: Values, cfg: Config) -> str:
 
 def _is_collapsed(values: Values, start: Values, cfg: Config) -> bool:
     entropy, first = values.get("policy/entropy"), start.get("policy/entropy", 0.0)
-    return entropy is not None and entropy < MIN_ENTROPY_FRAC * first
+    # Where rows are fitted, low entropy is what comes of it.
+    is_low = entropy is not None and entropy < MIN_ENTROPY_FRAC * first
+    return is_low and cfg.objective.samples
 
 
 def _collapsed_text(values: Values, start: Values, cfg: Config) -> str:
@@ -138,8 +145,13 @@ def _collapsed_text(values: Values, start: Values, cfg: Config) -> str:
         f"{values['policy/entropy']:.4f} nats"
         + (f" (reward from {rewards[0]} to {rewards[1]})" if len(rewards) == 2 else "")
         + ": samples of a prompt hardly differ any more. Where the task is not solved, lower "
-        f"optimizer.lr (now {cfg.optimizer.lr:g}), raise the upper clip (loss_options.clip_high), "
-        "or set algorithm.entropy_coef, algorithm.entropy_control or a kl_coef"
+        f"optimizer.lr (now {cfg.optimizer.lr:g}), "
+        + (
+            "raise the upper clip (loss_options.clip_high), or set algorithm.entropy_coef, "
+            "algorithm.entropy_control or a kl_coef"
+            if cfg.objective.has_advantages
+            else "or hold the policy closer to its reference (loss_options.beta)"
+        )
     )
 
 
