@@ -61,6 +61,9 @@ def rank(completions, trainer_state):
 
 rank.scope = "step"
 
+def places(completions):
+    return list(map(float, range(len(completions))))
+
 def none(completions):
     return [None for _ in completions]
 """
@@ -173,6 +176,28 @@ def test_the_loop_scores_a_group_when_its_last_sample_is_drawn(place):
     assert {g.slot for g in whole} == {slot for slot, _ in PROMPTS} and not loop._ended
     for group in groups:
         assert [s.reward.value for s in group.drawn] == [float(DRAW.samples)] * DRAW.samples
+
+
+def test_a_group_is_scored_in_the_order_of_its_samples_whichever_ended_first(place):
+    joining = Joining(least=None)
+    for i in (2, 10, 0, 1):
+        sample = RewardSample({}, f"said {i}", [], False)
+        joining.add(f"train-0-0-{i}", sample, group="g", what="a row", position=i)
+    call, work = joining.close("g")
+    assert [sample.text for sample in work.samples] == [f"said {i}" for i in (0, 1, 2, 10)]
+    assert call.keys == tuple(f"train-0-0-{i}" for i in (0, 1, 2, 10))
+    group = Group(0, 7, PROMPTS[0][0], PROMPTS[0][1], version=2, draw=DRAW)
+    with pool_of(f"{place}:places") as pool:
+        loop, engine = Loop(Config(), tokenizer=Tokenizer(), pool=pool, link=Link()), Engine()
+        loop.admit(group)
+        last, *others = loop._to_draw
+        loop._to_draw = others
+        while loop._to_draw or loop._drawing:
+            loop.tick(engine)
+        loop.go_on(last)
+        while loop.is_busy:
+            loop.tick(engine)
+    assert [s.reward.value for s in group.drawn] == [float(i) for i in range(DRAW.samples)]
 
 
 def test_a_group_whose_last_sample_fails_before_it_is_scored_is_whole_without_it(place):

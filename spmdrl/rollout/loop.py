@@ -174,6 +174,7 @@ class Loop:
                 response_tokens=episode.turn,
                 truncated=episode.trajectory.is_truncated,
                 group=episode.group.key,
+                position=episode.sample,
                 step=episode.group.step,
             )
             self._close_if_whole(episode.group, ended=1)

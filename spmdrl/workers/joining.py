@@ -28,6 +28,7 @@ class _Awaited:
 
     sample: RewardSample
     what: str
+    position: int
     found: dict[Scope, RewardResult] = field(default_factory=dict)
 
 
@@ -43,20 +44,25 @@ class Joining:
         self._awaited: dict[Hashable, _Awaited] = {}
         self._groups: dict[Hashable, list[Hashable]] = {}  # keys of those not closed yet
 
-    def add(self, key: Hashable, sample: RewardSample, *, group: Hashable, what: str) -> Call:
+    def add(
+        self, key: Hashable, sample: RewardSample, *, group: Hashable, what: str, position: int = 0
+    ) -> Call:
         """Take a sample in; return the call that scores it alone.
 
         Args:
             group: which is closed later; None where no function scores groups.
+            position: its place in the group.
         """
-        self._awaited[key] = _Awaited(sample, what)
+        self._awaited[key] = _Awaited(sample, what, position)
         if group is not None:
             self._groups.setdefault(group, []).append(key)
         return Call("sample", (key,), what)
 
     def close(self, group: Hashable) -> tuple[Call, RewardList] | None:
-        """Return the call that scores a group's samples together; None of a group without any."""
-        own = {key: self._awaited[key] for key in self._groups.pop(group, [])}
+        """Return the call that scores a group's samples together, in their order and not in that
+        in which they came to their ends: the short ones came first. None of a group without any."""
+        keys = sorted(self._groups.pop(group, []), key=lambda key: self._awaited[key].position)
+        own = {key: self._awaited[key] for key in keys}
         if not own:
             return None
         what, samples = next(iter(own.values())).what, tuple(a.sample for a in own.values())

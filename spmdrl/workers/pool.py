@@ -115,6 +115,7 @@ class RewardPool(JobQueue):
         response_tokens: list[int],
         truncated: bool,
         group: Hashable = None,
+        position: int = 0,
         step: int = 0,
     ) -> None:
         """Hand in one response; its RewardResult comes out of `poll` or `drain` under `key`.
@@ -122,6 +123,7 @@ class RewardPool(JobQueue):
         Args:
             group: name of its group, which functions of lists score after `close_group`; None: it
                 is one by itself.
+            position: its place in the group, whose functions get samples in this order.
             step: whose prompt it answers.
         Raises: Refusal when the data row cannot be sent to another process.
         """
@@ -137,7 +139,7 @@ class RewardPool(JobQueue):
             group = None
         elif is_alone:
             group = ("alone", key)
-        call = self._joining.add(key, sample, group=group, what=prompt.origin)
+        call = self._joining.add(key, sample, group=group, what=prompt.origin, position=position)
         if "sample" in self.scopes:
             self._send(call, sample, what=call.what)
         if is_alone:
