@@ -274,6 +274,17 @@ def test_a_function_of_steps_adds_to_what_was_scored_before(place):
         assert f"{len(before)} samples of a step, which all fail by it" in message
 
 
+def test_a_row_that_functions_of_steps_alone_score_is_no_failure_before_the_step(place):
+    group = Group(0, 7, PROMPTS[0][0], PROMPTS[0][1], version=2, draw=DRAW)
+    with pool_of(f"{place}:none", f"{place}:rank") as pool:
+        loop, engine = Loop(Config(), tokenizer=Tokenizer(), pool=pool, link=Link()), Engine()
+        loop.admit(group)
+        while loop.is_busy:
+            loop.tick(engine)
+        score_step(loop, [group], step=9)
+    assert [s.reward.value for s in group.drawn] == [DRAW.samples + 0.9] * DRAW.samples
+
+
 def test_functions_are_told_which_step_the_samples_are_of(place):
     cfg = Config(
         steps=50,

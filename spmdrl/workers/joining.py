@@ -68,12 +68,16 @@ class Joining:
         what, samples = next(iter(own.values())).what, tuple(a.sample for a in own.values())
         return Call("group", tuple(own), what), RewardList("group", samples)
 
-    def scored(self, call: Call, done: Done, *, scopes: Collection[Scope]) -> list[RewardResult]:
+    def scored(
+        self, call: Call, done: Done, *, scopes: Collection[Scope], awaits_step: bool = False
+    ) -> list[RewardResult]:
         """Note what a call came to; return the rewards that are known now.
 
         Args:
             scopes: in which each sample is scored.
+            awaits_step: functions of whole steps come behind: that none applied is no failure yet.
         """
+        least = 0.0 if awaits_step else self._least
         for key, result in zip(call.keys, _of_each(call, done)):
             self._awaited[key].found[call.scope] = result
         whole = [key for key in call.keys if self._awaited[key].found.keys() >= set(scopes)]
@@ -81,7 +85,7 @@ class Joining:
         for key in whole:
             parts = self._awaited.pop(key).found
             found = [parts[scope] for scope in SCOPES if scope in parts]
-            rewards.append(replace(self._joined(found), key=key))
+            rewards.append(replace(_joined(found, least=least), key=key))
         return rewards
 
     def added(
@@ -94,23 +98,24 @@ class Joining:
             so_far = rewards[str(key)]
             if not so_far.parts:  # 0 because nothing had scored it yet
                 so_far = replace(so_far, value=None)
-            joined[str(key)] = replace(self._joined([so_far, result]), key=so_far.key)
+            joined[str(key)] = replace(_joined([so_far, result], least=self._least), key=so_far.key)
         return joined
 
-    def _joined(self, found: Sequence[RewardResult]) -> RewardResult:
-        seconds = sum(result.seconds for result in found)
-        failed = next((result for result in found if result.failure), None)
-        if failed is not None:
-            return replace(failed, seconds=max(seconds, failed.seconds))
-        value = sum_of([result.value for result in found])
-        if value is None and self._least is None:
-            return RewardResult(None, seconds=seconds, failure="bad_value", message=NONE_APPLIES)
-        joined = RewardResult(None, self._least if value is None else value, seconds=seconds)
-        for result in found:
-            joined.parts.update(result.parts)
-            joined.metrics.update(result.metrics)
-            joined.extras.update(result.extras)
-        return joined
+
+def _joined(found: Sequence[RewardResult], *, least: float | None) -> RewardResult:
+    seconds = sum(result.seconds for result in found)
+    failed = next((result for result in found if result.failure), None)
+    if failed is not None:
+        return replace(failed, seconds=max(seconds, failed.seconds))
+    value = sum_of([result.value for result in found])
+    if value is None and least is None:
+        return RewardResult(None, seconds=seconds, failure="bad_value", message=NONE_APPLIES)
+    joined = RewardResult(None, least if value is None else value, seconds=seconds)
+    for result in found:
+        joined.parts.update(result.parts)
+        joined.metrics.update(result.metrics)
+        joined.extras.update(result.extras)
+    return joined
 
 
 def sum_of(values: Sequence[float | None]) -> float | None:

@@ -213,7 +213,9 @@ class RewardPool(JobQueue):
     def _read(self, job: QueuedJob, done: Done) -> Sequence[RewardResult | TurnResult]:
         if not isinstance(job.key, Call):
             return [_turn(job, done)]
-        return self._joining.scored(job.key, done, scopes=self._own_scopes)
+        return self._joining.scored(
+            job.key, done, scopes=self._own_scopes, awaits_step="step" in self.scopes
+        )
 
     def drain(self) -> list[RewardResult | TurnResult]:
         """Wait for every call and return the results not yet polled, in the order of the calls.
