@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from built import good, made, small_model
+from built import changed, good, made, small_model
 from runs import metrics, run
 from test_kept_sets_train import flags_of
 
@@ -66,6 +66,17 @@ def test_what_a_row_sets_is_taken_or_refused_with_its_place(tmp_path):
     )
     with pytest.raises(ValueError, match=r"rows.jsonl.*3.*'a' is not known"):
         PromptSource(bad, load_tokenizer(bad))
+    # Also behind the rows that are tokenised at start.
+    many = [{"prompt": "a", "own": {"top_k": 3}}] * 300 + [{"prompt": "b", "own": {"top_k": -1}}]
+    file.write_text("\n".join(map(json.dumps, many)))
+    with pytest.raises(ValueError, match=r"rows.jsonl.*301.*top_k must be"):
+        PromptSource(bad, load_tokenizer(bad))
+    file.write_text("\n".join(map(json.dumps, [{"prompt": "a"}] * 5)))
+    with pytest.raises(ValueError, match="sampling.column: no row has a column 'own'"):
+        PromptSource(bad, load_tokenizer(bad))
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "a", "own": {"top_k": 3}}))
+    PromptSource(changed(bad, data=dict(eval=str(held_out))), load_tokenizer(bad))
 
 
 def test_a_run_draws_each_row_by_its_own_settings(tmp_path):

@@ -163,6 +163,30 @@ def held_out_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Pr
     return [encoder.prompt(rows, i) for i in encoder.usable(rows)]
 
 
+def _check_column(cfg: Config, rows: SourcesRows) -> None:
+    """Look at what rows of data.train say of their own sampling, of those on disk at the first.
+
+    Raises: Refusal for what cannot be, and for a column that no row has.
+    """
+    found = False
+    for part, own in enumerate(rows.parts):
+        indices = rows.indices(part)
+        for i in indices if own.is_held else indices[:_TRIED_ROWS]:
+            row = rows[i]
+            row_sampling(row, cfg, where=rows.where(i))
+            found = found or cfg.sampling.column in row
+    if found or rows.is_on_disk:
+        return
+    held_out = load_rows(cfg, split="eval") if cfg.data.eval else None
+    places = range(len(held_out)) if held_out else ()
+    if not any(held_out and cfg.sampling.column in held_out[i] for i in places):
+        raise Refusal(
+            f"sampling.column: no row has a column {cfg.sampling.column!r}, so that it would "
+            f"change nothing; columns of the first are {', '.join(map(str, rows[0]))}. Name "
+            "another, or leave it out"
+        )
+
+
 class PromptSource:
     """Prompts of each step and of the held-out set, tokenised when first asked for.
 
@@ -177,6 +201,8 @@ class PromptSource:
         self._prompt = functools.lru_cache(maxsize=rows.cache_size)(
             functools.partial(encoder.prompt, rows)
         )
+        if cfg.sampling.column:
+            _check_column(cfg, rows)
         self.kept = encoder.usable(rows)
         self.num_dropped = len(rows) - len(self.kept)
         self.order = make_order(cfg, self.kept)

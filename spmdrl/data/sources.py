@@ -72,8 +72,12 @@ class SourcesRows:
     def cache_size(self) -> int:
         """Return of how many rows to keep what was made: few where rows stay on disk, since these
         may be large."""
-        is_on_disk = any(isinstance(part, StreamedRows) for part in self.parts)
-        return _CACHED_ON_DISK if is_on_disk else _CACHED_ROWS
+        return _CACHED_ON_DISK if self.is_on_disk else _CACHED_ROWS
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether rows of some source stay on disk."""
+        return any(isinstance(part, StreamedRows) for part in self.parts)
 
     def __getitem__(self, index: int) -> dict:
         part, i = self._chain.place(index)
