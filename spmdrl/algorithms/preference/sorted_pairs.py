@@ -82,8 +82,8 @@ def aot(
         beta: above 0. label_smoothing: as in dpo, in [0, 0.5).
     Returns: terms [P] and stats.
     Raises: Refusal for an option out of range.
-    Source: arXiv 2406.05882 (AOT, paired), sorted over the whole batch of a step; TRL's aot (its
-        former aot_pair) sorts a micro-batch, which depends on the layout.
+    Source: arXiv 2406.05882 (AOT, paired), sorted over the whole batch of a step; TRL's aot sorts a
+        micro-batch, which depends on the layout.
     """
     kept = pairs.kept
     margin = keep(pairs.logps[0] - pairs.logps[1], kept) - keep(matched_margin.detach(), kept)
@@ -113,7 +113,7 @@ def aot_unpaired(
     Returns: terms [P] and stats.
     Raises: Refusal for an option out of range.
     Source: arXiv 2406.05882 (AOT, unpaired), sorted over the whole batch of a step; TRL's
-        aot_unpaired (its former aot) sorts a micro-batch.
+        aot_unpaired (its former aot_pair) sorts a micro-batch.
     """
     (chosen, rejected), kept = pairs.own, pairs.kept
     lower, upper = (
