@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from runs import ROOT
 
+from spmdrl.commands.launch import main
+
 PROGRAM = r"""
 import os, signal, sys
 rank, how = int(os.environ["RANK"]), sys.argv[1]
@@ -44,3 +46,18 @@ def test_ranks_start_and_only_they_speak(tmp_path: Path, how, status, said):
     assert {"rank 0 is here", "rank 1 is here"} >= set(done.stdout.splitlines())
     lines = done.stderr.splitlines()
     assert set(lines) <= set(said) and bool(lines) == bool(said), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--nproc-per-node", "two"], "Unsupported nproc_per_node value: two"),
+        (["--nproc-per-node", "0"], "a number is out of range"),
+        (["--nnodes", "2:1"], "min_nodes=2"),
+        (["--nnodes", "1", "--rdzv-backend", "none_such"], "'none_such' is not registered"),
+    ],
+)
+def test_options_that_torchrun_cannot_use_are_refused_in_a_line(options, why, capsys):
+    assert main([*options, "program.py", "--nnodes", "9"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("launch: ") and why in line and f": {' '.join(options)};" in line

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
 
 _MEETING = ("--standalone", "--nnodes", "--rdzv", "--node", "--master")
@@ -25,12 +26,13 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if argv else 2
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say it
-    options = [word.replace("_", "-") for word in argv if word.startswith("--")]
-    is_told = any(word.startswith(_MEETING) for word in options[: _num_options(argv)])
+    options = [word.replace("_", "-") for word in argv[: _program(argv)]]
+    is_told = any(word.startswith(_MEETING) for word in options)
     try:
         run(parse_args(argv if is_told else ["--standalone", *argv]))
     except ChildFailedError as error:
@@ -40,12 +42,22 @@ def main(argv: list[str] | None = None) -> int:
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
+    except (ValueError, AssertionError, RendezvousError) as error:  # what torchrun cannot use
+        why = str(error) or "a number is out of range"
+        print(
+            f"launch: {why}; the options before the program were: {_shown(argv)}; see torchrun "
+            "--help",
+            file=sys.stderr,
+        )
+        return 2
     return 0
 
 
-def _num_options(argv: list[str]) -> int:
-    """Return how many options stand before the program."""
-    for i, word in enumerate(argv):
-        if word.endswith(".py") or word == "-m":
-            return sum(other.startswith("--") for other in argv[:i])
-    return len(argv)
+def _shown(argv: list[str]) -> str:
+    return shlex.join(argv[: _program(argv)]) or "(none)"
+
+
+def _program(argv: list[str]) -> int:
+    """Return where the program begins, behind the options."""
+    begins = (i for i, w in enumerate(argv) if w.endswith(".py") or w in ("-m", "--module"))
+    return next(begins, len(argv))
