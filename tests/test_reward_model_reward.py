@@ -31,7 +31,7 @@ from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.metrics import batch_sums
 from spmdrl.rollout.packing import pack
 from spmdrl.train.companions.model_rewards import check_reward_model, with_scores
-from spmdrl.train.companions.reencoding import other_tokens
+from spmdrl.train.companions.reencoding import Reencoder, other_tokens
 from spmdrl.types import Batch, Prompt
 from spmdrl.workers.pool import RewardPool, RewardResult
 
@@ -332,6 +332,28 @@ def test_a_model_with_another_tokenizer_reads_what_the_tokens_say(folders, tmp_p
             dropped.scalars.reward_parts[kept, 1], scores[kept], rtol=1e-4, atol=1e-5
         )
         assert "cannot read a sequence that is so long in its own tokens" in failed
+
+
+def test_a_model_with_another_tokenizer_reads_what_responses_begin_with_too(folders, tmp_path):
+    other = _tokenizer_of(folders["good"], tmp_path / "exchanged", template=TEMPLATE)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": p or "9"}) + "\n" for p in PROMPTS))
+    cfg = changed(
+        _config(folders | {"x": other}, tmp_path / "run", "x"),
+        data=dict(train=str(rows), generation_prefix="= "),
+    )
+    ours, theirs = (AutoTokenizer.from_pretrained(f) for f in (folders["policy"], other))
+    said = torch.tensor(ours("37")["input_ids"])
+    reencoder = Reencoder(cfg, folder=other, limit=None)
+    read = [
+        theirs.decode(reencoder._encoded(i, said, is_cut=True, split="train")) for i in range(3)
+    ]
+    # A turn that the row begins itself gets no other begin.
+    assert read == [
+        "<user>3 or 7?;<assistant>= 37;",
+        "<user>7?;<assistant>It is 337;",
+        "37 is = 37",
+    ]
 
 
 def _scored_as_held_out(cfg: Config) -> torch.Tensor:

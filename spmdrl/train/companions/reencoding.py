@@ -74,16 +74,16 @@ class Reencoder:
             self._rows[split] = load_rows(self.cfg, split=split)
         rows = self._rows[split]
         row = rows[index]
-        prompt = _conversation(self.cfg, prompt_of(row))
+        prompt, prefix = _conversation(self.cfg, prompt_of(row)), self.cfg.data.generation_prefix
         if isinstance(prompt, str):
-            ids = encode_plain(prompt + text, self._theirs)
+            ids = encode_plain(prompt + prefix + text, self._theirs)
             ends = not is_cut and self._theirs.eos_token_id is not None
             return [*ids, self._theirs.eos_token_id] if ends else ids
         *before, last = prompt
         if last["role"] == "assistant":  # which the policy went on with
             answer = {**last, "content": f"{last['content']}{text}"}
         else:
-            before, answer = prompt, {"role": "assistant", "content": text}
+            before, answer = prompt, {"role": "assistant", "content": prefix + text}
         whole = apply_template(
             [*before, answer], self._theirs, tools=row.get("tools"), where=rows.where(index)
         )
