@@ -166,6 +166,9 @@ def test_a_template_that_strips_reasoning_is_taken_or_refused_with_what_it_strip
     words = chat_tokenizer("qwen", template=QWEN3)
     assert Chat(words, stop_token_ids=[words.eos_token_id]).drops_reasoning
     assert not chat_of("qwen").drops_reasoning
+    for prefix in ("<think>", "<think>\n"):  # which the policy closes
+        assert Chat(words, stop_token_ids=[words.eos_token_id], prefix=prefix).drops_reasoning
+        assert "<think>" in refusal(words, rewrites="refuse", prefix=prefix)
     message = refusal(words, rewrites="refuse")
     assert "rewrites earlier turns" in message and "{rewrites: keep}" in message
     ours, theirs = message.split("becomes")

@@ -174,6 +174,8 @@ class Chat:
     ) -> None:
         """Compare a conversation as it is kept here with the template's rendering of it."""
         replies = ["first", "<think>\nwhy\n</think>\n\nsecond", "third"]
+        if self._prefix.rstrip().endswith("<think>"):
+            replies = [f"why\n</think>\n\n{text}" for text in ("first", "second", "third")]
         kept, whole = self._opening_text(head), list(head)
         for reply in replies:
             kept += reply + self._joint(messages)
