@@ -110,7 +110,13 @@ def _with_scores(
     calls it: samples go to the trainers as those of a step do, and scores come back to all."""
     rewards = world.cfg.rewards
     # All count here, also those whose function failed: what is valid is for the outcomes to say.
-    blank = [replace(s, reward=RewardResult(s.reward.key, 0.0)) for s in samples]
+    # Each travels as a group of its own: groups of training, which may have to stay together, may
+    # be smaller.
+    most = world.cfg.evaluate.samples
+    blank = [
+        replace(s, slot=s.slot * most + s.sample, reward=RewardResult(s.reward.key, 0.0))
+        for s in samples
+    ]
     batch = exchange(pack(blank, sums={}, num_shown=0), world, step=step)
     found = trainer.scores(batch, step=step, split="eval")
     told = {i: score.tolist() for i, score in found.items()}
@@ -119,7 +125,7 @@ def _with_scores(
         parts = gather_objects(told if is_teller else {}, group=world.control)
     names = part_names(rewards.functions)
     weights = rewards.weights or (1.0,) * len(names)
-    pairs = zip(batch.scalars.group_ids.tolist(), batch.scalars.sample_ids.tolist())
+    pairs = [divmod(group, most) for group in batch.scalars.group_ids.tolist()]
     scores = {
         pair: {i: score[row] for part in parts for i, score in part.items()}
         for row, pair in enumerate(pairs)

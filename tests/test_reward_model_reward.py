@@ -26,6 +26,7 @@ from spmdrl.check import dry_run
 from spmdrl.check.settings import parse
 from spmdrl.commands.export import export
 from spmdrl.config import Config, ShapingSettings
+from spmdrl.evaluate import _with_scores
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.metrics import batch_sums
@@ -371,6 +372,38 @@ def test_held_out_samples_are_read_behind_the_held_out_prompts(folders, tmp_path
     (found,) = run_ranks(1, _scored_as_held_out, cfg)
     expected = _scores(other, _said_again(folders, other))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def _held_out_rewards(cfg: Config) -> list[float]:
+    prompt = Prompt(0, tuple(ROWS[0][:2]), "q", {})
+    samples = [
+        FinishedEpisode(
+            slot,
+            i,
+            prompt,
+            trajectory(row[:2], row[2:], logprobs=[-0.5] * len(row[2:])),
+            "t",
+            RewardResult("k", 1.0, parts={"f": 1.0}),
+        )
+        for slot in range(2)
+        for i, row in enumerate(ROWS[:3])
+    ]
+    with training(cfg) as (world, trainer):
+        found = _with_scores(samples, trainer=trainer, world=world, step=3)
+    assert [(s.slot, s.sample) for s in found] == [(s.slot, s.sample) for s in samples]
+    return [s.reward.value for s in found]
+
+
+def test_held_out_groups_need_not_fit_a_microbatch_where_pairs_of_training_do(folders, tmp_path):
+    pairs = dict(objective="online_preference", loss="dpo")
+    cfg = changed(
+        _config(folders, tmp_path / "run", "good", **pairs),
+        batch=dict(tokens_per_microbatch=max(map(len, ROWS[:3]))),
+        evaluate=dict(samples=3),
+    )
+    (found,) = run_ranks(1, _held_out_rewards, cfg)
+    expected = (1.0 + 0.5 * _scores(folders["good"], ROWS[:3])).repeat(2)
+    torch.testing.assert_close(torch.tensor(found).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_another_tokenizer_that_nothing_can_be_said_in_is_refused(folders, tmp_path):
