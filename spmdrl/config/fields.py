@@ -161,7 +161,7 @@ class MlflowSettings:
 
     uri: str = ""
     """A server, e.g. http://host:5000, or a file that all runs may share, e.g.
-    sqlite:////work/mlflow.db; empty: a SQLite file in output_dir."""
+    sqlite:////shared/mlflow.db; empty: a SQLite file in output_dir."""
     experiment: str = "spmdrl"
     """Name of the experiment."""
     run_name: str = ""
