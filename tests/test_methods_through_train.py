@@ -172,7 +172,9 @@ def _config(where: Path, name: str, settings: dict[str, Any]) -> Config:
             updates_per_step=2 if is_rl else 1,
         ),
         rollout={"environment": game},
-        sampling=config.SamplingSettings(max_response_tokens=longest, stop_token_ids=(*stops,)),
+        sampling=config.SamplingSettings(
+            max_response_tokens=longest, stop_token_ids=(*stops,) if is_rl else ()
+        ),
         optimizer=config.OptimizerSettings(lr=1e-3),
         critic={"lr": 1e-3},
         engine=dict(dtype="float32", cpu_kv_cache_gib=0.1, max_num_seqs=32),
