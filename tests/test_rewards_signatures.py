@@ -131,6 +131,9 @@ def test_one_bad_value_of_a_list_costs_its_sample_and_a_bad_list_all():
     assert [bool(s.bad) for s in found] == [False, False, True, True] and "nan" in found[2].bad
     with pytest.raises(BadValue, match="each of 4 completions, got a list of 1.*scope sample"):
         scores(lambda completions: [1.0], list("abcd"))
+    with pytest.raises(BadValue, match="got 1.0; a function that scores one at a time"):
+        scores(lambda completions: 1.0, list("abcd"))
+    assert [s.value for s in scores(lambda completions: 1.0, ["a"])] == [1.0]  # as it is told
     with pytest.raises(ValueError, match="expected one value for each of 2 completions, got 1"):
         scores(lambda completions, log_extra: log_extra("a", [1]), ["a", "b"])
 
@@ -204,7 +207,7 @@ def test_anything_else_is_a_bad_value(value):
         score(lambda answer, entry: value)
 
 
-@pytest.mark.parametrize("result", [[], [1.0, 2.0], 1.0, None, "x"])
+@pytest.mark.parametrize("result", [[], [1.0, 2.0], 1j, None, "x"])
 def test_trl_results_that_are_not_one_value_are_bad(result):
     with pytest.raises(BadValue):
         score(lambda completions: result)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -198,8 +199,9 @@ def _reading_each(read: Callable[[Any, Score], None]) -> Callable[[Any, Sequence
 
     def read_list(result: Any, scores: Sequence[Score]) -> None:
         is_list = isinstance(result, (list, tuple)) or getattr(result, "ndim", 0) == 1
-        values = list(result) if is_list else []
-        if not is_list or len(values) != len(scores):
+        is_one = len(scores) == 1 and isinstance(result, numbers.Real)
+        values = list(result) if is_list else [result] if is_one else []
+        if len(values) != len(scores):
             got = f"a list of {len(values)}: " if is_list else ""
             hint = "; a function that scores one at a time needs rewards.scope sample"
             raise BadValue(
