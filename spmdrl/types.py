@@ -257,6 +257,9 @@ class Batch:
     samples: tuple[dict, ...] = ()
     columns: tuple[tuple[dict[str, Tensor], ...], ...] = ()
     """[updates][M], {name: [T]}: what `Trainer.annotate` found; empty where it is not needed."""
+    was_valid: Tensor | None = None
+    """[S] bool, scalars.is_valid before `without`, for metrics of what was sampled; None: the
+    same."""
     kl_coef: float = 0.0
     """Weight of a KL in the reward at this step, in task units per nat; set by `annotate`."""
 
@@ -266,9 +269,16 @@ class Batch:
         return [one for update in self.updates for one in update]
 
     def without(self, sequences: Tensor) -> Batch:
-        """Return the batch with sequences, [S] bool, out of the loss and of every baseline."""
-        kept = self.scalars.is_valid & ~sequences
-        return replace(self, scalars=replace(self.scalars, is_valid=kept))
+        """Return the batch with sequences, [S] bool, out of the loss and of every baseline.
+
+        Metrics of rewards go on to count them: they say what the policy does, not what is trained.
+        """
+        valid = self.scalars.is_valid
+        return replace(
+            self,
+            scalars=replace(self.scalars, is_valid=valid & ~sequences),
+            was_valid=valid if self.was_valid is None else self.was_valid,
+        )
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,8 @@ def test_groups_that_are_solved_are_dropped(folder, plain):
     edits = dict([edit(2)]) | {sums: f"{sums[:-1]}, {mine})"}
     rows = rows_of(folder, "solved", edits)
     assert all(0 < row["my/trained"] < 1 for row in rows)
+    assert rows[0]["reward/mean"] == plain[0]["reward/mean"], "of what was sampled"
+    assert rows[0]["rollout/left_out_frac"] == pytest.approx(1 - rows[0]["my/trained"])
     # The same terms, of which a solved group has none, are divided by fewer tokens.
     assert rows[0]["policy/grad_norm"] > plain[0]["policy/grad_norm"] * 1.05
 

@@ -97,6 +97,9 @@ GLOSSARY: dict[str, Metric] = {
     "rollout/kept_all_frac": _share(
         "sampled tokens", "drawn among the whole vocabulary, under top_p, top_k or min_p"
     ),
+    "rollout/left_out_frac": _share(
+        "samples", "taken out of the training by Batch.without; absent where nothing does"
+    ),
     "rollout/failed_rewards": _total("samples", "samples left out: reward failed"),
     "rollout/greedy_reward": _mean(
         "task units",

@@ -10,17 +10,18 @@ def batch_sums(batch: Batch) -> Sums:
     """Return reward/, rollout/, data/ and perf/ sums of a whole batch, as annotated.
 
     Off the trainers a batch has not got the part of reward models, and neither have its sums.
-    Rewards count valid samples only. `reward/std` is the root of the mean within-group
-    variance (population form) over groups of at least two valid samples.
+    Rewards count valid samples only, those that `Batch.without` took out too. `reward/std` is the
+    root of the mean within-group variance (population form) over groups of at least two of them.
     """
     scalars = batch.scalars
-    groups = group_rewards(scalars.rewards, scalars.group_ids, is_valid=scalars.is_valid)
+    is_valid = scalars.is_valid if batch.was_valid is None else batch.was_valid
+    groups = group_rewards(scalars.rewards, scalars.group_ids, is_valid=is_valid)
     compared = groups.counts >= 2
     num_compared = int(compared.sum())
     variance = (groups.stds[compared] ** 2).sum().item()
     std = (variance / num_compared) ** 0.5 if num_compared else 0.0
     own: Sums = {
-        "reward/mean": (groups.rewards.sum().item(), int(scalars.is_valid.sum())),
+        "reward/mean": (groups.rewards.sum().item(), int(is_valid.sum())),
         "reward/std": (std, min(num_compared, 1)),
         "reward/zero_spread_groups_frac": (
             int((compared & ~groups.has_spread).sum()),
@@ -32,4 +33,6 @@ def batch_sums(batch: Batch) -> Sums:
         "data/groups": (len(groups.counts), 1),
         "data/groups_of_one": (int((groups.counts == 1).sum()), 1),
     }
+    if batch.was_valid is not None:
+        own["rollout/left_out_frac"] = (int((is_valid & ~scalars.is_valid).sum()), len(scalars))
     return add_sums(batch.sums, own)
