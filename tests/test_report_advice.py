@@ -45,6 +45,10 @@ def test_a_healthy_run_is_told_nothing():
         (NO_SPREAD | {"reward/mean": 0.0}, ["all 8 rewards are equal", "0.000", "too hard"]),
         (NO_SPREAD | {"reward/mean": 1.0}, ["all 8 rewards are equal", "1.000", "is solved"]),
         ({"policy/grad_norm": 0.0, "policy/clip_frac": 1.0}, ["gradient is 0", "100% tokens cl"]),
+        (
+            {"policy/grad_norm": None, "policy/skipped_updates": 2.0},
+            ["every update is skipped", "not finite"],
+        ),
         ({"policy/entropy": 0.04}, ["entropy has collapsed from 1.000 to 0.0400", "optimizer.lr"]),
         ({"rollout/truncated_frac": 0.9}, ["90% of the responses", "max_response_tokens (512)"]),
         ({"policy/mismatch_k3": 0.002}, ["gap between engine and trainer grows", "1.0e-05 -> 2.0"]),
@@ -53,6 +57,7 @@ def test_a_healthy_run_is_told_nothing():
 def test_what_lasts_is_told_once_with_its_likeliest_cause(bad, words):
     advise = advisor()
     healthy, bad = [HEALTHY] * 4, HEALTHY | bad
+    bad = {name: value for name, value in bad.items() if value is not None}
     assert not told(advise, *healthy, bad, bad)
     (text,) = told(advise, *[bad] * 10)
     assert all(word in text for word in [*words, "so for 3 steps"]), text

@@ -120,6 +120,7 @@ def _no_gradient_text(values: Values, start: Values, cfg: Config) -> str:
     seen = {
         "policy/clip_frac": "tokens clipped by the loss",
         "policy/correction_cut_frac": "tokens left out by the correction",
+        "rollout/left_out_frac": "samples left out by an edit of the loop",
         "rollout/truncated_frac": "responses cut at sampling.max_response_tokens",
     }
     shares = ", ".join(f"{values[n]:.0%} {what}" for n, what in seen.items() if n in values)
@@ -128,6 +129,19 @@ def _no_gradient_text(values: Values, start: Values, cfg: Config) -> str:
         "rewards), or every token is clipped or masked"
         + (f" ({shares})" if shares else "")
         + ", or a loss of your own that does not depend on `logprobs` where it is not masked"
+    )
+
+
+def _is_skipped(values: Values, start: Values, cfg: Config) -> bool:
+    return values.get("policy/skipped_updates", 0.0) > 0 and "policy/grad_norm" not in values
+
+
+def _skipped_text(values: Values, start: Values, cfg: Config) -> str:
+    return (
+        "nothing is learnt: every update is skipped, since its loss or gradient is not finite. The "
+        f"batches are in {cfg.output_dir}; the likeliest causes: a loss, an advantage or a reward "
+        f"that overflows, or an optimizer.lr ({cfg.optimizer.lr:g}) that has broken the weights "
+        "(go back to a checkpoint)"
     )
 
 
@@ -191,6 +205,7 @@ def _gap_text(values: Values, start: Values, cfg: Config) -> str:
 
 _SIGNS = {
     "spread": Sign(_has_no_spread, _no_spread_text),
+    "skipped": Sign(_is_skipped, _skipped_text),
     "gradient": Sign(_has_no_gradient, _no_gradient_text),
     "entropy": Sign(_is_collapsed, _collapsed_text),
     "length": Sign(_is_cut, _cut_text),
