@@ -57,6 +57,10 @@ def wrong_in_torch(logprobs, advantages):
     return logprobs @ torch.zeros(3), {}
 
 
+def of_no_number(logprobs):
+    return -logprobs * float("nan"), {}
+
+
 def unknown_metric(logprobs):
     return -logprobs, {"policy/entropi": (logprobs.detach().sum(), ONE)}
 
@@ -74,6 +78,7 @@ def asks_for_more(logprobs, reward):
         (of_one_number, "the statistic 'mine' must be (sum, count)"),
         (of_tokens, "got (a tensor of shape (2,), a tensor of shape ())"),
         (unnamed, "names of statistics are texts, got 3"),
+        (of_no_number, "returned [nan, nan] for two tokens: every value must be finite"),
         (unknown_metric, "the statistic 'policy/entropi' of unknown_metric is not in"),
         (no_pair, "must return ([T] tensor, stats dict), got Tensor"),
         (of_whole_numbers, "of floating point, got torch.int64"),

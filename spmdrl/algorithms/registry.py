@@ -230,7 +230,7 @@ def function_problems(kind: Kind, function: Method, options: Named) -> list[str]
     if strange and not helpers_of(function):
         return [
             f": {name} has the parameter {strange[0]!r} without a default, which is no input "
-            f"of an {kind} method; known: {', '.join(offered)}{place_of(function)}"
+            f"of methods of the kind {kind}; known: {', '.join(offered)}{place_of(function)}"
         ]
     found = []
     for option, value in options.items():

@@ -39,6 +39,8 @@ def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> st
         return f"{name} must return {what} of one value per {each}, got {shape} for 2"
     if not (tensor.is_floating_point() or kind == "advantage"):
         return f"{name} must return {what} of floating point, got {tensor.dtype}"
+    if not tensor.isfinite().all():
+        return f"{name} returned {tensor.tolist()} for two {each}s: every value must be finite"
     if kind in _LEARNED and not tensor.requires_grad:
         return (
             f"{name} returns terms without a gradient, so that nothing would be learnt: they must "

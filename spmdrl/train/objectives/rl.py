@@ -13,7 +13,9 @@ from spmdrl.algorithms.entropy import top_entropy
 from spmdrl.algorithms.kl import kl_stats
 from spmdrl.algorithms.mismatch import gap_histogram, mismatch_stats
 from spmdrl.algorithms.registry import Method
+from spmdrl.algorithms.result_form import place_of
 from spmdrl.config import Config
+from spmdrl.errors import Refusal
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
@@ -95,6 +97,11 @@ class RolloutLoss(ObjectiveLoss):
         logprobs, entropy = map(microbatch.row.spread, model.forward(microbatch.row))
         inputs = self._inputs(microbatch, logprobs, entropy=entropy, known=known)
         terms, stats = registry.call(self._loss, inputs, chosen.loss_options)
+        if terms.shape != logprobs.shape:
+            raise Refusal(
+                f"{self._loss.__name__} must return one term per token, [T] = "
+                f"{tuple(logprobs.shape)}, got {tuple(terms.shape)}{place_of(self._loss)}"
+            )
         weights, own = registry.call(self._correction, inputs, chosen.correction_options)
         terms = terms * weights.detach()
         stats = stats | own | _sampling_stats(inputs, microbatch)
