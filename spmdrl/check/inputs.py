@@ -75,7 +75,7 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
     if cfg.data.eval and tokenizer and cfg.objective.samples and not _are_fetched(cfg, "eval"):
         yield from refusal(lambda: held_out_prompts(cfg, tokenizer))
     environment = cfg.rollout.environment
-    if environment and row and opens_all:  # a run's workers refuse it, before engines too
+    if environment and row:
         yield from refusal(lambda: check_environment(environment, row))
     if cfg.objective.samples:
         yield from _model_problems(cfg, row)

@@ -48,7 +48,8 @@ class SamplingSettings:
     ] = 1.0
     """Softmax temperature. The trainer scores at the same temperature."""
     max_response_tokens: Tokens = 512
-    """Longest response in tokens; longer ones are cut and marked truncated."""
+    """Longest response in tokens; longer ones are cut and marked truncated. With an environment: of
+    a whole episode behind its opening, all turns and what the environment says in them."""
     stop_token_ids: tuple[Annotated[int, within(0, 2**31 - 1)], ...] = ()
     """Token ids that end a response besides the tokenizer's eos and the model's own: those of
     its generation_config.json, or of its config.json where there is none."""
