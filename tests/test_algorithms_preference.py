@@ -467,6 +467,8 @@ def test_f_divergences_meet_at_their_ends():
     for variant in ("ipo", "norm"):
         with pytest.raises(ValueError, match="f_divergence_type: forward_kl has no meaning"):
             call("dpo", case, dict(variant=variant, f_divergence_type="forward_kl"))
+    with pytest.raises(ValueError, match="f_alpha_divergence_coef: 0.3 has no meaning under"):
+        call("dpo", case, dict(f_divergence_type="forward_kl", f_alpha_divergence_coef=0.3))
 
 
 def test_alphapo_tends_to_simpo_and_is_its_papers_power():

@@ -79,6 +79,11 @@ def dpo(
 def _f_slope(rho: Tensor, kind: Divergence, *, alpha: float) -> Tensor:
     """Return f'(e^rho) up to a constant."""
     check_unit(f_alpha_divergence_coef=alpha)
+    if kind != "alpha_divergence" and alpha != 0.5:
+        raise Refusal(
+            f"f_alpha_divergence_coef: {alpha} has no meaning under f_divergence_type {kind}; "
+            "leave it out, or take alpha_divergence"
+        )
     if kind == "js_divergence":
         return logsigmoid(rho)
     alpha = {"reverse_kl": 1.0, "forward_kl": 0.0}.get(kind, alpha)
