@@ -242,3 +242,13 @@ def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
         shown = capsys.readouterr().out
         for part in ("sequences per step", "micro-batches", "rank 0", "parameters"):
             assert part in shown, path.name
+
+
+def test_a_dry_run_names_each_folder_of_a_model_that_is_not_there(tmp_path, capsys):
+    path, model = str(ROOT / "configs" / "demo_ppo.yaml"), str(create_model(tmp_path / "policy"))
+    argv = ["--config", path, "--dry-run", "--model.path", model, "--algorithm.kl-coef", "0.1"]
+    assert dry_run.show(parse([*argv, "--model.reference.path", "./nowhere"])) == 2
+    assert "model.reference.path: folder ./nowhere does not exist" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse([*argv, "--critic.path", "./gone"])
+    assert "critic.path: folder ./gone does not exist" in capsys.readouterr().err

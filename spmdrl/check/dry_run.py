@@ -14,6 +14,7 @@ from pathlib import Path
 from spmdrl import config
 from spmdrl.check.fit import build_policy, fit_problems, refusal
 from spmdrl.check.inputs import input_problems
+from spmdrl.check.settings import missing_models
 from spmdrl.config import Config, inference_ranks, trainer_ranks
 from spmdrl.model.known_shapes import with_known_shape
 from spmdrl.model.load import build_meta_model, checkpoint_shapes
@@ -34,7 +35,9 @@ def show(cfg: Config) -> int:
 
     Needs the model's config.json, no weights, no launcher and no other rank.
     """
-    found = list(problems(cfg))  # first: under it a worker that dies would end this process
+    # The policy's folder is asked for below, where its shape may come along.
+    found = [p for p in missing_models(cfg) if not p.startswith("model.path:")]
+    found += problems(cfg)  # first: under what follows a worker that dies would end this process
     with _ended_by_readers():
         print(config.dump(cfg))
         _print_section("derived", derived(cfg))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmdrl.check.epochs import epoch_problems
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.errors import Refusal
+from spmdrl.imports import is_missing_folder
 from spmdrl.rewards.signatures import reward_models
 
 if TYPE_CHECKING:
@@ -342,6 +344,8 @@ def _critic_problems(cfg: Config) -> Iterator[str]:
     from spmdrl.algorithms import registry
 
     chosen = cfg.algorithm
+    if is_missing_folder(cfg.critic.path):
+        yield (f"critic.path: folder {cfg.critic.path} does not exist (looked from {Path.cwd()})")
     warmup_steps = cfg.critic.warmup_steps
     if warmup_steps >= cfg.steps:
         yield (

@@ -34,7 +34,7 @@ def parse(argv: list[str] | None = None) -> Config:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... --help | head` ends without a word
     argv = list(sys.argv[1:] if argv is None else argv)
     cfg = read(argv, prog="train.py --config FILE")
-    problems = validate(cfg) + ([] if cfg.dry_run else _missing_models(cfg))
+    problems = validate(cfg) + ([] if cfg.dry_run else missing_models(cfg))
     refuse(problems, of=take_config_flag(argv)[0])
     return cfg
 
@@ -99,7 +99,8 @@ def _idle_problems(cfg: Config) -> list[str]:
     ]
 
 
-def _missing_models(cfg: Config) -> list[str]:
+def missing_models(cfg: Config) -> list[str]:
+    """Return which folders of models are not there, each as `field: what, value seen`."""
     model = cfg.model
     pairs = [
         ("model.path", model.path),
