@@ -12,6 +12,7 @@ from comparing import assert_near
 from policy_runs import VALID, batch, changed, config, sequence, small_model, train
 from torch import Tensor
 
+from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.config import Config
 
@@ -146,5 +147,9 @@ def test_what_sampled_responses_do_not_go_with_is_refused():
 def test_a_teacher_with_another_vocabulary_is_refused(tmp_path):
     student = small_model(tmp_path, "student")
     teacher = small_model(tmp_path, "other", hf_config={"vocab_size": 200})
+    cfg = _cfg(tmp_path, student, teacher)
     with pytest.raises(AssertionError, match="model.teacher: has a vocabulary of"):
-        train(_cfg(tmp_path, student, teacher), 1)
+        train(cfg, 1)
+    (found,) = fit_problems(cfg)  # before anything is loaded, and of the dry run
+    assert found.startswith("model.teacher: has a vocabulary of 200, the policy one of")
+    assert not fit_problems(_cfg(tmp_path, student, student))

@@ -14,7 +14,7 @@ from spmdrl.check.model import MAX_RANK
 from spmdrl.config import Config
 from spmdrl.engine.vllm_families import check_mixers, model_arguments
 from spmdrl.errors import Refusal
-from spmdrl.imports import attempt
+from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.model.blocks import experts_modules, uneven_experts, unshardable
 from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
@@ -135,7 +135,19 @@ def _companion_problems(cfg: Config) -> list[str]:
             problems += _build_problems(cfg, hf_model, at=f"{field} {path}")
             at = f"({field} {path})"
             problems += _axes_problems(cfg, counts, at=at, is_policy=False)
-    return problems
+    return problems + _teacher_problems(cfg)
+
+
+def _teacher_problems(cfg: Config) -> list[str]:
+    """Return why a teacher's whole distributions cannot be followed; a model that cannot be read is
+    passed over: who loads it says why."""
+    teacher = cfg.model.teacher
+    if not (cfg.objective.needs_teacher and teacher) or is_missing_folder(teacher):
+        return []
+    from spmdrl.train.objectives.distill import check_teacher  # others train nothing of it
+
+    found = refusal(lambda: check_teacher(cfg))
+    return [problem for problem in found if problem.startswith("model.teacher:")]
 
 
 def _separation_problems(hf_model: nn.Module, counts: ModelCounts, *, at: str) -> Iterator[str]:

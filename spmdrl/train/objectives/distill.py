@@ -43,17 +43,7 @@ class DistillationLoss(ObjectiveLoss):
 
     def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
         super().__init__(cfg, world, loss_fn=loss_fn, coefficients=coefficients)
-        own, other = (
-            load_hf_config(
-                path, trust_remote_code=cfg.model.trust_remote_code, part=cfg.model.part
-            ).vocab_size
-            for path in (cfg.model.path, cfg.model.teacher)
-        )
-        if own != other:
-            raise Refusal(
-                f"model.teacher: has a vocabulary of {other}, the policy one of "
-                f"{own}; distillation needs the same tokens on both sides"
-            )
+        check_teacher(cfg)
         self._teacher = ShardedModel(cfg, world, path=cfg.model.teacher, is_trained=False).scorer
 
     def __call__(
@@ -105,6 +95,24 @@ class DistillationLoss(ObjectiveLoss):
             "loss_mask": torch.ones(len(own[0]), dtype=torch.bool, device=own[0].device),
         }
         return registry.call(self._loss, inputs, self.cfg.algorithm.loss_options)
+
+
+def check_teacher(cfg: Config) -> None:
+    """Refuse a teacher that has other tokens than the policy; config.json of both says it.
+
+    Raises: Refusal.
+    """
+    own, other = (
+        load_hf_config(
+            path, trust_remote_code=cfg.model.trust_remote_code, part=cfg.model.part
+        ).vocab_size
+        for path in (cfg.model.path, cfg.model.teacher)
+    )
+    if own != other:
+        raise Refusal(
+            f"model.teacher: has a vocabulary of {other}, the policy one of {own}; distillation "
+            "needs the same tokens on both sides"
+        )
 
 
 def _whole_logits(
