@@ -58,6 +58,11 @@ ODD: dict[str, tuple[list[Any], dict, str]] = {
         dict(rewards=dict(functions=("column",))),
         "asks for level; the first row of data.train has prompt, answer",
     ),
+    "a reward that asks for a column of held-out rows": (
+        [{**row, "level": 1} for row in PLAIN],
+        dict(rewards=dict(functions=("column",)), data=dict(eval=PLAIN)),
+        "asks for level; the first row of data.eval has prompt, answer",
+    ),
     "a held-out row that is none": (
         PLAIN,
         dict(data=dict(eval=[*PLAIN, {"prompt": 3}])),

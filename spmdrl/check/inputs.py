@@ -44,7 +44,7 @@ def check_inputs(cfg: Config, world: World) -> None:
     Raises: Refusal with every problem.
     """
     found = world.from_rank_0(
-        lambda: [*input_problems(cfg, opens_all=False)], wait="check the inputs"
+        lambda: [*dict.fromkeys(input_problems(cfg, opens_all=False))], wait="check the inputs"
     )
     if found:
         raise Refusal("\n".join(found))
@@ -81,10 +81,17 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         yield from _model_problems(cfg, row)
         # The grader of a generated task was made with its first row.
         for source, first in zip(cfg.data.sources("train"), rows):
-            yield from _function_problems(cfg, source, first)
+            yield from _function_problems(cfg, source, first, split="train")
+        for source in cfg.data.sources("eval"):
+            # One that cannot be read is refused with the held-out prompts.
+            first, error = attempt(partial(_first_row, cfg, source))
+            if not error:
+                yield from _function_problems(cfg, source, first, split="eval")
 
 
-def _function_problems(cfg: Config, source: SourceSettings, row: dict | None) -> Iterator[str]:
+def _function_problems(
+    cfg: Config, source: SourceSettings, row: dict | None, *, split: Split
+) -> Iterator[str]:
     """Yield why the reward functions of a source cannot be used on its first row."""
     functions = cfg.functions_of(source)
     own = [spec for spec in functions if not is_generated(spec) and not reward_models([spec])]
@@ -94,8 +101,9 @@ def _function_problems(cfg: Config, source: SourceSettings, row: dict | None) ->
             row,
             timeout_s=cfg.layout.startup_timeout_s,
             scope=cfg.rewards.scope,
-            has_greedy=_has_greedy(cfg),
+            has_greedy=split == "train" and _has_greedy(cfg),
             no_step=_no_step(cfg),
+            data=f"data.{split}",
         )
 
 

@@ -26,18 +26,20 @@ def function_problems(
     scope: str = "auto",
     has_greedy: bool = False,
     no_step: str = "",
+    data: str = "data.train",
 ) -> list[str]:
     """Return why functions cannot be used, each as `rewards.functions: ...`.
 
     Args:
-        row: the first of data.train; None if it is not known.
+        row: the first of the data; None if it is not known.
         scope: rewards.scope.
         has_greedy: a greedy response, which is none of its group, is scored too.
         no_step: why functions cannot see a whole step; empty where they can.
+        data: where the row is from, for messages.
     """
     problems, scopes = [], set()
     for spec in specs:
-        found, error = attempt(partial(_check, spec, row, scope=scope), RAISED)
+        found, error = attempt(partial(_check, spec, row, scope=scope, data=data), RAISED)
         if isinstance(error, Refusal):
             problems.append(str(error))
         elif error:  # of its `prepare`, say
@@ -101,7 +103,7 @@ def answer() -> None:
     os._exit(0)  # whatever threads they have begun
 
 
-def _check(spec: str, row: dict | None, *, scope: str) -> str:
+def _check(spec: str, row: dict | None, *, scope: str, data: str) -> str:
     """Return how many samples a function is called with. Raises: Refusal."""
     found = load_reward(spec, scope=scope).scope
     wanted = Parameters.of(import_function(spec))
@@ -112,11 +114,11 @@ def _check(spec: str, row: dict | None, *, scope: str) -> str:
         if error := attempt(lambda: ground_truth_of(row))[1]:
             raise Refusal(
                 f"rewards.functions: {spec} asks for {min(asked)}, and in the first row of "
-                f"data.train {error}"
+                f"{data} {error}"
             )
     elif form.takes_columns and (absent := wanted.required - set(row) - form.offered):
         raise Refusal(
             f"rewards.functions: {spec} asks for {', '.join(sorted(absent))}; the first row of "
-            f"data.train has {', '.join(map(str, row))}"
+            f"{data} has {', '.join(map(str, row))}"
         )
     return found
