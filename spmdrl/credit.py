@@ -62,7 +62,7 @@ def sequence_advantages(batch: Batch, method: Method | None = None, *, cfg: Conf
     scalars = batch.scalars
     options: dict[str, Any] = dict(cfg.algorithm.advantage_options)
     if "part_weights" in registry.options_of(method) and cfg.rewards.weights:
-        options["part_weights"] = cfg.rewards.weights
+        options["part_weights"] = cfg.reward_weights  # of the sources' own functions too
     advantages = registry.call(method, vars(scalars), options).double()
     if advantages.shape != (len(scalars),) or not advantages.isfinite().all():
         raise Refusal(

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from built import changed, examples, good, made, refused, small_model
 from hypothesis import strategies as st
 from ranks import run_ranks
@@ -15,13 +16,14 @@ from spmdrl import config
 from spmdrl.check.foreign_code import named_code
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, SourceSettings
+from spmdrl.credit import sequence_advantages
 from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.examples import SupervisedSource
 from spmdrl.data.prompt_order import WeightedOrder
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.sources import Chain
 from spmdrl.rollout.recordings import find_recorded, read_table
-from spmdrl.types import Prompt
+from spmdrl.types import Batch, Prompt, Scalars
 from spmdrl.workers.pool import RewardPool
 
 PLAIN = character_tokenizer()
@@ -292,6 +294,28 @@ def test_rewards_in_common_have_their_weights_and_own_ones_weight_one(tmp_path):
     assert pool._setup.functions == {"rank": f"{own}:rank", "one": f"{own}:one"}
     assert pool._setup.weights == (3.0, 1.0)
     assert pool._setup.applies == (("one",), ("rank",), ("rank", "one"))
+
+
+def test_an_advantage_of_parts_weighs_the_sources_own_functions_too(tmp_path):
+    rewards = {"functions": [f"{tmp_path}/own.py:rank"], "weights": [3.0]}
+    cfg = rewards_of(tmp_path, rewards=rewards, algorithm={"advantage": "gdpo"})
+    assert not validate(cfg)
+    parts = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    yes, ones = torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.int64)
+    scalars = Scalars(
+        lengths=2 * ones,
+        response_lengths=ones,
+        group_ids=torch.tensor([0, 0, 1, 1]),
+        sample_ids=torch.tensor([0, 1, 0, 1]),
+        rewards=parts @ torch.tensor([3.0, 1.0], dtype=torch.float64),
+        is_truncated=~yes,
+        is_valid=yes,
+        min_versions=0 * ones,
+        reward_parts=parts,
+    )
+    found = sequence_advantages(Batch(scalars, updates=(), update_ids=0 * ones), cfg=cfg)
+    # 3 and -3 of the first group, 3 - 1 and 1 - 3 of the second, over their spread.
+    assert found.tolist() == pytest.approx([x / 6.5**0.5 for x in (3, -3, 2, -2)], rel=1e-5)
 
 
 def test_rewards_of_sources_that_cannot_be_are_refused(tmp_path):

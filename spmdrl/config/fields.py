@@ -255,6 +255,13 @@ class Config:
         return (*given, *dict.fromkeys(spec for spec in own if spec not in given))
 
     @property
+    def reward_weights(self) -> tuple[float, ...]:
+        """Return the weight of each of `reward_functions`: 1 where rewards.weights has none."""
+        functions = self.rewards.functions
+        given = self.rewards.weights or (1.0,) * len(functions)
+        return given + (1.0,) * (len(self.reward_functions) - len(functions))
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of a prompt and its response at their longest."""
         return self.data.max_prompt_tokens + self.sampling.max_response_tokens

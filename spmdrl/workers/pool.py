@@ -46,8 +46,7 @@ class RewardPool(JobQueue):
         if not functions and not has_graders and not environment:
             raise Refusal("rewards.functions: is empty and no generated task brings a grader")
         models = reward_models(functions)  # the trainers'
-        given = rewards.weights or (1.0,) * len(rewards.functions)
-        weights = given + (1.0,) * (len(functions) - len(given))
+        weights = cfg.reward_weights
         own = [i for i in range(len(functions)) if i not in models]
         names = part_names(functions)
         setup = Setup(
