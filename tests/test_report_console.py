@@ -175,3 +175,15 @@ def test_the_probe_of_engine_against_trainer_is_printed_and_recorded(tmp_path, c
     assert "first push of the weights: 4,000,000 bytes, 1.500 GB/s" in out
     assert "probe_gap 0.0016, probe_gap_max 1.2e-06 (mean allowed: 0.1)" in out
     assert read_rows(tmp_path / "metrics.jsonl")[0]["sync/probe_gap"] == pytest.approx(0.0016)
+
+
+def test_the_last_line_says_what_was_lost_in_all_attempts(tmp_path, capsys):
+    for attempt in range(2):
+        with reporting(config(tmp_path, steps=4), step=2 * attempt) as report:
+            for step in (2 * attempt, 2 * attempt + 1):
+                lost = {"rollout/failed_rewards": (3, 1), "policy/skipped_updates": (step == 3, 1)}
+                report.step(step, {"reward/mean": (step, 4), **lost}, seconds={})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("finished")]
+    assert lines[0].endswith("(of these single steps); 6 rewards failed")
+    assert "reward/mean 0.000 in the first step, 0.750 in the last" in lines[1]
+    assert lines[1].endswith("; 12 rewards failed; 1 updates were skipped: not finite")

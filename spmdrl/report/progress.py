@@ -13,6 +13,11 @@ from spmdrl.report.glossary import values_of
 from spmdrl.report.jsonl import JsonLines
 from spmdrl.types import Sums, add_sums
 
+_LOST = {
+    "rollout/failed_rewards": "rewards failed",
+    "policy/skipped_updates": "updates were skipped: not finite",
+}
+"""Totals that a run's last line names, where they are not 0."""
 _SAMPLES_SHOWN = 3
 _ROWS_KEPT, _CELL_CHARS = 200, 4000  # the tracker's table is rewritten each time
 
@@ -25,7 +30,7 @@ class Progress:
         self._every = cfg.report.console.table_every
         self._headline = cfg.objective.headline
         self._trend: list[float] = []
-        self._last: float | None = None
+        self._lost = dict.fromkeys(_LOST, 0.0)
         self._step_seconds: list[float] = []
         self._window: Sums = {}
         self._columns = text.table_columns(
@@ -36,14 +41,16 @@ class Progress:
         """Take up the metrics of earlier attempts."""
         values = [row.get(self._headline) for row in rows]
         self._trend = [value for value in values if value is not None]
+        self._lost = {name: sum(row.get(name) or 0 for row in rows) for name in _LOST}
 
     def show(self, step: int, sums: Sums, *, step_s: float) -> None:
         """Count in one finished step; write a row of the table where one is due, and the line."""
         self._step_seconds.append(step_s)
         self._window = add_sums(self._window, sums)
-        self._last = values_of(sums).get(self._headline)
-        if self._last is not None:
-            self._trend.append(self._last)
+        values = values_of(sums)
+        self._lost = {name: lost + values.get(name, 0) for name, lost in self._lost.items()}
+        if self._headline in values:
+            self._trend.append(values[self._headline])
         done = step + 1
         left_s = text.time_left(self._step_seconds, self._num_steps - done)
         line = text.progress_line(done, self._num_steps, left_s=left_s, step_s=step_s)
@@ -57,13 +64,13 @@ class Progress:
         self._console.progress(line)
 
     def summary(self) -> str:
-        """Compare the last step with the first, over all attempts; empty if it has no value."""
-        if self._last is None:
-            return ""
-        return (
-            f"{self._headline} {self._trend[0]:.3f} in the first step, "
-            f"{self._last:.3f} in the last (of these single steps)"
-        )
+        """Compare the last step that has the headline with the first, over all attempts, and say
+        what was lost; empty for neither."""
+        told = [f"{lost:.0f} {_LOST[name]}" for name, lost in self._lost.items() if lost]
+        if self._step_seconds and self._trend:
+            ends = f"{self._trend[0]:.3f} in the first step, {self._trend[-1]:.3f} in the last"
+            told.insert(0, f"{self._headline} {ends} (of these single steps)")
+        return "; ".join(told)
 
     def _spark(self) -> str:
         return text.sparkline(self._trend, width=text.TREND, blocks=self._console.blocks())
