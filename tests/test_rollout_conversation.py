@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 
 import pytest
-from built import changed, examples, made, small_model
+from built import changed, examples, good, made, small_model
 from chat_templates import GEMMA, QWEN, QWEN3, chat_tokenizer
 from drawn import completion
 from hypothesis import strategies as st
 
+from spmdrl.check.settings import validate
 from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.prompts import PromptSource, encode_prompt
 from spmdrl.data.tokenizer import load_tokenizer, with_template_options
@@ -319,6 +320,10 @@ def test_settings_reach_prompts_and_templates(tmp_path):
     cfg = made(model=dict(path=str(folder)), data=data, batch=dict(prompts_per_step=4))
     prompts = PromptSource(cfg, load_tokenizer(cfg)).at(0)
     assert all(prompt.text.endswith("= ") for prompt in prompts)
+    never = dict(chat_template="never", chat_template_kwargs=dict(enable_thinking=False))
+    (problem,) = validate(good(data=never))
+    assert problem.startswith("data.chat_template_kwargs: {'enable_thinking': False} are for")
+    assert not validate(good(data=never, rollout=dict(environment=dict(name="guess_number"))))
     asked = changed(cfg, data=dict(chat_template_kwargs=dict(add_generation_promt=True)))
     with pytest.raises(ValueError, match="reads no such name"):
         load_tokenizer(asked)

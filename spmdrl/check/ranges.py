@@ -41,6 +41,13 @@ def data_problems(cfg: Config) -> Iterator[str]:
         if not flatten(cfg)[name]:
             yield f"{name}: is required and empty"
     yield from source_problems(cfg)
+    data = cfg.data
+    # An environment's conversations go through the template all the same.
+    if data.chat_template_kwargs and data.chat_template == "never" and not cfg.rollout.environment:
+        yield (
+            f"data.chat_template_kwargs: {dict(data.chat_template_kwargs)} are for the chat "
+            "template, which data.chat_template never applies; leave them out, or set it to auto"
+        )
     longest = cfg.longest_sequence
     budget = cfg.batch.tokens_per_microbatch  # 0: found at start, no less than it must be
     if budget and cfg.objective.samples and budget < longest:
