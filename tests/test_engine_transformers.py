@@ -44,14 +44,15 @@ def test_draws_follow_the_distribution_of_each_rows_temperature():
     count = 40000
     for temperature in (0.5, 1.0, 3.0):
         at = numbers(torch.full((count,), 7), torch.arange(count))
-        tokens, logprobs = draw(
+        tokens, logprobs, kept = draw(
             logits.expand(count, -1), at=at, temperatures=torch.full((count,), temperature)
         )
+        assert kept is None
         want = torch.softmax(logits.double() / temperature, 0)
         got = torch.bincount(tokens, minlength=6) / count
         assert float((got - want).abs().max()) < 0.01
         assert torch.allclose(logprobs.double(), want.log()[tokens], atol=1e-6)
-    mixed, logprobs = draw(
+    mixed, logprobs, _ = draw(
         logits.expand(3, -1),
         temperatures=torch.tensor([0.0, 1.0, 1.0]),
         at=torch.tensor([0.999, 0.0, 1 - 2.0**-53], dtype=torch.float64),
