@@ -26,11 +26,10 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import Config, LayoutSettings
+from spmdrl.model.known_shapes import SHAPES
 from spmdrl.model.shards import Box
 from spmdrl.plain import unpack
 from spmdrl.world.hardware import GPUS, gpu_link
-
-SHAPES = Path(__file__).parents[1] / "spmdrl" / "plan" / "shapes"
 
 
 @dataclass(frozen=True)
