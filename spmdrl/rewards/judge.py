@@ -59,25 +59,29 @@ _SCORES = r"(?i)score\s++(\d+)\**+\s*+[:=]\s*+\**+\s*+(-?\d+(?:\.\d+)?)"
 _SCORE = r"(?i)score\**+\s*+[:=]\s*+\**+\s*+(-?\d+(?:\.\d+)?)"
 
 
-class ServedReward:
+class _Asking:
+    """A reward function that asks an endpoint: `body` makes the request, `read` reads the reply."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        body: Callable[..., dict],
+        read: Callable[..., tuple[Any, str]],
+        concurrency: int,
+    ):
+        self.concurrency = concurrency
+        self.prepare = endpoint.headers  # refuses at the start what no request can cure
+        self._endpoint, self._body, self._read = endpoint, body, read
+
+
+class ServedReward(_Asking):
     """A reward function in TRL's signature that asks an endpoint for each completion.
 
     Made by `judge` and `reward_server`. A worker has `concurrency` samples under way.
     """
 
     scope = "sample"  # each is a request of its own
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        body: Callable[[Any, str, dict], dict],
-        read: Callable[[Any], tuple[float, str]],
-        concurrency: int,
-    ):
-        self.concurrency = concurrency
-        self.prepare = endpoint.headers  # refuses at the start what no request can cure
-        self._endpoint, self._body, self._read = endpoint, body, read
 
     def __call__(
         self, prompts: list, completions: list, log_extra: Callable | None = None, **columns: list
@@ -89,8 +93,8 @@ class ServedReward:
         rewards, replies = [], []
         for i, (prompt, completion) in enumerate(zip(prompts, completions)):
             row = {name: values[i] for name, values in columns.items() if isinstance(values, list)}
-            text = completion if isinstance(completion, str) else completion[-1]["content"]
-            reward, reply = self._endpoint.ask(self._body(prompt, text, row), read=self._read)
+            body = self._body(prompt, _response_text(completion), row)
+            reward, reply = self._endpoint.ask(body, read=self._read)
             rewards.append(reward)
             replies.append(reply)
         if log_extra is not None:
@@ -156,25 +160,13 @@ def judge(
     )
 
 
-class GroupJudge:
+class GroupJudge(_Asking):
     """A reward function in TRL's signature that asks once about all completions of a prompt.
 
     Made by `group_judge`.
     """
 
     scope = "group"
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        body: Callable[[Any, Sequence[str], dict], dict],
-        read: Callable[[Any, int], tuple[list[float], str]],
-        concurrency: int,
-    ):
-        self.concurrency = concurrency
-        self.prepare = endpoint.headers  # refuses at the start what no request can cure
-        self._endpoint, self._body, self._read = endpoint, body, read
 
     def __call__(
         self, prompts: list, completions: list, log_extra: Callable | None = None, **columns: list
@@ -190,7 +182,7 @@ class GroupJudge:
                 "several; leave its scope at group"
             )
         row = {name: values[0] for name, values in columns.items() if isinstance(values, list)}
-        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        texts = list(map(_response_text, completions))
         # A judge may favour what stands first: the order is of chance, and the same when repeated.
         marks = [
             hashlib.sha256(f"{i}\n{text}".encode()).hexdigest() for i, text in enumerate(texts)
@@ -352,6 +344,10 @@ def _of_class(values: Sequence[float], index: int | None) -> float:
     if index is None and len(values) > 1:
         raise Refusal(f"the model has {len(values)} classes; say which by class_index")
     return values[index or 0]
+
+
+def _response_text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def _as_text(prompt: Any) -> str:
