@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from spmdrl.algorithms.losses.common import MAX_LOG_RATIO
 from spmdrl.algorithms.masked import Stats, check_positive, keep, masked_mean
+from spmdrl.errors import Refusal
 
 Loss = tuple[Tensor, Stats]
 
@@ -115,3 +117,18 @@ def compared(
     kept, refs = pairs_in_loss(*lengths), (ref_chosen_logps, ref_rejected_logps)
     rho = [log_ratio_of(side, ref, kept) for side, ref in zip(logps, refs)]
     return Pairs(logps, lengths, rho, beta)
+
+
+def check_smoothing(rate: float) -> None:
+    """Raises: Refusal for a share of flipped labels that is none, or above a half."""
+    if not 0 <= rate < 0.5:
+        raise Refusal(f"label_smoothing: must be in [0, 0.5), got {rate}")
+
+
+def smoothed(margin: Tensor, rate: float) -> Tensor:
+    """Return -log sigma(margin), with labels that are flipped at a rate: [P], nats.
+
+    Raises: Refusal for a rate out of [0, 0.5).
+    """
+    check_smoothing(rate)
+    return -(1 - rate) * logsigmoid(margin) - rate * logsigmoid(-margin)

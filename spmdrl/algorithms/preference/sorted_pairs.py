@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from spmdrl.algorithms.masked import attach, keep, making
-from spmdrl.algorithms.preference.shared import Loss, Pairs, compared, log_ratio_of, pairs_in_loss
-from spmdrl.errors import Refusal
+from spmdrl.algorithms.preference.shared import (
+    Loss,
+    Pairs,
+    compared,
+    log_ratio_of,
+    pairs_in_loss,
+    smoothed,
+)
 
 
 def same_rank(values: Tensor, others: Tensor, kept: Tensor) -> Tensor:
@@ -87,7 +92,7 @@ def aot(
     """
     kept = pairs.kept
     margin = keep(pairs.logps[0] - pairs.logps[1], kept) - keep(matched_margin.detach(), kept)
-    return pairs.loss(_smoothed(beta * margin.to(pairs.own[0].dtype), label_smoothing))
+    return pairs.loss(smoothed(beta * margin.to(pairs.own[0].dtype), label_smoothing))
 
 
 @attach(matched=_matched_ratios)
@@ -119,12 +124,6 @@ def aot_unpaired(
     lower, upper = (
         keep(m.detach(), kept).to(chosen.dtype) for m in (matched_rejected, matched_chosen)
     )
-    both = _smoothed(beta * (chosen - lower), label_smoothing)
-    both = both + _smoothed(beta * (upper - rejected), label_smoothing)
+    both = smoothed(beta * (chosen - lower), label_smoothing)
+    both = both + smoothed(beta * (upper - rejected), label_smoothing)
     return pairs.loss(both - both.detach() / 2)
-
-
-def _smoothed(margin: Tensor, smooth: float) -> Tensor:
-    if not 0 <= smooth < 0.5:
-        raise Refusal(f"label_smoothing: must be in [0, 0.5), got {smooth}")
-    return -(1 - smooth) * logsigmoid(margin) - smooth * logsigmoid(-margin)

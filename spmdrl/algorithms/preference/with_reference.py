@@ -10,7 +10,15 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from spmdrl.algorithms.masked import check_positive, check_unit, making, masked_mean
-from spmdrl.algorithms.preference.shared import Loss, Pairs, capped_exp, capped_expm1, compared
+from spmdrl.algorithms.preference.shared import (
+    Loss,
+    Pairs,
+    capped_exp,
+    capped_expm1,
+    check_smoothing,
+    compared,
+    smoothed,
+)
 from spmdrl.errors import Refusal
 
 Variant = Literal["sigmoid", "robust", "hinge", "ipo", "norm"]
@@ -50,8 +58,7 @@ def dpo(
         2411.15124 (norm); 2309.16240 (f-divergences), with a as in TRL. Deviation: an exponential
         above e^20 goes on as its tangent there, so that its pull neither ends nor overflows.
     """
-    if not 0 <= label_smoothing < 0.5:
-        raise Refusal(f"label_smoothing: must be in [0, 0.5), got {label_smoothing}")
+    check_smoothing(label_smoothing)
     if label_smoothing and variant in ("hinge", "ipo"):
         raise Refusal(f"label_smoothing: has no meaning in the variant {variant}; set it to 0")
     if f_divergence_type != "reverse_kl" and variant in ("ipo", "norm"):
@@ -62,7 +69,7 @@ def dpo(
     margin = beta * (chosen - rejected)
     smooth = label_smoothing
     if variant in ("sigmoid", "norm"):
-        terms = -(1 - smooth) * logsigmoid(margin) - smooth * logsigmoid(-margin)
+        terms = smoothed(margin, smooth)
     elif variant == "robust":
         terms = (smooth * logsigmoid(-margin) - (1 - smooth) * logsigmoid(margin)) / (
             1 - 2 * smooth
