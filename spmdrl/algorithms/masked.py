@@ -33,11 +33,20 @@ def attach(**attributes: Any) -> Callable[[Method], Method]:
         Permuting the pairs permutes what it returns.
     aggregations: which of them make it the objective of its paper; others are refused. For terms
         that are a sequence's, which an aggregation over tokens would weigh by its length.
-    totals, per_sequence: see `token_baselines.with_totals`.
+    totals: the function that gives a per-token advantage sums over the whole batch. Of one
+        micro-batch it returns {name: tensor} of one shape on every micro-batch, to be added up over
+        those of all dp ranks. It may ask for what the method may, and for `sequence_ids` [S] int64,
+        rows in the whole batch (-1: a dummy without tokens), and the numbers `num_sequences` B,
+        `num_groups` P, `num_positions` L, most loss tokens of a response. The method gets the sums
+        by name, whole.
+    per_sequence: the function that gives such an advantage, from those sums, the [B] tensors of
+        `types.Scalars` and `loss_lengths` [B] int64, loss tokens: {name: [B, ...]}. The method gets
+        by name the rows of its micro-batch's sequences.
     whitened: its result is to be whitened over all loss tokens of the global batch.
     """
 
     def to(function: Method) -> Method:
+        """Note it on the function."""
         vars(function).update(attributes)
         return function
 
@@ -54,6 +63,7 @@ def making(**makers: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
     """
 
     def to(method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that takes what the makers ask for."""
         own = inspect.signature(method, eval_str=True)
         asked = {n: inspect.signature(maker, eval_str=True) for n, maker in makers.items()}
         given = {p.name: p for one in (*asked.values(), own) for p in one.parameters.values()}
@@ -62,6 +72,7 @@ def making(**makers: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
 
         @functools.wraps(method)
         def called(*args: Any, **options: Any) -> Any:
+            """Make what the makers give, and call the method."""
             bound = signature.bind(*args, **options)
             bound.apply_defaults()
             values = bound.arguments

@@ -18,8 +18,9 @@ from typing import Any, Literal, Union
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.result_form import form_problem, place_of
-from spmdrl.errors import RAISED, Refusal, described, with_line
+from spmdrl.algorithms.combinations import combination
+from spmdrl.algorithms.result_form import form_problem
+from spmdrl.errors import RAISED, Refusal, described, place_of, with_line
 from spmdrl.imports import import_file
 
 Method = Callable[..., Any]
@@ -33,21 +34,28 @@ Kind = Literal[
 ]
 
 MODULES: dict[Kind, tuple[str, ...]] = {
-    "advantage": ("spmdrl.algorithms.advantages", "spmdrl.algorithms.token_advantages"),
-    "loss": ("spmdrl.algorithms.losses",),
-    "correction": ("spmdrl.algorithms.corrections",),
-    "kl": ("spmdrl.algorithms.kl",),
-    "preference": ("spmdrl.algorithms.preference",),
-    "reward_model": ("spmdrl.algorithms.bradley_terry",),
-    "distillation": ("spmdrl.algorithms.distillation",),
+    "advantage": ("advantages", "token_advantages"),
+    "loss": ("losses.batchwise", "losses.clip", "losses.sequence", "losses.weighted"),
+    "correction": ("corrections",),
+    "kl": ("kl",),
+    "preference": (
+        "preference.reference_free",
+        "preference.sorted_pairs",
+        "preference.unpaired",
+        "preference.with_reference",
+    ),
+    "reward_model": ("bradley_terry",),
+    "distillation": ("distillation",),
 }
+"""Files of this folder, whose `__all__` names their methods."""
 
 _TRIAL_PLACES = {
     "sequence_ids": torch.arange(2),
     "num_sequences": 2,
     "num_groups": 1,
-    "num_positions": 1,
+    "num_positions": 2,
 }
+_TRIAL_LENGTHS = torch.tensor([2, 1])
 _OF_PAIRS = ("preference", "reward_model")
 _IMPORTABLE = "; it must be importable from the folder of train.py or from PYTHONPATH"
 _LARGEST = 10**9  # of an option; beyond that lie mistakes alone
@@ -73,8 +81,8 @@ INPUTS: dict[str, tuple[str, ...]] = {
 }
 """What a method of each kind may ask for. Advantages that ask for `cu_seqlens` are computed per
 token, on one micro-batch, from [T] tensors, `rewards` and `group_ids` [S] of its sequences, and
-what their own `with_totals` gives; the others get [S] tensors of `types.Scalars`, the whole
-batch. Preference losses and those of reward models get one number per pair, [P], of one
+what their own `totals` and `per_sequence` give; the others get [S] tensors of `types.Scalars`, the
+whole batch. Preference losses and those of reward models get one number per pair, [P], of one
 micro-batch, and [] scalars of the whole batch; those that ask for `is_chosen` get single
 responses. Distillation losses get [T, V] logits of both sides. The rest get [T] tensors of one
 micro-batch, `cu_seqlens` [S+1], and the scalars that their own `statistics` gives."""
@@ -82,9 +90,12 @@ micro-batch, `cu_seqlens` [S+1], and the scalars that their own `statistics` giv
 
 def names(kind: Kind) -> tuple[str, ...]:
     """Return the built-in method names of a kind."""
-    return tuple(
-        name for module in MODULES[kind] for name in importlib.import_module(module).__all__
-    )
+    return tuple(sorted(_built_in(kind)))
+
+
+def _built_in(kind: Kind) -> dict[str, Method]:
+    modules = [importlib.import_module(f"spmdrl.algorithms.{name}") for name in MODULES[kind]]
+    return {name: getattr(module, name) for module in modules for name in module.__all__}
 
 
 def get(kind: Kind, name: str) -> Method:
@@ -102,9 +113,10 @@ def _found(kind: Kind, name: str) -> Method | str:
     """Return a method, or why there is none."""
     if ":" in name:
         return _imported(name)
-    for module in map(importlib.import_module, MODULES[kind]):
-        if name in module.__all__:
-            return getattr(module, name)
+    if known := _built_in(kind).get(name):
+        return known
+    if known_as := combination(name):
+        return f"unknown {kind} {name!r}: {known_as}"
     other = [k for k in MODULES if k != kind and name in names(k)]
     hint = _nearest(name, names(kind))
     if other:
@@ -214,7 +226,7 @@ def call(function: Method, inputs: Mapping[str, Tensor], options: Named) -> Any:
 def problems(kind: Kind, name: str, options: Named) -> list[str]:
     """Return what is wrong with a choice, each as text that goes after `algorithm.<kind>`.
 
-    Besides names and types of the options it makes a trial call on two one-token sequences,
+    Besides names and types of the options it makes a trial call on three tokens of two sequences,
     so that a bound out of range is reported before anything starts.
     """
     function = _found(kind, name)
@@ -272,7 +284,7 @@ def _offered(kind: Kind, function: Method) -> dict[str, Tensor]:
 
 def _trial_problems(kind: Kind, function: Method, options: Named) -> list[str]:
     try:
-        result = _trial(kind, function, options)
+        result = trial(kind, function, options)
     except RAISED as error:  # whatever a function of the user's own raises
         return [f"_options: {described(error)}"]
     per_token = kind == "advantage" and is_per_token(function)
@@ -286,21 +298,17 @@ def own_statistics(kind: Kind, function: Method, options: Named) -> list[str]:
     one of this package's, or one that has none."""
     if kind in ("advantage", "kl") or not place_of(function):
         return []
-    return list(_trial(kind, function, options)[1])
+    return list(trial(kind, function, options)[1])
 
 
-def trial_of_advantage(function: Method, options: Named) -> Any:
-    """Return what an advantage gives for the trial's two one-token sequences."""
-    return _trial("advantage", function, options)
-
-
-def _trial(kind: Kind, function: Method, options: Named) -> Any:
+def trial(kind: Kind, function: Method, options: Named) -> Any:
+    """Return what a method gives for the trial's two sequences, pairs or responses."""
     inputs = _offered(kind, function)
     inputs |= call_helper(function, "statistics", inputs, options)
     inputs |= call_helper(function, "matched", inputs, options)
     if kind == "advantage":
         inputs |= call_totals(function, [inputs | _TRIAL_PLACES], options)
-        scalars = trial_inputs("advantage") | {"loss_lengths": torch.ones(2, dtype=torch.int64)}
+        scalars = trial_inputs("advantage") | {"loss_lengths": _TRIAL_LENGTHS}
         inputs |= call_helper(function, "per_sequence", scalars | inputs, options)
     return call(function, inputs, options)
 
@@ -311,7 +319,7 @@ def call_totals(
     """Return this rank's share of the sums over the whole batch that an advantage asks for.
 
     Args:
-        microbatches: inputs of each, with those of `token_baselines.with_totals`.
+        microbatches: inputs of each, with those of `masked.attach`.
     Returns: {name: sum over the micro-batches}; {} for a method without such a helper.
     """
     found: dict[str, Tensor] = {}
@@ -340,13 +348,14 @@ def call_helper(
 
 
 def trial_inputs(kind: str, *, is_per_token: bool = False) -> dict[str, Tensor]:
-    """Return all that a method of a kind may ask for: two one-token sequences, pairs, responses.
+    """Return all that a method of a kind may ask for: three tokens of two sequences, two pairs or
+    responses. What has a value per sequence is not taken for what has one per token.
 
     Args:
         kind: a key of INPUTS.
     """
     ones, yes = torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
-    rewards, zeros = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.zeros(2)
+    rewards, zeros = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.zeros(3)
     values = dict(
         rewards=rewards,
         reward_parts=rewards[:, None],
@@ -355,16 +364,16 @@ def trial_inputs(kind: str, *, is_per_token: bool = False) -> dict[str, Tensor]:
         sample_ids=torch.arange(2),
         is_valid=yes,
         is_truncated=~yes,
-        lengths=2 * ones,
-        response_lengths=ones,
+        lengths=_TRIAL_LENGTHS + 1,
+        response_lengths=_TRIAL_LENGTHS,
         turns=torch.zeros(2, 1, 2).double(),
-        loss_mask=yes,
-        cu_seqlens=torch.arange(3, dtype=torch.int32),
-        advantages=torch.tensor([1.0, -1.0]),
+        loss_mask=zeros == 0,
+        cu_seqlens=torch.tensor([0, 2, 3], dtype=torch.int32),
+        advantages=torch.tensor([1.0, 1.0, -1.0]),
         logprobs=zeros.clone().requires_grad_(),
-        policy_versions=0 * ones,
+        policy_versions=torch.zeros(3, dtype=torch.int64),
         version=ones[0],
-        token_keys=torch.arange(2),
+        token_keys=torch.arange(3),
         entropy=zeros.clone().requires_grad_(),
         student_logits=zeros[:, None].repeat(1, 3).requires_grad_(),
         teacher_logits=zeros[:, None].repeat(1, 3),

@@ -1,18 +1,13 @@
-"""Whether what a method returned for two tokens has the form that is trained on."""
+"""Whether what a method returned for a few tokens has the form that is trained on."""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 _OF_PAIRS = ("preference", "reward_model")
 _LEARNED = ("loss", "preference", "reward_model", "distillation")
-_PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> str:
@@ -34,13 +29,14 @@ def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> st
         each = "pair or response"
     elif kind == "advantage" and not is_per_token:
         each = "sequence"
-    if not isinstance(tensor, Tensor) or tensor.shape != (2,):
+    count = 3 if each == "token" else 2
+    if not isinstance(tensor, Tensor) or tensor.shape != (count,):
         shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-        return f"{name} must return {what} of one value per {each}, got {shape} for 2"
+        return f"{name} must return {what} of one value per {each}, got {shape} for {count}"
     if not (tensor.is_floating_point() or kind == "advantage"):
         return f"{name} must return {what} of floating point, got {tensor.dtype}"
     if not tensor.isfinite().all():
-        return f"{name} returned {tensor.tolist()} for two {each}s: every value must be finite"
+        return f"{name} returned {tensor.tolist()} for {count} {each}s: every value must be finite"
     if kind in _LEARNED and not tensor.requires_grad:
         return (
             f"{name} returns terms without a gradient, so that nothing would be learnt: they must "
@@ -73,13 +69,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return f"({', '.join(map(_shown, value))})"
     return f"{value!r:.60}"
-
-
-def place_of(function: Callable[..., Any]) -> str:
-    """Return ` (FILE:LINE)` of a function of the user's own; empty for one of this package's."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None or Path(code.co_filename).is_relative_to(_PACKAGE):
-        return ""
-    return f" ({code.co_filename}:{code.co_firstlineno})"

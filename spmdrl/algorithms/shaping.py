@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spmdrl.algorithms.masked import check_not_negative, check_unit
 from spmdrl.errors import Refusal
 
 RIGHT_AT = 1.0
@@ -86,8 +87,7 @@ def penalize_overlong(
             f"buffer_tokens: must be in [1, max_response_tokens = "
             f"{max_response_tokens}], got {buffer_tokens}"
         )
-    if not penalty >= 0:
-        raise Refusal(f"penalty: must be at least 0, got {penalty}")
+    check_not_negative(penalty=penalty)
     excess = response_lengths.double() - (max_response_tokens - buffer_tokens)
     return rewards.double() - penalty * (excess / buffer_tokens).clamp(0, 1)
 
@@ -105,10 +105,8 @@ def stop_properly(
     Raises: Refusal for an option out of range.
     Source: NeMo-RL's stop_properly_penalty_coef (factor) for positive rewards.
     """
-    if not 0 <= factor <= 1:
-        raise Refusal(f"factor: must be in [0, 1], got {factor}")
-    if not penalty >= 0:
-        raise Refusal(f"penalty: must be at least 0, got {penalty}")
+    check_unit(factor=factor)
+    check_not_negative(penalty=penalty)
     rewards = rewards.double()
     lowered = torch.minimum(rewards, factor * rewards) - penalty
     return torch.where(is_truncated, lowered, rewards)

@@ -1,7 +1,7 @@
 """Advantages: one number per token, computed on one packed micro-batch.
 
 A sequence is never split, so whatever runs along a response is known here; parts that need
-other samples of the batch come in as inputs (`token_baselines.with_totals`). All inputs are
+other samples of the batch come in as inputs (`masked.attach`). All inputs are
 aligned with the packed tokens [T] or the micro-batch's sequences [S]:
 
     rewards [S] float64, task units     kl_rewards [T] float, task units: -beta k per token
@@ -39,7 +39,6 @@ from spmdrl.algorithms.token_baselines import (
     prime_totals,
     rewards_to_go,
     token_rewards,
-    with_totals,
 )
 from spmdrl.errors import Refusal
 
@@ -133,7 +132,7 @@ def distill(
     return tokens.put(gap.clamp(-max_gap, max_gap)), None
 
 
-@with_totals(prime_totals, prime_baselines)
+@attach(totals=prime_totals, per_sequence=prime_baselines)
 def prime(
     prm_logprobs: Tensor,
     ref_logprobs: Tensor,
@@ -175,7 +174,7 @@ def prime(
     return tokens.put(advantages), tokens.put(tokens.spread(rewards.double()))
 
 
-@with_totals(None, gigpo_steps)
+@attach(per_sequence=gigpo_steps)
 def gigpo(
     step_table: Tensor,
     episode_advantages: Tensor,
@@ -205,7 +204,7 @@ def gigpo(
     return tokens.put(tokens.spread(episode_advantages.double()) + step_weight * steps), None
 
 
-@with_totals(otb_totals)
+@attach(totals=otb_totals)
 def otb(
     rewards: Tensor,
     otb_totals: Tensor,

@@ -1,6 +1,6 @@
 """What per-token advantages need from the whole batch, before any micro-batch is trained.
 
-A method says so by `with_totals`: tables with one place per sequence, or per prompt and
+A method says so by `masked.attach`: tables with one place per sequence, or per prompt and
 position, that are added up over micro-batches and dp ranks, and numbers per sequence that
 follow from them:
 
@@ -15,7 +15,6 @@ tokens, U turns of a sequence at most, P prompts, L positions in a response.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -24,56 +23,12 @@ from torch import Tensor
 from spmdrl.algorithms.advantages import dr_grpo, grpo, rloo
 from spmdrl.algorithms.groups import group_rewards
 from spmdrl.algorithms.loss_tokens import LossTokens, discounted_sums, loss_tokens
-from spmdrl.algorithms.masked import Method, attach, check_unit
+from spmdrl.algorithms.masked import check_unit
 from spmdrl.algorithms.reduce import sequence_mean
 from spmdrl.errors import Refusal
 
 NO_TURN = -2
 """State of a turn that a sequence has not got; -1 is a turn without a state."""
-Helper = Callable[..., dict[str, Tensor]]
-
-
-def with_totals(
-    totals: Helper | None, per_sequence: Helper | None = None
-) -> Callable[[Method], Method]:
-    """Attach the functions that give a per-token advantage its whole-batch inputs.
-
-    Both get, by name, what they ask for, and those of the method's options that they have.
-
-    Args:
-        totals: None where the scalars tell all; else of one micro-batch: {name: tensor} of one
-            shape on every micro-batch, to be added up over the micro-batches of all dp ranks. It
-            may ask for what the method may, and for `sequence_ids` [S] int64, rows in the whole
-            batch (-1: a dummy without tokens), and the numbers `num_sequences` B, `num_groups` P,
-            `num_positions` L, most loss tokens of a response. The method gets the sums by name,
-            whole.
-        per_sequence: of the whole batch, from those sums, the [B] tensors of `types.Scalars` and
-            `loss_lengths` [B] int64, loss tokens: {name: [B, ...]}. The method gets by name the
-            rows of its micro-batch's sequences.
-    """
-
-    return attach(totals=totals, per_sequence=per_sequence)
-
-
-def implicit_reward_means(
-    prm_logprobs: Tensor,
-    ref_logprobs: Tensor,
-    *,
-    loss_mask: Tensor,
-    cu_seqlens: Tensor,
-    beta: float = 0.05,
-) -> Tensor:
-    """Average each sequence's implicit process rewards r_t = beta (log pi_phi - log pi_ref).
-
-    Args:
-        prm_logprobs, ref_logprobs: [T] float, nats. Process reward model and its reference.
-        loss_mask: [T] bool. cu_seqlens: [S+1] int32.
-        beta: scale of the reward, task units per nat.
-    Returns: [S] float64, task units; 0 without loss tokens.
-    Source: arXiv 2502.01456 (PRIME).
-    """
-    gap = prm_logprobs.detach().double() - ref_logprobs.detach().double()
-    return beta * sequence_mean(gap, cu_seqlens, loss_mask=loss_mask)
 
 
 def prime_totals(
@@ -86,16 +41,19 @@ def prime_totals(
     num_sequences: int,
     beta: float = 0.05,
 ) -> dict[str, Tensor]:
-    """Put each sequence's mean implicit process reward at its row of the whole batch.
+    """Put each sequence's mean process reward r_t = beta (log pi_phi - log pi_ref) at its row.
 
     Args:
+        prm_logprobs, ref_logprobs: [T] float, nats. Process reward model and its reference.
+        loss_mask: [T] bool. cu_seqlens: [S+1] int32.
         sequence_ids: [S] int64, rows; those of sequences without loss tokens are not read.
-        num_sequences: B. The others: as in `implicit_reward_means`.
+        num_sequences: B.
+        beta: scale of the reward, task units per nat.
     Returns: implicit_means [B] float64, task units, 0 for sequences elsewhere.
+    Source: arXiv 2502.01456 (PRIME).
     """
-    means = implicit_reward_means(
-        prm_logprobs, ref_logprobs, loss_mask=loss_mask, cu_seqlens=cu_seqlens, beta=beta
-    )
+    gap = prm_logprobs.detach().double() - ref_logprobs.detach().double()
+    means = beta * sequence_mean(gap, cu_seqlens, loss_mask=loss_mask)
     present = loss_tokens(loss_mask, cu_seqlens).counts > 0
     table = means.new_zeros(num_sequences)
     return {"implicit_means": table.index_copy(0, sequence_ids[present], means[present])}

@@ -5,7 +5,7 @@ flags into a Config, and a Config into YAML. Nothing of ours is imported here, n
 answers at once.
 """
 
-from spmdrl.config.data import DataSettings, SourceSettings
+from spmdrl.config.data import DataSettings, ImageSettings, SourceSettings
 from spmdrl.config.fields import (
     BatchSettings,
     CheckpointSettings,
@@ -21,7 +21,6 @@ from spmdrl.config.fields import (
 )
 from spmdrl.config.generation import (
     EngineSettings,
-    RecordSettings,
     RewardsSettings,
     RolloutSettings,
     ScheduleSettings,
@@ -30,9 +29,6 @@ from spmdrl.config.generation import (
 )
 from spmdrl.config.method import (
     AlgorithmSettings,
-    CriticSettings,
-    EntropyControlSettings,
-    KlControlSettings,
     LossScaleSettings,
     MuonSettings,
     OptimizerSettings,

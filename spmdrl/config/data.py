@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Annotated, Literal
 
 from spmdrl.config.options import NestedOptions, Options
 from spmdrl.config.ranges import PathText, Tokens, above, within
 
 Split = Literal["train", "eval"]
+SPLITS: tuple[Split, ...] = ("train", "eval")
 _GENERATED = ("task:", "reasoning_gym:")  # as in data/tasks.py
 Size = Annotated[int, within(0, 10**8)]
 
@@ -37,11 +38,35 @@ class SourceSettings:
     rewards: tuple[PathText, ...] = ()
     """Reward functions of its rows in place of rewards.functions, with weight 1 where they do not
     stand there too; empty: those, or the own grader of a generated task."""
+    environment: NestedOptions | Literal["none"] = field(default_factory=dict)
+    """What answers the policy in its rows, as rollout.environment, in place of that; `none`: its
+    responses are final. Empty: rollout.environment."""
 
     @property
     def is_generated(self) -> bool:
         """Whether its rows are made by a task."""
         return self.path.startswith(_GENERATED)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that holds its rows, and images that they name; None where there is none."""
+        path = Path(self.path).expanduser()
+        if self.is_generated or path.is_file():
+            return None if self.is_generated else path.parent
+        folder = Path(self.path.split(":")[0]).expanduser()
+        return folder if folder.is_dir() else None
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """What images of rows may be, for a model that sees."""
+
+    max_per_prompt: Annotated[int, within(1, 4096)] = 16
+    """Images of one prompt, at most; of one answer of an environment too. A row with more is
+    refused."""
+    max_pixels: Annotated[int, within(1, 2**27)] = 2**25
+    """Largest image, pixels, before the model's processor resizes it: by its header a larger one is
+    refused before its pixels, 3 bytes each, are made of what may be a few packed ones."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +97,10 @@ class DataSettings:
     max_row_mib: Annotated[float, above(0, 4096)] = 16.0
     """Largest row, MiB of its texts; a larger one is refused before all of it is read."""
     stream_above_mib: Annotated[float, within(0, 10**9)] = 1024.0
-    """A .jsonl file above this size, MiB, stays on disk: a row takes 8 bytes of memory (24 with
-    its places in two shuffled epochs), and is checked when its turn comes; at start the first 256
-    are."""
+    """A .jsonl or .parquet file above this size, MiB, stays on disk: a row takes 8 bytes of memory
+    (24 with its places in two shuffled epochs), and is checked when its turn comes; at start the
+    first 256 are."""
+    images: ImageSettings = field(default_factory=ImageSettings)
     chat_template_kwargs: NestedOptions = field(default_factory=dict)
     """What the chat template is given besides the messages, wherever it is applied, as in
     {enable_thinking: false}. Names that it does not know are refused."""

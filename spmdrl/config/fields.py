@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from spmdrl.config.data import DataSettings, SourceSettings
+from spmdrl.config.data import SPLITS, DataSettings, SourceSettings, Split
 from spmdrl.config.generation import (
     EngineSettings,
     RewardsSettings,
@@ -15,6 +15,7 @@ from spmdrl.config.generation import (
 from spmdrl.config.method import AlgorithmSettings, CriticSettings, OptimizerSettings
 from spmdrl.config.model import ModelSettings
 from spmdrl.config.objectives import OBJECTIVES, Objective
+from spmdrl.config.options import NestedOptions
 from spmdrl.config.placements import PLACEMENTS, Placement
 from spmdrl.config.ranges import (
     Count,
@@ -89,7 +90,8 @@ class BatchSettings:
     tokens_per_microbatch: Annotated[int, within(0, 2**30)] = 16384
     """Token budget of one forward pass on one dp rank. At least the longest sequence. 0: found
     before the first step, by forward and backward passes over rows of growing size, as many as
-    leave a tenth of the free memory; a resumed run repeats it on the same layout and model."""
+    leave a tenth of the free memory; a resumed run repeats it on the same layout and model. Not
+    for a model that sees."""
     updates_per_step: Annotated[int, within(1, 10**6)] = 1
     """Optimizer steps per batch (mini-batches). Above 1, old logprobs get a pass of their
     own; at 1 they are the current ones and the ratio is exactly 1."""
@@ -209,8 +211,9 @@ class Config:
     with the update in split placement."""
     deterministic: bool = True
     """Deterministic kernels, so that a resumed run is bit-identical to one never killed."""
-    dry_run: bool = False
-    """Print the resolved config, the derived sizes, the mesh and the stream's size; stop."""
+    dry_run: bool | Literal["full"] = False
+    """Print the derived sizes, the mesh, the stream's size and what is wrong; stop. `full`: the
+    resolved config and every rank's place too."""
     layout: LayoutSettings = field(default_factory=LayoutSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -243,9 +246,31 @@ class Config:
         if source.rewards or self.rewards.functions:
             return source.rewards or self.rewards.functions
         # Beside functions a grader is one of them.
-        is_one = source.is_generated and not self.rollout.environment
+        is_one = source.is_generated and not self.environment_of(source)
         others = any(other.rewards for other in self.data.all_sources())
         return (source.path,) if is_one and others else ()
+
+    def environment_of(self, source: SourceSettings) -> NestedOptions:
+        """Return what answers the policy in a source's rows: its name and options; {} where
+        responses are final."""
+        own = source.environment or self.rollout.environment
+        return {} if isinstance(own, str) else own
+
+    def environments(self, *splits: Split) -> list[tuple[str, NestedOptions]]:
+        """Return of each source of these splits, of all of them by default, the field that says
+        what answers the policy in its rows, and what that is; see `environment_of`."""
+        return [
+            (
+                f"data.{split}[{i}].environment" if source.environment else "rollout.environment",
+                self.environment_of(source),
+            )
+            for split in splits or SPLITS
+            for i, source in enumerate(self.data.sources(split))
+        ]
+
+    def environment_fields(self, *splits: Split) -> dict[str, NestedOptions]:
+        """Return {field: environment} of `environments`, without responses that are final."""
+        return {field: options for field, options in self.environments(*splits) if options}
 
     @property
     def reward_functions(self) -> tuple[str, ...]:

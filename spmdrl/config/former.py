@@ -6,10 +6,11 @@ config.yaml of former runs are read by it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from spmdrl.config.tree import sections
+from spmdrl.config.tree import item_fields, sections, settings
 
 _MOVED = {
     "algorithm.entropy_options": "algorithm.entropy_control",
@@ -19,17 +20,6 @@ _MOVED = {
     "optimizer.schedule_options": "optimizer",
 }
 _KL_CONTROL = ("target", "horizon")
-ELSEWHERE = {
-    "model.lora.r": "PEFT's r is rank here",
-    "model.lora.lora_alpha": "PEFT's lora_alpha is alpha here",
-    "model.lora.target_modules": "PEFT's target_modules is targets here",
-    "model.lora.init_lora_weights": "PEFT's init_lora_weights is init here",
-    **dict.fromkeys(
-        ("model.lora.dropout", "model.lora.lora_dropout"),
-        "there is none: the logprobs before an update and in it must come out alike; leave it out",
-    ),
-}
-"""What to do instead of fields that other programs have."""
 
 
 def present(name: str, value: Any) -> dict[str, Any] | None:
@@ -67,8 +57,18 @@ def modernized(flat: Mapping[str, Any]) -> dict[str, Any]:
         elif name in sections() and isinstance(value, dict):
             found |= {f"{name}.{key}": v for key, v in value.items()}
         else:
-            found[name] = value
+            found[name] = _whole_items(name, value)
     lora = {name for name in found if name.startswith("model.lora.")}
     if lora and not lora & {"model.lora.rank", "model.lora.path"}:
         found["model.lora.rank"] = 16  # of all adapters that did not say it
     return found
+
+
+def _whole_items(name: str, value: Any) -> Any:
+    """Return a value in which items of a list, where they have fields, have those too that came
+    later, with their defaults."""
+    cls = item_fields(settings().get(name))
+    if cls is None or not isinstance(value, (list, tuple)):
+        return value
+    default = dataclasses.asdict(cls())
+    return [default | item if isinstance(item, dict) else item for item in value]

@@ -135,8 +135,9 @@ class RolloutSettings:
     """What answers the policy, for episodes of several turns: the name (built in: tools,
     guess_number, task, gym, verifiers; or `module:Class`, `path/file.py:Class`) and its options,
     e.g. {name: guess_number, high: 20}; see docs/environments.md. Empty: every response is
-    final. A turn has rewards.timeout_s; {rewrites: keep} is for chat templates that would change
-    earlier turns. sampling.max_response_tokens bounds a whole episode behind its opening."""
+    final. A source of data.train or data.eval may have its own instead. A turn has
+    rewards.timeout_s; {rewrites: keep} is for chat templates that would change earlier turns.
+    sampling.max_response_tokens bounds a whole episode behind its opening."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from spmdrl.config.ranges import Natural, PathText, Positive, Share, within
+from spmdrl.config.ranges import LearningRate, Natural, PathText, Positive, Share, within
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class LoraSettings:
     alpha: Positive = 32.0
     """An update is scaled by alpha / rank."""
     targets: str | tuple[str, ...] = "all-linear"
-    """What gets adapters: all-linear, the linear layers of the blocks and all their experts; or
+    """What gets adapters: all-linear, the linear layers of the language model's blocks and all
+    their experts, and none of a tower; or
     like PEFT's target_modules and target_parameters a list of names or their ends (q_proj,
     experts, embed_tokens), or one regular expression."""
     use_rslora: bool = False
@@ -145,6 +146,12 @@ class ModelSettings:
     part: Literal["all", "text"] = "all"
     """`text`: of a model that sees or hears too, train the text model within. The rest is left out,
     and written by export as it was."""
+    train: Literal["all", "language"] = "all"
+    """`language`: of a model that sees, tower and projector stay as they are: no gradients, no
+    optimizer state, nothing of them in pushes. Adapters train where model.lora.targets says."""
+    vision_lr: LearningRate = 0.0
+    """Peak learning rate of the policy's tower and projector, by optimizer.lr's schedule; 0: as
+    optimizer.lr."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model folder. Only for folders you trust."""
     reference: ReferenceSettings = field(default_factory=ReferenceSettings)

@@ -74,7 +74,7 @@ OBJECTIVES = {
         needs_teacher=True,
     ),
     "online_preference": Objective(
-        loss_class="spmdrl.train.objectives.online_pairs:OnlinePairLoss",
+        loss_class="spmdrl.train.objectives.pairs:OnlinePairLoss",
         loss_kind="preference",
         row="prompt",
         samples=True,

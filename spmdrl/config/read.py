@@ -7,16 +7,16 @@ import contextlib
 import dataclasses
 import difflib
 import shlex
-import sys
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import yaml
 
+from spmdrl.config.elsewhere import elsewhere
 from spmdrl.config.fields import Config
-from spmdrl.config.former import ELSEWHERE, modernized, present
+from spmdrl.config.former import modernized, present
 from spmdrl.config.options import shown
 from spmdrl.config.ranges import PathForm
 from spmdrl.config.tree import (
@@ -42,29 +42,26 @@ def read(argv: list[str], *, prog: str, about: str = "", default: Config | None 
         argv: arguments without the program name.
         prog, about: of the help.
         default: what to start from without `--config`.
-    Raises: SystemExit(2) with every problem listed, one per line; SystemExit(0) after the help.
+    Raises: Refusal with every problem listed, one per line; SystemExit(0) after the help.
     """
     path, rest = take_config_flag(argv)
-    try:
-        cfg = load_yaml(path) if path else default or Config()
-        if asked := {"-h", "--help"}.intersection(rest):
-            from spmdrl.config.help import show_help
+    cfg = load_yaml(path) if path else default or Config()
+    if asked := {"-h", "--help"}.intersection(rest):
+        from spmdrl.config.help import show_help
 
-            show_help(cfg, rest[rest.index(asked.pop()) + 1 :], prog=prog, about=about)
-            raise SystemExit(0)
-        return with_flags(cfg, rest)
-    except Refusal as error:
-        _exit(str(error))
+        show_help(cfg, rest[rest.index(asked.pop()) + 1 :], prog=prog, about=about)
+        raise SystemExit(0)
+    return with_flags(cfg, rest)
 
 
 def refuse(problems: list[str], *, of: str) -> None:
-    """Print the problems of a config, one per line, and exit with 2; return if there are none.
+    """Raise the problems of a config, one per line, as a Refusal; return if there are none.
 
     Args:
         of: the config's file; empty for none.
     """
     if problems:
-        _exit(_problem_list(f"config {of or '(defaults and flags)'}", problems))
+        raise Refusal(_problem_list(f"config {of or '(defaults and flags)'}", problems))
 
 
 def take_config_flag(argv: list[str]) -> tuple[str, list[str]]:
@@ -73,13 +70,8 @@ def take_config_flag(argv: list[str]) -> tuple[str, list[str]]:
     parser.add_argument("--config", nargs="?", default="")
     found, rest = parser.parse_known_args(argv)
     if found.config is None:
-        _exit("--config needs a file name after it")
+        raise Refusal("--config needs a file name after it")
     return found.config, rest
-
-
-def _exit(message: str) -> NoReturn:
-    print(message, file=sys.stderr)
-    raise SystemExit(2)
 
 
 def _problem_list(where: str, problems: list[str]) -> str:
@@ -163,8 +155,8 @@ def _checked(name: str, value: Any) -> Any:
         own = [field for field in settings() if field.rpartition(".")[0] == name]
         raise Refusal(f"expected a mapping of fields, got {shown(value)}; known: {', '.join(own)}")
     if name not in settings():
-        hint = f"; {ELSEWHERE[name]}" if name in ELSEWHERE else nearest_field(name)
-        raise Refusal(f"unknown key{hint}")
+        other = elsewhere(name)
+        raise Refusal(f"unknown key{f'; {other}' if other else nearest_field(name)}")
     return convert(value, settings()[name])
 
 
@@ -203,7 +195,8 @@ def with_flags(cfg: Config, argv: list[str]) -> Config:
         name, text = flag.replace("-", "_"), words
         section, _, own = name.rpartition(".")
         positive = f"{section}.{own.removeprefix('no_')}".lstrip(".")
-        if name not in settings() and settings().get(positive) is bool and not words:
+        can_be_false = positive in settings() and bool in kinds(settings()[positive])
+        if name not in settings() and can_be_false and not words:
             name, text = positive, ["false"]
         with _noted(problems, f"--{name}"):
             found[name] = _flag_value(name, text)
@@ -241,7 +234,7 @@ def _flag_value(name: str, words: list[str]) -> Any:
 
 def _from_words(words: list[str], hint: Any) -> Any:
     """Return words of the command line as YAML would have the value."""
-    if hint is bool and not words:
+    if bool in kinds(hint) and not words:
         return True
     of_list = next((kind for kind in kinds(hint) if typing.get_origin(kind) is tuple), None)
     if of_list and len(words) == 1 and words[0].startswith("[") and words[0].endswith("]"):

@@ -95,6 +95,12 @@ def _plain_items(value: Any) -> Any:
     return tuple(dataclasses.asdict(v) if is_section(type(v)) else v for v in value)
 
 
+def changed(section: Any) -> dict[str, Any]:
+    """Return the fields of a section that are not as they are by default."""
+    fields = dataclasses.fields(section)
+    return {f.name: v for f in fields if (v := getattr(section, f.name)) != f.default}
+
+
 def build(flat: Mapping[str, Any], cls: type = Config, *, prefix: str = "") -> Any:
     """Return the config with these values, and defaults for the rest."""
     values = {}

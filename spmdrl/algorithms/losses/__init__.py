@@ -19,35 +19,3 @@ A loss with a `statistics` function takes scalars of the whole batch from it
 Stats are {name: (numerator, denominator)}, detached float64 scalars summed over loss tokens;
 add up pairwise over micro-batches and dp ranks, then divide.
 """
-
-from spmdrl.algorithms.losses.batchwise import clip_cov, kl_cov, m2po
-from spmdrl.algorithms.losses.clip import ppo_clip, sapo
-from spmdrl.algorithms.losses.divergence import dppo_kl, dppo_tv
-from spmdrl.algorithms.losses.off_policy import a3po, decoupled_ppo
-from spmdrl.algorithms.losses.sequence import gmpo, gspo, gspo_token, luspo, vespo
-from spmdrl.algorithms.losses.weighted import aipo, cispo, dro, kimi, reinforce, sft, tis_pg, topr
-
-__all__ = [
-    "a3po",
-    "aipo",
-    "cispo",
-    "clip_cov",
-    "decoupled_ppo",
-    "dppo_kl",
-    "dppo_tv",
-    "dro",
-    "gmpo",
-    "gspo",
-    "gspo_token",
-    "kimi",
-    "kl_cov",
-    "luspo",
-    "m2po",
-    "ppo_clip",
-    "reinforce",
-    "sapo",
-    "sft",
-    "tis_pg",
-    "topr",
-    "vespo",
-]

@@ -24,6 +24,8 @@ from spmdrl.algorithms.masked import (
 )
 from spmdrl.errors import Refusal
 
+__all__ = ["clip_cov", "kl_cov", "m2po"]
+
 
 def m2po_statistics(
     old_logprobs: Tensor, rollout_logprobs: Tensor, *, threshold: float = 0.04

@@ -20,6 +20,8 @@ from spmdrl.algorithms.losses.common import (
 from spmdrl.algorithms.masked import attach, check_not_negative, check_positive, making, masked_mean
 from spmdrl.algorithms.reduce import per_token, sequence_mean, spread_sum
 
+__all__ = ["gmpo", "gspo", "gspo_token", "luspo", "vespo"]
+
 
 @attach(aggregations=("seq_mean_token_mean",))
 @making(moved=from_old)

@@ -23,6 +23,8 @@ from spmdrl.algorithms.masked import check_not_negative, check_positive, keep, m
 from spmdrl.algorithms.reduce import spread_sum
 from spmdrl.errors import Refusal
 
+__all__ = ["aipo", "cispo", "dro", "kimi", "reinforce", "sft", "tis_pg", "topr"]
+
 Level = Literal["token", "sequence"]
 
 

@@ -21,37 +21,3 @@ Stats, each per pair in the loss:
     preference/chosen_reward, preference/rejected_reward: beta rho, or what the loss compares.
     preference/chosen_logprob, preference/rejected_logprob: log pi per token, nats.
 """
-
-from __future__ import annotations
-
-from spmdrl.algorithms.preference.reference_free import alphapo, cpo, orpo, simpo
-from spmdrl.algorithms.preference.sorted_pairs import aot, aot_unpaired
-from spmdrl.algorithms.preference.unpaired import kto
-from spmdrl.algorithms.preference.with_reference import (
-    apo_down,
-    apo_zero,
-    bco,
-    discopop,
-    dpo,
-    exo_pair,
-    nca,
-    sppo,
-)
-
-__all__ = [
-    "alphapo",
-    "aot",
-    "aot_unpaired",
-    "apo_down",
-    "apo_zero",
-    "bco",
-    "cpo",
-    "discopop",
-    "dpo",
-    "exo_pair",
-    "kto",
-    "nca",
-    "orpo",
-    "simpo",
-    "sppo",
-]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -12,7 +13,9 @@ from spmdrl.algorithms.masked import (
     making,
     masked_mean,
 )
-from spmdrl.algorithms.preference.shared import Loss, Pairs, capped_expm1, pairs_of
+from spmdrl.algorithms.preference.shared import Loss, Pairs, capped, pairs_of
+
+__all__ = ["alphapo", "cpo", "orpo", "simpo"]
 
 
 @making(pairs=pairs_of)
@@ -50,7 +53,7 @@ def alphapo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0, alpha: float
     check_positive(beta=beta)
     check_not_negative(gamma=gamma)
     means = pairs.per_token(pairs.own)
-    bent = [-capped_expm1(-alpha * m) / alpha if alpha else m for m in means]
+    bent = [-capped(torch.expm1, -alpha * m) / alpha if alpha else m for m in means]
     chosen, rejected = rewards = [beta * r for r in bent]
     return pairs.loss(-logsigmoid(chosen - rejected - gamma), rewards)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from spmdrl.algorithms.losses.common import MAX_LOG_RATIO
+from spmdrl.algorithms.losses.common import MAX_LOG_RATIO, log_ratio
 from spmdrl.algorithms.masked import Stats, check_positive, keep, masked_mean
 from spmdrl.errors import Refusal
 
@@ -22,22 +22,11 @@ def pairs_in_loss(chosen_lengths: Tensor, rejected_lengths: Tensor) -> Tensor:
     return (chosen_lengths > 0) & (rejected_lengths > 0)
 
 
-def log_ratio_of(logps: Tensor, ref_logps: Tensor, kept: Tensor) -> Tensor:
-    """Return log pi / pi_ref of the sequences kept, 0 elsewhere; the reference is constant."""
-    # No clamp as on a token's log-ratio: sums over a response are often beyond 20.
-    return keep(logps - ref_logps.detach(), kept)
-
-
-def capped_exp(exponent: Tensor) -> Tensor:
-    """Return e^x, and above x = 20 its tangent there: finite, with a gradient that does not end."""
+def capped(curve: Callable[[Tensor], Tensor], exponent: Tensor) -> Tensor:
+    """Return e^x (torch.exp) or e^x - 1 (torch.expm1), and above x = 20 its tangent there: finite,
+    with a gradient that does not end."""
     over = (exponent - MAX_LOG_RATIO).clamp(min=0)
-    return exponent.clamp(max=MAX_LOG_RATIO).exp() + math.exp(MAX_LOG_RATIO) * over
-
-
-def capped_expm1(exponent: Tensor) -> Tensor:
-    """Return e^x - 1 with all digits near 0, and above x = 20 its tangent there."""
-    over = (exponent - MAX_LOG_RATIO).clamp(min=0)
-    return exponent.clamp(max=MAX_LOG_RATIO).expm1() + math.exp(MAX_LOG_RATIO) * over
+    return curve(exponent.clamp(max=MAX_LOG_RATIO)) + math.exp(MAX_LOG_RATIO) * over
 
 
 @dataclass(frozen=True)
@@ -104,7 +93,7 @@ def compared(
     ref_rejected_logps: Tensor,
     chosen_lengths: Tensor,
     rejected_lengths: Tensor,
-    beta: float,
+    beta: float = 1.0,
 ) -> Pairs:
     """Compare pairs with a reference; see the package for the inputs.
 
@@ -115,7 +104,8 @@ def compared(
     check_positive(beta=beta)
     logps, lengths = (chosen_logps, rejected_logps), (chosen_lengths, rejected_lengths)
     kept, refs = pairs_in_loss(*lengths), (ref_chosen_logps, ref_rejected_logps)
-    rho = [log_ratio_of(side, ref, kept) for side, ref in zip(logps, refs)]
+    # Not clamped as a token's: sums over a response are often beyond 20.
+    rho = [log_ratio(side, ref, kept) for side, ref in zip(logps, refs)]
     return Pairs(logps, lengths, rho, beta)
 
 

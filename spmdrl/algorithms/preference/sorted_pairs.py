@@ -13,14 +13,9 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.masked import attach, keep, making
-from spmdrl.algorithms.preference.shared import (
-    Loss,
-    Pairs,
-    compared,
-    log_ratio_of,
-    pairs_in_loss,
-    smoothed,
-)
+from spmdrl.algorithms.preference.shared import Loss, Pairs, compared, smoothed
+
+__all__ = ["aot", "aot_unpaired"]
 
 
 def same_rank(values: Tensor, others: Tensor, kept: Tensor) -> Tensor:
@@ -36,38 +31,24 @@ def same_rank(values: Tensor, others: Tensor, kept: Tensor) -> Tensor:
     return found
 
 
+@making(pairs=compared)
 def _matched_margins(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    *,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
+    pairs: Pairs, ref_chosen_logps: Tensor, ref_rejected_logps: Tensor
 ) -> dict[str, Tensor]:
     """Return matched_margin [P], nats: the reference's margin of the rank of each pair's own."""
-    kept = pairs_in_loss(chosen_lengths, rejected_lengths)
-    own, refs = chosen_logps - rejected_logps, ref_chosen_logps - ref_rejected_logps
-    return {"matched_margin": same_rank(own, refs, kept)}
+    chosen, rejected = pairs.logps
+    refs = ref_chosen_logps - ref_rejected_logps
+    return {"matched_margin": same_rank(chosen - rejected, refs, pairs.kept)}
 
 
-def _matched_ratios(
-    chosen_logps: Tensor,
-    rejected_logps: Tensor,
-    *,
-    ref_chosen_logps: Tensor,
-    ref_rejected_logps: Tensor,
-    chosen_lengths: Tensor,
-    rejected_lengths: Tensor,
-) -> dict[str, Tensor]:
+@making(pairs=compared)
+def _matched_ratios(pairs: Pairs) -> dict[str, Tensor]:
     """Return matched_rejected and matched_chosen [P], nats: log-ratios of the rank of each pair's
     own chosen, and of its own rejected response."""
-    kept = pairs_in_loss(chosen_lengths, rejected_lengths)
-    chosen = log_ratio_of(chosen_logps, ref_chosen_logps, kept)
-    rejected = log_ratio_of(rejected_logps, ref_rejected_logps, kept)
+    chosen, rejected = pairs.own
     return {
-        "matched_rejected": same_rank(chosen, rejected, kept),
-        "matched_chosen": same_rank(rejected, chosen, kept),
+        "matched_rejected": same_rank(chosen, rejected, pairs.kept),
+        "matched_chosen": same_rank(rejected, chosen, pairs.kept),
     }
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spmdrl.algorithms.losses.common import log_ratio
 from spmdrl.algorithms.masked import Stats, check_not_negative, check_positive, keep, masked_mean
-from spmdrl.algorithms.preference.shared import log_ratio_of
 from spmdrl.errors import Refusal
+
+__all__ = ["kto"]
 
 
 def kto(
@@ -42,13 +44,13 @@ def kto(
     kept = lengths > 0
     # Clamped here, after the mean over the batch: a clamp on parts of it is biased upwards.
     zero = kl.detach().clamp(min=0).to(logps.dtype)
-    log_ratio = log_ratio_of(logps, ref_logps, kept)
-    distance = torch.where(is_chosen, log_ratio - zero, zero - log_ratio)
+    log_rho = log_ratio(logps, ref_logps, kept)
+    distance = torch.where(is_chosen, log_rho - zero, zero - log_rho)
     loss = torch.sigmoid(-beta * distance)
     stats = {
         "preference/accuracy": masked_mean((distance.sign() + 1) / 2, kept),
-        "preference/chosen_reward": masked_mean(beta * log_ratio, kept & is_chosen),
-        "preference/rejected_reward": masked_mean(beta * log_ratio, kept & ~is_chosen),
+        "preference/chosen_reward": masked_mean(beta * log_rho, kept & is_chosen),
+        "preference/rejected_reward": masked_mean(beta * log_rho, kept & ~is_chosen),
         "preference/kl": masked_mean(zero.expand_as(logps), kept),
     }
     weighted = torch.where(is_chosen, chosen_weight * loss, rejected_weight * loss)
@@ -67,7 +69,7 @@ def kto_kl(logps: Tensor, ref_logps: Tensor, *, lengths: Tensor) -> tuple[Tensor
     Source: arXiv 2402.01306; its max with 0 is in `kto`.
     """
     kept = lengths > 0
-    return masked_mean(log_ratio_of(logps.detach(), ref_logps, kept), kept)
+    return masked_mean(log_ratio(logps.detach(), ref_logps, kept), kept)
 
 
 def mismatched(prompt_ids: Tensor) -> Tensor:

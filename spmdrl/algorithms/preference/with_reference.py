@@ -13,13 +13,14 @@ from spmdrl.algorithms.masked import check_positive, check_unit, making, masked_
 from spmdrl.algorithms.preference.shared import (
     Loss,
     Pairs,
-    capped_exp,
-    capped_expm1,
+    capped,
     check_smoothing,
     compared,
     smoothed,
 )
 from spmdrl.errors import Refusal
+
+__all__ = ["apo_down", "apo_zero", "bco", "discopop", "dpo", "exo_pair", "nca", "sppo"]
 
 Variant = Literal["sigmoid", "robust", "hinge", "ipo", "norm"]
 Divergence = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
@@ -94,7 +95,7 @@ def _f_slope(rho: Tensor, kind: Divergence, *, alpha: float) -> Tensor:
     if kind == "js_divergence":
         return logsigmoid(rho)
     alpha = {"reverse_kl": 1.0, "forward_kl": 0.0}.get(kind, alpha)
-    return rho if alpha == 1 else capped_expm1((alpha - 1) * rho) / (alpha - 1)
+    return rho if alpha == 1 else capped(torch.expm1, (alpha - 1) * rho) / (alpha - 1)
 
 
 @making(pairs=compared)
@@ -132,7 +133,8 @@ def discopop(pairs: Pairs, *, beta: float = 0.05, discopop_tau: float = 0.05) ->
     chosen, rejected = pairs.scaled()
     margin = chosen - rejected
     blend = margin / discopop_tau
-    exponential = capped_exp(logsigmoid(blend) - margin)  # one exponent: e^-x alone overflows
+    # One exponent: e^-x alone overflows.
+    exponential = capped(torch.exp, logsigmoid(blend) - margin)
     return pairs.loss(-logsigmoid(margin) * torch.sigmoid(-blend) + exponential)
 
 
