@@ -3,9 +3,15 @@ so that every room can raise it."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
+import sys
 import sysconfig
+import threading
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.realpath(__file__))
 _LIBRARIES = tuple(
@@ -20,7 +26,21 @@ had done its work."""
 
 class Refusal(ValueError):
     """What is asked for cannot be done right: the message says what, where, the value seen and what
-    to do, and is shown alone. Any other error is shown with its traceback."""
+    to do, and is shown alone. Any other error is shown with its traceback.
+
+    Args:
+        message: for people.
+        field: of the config, that is wrong; empty where nobody asks.
+    """
+
+    def __init__(self, message: str, *, field: str = ""):
+        super().__init__(message)
+        self.field = field
+
+
+class RewardFailed(RuntimeError):
+    """A reward or an environment failed, in a process of its own: the message says where, and is
+    shown alone."""
 
 
 def described(error: BaseException) -> str:
@@ -64,8 +84,38 @@ def users_line(error: BaseException) -> str:
     empty where there is none."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}" if error.filename else ""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}" if frames else ""
+    return _place_of(traceback.extract_tb(error.__traceback__))
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """Return ` (FILE:LINE)` of a function of the user's own; empty for one of this package's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or _is_in(code.co_filename, (_PACKAGE,)):
+        return ""
+    return f" ({code.co_filename}:{code.co_firstlineno})"
+
+
+def users_place(thread: int | None = None) -> str:
+    """Return `file:line, in function` of the user's innermost line that a thread is in; empty
+    where it is in none.
+
+    Args:
+        thread: its identity; None is this one.
+    """
+    # Not traceback.extract_stack, which reads sources: waits ask for it.
+    frame = sys._current_frames().get(thread or threading.get_ident())
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return (
+        f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}" if frame else ""
+    )
+
+
+def _place_of(frames: traceback.StackSummary) -> str:
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
 
 
 def users_traceback(error: BaseException) -> str:
@@ -97,6 +147,7 @@ def _begin(frames: traceback.StackSummary) -> int:
     return next(i for i in theirs if i > above[-1]) if above else 0
 
 
+@functools.cache
 def _is_users(filename: str) -> bool:
     if filename.startswith("<"):
         return False

@@ -6,7 +6,10 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -17,6 +20,7 @@ from typing import Any, TypeVar
 from spmdrl.errors import RAISED, Refusal, said, with_line
 
 T = TypeVar("T")
+_CHILD = "from spmdrl.imports import answer; answer()"
 
 
 def import_object(
@@ -127,6 +131,52 @@ def refusing(
         raise kind(f"{what}: {text}{hint}") from error
 
 
+def problems_in_child(
+    function: Callable[..., list[str] | None],
+    *given: Any,
+    what: str,
+    timeout_s: float,
+    **options: Any,
+) -> list[str]:
+    """Return the problems that a function returns, or the refusal that it raises, in a process of
+    its own: what a user wrote may end, hang or crash it, and take memory, threads and devices that
+    a rank must not share.
+
+    Args:
+        function: of a module. given, options: plain data as JSON has it.
+        what: is done there, for messages: `rewards.functions: importing f.py:f`.
+    """
+    place, timeout_s = f"{function.__module__}:{function.__qualname__}", max(0.0, timeout_s)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Files, not pipes: a process that it leaves behind may hold a pipe open.
+    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
+        asked.write(json.dumps([place, what, given, options]).encode())
+        asked.seek(0)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _CHILD], stdin=asked, stdout=told, env=env, timeout=timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            return [f"{what} took longer than {timeout_s:.3g} s (see layout.startup_timeout_s)"]
+        told.seek(0)
+        found, reason = parsed_json(told.read().decode())
+    return [f"{what} ended its process, with status {done.returncode}"] if reason else found
+
+
+def answer() -> None:
+    """Answer `problems_in_child` on what was the standard output; what the user's code prints goes
+    to the standard error."""
+    out = os.dup(1)
+    os.dup2(2, 1)
+    place, what, given, options = json.load(sys.stdin)
+    function = import_object(place, field="function", kind="function")
+    found, error = attempt(lambda: function(*given, **options), RAISED)
+    if error:
+        found = [str(error) if isinstance(error, Refusal) else f"{what}: {with_line(error)}"]
+    os.write(out, json.dumps(found or []).encode())
+    os._exit(0)  # whatever threads they have begun
+
+
 def parsed_json(text: str) -> tuple[Any, str]:
     """Return what a JSON text holds, and why it holds nothing; empty where it does."""
     try:
@@ -157,10 +207,11 @@ def is_missing_folder(path: str) -> bool:
 
     A hub name is `owner/name`, so `runs/mine` is a folder where `runs` is one.
     """
-    if not path or Path(path).expanduser().is_dir():
+    # os.path's: Path's raise for names that are too long, and for the home of nobody.
+    if not path or os.path.isdir(os.path.expanduser(path)):
         return False
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or path.endswith("/")
-    return looks_local or ("/" in path and Path(path).parent.is_dir())
+    return looks_local or ("/" in path and os.path.isdir(os.path.dirname(path)))
 
 
 def divisors(number: int) -> str:

@@ -6,16 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from spmdrl.config import Config
-from spmdrl.config.data import Split
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.weights import SentWeights
-from spmdrl.types import Advantages, Batch, Sums
+from spmdrl.model.sharded import SentWeights
+from spmdrl.types import Batch
 from spmdrl.world import World
 from spmdrl.world.comm import agree
-from spmdrl.world.found_tokens import agree_on_tokens
+from spmdrl.world.found_microbatch_size import agree_on_tokens
 
 if TYPE_CHECKING:
     from spmdrl.train.trainer import Trainer
@@ -32,20 +29,15 @@ class Bystander:
     def __init__(self, world: World, *, weights: SentWeights):
         self.world, self.weights = world, weights
 
-    def joined(self) -> None:
-        """Do nothing."""
-
     def size_microbatches(self) -> None:
         """Learn what trainers find for the size of a micro-batch."""
         agree_on_tokens(self.world, None)
 
-    def check_agreement(self) -> Sums:
-        """Return {}."""
+    def _nothing(self, *given: Any, **named: Any) -> dict[Any, Any]:
+        """Return {}: trainers keep, and measure, what there is."""
         return {}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return {}: trainers keep what there is."""
-        return {}
+    joined = check_agreement = state_dict = scores = update = _nothing
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Do nothing."""
@@ -53,14 +45,6 @@ class Bystander:
     def annotate(self, batch: Batch, *, step: int) -> Batch:
         """Return the batch as it is."""
         return batch
-
-    def scores(self, batch: Batch, *, step: int, split: Split) -> dict[int, Tensor]:
-        """Return {}."""
-        return {}
-
-    def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
-        """Return {}."""
-        return {}
 
 
 def make_trainer(
@@ -79,7 +63,7 @@ def make_trainer(
     trainer: Trainer | Bystander
     with agree(group=world.control, waiting=world.watch.wait("load the policy", -1)):
         hf_model = build_meta_model(cfg.model, is_scalar=cfg.objective.is_scalar)
-        weights = SentWeights(hf_model, cfg.model.lora)
+        weights = SentWeights(hf_model, cfg.model.lora, train=cfg.model.train)
         if world.is_trainer:
             from spmdrl.train.trainer import Trainer
 

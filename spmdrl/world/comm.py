@@ -1,12 +1,15 @@
 """Small exchanges between ranks: values and bytes gathered, problems agreed on.
 
 What a rank says is plain data and bears the mark of the job's secret, of the group, of the turn and
-of the rank.
+of the rank. Each exchange begins with where its ranks are: where an edit of train.py has sent them
+to different lines, these are named, and nobody takes what is meant for another line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
+import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,13 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, users_place
 from spmdrl.plain import pack, unpack
 from spmdrl.world.launch import SECRET
 from spmdrl.world.secret import MARK_BYTES, Unauthentic, is_marked, mark
 from spmdrl.world.torch_internals import all_gather_single
+from spmdrl.world.where import WAIT, names_of
 
 _MOST_BYTES = 1 << 40
+_GREETING = struct.Struct("<qq48s")  # bytes to come, step and name of the wait
+_SIZE_BYTES, _PLACE_BYTES = 8, 512
 _turns: Counter[str] = Counter()
 """Messages so far in each group: the same on all its ranks, who meet in each."""
 
@@ -76,10 +82,54 @@ def agree(
 
 
 def gather_sizes(payload: bytes, *, group: dist.ProcessGroup) -> list[int]:
-    """Return the length of every rank's payload: the first half of a gather, which waits."""
-    sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
-    all_gather_single(sizes, torch.tensor([len(payload)]), group=group)
-    return sizes.tolist()
+    """Return the length of every rank's payload: the first half of a gather, which waits.
+
+    Raises: Refusal on all ranks, naming where each is, when they are not in one wait of one step.
+    """
+    name, step = WAIT.get()
+    greeting = _GREETING.pack(len(payload), step, name.encode())
+    rows = _gather_rows(greeting, _GREETING.size, group=group)
+    if len({row[_SIZE_BYTES:] for row in rows}) > 1:
+        place = f"{socket.gethostname()}: {users_place()}".encode(errors="replace")
+        places = _gather_rows(place[:_PLACE_BYTES], _PLACE_BYTES, group=group)
+        raise Refusal(_apart(rows, places, group=group))
+    return [_GREETING.unpack(row)[0] for row in rows]
+
+
+def await_all(*, group: dist.ProcessGroup) -> None:
+    """Wait until every rank of `group` (gloo) is here. Raises: as `gather_sizes`."""
+    gather_sizes(b"", group=group)
+
+
+def any_of(own: bool, *, group: dist.ProcessGroup) -> bool:
+    """Return on every rank of `group` (gloo) whether one of them says so. Raises: as
+    `gather_sizes`."""
+    return any(gather_sizes(b"1" * own, group=group))
+
+
+def _gather_rows(own: bytes, size: int, *, group: dist.ProcessGroup) -> list[bytes]:
+    """Return `size` bytes of every rank, in rank order."""
+    count = dist.get_world_size(group)
+    gathered = torch.empty(count * size, dtype=torch.uint8)
+    padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
+    all_gather_single(gathered, padded, group=group)
+    return [row.numpy().tobytes() for row in gathered.chunk(count)]
+
+
+def _apart(rows: Sequence[bytes], places: Sequence[bytes], *, group: dist.ProcessGroup) -> str:
+    """Say where each rank is, those alike together."""
+    ranks_of: dict[tuple[str, ...], list[int]] = {}
+    for rank, (row, place) in enumerate(zip(rows, places)):
+        _, step, name = _GREETING.unpack(row)
+        host, _, line = place.rstrip(b"\0").decode(errors="replace").partition(": ")
+        at = f"at `{name.rstrip(bytes(1)).decode(errors='replace')}` of step {step}"
+        ranks_of.setdefault((host, f"{at} ({line})"), []).append(dist.get_global_rank(group, rank))
+    return (
+        "ranks are at different lines that meet: "
+        + ", ".join(f"{names_of(ranks)} ({host}) {at}" for (host, at), ranks in ranks_of.items())
+        + ". Every rank must execute each line of train.py that is marked `# meets`, in one order: "
+        "take it out of the condition, or the loop, that differs between ranks"
+    )
 
 
 def gather_bytes(payload: bytes, sizes: Sequence[int], *, group: dist.ProcessGroup) -> list[bytes]:

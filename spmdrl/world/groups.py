@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,17 +61,10 @@ def meet(launch: Launch, *, shared: Path | None, within: timedelta) -> dist.Stor
 
 
 def _open(launch: Launch, timeout: timedelta) -> dist.Store:
-    if launch.rank or launch.keeps_store:
-        return dist.TCPStore(launch.address, launch.port, timeout=timeout, wait_for_workers=False)
-    listening = listen(launch)
-    return dist.TCPStore(
-        launch.address,
-        launch.port,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
+    own: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False}
+    if not (launch.rank or launch.keeps_store):
+        own |= {"is_master": True, "master_listen_fd": listen(launch).detach()}
+    return dist.TCPStore(launch.address, launch.port, **own)
 
 
 def join_world(
@@ -102,13 +96,14 @@ def join_world(
 
 def make_groups(cfg: Config, *, rank: int, device: torch.device) -> WorldGroups:
     """Make all groups but vLLM's. Every rank of the job must call, with the same config."""
-    control = dist.new_group(backend="gloo")
-    trainer_control = dist.new_group(trainer_ranks(cfg), backend="gloo")
-    saving = dist.new_group(trainer_ranks(cfg), backend="gloo")
-    replica_control = _replica_group(cfg, rank)
-    mesh, sharding = make_meshes(cfg, device)
-    experts = make_expert_mesh(cfg, device)
-    return WorldGroups(control, trainer_control, saving, replica_control, mesh, sharding, experts)
+    return WorldGroups(
+        dist.new_group(backend="gloo"),
+        dist.new_group(trainer_ranks(cfg), backend="gloo"),
+        dist.new_group(trainer_ranks(cfg), backend="gloo"),
+        _replica_group(cfg, rank),
+        *make_meshes(cfg, device),
+        make_expert_mesh(cfg, device),
+    )
 
 
 def _replica_group(cfg: Config, rank: int) -> dist.ProcessGroup | None:

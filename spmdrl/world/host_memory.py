@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     from spmdrl.world.watch import Watch
@@ -39,8 +40,8 @@ class HostMemory:
 
 def host_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
     """Measure the host's memory."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    memory = psutil.virtual_memory()
+    free, total = memory.available, memory.total
     for limit_name, usage_name, _ in _CGROUPS:
         limit, usage = _number(cgroups / limit_name), _number(cgroups / usage_name)
         if limit is not None and usage is not None and limit < total:
@@ -117,30 +118,15 @@ class MemoryWatch:
 
 
 def _processes() -> Iterator[tuple[int, str]]:
-    page = os.sysconf("SC_PAGE_SIZE")
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            size = int((folder / "statm").read_text().split()[1]) * page
-            command = (
-                (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            )
-            rank = _rank_of(folder)
-        except (OSError, IndexError):  # it ended meanwhile
+    for process in psutil.process_iter(["memory_info", "cmdline", "environ"]):
+        info = process.info  # None for what is another user's
+        if not (memory := info["memory_info"]):
             continue
+        env, command = info["environ"] or {}, " ".join(info["cmdline"] or ())
+        rank = env.get("RANK") or env.get("SLURM_PROCID")  # its own, or of the one that it serves
         of_rank = f" of rank {rank}" if rank else ""
-        yield (
-            size,
-            f"process {folder.name}{of_rank}, {size / _GIB:.2f} GiB ({command.strip()[:60]})",
-        )
-
-
-def _rank_of(folder: Path) -> str:
-    """Return the rank that a process is, or works for; nothing where that cannot be seen."""
-    with contextlib.suppress(OSError):
-        for entry in (folder / "environ").read_bytes().split(b"\0"):
-            if entry.startswith((b"RANK=", b"SLURM_PROCID=")):
-                return entry.partition(b"=")[2].decode(errors="replace")
-    return ""
+        size = f"{memory.rss / _GIB:.2f} GiB"
+        yield memory.rss, f"process {process.pid}{of_rank}, {size} ({command.strip()[:60]})"
 
 
 def _number(file: Path) -> int | None:

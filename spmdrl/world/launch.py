@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import ipaddress
 import json
 import os
 import re
 import socket
-import struct
+import sys
+import tempfile
 import time
 from dataclasses import dataclass
 
+import psutil
+
 from spmdrl.errors import Refusal
+from spmdrl.world.neighbours import birth
 
 _TOLD_CHARS = 2000
+_TOLD_S, _SOONER_S = 60.0, 5.0
 _GLOO = "GLOO_SOCKET_IFNAME"
 SECRET = "SPMDRL_SECRET"
 """Variable with the job's secret, see secret.py."""
 _SECRET_CHARS = 16
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # of no matter which: nothing is sent
 _OWN_PID, _PARENT_PID = os.getpid(), os.getppid()  # as early as can be: it may die any time
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
 _ALONE: set[str] = set()  # ports that this process chose for jobs of itself alone
 
 
@@ -176,6 +181,79 @@ def tell_refused(reason: str) -> None:
             file.write(f"{reason}\n".encode(errors="backslashreplace"))
 
 
+def tell_once(text: str, *, of_rank: str = "") -> None:
+    """Print what several ranks come to alike: one of them on each machine does, the first of it
+    where that comes to it soon; the others say that it is so for them.
+
+    Args:
+        of_rank: said before it, of the rank that speaks.
+    """
+    env = os.environ
+    is_alone = (env.get("WORLD_SIZE") or env.get("SLURM_NTASKS") or "1") == "1"
+    if not is_alone and _is_told(text):
+        text, of_rank = "ends for the same reason", of_rank or f"[rank {known_rank()}] "
+    said = f"{of_rank}{text}".encode(errors="backslashreplace").decode()  # flags may be any bytes
+    print(said, file=sys.stderr, flush=True)
+
+
+def _is_told(text: str) -> bool:
+    """Return whether another rank of this job prints a text on this machine; else this one must."""
+    # Ranks of a machine have one launcher, and no other job has its process at this time. Where it
+    # is a shell it may have started another attempt before: what that told is older than we are.
+    env, parent = os.environ, os.getppid()
+    launcher, own = birth(parent), birth(os.getpid())
+    if not launcher or not own:
+        return False
+    job = [parent, launcher, env.get("MASTER_PORT"), env.get("TORCHELASTIC_RESTART_COUNT")]
+    name = hashlib.sha256(json.dumps([*job, text]).encode()).hexdigest()[:32]
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(own) / os.sysconf("SC_CLK_TCK")
+    # What other ranks print may be shown nowhere, as under torchrun's --local-ranks-filter 0.
+    is_first = (env.get("LOCAL_RANK") or env.get("SLURM_LOCALID") or "0") == "0"
+    try:
+        return _is_marked(f"told-{name}", after=time.time() - age_s, waits=not is_first)
+    except OSError:  # where there is no such folder each rank prints it
+        return False
+
+
+def _is_marked(name: str, *, after: float, waits: bool) -> bool:
+    """Return whether a file of this user was marked after a time; mark it if not.
+
+    Args:
+        waits: a while, for others to mark it.
+    Raises: OSError where there is no folder that is this user's alone.
+    """
+    folder = os.path.join(tempfile.gettempdir(), f"spmdrl-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(held)
+        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError(f"{folder} may be written by others")
+        end = time.monotonic() + _SOONER_S * waits
+        while _marked_at(name, held) < after and time.monotonic() < end:
+            time.sleep(0.02)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for old in filter(re.compile("told-").match, os.listdir(held)):
+            if time.time() - _marked_at(old, held) > _TOLD_S:
+                os.unlink(old, dir_fd=held)
+        if _marked_at(name, held) >= after:
+            return True
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        os.close(os.open(name, flags, 0o600, dir_fd=held))
+        os.utime(name, dir_fd=held)
+        return False
+    finally:
+        os.close(held)
+
+
+def _marked_at(name: str, folder: int) -> float:
+    """Return when a file of an open folder was marked, in seconds since 1970; 0 for none."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
+    return 0.0
+
+
 def ask_cublas_to_repeat() -> None:
     """Have cuBLAS give the same bits each time, as deterministic algorithms of torch need it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -202,30 +280,15 @@ def interface_towards(host: str) -> str:
         with contextlib.suppress(OSError):
             own = _own_address(outside)
             break
-    for _, name in socket.if_nameindex():
-        if own in _addresses(name):
+    for name, addresses in psutil.net_if_addrs().items():
+        if str(own) in [address.address.partition("%")[0] for address in addresses]:
             return name
     raise OSError(f"no interface has the address {own}")
 
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
-
-def _own_address(host: str) -> Address:
+def _own_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return the address of this machine from which packets to a host are sent."""
     family, kind, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
         way.connect(where)
         return ipaddress.ip_address(way.getsockname()[0].partition("%")[0])
-
-
-def _addresses(interface: str) -> list[Address]:
-    """Return the first IPv4 address and all IPv6 addresses of an interface."""
-    found: list[Address] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_, contextlib.suppress(OSError):
-        packed = fcntl.ioctl(any_, _GET_ADDRESS, struct.pack("256s", interface.encode()))
-        found.append(ipaddress.IPv4Address(packed[20:24]))
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
-        lines = [line.split() for line in file]
-        found += [ipaddress.IPv6Address(bytes.fromhex(x[0])) for x in lines if x[5] == interface]
-    return found

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from spmdrl.errors import Refusal, described, users_line, users_traceback
-from spmdrl.world.launch import known_rank, tell_launcher, tell_refused
+from spmdrl.errors import Refusal, RewardFailed, described, users_line, users_traceback
+from spmdrl.world.launch import known_rank, tell_launcher, tell_once, tell_refused
 from spmdrl.world.watch import PeersMissing, Watch, first_line
 
 _ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
@@ -116,7 +116,7 @@ def ended(error: BaseException, world: Member | None) -> int:
         if is_own and not world.watch.board.claim_cause(text):
             print(f"[rank {rank}] ends for the same reason", file=sys.stderr, flush=True)
             return 1
-    _show(error, rank)
+    _show(error, rank, has_world=world is not None)
     if world is not None:
         world.watch.close_early("failed")
         if is_own:
@@ -126,10 +126,13 @@ def ended(error: BaseException, world: Member | None) -> int:
     return 2 if isinstance(error, Refusal) else 1
 
 
-def _show(error: BaseException, rank: int | str) -> None:
+def _show(error: BaseException, rank: int | str, *, has_world: bool) -> None:
     """Print what a person needs; the rank's log gets the whole traceback."""
     whole = "".join(traceback.format_exception(error))
-    if isinstance(error, (Refusal, PeersMissing)):
+    if isinstance(error, Refusal) and not has_world:  # which all ranks come to
+        tell_once(described(error), of_rank=f"[rank {rank}] ")
+        return
+    if isinstance(error, (Refusal, RewardFailed, PeersMissing)):
         shown = f"[rank {rank}] {described(error) if isinstance(error, Refusal) else error}"
     else:
         shown, place = users_traceback(error), users_line(error)

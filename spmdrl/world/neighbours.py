@@ -17,7 +17,8 @@ def own_process() -> dict[str, Any]:
         machine = f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # no such files: nobody is beside this rank
         machine = ""
-    return {"host": socket.gethostname(), "machine": machine, "pid": os.getpid()}
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "machine": machine, "pid": pid, "born": birth(pid)}
 
 
 class Neighbours:
@@ -30,7 +31,9 @@ class Neighbours:
     def __init__(self, own: Mapping[str, Any]):
         self._own = own
         self._born: dict[int, tuple[int, str]] = {}
-        """{rank: its process, and when that began, as /proc has it}."""
+        """{rank: its process, and when that began, as it said: it may be dead by now}."""
+        self._told: set[int] = set()
+        """Ranks whose end was seen: what they wrote last stays where it is."""
         self.are_known = False
         """Every rank has said where it is."""
 
@@ -38,13 +41,15 @@ class Neighbours:
         """Take in what each rank wrote last, None for nothing."""
         self.are_known = all(states)
         for rank, state in enumerate(states):
-            if state and self._is_beside(state) and (born := _birth(state["pid"])):
-                self._born.setdefault(rank, (state["pid"], born))
+            if state and rank not in self._told and self._is_beside(state):
+                self._born.setdefault(rank, (state["pid"], state["born"]))
 
     def dead(self) -> list[int]:
         """Return the ranks whose processes have ended, each once; several threads may ask."""
-        gone = [rank for rank, (pid, born) in list(self._born.items()) if _birth(pid) != born]
-        return [rank for rank in gone if self._born.pop(rank, None)]
+        gone = [rank for rank, (pid, born) in list(self._born.items()) if birth(pid) != born]
+        own = [rank for rank in gone if self._born.pop(rank, None)]
+        self._told.update(own)
+        return own
 
     def _is_beside(self, state: Mapping[str, Any]) -> bool:
         return bool(self._own["machine"]) and (
@@ -52,7 +57,7 @@ class Neighbours:
         )
 
 
-def _birth(pid: int) -> str:
+def birth(pid: int) -> str:
     """Return when a process began, in ticks; empty for one that is over, reaped or not."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()

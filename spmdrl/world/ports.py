@@ -6,16 +6,14 @@ import contextlib
 import errno
 import ipaddress
 import logging
-import os
 import socket
-from pathlib import Path
+
+import psutil
 
 from spmdrl.errors import Refusal
 from spmdrl.world.launch import Launch
 
 log = logging.getLogger(__name__)
-_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
-_LISTENS = "0A"  # state of a socket there
 
 
 def listen(launch: Launch) -> socket.socket:
@@ -79,19 +77,9 @@ def _refusal(launch: Launch, is_in_use: bool) -> str:
 
 def _holder(port: int) -> str:
     """Return which process listens at a port of this machine; empty where that is not seen."""
-    inodes = set()
-    for table in _TABLES:
-        with contextlib.suppress(OSError):
-            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
-            inodes |= {
-                f"socket:[{row[9]}]"
-                for row in rows
-                if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port
-            }
-    for path in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # gone, or another user's
-            if os.readlink(path) in inodes:
-                words = path.parents[1].joinpath("cmdline").read_bytes().split(b"\0")
-                command = b" ".join(words).decode(errors="replace").strip()
-                return f"process {path.parents[1].name} ({command[:80]})"
+    with contextlib.suppress(psutil.Error, OSError):  # gone, or another user's
+        for link in psutil.net_connections("tcp"):
+            if link.status == psutil.CONN_LISTEN and link.laddr.port == port and link.pid:
+                command = " ".join(psutil.Process(link.pid).cmdline())
+                return f"process {link.pid} ({command[:80]})"
     return ""

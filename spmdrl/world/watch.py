@@ -25,12 +25,12 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from spmdrl.errors import said
+from spmdrl.errors import said, users_place
 from spmdrl.world.board import Board
 from spmdrl.world.flight import leave_record
 from spmdrl.world.neighbours import Neighbours, own_process
 from spmdrl.world.sealed_store import SealedStore
-from spmdrl.world.where import Place, death_text, place_after, report_text
+from spmdrl.world.where import Place, death_text, in_wait, place_after, report_text
 
 Ending = Literal["stopped", "failed"]
 EXIT_CODE = 13
@@ -81,7 +81,7 @@ class Watch:
         """The same since the start."""
         self.board, self._keeper = Board(store, rank, keeper=keeper), keeper
         self._flight_folder, self._is_orphaned = flight_folder, is_orphaned
-        self._process, self._is_leaving = own_process(), False
+        self._process, self._main, self._is_leaving = own_process(), threading.get_ident(), False
         self._neighbours = Neighbours(self._process)
         self._dead: dict[int, str] = {}  # what is known of those beside this rank
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
@@ -111,7 +111,7 @@ class Watch:
         Raises: PeersMissing naming the missing ranks when a collective inside fails because a
             peer is gone. Past the deadline the process exits with EXIT_CODE.
         """
-        with self._entered(name, step, waits=True, timeout_s=timeout_s):
+        with self._entered(name, step, waits=True, timeout_s=timeout_s), in_wait(name, step):
             try:
                 yield
             except (dist.DistError, RuntimeError) as error:
@@ -297,8 +297,8 @@ class Watch:
             self.board.write(self._state())
 
     def _state(self) -> dict[str, Any]:
-        state = {"place": self._place._asdict(), "beat": self._beat_at} | self._process
-        return state | ({"left": True} if self._is_leaving else {})
+        state = {"place": self._place._asdict(), "line": users_place(self._main)} | self._process
+        return state | {"beat": self._beat_at} | ({"left": True} if self._is_leaving else {})
 
 
 def _ending_with(leave: Callable[[str], None], run: Callable[[], None]) -> None:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import NamedTuple
+
+WAIT: ContextVar[tuple[str, int]] = ContextVar("WAIT", default=("", -1))
+"""Name and step of the wait that this thread is in."""
+
+
+@contextlib.contextmanager
+def in_wait(name: str, step: int) -> Iterator[None]:
+    """Have WAIT say that this thread is in a wait."""
+    token = WAIT.set((name, step))
+    try:
+        yield
+    finally:
+        WAIT.reset(token)
 
 
 class Place(NamedTuple):
@@ -41,9 +56,10 @@ def state_text(state: dict | None, *, own: Place, beat_s: float, now: float) -> 
             f"is missing: no sign of life for {silent:.0f} s{host}, "
             f"last seen in {place} (killed, or its process stopped)"
         )
+    line = f" ({state['line']})" if state.get("line") else ""
     if str(place) != str(own):
-        return f"is missing: {now - place.since:.0f} s in {place}{host}"
-    return f"waits in {place} too"
+        return f"is missing: {now - place.since:.0f} s in {place}{host}{line}"
+    return f"waits in {place} too{line}"
 
 
 def report_text(
@@ -63,7 +79,9 @@ def report_text(
             text = dead.get(other, "") if "error" not in (state or {}) else ""
             text = text or state_text(state, own=own, beat_s=beat_s, now=now)
             ranks_of.setdefault(text.removeprefix(f"rank {other} "), []).append(other)
-    lines = [f"rank {rank} waited {now - own.since:.0f} s in {own}"]
+    line = (states[rank] or {}).get("line")
+    at = f" ({line})" if line else ""
+    lines = [f"rank {rank} waited {now - own.since:.0f} s in {own}{at}"]
     lines += [f"  {names_of(ranks)} {text}" for text, ranks in ranks_of.items()]
     return "\n".join(lines)
 

@@ -18,7 +18,7 @@ from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
 from spmdrl.errors import Refusal
 from spmdrl.world.awaited import Awaited
-from spmdrl.world.comm import gather_objects
+from spmdrl.world.comm import any_of, await_all, gather_objects
 from spmdrl.world.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
 from spmdrl.world.groups import join_world, make_groups, meet
 from spmdrl.world.host_memory import MemoryWatch
@@ -110,14 +110,8 @@ class World:
                 device=device,
                 backend=pick_backend(cfg),
                 watch=watch,
-                control=groups.control,
-                trainer_control=groups.trainer_control,
-                saving=groups.saving,
                 store=store,
-                replica_control=groups.replica_control,
-                mesh=groups.mesh,
-                sharding=groups.sharding,
-                experts=groups.experts,
+                **vars(groups),
             )
             world._check_same_config()
         obey_signals(world)
@@ -208,6 +202,14 @@ class World:
         with self.watch.wait(wait, step):
             return gather_objects(work() if self.rank == 0 else None, group=self.control)[0]
 
+    def gather(self, own: T, *, wait: str, step: int = -1) -> list[T]:
+        """Return on every rank the small value (see plain.py) of each rank, in rank order.
+
+        Raises: Refusal naming each rank's line where they are not all in this wait of this step.
+        """
+        with self.watch.wait(wait, step):
+            return gather_objects(own, group=self.control)
+
     def gather_per_dp(self, own: T) -> list[T]:
         """Return the small value (plain.py) of each data-parallel index, on every trainer rank."""
         mine = own if self.speaks_for_dp else None
@@ -245,15 +247,13 @@ class World:
     def agree_to_stop(self, step: int) -> bool:
         """Return on all ranks, once all are here, whether any rank was asked to stop."""
         with self.watch.wait("await peers", step):
-            flag = torch.tensor(int(self.stop_requested))
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.control)
-        return bool(flag)
+            return any_of(self.stop_requested, group=self.control)
 
     def close(self) -> None:
         """Leave the job in step with the others. Engines must be closed before."""
         self.watch.say_leaving()
         with self.watch.wait("leave", -1):
-            dist.barrier(group=self.control)
+            await_all(group=self.control)
         self.watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
