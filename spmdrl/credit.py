@@ -100,7 +100,7 @@ def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World
     """Compute an advantage that is one number per token.
 
     A method may ask for sums over the whole batch, and for [S, ...] per sequence, see
-    `token_baselines.with_totals`. Trainers meet for each sum.
+    `masked.attach`. Trainers meet for each sum.
     """
     options, inputs = cfg.algorithm.advantage_options, _inputs(batch, cfg)
     totals: dict[str, Tensor] = {}

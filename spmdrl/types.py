@@ -7,7 +7,7 @@ token that it scores: `logprobs[t]` is log p(tokens[t] | tokens before t of its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.kept_sets import KeptSets
+from spmdrl.pictures import Pictures
 
 Sums = dict[str, tuple[float, float]]
 """Named (numerator, denominator) pairs. Sums from any number of ranks and micro-batches add
@@ -26,10 +27,23 @@ def add_sums(*parts: Sums) -> Sums:
     """Return the pairwise total of several Sums."""
     total: Sums = {}
     for part in parts:
-        for name, (numerator, denominator) in part.items():
+        for name, pair in part.items():
+            numerator, denominator = as_pair(name, pair)
             a, b = total.get(name, (0.0, 0.0))
             total[name] = (a + numerator, b + denominator)
     return total
+
+
+def as_pair(name: str, value: Any) -> tuple[float, float]:
+    """Return a metric's (numerator, denominator). Raises: TypeError naming one that is no pair."""
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if is_pair and all(hasattr(number, "__float__") for number in value):
+        return value[0], value[1]
+    got = f"{type(value).__name__} {value!r:.60}"
+    raise TypeError(
+        f"metric {name!r}: expected a pair of numbers (numerator, denominator), got {got}; a value "
+        f"that every rank knows is given as {{{name!r}: (value, 1.0)}}"
+    )
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,8 @@ class Prompt:
     """The whole row as read; reward functions get its columns by name."""
     source: int = 0
     """Number of its source: of those in data.train, then those in data.eval."""
+    pictures: Pictures | None = None
+    """Of the tokens; None where the model does not see."""
     where: str = ""
     """Origin of the row for messages, e.g. `train.jsonl:12`; empty where it is not known."""
 
@@ -157,6 +173,8 @@ TOKEN_COLUMNS = {
 }
 """What every token has, from the engine to the loss, with its dtype."""
 
+_OPTIONAL_COLUMNS = ("routes", "kept_sets", "pictures")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
@@ -171,9 +189,11 @@ class Tokens:
     the engine chose them; -1 where it did not say. None without model.moe.replay."""
     kept_sets: KeptSets | None = None
     """The ids among which each was drawn. None without top_k, top_p and min_p."""
+    pictures: Pictures | None = None
+    """What each token shows. None where no token of anyone shows anything."""
 
     @classmethod
-    def given(cls, ids: Sequence[int]) -> Tokens:
+    def given(cls, ids: Sequence[int], *, pictures: Pictures | None = None) -> Tokens:
         """Return tokens that the policy did not sample."""
         tokens = flat(ids, "int64")
         return Tokens(
@@ -181,6 +201,7 @@ class Tokens:
             response_mask=torch.zeros_like(tokens, dtype=torch.bool),
             rollout_logprobs=torch.zeros_like(tokens, dtype=torch.float32),
             policy_versions=torch.full_like(tokens, -1),
+            pictures=pictures,
         )
 
     @classmethod
@@ -192,6 +213,7 @@ class Tokens:
             **columns,
             routes=join_routes([p.routes for p in parts], lengths),
             kept_sets=KeptSets.concat([p.kept_sets for p in parts], lengths),
+            pictures=Pictures.concat([p.pictures for p in parts], lengths),
         )
 
     def at(self, order: Tensor) -> Tokens:
@@ -200,13 +222,25 @@ class Tokens:
         return Tokens(**{name: v if v is None else v[order] for name, v in columns})
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns by name, routes and kept sets too."""
-        return {name: getattr(self, name) for name in (*TOKEN_COLUMNS, "routes", "kept_sets")}
+        """Return the columns by name, those that may be None too."""
+        return {name: getattr(self, name) for name in (*TOKEN_COLUMNS, *_OPTIONAL_COLUMNS)}
 
     def plain(self) -> dict[str, Any]:
-        """Return all fields by name, kept sets as a dictionary; tensors are shared."""
-        sets = self.kept_sets
-        return vars(self) | {"kept_sets": None if sets is None else dict(vars(sets))}
+        """Return all fields by name, kept sets and pictures as dictionaries; tensors are shared."""
+        sets, shown = self.kept_sets, self.pictures
+        return vars(self) | {
+            "kept_sets": None if sets is None else dict(vars(sets)),
+            "pictures": None if shown is None else shown.plain(),
+        }
+
+
+def unplain(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of which `Tokens.plain` made these; columns that are missing are None."""
+    return {
+        **plain,
+        "kept_sets": KeptSets.restored(plain.get("kept_sets")),
+        "pictures": Pictures.restored(plain.get("pictures")),
+    }
 
 
 def flat(values: Sequence[float], dtype: str) -> Tensor:
@@ -272,8 +306,14 @@ class Batch:
         """Return the batch with sequences, [S] bool, out of the loss and of every baseline.
 
         Metrics of rewards go on to count them: they say what the policy does, not what is trained.
+        Raises: TypeError for another dtype or shape.
         """
         valid = self.scalars.is_valid
+        if sequences.dtype != torch.bool or sequences.shape != valid.shape:
+            raise TypeError(
+                f"batch.without: expected a bool for each of the batch's {len(valid)} sequences, "
+                f"got {list(sequences.shape)} {sequences.dtype}"
+            )
         return replace(
             self,
             scalars=replace(self.scalars, is_valid=valid & ~sequences),
