@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # and in the function: `--help` needs none of it
@@ -28,9 +30,20 @@ _CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] + '<eos>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# A message's content is text, or a list of texts and images.
+_IMAGE_MACRO = (
+    "{%- macro say(content) -%}{%- if content is string -%}{{- content -}}{%- else -%}"
+    "{%- for part in content -%}{%- if part['type'] == 'image' -%}{{- 'IMAGE' -}}{%- else -%}"
+    "{{- part['text'] -}}{%- endif -%}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+)
 
 
-def character_tokenizer(*, chat_template: bool = False) -> PreTrainedTokenizerFast:
+def character_tokenizer(
+    *,
+    chat_template: bool = False,
+    special: Mapping[str, str] = MappingProxyType({}),
+    image: str = "",
+) -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token for each printable ASCII character, newline and tab.
 
     Any other character becomes `<unk>`. No token is added at the beginning or the end, and
@@ -38,12 +51,14 @@ def character_tokenizer(*, chat_template: bool = False) -> PreTrainedTokenizerFa
 
     Args:
         chat_template: attach a template whose turns read `<|im_start|>role NEWLINE text <eos>`.
+        special: {attribute of the tokenizer: a further token with an id of its own}.
+        image: text that the template writes for an image in a message; empty: it knows none.
     Returns: a tokenizer with pad, bos, eos and unk tokens, its size a multiple of 8.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokens = list(_SPECIAL) + list(_CHARACTERS)
+    tokens = [*_SPECIAL, *_CHARACTERS, *special.values()]
     fillers = [f"<reserved_{i}>" for i in range(-len(tokens) % 8)]
     vocabulary = {token: i for i, token in enumerate(tokens + fillers)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -56,8 +71,13 @@ def character_tokenizer(*, chat_template: bool = False) -> PreTrainedTokenizerFa
         eos_token="<eos>",
         unk_token="<unk>",
         extra_special_tokens=["<|im_start|>", *fillers],
+        model_specific_special_tokens=dict(special),
         clean_up_tokenization_spaces=False,
     )
     if chat_template:
         words.chat_template = _CHAT_TEMPLATE
+    if chat_template and image:
+        words.chat_template = _IMAGE_MACRO.replace("IMAGE", image) + _CHAT_TEMPLATE.replace(
+            "message['content'] + '<eos>'", "say(message['content']) + '<eos>'"
+        )
     return words

@@ -9,9 +9,7 @@ to write.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,13 +18,13 @@ from spmdrl.algorithms import registry
 from spmdrl.algorithms.preference.unpaired import mismatched
 from spmdrl.config import Config
 from spmdrl.data.hashed import hashed
-from spmdrl.data.prompts import Fit, apply_template, encode_plain, make_order
+from spmdrl.data.images import IMAGE_COLUMNS, ImageFiles
+from spmdrl.data.imitation import Example, encode_example
+from spmdrl.data.prompts import Fit, cached_rows, make_order
 from spmdrl.data.rows import Messages, Need, label_of, pair_of
-from spmdrl.data.sources import load_rows
+from spmdrl.data.sources import in_file_order, load_rows
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-
-Example = tuple[list[int], list[bool]]
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class ExampleSource:
         self.cfg, self.tokenizer = cfg, tokenizer
         self.rows = load_rows(cfg, split="train", need=self.need)
         self._fit = Fit(*self.limit(), cfg.data.overlong_prompts)
-        self._unit = functools.lru_cache(maxsize=self.rows.cache_size)(self._encode)
+        self._unit = functools.lru_cache(maxsize=cached_rows(self.rows, tokenizer))(self._encode)
         self._kept = self._fit.usable(self.rows, measure=lambda i: _longest(self._unit(i)))
         self.num_dropped = len(self.rows) - len(self._kept)
         self.order = make_order(cfg, self._kept)
@@ -90,7 +88,7 @@ class ExampleSource:
 
     def units_at(self, step: int) -> list[Unit]:
         """Return the units of `step`, the same on every rank."""
-        return [self.unit(self._kept[i]) for i in self.order.at(step)]
+        return in_file_order(self.unit, [self._kept[i] for i in self.order.at(step)])
 
     def rows_of_run(self) -> list[int]:
         """Return which rows the run's steps take, ascending: all, unless it ends before."""
@@ -112,7 +110,11 @@ class ExampleSource:
 
     def _example(self, index: int, row: dict) -> Example:
         return encode_example(
-            row, self.tokenizer, template=self.cfg.data.chat_template, where=self.rows.where(index)
+            row,
+            self.tokenizer,
+            template=self.cfg.data.chat_template,
+            where=self.rows.where(index),
+            files=ImageFiles(self.cfg.data.images, self.rows.folder(index)),
         )
 
 
@@ -143,8 +145,9 @@ class PairSource(ExampleSource):
         return Unit(sides, (margin, 0.0))
 
     def _reply(self, index: int, prompt: str | Messages, response: str | Messages) -> Example:
-        tools = self.rows[index].get("tools")
-        return self._example(index, {"prompt": prompt, "completion": response, "tools": tools})
+        row = self.rows[index]
+        held = {name: row.get(name) for name in ("tools", *IMAGE_COLUMNS)}
+        return self._example(index, held | {"prompt": prompt, "completion": response})
 
 
 class LabelledSource(PairSource):
@@ -165,17 +168,15 @@ class LabelledSource(PairSource):
         Raises: Refusal when all rows of the step have one prompt.
         """
         own = super().units_at(step)
-        split = [_split(unit.examples[0]) for unit in own]
-        prompts = [hashed(repr(given)) >> 1 for given, _, _ in split]
+        cut = [_split(unit.examples[0]) for unit in own]
+        prompts = [_identity(given) for given, _ in cut]
         with refusing(f"data.train, step {step}", Refusal):
             others = mismatched(torch.tensor(prompts))
         units = []
-        for unit, (given, _, _), other in zip(own, split, others.tolist()):
-            room = self._fit.limit - len(given)
-            _, reply, mask = split[other]
-            example = (given + reply[:room], [False] * len(given) + mask[:room])
-            both = replace(unit, examples=(*unit.examples, example), rewards=(*unit.rewards, 0.0))
-            units.append(both)
+        for unit, (given, _), other in zip(own, cut, others.tolist()):
+            reply = cut[other][1].part(0, self._fit.limit - len(given.tokens))
+            both = (*unit.examples, given.followed_by(reply))
+            units.append(replace(unit, examples=both, rewards=(*unit.rewards, 0.0)))
         return units
 
     def _encode(self, index: int) -> Unit:
@@ -185,142 +186,16 @@ class LabelledSource(PairSource):
 
 
 def _longest(unit: Unit) -> int:
-    return max(len(tokens) for tokens, _ in unit.examples)
+    return max(len(example.tokens) for example in unit.examples)
 
 
-def _split(example: Example) -> tuple[list[int], list[int], list[bool]]:
-    """Return the tokens before the first response token, those from it on, and their mask."""
-    tokens, mask = example
-    first = mask.index(True)
-    return tokens[:first], tokens[first:], mask[first:]
+def _identity(given: Example) -> int:
+    """Return a number that prompts share which say and show the same."""
+    keys = [] if given.pictures is None else [item.key for item in given.pictures.items]
+    return hashed(repr((given.tokens, keys))) >> 1
 
 
-def encode_example(
-    row: dict, tokenizer: PreTrainedTokenizerBase, *, template: str, where: str
-) -> Example:
-    """Turn one supervised row into token ids and a mask of those to imitate.
-
-    `prompt` with `completion` (or `answer`) trains the completion and the token that ends it;
-    `messages` trains every assistant turn up to its end-of-turn token; `text` trains all but
-    the first token, which nothing predicts.
-
-    Args:
-        row: see the module `rows`.
-        template: `auto`, `always` or `never`; see data.chat_template.
-        where: origin of the row, for error messages.
-    Returns: tokens [T] and response_mask [T]; the last token is trained.
-    Raises: Refusal when the row cannot be rendered or nothing in it is to be trained.
-    """
-    prompt = row.get("prompt")
-    show = functools.partial(
-        apply_template, tokenizer=tokenizer, template=template, tools=row.get("tools"), where=where
-    )
-    if prompt:
-        completion = row.get("completion") or row.get("answer")
-        if not isinstance(completion, (str, list)):
-            raise Refusal(
-                f"{where}: the response to imitate must be text or messages, got {completion!r:.60}"
-            )
-        if isinstance(prompt, list) or isinstance(completion, list) or template == "always":
-            context = _as_messages(prompt, role="user")
-            talk = context + _as_messages(completion, role="assistant")
-            return _encode_conversation(talk, tokenizer, show=show, first=len(context), where=where)
-        given = encode_plain(prompt, tokenizer)
-        whole = encode_plain(prompt + completion, tokenizer)
-        added = _added_ids(given, whole, text=completion, tokenizer=tokenizer)
-        added = _closed(added, tokenizer, where=where)
-        return given + added, [False] * len(given) + [True] * len(added)
-    if row.get("messages"):
-        return _encode_conversation(row["messages"], tokenizer, show=show, first=0, where=where)
-    tokens = _closed(encode_plain(row["text"], tokenizer), tokenizer, where=where)
-    if len(tokens) < 2:
-        raise Refusal(f"{where}: the text {row['text']!r:.40} has no tokens to imitate")
-    return tokens, [False] + [True] * (len(tokens) - 1)
-
-
-def _as_messages(value: str | Messages, *, role: str) -> Messages:
-    return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
-
-
-def _closed(tokens: list[int], tokenizer: PreTrainedTokenizerBase, *, where: str) -> list[int]:
-    if tokenizer.eos_token_id is None:
-        raise Refusal(f"{where}: plain text ends with eos, and the tokenizer has none")
-    if tokens and tokens[-1] == tokenizer.eos_token_id:
-        return tokens
-    return tokens + [tokenizer.eos_token_id]
-
-
-def _added_ids(
-    given: list[int], whole: list[int], *, text: str, tokenizer: PreTrainedTokenizerBase
-) -> list[int]:
-    if whole[: len(given)] == given:
-        return whole[len(given) :]
-    # A token of the whole text straddles the border. The policy never sees that one, because
-    # its prompt is tokenised alone: so is what follows.
-    return _ids(text, tokenizer)
-
-
-def _encode_conversation(
-    messages: Messages,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    show: Callable[..., str],
-    first: int,
-    where: str,
-) -> Example:
-    ends = _special_ids(tokenizer)
-    tokens: list[int] = []
-    mask: list[bool] = []
-    done = ""
-    for i in _reply_turns(messages, first=first, where=where):
-        before = show(messages[:i], add_generation_prompt=True)
-        after = show(messages[: i + 1])
-        given = _continuation(done, before, turn=i, where=where)
-        tokens += _added_ids(tokens, _ids(before, tokenizer), text=given, tokenizer=tokenizer)
-        mask += [False] * (len(tokens) - len(mask))
-        reply = _continuation(before, after, turn=i, where=where)
-        added = _added_ids(tokens, _ids(after, tokenizer), text=reply, tokenizer=tokenizer)
-        length = max((k + 1 for k, token in enumerate(added) if token in ends), default=0)
-        if not length:
-            raise Refusal(
-                f"{where}: the chat template closes assistant turn {i} with {reply[-20:]!r}, which "
-                "holds no special token, so the policy could not learn to stop"
-            )
-        tokens += added
-        mask += [True] * length + [False] * (len(added) - length)
-        done = after
-    # What follows the last end-of-turn token (a newline, as a rule) predicts nothing.
-    length = len(mask) - mask[::-1].index(True)
-    return tokens[:length], mask[:length]
-
-
-def _reply_turns(messages: Messages, *, first: int, where: str) -> list[int]:
-    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-    if not turns:
-        raise Refusal(f"{where}: the conversation has no assistant turn to imitate")
-    if turns[0] == 0:
-        raise Refusal(
-            f"{where}: the conversation begins with an assistant turn; it needs one turn before it"
-        )
-    return turns
-
-
-def _continuation(before: str, after: str, *, turn: int, where: str) -> str:
-    if after.startswith(before):
-        return after[len(before) :]
-    same = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), len(after))
-    raise Refusal(
-        f"{where}: the chat template rewrites earlier text when turn {turn} is added, so what the "
-        f"policy would see is ambiguous: {before[same : same + 60]!r} became "
-        f"{after[same : same + 60]!r}; use rows with one assistant turn, or another template"
-    )
-
-
-def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
-    named = {i for i, token in added.items() if getattr(token, "special", False)}
-    return named | set(tokenizer.all_special_ids)
+def _split(example: Example) -> tuple[Example, Example]:
+    """Return the tokens before the first response token, and those from it on."""
+    first = example.mask.index(True)
+    return example.part(0, first), example.part(first, len(example.tokens))

@@ -53,6 +53,7 @@ def partition(
     num_updates: int = 1,
     quadratic_tokens: int = _QUADRATIC_TOKENS,
     whole_groups: bool = False,
+    added: Tensor | None = None,
 ) -> Partition:
     """Assign sequences to updates, dp ranks and micro-batches.
 
@@ -71,6 +72,7 @@ def partition(
         num_updates: mini-batches with an optimizer step each.
         quadratic_tokens: length at which the quadratic cost equals the linear one, tokens.
         whole_groups: keep the sequences of a group in one micro-batch.
+        added: [S] int64 tokens' work besides, such as a tower's; it takes no room. None: nothing.
     Raises: Refusal when a sequence, or a group that is to stay whole, is longer than the
         budget.
     """
@@ -81,7 +83,7 @@ def partition(
     _check_budget(
         lengths, unit_lengths, unit_of=unit_of, group_ids=group_ids, budget=tokens_per_microbatch
     )
-    costs = lengths * quadratic_tokens + lengths * lengths
+    costs = (lengths if added is None else lengths + added) * quadratic_tokens + lengths**2
     unit_costs = costs.new_zeros(num_units).index_add(0, unit_of, costs)
     update_ids = index * num_updates // max(len(ids), 1)
     unit_updates = update_ids.new_zeros(num_units).index_copy(0, unit_of, update_ids)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy
 
@@ -15,21 +14,23 @@ _PERIOD = 10_000
 """Places after which the pattern of sources repeats: shares are exact to one in so many."""
 
 
-class RowOrder(Protocol):
+class RowOrder:
     """An endless order of rows."""
 
-    num_rows: int
-    per_step: int
-    seed: int
+    def __init__(self, num_rows: int, *, per_step: int, seed: int, shuffle: bool):
+        self.num_rows, self.per_step, self.seed, self.shuffle = num_rows, per_step, seed, shuffle
 
     def at(self, step: int) -> list[int]:
         """Return the row positions of `step`."""
+        begin = step * self.per_step
+        return [self.row(place) for place in range(begin, begin + self.per_step)]
 
     def row(self, place: int) -> int:
         """Return the row position at a place of the order of all steps."""
+        raise NotImplementedError
 
 
-class Order:
+class Order(RowOrder):
     """Which rows each step takes: epoch after epoch, each a permutation by (seed, epoch).
 
     A step that crosses the end of an epoch goes on into the next, so that every row is taken
@@ -48,14 +49,9 @@ class Order:
                 f"batch.prompts_per_step: {per_step} is above the {num_rows} usable rows of "
                 "data.train, so one step would repeat rows; lower it or give more rows"
             )
-        self.num_rows, self.per_step, self.seed, self.shuffle = num_rows, per_step, seed, shuffle
+        super().__init__(num_rows, per_step=per_step, seed=seed, shuffle=shuffle)
         self._key = [seed % 2**64] if source is None else [seed % 2**64, 1 + source]
         self._epoch = functools.lru_cache(maxsize=2)(self._permutation)
-
-    def at(self, step: int) -> list[int]:
-        """Return the row positions of `step`."""
-        begin = step * self.per_step
-        return [self.row(place) for place in range(begin, begin + self.per_step)]
 
     def row(self, place: int) -> int:
         """Return the row position at a place of the endless order of all epochs."""
@@ -68,7 +64,7 @@ class Order:
         return _random(*self._key, epoch).permutation(self.num_rows)
 
 
-class WeightedOrder:
+class WeightedOrder(RowOrder):
     """Which rows each step takes of sources that have weights.
 
     Every step has of each source as near its share as whole rows can be, in random places; each
@@ -90,7 +86,7 @@ class WeightedOrder:
         seed: int,
         shuffle: bool,
     ):
-        self.num_rows, self.per_step, self.seed, self.shuffle = sum(sizes), per_step, seed, shuffle
+        super().__init__(sum(sizes), per_step=per_step, seed=seed, shuffle=shuffle)
         self._pattern = _pattern(weights)
         # [place, source]: how many of the period's places before it are of a source.
         taken = numpy.eye(len(sizes), dtype=numpy.int64)[self._pattern].cumsum(0)
@@ -109,10 +105,6 @@ class WeightedOrder:
             for i, size in enumerate(sizes)
         ]
         self._step = functools.lru_cache(maxsize=4)(self._rows)
-
-    def at(self, step: int) -> list[int]:
-        """Return the row positions of `step`."""
-        return list(self._step(step))
 
     def row(self, place: int) -> int:
         """Return the row position at a place of the endless order of all steps."""

@@ -10,17 +10,21 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
+from spmdrl.data.images import ImageFiles, column_images, holds_images
+from spmdrl.data.processor import image_reader_of
 from spmdrl.data.prompt_order import Order, RowOrder, WeightedOrder
 from spmdrl.data.row_sampling import row_sampling
-from spmdrl.data.rows import Messages, prompt_of
-from spmdrl.data.sources import Chain, SourcesRows, load_rows
+from spmdrl.data.rows import prompt_of
+from spmdrl.data.sources import Chain, SourcesRows, in_file_order, load_rows
+from spmdrl.data.templates import encode_prompt
 from spmdrl.errors import Refusal
-from spmdrl.imports import refusing
+from spmdrl.pictures import Pictures
 from spmdrl.types import Prompt
 
 # So many first rows are tokenised at start; of a generated task no others are looked at, which are
 # all alike, nor of a file that stays on disk, whose rows are checked when their turn comes.
 _TRIED_ROWS = 256
+_CACHED_SEEN = 64
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ class Fit:
         scanned = own[:_TRIED_ROWS] if is_sampled else own
         kept = []
         for i in scanned:
-            is_short = i - own.start >= _TRIED_ROWS and _text_bytes(rows[i]) <= self.limit
-            length = 0 if is_short else measure(i)
+            is_left = i - own.start >= _TRIED_ROWS and self._is_left(rows[i])
+            length = 0 if is_left else measure(i)
             if self.overlong == "error":
                 self.check(rows, i, length=length)
             if length <= self.limit:
@@ -75,6 +79,13 @@ class Fit:
                 f"{self.limit} tokens; nothing is left to train on"
             )
         return own if len(kept) == len(scanned) else kept
+
+    def _is_left(self, row: dict) -> bool:
+        """Return whether a row need not be tokenised at start: its bytes fit; or it holds images,
+        of which a file may have very many, and is checked when its turn comes."""
+        if holds_images(row):
+            return self.overlong == "error"
+        return _text_bytes(row) <= self.limit
 
 
 def _text_bytes(row: dict) -> int:
@@ -90,6 +101,11 @@ def _text_bytes(row: dict) -> int:
             total += len(json.dumps(value, ensure_ascii=False, default=str).encode())
             total += 32 * len(value) if isinstance(value, list) else 0
     return total
+
+
+def cached_rows(rows: SourcesRows, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return of how many rows to keep what was made: few where it holds prepared images."""
+    return _CACHED_SEEN if image_reader_of(tokenizer) else rows.cache_size
 
 
 def make_order(cfg: Config, kept: Chain) -> RowOrder:
@@ -124,7 +140,7 @@ class _Encoder:
 
     def prompt(self, rows: SourcesRows, index: int) -> Prompt:
         """Return the prompt of a row."""
-        tokens, text, row = self._tokens(rows, index)
+        tokens, text, pictures, row = self._tokens(rows, index)
         if self._fit.overlong == "error":
             self._fit.check(rows, index, length=len(tokens))
         return Prompt(
@@ -132,24 +148,29 @@ class _Encoder:
             tokens=tuple(tokens),
             text=text,
             row=row,
+            pictures=pictures,
             source=rows.source(index),
             where=rows.where(index),
         )
 
-    def _tokens(self, rows: SourcesRows, index: int) -> tuple[list[int], str, dict]:
-        row = rows[index]
-        row_sampling(row, self.cfg, where=rows.where(index))  # refuses what cannot be
-        tokens, text = encode_prompt(
+    def _tokens(
+        self, rows: SourcesRows, index: int
+    ) -> tuple[list[int], str, Pictures | None, dict]:
+        row, where = rows[index], rows.where(index)
+        row_sampling(row, self.cfg, where=where)  # refuses what cannot be
+        tokens, text, pictures = encode_prompt(
             prompt_of(row),
             self.tokenizer,
             template=self.cfg.data.chat_template,
             tools=row.get("tools"),
-            where=rows.where(index),
+            where=where,
             prefix=self.cfg.data.generation_prefix,
+            images=column_images(row, where=where),
+            files=ImageFiles(self.cfg.data.images, rows.folder(index)),
         )
         if not tokens:
-            raise Refusal(f"{rows.where(index)}: the prompt {text!r:.40} has no tokens")
-        return tokens, text, row
+            raise Refusal(f"{where}: the prompt {text!r:.40} has no tokens")
+        return tokens, text, pictures, row
 
 
 def held_out_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -177,9 +198,8 @@ def _check_column(cfg: Config, rows: SourcesRows) -> None:
             found = found or cfg.sampling.column in row
     if found or rows.is_on_disk:
         return
-    held_out = load_rows(cfg, split="eval") if cfg.data.eval else None
-    places = range(len(held_out)) if held_out else ()
-    if not any(held_out and cfg.sampling.column in held_out[i] for i in places):
+    held_out = load_rows(cfg, split="eval")
+    if not any(cfg.sampling.column in held_out[i] for i in range(len(held_out))):
         raise Refusal(
             f"sampling.column: no row has a column {cfg.sampling.column!r}, so that it would "
             f"change nothing; columns of the first are {', '.join(map(str, rows[0]))}. Name "
@@ -198,7 +218,7 @@ class PromptSource:
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
         self.cfg, self.tokenizer = cfg, tokenizer
         encoder, rows = _Encoder(cfg, tokenizer), load_rows(cfg, split="train")
-        self._prompt = functools.lru_cache(maxsize=rows.cache_size)(
+        self._prompt = functools.lru_cache(maxsize=cached_rows(rows, tokenizer))(
             functools.partial(encoder.prompt, rows)
         )
         if cfg.sampling.column:
@@ -219,7 +239,7 @@ class PromptSource:
 
     def of(self, positions: Iterable[int]) -> list[Prompt]:
         """Return the prompts at positions among the usable rows."""
-        return [self._prompt(self.kept[i]) for i in positions]
+        return in_file_order(self._prompt, [self.kept[i] for i in positions])
 
     def eval(self) -> list[Prompt]:
         """Return the held-out prompts; see `held_out_prompts`."""
@@ -253,104 +273,4 @@ def check_context(
         raise Refusal(
             f"the tokenizer of {cfg.model.tokenizer or cfg.model.path} has {len(tokenizer)} "
             f"tokens, the model's embedding {vocab_size} rows; they do not belong together"
-        )
-
-
-# --------------------------------------------------------------------------- text to tokens
-
-
-def encode_prompt(
-    prompt: str | Messages,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    template: str,
-    tools: list | None,
-    where: str,
-    prefix: str = "",
-) -> tuple[list[int], str]:
-    """Turn a prompt into token ids, and the text they stand for.
-
-    Args:
-        prompt: plain text, or a conversation.
-        template: `auto`, `always` or `never`; see data.chat_template.
-        tools: tool descriptions for the template.
-        where: origin of the row, for error messages.
-        prefix: text that the response begins with, where the prompt does not begin it itself.
-    Raises: Refusal when a conversation cannot be rendered.
-    """
-    if isinstance(prompt, str) and template != "always":
-        return encode_plain(prompt + prefix, tokenizer), prompt + prefix
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    text = render(prompt, tokenizer, template=template, tools=tools, where=where, prefix=prefix)
-    return tokenizer(text, add_special_tokens=False)["input_ids"], text
-
-
-def encode_plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of plain text, with the tokenizer's opening special tokens (bos)."""
-    tokens = tokenizer(text)["input_ids"]
-    # Some tokenizers close every text with eos, after which there is nothing to continue.
-    if tokens and tokens[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
-        tokens = tokens[:-1]
-    return tokens
-
-
-def render(
-    messages: Messages,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tools: list | None,
-    where: str,
-    template: str = "auto",
-    prefix: str = "",
-) -> str:
-    """Return a conversation as text, up to where the policy goes on: the opening of an assistant
-    turn, with a prefix, or a last turn of the assistant's, left open. Raises as `apply_template`.
-    """
-    opens_reply = messages[-1]["role"] != "assistant"
-    text = apply_template(
-        messages,
-        tokenizer,
-        template=template,
-        tools=tools,
-        where=where,
-        add_generation_prompt=opens_reply,
-        continue_final_message=not opens_reply,
-    )
-    return text + prefix if opens_reply else text
-
-
-def apply_template(
-    messages: Messages,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    tools: list | None,
-    where: str,
-    template: str = "auto",
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-) -> str:
-    """Return a conversation as text by the tokenizer's chat template.
-
-    Raises: Refusal when the template is missing, switched off, or refuses the messages.
-    """
-    if template == "never":
-        raise Refusal(
-            f"{where}: the row is a list of messages, but data.chat_template is "
-            "`never`; use `auto`, or rows with plain text prompts"
-        )
-    if not tokenizer.chat_template:
-        raise Refusal(
-            f"{where}: the row needs a chat template and the tokenizer of "
-            f"{tokenizer.name_or_path or 'the model'} has none; set model.tokenizer to one that "
-            "has, or give rows with plain text prompts"
-        )
-    # Templates are programs: jinja's errors, and TypeError, KeyError.
-    with refusing(f"{where}: the chat template refuses the messages", Exception, names_kind=True):
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
         )

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from spmdrl.data.hub import find_on_hub
 from spmdrl.data.row_values import ROW_BYTES
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
+
+if TYPE_CHECKING:  # what reads lines alone needs none of it
+    import pyarrow
+    import pyarrow.parquet
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _BATCH_BYTES = 64 * 2**20
@@ -88,7 +93,7 @@ def _begins_list(file: IO[bytes]) -> bool:
 def value_of(data: bytes, *, place: str) -> Any:
     """Return the JSON value of a text. Raises: Refusal."""
     try:
-        text = data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig").rstrip()  # else what is missing is missed in the next line
     except UnicodeDecodeError as error:
         raise Refusal(
             f"{place}: not UTF-8 text: {error.reason} at byte {error.start + 1}; the line begins "
@@ -98,7 +103,14 @@ def value_of(data: bytes, *, place: str) -> Any:
         return json.loads(text, object_pairs_hook=_named_once)
     except RecursionError:
         raise Refusal(f"{place}: lists and mappings are nested too deep to be read") from None
-    except ValueError as error:  # besides JSON's own: integers of more digits than Python reads
+    except json.JSONDecodeError as error:
+        # `place` has the line of a .jsonl file; that of the error is within the text.
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        raise Refusal(
+            f"{place}: not a JSON value: {error.msg} at {line}column {error.colno}; the "
+            f"{'text' if line else 'line'} begins {text[:60]!r}"
+        ) from None
+    except ValueError as error:  # integers of more digits than Python reads, and our own
         why = str(error).partition("; use sys.")[0]
         raise Refusal(f"{place}: not a JSON value: {why}; the line begins {text[:60]!r}") from None
 
@@ -115,13 +127,25 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # --------------------------------------------------------------------------- parquet
 
 
-def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
+@contextlib.contextmanager
+def opened_parquet(
+    path: Path, *, opened: Any = None, metadata: Any = None
+) -> Iterator[pyarrow.parquet.ParquetFile]:
+    """Open a parquet file whose columns can be read.
+
+    Args:
+        opened: the file where it is open already. metadata: the file's, read before.
+    Raises: Refusal, also for what goes wrong while it is read.
+    """
     import pyarrow
     import pyarrow.parquet
 
     kinds = (pyarrow.ArrowException, OSError, UnicodeDecodeError, MemoryError)
     what = f"{path}: cannot be read as parquet"
-    with refusing(what, *kinds), pyarrow.parquet.ParquetFile(path) as file:
+    with (
+        refusing(what, *kinds),
+        pyarrow.parquet.ParquetFile(opened or path, metadata=metadata) as file,
+    ):
         names = file.schema_arrow.names
         if twice := {name for name in names if names.count(name) > 1}:
             raise Refusal(f"{path}: two columns are called {min(twice)!r}")
@@ -132,21 +156,44 @@ def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
                     f"({field.type!s:.60}), whose size is not known before they are read; write it "
                     "as plain text"
                 )
+        yield file
+
+
+def _parquet_rows(path: Path, *, size: int) -> Iterator[tuple[str, Any]]:
+    with opened_parquet(path) as file:
         budget = max(_FREE_BYTES, _MOST_TIMES * path.stat().st_size)
         number = spent = 0
         for group, rows in _group_sizes(file, size=size):
-            spent_here = file.metadata.row_group(group).total_byte_size
-            _check_size(path, spent + max(spent_here, _ROW_BYTES * rows), budget)
-            for batch in file.iter_batches(_batch_rows(spent_here, size), row_groups=[group]):
-                batch = _decoded(batch)
+            claimed = file.metadata.row_group(group).total_byte_size
+            _check_size(path, spent + max(claimed, _ROW_BYTES * rows), budget)
+            for batch in group_batches(file, group, most_rows=size):
                 spent += batch.nbytes
                 _check_size(path, spent, budget)
-                values = _values(batch, path, number)
+                values = values_of(batch, path, number)
                 yield from ((f"{path}: row {number + i}", row) for i, row in enumerate(values, 1))
                 number += batch.num_rows
 
 
-def _group_sizes(file: Any, *, size: int) -> Iterator[tuple[int, int]]:
+def group_batches(
+    file: pyarrow.parquet.ParquetFile, group: int, *, most_rows: int = 0
+) -> Iterator[pyarrow.RecordBatch]:
+    """Yield the rows of a row group in parts, with texts in place of categories, each of which
+    stands in a file once.
+
+    Args:
+        most_rows: of a part; 0 for any number.
+    """
+    import pyarrow
+
+    # By its metadata one row may be as large as the group.
+    fitting = _BATCH_BYTES // max(1, file.metadata.row_group(group).total_byte_size)
+    rows = min(_MOST_ROWS, max(_LEAST_ROWS, fitting), most_rows or _MOST_ROWS)
+    for batch in file.iter_batches(rows, row_groups=[group]):
+        columns = [c.dictionary_decode() if hasattr(c, "dictionary") else c for c in batch.columns]
+        yield pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
+
+
+def _group_sizes(file: pyarrow.parquet.ParquetFile, *, size: int) -> Iterator[tuple[int, int]]:
     """Yield the row groups that are read, each with the rows that it says it has."""
     begun = 0
     for group in range(file.num_row_groups):
@@ -158,20 +205,6 @@ def _group_sizes(file: Any, *, size: int) -> Iterator[tuple[int, int]]:
             return
 
 
-def _batch_rows(group_bytes: int, size: int) -> int:
-    """Return how many rows to decode at once: by its metadata one may be as large as the group."""
-    rows = min(_MOST_ROWS, max(_LEAST_ROWS, _BATCH_BYTES // max(1, group_bytes)))
-    return min(rows, size) if size else rows
-
-
-def _decoded(batch: Any) -> Any:
-    """Return a batch with texts in place of categories, each of which stands in it once."""
-    import pyarrow
-
-    columns = [c.dictionary_decode() if hasattr(c, "dictionary") else c for c in batch.columns]
-    return pyarrow.RecordBatch.from_arrays(columns, names=batch.schema.names)
-
-
 def _check_size(path: Path, spent: int, budget: int) -> None:
     if spent > budget:
         raise Refusal(
@@ -181,8 +214,11 @@ def _check_size(path: Path, spent: int, budget: int) -> None:
         )
 
 
-def _values(batch: Any, path: Path, number: int) -> list[dict]:
-    """Return the rows of a batch. Raises: Refusal naming the row and column that cannot be read."""
+def values_of(batch: pyarrow.RecordBatch, path: Path, number: int) -> list[dict]:
+    """Return the rows of a batch, before which there are `number`.
+
+    Raises: Refusal naming the row and column that cannot be read.
+    """
     try:
         return batch.to_pylist()
     except (ValueError, OverflowError, KeyError) as error:  # bad UTF-8, dates, time zones
@@ -197,24 +233,36 @@ def _values(batch: Any, path: Path, number: int) -> list[dict]:
 
 
 def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
-    """Yield each row of a hub dataset with its origin for messages, unchecked.
+    """Yield each row of a hub dataset, or of a folder in the hub's layout, with its origin for
+    messages, unchecked.
 
     Raises: Refusal when `datasets` is not installed, or the dataset cannot be read.
     """
-    path = Path(spec).expanduser()
-    if path.is_absolute() or spec.startswith((".", "~")) or path.exists():
+    name, *rest = spec.split(":")
+    folder = Path(name).expanduser()
+    is_path = folder.is_absolute() or name.startswith((".", "~")) or folder.exists()
+    if is_path and not folder.is_dir():
         raise Refusal(f"{spec}: a data file must end in {', '.join(SUFFIXES)}")
-    if importlib.util.find_spec("datasets") is None:
+    if len(rest) > 2:
+        raise Refusal(f"{spec}: a hub dataset is NAME, NAME:SPLIT or NAME:CONFIG:SPLIT")
+    if not has_datasets():
         raise Refusal(
             f"{spec}: not a data file ({', '.join(SUFFIXES)}) nor a generated task (task:NAME, "
             "reasoning_gym:NAME), so it names a hub dataset, which needs `pip install datasets`"
         )
     from datasets import load_dataset
 
-    name, *rest = spec.split(":")
     find_on_hub(name, field="data", kind="dataset")
     config, split = rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
     # The hub client raises many kinds; all mean "not readable".
     with refusing(f"hub dataset {name} (config {config}, split {split})", Exception):
-        dataset = load_dataset(name, config, split=split)
-    yield from ((f"{spec}: row {i}", row) for i, row in enumerate(dataset, 1))
+        dataset = load_dataset(str(folder) if is_path else name, config, split=split)
+        # As stored: its own images would be decoded here, before their size is looked at.
+        tables = dataset.with_format("arrow").iter(_LEAST_ROWS)
+        rows = (row for table in tables for row in table.to_pylist())
+        yield from ((f"{spec}: row {i}", row) for i, row in enumerate(rows, 1))
+
+
+def has_datasets() -> bool:
+    """Return whether the package that reads hub datasets is installed."""
+    return importlib.util.find_spec("datasets") is not None

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
+from spmdrl.imports import nearest
 
 _ALIKE = "is the same for all rows, so that a batch is scored alike; set sampling.{0} instead"
 _KNOWN = ("max_tokens", "top_p", "top_k", "min_p")
-_COMMON = {
-    "temperature": "temperature",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "logit_bias": "logit_bias",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
+_COMMON = (
+    *("temperature", "stop", "stop_token_ids", "logit_bias"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 def row_sampling(row: Mapping[str, Any], cfg: Config, *, where: str) -> dict[str, Any]:
@@ -40,11 +35,9 @@ def row_sampling(row: Mapping[str, Any], cfg: Config, *, where: str) -> dict[str
     found = {name: own for name, own in value.items() if own is not None}  # parquet's empty fields
     for name, own in found.items():
         if name in _COMMON:
-            raise Refusal(f"{place}: {name} {_ALIKE.format(_COMMON[name])}")
+            raise Refusal(f"{place}: {name} {_ALIKE.format(name)}")
         if name not in _KNOWN:
-            near = difflib.get_close_matches(str(name), _KNOWN, n=1, cutoff=0.5)
-            guess = f"did you mean {near[0]}?" if near else f"there are {', '.join(_KNOWN)}"
-            raise Refusal(f"{place}: {name!r} is not known; {guess}")
+            raise Refusal(f"{place}: {name!r} is not known{nearest(str(name), _KNOWN)}")
         if problem := _problem(name, own, cfg):
             raise Refusal(f"{place}: {name} {problem}, got {own!r}")
     return found

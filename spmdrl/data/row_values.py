@@ -7,6 +7,7 @@ import decimal
 from collections.abc import Mapping
 from typing import Any
 
+from spmdrl.data.images import IMAGE_COLUMNS
 from spmdrl.errors import Refusal
 
 ROW_BYTES = 16 * 2**20
@@ -17,7 +18,7 @@ _PLAIN_BYTES = 8  # of a number; a container's own
 
 def plain_row(row: Any, *, place: str, most_bytes: int = ROW_BYTES) -> dict:
     """Return a row as texts, numbers, booleans, None, lists and mappings; dates and decimals, which
-    parquet has, become texts.
+    parquet has, become texts. Bytes stay where they are an image's.
 
     Args:
         place: origin of the row, for messages.
@@ -30,6 +31,7 @@ def plain_row(row: Any, *, place: str, most_bytes: int = ROW_BYTES) -> dict:
     left, found = most_bytes, {}
     for column, value in row.items():
         walk = _Walk(f"{place}: column {shown(column)}", left, most_bytes)
+        walk.takes_bytes = column in IMAGE_COLUMNS
         walk.text(column)
         found[column] = walk.plain(value, 0)
         left = walk.left
@@ -72,6 +74,8 @@ class _Walk:
 
     def __init__(self, what: str, left: int, most: int):
         self.what, self.left, self.most = what, left, most
+        self.takes_bytes = False
+        """Whether the column may hold bytes, besides those that a mapping calls so."""
 
     def plain(self, value: Any, depth: int) -> Any:
         """Return a value of the column as plain data."""
@@ -82,8 +86,11 @@ class _Walk:
             return value
         if depth >= _DEEPEST:
             raise Refusal(f"{self.what} holds lists or mappings more than {_DEEPEST} deep")
+        if isinstance(value, bytes) and self.takes_bytes:
+            self._take(len(value))
+            return value
         if isinstance(value, dict):
-            return {self.text(key): self.plain(own, depth + 1) for key, own in value.items()}
+            return {self.text(key): self._held(key, own, depth + 1) for key, own in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.plain(own, depth + 1) for own in value]
         if isinstance(value, (datetime.date, datetime.time)):
@@ -95,6 +102,12 @@ class _Walk:
             f"{self.what} holds {kind}, which is neither text nor a number; write it as one of "
             "these, or leave the column out"
         )
+
+    def _held(self, key: str, value: Any, depth: int) -> Any:
+        if key == "bytes" and isinstance(value, bytes):  # as datasets stores an image
+            self._take(len(value))
+            return value
+        return self.plain(value, depth)
 
     def text(self, value: Any) -> str:
         """Return a text, counted."""

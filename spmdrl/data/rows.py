@@ -47,19 +47,28 @@ class Rows:
         return self._places[index]
 
 
-def read_rows(
+def read_rows(spec: str, *, size: int = 0, **how: Any) -> Rows:
+    """Read a dataset into memory; see `checked_rows`."""
+    rows, places = [], []
+    for place, row in checked_rows(spec, size=size, **how):
+        rows.append(row)
+        places.append(place)
+    return Rows(rows, places=places)
+
+
+def checked_rows(
     spec: str,
     *,
     size: int = 0,
     need: Need = "prompt",
     most_bytes: int = ROW_BYTES,
     columns: Mapping[str, str] = MappingProxyType({}),
-) -> Rows:
-    """Read a dataset.
+) -> Iterator[tuple[str, dict]]:
+    """Yield the origin of each row of a dataset, for messages, and the row.
 
     Args:
-        spec: a .jsonl, .json or .parquet file, or a hub dataset as NAME, NAME:SPLIT or
-            NAME:CONFIG:SPLIT (split `train` by default).
+        spec: a .jsonl, .json or .parquet file, or a hub dataset, or a folder in the hub's layout,
+            as NAME, NAME:SPLIT or NAME:CONFIG:SPLIT (split `train` by default).
         size: rows to take from the start, at most; 0 takes all.
         need: `prompt` checks that each row has something to generate from, `example` that it
             has something to imitate, `pair` that it has two responses to compare, `label` one
@@ -69,17 +78,15 @@ def read_rows(
     Raises: Refusal naming file and line (parquet, hub: row) of the first bad row; when the
         file does not exist, cannot be read, or holds no rows.
     """
-    rows: list[dict] = []
-    places: list[str] = []
+    place = None
     numbered = numbered_rows(spec, size=size, most_bytes=most_bytes)
     for place, row in itertools.islice(numbered, size or None):
-        rows.append(
-            checked_row(row, place=place, need=need, most_bytes=most_bytes, columns=columns)
+        yield (
+            place,
+            checked_row(row, place=place, need=need, most_bytes=most_bytes, columns=columns),
         )
-        places.append(place)
-    if not rows:
+    if place is None:
         raise Refusal(f"{spec}: the dataset is empty (0 rows); give it at least one")
-    return Rows(rows, places=places)
 
 
 # --------------------------------------------------------------------------- checking

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import overload
+from typing import Any, TypeVar, overload
 
 from spmdrl.config import Config, SourceSettings
 from spmdrl.config.data import Split
 from spmdrl.data.rows import Need, Rows, read_rows
-from spmdrl.data.streamed import StreamedRows
+from spmdrl.data.streamed import SUFFIXES as STREAMED
+from spmdrl.data.streamed import StreamedRows, stream_rows
 from spmdrl.data.tasks import GeneratedRows, is_generated
+
+T = TypeVar("T")
 
 SourceRows = Rows | GeneratedRows | StreamedRows
 """Rows of one source, which can say where they came from."""
@@ -92,6 +95,10 @@ class SourcesRows:
         """Return the number of the source that a row is of."""
         return self._first + self._chain.place(index)[0]
 
+    def folder(self, index: int) -> Path | None:
+        """Return the folder of the file that a row is of; None for what is made, or on the hub."""
+        return self.sources[self._chain.place(index)[0]].folder
+
     def indices(self, part: int) -> range:
         """Return the indices of the rows of a part."""
         begin = sum(map(len, self.parts[:part]))
@@ -116,21 +123,21 @@ def _opened(cfg: Config, source: SourceSettings, *, split: Split, need: Need) ->
             source.path, source.task_options, size=source.size, seed=seed, split=split
         )
     path = Path(source.path).expanduser()
-    if path.suffix == ".jsonl" and path.is_file():
+    how = reading(cfg, source, need=need)
+    if path.suffix in STREAMED and path.is_file():
         if path.stat().st_size > cfg.data.stream_above_mib * 2**20:
-            return StreamedRows(
-                path,
-                size=source.size,
-                need=need,
-                most_bytes=int(cfg.data.max_row_mib * 2**20),
-                columns=source.columns,
-            )
-    return read_source(cfg, source, size=source.size, need=need)
+            return stream_rows(path, size=source.size, **how)
+    return read_rows(source.path, size=source.size, **how)
 
 
-def read_source(cfg: Config, source: SourceSettings, *, size: int, need: Need) -> Rows:
-    """Return the first rows of a source that is no generated task; see `read_rows`."""
+def reading(cfg: Config, source: SourceSettings, *, need: Need) -> dict[str, Any]:
+    """Return how the rows of a source that is no generated task are read; see `read_rows`."""
     most_bytes = int(cfg.data.max_row_mib * 2**20)
-    return read_rows(
-        source.path, size=size, need=need, most_bytes=most_bytes, columns=source.columns
-    )
+    return {"need": need, "most_bytes": most_bytes, "columns": source.columns}
+
+
+def in_file_order(make: Callable[[int], T], indices: Sequence[int]) -> list[T]:
+    """Return what is made of rows, made in the order of their files: rows that stay on disk are
+    read by row groups."""
+    made = {index: make(index) for index in sorted(set(indices))}
+    return [made[index] for index in indices]

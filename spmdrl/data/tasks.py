@@ -13,7 +13,8 @@ import random
 import string
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spmdrl.data.hashed import hashed
+from spmdrl.data.hashed import hashed, split_of
+from spmdrl.data.shapes import Shapes
 from spmdrl.errors import Refusal
 from spmdrl.imports import nearest, refusing
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:  # reward workers, which come here, need no settings
     from spmdrl.config.data import Split
 
 _PREFIXES = ("task:", "reasoning_gym:")
-_HELD_OUT_ONE_IN = 5
 _TRIES = 256  # 0.8 ** 256: a split that stays empty has no problems
 
 
@@ -75,10 +75,17 @@ class Addition:
     differences (never negative); `partial`, reward the share of right digits, counted from
     the right, instead of 1 for the exact answer and 0 otherwise; `mistakes`, the share of
     training rows whose demonstration (`completion`, for supervised training) is one too high,
-    while `answer` stays right: imperfect demonstrations that rewards can improve on.
+    while `answer` stays right: imperfect demonstrations that rewards can improve on; `slips`, if
+    above 0, the share of the digits of those rows that are each one too high instead (0 for 9).
     """
 
-    OPTIONS = {"digits": int, "subtraction": bool, "partial": bool, "mistakes": float}
+    OPTIONS = {
+        "digits": int,
+        "subtraction": bool,
+        "partial": bool,
+        "mistakes": float,
+        "slips": float,
+    }
 
     def __init__(
         self,
@@ -87,12 +94,17 @@ class Addition:
         subtraction: bool = False,
         partial: bool = False,
         mistakes: float = 0.0,
+        slips: float = 0.0,
     ):
-        if not 0.0 <= mistakes <= 1.0:
+        for name, share in (("mistakes", mistakes), ("slips", slips)):
+            if not 0.0 <= share <= 1.0:
+                raise Refusal(f"data.task_options.{name}: must be a share from 0 to 1, got {share}")
+        if slips and not mistakes:
             raise Refusal(
-                f"data.task_options.mistakes: must be a share from 0 to 1, got {mistakes}"
+                f"data.task_options.slips: {slips} of the digits of no rows; say with mistakes "
+                "which share of the rows has them"
             )
-        self.mistakes = mistakes
+        self.mistakes, self.slips = mistakes, slips
         if not 1 <= digits <= 100:
             raise Refusal(f"data.task_options.digits: must be from 1 to 100, got {digits}")
         self.digits, self.subtraction, self.partial = digits, subtraction, partial
@@ -106,15 +118,20 @@ class Addition:
             sign = draw.choice("+-") if self.subtraction else "+"
             small, large = sorted((a, b))
             # 2+3 and 3+2 are one problem: both go to one split.
-            if _split_of(f"{small}{sign}{large}") == split:
+            if split_of(f"{small}{sign}{large}") == split:
                 break
         if sign == "-":
             row = self._row(f"{large}-{small}=", large - small)
         else:
             row = self._row(f"{a}+{b}=", a + b)
         if self.mistakes and split == "train" and draw.random() < self.mistakes:
-            row["completion"] = str(int(row["answer"]) + 1)
+            row["completion"] = self._mistaken(row["answer"], draw)
         return row
+
+    def _mistaken(self, answer: str, draw: random.Random) -> str:
+        if not self.slips:
+            return str(int(answer) + 1)
+        return "".join(str((int(d) + (draw.random() < self.slips)) % 10) for d in answer)
 
     def _row(self, prompt: str, answer: int) -> dict:
         return {"prompt": prompt, "answer": str(answer), "data_source": "task:addition"}
@@ -133,8 +150,11 @@ class AdditionPairs(Addition):
 
     For preference losses and reward models; for those on single responses, `completion` is one
     of the two by a coin, and `label` says whether it is the right one. Options: as Addition,
-    but `mistakes` is the share of rows whose `rejected` is one too high instead.
+    but `mistakes` is the share of rows whose `rejected` is one too high instead, and there are no
+    `slips`.
     """
+
+    OPTIONS = {name: kind for name, kind in Addition.OPTIONS.items() if name != "slips"}
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:
         """Return problem `index`; see the class."""
@@ -194,7 +214,7 @@ class GuessNumberTask:
         draw = random.Random(f"{seed}/{split}/{index}")
         for _ in range(_TRIES):
             secret = draw.randint(self.low, self.high)
-            if not self.held_out or _split_of(str(secret)) == split:
+            if not self.held_out or split_of(str(secret)) == split:
                 break
         return {"prompt": self.prompt, "answer": str(secret), "data_source": "task:guess_number"}
 
@@ -223,7 +243,7 @@ class ReasoningGym:
         """
         for number in range(_TRIES):
             entry = self._block(seed, split, number)[index]
-            if _split_of(entry["question"]) == split:
+            if split_of(entry["question"]) == split:
                 return {
                     "prompt": entry["question"],
                     "answer": entry["answer"],
@@ -256,14 +276,11 @@ class ReasoningGym:
             )
 
 
-def _split_of(problem: str) -> Split:
-    return "train" if hashed(problem) % _HELD_OUT_ONE_IN else "eval"
-
-
-_TASKS: dict[str, type[Addition | GuessNumberTask]] = {
+_TASKS: dict[str, type[Addition | GuessNumberTask | Shapes]] = {
     "addition": Addition,
     "addition_pairs": AdditionPairs,
     "guess_number": GuessNumberTask,
+    "shapes": Shapes,
 }
 
 

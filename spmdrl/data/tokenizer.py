@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -12,14 +13,15 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from spmdrl.config import Config
 from spmdrl.data.hub import find_on_hub
+from spmdrl.data.processor import FAMILIES, ImageReader
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, refusing
 
 
 def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that goes with the model.
+    """Load the tokenizer that goes with the model, and for one that sees what reads its images.
 
-    Raises: Refusal when it cannot be read, or when nothing would end a response.
+    Raises: Refusal when it cannot be read, or when nothing would end a response; see ImageReader.
     """
     name = cfg.model.tokenizer or cfg.model.path
     field = "model.tokenizer" if cfg.model.tokenizer else "model.path"
@@ -32,26 +34,31 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
             f"{field}: the tokenizer of {name!r} has no eos token, so no response "
             "would end; set sampling.stop_token_ids, or add an eos token to it"
         )
+    set_image_reader(cfg, tokenizer)
     return with_template_options(tokenizer, cfg.data.chat_template_kwargs)
 
 
-_OWN_OPTIONS = {
-    "conversation",
-    "messages",
-    "tools",
-    "documents",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-}
+def set_image_reader(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a tokenizer what reads images, where the model has a tower that this run keeps.
+
+    Of families whose processors are not known it gets none: such models are not loaded.
+
+    Raises: Refusal as ImageReader.
+    """
+    folder = Path(cfg.model.path)
+    if cfg.model.part == "text" or (folder.is_dir() and not (folder / "config.json").is_file()):
+        return
+    try:
+        config = AutoConfig.from_pretrained(
+            cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
+        )
+    except Exception:  # a config that cannot be read is refused by name where the model is loaded
+        return
+    if getattr(config, "vision_config", None) is None or config.model_type not in FAMILIES:
+        return
+    tokenizer.image_reader = ImageReader(  # type: ignore[attr-defined]
+        cfg.model.path, tokenizer=tokenizer, image_token_id=config.image_token_id
+    )
 
 
 def with_template_options(
@@ -69,9 +76,10 @@ def with_template_options(
             f"{what}: {dict(options)} are for a chat template, and the tokenizer of "
             f"{tokenizer.name_or_path or 'the model'} has none; leave them out"
         )
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     text = "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
     for name in options:
-        if name in _OWN_OPTIONS:
+        if name in own or name == "messages":  # the template's name of `conversation`
             raise Refusal(f"{what}.{name}: is set by what a prompt is; leave it out")
         if not re.search(rf"\b{re.escape(name)}\b", text):
             raise Refusal(

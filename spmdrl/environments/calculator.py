@@ -30,21 +30,9 @@ def _round(value: int | float, digits: int = 0) -> int | float:
 
 
 _NAMES = {"pi": math.pi, "e": math.e}
-_FUNCTIONS: dict[str, Callable] = {
-    "sqrt": math.sqrt,
-    "abs": abs,
-    "round": _round,
-    "exp": math.exp,
-    "log": math.log,
-    "log10": math.log10,
-    "sin": math.sin,
-    "cos": math.cos,
-    "tan": math.tan,
-    "min": min,
-    "max": max,
-    "floor": math.floor,
-    "ceil": math.ceil,
-}
+_OF_MATH = ("sqrt", "exp", "log", "log10", "sin", "cos", "tan", "floor", "ceil")
+_FUNCTIONS: dict[str, Callable] = {name: getattr(math, name) for name in _OF_MATH}
+_FUNCTIONS |= {"abs": abs, "round": _round, "min": min, "max": max}
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))(?![^()]*\))")
 _SYMBOLS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "^": "**"})
 

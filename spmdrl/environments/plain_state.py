@@ -73,10 +73,8 @@ class _Writer:
             return value
         if kind is int:  # JSON's own digits have a limit
             return value if value.bit_length() < 1000 else ["int", hex(value)]
-        if kind is float:
-            return ["float", value.hex()]
-        if kind is bytes:
-            return ["bytes", value.hex()]
+        if kind in (float, bytes):
+            return [kind.__name__, value.hex()]
         if id(value) in self._seen:
             raise NotPlain(f"{place} stands in another place too")
         if kind not in (tuple, frozenset):

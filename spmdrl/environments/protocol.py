@@ -26,7 +26,8 @@ from typing import Any, Protocol
 from spmdrl.errors import Refusal
 
 Message = dict[str, Any]
-"""{"role": ..., "content": text}, and what else the chat template knows (`name`, ...)."""
+"""{"role": ..., "content": text}, and what else the chat template knows (`name`, ...). To a model
+that sees, content may be a list of parts, texts and images; see `image_part`."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,28 @@ class Environment(Protocol):
 
 
 def opening_messages(row: dict) -> list[Message]:
-    """Return a row's own prompt as messages.
+    """Return a row's own prompt as messages, which hold the images of the row.
 
     Raises: Refusal when the row has none.
     """
+    from spmdrl.data.images import column_images, inlined, portable
     from spmdrl.data.rows import prompt_of
 
     prompt = prompt_of(row)
     if not prompt:
         raise Refusal(f"the row has no prompt; it has {', '.join(map(str, row))}")
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return portable(inlined(messages, column_images(row, where="the row"), where="the row"))
+
+
+def image_part(data: bytes) -> dict[str, str]:
+    """Return a part of a message's content that shows an image, given by the bytes of its file.
+
+    For the content of a user or tool message, beside parts `{"type": "text", "text": ...}`.
+    """
+    from spmdrl.data.images import as_text
+
+    return {"type": "image", "image": as_text(data)}
 
 
 def check_at_least(least: int, **values: int) -> None:

@@ -102,15 +102,11 @@ def _schema_of(hint: Any, *, place: str) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _schema_of(given[1], place=place)}
     if origin in (Union, types.UnionType):
         some = [_schema_of(part, place=place) for part in given if part is not type(None)]
-        schema = (
-            some[0]
-            if len(some) == 1
-            else (
-                {"type": sorted(s["type"] for s in some)}
-                if all(set(s) == {"type"} for s in some)
-                else {"anyOf": some}
-            )
-        )
+        schema: dict[str, Any] = {"anyOf": some}
+        if len(some) == 1:
+            schema = some[0]
+        elif all(set(s) == {"type"} for s in some):
+            schema = {"type": sorted(s["type"] for s in some)}
         return schema | ({"nullable": True} if type(None) in given else {})
     raise Refusal(
         f"{place}: type {hint} cannot be described to a model; use str, int, float, "
@@ -152,8 +148,8 @@ def _value_problem(value: Any, schema: dict[str, Any]) -> str:
         return f"expected {' or '.join(kinds)}, got {value!r:.60}"
     if "enum" in schema and value not in schema["enum"]:
         return f"must be one of {', '.join(map(repr, schema['enum']))}, got {value!r:.60}"
-    inner = schema.get("items") if isinstance(value, list) else schema.get("additionalProperties")
-    parts = (
-        value if isinstance(value, list) else (value.values() if isinstance(value, dict) else ())
-    )
-    return next(filter(None, (_value_problem(part, inner) for part in parts)), "") if inner else ""
+    inner = schema.get("items" if isinstance(value, list) else "additionalProperties")
+    if not inner or not isinstance(value, (list, dict)):
+        return ""
+    parts = value if isinstance(value, list) else value.values()
+    return next(filter(None, (_value_problem(part, inner) for part in parts)), "")

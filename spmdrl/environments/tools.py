@@ -222,16 +222,14 @@ class ToolEnvironment:
     def _messages(self, texts: list[str], calls: tuple[ToolCall, ...]) -> list[Message]:
         if self.reply_role == "user":
             return [{"role": "user", "content": "\n\n".join(texts)}]
-        messages = []
-        for text, call in zip(texts, calls):
-            self.calls += 1
-            # Nine characters: Mistral's templates refuse other lengths.
-            messages.append(
-                {
-                    "role": "tool",
-                    "name": call.name or "unknown",
-                    "content": text,
-                    "tool_call_id": f"call{self.calls % 10**5:05d}",
-                }
-            )
-        return messages
+        first, self.calls = self.calls + 1, self.calls + len(calls)
+        return [
+            {
+                "role": "tool",
+                "name": call.name or "unknown",
+                "content": text,
+                # Nine characters: Mistral's templates refuse other lengths.
+                "tool_call_id": f"call{number % 10**5:05d}",
+            }
+            for number, (text, call) in enumerate(zip(texts, calls), first)
+        ]

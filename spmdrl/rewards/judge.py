@@ -27,7 +27,7 @@ from spmdrl.data.rows import ground_truth_of
 from spmdrl.errors import Refusal
 from spmdrl.rewards.answers import last_match
 from spmdrl.rewards.endpoint import Endpoint
-from spmdrl.rewards.samples import as_finite
+from spmdrl.rewards.samples import Scope, as_finite
 
 DEFAULT_TEMPLATE = """\
 Judge how good the response to the request is, whatever it says about itself.
@@ -59,44 +59,59 @@ _SCORES = r"(?i)score\s++(\d+)\**+\s*+[:=]\s*+\**+\s*+(-?\d+(?:\.\d+)?)"
 _SCORE = r"(?i)score\**+\s*+[:=]\s*+\**+\s*+(-?\d+(?:\.\d+)?)"
 
 
-class _Asking:
-    """A reward function that asks an endpoint: `body` makes the request, `read` reads the reply."""
+class ServedReward:
+    """A reward function in TRL's signature that asks an endpoint: for each completion, or, with the
+    scope `group`, once about all completions of a prompt.
+
+    Made by `judge`, `group_judge` and `reward_server`. A worker has `concurrency` calls under way.
+
+    Args:
+        body: makes the request of a prompt, responses and their row.
+        read: returns the scores in a reply about so many responses, and its text.
+    """
 
     def __init__(
         self,
         endpoint: Endpoint,
         *,
-        body: Callable[..., dict],
-        read: Callable[..., tuple[Any, str]],
+        body: Callable[[Any, list[str], dict], dict],
+        read: Callable[[Any, int], tuple[list[float], str]],
         concurrency: int,
+        scope: Scope = "sample",
     ):
-        self.concurrency = concurrency
+        self.scope, self.concurrency = scope, concurrency
+        self._is_of_groups = scope == "group"  # whatever the user sets the attribute to
         self.prepare = endpoint.headers  # refuses at the start what no request can cure
         self._endpoint, self._body, self._read = endpoint, body, read
-
-
-class ServedReward(_Asking):
-    """A reward function in TRL's signature that asks an endpoint for each completion.
-
-    Made by `judge` and `reward_server`. A worker has `concurrency` samples under way.
-    """
-
-    scope = "sample"  # each is a request of its own
 
     def __call__(
         self, prompts: list, completions: list, log_extra: Callable | None = None, **columns: list
     ) -> list[float]:
         """Return one reward per completion, in order; log_extra gets the replies as `reply`.
 
-        Raises: EndpointError; Refusal when the template wants a reference and the row has none.
+        Raises: EndpointError; Refusal for completions of several prompts in one group, or a row
+            without what the template wants.
         """
-        rewards, replies = [], []
-        for i, (prompt, completion) in enumerate(zip(prompts, completions)):
-            row = {name: values[i] for name, values in columns.items() if isinstance(values, list)}
-            body = self._body(prompt, _response_text(completion), row)
-            reward, reply = self._endpoint.ask(body, read=self._read)
-            rewards.append(reward)
-            replies.append(reply)
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        together = [[i] for i in range(len(texts))]
+        if self._is_of_groups:
+            if any(prompt != prompts[0] for prompt in prompts):
+                raise Refusal(
+                    "a group judge compares the responses to one prompt, and was called with those "
+                    "to several; leave its scope at group"
+                )
+            # A judge may favour what stands first: the order is of chance, and the same when
+            # repeated.
+            together = [sorted(range(len(texts)), key=lambda i: _digest(f"{i}\n{texts[i]}"))]
+        rewards, replies = [0.0] * len(texts), [""] * len(texts)
+        for order in together:
+            first = min(order)
+            row = {name: own[first] for name, own in columns.items() if isinstance(own, list)}
+            body = self._body(prompts[first], [texts[i] for i in order], row)
+            count = len(order)
+            scores, reply = self._endpoint.ask(body, read=lambda got: self._read(got, count))
+            for i, score in zip(order, scores, strict=True):
+                rewards[i], replies[i] = score, reply
         if log_extra is not None:
             log_extra("reply", replies)
         return rewards
@@ -107,13 +122,9 @@ def judge(
     url: str,
     model: str,
     template: str = DEFAULT_TEMPLATE,
-    system: str = "",
     score_pattern: str = _SCORE,
-    low: float = 0.0,
-    high: float = 10.0,
     options: Mapping[str, Any] | None = None,
-    concurrency: int = 32,
-    **endpoint: Any,
+    **others: Any,
 ) -> ServedReward:
     """Make a reward of a chat model's written score.
 
@@ -122,77 +133,33 @@ def judge(
         model: its name there.
         template: the question; {prompt}, {response} and {reference} (the row's reference answer)
             are filled in. Other braces stand for themselves.
-        system: a system message before it; empty for none.
         score_pattern: regular expression whose first group is the score; its last match counts.
-        low, high: the scale; the reward is 0 at `low`, 1 at `high`. A score outside is unusable.
         options: further keys of the request; {temperature: 0, max_tokens: 512} unless told.
-        concurrency: requests that one worker has under way at once.
-        endpoint: api_key_env, timeout_s, total_s, retries, backoff_s, requests_per_s and cache of
-            `Endpoint`. With a cache and temperature 0 one response gets one score.
+        others: system, a system message before the question; low and high, the scale (0 and 10):
+            the reward is 0 at `low`, 1 at `high`, and a score outside is unusable; concurrency,
+            requests that one worker has under way at once (32); api_key_env, timeout_s, total_s,
+            retries, backoff_s, requests_per_s and cache of `Endpoint`. With a cache and
+            temperature 0 one response gets one score.
     Raises: Refusal for arguments.
     """
     if "{response}" not in template:
         raise Refusal("template: has no {response}, so every response would get one score")
-    if not low < high:
-        raise Refusal(f"low, high: expected low below high, got {low} and {high}")
     pattern = re.compile(score_pattern)
     if not pattern.groups:
         raise Refusal(f"score_pattern: {score_pattern!r} has no group around the score")
-    asked = _asking(model, system=system, options={"max_tokens": 512} | dict(options or {}))
 
-    def body(prompt: Any, response: str, row: dict) -> dict:
-        """Return the request about one response."""
-        places = {"prompt": lambda: _as_text(prompt), "response": lambda: response}
-        return asked(_filled(template, places | {"reference": lambda: str(ground_truth_of(row))}))
+    def ask(prompt: Any, responses: list[str], row: dict) -> str:
+        """Return the question about one response."""
+        return _filled(template, prompt, row, {"response": lambda: responses[0]})
 
-    def read(reply: Any) -> tuple[float, str]:
-        """Return the score in the judge's reply, and its text."""
-        text = reply["choices"][0]["message"]["content"]
+    def scores(text: str, count: int) -> list[str]:
+        """Return the score in the judge's reply."""
         if (found := last_match(pattern, text)) is None:
             raise Refusal(f"no score in {text[-200:]!r}")
-        return _scaled(float(found[1]), low=low, high=high), text
+        return [found[1]]
 
-    return ServedReward(
-        Endpoint(url.rstrip("/") + "/chat/completions", **endpoint),
-        body=body,
-        read=read,
-        concurrency=concurrency,
-    )
-
-
-class GroupJudge(_Asking):
-    """A reward function in TRL's signature that asks once about all completions of a prompt.
-
-    Made by `group_judge`.
-    """
-
-    scope = "group"
-
-    def __call__(
-        self, prompts: list, completions: list, log_extra: Callable | None = None, **columns: list
-    ) -> list[float]:
-        """Return one reward per completion, in order; log_extra gets the reply as `reply`.
-
-        Raises: EndpointError; Refusal for completions of several prompts, or a row without what
-            the template wants.
-        """
-        if any(prompt != prompts[0] for prompt in prompts):
-            raise Refusal(
-                "a group judge compares the responses to one prompt, and was called with those to "
-                "several; leave its scope at group"
-            )
-        row = {name: values[0] for name, values in columns.items() if isinstance(values, list)}
-        texts = list(map(_response_text, completions))
-        # A judge may favour what stands first: the order is of chance, and the same when repeated.
-        marks = [
-            hashlib.sha256(f"{i}\n{text}".encode()).hexdigest() for i, text in enumerate(texts)
-        ]
-        order = sorted(range(len(texts)), key=marks.__getitem__)
-        body = self._body(prompts[0], [texts[i] for i in order], row)
-        scores, reply = self._endpoint.ask(body, read=lambda got: self._read(got, len(texts)))
-        if log_extra is not None:
-            log_extra("reply", [reply] * len(texts))
-        return [scores[order.index(i)] for i in range(len(texts))]
+    options = {"max_tokens": 512} | dict(options or {})
+    return _of_chat(url, model, ask=ask, scores=scores, options=options, scope="sample", **others)
 
 
 def group_judge(
@@ -201,19 +168,15 @@ def group_judge(
     model: str,
     template: str = GROUP_TEMPLATE,
     rubric: str | Sequence[str] = (),
-    system: str = "",
-    low: float = 0.0,
-    high: float = 10.0,
     options: Mapping[str, Any] | None = None,
-    concurrency: int = 32,
-    **endpoint: Any,
-) -> GroupJudge:
+    **others: Any,
+) -> ServedReward:
     """Make a reward of the scores that a chat model writes for a group's responses side by side.
 
     One request has all of them, in an order of chance: the model must be able to read them at once.
 
     Args:
-        url, model, system, low, high, concurrency, endpoint: as of `judge`.
+        url, model, others: as of `judge`.
         template: the question; {prompt}, {responses}, each behind a line with its number, {count},
             {reference} (the row's reference answer) and {rubric} are filled in.
         rubric: what to judge by, a text or a list; where it is empty, the row's column `rubric`, a
@@ -223,42 +186,77 @@ def group_judge(
     """
     if "{responses}" not in template:
         raise Refusal("template: has no {responses}, so it says nothing of what is to be compared")
-    if not low < high:
-        raise Refusal(f"low, high: expected low below high, got {low} and {high}")
     if rubric and "{rubric}" not in template:
         raise Refusal("template: has no {rubric}, and a rubric is given; write where it goes")
-    asked = _asking(model, system=system, options={"max_tokens": 2048} | dict(options or {}))
 
-    def body(prompt: Any, responses: Sequence[str], row: dict) -> dict:
-        """Return the request about all responses to a prompt."""
+    def ask(prompt: Any, responses: list[str], row: dict) -> str:
+        """Return the question about all responses to a prompt."""
         places = {
-            "prompt": lambda: _as_text(prompt),
             "responses": lambda: _numbered(responses),
             "count": lambda: str(len(responses)),
-            "reference": lambda: str(ground_truth_of(row)),
             "rubric": lambda: _criteria(rubric or row.get("rubric") or ()),
         }
-        return asked(_filled(template, places))
+        return _filled(template, prompt, row, places)
 
-    def read(reply: Any, count: int) -> tuple[list[float], str]:
-        """Return the score of each response in the judge's reply, and its text."""
-        text = reply["choices"][0]["message"]["content"]
-        found = {int(number): float(score) for number, score in re.findall(_SCORES, text)}
+    def scores(text: str, count: int) -> list[str]:
+        """Return the score of each response in the judge's reply."""
+        found = {int(number): score for number, score in re.findall(_SCORES, text)}
         if missing := [i for i in range(1, count + 1) if i not in found]:
             raise Refusal(f"no score of response {missing[0]} of {count} in {text[-200:]!r}")
-        return [_scaled(found[i], low=low, high=high) for i in range(1, count + 1)], text
+        return [found[i] for i in range(1, count + 1)]
 
-    return GroupJudge(
-        Endpoint(url.rstrip("/") + "/chat/completions", **endpoint),
-        body=body,
-        read=read,
-        concurrency=concurrency,
-    )
+    options = {"max_tokens": 2048} | dict(options or {})
+    return _of_chat(url, model, ask=ask, scores=scores, options=options, scope="group", **others)
+
+
+def _of_chat(
+    url: str,
+    model: str,
+    *,
+    ask: Callable[[Any, list[str], dict], str],
+    scores: Callable[[str, int], list[str]],
+    options: Mapping[str, Any],
+    scope: Scope,
+    system: str = "",
+    low: float = 0.0,
+    high: float = 10.0,
+    concurrency: int = 32,
+    **endpoint: Any,
+) -> ServedReward:
+    """Make a reward of what a chat model writes.
+
+    Args:
+        ask: returns the question. scores: finds the scores in a reply about so many responses.
+    """
+    if not low < high:
+        raise Refusal(f"low, high: expected low below high, got {low} and {high}")
+    first = [{"role": "system", "content": system}] if system else []
+    rest = {"model": model, "temperature": 0} | dict(options)
+
+    def body(prompt: Any, responses: list[str], row: dict) -> dict:
+        """Return the request."""
+        question = {"role": "user", "content": ask(prompt, responses, row)}
+        return rest | {"messages": [*first, question]}
+
+    def read(reply: Any, count: int) -> tuple[list[float], str]:
+        """Return the scores, 0 at `low` and 1 at `high`, and the reply's text."""
+        text = reply["choices"][0]["message"]["content"]
+        found = [float(score) for score in scores(text, count)]
+        if outside := [score for score in found if not low <= score <= high]:
+            raise Refusal(f"the score {outside[0]} is outside [{low}, {high}]")
+        return [(score - low) / (high - low) for score in found], text
+
+    place = Endpoint(url.rstrip("/") + "/chat/completions", **endpoint)
+    return ServedReward(place, body=body, read=read, concurrency=concurrency, scope=scope)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _numbered(responses: Sequence[str]) -> str:
     """Return responses behind lines that none of them can have written itself."""
-    mark = hashlib.sha256("\n".join(responses).encode()).hexdigest()[:8]
+    mark = _digest("\n".join(responses))[:8]
     parts = [f"=== response {i} ({mark}) ===\n{text}" for i, text in enumerate(responses, start=1)]
     return "\n\n".join([*parts, f"=== end of the responses ({mark}) ==="])
 
@@ -268,26 +266,12 @@ def _criteria(rubric: str | Sequence[str]) -> str:
     return "\n\nJudge by this:\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
 
 
-def _asking(
-    model: str, *, system: str, options: Mapping[str, Any]
-) -> Callable[[str], dict[str, Any]]:
-    """Return what makes a question a request to a chat model."""
-    first = [{"role": "system", "content": system}] if system else []
-    rest = {"model": model, "temperature": 0} | dict(options)
-    return lambda text: rest | {"messages": [*first, {"role": "user", "content": text}]}
-
-
-def _scaled(score: float, *, low: float, high: float) -> float:
-    """Return a score as 0 at `low`, 1 at `high`. Raises: Refusal outside."""
-    if not low <= score <= high:
-        raise Refusal(f"the score {score} is outside [{low}, {high}]")
-    return (score - low) / (high - low)
-
-
-def _filled(template: str, places: Mapping[str, Callable[[], str]]) -> str:
+def _filled(template: str, prompt: Any, row: dict, places: Mapping[str, Callable[[], str]]) -> str:
     """Fill the places {name} of a template in one pass: a response may hold {reference}."""
-    names = re.compile(r"\{(" + "|".join(places) + r")\}")
-    return names.sub(lambda place: places[place[1]](), template)
+    known = {"prompt": lambda: _as_text(prompt), "reference": lambda: str(ground_truth_of(row))}
+    known |= places
+    names = re.compile(r"\{(" + "|".join(known) + r")\}")
+    return names.sub(lambda place: known[place[1]](), template)
 
 
 def reward_server(
@@ -317,37 +301,31 @@ def reward_server(
         raise Refusal(f"kind: expected classify or score, got {kind!r}")
     rest = {"model": model} | dict(options or {})
 
-    def body(prompt: Any, response: str, row: dict) -> dict:
+    def body(prompt: Any, responses: list[str], row: dict) -> dict:
         """Return the request about one response."""
+        (response,) = responses
         if kind == "score":
             return rest | {"text_1": _as_text(prompt), "text_2": response}
         if isinstance(prompt, str):
             return rest | {"input": prompt + response}
         return rest | {"messages": [*prompt, {"role": "assistant", "content": response}]}
 
-    def read(reply: Any) -> tuple[float, str]:
+    def read(reply: Any, count: int) -> tuple[list[float], str]:
+        """Return the model's score."""
         found = reply["data"][0]
         value = found["score"] if kind == "score" else _of_class(found["probs"], class_index)
         if (number := as_finite(value)) is None:
             raise Refusal(f"{value!r:.100} is no finite number")
-        return number, ""
+        return [number], ""
 
-    return ServedReward(
-        Endpoint(f"{url.rstrip('/')}/{kind}", **endpoint),
-        body=body,
-        read=read,
-        concurrency=concurrency,
-    )
+    place = Endpoint(f"{url.rstrip('/')}/{kind}", **endpoint)
+    return ServedReward(place, body=body, read=read, concurrency=concurrency)
 
 
 def _of_class(values: Sequence[float], index: int | None) -> float:
     if index is None and len(values) > 1:
         raise Refusal(f"the model has {len(values)} classes; say which by class_index")
     return values[index or 0]
-
-
-def _response_text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def _as_text(prompt: Any) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, place_of
 from spmdrl.imports import import_object, ran
 from spmdrl.rewards.forms import KNOWN_LISTS, Form, Parameters, form_of
 from spmdrl.rewards.samples import SCOPES, RewardSample, Scope, Score
@@ -37,6 +37,8 @@ class Reward:
     """Calls that one worker may have under way; 1: one at a time, in the main thread."""
     is_async: bool = False
     """The result is awaitable, and calling takes no time."""
+    place: str = ""
+    """` (FILE:LINE)` of a function of the user's own."""
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[Score]:
         scores = [Score() for _ in samples]
@@ -62,12 +64,8 @@ def load_reward(spec: str, *, scope: str = "auto") -> Reward:
     """
     function = import_function(spec)
     reward = adapt(function, spec=spec, scope=scope)
-    inner, bound = function, {}
-    if isinstance(function, functools.partial):
-        inner, bound = function.func, function.keywords
-    prepare = getattr(inner, "prepare", None)
-    if callable(prepare):
-        prepare(**bound)
+    if callable(prepare := _own(function, "prepare", None)):
+        prepare(**(function.keywords if isinstance(function, functools.partial) else {}))
     return reward
 
 
@@ -121,6 +119,7 @@ def adapt(function: Callable, *, spec: str, scope: str = "auto") -> Reward:
         _scope(function, form, scope=scope, spec=spec),
         _concurrency(function, is_async=is_async, spec=spec),
         is_async,
+        place_of(function),
     )
 
 

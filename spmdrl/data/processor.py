@@ -1,0 +1,183 @@
+"""Text with images to token ids and what these show, by the processor that belongs to a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
+from spmdrl.pictures import Picture, Pictures
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import PreTrainedTokenizerBase
+
+_KEPT_BYTES = 2**30
+"""Of prepared images, so that an epoch does not prepare a small set anew."""
+
+_HINT = (
+    "; a model that sees needs its preprocessor_config.json, with image_processor_type and "
+    "processor_class: copy it from the model that it was made of, or train the text part alone "
+    "(model.part: text)"
+)
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "internvl")
+"""Model types whose images are prepared one by one as they are together."""
+
+
+class ImageReader:
+    """Prepares images as a model's own processor does, and text around them.
+
+    Args:
+        folder: of the model, with its preprocessor_config.json.
+        tokenizer: of the model.
+        image_token_id: id that stands for a part of a picture, of the model's config.
+    Raises: Refusal when there is no processor, or none that can be used.
+    """
+
+    def __init__(
+        self, folder: str, *, tokenizer: PreTrainedTokenizerBase, image_token_id: int
+    ) -> None:
+        self._tokenizer, self._image_token_id = tokenizer, image_token_id
+        with refusing(
+            f"model.path: no image processor can be loaded from {folder}",
+            Exception,  # of files that may hold anything
+            hint=_HINT,
+            names_kind=True,
+        ):
+            self._processor = _load_processor(folder, tokenizer)
+        self._how = json.dumps(
+            self._processor.image_processor.to_dict(), sort_keys=True, default=str
+        )
+        self._known: OrderedDict[str, tuple[Picture, str]] = OrderedDict()
+        self._known_bytes = 0
+
+    @property
+    def placeholder(self) -> str:
+        """Return what stands for an image in text, before it is expanded."""
+        return self._processor.image_token
+
+    def encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], Pictures]:
+        """Return the ids of a text, its placeholders expanded, and what they show.
+
+        Args:
+            text: as the chat template wrote it, a placeholder for each image.
+            images: RGB, in the order of their placeholders.
+        Raises: ValueError when there are more or fewer images than placeholders.
+        """
+        found = text.count(self.placeholder)
+        if found != len(images):
+            raise ValueError(
+                f"{len(images)} images, and {found} placeholders {self.placeholder!r} for them"
+            )
+        prepared = [self._prepare(image) for image in images]
+        (whole,), _ = self._processor.get_text_with_replacements(
+            [text], images_replacements=[replacement for _, replacement in prepared]
+        )
+        ids = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
+        is_shown = torch.tensor(ids, dtype=torch.int64) == self._image_token_id
+        return ids, Pictures.shown(is_shown, [picture for picture, _ in prepared])
+
+    def _prepare(self, image: Image) -> tuple[Picture, str]:
+        """Return an image as the tower takes it, and the text that stands for it."""
+        digest = hashlib.sha256(f"{self._how} {image.mode} {image.size}".encode())
+        digest.update(image.tobytes())
+        key = digest.hexdigest()[:32]
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._known[key]
+        features = self._processor.image_processor([image], return_tensors="pt")
+        replacement = self._processor.replace_image_token(features, 0)
+        ids = self._tokenizer(replacement, add_special_tokens=False)["input_ids"]
+        named = {k: v for k, v in features.items() if k not in _COUNTS}
+        count = ids.count(self._image_token_id)
+        found = Picture(key, count, named, _small(image)), replacement
+        self._known[key] = found
+        self._known_bytes += found[0].nbytes
+        while self._known_bytes > _KEPT_BYTES:
+            self._known_bytes -= self._known.popitem(last=False)[1][0].nbytes
+        return found
+
+
+_SMALL = 512
+"""Longest side of what people are shown, pixels."""
+
+
+def _small(image: Image) -> Tensor:
+    """Return an image for people: [height, width, 3] uint8."""
+    small = image.copy()
+    small.thumbnail((_SMALL, _SMALL))
+    return torch.from_numpy(numpy.array(small))
+
+
+_COUNTS = ("num_crops", "num_patches")
+"""What image processors return for their own text alone."""
+
+
+def _load_processor(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Return a transformers processor of images and text, without a part for videos.
+
+    Its images go through PIL: the same numbers with and without torchvision.
+    """
+    import transformers
+    from transformers import AutoImageProcessor
+
+    images = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    options: dict[str, Any] = {}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        file = Path(folder) / name
+        options |= json.loads(file.read_text()) if file.is_file() else {}
+    kind = getattr(transformers, options["processor_class"])
+    # Its check of arguments imports the class for videos, which takes torchvision.
+    unchecked = {"check_argument_for_proper_class": lambda *_: None}
+    kind = type(kind.__name__, (kind,), unchecked)
+    length = {k: options[k] for k in ("image_seq_length",) if k in options}
+    return kind(image_processor=images, tokenizer=tokenizer, **length)
+
+
+def image_reader_of(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
+    """Return what reads images for a tokenizer's model; None for a model that does not see."""
+    return getattr(tokenizer, "image_reader", None)
+
+
+def placeholder_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what stands for an image in text, marks around it included, as the chat template
+    writes it; without one, the processor's own placeholder."""
+    reader = image_reader_of(tokenizer)
+    assert reader is not None, "asked of models that see"
+    if not tokenizer.chat_template:
+        return reader.placeholder
+    begin, end = "spmdrl-begin", "spmdrl-end"
+    content = [{"type": "text", "text": begin}, {"type": "image"}, {"type": "text", "text": end}]
+    with refusing("the chat template refuses a message with an image", Exception, names_kind=True):
+        text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    found = text.partition(begin)[2].partition(end)[0].strip()
+    return found if reader.placeholder in found else reader.placeholder
+
+
+def encode(
+    text: str, tokenizer: PreTrainedTokenizerBase, *, images: Sequence[Image] = (), where: str
+) -> tuple[list[int], Pictures | None]:
+    """Return the ids of rendered text, no special tokens added, and what they show.
+
+    Args:
+        images: of its placeholders, in order.
+        where: origin of the text, for messages.
+    Returns: ids; and their pictures, None of a model that does not see.
+    Raises: Refusal for images of a model that does not see, or a wrong number of them.
+    """
+    reader = image_reader_of(tokenizer)
+    if reader is not None:
+        with refusing(where, ValueError):
+            return reader.encode(text, images)
+    if images:
+        raise Refusal(f"{where}: it holds {len(images)} images, and the model does not see")
+    return tokenizer(text, add_special_tokens=False)["input_ids"], None

@@ -1,0 +1,316 @@
+"""`task:shapes`: small drawn scenes with a question that only who sees them can answer."""
+
+from __future__ import annotations
+
+import io
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from spmdrl.data.hashed import hashed, split_of
+from spmdrl.errors import Refusal
+from spmdrl.imports import nearest
+
+if TYPE_CHECKING:  # reward workers, which grade here, need neither
+    from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
+
+    from spmdrl.config.data import Split
+
+_TRIES = 256
+_COLOURS = {
+    "red": (220, 30, 30),
+    "blue": (30, 60, 220),
+    "green": (20, 150, 40),
+    "black": (0, 0, 0),
+    "orange": (240, 140, 0),
+    "purple": (150, 30, 180),
+}
+_BRIGHT = {
+    "white": (255, 255, 255),
+    "yellow": (255, 220, 60),
+    "blue": (90, 200, 255),
+    "green": (120, 240, 120),
+    "red": (255, 150, 150),
+    "purple": (240, 160, 255),
+}
+_FORMS = ("squares", "circles", "triangles")
+_KINDS = ("digits", "count", "colour", "form", "compare")
+_MAX_SIDE = 1024
+_FONT = (  # rows of 5 bits, from the top
+    (14, 17, 19, 21, 25, 17, 14),
+    (4, 12, 4, 4, 4, 4, 14),
+    (14, 17, 1, 2, 4, 8, 31),
+    (31, 2, 4, 2, 1, 17, 14),
+    (2, 6, 10, 18, 31, 2, 2),
+    (31, 16, 30, 1, 1, 17, 14),
+    (6, 8, 16, 30, 17, 17, 14),
+    (31, 1, 2, 4, 8, 8, 8),
+    (14, 17, 17, 14, 17, 17, 14),
+    (14, 17, 17, 15, 1, 2, 12),
+)
+
+
+@dataclass(frozen=True)
+class Thing:
+    """Something drawn in a cell of the scene."""
+
+    cell: int
+    shift: tuple[int, int]
+    """Pixels from the middle of its cell."""
+    colour: str
+    form: str
+    """A digit, or one of the shapes."""
+    room: int
+    """Side of the square that it fills, in pixels."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is drawn, and what is asked of it."""
+
+    things: tuple[Thing, ...]
+    question: str
+    answer: str
+    slip: str
+    """What a careless answer would be."""
+
+
+class Shapes:
+    """Questions about drawn scenes. Each has the column `images`, PNG bytes, and a prompt that
+    begins with its place.
+
+    Options:
+        kind: `digits`, read drawn digits from left to right; `count`, all shapes; `colour`, `form`,
+            those of one colour, or form; `compare`, of which of two colours there are more; or
+            several, as `count+compare`.
+        side: pixels of the image's side.
+        most: digits to read, or shapes at most: there is always one, but of a colour or form none.
+        cells: a row of the grid on which shapes stand; of a digit's scene it is `most`.
+        colours, forms: how many there are, up to 6 and 3.
+        dark: bright colours on black, rather than strong ones on white.
+        jitter: pixels by which things are moved at most, both ways.
+        least: pixels of the side of the smallest thing, where each gets a size of its own, and any
+            place in its cell; 0: all fill their cells but for the jitter.
+        mistakes: share of training rows whose demonstration (`completion`, for supervised
+            training) is careless, while `answer` stays right: a number or digit one too high, after
+            the highest the lowest, or the other colour.
+        noise: show noise in place of every scene: a control, in which nothing can be seen.
+    """
+
+    OPTIONS = {
+        "kind": str,
+        "side": int,
+        "most": int,
+        "cells": int,
+        "colours": int,
+        "forms": int,
+        "dark": bool,
+        "jitter": int,
+        "least": int,
+        "mistakes": float,
+        "noise": bool,
+    }
+
+    def __init__(
+        self,
+        *,
+        kind: str = "count",
+        side: int = 56,
+        most: int = 3,
+        cells: int = 4,
+        colours: int = 3,
+        forms: int = 1,
+        dark: bool = False,
+        jitter: int = 0,
+        least: int = 0,
+        mistakes: float = 0.0,
+        noise: bool = False,
+    ):
+        self.kinds = kind.split("+")
+        self.side, self.most, self.cells, self.jitter, self.least = side, most, cells, jitter, least
+        self.paints, self.ground = (_BRIGHT, "black") if dark else (_COLOURS, "white")
+        self.colours, self.forms = list(self.paints)[:colours], _FORMS[:forms]
+        self.mistakes, self.noise = mistakes, noise
+        what = "data.task_options"
+        for one in self.kinds:
+            if one not in _KINDS:
+                raise Refusal(f"{what}.kind: unknown {one!r}{nearest(one, list(_KINDS))}")
+        ranges = dict(
+            side=(8, _MAX_SIDE), most=(1, 64), cells=(1, 64), colours=(1, 6), forms=(1, 3)
+        )
+        given = dict(side=side, most=most, cells=cells, colours=colours, forms=forms)
+        for name, (low, high) in ranges.items():
+            if not low <= given[name] <= high:
+                raise Refusal(f"{what}.{name}: must be from {low} to {high}, got {given[name]}")
+        if not 0.0 <= mistakes <= 1.0:
+            raise Refusal(f"{what}.mistakes: must be a share from 0 to 1, got {mistakes}")
+        self._check_room(what)
+
+    def _check_room(self, what: str) -> None:
+        if self.kinds != ["digits"] and self.most > self.cells**2:
+            raise Refusal(
+                f"{what}.most: {self.most} shapes do not stand on {self.cells} x {self.cells} cells"
+            )
+        if "compare" in self.kinds and (len(self.colours) < 2 or self.most < 1):
+            raise Refusal(f"{what}.colours: comparing takes two, got {len(self.colours)}")
+        if self.least and self.jitter:
+            raise Refusal(f"{what}.jitter: with least things stand anywhere anyway; leave it out")
+        for kind in self.kinds:
+            cell, least = self._cell_of(kind), 8 if kind == "digits" else 4
+            if self.least and not least - 2 <= self.least <= cell - 2:
+                raise Refusal(
+                    f"{what}.least: must be 0, or from {least - 2} to {cell - 2} pixels in cells "
+                    f"of {cell} (kind {kind}), got {self.least}"
+                )
+            if not 0 <= self.jitter <= (cell - least) // 2:
+                raise Refusal(
+                    f"{what}.jitter: must be from 0 to {max(0, (cell - least) // 2)} pixels in "
+                    f"cells of {cell} (kind {kind}), got {self.jitter}; a larger side has larger "
+                    "cells"
+                    if cell >= least
+                    else f"{what}.side: {self.side} pixels have cells of {cell} (kind {kind}), "
+                    f"and {least} is the least; take a larger side"
+                )
+
+    def _cells_of(self, kind: str) -> int:
+        return self.most if kind == "digits" else self.cells
+
+    def _cell_of(self, kind: str) -> int:
+        """Return the pixels of a cell's side."""
+        return self.side // self._cells_of(kind)
+
+    def row(self, seed: int, index: int, *, split: Split) -> dict:
+        """Return problem `index`; see the class.
+
+        Raises: Refusal when the options leave no scene for a split.
+        """
+        draw = random.Random(f"shapes/{seed}/{split}/{index}")
+        for _ in range(_TRIES):
+            kind = draw.choice(self.kinds)
+            scene = self._digits(draw) if kind == "digits" else self._scene(kind, draw)
+            if split_of(f"{kind} {scene.question} {sorted(map(repr, scene.things))}") == split:
+                break
+        else:
+            raise Refusal(
+                f"task:shapes: no {split} scene among {_TRIES}; give it more colours, cells or "
+                "jitter, so that some can be held out"
+            )
+        row = {
+            "prompt": f"<image>{scene.question}? ",
+            "images": [{"bytes": self._png(kind, scene, draw)}],
+            "answer": scene.answer,
+            "data_source": "task:shapes",
+        }
+        if self.mistakes and split == "train" and draw.random() < self.mistakes:
+            row["completion"] = scene.slip
+        return row
+
+    def score_answer(self, answer: str, entry: dict) -> float:
+        """Return 1.0 for the exact answer, else 0.0."""
+        return float(answer.strip() == entry["answer"])
+
+    # ---------------------------------------------------------------- scenes
+
+    def _digits(self, draw: random.Random) -> Scene:
+        answer = "".join(draw.choice("0123456789") for _ in range(self.most))
+        things = tuple(
+            self._thing("digits", cell=i, form=digit, draw=draw) for i, digit in enumerate(answer)
+        )
+        at = draw.randrange(self.most)
+        slip = f"{answer[:at]}{(int(answer[at]) + 1) % 10}{answer[at + 1 :]}"
+        return Scene(things, "digits" if self.most > 1 else "digit", answer, slip)
+
+    def _scene(self, kind: str, draw: random.Random) -> Scene:
+        count = draw.randint(1, self.most)
+        cells = draw.sample(range(self.cells**2), count)
+        things = tuple(
+            self._thing(kind, cell=cell, form=draw.choice(self.forms), draw=draw) for cell in cells
+        )
+        if kind == "compare":
+            return self._compared(things, draw)
+        asked = "count"
+        if kind == "colour":
+            asked = draw.choice(self.colours)
+        elif kind == "form":
+            asked = draw.choice(self.forms)
+        found = sum(asked in ("count", one.colour, one.form) for one in things)
+        slip = found % self.most + 1 if self.most > 1 else 1 - found
+        return Scene(things, asked, str(found), str(slip))
+
+    def _compared(self, things: tuple[Thing, ...], draw: random.Random) -> Scene:
+        """Ask of which of two colours there are more, one repainted where they are even."""
+        first, second = draw.sample(self.colours, 2)
+        last = things[-1]
+        if _balance(things, first, second) == 0:
+            colour = second if last.colour == first else first
+            things = (*things[:-1], replace(last, colour=colour))
+        order = (first, second) if _balance(things, first, second) > 0 else (second, first)
+        return Scene(things, f"{first} or {second}", order[0], order[1])
+
+    def _thing(self, kind: str, *, cell: int, form: str, draw: random.Random) -> Thing:
+        whole, low, high = self._cell_of(kind), -self.jitter, self.jitter
+        room = whole - 2 * self.jitter - 2
+        if self.least:
+            room = draw.randint(self.least, room)
+            low = room // 2 - whole // 2
+            high = low + whole - 1 - room  # a pixel between neighbours
+        shift = (draw.randint(low, high), draw.randint(low, high))
+        return Thing(cell, shift, draw.choice(self.colours), form, room)
+
+    # ---------------------------------------------------------------- pixels
+
+    def _png(self, kind: str, scene: Scene, draw: random.Random) -> bytes:
+        image = self._noise(scene, draw) if self.noise else self._drawn(kind, scene)
+        buffer = io.BytesIO()
+        image.save(buffer, "PNG")
+        return buffer.getvalue()
+
+    def _noise(self, scene: Scene, draw: random.Random) -> Image:
+        from PIL import Image as pillow
+
+        pixels = random.Random(hashed(repr((scene, draw.random())))).randbytes(3 * self.side**2)
+        return pillow.frombytes("RGB", (self.side, self.side), pixels)
+
+    def _drawn(self, kind: str, scene: Scene) -> Image:
+        from PIL import Image as pillow
+        from PIL import ImageDraw as drawing
+
+        image = pillow.new("RGB", (self.side, self.side), self.ground)
+        pen, cells, cell = drawing.Draw(image), self._cells_of(kind), self._cell_of(kind)
+        for one in scene.things:
+            row, column = (0, one.cell) if kind == "digits" else divmod(one.cell, cells)
+            middle = self.side // 2 if kind == "digits" else row * cell + cell // 2
+            at = (column * cell + cell // 2 + one.shift[0], middle + one.shift[1])
+            _draw(pen, one, at=at, colour=self.paints[one.colour])
+        return image
+
+
+def _balance(things: tuple[Thing, ...], first: str, second: str) -> int:
+    """Return how many more there are of one colour than of another."""
+    return sum((one.colour == first) - (one.colour == second) for one in things)
+
+
+def _draw(pen: ImageDraw, one: Thing, *, at: tuple[int, int], colour: tuple[int, int, int]) -> None:
+    """Draw a thing around a point."""
+    (x, y), half, room = at, one.room // 2, one.room
+    box = (x - half, y - half, x - half + room - 1, y - half + room - 1)
+    if one.form == "squares":
+        pen.rectangle(box, fill=colour)
+    elif one.form == "circles":
+        pen.ellipse(box, fill=colour)
+    elif one.form == "triangles":
+        pen.polygon([(x, box[1]), (box[0], box[3]), (box[2], box[3])], fill=colour)
+    else:
+        _draw_digit(pen, int(one.form), at=at, block=max(1, room // 7), colour=colour)
+
+
+def _draw_digit(
+    pen: ImageDraw, digit: int, *, at: tuple[int, int], block: int, colour: tuple[int, int, int]
+) -> None:
+    left, top = at[0] - 5 * block // 2, at[1] - 7 * block // 2
+    for row, bits in enumerate(_FONT[digit]):
+        for column in range(5):
+            if bits >> (4 - column) & 1:
+                x, y = left + column * block, top + row * block
+                pen.rectangle((x, y, x + block - 1, y + block - 1), fill=colour)
