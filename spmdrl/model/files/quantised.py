@@ -65,13 +65,9 @@ def _unknown(own: Mapping[str, Any]) -> str:
     for name, group in (own.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
         said = {key: weights.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
-        is_known = weights.get("strategy") in ("tensor", "channel", "block")
-        if not is_known or said | {"strategy": ""} != {
-            "type": "float",
-            "num_bits": 8,
-            "strategy": "",
-            "symmetric": True,
-        }:
+        known = {"type": "float", "num_bits": 8, "symmetric": True}
+        is_known = said["strategy"] in ("tensor", "channel", "block")
+        if not is_known or said != said | known:
             return f"compressed-tensors, {name} with weights of {said}"
     return ""
 
