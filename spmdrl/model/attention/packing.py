@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.model.parallel.collectives import with_gradient
+
 S = TypeVar("S")
 SHORT = 64
 """Up to this length plain matmuls beat the CPU's SDPA kernel (14 against 21 ms forward and
@@ -46,6 +48,9 @@ class Packing:
     groups."""
     chunked: Packing | None = None
     """The same tokens, each chunk a sequence of its own."""
+    images: Tensor | None = None
+    """[R] int64, number of the picture that each padded row shows a part of, which all of its
+    tokens see; -1 for none, and where rows pad. None: all tokens look back alone."""
 
     @property
     def of_keys(self) -> Packing:
@@ -73,6 +78,7 @@ def make_packing(
     padded: bool,
     key_lengths: Sequence[int] | None = None,
     chunk: int | None = None,
+    images: Tensor | None = None,
 ) -> Packing:
     """Return the packing of sequences that lie one after another.
 
@@ -83,7 +89,9 @@ def make_packing(
         key_lengths: tokens of each sequence's keys, of which the last are its queries' own; None
             where they are the same tokens.
         chunk: tokens of the chunks that some of the model's layers attend within; None without.
+        images: [T] int64 on the CPU, see Packing.images; of padded layouts alone.
     """
+    assert images is None or (padded and key_lengths is None), "pictures are seen by padding"
     assert chunk is None or key_lengths is None, "slices of chunks are refused"
     chunked = None
     if chunk is not None:
@@ -106,7 +114,11 @@ def make_packing(
         )
         for own, start, key_start in zip(members, starts, key_starts)
     )
-    return replace(packing, groups=groups, keys=keys, chunked=chunked)
+    if images is not None:
+        images = images.to(device)
+        none = torch.full_like(packing.pad_index, -1)
+        images = none.index_copy(0, packing.unpad_index, images)
+    return replace(packing, groups=groups, keys=keys, chunked=chunked, images=images)
 
 
 def _alike(lengths: Tensor, key_lengths: Tensor) -> list[Tensor]:
@@ -155,33 +167,25 @@ def _pack(
     )
 
 
-class Pad(torch.autograd.Function):
-    """Rows of a packed tensor in padded order. Both directions are plain row gathers, which
-    are deterministic and about twice as fast as index_select's own index_add backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, packing: Packing) -> Tensor:
-        ctx.packing = packing
-        return x.index_select(0, packing.pad_index)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.index_select(0, ctx.packing.unpad_index), None
+def _padded(x: Tensor, packing: Packing) -> Tensor:
+    return x.index_select(0, packing.pad_index)
 
 
-class Unpad(torch.autograd.Function):
-    """Padded rows back in packed order; padding rows get a zero gradient."""
+def _packed(x: Tensor, packing: Packing) -> Tensor:
+    return x.index_select(0, packing.unpad_index)
 
-    @staticmethod
-    def forward(ctx, x: Tensor, packing: Packing) -> Tensor:
-        ctx.packing = packing
-        return x.index_select(0, packing.unpad_index)
 
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        rows = ctx.packing.pad_index.numel()
-        padded = grad.new_zeros(rows, *grad.shape[1:])
-        return padded.index_copy_(0, ctx.packing.unpad_index, grad.contiguous()), None
+def _with_zeros(x: Tensor, packing: Packing) -> Tensor:
+    """Return packed rows in padded order, and zeros in the place of padding."""
+    padded = x.new_zeros(packing.pad_index.numel(), *x.shape[1:])
+    return padded.index_copy_(0, packing.unpad_index, x.contiguous())
+
+
+pad = with_gradient(_padded, _packed)
+"""Rows of a packed tensor in padded order. Both directions are plain row gathers, which are
+deterministic and about twice as fast as index_select's own index_add backward."""
+unpad = with_gradient(_packed, _with_zeros)
+"""Padded rows back in packed order; padding rows get a zero gradient."""
 
 
 def packs(items: Iterable[S], budget: int, *, size: Callable[[Any], int] = len) -> list[list[S]]:

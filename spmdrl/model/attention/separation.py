@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
-from spmdrl.model.attention import CHOOSING, Temperature
+from spmdrl.model.attention.kernels import CHOOSING, Temperature
+from spmdrl.model.attention.mask_spans import Other, Span, UnknownMask, block_inputs
+from spmdrl.model.attention.packing import Packing, pad, unpad
 from spmdrl.model.blocks import blocks
-from spmdrl.model.mask_spans import Other, Span, UnknownMask, block_inputs
-from spmdrl.model.packing import Packing, Pad, Unpad
 from spmdrl.world.torch_internals import tree_leaves, tree_map
 from spmdrl.world.watch import first_line
 
@@ -62,14 +62,10 @@ def separation_of(hf_model: nn.Module) -> Separation:
     try:
         given = block_inputs(hf_model)
     except UnknownMask as error:
-        found.reasons.append(str(error))
-        return found
+        return Separation(reasons=[str(error)])
     except Exception as error:  # of the model's own code, which may do anything
-        found.reasons.append(
-            "what its layers see cannot be found, since its code cannot be followed "
-            f"({first_line(error)})"
-        )
-        return found
+        why = "what its layers see cannot be found, since its code cannot be followed"
+        return Separation(reasons=[f"{why} ({first_line(error)})"])
     for name, block in blocks(hf_model).items():
         found.reasons += _read_block(name, block, given[name], found)
     if len({span.chunk for span in found.spans.values() if span.chunk}) > 1:
@@ -234,11 +230,11 @@ def _by_rows(
     kwargs = {k: v for k, v in kwargs.items() if k not in ("packing", "work")}
     length = hidden_states.shape[1]
 
-    def pad(value: Any) -> Any:
+    def padded_rows(value: Any) -> Any:
         is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, length)
-        return Pad.apply(value[0], packing) if is_of_tokens else value
+        return pad(value[0], packing) if is_of_tokens else value
 
-    whole, others = pad(hidden_states), tree_map(pad, kwargs)
+    whole, others = padded_rows(hidden_states), tree_map(padded_rows, kwargs)
     padded = whole.shape[0]
     outputs = []
     for group in packing.groups:
@@ -251,5 +247,5 @@ def _by_rows(
 
         outputs.append(forward(cut(whole), **tree_map(cut, others)))
     firsts = [output[0] if isinstance(output, tuple) else output for output in outputs]
-    joined = Unpad.apply(torch.cat([first.flatten(0, 1) for first in firsts]), packing)[None]
+    joined = unpad(torch.cat([first.flatten(0, 1) for first in firsts]), packing)[None]
     return (joined, *outputs[-1][1:]) if isinstance(outputs[-1], tuple) else joined

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
-from spmdrl.model.mask_spans import span_of
-from spmdrl.model.packing import SHORT, Packing, Pad, Unpad
+from spmdrl.model.attention.mask_spans import span_of
+from spmdrl.model.attention.packing import SHORT, Packing, pad, unpad
+from spmdrl.model.attention.sinks import FlashWithSinks, with_sink_keys, with_sink_scores
 from spmdrl.model.shards import to_local
-from spmdrl.model.sinks import FlashWithSinks, with_sink_keys, with_sink_scores
 from spmdrl.world.torch_internals import varlen
 
 CHOOSING = ("indices", "block_indices", "position_bias")
@@ -104,22 +104,26 @@ def _kernel(
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
     """Pad sequences inside this call only; any device."""
-    queries = Pad.apply(q, packing)
-    keys, values = (Pad.apply(x, packing.of_keys) for x in (k, v))
+    queries = pad(q, packing)
+    keys, values = (pad(x, packing.of_keys) for x in (k, v))
     outputs = []
     for group in packing.groups:
         rows = _rows(queries, group.start, group.length, count=group.count)
         k_rows, v_rows = (
             _rows(x, group.key_start, group.key_length, count=group.count) for x in (keys, values)
         )
-        outputs.append(_attend(rows, k_rows, v_rows, how).flatten(0, 1))
+        images = packing.images
+        if images is not None:
+            images = _rows(images, group.start, group.length, count=group.count)
+        outputs.append(_attend(rows, k_rows, v_rows, how, images).flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return Unpad.apply(padded, packing)
+    return unpad(padded, packing)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
     """By torch's varlen kernel (CUDA, bfloat16)."""
     assert how.softcap is None, "pick_attention never pairs varlen with softcap"
+    assert packing.images is None, "pick_attention never pairs varlen with pictures seen both ways"
     ends, longest = _bounds(packing)
     wide = widened(v, q)
     if how.sinks is None:
@@ -132,6 +136,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) ->
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
     """By flash-attn 2 (CUDA, bfloat16); with sinks, which it does not know, by torch's own."""
+    assert packing.images is None, "pick_attention never pairs flash with pictures seen both ways"
     if how.sinks is not None:
         return _varlen(q, k, v, packing, how)
     from flash_attn import flash_attn_varlen_func
@@ -154,9 +159,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> 
 
 def _bounds(packing: Packing) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
     """Return where sequences end, and the longest's tokens, of queries and keys."""
-    both = (packing, packing.of_keys)
-    (ends, longest), (key_ends, key_longest) = ((p.cu_seqlens, p.max_seqlen) for p in both)
-    return (ends, key_ends), (longest, key_longest)
+    keys = packing.of_keys
+    return (packing.cu_seqlens, keys.cu_seqlens), (packing.max_seqlen, keys.max_seqlen)
 
 
 def widened(values: Tensor, like: Tensor) -> Tensor:
@@ -169,13 +173,18 @@ def _rows(x: Tensor, start: int, length: int, *, count: int) -> Tensor:
     return x[start : start + count * length].unflatten(0, (count, length))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing, images: Tensor | None = None) -> Tensor:
     """Attend causally over [B, L, H, D] rows of equal length; returns [B, L, Hq, D].
 
     Where keys are longer, the queries are their last tokens.
+
+    Args:
+        images: [B, L], pictures whose tokens see each other; see Packing.
     """
     length, keys = q.shape[1], k.shape[1]
     window = None if how.window is None or how.window >= keys else how.window
+    if images is not None:
+        return _sdpa(q, k, v, _seen_with(images, window)[:, None], scale=how.scale_of(q))
     if how.softcap is not None or (keys <= SHORT and not q.is_cuda):
         visible = _is_visible(length, keys, window=window, device=q.device)
         return _attend_by_matmul(q, k, v, visible, how)
@@ -250,6 +259,15 @@ def _is_visible(length: int, keys: int, *, window: int | None, device: torch.dev
     return seen if window is None else seen.triu(before + 1 - window)
 
 
+def _seen_with(images: Tensor, window: int | None) -> Tensor:
+    """Return [B, L, L] bool: what each token sees before it, and of its own picture."""
+    length = images.shape[1]
+    is_own = (images[:, :, None] == images[:, None]) & (images[:, None] >= 0)
+    before = _is_visible(length, length, window=None, device=images.device)
+    seen = before | is_own
+    return seen if window is None else seen.triu(1 - window)
+
+
 def check_supported(
     module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, object]
 ) -> None:
@@ -295,12 +313,31 @@ def register_attention() -> None:
 
 
 def pick_attention(
-    wanted: str, *, device: torch.device, dtype: torch.dtype, has_softcap: bool
+    wanted: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    has_softcap: bool,
+    both_ways: bool = False,
 ) -> str:
     """Return the kernel for `model.kernels.attention`: padded, varlen or flash.
 
+    Args:
+        both_ways: the tokens of a picture see each other, which the padded one alone can do.
     Raises: Refusal when the one asked for cannot serve this device, dtype or model.
     """
+    if both_ways and has_softcap:
+        raise Refusal(
+            "model: tokens of a picture see each other in it, and its attention caps its logits "
+            "(attn_logit_softcapping): no kernel here does both; set model.part to text"
+        )
+    if both_ways and wanted != "padded":
+        if wanted != "auto":
+            raise Refusal(
+                f"model.kernels.attention: {wanted} looks back alone, and the tokens of a picture "
+                "see each other in this model; set it to auto or padded"
+            )
+        return "padded"
     fits_kernels = device.type == "cuda" and dtype == torch.bfloat16
     if wanted == "auto" and fits_kernels and has_softcap and find_spec("flash_attn") is not None:
         return "flash"
