@@ -14,7 +14,8 @@ from spmdrl.model.transformers_internals import block_kinds, is_experts
 
 
 def blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
-    """Return {name: module} of the transformer blocks, first to last.
+    """Return {name: module} of the transformer blocks, first to last; of a model that takes more
+    than text, those of its language model.
 
     Where a model does not say what its blocks are, they are the list of modules that holds most
     of its parameters.
@@ -31,9 +32,28 @@ def blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def has_towers(config: Any) -> bool:
+    """Return whether a transformers config is of a model that takes more than text."""
+    return any(
+        getattr(config, name, None) is not None for name in ("vision_config", "audio_config")
+    )
+
+
+def _language_model(hf_model: nn.Module) -> str:
+    """Return the name of the language model in one that takes more than text; empty for others."""
+    base = str(getattr(hf_model, "base_model_prefix", ""))
+    whole = getattr(hf_model, base, None) if base else None
+    is_part = has_towers(getattr(hf_model, "config", None)) and hasattr(whole, "language_model")
+    return f"{base}.language_model" if is_part else ""
+
+
 def _blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
-    kinds = block_kinds(hf_model)
-    found = {n: module for n, module in hf_model.named_modules() if type(module).__name__ in kinds}
+    kinds, within = block_kinds(hf_model), _language_model(hf_model)
+    found = {
+        name: module
+        for name, module in hf_model.named_modules()
+        if type(module).__name__ in kinds and (not within or name.startswith(f"{within}."))
+    }
     if not found:
         return _layers(hf_model)
     # Some models name parts of their blocks too.
@@ -66,8 +86,10 @@ def base_of(hf_model: nn.Module) -> tuple[str, nn.Module]:
     """Return (name, module) of what makes the states below a model's head.
 
     A model's `base_model_prefix` may name what only another class of its family has: then it is
-    the part that holds the blocks.
+    the part that holds the blocks. Of a model that takes more than text it is the language model.
     """
+    if language := _language_model(hf_model):
+        return language, hf_model.get_submodule(language)
     prefix = str(getattr(hf_model, "base_model_prefix", ""))
     base = getattr(hf_model, prefix, None) if prefix else None
     if isinstance(base, nn.Module):

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from spmdrl.imports import divisors
+from spmdrl.model.attention.separation import separation_of
 from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures, of_layers
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import split_dim, style_problems, tp_styles
-from spmdrl.model.separation import separation_of
+from spmdrl.model.vision.towers import attends_both_ways
 from spmdrl.world.axes import Axes
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -37,6 +38,7 @@ class ModelCounts:
     other: tuple[tuple[str, int], ...] = ()  # (weight and dim, size) that tp cuts besides
     unsliced: tuple[str, ...] = ()  # kinds of layers that need whole sequences
     mixers: tuple[str, ...] = ()  # kinds of those that compute one sequence per row
+    both_ways: bool = False  # tokens of a picture see each other
     leak: str = ""  # why packed sequences would see each other
     tp_problem: str = ""  # why it cannot be tensor-parallel over however many ranks
 
@@ -57,7 +59,7 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
 
     Raises: Refusal when the model does not say what its blocks are.
     """
-    config = hf_model.config
+    config = hf_model.config.get_text_config()
 
     def count(name: str) -> int:
         """Return what divides in every layer, where layers differ."""
@@ -70,7 +72,7 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
     mixers = sorted({type(hf_model.get_submodule(name)).__name__ for name in names})
     chunked = ["attention within chunks"] if separation.chunk else []
     own = ModelCounts(
-        model_type=config.model_type,
+        model_type=hf_model.config.model_type,
         heads=count("num_attention_heads"),
         kv_heads=0 if count("kv_lora_rank") else count("num_key_value_heads"),
         intermediate=count("intermediate_size") * has_mlp,
@@ -90,6 +92,7 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         other=tuple((name, size) for size, name in other.items()),
         unsliced=(*mixers, *chunked),
         mixers=tuple(mixers),
+        both_ways=attends_both_ways(hf_model),
         leak=next(iter(separation.reasons), ""),
         tp_problem=f"its {mixers[0]} is not cut" if mixers else why_never(hf_model),
     )
@@ -153,14 +156,22 @@ def _tp_misfits(counts: ModelCounts, tp: int) -> Iterator[str]:
 def _cp_misfits(counts: ModelCounts, axes: Axes, *, context: str) -> Iterator[str]:
     cp, tp, heads = axes.cp, axes.tp, counts.heads
     if cp > 1 and (counts.unsliced or not heads):
+        which = f"({', '.join(counts.unsliced)})" if counts.unsliced else "without attention heads"
         yield (
-            f"layout.cp: {cp} with a {counts.model_type}, whose layers "
-            + (
-                f"({', '.join(counts.unsliced)}) "
-                if counts.unsliced
-                else "without attention heads "
-            )
-            + "cannot be computed on slices of a sequence; set layout.cp to 1"
+            f"layout.cp: {cp} with a {counts.model_type}, whose layers {which} cannot be computed "
+            "on slices of a sequence; set layout.cp to 1"
+        )
+    elif (
+        cp > 1
+        and counts.both_ways
+        and not heads % tp
+        and context_method(context, heads=heads // tp, cp=cp) != "ulysses"
+    ):
+        yield (
+            f"layout.cp: {cp} with a {counts.model_type} by model.kernels.context {context}: "
+            "tokens of a picture see each other, for which a rank needs whole sequences: take "
+            f"ulysses, and a cp that divides the {heads} / tp {tp} = {heads // tp} query heads: "
+            f"{divisors(heads // tp)}"
         )
     elif context == "ulysses" and not heads % tp and heads // tp % cp:
         yield (

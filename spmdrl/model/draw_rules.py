@@ -1,17 +1,181 @@
 """How scored tokens were drawn, where that is more than a temperature that all share.
 
-Shape letters: N scored tokens, n of them in a chunk, V this rank's part of the vocabulary.
+Penalties ask what came before a token. An id that stands somewhere in a sequence counts for the
+tokens behind it up to the sequence's end: +1 at the first of them that is scored, -1 behind the
+last. Counts of a chunk are the sum of what comes before it and running sums over it. Kept sets are
+masks of logits, made chunk by chunk too.
+
+Shape letters: N scored tokens, n of them in a chunk, V vocabulary (this rank's part of it where
+logits are), E changes of counts or ids in lists, B sets of bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.config import Penalties
-from spmdrl.model.history import History, penalise
-from spmdrl.model.kept_mask import KeptMask
+from spmdrl.kept_sets import KeptSets
+
+
+@dataclass(frozen=True)
+class Changes:
+    """How counts of ids change from one scored token to the next."""
+
+    at: Tensor  # [E] int64, the scored token from which on it holds, ascending
+    ids: Tensor  # [E] int64
+    by: Tensor  # [E] int32, 1 or -1
+    ends: tuple[int, ...]  # [N + 1], how many changes hold before each scored token
+
+    def counts(self, part: slice, *, first: int, width: int) -> Tensor:
+        """Return how often ids of [first, first + width) came before tokens, [n, width] int32.
+
+        Args:
+            part: of consecutive scored tokens, at least one.
+        """
+        begin, end = self.ends[part.start + 1], self.ends[part.stop]
+        ids = self.ids[:end] - first
+        ids = torch.where((ids >= 0) & (ids < width), ids, width)  # a column that nobody reads
+        changes = torch.zeros(
+            part.stop - part.start, width + 1, dtype=torch.int32, device=ids.device
+        )
+        changes[0].index_add_(0, ids[:begin], self.by[:begin])
+        places = (self.at[begin:end] - part.start, ids[begin:end])
+        changes.index_put_(places, self.by[begin:end], accumulate=True)
+        return changes.cumsum(dim=0, dtype=torch.int32)[:, :width]
+
+
+@dataclass(frozen=True)
+class History:
+    """What came before each of N scored tokens."""
+
+    all: Changes
+    """Prompt and response."""
+    response: Changes
+    """The response alone."""
+
+
+def _history(
+    tokens: Tensor,
+    lengths: Sequence[int],
+    *,
+    drawn: Tensor,
+    scored: Tensor,
+    device: torch.device | str,
+) -> History:
+    """Return what came before the scored tokens of a packed row.
+
+    Args:
+        tokens: [T] int64 on the CPU.
+        lengths: tokens per sequence.
+        drawn: [T] bool, tokens of responses.
+        scored: [N] int64, positions, ascending.
+        device: of the result.
+    """
+    bounds = torch.tensor(lengths).cumsum(0)
+    after = torch.searchsorted(scored, torch.arange(len(tokens)), right=True)
+    end = torch.searchsorted(scored, bounds).repeat_interleave(torch.tensor(lengths))
+
+    def changes(chosen: Tensor) -> Changes:
+        chosen = (chosen & (after < end)).nonzero()[:, 0]
+        at = torch.cat([after[chosen], end[chosen]])
+        by = torch.ones(len(chosen), dtype=torch.int32)
+        order = at.argsort(stable=True)
+        at, ids = at[order], tokens[chosen].repeat(2)[order]
+        ends = torch.searchsorted(at, torch.arange(-1, len(scored)), right=True)
+        return Changes(
+            at.to(device),
+            ids.to(device),
+            torch.cat([by, -by])[order].to(device),
+            tuple(ends.tolist()),
+        )
+
+    return History(changes(torch.ones_like(drawn)), changes(drawn))
+
+
+def penalise(
+    logits: Tensor, penalties: Penalties, *, came: Tensor | None, counts: Tensor | None, first: int
+) -> tuple[Tensor, Tensor | None]:
+    """Apply penalties to logits.
+
+    Args:
+        logits: [n, width] float32, before temperature, of ids from `first` on.
+        came: [n, width] bool, ids that came before; None where `repetition` is 1.
+        counts: [n, width], how often they came in the response; None where it does not matter.
+    Returns: the penalised logits, and by how much they change per change of the plain ones (None:
+        by as much).
+    """
+    width, scale = logits.shape[1], None
+    if penalties.bias:
+        ids = torch.tensor([i for i, _ in penalties.bias], device=logits.device) - first
+        added = torch.tensor([b for _, b in penalties.bias], device=logits.device)
+        is_own = (ids >= 0) & (ids < width)
+        whole = logits.new_zeros(width).index_add_(0, ids.clamp(0, width - 1), added * is_own)
+        logits = logits + whole
+    if came is not None:
+        factor = torch.where(logits > 0, 1.0 / penalties.repetition, penalties.repetition)
+        scale = factor.masked_fill_(~came, 1.0)
+        logits = logits * scale
+    if counts is not None:
+        logits = logits - penalties.frequency * counts
+        logits = logits - penalties.presence * (counts > 0)
+    return logits, scale
+
+
+@dataclass(frozen=True)
+class KeptMask:
+    """The ids among which each of N scored tokens was drawn, where the logits are."""
+
+    vocab: int  # V
+    is_cut: Tensor  # [N] bool, not drawn among all ids
+    rows: Tensor  # [E] int64, which token an id is of, ascending
+    ids: Tensor  # [E] int64
+    row_ends: tuple[int, ...]  # [N + 1], of each token's part of them
+    owners: Tensor  # [B] int64, which token a set of bits is of, ascending
+    bits: Tensor  # [B, ceil(V / 8)] uint8
+    owner_ends: tuple[int, ...]  # [N + 1], as row_ends
+
+    def dropped(self, part: slice, *, first: int, width: int) -> Tensor:
+        """Return the ids of [first, first + width) that are not kept, [n, width] bool.
+
+        Args:
+            part: of consecutive tokens.
+        """
+        # One more column, for ids that are another rank's.
+        is_cut = self.is_cut[part]
+        dropped = is_cut[:, None].repeat(1, width + 1)
+        own = slice(self.row_ends[part.start], self.row_ends[part.stop])
+        at = self.ids[own] - first
+        at = torch.where((at >= 0) & (at < width), at, width)
+        dropped[self.rows[own] - part.start, at] = False
+        own = slice(self.owner_ends[part.start], self.owner_ends[part.stop])
+        if own.stop > own.start:
+            shifts = torch.arange(8, dtype=torch.uint8, device=self.bits.device)
+            bits = ((self.bits[own][:, :, None] >> shifts) & 1).flatten(1)[:, : self.vocab]
+            bits = F.pad(bits, (0, max(0, first + width - self.vocab)))[:, first : first + width]
+            dropped[self.owners[own] - part.start, :width] = bits == 0
+        return dropped[:, :width]
+
+
+def make_kept_mask(sets: KeptSets, device: torch.device | str) -> KeptMask:
+    """Return kept sets, on the CPU, ready to be applied on a device."""
+    (rows, ids), (owners, bits) = sets.ids(), sets.bitmaps()
+    bounds = torch.arange(len(sets) + 1)
+    return KeptMask(
+        vocab=sets.vocab,
+        is_cut=(sets.sizes > 0).to(device),
+        rows=rows.to(device),
+        ids=ids.to(device),
+        row_ends=tuple(torch.searchsorted(rows, bounds).tolist()),
+        owners=owners.to(device),
+        bits=bits.to(device),
+        owner_ends=tuple(torch.searchsorted(owners, bounds).tolist()),
+    )
+
 
 _NEVER = -1e30  # finite: its product with a probability of 0 is 0
 
@@ -57,3 +221,30 @@ class DrawRules:
         dropped = self.kept.dropped(part, first=first, width=logits.shape[1])
         logits.masked_fill_(dropped, _NEVER)
         return dropped
+
+
+def make_rules(
+    tokens: Tensor,
+    lengths: Sequence[int],
+    scored: Tensor,
+    *,
+    kept_sets: KeptSets | None,
+    drawn: Tensor | None,
+    device: torch.device | str,
+) -> DrawRules | None:
+    """Return how scored tokens of a packed row were drawn; None where there is nothing to say.
+
+    Args:
+        tokens: [T] int64 on the CPU.
+        lengths: tokens per sequence.
+        scored: [N] int64 on the CPU, positions, ascending.
+        kept_sets: of the T tokens, on the CPU; None for none.
+        drawn: [T] bool, tokens of responses, for penalties; None for none.
+        device: of the result.
+    """
+    if kept_sets is None and drawn is None:
+        return None
+    kept = None if kept_sets is None else make_kept_mask(kept_sets[scored], device)
+    if drawn is None:
+        return DrawRules(kept)
+    return DrawRules(kept, _history(tokens, lengths, drawn=drawn, scored=scored, device=device))

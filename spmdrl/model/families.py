@@ -1,4 +1,8 @@
-"""Text families of transformers that are checked by name, each as a released model of it says."""
+"""Text families of transformers that are checked by name.
+
+Each has what a released model's config says and its class's defaults do not, as far as its small
+model (shrink.py) differs by it: sizes that are made small anyway are left out.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +45,10 @@ _LFM2 = "conv conv full conv conv full conv conv full conv full conv full conv f
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": dict(
-        hidden_size=1536,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        intermediate_size=8960,
-        tie_word_embeddings=True,
-    ),
+    "qwen2": dict(num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True),
     "qwen2_moe": {},
     "qwen3": dict(
-        hidden_size=1024,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        intermediate_size=3072,
-        tie_word_embeddings=True,
+        hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True
     ),
     "qwen3_moe": dict(head_dim=128),
     "qwen3_next": {},
@@ -63,8 +57,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": dict(
         hidden_size=2048,
         num_key_value_heads=8,
-        head_dim=64,
-        intermediate_size=8192,
         max_position_embeddings=131072,
         tie_word_embeddings=True,
         rope_parameters=_LLAMA3,
@@ -90,8 +82,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": dict(head_dim=128, attention_bias=True),
     "starcoder2": dict(sliding_window=4096),
     "granite": _GRANITE,
-    "granitemoe": _GRANITE
-    | dict(hidden_size=1536, num_attention_heads=24, num_local_experts=40, num_experts_per_tok=8),
+    "granitemoe": _GRANITE | dict(num_attention_heads=24),
     "granitemoehybrid": _GRANITE
     | dict(
         hidden_size=1536,
@@ -99,14 +90,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         num_key_value_heads=4,
         num_hidden_layers=40,
         layer_types=["full_attention" if i % 10 == 5 else "linear_attention" for i in range(40)],
-        num_local_experts=64,
-        num_experts_per_tok=6,
-        mamba_n_heads=48,
         position_embedding_type="nope",
     ),
-    "cohere2": dict(
-        hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, logit_scale=0.25
-    ),
+    "cohere2": dict(num_attention_heads=32, num_key_value_heads=8),
     "ernie4_5": {},
     "ernie4_5_moe": {},
     "exaone4": dict(num_key_value_heads=8),
@@ -132,13 +118,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": dict(
         hidden_size=2048,
         num_attention_heads=16,
-        num_key_value_heads=16,
         q_lora_rank=None,
         n_group=1,
         topk_group=1,
         num_experts_per_tok=6,
         first_k_dense_replace=1,
-        moe_intermediate_size=1408,
         max_position_embeddings=163840,
         rope_parameters=_YARN | dict(mscale=0.707, mscale_all_dim=0.707),
     ),
@@ -164,7 +148,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "jamba": {},
     "lfm2": dict(
-        hidden_size=2048,
         num_hidden_layers=16,
         layer_types=[kind.replace("full", "full_attention") for kind in _LFM2.split()],
     ),
@@ -192,7 +175,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "olmo_hybrid": {},
     # Settings that released models have and the class's own do not.
-    "qwen2_moe+window": dict(use_sliding_window=True, sliding_window=32768, max_window_layers=12),
+    "qwen2_moe+window": dict(use_sliding_window=True, max_window_layers=12),
     "phi3+longrope": dict(max_position_embeddings=131072, rope_parameters=_LONGROPE),
     "gemma4_text+moe": dict(
         enable_moe_block=True,

@@ -51,7 +51,8 @@ def logprobs_and_entropy(
     targets: Tensor,
     options: HeadOptions,
     rules: DrawRules | None = None,
-) -> tuple[Tensor, Tensor]:
+    squares: bool = False,
+) -> tuple[Tensor, ...]:
     """Score one target per position under softmax(logits / temperature), by `rules` if any.
 
     Args:
@@ -63,32 +64,19 @@ def logprobs_and_entropy(
         options: chunk size, temperature, softcap, group.
         rules: how each target was drawn besides: ids that it was not drawn among have probability
             0 and get no gradient. None: by softmax alone.
+        squares: also sum_v pi_v^2; all of it without gradients.
     Returns: logprobs [N] float32 and entropy [N] float32, in nats; both differentiable in
-        hidden, weight and bias, equal on every rank of the group.
+        hidden, weight and bias, equal on every rank of the group; the sums [N] float32 where asked.
     Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
     """
-    return _Head.apply(hidden, weight, bias, targets, options, rules)
-
-
-@torch.no_grad()
-def with_square_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    targets: Tensor,
-    options: HeadOptions,
-    rules: DrawRules | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs and entropy as `logprobs_and_entropy`, and sum_v pi_v^2: [N] float32 each.
-
-    Args: as there. Without gradients.
-    Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
-    """
-    logprobs, entropy, _, squares = _scores(
-        hidden, weight, bias, _local(targets, weight, options), options, rules, squares=True
-    )
-    return logprobs, entropy, squares
+    if not squares:
+        return _Head.apply(hidden, weight, bias, targets, options, rules)
+    with torch.no_grad():
+        local = _local(targets, weight, options)
+        logprobs, entropy, _, sums = _scores(
+            hidden, weight, bias, local, options, rules, squares=True
+        )
+    return logprobs, entropy, sums
 
 
 class _Head(torch.autograd.Function):
@@ -117,12 +105,8 @@ class _Head(torch.autograd.Function):
         grad_bias = None if bias is None else grad_weight.new_zeros(bias.shape)
         for part in chunks(hidden.shape[0], options.chunk_tokens):
             own = [x[part] for x in (local, log_total, entropy, grad_logprobs, grad_entropy)]
-            if rules is None:
-                logits = scaled_logits(hidden[part], weight, options, bias=bias)
-                grad = _grad_logits(logits, own, options)
-            else:
-                ruled = _ruled(hidden[part], weight, options, bias=bias, rules=rules, part=part)
-                grad = _grad_ruled(ruled, own, options)
+            found = _ruled(hidden[part], weight, options, bias=bias, rules=rules, part=part)
+            grad = _grad_ruled(found, own, options)
             if grad_bias is not None:
                 grad_bias += grad.sum(dim=0)
             grad = grad.to(weight.dtype)
@@ -159,10 +143,7 @@ def _scores(
         torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3 + squares)
     ]
     for part in chunks(count, options.chunk_tokens):
-        if rules is None:
-            logits = scaled_logits(hidden[part], weight, options, bias=bias)
-        else:
-            logits = _ruled(hidden[part], weight, options, bias=bias, rules=rules, part=part).logits
+        logits = _ruled(hidden[part], weight, options, bias=bias, rules=rules, part=part).logits
         for whole, values in zip(found, _summarize(logits, local[part], options, squares=squares)):
             whole[part] = values
     return found
@@ -170,11 +151,11 @@ def _scores(
 
 @dataclass(frozen=True)
 class _Ruled:
-    """Logits [n, V] by rules, over temperature, and what their gradient needs."""
+    """Logits [n, V] over temperature, and what their gradient needs where there are rules."""
 
     logits: Tensor
-    slope: Tensor | float  # by how much they change per change of scaled products
-    dropped: Tensor | None  # [n, V] bool, of ids that were not kept
+    slope: Tensor | float | None = None  # by how much they change per change of scaled products
+    dropped: Tensor | None = None  # [n, V] bool, of ids that were not kept
 
 
 def _ruled(
@@ -183,10 +164,12 @@ def _ruled(
     options: HeadOptions,
     *,
     bias: Tensor | None,
-    rules: DrawRules,
+    rules: DrawRules | None,
     part: slice,
 ) -> _Ruled:
-    """Return the logits of consecutive positions; see `scaled_logits`."""
+    """Return the logits of consecutive positions, by rules if any; see `scaled_logits`."""
+    if rules is None:
+        return _Ruled(scaled_logits(hidden, weight, options, bias=bias))
     rank = 0 if options.group is None else dist.get_rank(options.group)
     plain = scaled_logits(hidden, weight, replace(options, temperature=1.0), bias=bias)
     slope: Tensor | float = 1 / options.temperature
@@ -201,7 +184,9 @@ def _ruled(
 
 
 def _grad_ruled(ruled: _Ruled, own: Sequence[Tensor], options: HeadOptions) -> Tensor:
-    """Return what `_grad_logits` does, for logits by rules."""
+    """Return what `_grad_logits` does, for logits by rules if any."""
+    if ruled.slope is None:
+        return _grad_logits(ruled.logits, own, options)
     plain = replace(options, softcap=None, temperature=1.0)
     grad = _grad_logits(ruled.logits, own, plain).mul_(ruled.slope)
     return grad if ruled.dropped is None else grad.masked_fill_(ruled.dropped, 0.0)

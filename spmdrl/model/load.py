@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from spmdrl.config import Config, ModelSettings
 from spmdrl.data.hub import find_on_hub
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, refusing
-from spmdrl.model.blocks import name_of
-from spmdrl.model.checkpoint_reader import CheckpointReader, some
-from spmdrl.model.file_tensors import file_tensors, live_tensors
-from spmdrl.model.quantised import quantisation
+from spmdrl.model.blocks import has_towers, name_of
+from spmdrl.model.files.file_tensors import file_tensors, live_tensors
+from spmdrl.model.files.quantised import quantisation
+from spmdrl.model.files.reader import CheckpointReader, some, text_config, text_part
 from spmdrl.model.shards import Held, Part
-from spmdrl.model.text_part import has_towers, text_config, text_part
 from spmdrl.model.transformers_internals import ignored_names, initialise, owners
+from spmdrl.model.vision.towers import build_seeing_model, check_family
 from spmdrl.world.torch_internals import is_persistent
 
 SCALAR_HEAD = "score.weight"
@@ -60,10 +61,8 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "a
     if not has_towers(config):
         return config
     if part != "text":
-        raise Refusal(
-            f"model.path: {path} is a {config.model_type} with a vision tower; only "
-            "text models can be trained: set model.part to text to train its text part alone"
-        )
+        check_family(config, path=path)
+        return config
     own = text_part(path)
     config = text_config(config)
     config.tie_word_embeddings = own is not None and own.is_tied
@@ -98,8 +97,8 @@ def build_meta_model(
         attention: name in transformers' attention interface; None for its own choice.
         is_scalar: with a head `score` of one output instead of the vocabulary's.
         config: a transformers config instead of that of `model.path`.
-    Returns: a transformers causal LM, or sequence classifier, all parameters float32 on the
-        meta device.
+    Returns: a transformers causal LM, one that sees, or sequence classifier, all parameters
+        float32 on the meta device.
     Raises: Refusal for a missing folder or an architecture that has no such form.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -107,7 +106,15 @@ def build_meta_model(
     trusts = model.trust_remote_code
     config = config or load_hf_config(model.path, trust_remote_code=trusts, part=model.part)
     kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
-    if is_scalar:
+    build = partial(
+        kind.from_config,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        trust_remote_code=trusts,
+    )
+    if has_towers(config):
+        build = partial(build_seeing_model, attention=attention, is_scalar=is_scalar)
+    elif is_scalar:
         config.num_labels = 1
     what = f"{config.model_type} of {model.path} as a " + (
         "sequence classifier" if is_scalar else "causal language model"
@@ -115,12 +122,7 @@ def build_meta_model(
     # Configurations of many kinds are read by code of many kinds; all errors mean the same here.
     what = f"model.path: cannot build {what}"
     with torch.device("meta"), refusing(what, Exception, names_kind=True):
-        hf_model = kind.from_config(
-            config,
-            dtype=torch.float32,
-            attn_implementation=attention,
-            trust_remote_code=model.trust_remote_code,
-        )
+        hf_model = build(config)
     head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
     # Some say so of a head that is one of its own, and some do not say it.
     config.tie_word_embeddings = getattr(head, "weight", None) is embedding.weight
@@ -181,7 +183,7 @@ def _may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
     patterns = ignored_names(hf_model)
     patterns.append(r"rotary_emb\.inv_freq$")  # stored by old versions, computed by us
     if is_scalar:
-        patterns.append(r"^(lm_head|embed_out)\.(weight|bias)$")
+        patterns.append(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
     elif hf_model.config.tie_word_embeddings:
         head = name_of(hf_model, hf_model.get_output_embeddings())
         patterns.append(rf"^{re.escape(head)}\.weight$")
@@ -199,7 +201,7 @@ def read_tensors(
     Args:
         reader: the files, checked by `check_weights`.
         tensors: {live name: DTensor or Tensor with storage}.
-        parts: {name in the files: part of a live tensor}, see file_tensors.py.
+        parts: {name in the files: part of a live tensor}, see files/file_tensors.py.
     """
     held, names = Held(tensors, parts), reader.names()
     for name, boxes in held.boxes().items():
@@ -221,18 +223,18 @@ def compute_buffers(hf_model: nn.Module) -> None:
     """
     check_buffers(hf_model)
     from_files = live_tensors(hf_model).values()
-    computed = {name: _computed_buffers(module) for name, module in hf_model.named_modules()}
-    for buffer in (buffer for own in computed.values() for buffer in own.values()):
+    computed = _computed_buffers(hf_model)
+    for _, _, buffer in computed:
         buffer.fill_(_unset(buffer))
+    modules = {id(module) for module, _, _ in computed}
     for name, owner in owners(hf_model).items():
         module = hf_model.get_submodule(name)
-        if computed[name] or module is owner:  # a model may compute what its layers have
+        if id(module) in modules or module is owner:  # a model may compute what its layers have
             initialise(owner, module, except_for=from_files)
-    for name, module in hf_model.named_modules():
-        for key, buffer in _computed_buffers(module).items():
-            unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
-            if bool(unset.any()):
-                raise _unknown_buffer(f"{name}.{key}", module)
+    for module, name, buffer in _computed_buffers(hf_model):
+        unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer)
+        if bool(unset.any()):
+            raise _unknown_buffer(name, module)
 
 
 def check_buffers(hf_model: nn.Module) -> None:
@@ -240,10 +242,9 @@ def check_buffers(hf_model: nn.Module) -> None:
 
     Raises: Refusal naming one of booleans that no file holds.
     """
-    for name, module in hf_model.named_modules():
-        for key, buffer in _computed_buffers(module).items():
-            if buffer.dtype is torch.bool:
-                raise _unknown_buffer(f"{name}.{key}", module)
+    for module, name, buffer in _computed_buffers(hf_model):
+        if buffer.dtype is torch.bool:
+            raise _unknown_buffer(name, module)
 
 
 def _unset(buffer: Tensor) -> float:
@@ -258,12 +259,14 @@ def _unknown_buffer(name: str, module: nn.Module) -> Refusal:
     )
 
 
-def _computed_buffers(module: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: buffer
-        for name, buffer in module.named_buffers(recurse=False)
-        if not is_persistent(module, name)
-    }
+def _computed_buffers(hf_model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return (module, name in the model, buffer) of those that no file holds."""
+    return [
+        (module, f"{name}.{key}", buffer)
+        for name, module in hf_model.named_modules()
+        for key, buffer in module.named_buffers(recurse=False)
+        if not is_persistent(module, key)
+    ]
 
 
 def load_whole_model(

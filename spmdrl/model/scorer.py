@@ -1,8 +1,15 @@
-"""The modules that FSDP2 sees as its roots: tokens in; logprobs, or values, out."""
+"""The modules that FSDP2 sees as its roots: tokens in; logprobs, or values, out.
+
+Some models scale logits, some cap them, each by fields of its own. Instead of a table of fields,
+the model's forward pass is run once on a few numbers, with stand-ins for what is below the head and
+for the head itself: no weights are needed, and what is not of the form that head.py computes is
+refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -15,11 +22,113 @@ from torch import Tensor, nn
 from spmdrl.config import NO_PENALTIES, Penalties
 from spmdrl.errors import Refusal
 from spmdrl.kept_sets import KeptSets
-from spmdrl.model.blocks import base_of, name_of
+from spmdrl.model.blocks import base_of, blocks, name_of, replaced_forward
+from spmdrl.model.draw_rules import make_rules
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
-from spmdrl.model.head_form import head_form
 from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
 from spmdrl.model.shards import to_local
+from spmdrl.model.vision.eyes import eyes_of
+from spmdrl.pictures import Pictures
+
+_LEVELS = (1.0, -1.0, 1e-4, 1e6, 3.0, -40.0)  # of the numbers that pass; 1e6 fills any cap
+_CLOSE = 1e-5
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """Logits are scale * x, or softcap * tanh(scale * x / softcap), of the head's products x."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Return what becomes of the head's products."""
+        scaled = products * self.scale
+        cap = self.softcap
+        return scaled if cap is None else cap * torch.tanh(scaled / cap)
+
+
+def head_form(hf_model: nn.Module) -> HeadForm:
+    """Return the form of a causal LM's logits.
+
+    Args:
+        hf_model: on the meta device or any other; it is left as it was.
+    Raises: Refusal for a model without a linear output head, or one that makes logits of its
+        products in another way.
+    """
+    head, kind = hf_model.get_output_embeddings(), type(hf_model).__name__
+    if head is None or getattr(head, "weight", None) is None:
+        raise Refusal(f"model: {kind} has no linear output head, from which logprobs are made")
+    has_bias = getattr(head, "bias", None) is not None
+    levels = torch.tensor(_LEVELS, dtype=torch.float64)
+    rows, width = head.weight.shape
+    products = (levels + 0.5 * has_bias)[:, None].expand(-1, rows)
+    try:
+        logits = _run(
+            hf_model,
+            head,
+            hidden=levels[:, None].expand(-1, width),
+            product=lambda x: x[..., :1].expand(*x.shape[:-1], rows) + 0.5 * has_bias,
+        )
+    except Exception as error:  # whatever the model's own code runs into
+        raise Refusal(_refused(kind, f"cannot be followed ({error!r:.200})")) from error
+    form = _form(products, logits)
+    if logits.shape != products.shape or not torch.allclose(
+        form.logits(products), logits, rtol=_CLOSE, atol=0
+    ):
+        raise Refusal(_refused(kind, "is neither a factor nor a softcap"))
+    return form
+
+
+def _refused(kind: str, why: str) -> str:
+    return (
+        f"model: what {kind} does between its last states and its logits {why}, so that logprobs "
+        "would be those of another model; take a family whose logits are a linear head's, scaled "
+        "or softcapped"
+    )
+
+
+def _form(products: Tensor, logits: Tensor) -> HeadForm:
+    ratios = (logits / products)[:, 0]
+    one, small, large = (float(ratios[_LEVELS.index(level)]) for level in (1.0, 1e-4, 1e6))
+    if abs(large - one) <= _CLOSE * abs(one):
+        return HeadForm(scale=one)
+    cap = abs(float(logits[_LEVELS.index(1e6), 0]))
+    return HeadForm(scale=float(f"{small:.5g}"), softcap=cap)
+
+
+def _run(
+    hf_model: nn.Module, head: nn.Module, *, hidden: Tensor, product: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return [n, V] logits that a model makes of states [n, H], with `product` for its head."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class _States(BaseModelOutputWithPast):
+        """What is below the head returns, and None for all else that a family asks of it."""
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    def below(*_args: Any, **_options: Any) -> _States:
+        return _States(last_hidden_state=hidden[None])
+
+    ids = torch.zeros(1, len(hidden), dtype=torch.int64)
+    with torch.no_grad(), ExitStack() as stack:
+        for module in _around_blocks(hf_model):
+            stack.enter_context(replaced_forward(module, below))
+        stack.enter_context(replaced_forward(head, product))
+        return hf_model(input_ids=ids, use_cache=False, return_dict=True).logits[0].double().cpu()
+
+
+def _around_blocks(hf_model: nn.Module) -> list[nn.Module]:
+    """Return what may be asked for states: some models ask a part of what is below their head."""
+    first = next(iter(blocks(hf_model)))
+    parts = first.split(".")[:-1]
+    names = [".".join(parts[: count + 1]) for count in range(len(parts))]
+    found = map(hf_model.get_submodule, names)
+    return [module for module in found if not isinstance(module, nn.ModuleList)]
+
 
 Head = Callable[..., Any]
 """From the states before scored tokens [n, H], this rank's rows of the vocabulary [V, H], their
@@ -64,6 +173,7 @@ def make_row(
     routes: Tensor | None = None,
     kept_sets: KeptSets | None = None,
     drawn: Tensor | None = None,
+    pictures: Pictures | None = None,
 ) -> ScoredRow:
     """Return what the scorer needs to score the masked tokens of a packed row.
 
@@ -75,6 +185,7 @@ def make_row(
         routes: [T, L, K] on the CPU, to be replayed; None for none.
         kept_sets: among which ids each token was drawn, on the CPU; None: all of them.
         drawn: [T] bool on the CPU, tokens of responses, where penalties count them.
+        pictures: what the tokens show, on the CPU; None: nothing, on no rank.
     Raises: Refusal when the mask holds a sequence's first token, which nothing predicts.
     """
     firsts = torch.tensor([0, *accumulate(lengths[:-1])])
@@ -85,18 +196,17 @@ def make_row(
             f"{int(first[0])}), which no token comes before; mask it out where rows are read"
         )
     scored, device = mask.nonzero()[:, 0], slicing.device
+    rules = partial(make_rules, tokens, lengths, kept_sets=kept_sets, drawn=drawn, device=device)
     own = make_slice(
         tokens,
         lengths,
         scored=scored,
         slicing=slicing,
         routes=routes,
-        kept_sets=kept_sets,
-        drawn=drawn,
+        rules=rules,
+        pictures=pictures,
     )
-    return ScoredRow(
-        tokens=tokens.to(device), lengths=tuple(lengths), scored=scored.to(device), own=own
-    )
+    return ScoredRow(tokens.to(device), tuple(lengths), scored.to(device), own)
 
 
 class Scorer(nn.Module):
@@ -122,7 +232,7 @@ class Scorer(nn.Module):
     ):
         super().__init__()
         form, head = head_form(hf_model), hf_model.get_output_embeddings()
-        _, self.base = base_of(hf_model)
+        (_, self.base), self.eyes = base_of(hf_model), eyes_of(hf_model)
         self._is_tied = bool(hf_model.config.tie_word_embeddings)
         self.lm_head = _own_part(head) if self._is_tied else head
         self.head_options = HeadOptions(
@@ -140,39 +250,44 @@ class Scorer(nn.Module):
         Args:
             head: what to make of the states instead.
         """
-        hidden, own = _states(self.base, row.own), row.own
+        hidden, own = _states(self.base, row.own, self.eyes), row.own
         rows: Any = self.base.get_input_embeddings() if self._is_tied else self.lm_head
         weight, bias = to_local(rows.weight), to_local(getattr(self.lm_head, "bias", None))
         head = head or partial(logprobs_and_entropy, options=self.head_options, rules=own.rules)
         return head(hidden.index_select(0, own.before), weight, bias, targets=own.targets)
 
 
-class _OwnPart(nn.Module):
-    """What a head has besides the embedding's rows."""
-
-    def __init__(self, bias: nn.Parameter):
-        super().__init__()
-        self.bias = bias
-
-
 def _own_part(head: nn.Module) -> nn.Module | None:
-    bias = getattr(head, "bias", None)
-    return None if bias is None else _OwnPart(bias)
+    """Return what a head has besides the embedding's rows."""
+    if getattr(head, "bias", None) is None:
+        return None
+    own = nn.Module()
+    own.bias = head.bias
+    return own
 
 
 def scorer_prefixes(hf_model: nn.Module) -> dict[str, str]:
     """Return {a child of the scorer: the name that the model has for it}."""
-    prefixes = {"base": base_of(hf_model)[0], "score": "score"}
+    base = base_of(hf_model)[0]
+    prefixes = {"base": base, "eyes": base.rpartition(".")[0], "score": "score"}
     if head := hf_model.get_output_embeddings():
         prefixes["lm_head"] = name_of(hf_model, head)
     return prefixes
 
 
-def _states(base: nn.Module, own: RowSlice) -> Tensor:
-    """Return the last hidden states of the slice's tokens: [t, H]."""
+def _states(base: nn.Module, own: RowSlice, eyes: nn.Module | None) -> Tensor:
+    """Return the last hidden states of the slice's tokens: [t, H].
+
+    Args:
+        eyes: of a model that sees; it runs where the row has pictures on any rank.
+    """
+    given = {"input_ids": own.tokens[None]}
+    if own.shown is not None:
+        assert eyes is not None, "only a model that sees is given pictures"
+        given = eyes(base.get_input_embeddings()(own.tokens[None]), own.shown)  # type: ignore[operator]
     return base(
-        input_ids=own.tokens[None],
-        position_ids=own.position_ids[None],
+        **given,
+        position_ids=own.position_ids.unsqueeze(-2),
         attention_mask=None,
         use_cache=False,
         packing=own.packing,
@@ -188,9 +303,10 @@ class Valuer(nn.Module):
 
     def __init__(self, hf_model: nn.Module):
         super().__init__()
-        (_, self.base), self.score = base_of(hf_model), hf_model.score
+        (_, self.base), self.eyes = base_of(hf_model), eyes_of(hf_model)
+        self.score = hf_model.score
 
     def forward(self, row: ScoredRow) -> Tensor:
         """Return the value after each token of the slice: [t] float32."""
-        values = self.score(_states(self.base, row.own))
+        values = self.score(_states(self.base, row.own, self.eyes))
         return values.float().sum(-1)  # not a view, which FSDP2 warns of

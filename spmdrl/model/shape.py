@@ -1,22 +1,27 @@
 """What memory, traffic and arithmetic of a model follow from: its shapes, without its weights.
 
 Read off a transformers model on the meta device, so a config.json is enough. Blocks that look
-alike are equal and hashable: what is computed for one serves all of them.
+alike are equal and hashable: what is computed for one serves all of them. Shapes of well-known
+models come along, for sizes without a network.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks
 from spmdrl.model.divisibility import ModelCounts, counts_of
 from spmdrl.model.parallel.tp_plan import split_dim, tp_styles
+from spmdrl.model.vision.cost import TowerShape
+from spmdrl.model.vision.towers import sees
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class ModelShape:
     blocks: tuple[Block, ...]
     root: tuple[Weight, ...]  # embedding, final norm, untied head
     counts: ModelCounts  # what axes divide in it
+    tower: TowerShape | None = None  # of a model that sees
 
     @cached_property
     def numel(self) -> int:
@@ -122,13 +128,13 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
         name: for messages; empty means the model type.
     Raises: Refusal for blocks of an unknown build, naming what is missing.
     """
-    config = hf_model.config
+    config = hf_model.config.get_text_config()
     modules = list(blocks(hf_model).items())
     styles = tp_styles(hf_model)
     prefixes = tuple(f"{n}." for n, _ in modules)
     embedding = hf_model.get_input_embeddings().weight
     head = hf_model.get_output_embeddings()
-    is_tied = head is None or bool(config.tie_word_embeddings)
+    is_tied = head is None or bool(hf_model.config.tie_word_embeddings)
     root = [
         Weight(
             n,
@@ -138,15 +144,15 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
         for n, p in hf_model.named_parameters()
         if not n.startswith(prefixes)
     ]
-    rotary = [m for m in hf_model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
     tables = [
         b
-        for m in rotary
+        for m in hf_model.modules()
         for n, b in m.named_buffers(recurse=False)
-        if n.endswith("inv_freq") and "original" not in n
+        if type(m).__name__.endswith("RotaryEmbedding") and n.endswith("inv_freq")
+        if "original" not in n
     ]
     return ModelShape(
-        name=name or config.model_type,
+        name=name or hf_model.config.model_type,
         hidden=embedding.shape[1],
         vocab=embedding.shape[0],
         has_gemma_norms="gemma" in type(modules[0][1]).__name__.lower(),
@@ -155,6 +161,7 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
         blocks=tuple(_block(n, m, styles=styles, config=config) for n, m in modules),
         root=tuple(root),
         counts=counts_of(hf_model),
+        tower=TowerShape.of(hf_model.config) if sees(hf_model) else None,
     )
 
 
@@ -171,18 +178,14 @@ def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any)
     shared = getattr(mlp, "shared_experts", None) or getattr(mlp, "shared_expert", None)
     dense = shared if experts is not None else mlp
     hidden = config.hidden_size
-    own = [
-        c
-        for _, c in module.named_children()
-        if type(c).__name__.endswith("Norm") and tuple(c.weight.shape) == (hidden,)
-    ]
+    own = [c for c in module.children() if type(c).__name__.endswith("Norm")]
     return Block(
         weights=tuple(
             Weight(n, tuple(p.shape), split_dim(f"{name}.{n}", styles), is_expert=".experts." in n)
             for n, p in module.named_parameters()
         ),
         attention=_attention(attention, config=config),
-        norms=len(own),
+        norms=sum(tuple(norm.weight.shape) == (hidden,) for norm in own),
         intermediate=0 if dense is None else _intermediate(dense),
         experts=None if experts is None else _experts(mlp, config=config),
     )
@@ -204,14 +207,8 @@ def _experts(mlp: nn.Module, *, config: Any) -> Experts:
             f"model: {type(mlp.experts).__name__} holds its experts one by one; only "
             "weights of all experts in one tensor are known"
         )
-    count = weight.shape[0]
-    return Experts(
-        count=count,
-        top_k=config.num_experts_per_tok,
-        intermediate=config.moe_intermediate_size
-        if hasattr(config, "moe_intermediate_size")
-        else config.intermediate_size,
-    )
+    intermediate = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    return Experts(weight.shape[0], config.num_experts_per_tok, intermediate)
 
 
 def _attention(module: nn.Module, *, config: Any) -> Attention:
@@ -242,3 +239,30 @@ def _attention(module: nn.Module, *, config: Any) -> Attention:
         has_softcap=has_softcap,
         has_qk_norm=hasattr(module, "q_norm"),
     )
+
+
+SHAPES = Path(__file__).with_name("shapes")
+"""Folders with the config.json of well-known models."""
+_SHAPE_OF = {
+    "Qwen/Qwen3-1.7B": "qwen3-1.7b",
+    "Qwen/Qwen3-1.7B-Base": "qwen3-1.7b",
+    "Qwen/Qwen3-8B": "qwen3-8b",
+    "Qwen/Qwen3-8B-Base": "qwen3-8b",
+    "Qwen/Qwen3-32B": "qwen3-32b",
+    "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
+    "Qwen/Qwen3-30B-A3B-Base": "qwen3-30b-a3b",
+    "Qwen/Qwen3-235B-A22B": "qwen3-235b-a22b",
+    "deepseek-ai/DeepSeek-V3": "deepseek-v3",
+    "deepseek-ai/DeepSeek-V3-Base": "deepseek-v3",
+    "deepseek-ai/DeepSeek-V3-0324": "deepseek-v3",
+    "models/DeepSeek-V3-Base-bf16": "deepseek-v3",
+}
+
+
+def with_known_shape(cfg: Config) -> Config:
+    """Return a config whose model is a shape that comes along, where it names one by its hub name
+    and has no folder of it: sizes need no network."""
+    path = cfg.model.path
+    if path not in _SHAPE_OF or Path(path).is_dir():
+        return cfg
+    return replace(cfg, model=replace(cfg.model, path=str(SHAPES / _SHAPE_OF[path])))

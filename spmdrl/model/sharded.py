@@ -1,7 +1,8 @@
 """One transformers model over the trainer mesh: this rank's shards and a packed forward pass.
 
 The policy is one; so are a reference, a teacher, a value model and a reward model, each with
-the same sharding, and each loaded without any rank holding it whole.
+the same sharding, and each loaded without any rank holding it whole. What engines get of the
+policy is known to all ranks by name.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from spmdrl.config import Config, ModelSettings
+from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.errors import Refusal
-from spmdrl.model.attention import pick_attention, register_attention
+from spmdrl.model.attention.kernels import pick_attention, register_attention
+from spmdrl.model.attention.packing import packs
+from spmdrl.model.attention.separation import Separation, separate
 from spmdrl.model.blocks import experts_parameters
-from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.divisibility import context_method, counts_of, misfits
-from spmdrl.model.file_tensors import file_tensors, live_tensors
-from spmdrl.model.head import logprobs_and_entropy, with_square_probs
+from spmdrl.model.files.file_tensors import file_tensors, live_tensors
+from spmdrl.model.files.reader import CheckpointReader
+from spmdrl.model.head import logprobs_and_entropy
 from spmdrl.model.load import (
     build_meta_model,
     check_weights,
@@ -29,17 +32,23 @@ from spmdrl.model.load import (
     model_folder,
     read_tensors,
 )
-from spmdrl.model.lora.layers import Adapters, train_adapters_only
+from spmdrl.model.lora.layers import Adapters, adapted_weights, sent_adapter, train_adapters_only
+from spmdrl.model.lora.merge import deltas
 from spmdrl.model.lora.targets import LoraForm
-from spmdrl.model.packing import packs
 from spmdrl.model.parallel.context_parallel import register_context_attention
-from spmdrl.model.parallel.fsdp import reshard
-from spmdrl.model.parallel.layout import give_storage, lay_out, slicing_of
+from spmdrl.model.parallel.layout import give_storage, lay_out, reshard, slicing_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
 from spmdrl.model.scorer import Head, ScoredRow, Valuer, make_row, scorer_prefixes
-from spmdrl.model.separation import Separation, separate
-from spmdrl.model.shards import local_part, write
+from spmdrl.model.shards import Delta, local_part, write
+from spmdrl.model.vision.sight import sight_of
+from spmdrl.model.vision.towers import (
+    attends_both_ways,
+    freeze_towers,
+    set_attention,
+    tower_parameters,
+)
+from spmdrl.pictures import Pictures
 from spmdrl.world import World
 from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import multiply_all, plain_name
@@ -96,6 +105,7 @@ class ShardedModel:
             master = getattr(torch, model.memory.master_dtype)
             for parameter in hf_model.parameters():
                 parameter.data = parameter.data.to(master)
+            freeze_towers(hf_model, model)
         self._experts = experts_parameters(hf_model)
         self._prefixes = scorer_prefixes(hf_model)
         self.slicing = self._set_attention(model, separation)
@@ -114,20 +124,21 @@ class ShardedModel:
         compute_buffers(hf_model)
 
     def _set_attention(self, model: ModelSettings, separation: Separation) -> Slicing:
-        config, world = self.hf_model.config, self.world
+        config, world = self.hf_model.config.get_text_config(), self.world
         attention = pick_attention(
             model.kernels.attention,
             device=world.device,
             dtype=getattr(torch, model.compute_dtype),
             has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+            both_ways=attends_both_ways(self.hf_model),
         )
         is_padded = attention == "padded" or bool(separation.mixers)
         slicing, method = slicing_of(world, is_padded=is_padded, chunk=separation.chunk), ""
         if slicing.group is not None:
             heads = config.num_attention_heads // world.mesh["tp"].size()
             method = "_" + context_method(model.kernels.context, heads=heads, cp=slicing.size)
-        self.hf_model.set_attn_implementation(f"spmdrl_{attention}{method}")
-        return slicing
+        set_attention(self.hf_model, f"spmdrl_{attention}{method}")
+        return replace(slicing, sight=sight_of(self.hf_model, device=world.device))
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Make what FSDP2 left of the gradients those of the sum over all ranks, in place.
@@ -205,30 +216,37 @@ class ShardedModel:
         scored = []
         for row in rows:
             options, rules = self.scorer.head_options, row.own.rules
-            head = partial(with_square_probs, options=options, rules=rules) if squares else None
+            head = partial(logprobs_and_entropy, options=options, rules=rules, squares=squares)
             scored.append(tuple(map(row.spread, self.forward(row, head))))
         reshard(self.scorer)
         return scored
 
     @torch.no_grad()
     def score(
-        self, tokens: Sequence[Sequence[int]], *, row_tokens: int | None = None
+        self,
+        tokens: Sequence[Sequence[int]],
+        *,
+        row_tokens: int | None = None,
+        pictures: Sequence[Pictures | None] | None = None,
     ) -> list[Tensor]:
         """Score plain sequences at temperature 1; every trainer rank must call with the same.
 
         Args:
             row_tokens: the most tokens of a row that holds several sequences; by default
                 batch.tokens_per_microbatch.
+            pictures: what the sequences show, on the CPU; None: nothing.
         Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0. Of a
             scalar head its values, the first too.
         """
         scored: list[Tensor] = []
+        shown = iter(pictures or [None] * len(tokens))
         for pack in packs(tokens, row_tokens or self.world.tokens_per_microbatch):
             lengths = [len(sequence) for sequence in pack]
             row = self.row(
                 torch.tensor([t for sequence in pack for t in sequence]),
                 lengths,
                 mask=torch.cat([torch.arange(n) > 0 for n in lengths]),
+                pictures=Pictures.concat([next(shown) for _ in pack], lengths),
             )
             if isinstance(self.scorer, Valuer):
                 scored += self.values(row).cpu().split(lengths)
@@ -243,3 +261,57 @@ class ShardedModel:
 def scoring_temperature(cfg: Config) -> float:
     """Return the temperature of the distribution that is scored: that of the samples, or 1."""
     return cfg.sampling.temperature if cfg.objective.samples else 1.0
+
+
+class SentWeights:
+    """What travels from one model to engines; all that the weight stream knows of the trainers.
+
+    Args:
+        hf_model: the model on the meta device, as it was built.
+        lora: model.lora.
+        train: model.train.
+    Raises: Refusal for files that are no parts of the model's tensors, or LoRA targets that
+        match nothing.
+    """
+
+    def __init__(self, hf_model: nn.Module, lora: LoraSettings, *, train: str = "all"):
+        live = live_tensors(hf_model)
+        self.parts = file_tensors(hf_model)
+        """{name in the safetensors files: part of a live tensor}."""
+        self.names = {
+            name: (tuple(part.shape), live[part.tensor].dtype) for name, part in self.parts.items()
+        }
+        """{name in the safetensors files: (shape, float32)}."""
+        towers = tower_parameters(hf_model)
+        unadapted = towers - adapted_weights(hf_model, lora)
+        self.frozen = frozenset(
+            name
+            for name, part in self.parts.items()
+            if part.tensor in unadapted and (lora.is_on or train == "language")
+        )
+        """Names in the safetensors files of towers' tensors that never change: what engines have
+        of them since their start is right for good."""
+        self.adapter = sent_adapter(hf_model, lora)
+        """Adapters that travel instead of merged weights; their matrices are in `shards`."""
+        self.model: ShardedModel | None = None
+        """On trainers, once it is built."""
+
+    def shards(self) -> dict[str, Tensor]:
+        """Return {live name: DTensor, or plain buffer}, see ShardedModel; {} off the trainers."""
+        return self.model.named_shards() if self.model else {}
+
+    def deltas(self) -> dict[str, Delta]:
+        """Return {live name: what adapters add to it when it is sent}, {} where they travel by
+        themselves. Trainer ranks call it together, before each push."""
+        adapters = self.model.adapters if self.model and not self.adapter else None
+        return deltas(adapters, self.shards()) if adapters else {}
+
+    def score(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        pictures: Sequence[Pictures | None] | None = None,
+    ) -> list[Tensor]:
+        """Return per sequence [len] float32 logprobs at temperature 1, first 0; [] off the
+        trainers, which call it together. `pictures`: what the sequences show."""
+        return self.model.score(sequences, pictures=pictures) if self.model else []

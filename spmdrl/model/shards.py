@@ -250,14 +250,8 @@ class Held:
         part = self._parts[name]
         inside = part.in_tensor(box)
         added = partial(self._added, part, inside) if part.tensor in self.deltas else None
-        for held, view in self._views[part.tensor]:
-            if held.intersect(inside) == inside:
-                return Value(
-                    part.as_in_file(narrow(view, outer=held, part=inside)),
-                    added,
-                    self._factors.get(part.tensor, 1.0),
-                )
-        raise AssertionError(f"{name} {box} is not held here")
+        live = part.as_in_file(view_of(inside, self._views[part.tensor], name=name))
+        return Value(live, added, self._factors.get(part.tensor, 1.0))
 
     def _added(self, part: Part, inside: Box) -> Tensor:
         return part.as_in_file(self.deltas[part.tensor](inside))
@@ -267,6 +261,14 @@ class Held:
 def addresses(shards: Mapping[str, Tensor]) -> tuple[int, ...]:
     """Return where this rank's shards lie, to notice cheaply that one has moved."""
     return tuple(to_local(tensor).data_ptr() for tensor in shards.values())
+
+
+def view_of(part: Box, held: Sequence[tuple[Box, Tensor]], *, name: str) -> Tensor:
+    """Return what shows `part` of what a rank holds of a tensor; one of its boxes has it whole."""
+    for box, view in held:
+        if box.intersect(part) == part:
+            return narrow(view, outer=box, part=part)
+    raise AssertionError(f"{name}: {part} is not held here")
 
 
 def narrow(view: Tensor, *, outer: Box, part: Box) -> Tensor:

@@ -18,15 +18,16 @@ apply_liger        liger_kernel's _apply_liger_kernel_to_instance   once it is p
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from spmdrl.imports import refusing
+from spmdrl.imports import attempt, refusing
+from spmdrl.model.parallel.collectives import same, with_gradient
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +65,31 @@ def initialise(hf_model: nn.Module, module: nn.Module, *, except_for: Iterable[T
 
 
 def as_saved(hf_model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return {name in the safetensors files: tensor} made of {live name: tensor} as saving does."""
-    from transformers.core_model_loading import revert_weight_conversion
+    """Return {name in the safetensors files: tensor} made of {live name: tensor} as saving does.
 
-    return revert_weight_conversion(hf_model, dict(tensors))
+    What released files have otherwise is so here, as vLLM wants it; loading takes both. Saving
+    leaves out that Qwen3-VL's experts are transposed, and a part of the names of SigLIP towers.
+    """
+    from transformers.core_model_loading import Transpose, revert_weight_conversion
+
+    told = Transpose.reverse_op
+    always = property(lambda self: Transpose(self.dim1, self.dim0))
+    Transpose.reverse_op = always
+    try:
+        saved = revert_weight_conversion(hf_model, dict(tensors))
+    finally:
+        Transpose.reverse_op = told
+    towers = [
+        name.rpartition(".")[2]
+        for name, module in hf_model.named_modules()
+        if name and type(module).__name__ == "SiglipVisionModel"
+    ]
+    for tower in towers:
+        saved = {
+            re.sub(rf"^((?:.*\.)?{tower})\.(?!vision_model\.)", r"\1.vision_model.", name): tensor
+            for name, tensor in saved.items()
+        }
+    return saved
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -110,25 +132,19 @@ def zero_idle_experts() -> None:
         return
 
     def guarded(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-        return original(input, _ZeroIdle.apply(weight, offs), offs=offs)
+        return original(input, _without_idle(weight, offs), offs=offs)
 
     guarded.original = original  # type: ignore[attr-defined]
     moe._grouped_mm = guarded
 
 
-class _ZeroIdle(torch.autograd.Function):
-    """Weights [E, ...] as they are; no gradient of those whose rows end, by offs [E], at once."""
+def _zeroed(grad: Tensor, offs: Tensor) -> Tensor:
+    is_idle = offs.diff(prepend=offs.new_zeros(1)) == 0
+    return grad.masked_fill(is_idle.view(-1, *[1] * (grad.dim() - 1)), 0)
 
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, offs: Tensor) -> Tensor:
-        ctx.save_for_backward(offs)
-        return weight.view_as(weight)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (offs,) = ctx.saved_tensors
-        is_idle = offs.diff(prepend=offs.new_zeros(1)) == 0
-        return grad.masked_fill(is_idle.view(-1, *[1] * (grad.dim() - 1)), 0), None
+_without_idle = with_gradient(same, _zeroed)
+"""Weights [E, ...] as they are; no gradient of those whose rows end, by offs [E], at once."""
 
 
 def apply_liger(hf_model: nn.Module, base: nn.Module, *, has_rope: bool, is_dense: bool) -> bool:
@@ -157,15 +173,12 @@ def apply_liger(hf_model: nn.Module, base: nn.Module, *, has_rope: bool, is_dens
         cross_entropy=False,
         fused_linear_cross_entropy=False,
     )
-    try:
-        try:
-            put(model=hf_model)
-        except TypeError:  # it knows some scorers by what is below their head alone
-            put(model=base)
-    except TypeError as error:
-        log.warning("%s goes without liger's kernels: %s", type(hf_model).__name__, error)
-        return False
-    return True
+    for part in (hf_model, base):  # it knows some scorers by what is below their head alone
+        _, error = attempt(partial(put, model=part), TypeError)
+        if error is None:
+            return True
+    log.warning("%s goes without liger's kernels: %s", type(hf_model).__name__, error)
+    return False
 
 
 @contextmanager

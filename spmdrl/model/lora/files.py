@@ -25,7 +25,7 @@ from torch import Tensor
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
 from spmdrl.model.lora.targets import LoraForm
 from spmdrl.world.comm import gather_objects
@@ -162,30 +162,25 @@ class AdapterFolder:
         """
         there = set(self._file.keys())
         own = {name: place for name, place in self._places.items() if place.file in there}
-        problems = [
-            f"{len(names)} tensors {what}, e.g. {min(names)}"
-            for names, what in (
-                (shapes.keys() - own.keys(), "are missing"),
-                (own.keys() - shapes.keys() - {"score.weight"}, "do not belong to the model"),
-            )
-            if names
-        ]
+        wrong = {
+            "are missing": shapes.keys() - own.keys(),
+            "do not belong to the model": own.keys() - shapes.keys() - {"score.weight"},
+        }
+        problems = [f"{len(n)} tensors {what}, e.g. {min(n)}" for what, n in wrong.items() if n]
         for name in sorted(shapes.keys() & own.keys()):
             there = torch.empty(self._file.get_slice(own[name].file).get_shape(), device="meta")
             found = own[name].from_file(there, rank=self.form["rank"]).shape
             if found != shapes[name]:
                 problems.append(f"{name} has shape {list(found)} there, {list(shapes[name])} here")
         if problems:
-            hint = any(place.is_transposed for place in self._places.values())
+            hint = (
+                ". Of an embedding PEFT saves the weight under the adapter too, unless "
+                "save_embedding_layers is False"
+            )
+            has_embedding = any(place.is_transposed for place in self._places.values())
             raise Refusal(
                 f"model.lora.path: the adapter in {self.folder} does not fit the "
-                f"model: {'; '.join(problems[:8])}"
-                + (
-                    ". Of an embedding PEFT saves the weight under the adapter too, "
-                    "unless save_embedding_layers is False"
-                    if hint
-                    else ""
-                )
+                f"model: {'; '.join(problems[:8])}{hint * has_embedding}"
             )
 
     def read(self, name: str) -> Tensor | None:

@@ -24,10 +24,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmdrl.config import LoraSettings
 from spmdrl.model.load import SCALAR_HEAD
 from spmdrl.model.lora.expert_adapters import add_to_experts
 from spmdrl.model.lora.files import AdapterFolder
-from spmdrl.model.lora.targets import LoraForm, pair_names, targeted, weight_name
+from spmdrl.model.lora.targets import (
+    LoraForm,
+    SentAdapter,
+    adapter_shapes,
+    pair_names,
+    targeted,
+    weight_name,
+)
 from spmdrl.model.shards import held_boxes, to_local
 
 log = logging.getLogger(__name__)
@@ -180,3 +188,45 @@ def _adapted_rows(module: nn.Embedding, forward: Any, ids: Tensor) -> Tensor:
     a, b = to_local(module.lora_A.weight), to_local(module.lora_B.weight)
     rows = F.embedding(ids, b, padding_idx=module.padding_idx)
     return out + F.linear(rows, a.t()) * adapters.form.scale
+
+
+def adapted_weights(hf_model: nn.Module, lora: LoraSettings) -> set[str]:
+    """Return the names of the live tensors that get adapters; none where model.lora is off.
+
+    Raises: Refusal as `lora_form` and `targeted` do.
+    """
+    if not lora.is_on:
+        return set()
+    found = targeted(hf_model, lora_form(lora).targets)
+    return {weight_name(name, key) for name, (_, key) in found.items()}
+
+
+def lora_form(lora: LoraSettings) -> LoraForm:
+    """Return the form that `model.lora`, which is on, asks for.
+
+    Raises: Refusal when its `path` holds no adapter, or one that cannot be trained here.
+    """
+    if lora.path:
+        folder = AdapterFolder(Path(lora.path))
+        return LoraForm(**folder.form, targets=folder.targets, path=lora.path)
+    return LoraForm(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=lora.targets,
+        use_rslora=lora.use_rslora,
+        init=lora.init,
+    )
+
+
+def sent_adapter(hf_model: nn.Module, lora: LoraSettings) -> SentAdapter | None:
+    """Return what engines get of adapters under `push: adapter`; None where weights are merged.
+
+    Args:
+        lora: model.lora.
+    Raises: Refusal as `lora_form` and `targeted` do.
+    """
+    if not lora.pushes_adapter:
+        return None
+    form = lora_form(lora)
+    shapes = adapter_shapes(hf_model, form)
+    return SentAdapter(shapes, {name: form.scale for name in shapes if "lora_B" in name})

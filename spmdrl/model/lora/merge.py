@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import pair_names
-from spmdrl.model.shards import Box, Delta, held_boxes, narrow
+from spmdrl.model.shards import Box, Delta, held_boxes, view_of
 
 _Parts = list[tuple[Box, Tensor]]
 
@@ -78,11 +78,5 @@ def _delta(name: str, a: _Parts, b: _Parts, box: Box, *, scale: float) -> Tensor
     experts, sizes = box.start[:-2], box.shape[:-2]  # () of a linear layer
     rows = Box((*experts, box.start[-2], 0), (*sizes, box.shape[-2], rank))
     columns = Box((*experts, 0, box.start[-1]), (*sizes, rank, box.shape[-1]))
-    return low_rank_product(_part(b, rows, name), _part(a, columns, name), scale=scale)
-
-
-def _part(held: _Parts, part: Box, name: str) -> Tensor:
-    for box, view in held:
-        if box.intersect(part) == part:
-            return narrow(view, outer=box, part=part)
-    raise AssertionError(f"{name}: the adapter is not sharded like its layer; {part} is not here")
+    own = "the adapter, not sharded like its layer, of " + name
+    return low_rank_product(view_of(rows, b, name=own), view_of(columns, a, name=own), scale=scale)

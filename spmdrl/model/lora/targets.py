@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -150,7 +150,7 @@ def _why_no_rows(hf_model: nn.Module) -> str:
 
 
 def _no_match(target: str, known: Targets, hf_model: nn.Module) -> Refusal:
-    names = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in known)
+    names = _patterns(known)
     rest = ", ".join(_others(hf_model, known))
     return Refusal(
         f"model.lora.targets: {target!r} matches no linear layer of {type(hf_model).__name__}, and "
@@ -161,13 +161,13 @@ def _no_match(target: str, known: Targets, hf_model: nn.Module) -> Refusal:
 
 def _others(hf_model: nn.Module, known: Targets) -> list[str]:
     """Return the parameters that are more than a matrix, and cannot be adapted, for messages."""
-    return list(
-        dict.fromkeys(
-            re.sub(r"\.\d+\.", ".*.", name)
-            for name, p in hf_model.named_parameters()
-            if p.dim() > 2 and name not in known
-        )
-    )
+    parameters = hf_model.named_parameters()
+    return _patterns(name for name, p in parameters if p.dim() > 2 and name not in known)
+
+
+def _patterns(names: Iterable[str]) -> list[str]:
+    """Return names without the numbers of layers, each once."""
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
 
 
 def has_embedding(hf_model: nn.Module, form: LoraForm) -> bool:

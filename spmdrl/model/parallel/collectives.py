@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,15 +11,13 @@ from torch import Tensor
 
 from spmdrl.world.torch_internals import all_gather_single
 
-Exchange = Callable[[Tensor, dist.ProcessGroup], Tensor]
-"""From each rank's tensor to another, over a group."""
+Exchange = Callable[[Tensor, Any], Tensor]
+"""From each rank's tensor to another, over a group; or from a tensor to another in some way."""
 
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x: Tensor, group: dist.ProcessGroup, forward: Exchange, backward: Exchange
-    ) -> Tensor:
+    def forward(ctx, x: Tensor, group: Any, forward: Exchange, backward: Exchange) -> Tensor:
         ctx.group, ctx.exchange = group, backward
         return forward(x, group)
 
@@ -31,7 +30,7 @@ def with_gradient(forward: Exchange, backward: Exchange) -> Exchange:
     """Return `forward` as a function that autograd knows: the gradient of what goes in is
     `backward` of the gradient of what comes out. Neither may change its tensor in place."""
 
-    def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def exchange(x: Tensor, group: Any) -> Tensor:
         return _WithGradient.apply(x, group, forward, backward)
 
     return exchange

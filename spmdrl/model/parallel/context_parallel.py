@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spmdrl.model.attention import KERNELS, check_supported
-from spmdrl.model.mask_spans import span_of
-from spmdrl.model.packing import Packing
+from spmdrl.model.attention.kernels import KERNELS, check_supported
+from spmdrl.model.attention.mask_spans import span_of
+from spmdrl.model.attention.packing import Packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import gathered, scattered_sum, swapped, with_gradient
 from spmdrl.model.parallel.row_slices import SlicedPacking

@@ -13,7 +13,7 @@ rows that this rank's experts compute, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from spmdrl.model.blocks import experts_modules
@@ -46,25 +45,25 @@ def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
         experts.forward = partial(_forward, experts, group=mesh.get_group())
 
 
-def shard_experts(
-    hf_model: nn.Module, *, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload: OffloadPolicy
-) -> None:
+def replicated(mesh: DeviceMesh, axis: str) -> DeviceMesh:
+    """Return an axis of the trainers' mesh, together with dp_replicate where there are copies."""
+    return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
+
+
+def shard_experts(hf_model: nn.Module, *, mesh: DeviceMesh, shard: Callable[..., Any]) -> None:
     """Shard what `apply_ep` left of the experts over the ranks that hold the same ones: a unit per
     layer, before the blocks around them.
 
     Args:
         mesh: of the trainers, with axes dp_replicate, efsdp, ep (World.experts).
-        policy, offload: of the blocks.
+        shard: fully_shard with the options of the blocks.
     """
-    is_replicated, shards = mesh["dp_replicate"].size() > 1, mesh["efsdp"].size()
-    data_mesh = mesh["dp_replicate", "efsdp"] if is_replicated else mesh["efsdp"]
+    shards = mesh["efsdp"].size()
     for experts in experts_modules(hf_model).values():
         local = experts.num_experts // mesh["ep"].size()
-        fully_shard(
+        shard(
             experts,
-            mesh=data_mesh,
-            mp_policy=policy,
-            offload_policy=offload,
+            mesh=replicated(mesh, "efsdp"),
             reshard_after_forward=shards > 1,
             shard_placement_fn=partial(_placement, count=local, shards=shards),
         )

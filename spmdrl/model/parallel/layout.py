@@ -1,26 +1,38 @@
 """Lay a model out over the trainer mesh, by every kind of parallelism that the config asks for.
 
 In this order: tp (tensor_parallel.py), ep (expert_parallel.py), activation checkpointing
-(recompute.py), compile, activations on the host (recompute.py), FSDP2 (fsdp.py).
+(recompute.py), compile, activations on the host (recompute.py), FSDP2.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import logging
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
-from spmdrl.config import Config
+from spmdrl.config import Config, MemorySettings
 from spmdrl.model.blocks import base_of, blocks, experts_modules
 from spmdrl.model.head import head_chunk_tokens
-from spmdrl.model.parallel import fsdp, recompute, tensor_parallel
-from spmdrl.model.parallel.expert_parallel import apply_ep
+from spmdrl.model.parallel import recompute, tensor_parallel
+from spmdrl.model.parallel.expert_parallel import apply_ep, replicated, shard_experts
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, Valuer
 from spmdrl.model.transformers_internals import apply_liger, zero_idle_experts
+from spmdrl.model.vision.towers import sees, tower_blocks
 from spmdrl.world import World
 from spmdrl.world.torch_internals import pin_exactly
+
+log = logging.getLogger(__name__)
 
 
 def lay_out(
@@ -40,7 +52,10 @@ def lay_out(
     whole, tp_group = {}, None
     if experts_modules(hf_model) and _is_blackwell(world.device):
         zero_idle_experts()
-    if kernels.liger and world.device.type == "cuda":
+    if kernels.liger and world.device.type == "cuda" and sees(hf_model):
+        kind = type(hf_model).__name__
+        log.warning("%s goes without liger's kernels: not compared beside a tower", kind)
+    elif kernels.liger and world.device.type == "cuda":
         apply_liger(
             hf_model,
             base_of(hf_model)[1],
@@ -57,6 +72,7 @@ def lay_out(
     if cfg.layout.ep > 1:
         assert world.experts is not None
         apply_ep(hf_model, world.experts["ep"])
+    towers = list(tower_blocks(hf_model))
     hf_blocks = _wrapped_blocks(hf_model, cfg)
     if hasattr(hf_model, "score"):
         scorer = Valuer(hf_model)
@@ -69,16 +85,8 @@ def lay_out(
             temperature=temperature,
             penalties=cfg.sampling.penalties,
         )
-    fsdp.apply_fsdp(
-        scorer,
-        hf_blocks,
-        mesh=world.sharding,
-        expert_mesh=world.experts,
-        dtype=dtype,
-        reshard_blocks=spared.reshard,
-        ahead=recompute.blocks_ahead(spared.prefetch, world),
-        is_on_host=recompute.has(spared.offload, "parameters"),
-    )
+    others = [hf_model.get_submodule(name) for name in towers]
+    apply_fsdp(scorer, hf_blocks, world, memory=spared, dtype=dtype, others=others)
     return scorer, whole
 
 
@@ -91,7 +99,8 @@ def _wrapped_blocks(hf_model: nn.Module, cfg: Config) -> list[nn.Module]:
     names, spared = list(blocks(hf_model)), cfg.model.memory
     recompute.checkpoint(hf_model, spared.activation_checkpointing)
     if cfg.model.kernels.compile:
-        fsdp.apply_compile([hf_model.get_submodule(name) for name in names])
+        for name in names:
+            hf_model.get_submodule(name).compile(dynamic=True)  # rows are packed to any length
     if recompute.has(spared.offload, "activations"):
         recompute.keep_on_host(hf_model, names)
     return [hf_model.get_submodule(name) for name in names]
@@ -116,13 +125,87 @@ def give_storage(scorer: nn.Module, offload: str, *, device: torch.device) -> No
 def slicing_of(world: World, *, is_padded: bool, chunk: int | None) -> Slicing:
     """Return which part of every packed row this rank computes; see Slicing."""
     mesh, tp = world.mesh["cp"], world.mesh["tp"]
-    whole = Slicing(
+    return Slicing(
+        group=mesh.get_group() if mesh.size() > 1 else None,
+        rank=mesh.get_local_rank(),
+        size=mesh.size(),
         multiple=tp.size(),
         part=tp.get_local_rank(),
         is_padded=is_padded,
         chunk=chunk,
         device=world.device,
     )
-    if mesh.size() == 1:
-        return whole
-    return replace(whole, group=mesh.get_group(), rank=mesh.get_local_rank(), size=mesh.size())
+
+
+def apply_fsdp(
+    scorer: nn.Module,
+    hf_blocks: list[nn.Module],
+    world: World,
+    *,
+    memory: MemorySettings,
+    dtype: torch.dtype,
+    others: Sequence[nn.Module] = (),
+) -> None:
+    """Shard every block, and the rest as one unit, over the axes dp_replicate and fsdp.
+
+    Applied at size 1 too, so that one path serves every layout. Parameters keep their dtype and
+    are gathered in `dtype`; gradients are reduced in float32. FSDP2 averages gradients over
+    the ranks of these axes: the loss is multiplied by their number to get sums.
+
+    Args:
+        scorer: the root module, on the meta device.
+        hf_blocks: its transformer blocks, first to last.
+        world: its meshes `sharding`, with axes dp_replicate, fsdp, tp, and `experts`, with axes
+            dp_replicate, efsdp and ep (None: as all else).
+        memory: reshard `always`: a block's weights are freed after its forward pass and gathered
+            again for the backward pass; `auto`: not the last block's, whose backward pass comes
+            next; `never`. The rest stays gathered from forward to backward pass. prefetch: blocks
+            that are asked for before they are needed; 0 leaves it to FSDP2, which asks for the next
+            one as soon as the host gets there. Neither changes a result. offload `parameters`:
+            shards and their gradients are in pinned host memory, where the model is to be given
+            storage; what is gathered is on the mesh's device (CUDA).
+        dtype: of forward and backward.
+        others: blocks of towers, which run before; nobody asks for their weights ahead.
+    """
+    mesh = world.sharding
+    # Inputs are ids and masks: there is nothing to cast, and float32 outputs must stay so.
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    is_on_host = recompute.has(memory.offload, "parameters")
+    offload = CPUOffloadPolicy(pin_memory=True) if is_on_host else OffloadPolicy()
+    shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
+    if world.experts is not None:
+        shard_experts(scorer, mesh=world.experts, shard=shard)
+    shard = partial(shard, mesh=replicated(mesh, "fsdp"))
+    for block in (*others, *hf_blocks):
+        shard(block, reshard_after_forward=mesh["fsdp"].size() > 1)
+    shard(scorer, reshard_after_forward=False)
+    kept = {"auto": hf_blocks[-1:], "always": [], "never": hf_blocks}[memory.reshard]
+    for block in kept:  # with its experts
+        block.set_reshard_after_forward(False)
+    _ask_ahead(scorer, hf_blocks, ahead=recompute.blocks_ahead(memory.prefetch, world))
+
+
+def _ask_ahead(scorer: nn.Module, hf_blocks: list[nn.Module], *, ahead: int) -> None:
+    """Have every block ask for the weights of the `ahead` blocks that come next, in either pass,
+    and for those of its own experts: the host may wait for their numbers of rows in between."""
+    if not ahead:
+        return
+    units = [[m for m in block.modules() if isinstance(m, FSDPModule)] for block in hf_blocks]
+    scorer.set_modules_to_forward_prefetch([m for unit in units[:ahead] for m in unit])
+    for index, unit in enumerate(units):
+        following = units[index + 1 : index + 1 + ahead]
+        before = units[max(0, index - ahead) : index][::-1]
+        for others, ask in (
+            (following, unit[0].set_modules_to_forward_prefetch),
+            (before, unit[0].set_modules_to_backward_prefetch),
+        ):
+            ask([*unit[1:], *(m for other in others for m in other)])
+
+
+def reshard(scorer: nn.Module) -> None:
+    """Free gathered parameters: after a forward pass that no backward pass follows."""
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks
 from spmdrl.model.shards import local_part
+from spmdrl.model.vision.towers import tower_blocks
 from spmdrl.world import World
 from spmdrl.world.torch_internals import (
     CheckpointImpl,
@@ -60,7 +61,7 @@ _LEAST_BYTES = 1024
 
 
 def checkpoint(hf_model: nn.Module, mode: str) -> None:
-    """Wrap every block so that activations are recomputed in the backward pass.
+    """Wrap every block, of towers too, so that activations are recomputed in the backward pass.
 
     Args:
         mode: `none`; `full`: a block keeps its input alone; `selective`: besides, what KEPT
@@ -73,7 +74,7 @@ def checkpoint(hf_model: nn.Module, mode: str) -> None:
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
-    for name, block in blocks(hf_model).items():
+    for name, block in (blocks(hf_model) | tower_blocks(hf_model)).items():
         hf_model.set_submodule(name, wrap(block))
 
 

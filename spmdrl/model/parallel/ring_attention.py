@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.model.attention import widened
-from spmdrl.model.sinks import sink_gradient
+from spmdrl.model.attention.kernels import widened
+from spmdrl.model.attention.sinks import sink_gradient
 from spmdrl.world.torch_internals import FLASH_BACKWARD, FLASH_FORWARD
 
 Spans = tuple[tuple[int, int], tuple[int, int]]
@@ -46,22 +46,14 @@ class Tile:
     cu_seqlens: tuple[Tensor, Tensor]  # [S+1] int32 each, of the queries and of the keys
     longest: tuple[int, int]  # tokens of the longest sequence, likewise
 
-    @property
-    def _of_sequence(self) -> tuple[Tensor, ...]:
-        """Which sequence each query and each key is of."""
-        return tuple(
-            torch.arange(len(ends) - 1, device=ends.device).repeat_interleave(
-                ends.diff(), output_size=rows.stop - rows.start
-            )
-            for ends, rows in zip(self.cu_seqlens, (self.queries, self.keys))
-        )
-
     def is_visible(self) -> Tensor | None:
         """Return [n, m] bool, what a query sees; None where it sees all."""
         if not self.is_causal:
             return None
-        of_query, of_key = self._of_sequence
-        return (of_query[:, None] == of_key).tril()
+        ends, count = self.cu_seqlens[0], self.queries.stop - self.queries.start
+        sequences = torch.arange(len(ends) - 1, device=ends.device)
+        of_token = sequences.repeat_interleave(ends.diff(), output_size=count)
+        return (of_token[:, None] == of_token).tril()
 
 
 Rounds = tuple[tuple[Tile, ...], ...]

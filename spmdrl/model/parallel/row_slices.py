@@ -10,7 +10,7 @@ of the row, n of those whose state before is in the slice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.kept_sets import KeptSets
+from spmdrl.model.attention.packing import Packing, make_packing
 from spmdrl.model.draw_rules import DrawRules
-from spmdrl.model.history import make_history
-from spmdrl.model.kept_mask import make_kept_mask
-from spmdrl.model.packing import Packing, make_packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
+from spmdrl.model.vision.sight import Shown, Sight
+from spmdrl.pictures import Pictures
 from spmdrl.world.torch_internals import tree_map
 
 
@@ -47,6 +46,8 @@ class Slicing:
     """Tokens of the chunks that some layers attend within."""
     device: torch.device | str = "cpu"
     """Of the slice."""
+    sight: Sight | None = None
+    """How the model's tokens stand for pictures; None of one that does not see."""
 
     @property
     def unit(self) -> int:
@@ -80,7 +81,7 @@ class RowSlice:
     """What one rank computes of a packed row: its slice, or all of it."""
 
     tokens: Tensor  # [t] int64
-    position_ids: Tensor  # [t] int64
+    position_ids: Tensor  # [t] int64, or [3, t] of a model that sees, see RowSight
     packing: Packing | SlicedPacking
     rows: Tensor  # [t] int64, where in the row they are
     kept: Tensor  # [t / R] int64, the part of `rows` that a tp rank keeps between layers
@@ -95,6 +96,8 @@ class RowSlice:
     everywhere."""
     rules: DrawRules | None = None
     """How the `targets` were drawn, besides by a temperature; None: not at all."""
+    shown: Shown | None = None
+    """What the tokens show; None: nothing, on no rank."""
 
     def join(self, values: Tensor, at: Tensor, *, count: int) -> Tensor:
         """Return all ranks' values, the same on each: [count, ...] from the own ones [n, ...].
@@ -123,8 +126,8 @@ def make_slice(
     scored: Tensor,
     slicing: Slicing,
     routes: Tensor | None = None,
-    kept_sets: KeptSets | None = None,
-    drawn: Tensor | None = None,
+    rules: Callable[[Tensor], DrawRules | None] = lambda scored: None,
+    pictures: Pictures | None = None,
 ) -> RowSlice:
     """Return a rank's slice of a packed row.
 
@@ -134,16 +137,22 @@ def make_slice(
         scored: [N] int64 on the CPU, positions of the scored tokens, none a sequence's first.
         slicing: which slice.
         routes: [row, L, K] on the CPU, to be replayed; None for none.
-        kept_sets: of the row's tokens, on the CPU; None for none.
-        drawn: [row] bool, tokens of responses, for penalties; None for none.
+        rules: from the positions of scored tokens to how they were drawn.
+        pictures: what the tokens show, on the CPU; None: nothing, on no rank.
     """
     missing, device = -len(tokens) % slicing.unit, slicing.device
     if missing:
         lengths = [*lengths, missing]
-    position_ids = torch.cat([torch.arange(length) for length in lengths])
+    position_ids, images = torch.cat([torch.arange(length) for length in lengths]), None
     row = F.pad(tokens, (0, missing))
     rows = torch.arange(len(row))
-    whole = make_packing(lengths, device, padded=slicing.is_padded, chunk=slicing.chunk)
+    if pictures is not None:
+        assert slicing.sight is not None, "only a model that sees is given pictures"
+        sight = slicing.sight.row(row, lengths, pictures)
+        position_ids, images = sight.position_ids, sight.images
+    whole = make_packing(
+        lengths, device, padded=slicing.is_padded, chunk=slicing.chunk, images=images
+    )
     packing: Packing | SlicedPacking = whole
     if slicing.group is not None:
         spans = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
@@ -157,7 +166,7 @@ def make_slice(
         routes = F.pad(routes, (0, 0, 0, 0, 0, missing), value=-1)[kept].to(device)
     return RowSlice(
         tokens=row[rows].to(device),
-        position_ids=position_ids[rows].to(device),
+        position_ids=position_ids[..., rows].to(device),
         packing=packing,
         rows=rows.to(device),
         kept=kept.to(device),
@@ -167,30 +176,9 @@ def make_slice(
         row_length=len(row),
         group=slicing.group,
         routes=routes,
-        rules=_rules(
-            tokens, lengths, scored=scored[own], kept_sets=kept_sets, drawn=drawn, device=device
-        ),
+        rules=rules(scored[own]),
+        shown=None if pictures is None else sight.shown(rows, kept),
     )
-
-
-def _rules(
-    tokens: Tensor,
-    lengths: Sequence[int],
-    *,
-    scored: Tensor,
-    kept_sets: KeptSets | None,
-    drawn: Tensor | None,
-    device: torch.device | str,
-) -> DrawRules | None:
-    """Return how the tokens at `scored` [n] were drawn; see `make_slice`."""
-    if kept_sets is None and drawn is None:
-        return None
-    lengths = lengths[:-1] if sum(lengths) > len(tokens) else lengths  # what it was padded by
-    kept = None if kept_sets is None else make_kept_mask(kept_sets[scored], device)
-    if drawn is None:
-        return DrawRules(kept)
-    history = make_history(tokens, lengths, drawn=drawn, scored=scored, device=device)
-    return DrawRules(kept, history)
 
 
 def _sliced(whole: Packing, lengths: Sequence[int], slicing: Slicing) -> SlicedPacking:

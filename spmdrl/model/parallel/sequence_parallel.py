@@ -86,18 +86,15 @@ def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
 def _unsplit(part: nn.Module, where: str, styles: Mapping[str, str]) -> str:
     """Return the first matrix of a block's part that no style splits; empty for none."""
     for key, own in part.named_parameters():
-        style = styles.get(f"{where}.{key.rpartition('.')[0]}")
-        if own.dim() > 1 and ".lora_" not in key and not _is_split(style):
+        style = styles.get(f"{where}.{key.rpartition('.')[0]}", "")
+        is_split = style == PARTIAL or style.startswith(("colwise", "rowwise"))
+        if own.dim() > 1 and ".lora_" not in key and not is_split:
             return key
     return ""
 
 
 def _is_norm(module: nn.Module) -> bool:
     return all(own.dim() == 1 for own in module.parameters())
-
-
-def _is_split(style: str | None) -> bool:
-    return style is not None and (style == PARTIAL or style.startswith(("colwise", "rowwise")))
 
 
 def shard_tokens(

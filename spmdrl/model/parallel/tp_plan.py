@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from spmdrl.model.blocks import is_latent, mixtures
+from spmdrl.model.blocks import blocks, is_latent, mixtures
 from spmdrl.model.transformers_internals import tp_plan
+from spmdrl.model.vision.towers import towers_of
 
 PARTIAL = "replicated_with_grad_allreduce"
 """Style of what every rank has whole, for its own heads: gradients are added up."""
@@ -29,12 +30,8 @@ SPLIT_DIMS: dict[str, int | None] = {
 """Dim of a weight that each style shards; None: none."""
 _LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 """Of latent attention's parts; the others make what all heads share (arXiv 2405.04434, 2.1)."""
-_WITH_SINKS = {
-    "q_proj": "colwise",
-    "k_proj": "colwise",
-    "v_proj": "colwise",
-    "o_proj": "rowwise",
-    "sinks": "colwise",
+_WITH_SINKS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "sinks"), "colwise") | {
+    "o_proj": "rowwise"
 }
 """Of attention that has these parts and no others."""
 
@@ -44,7 +41,7 @@ def tp_styles(hf_model: nn.Module) -> dict[str, str]:
 
     The output head has none here: whether it is split depends on whether it is the embedding.
     """
-    own = tp_plan(hf_model)
+    own = tp_plan(hf_model) or _plan_of_language(hf_model)
     added = {**_norms_plan(hf_model, own), **_sinks_plan(hf_model)}
     plan = {**added, **own, **_latent_plan(hf_model)}
     head, inside = hf_model.get_output_embeddings(), tuple(f"{n}." for n in mixtures(hf_model))
@@ -54,6 +51,25 @@ def tp_styles(hf_model: nn.Module) -> dict[str, str]:
         name: plan[_pattern(name)]
         for name in places
         if _pattern(name) in plan and not name.startswith(inside)
+    }
+
+
+_GATED = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "colwise"),
+    **dict.fromkeys(("o_proj", "down_proj"), "rowwise"),
+}
+"""Of attention and a gated MLP."""
+
+
+def _plan_of_language(hf_model: nn.Module) -> dict[str, str]:
+    """Return the plan of a model that sees and has none, as Qwen3-VL beside its mixtures."""
+    if not towers_of(hf_model):
+        return {}
+    return {
+        _pattern(f"{place}.{part}"): _GATED[part.rpartition(".")[2]]
+        for place, block in blocks(hf_model).items()
+        for part, _ in block.named_modules()
+        if part.rpartition(".")[2] in _GATED
     }
 
 

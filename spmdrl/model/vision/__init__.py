@@ -1,0 +1,1 @@
+"""Models that see: their towers, and what becomes of images in them."""

@@ -1,0 +1,120 @@
+"""Models that see: which are known, and where tower, projector and language model lie in them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmdrl.config import ModelSettings
+from spmdrl.errors import Refusal
+from spmdrl.model.blocks import base_of, has_towers
+from spmdrl.model.transformers_internals import block_kinds
+
+FAMILIES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Model types whose towers are proved here against plain transformers."""
+
+
+def check_family(config: Any, *, path: str) -> None:
+    """Refuse a model with towers that is of no known family.
+
+    Args:
+        config: of transformers, one that has towers.
+        path: of the model, for messages.
+    Raises: Refusal.
+    """
+    if config.model_type not in FAMILIES:
+        raise Refusal(
+            f"model.path: {path} is a {config.model_type} with a vision tower; those that can be "
+            f"trained as they are: {', '.join(FAMILIES)}; set model.part to text to train its text "
+            "part alone"
+        )
+
+
+_BOTH_WAYS = ("gemma3",)
+
+
+def attends_both_ways(hf_model: nn.Module) -> bool:
+    """Return whether the tokens of a picture attend to each other in both directions."""
+    return sees(hf_model) and hf_model.config.model_type in _BOTH_WAYS  # type: ignore[union-attr]
+
+
+def sees(hf_model: nn.Module) -> bool:
+    """Return whether a model has a tower."""
+    return has_towers(getattr(hf_model, "config", None))
+
+
+def build_seeing_model(config: Any, *, attention: str | None, is_scalar: bool) -> nn.Module:
+    """Build a model that sees, with the vocabulary's head or a scalar one named `score`.
+
+    Args:
+        config: of transformers, one that has towers.
+        attention: of the language model; None for transformers' own choice. The tower has that.
+    Returns: a transformers model, all parameters float32, on torch's default device.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    chosen = None if attention is None else {"text_config": attention}
+    hf_model = AutoModelForImageTextToText.from_config(
+        config, dtype=torch.float32, attn_implementation=chosen
+    )
+    if is_scalar:
+        hf_model.lm_head = None
+        hf_model.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
+    return hf_model
+
+
+def towers_of(hf_model: nn.Module) -> dict[str, nn.Module]:
+    """Return {name: module} of tower and projector: what is below the head of a model that sees and
+    is no language model; {} of others."""
+    if not sees(hf_model):
+        return {}
+    whole, _, language = base_of(hf_model)[0].rpartition(".")
+    children = hf_model.get_submodule(whole).named_children()
+    return {f"{whole}.{name}": child for name, child in children if name != language}
+
+
+def tower_blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
+    """Return {name: module} of the blocks of the towers, first to last; {} of a model without."""
+    kinds, found = block_kinds(hf_model), {}
+    for place, tower in towers_of(hf_model).items():
+        for name, module in tower.named_modules():
+            is_item = name.rpartition(".")[2].isdigit()
+            if is_item and type(module).__name__ in kinds:
+                found[f"{place}.{name}"] = module
+    return found
+
+
+def tower_parameters(hf_model: nn.Module) -> set[str]:
+    """Return the names of the parameters of tower and projector."""
+    return {
+        f"{place}.{name}"
+        for place, tower in towers_of(hf_model).items()
+        for name, _ in tower.named_parameters()
+    }
+
+
+def set_attention(hf_model: nn.Module, name: str) -> None:
+    """Have a model's language model attend by a function of transformers' interface; a tower goes
+    on as it was built."""
+    chosen: Any = {"text_config": name} if sees(hf_model) else name
+    hf_model.set_attn_implementation(chosen)  # type: ignore[operator]
+
+
+def freeze_towers(hf_model: nn.Module, model: ModelSettings) -> None:
+    """Take tower and projector out of what is trained, where model.train says so."""
+    if model.train == "language":
+        for tower in towers_of(hf_model).values():
+            tower.requires_grad_(False)
+
+
+def with_text_config(config: Any, own: Any) -> Any:
+    """Return a model's config with another one of its text model: that itself where there are no
+    towers."""
+    if not has_towers(config):
+        return own
+    changed = copy.deepcopy(config)
+    changed.text_config = own
+    return changed
