@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.model.attention import KERNELS, Weighing, capped
-from spmdrl.model.mask_spans import Span, span_of, visible
-from spmdrl.model.packing import Packing
-from spmdrl.model.sinks import with_sink_scores
+from spmdrl.model.attention.kernels import KERNELS, Weighing, capped
+from spmdrl.model.attention.mask_spans import Span, span_of, visible
+from spmdrl.model.attention.packing import Packing
+from spmdrl.model.attention.sinks import with_sink_scores
 
 
 class KVCache:

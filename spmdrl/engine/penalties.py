@@ -9,20 +9,17 @@ from torch import Tensor
 
 from spmdrl.config import Penalties
 from spmdrl.engine.transformers_runner import Sampled
-from spmdrl.model.history import penalise
+from spmdrl.model.draw_rules import penalise
 
 
 def penalised(logits: Tensor, sequences: Sequence[Sampled]) -> Tensor:
     """Return logits [N, V] with the penalties of the N sequences that they are of, float32; as they
     are where there are none."""
-    kinds = {s.request.penalties for s in sequences}
-    if not any(kind.is_on for kind in kinds):
-        return logits
-    found = logits.float().clone()
+    kinds = {s.request.penalties for s in sequences if s.request.penalties.is_on}
+    found = logits.float().clone() if kinds else logits
     for kind in kinds:
         rows = [at for at, s in enumerate(sequences) if s.request.penalties == kind]
-        if kind.is_on:
-            found[rows] = _by_one(found[rows], kind, [sequences[at] for at in rows])
+        found[rows] = _by_one(found[rows], kind, [sequences[at] for at in rows])
     return found
 
 

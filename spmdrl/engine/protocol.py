@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import NO_PENALTIES, Penalties
 from spmdrl.kept_sets import KeptSets
+from spmdrl.pictures import Pictures
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ class Request:
     """Of greedy ones too. What the prompt holds is its prompt, what is drawn its response."""
     stop: tuple[str, ...] = ()
     """Strings that end the response at the token that completes one."""
+    pictures: Pictures | None = None
+    """What the prompt's tokens show; None where the model does not see."""
     num_begun: int = 0
     """So many of the prompt's last ids are the begin of the response, drawn by an earlier request:
     a string of `stop` may begin there."""
@@ -90,13 +93,12 @@ class Completion:
 
     def until(self, count: int) -> Completion:
         """Return what was drawn up to a token that ended it, the first `count`."""
-        over = len(self.tokens) - count
-        routes = self.routes
-        return Completion(
-            self.key,
-            self.tokens[:count],
-            self.logprobs[:count],
-            self.versions[:count],
+        routes, over = self.routes, len(self.tokens) - count
+        return replace(
+            self,
+            tokens=self.tokens[:count],
+            logprobs=self.logprobs[:count],
+            versions=self.versions[:count],
             is_truncated=False,
             routes=None if routes is None else routes[: len(routes) - over],
             kept_sets=self.kept_sets and self.kept_sets[torch.arange(count)],
@@ -136,8 +138,14 @@ class EngineProtocol(Protocol):
     def unfinished(self) -> list[Completion]:
         """Return what was drawn so far for the requests that go on, is_truncated False."""
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0."""
+    def score(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Pictures | None] | None = None
+    ) -> list[Tensor]:
+        """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
+
+        Args:
+            pictures: of each sequence; None where none shows anything.
+        """
 
     def weights_changed(self, version: int) -> None:
         """Take `version` as that of the weights. New requests share nothing that older weights

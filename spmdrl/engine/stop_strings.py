@@ -21,22 +21,18 @@ class StopStrings:
     """The responses under way that strings may end.
 
     Args:
-        tokenizer: decodes them.
+        tokenizer: decodes them; None where no request has such strings.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self._tokenizer = tokenizer
-        self._strings: dict[str, tuple[str, ...]] = {}  # by request
-        self._begun: dict[str, list[int]] = {}  # ids of the response that stand in the prompt
-        self._seen: dict[str, int] = {}  # tokens looked at
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None):
+        self.are_sought, self._tokenizer = tokenizer is not None, tokenizer
+        self._requests: dict[str, Request] = {}
+        self._seen: dict[str, int] = {}  # tokens of each that were looked at
 
     def added(self, request: Request) -> None:
         """Take up a request."""
         if request.stop:
-            begin = len(request.prompt) - request.num_begun
-            self._strings[request.key] = request.stop
-            self._begun[request.key] = list(request.prompt[begin:])
-            self._seen[request.key] = 0
+            self._requests[request.key] = request
 
     def end(self, key: str, tokens: Sequence[int]) -> int | None:
         """Return how many tokens a response has that a string ends; None for one that goes on.
@@ -44,22 +40,24 @@ class StopStrings:
         Args:
             tokens: all that was drawn for the request; more than at the last call.
         """
-        if key not in self._strings:
+        request = self._requests.get(key)
+        if request is None:
             return None
-        whole = [*self._begun[key], *tokens]
-        begun = len(whole) - len(tokens)
-        for count in range(self._seen[key] + 1, len(tokens) + 1):
-            if self._is_complete(whole[: begun + count], self._strings[key]):
+        begun = request.prompt[len(request.prompt) - request.num_begun :]
+        whole = [*begun, *tokens]
+        for count in range(self._seen.get(key, 0) + 1, len(tokens) + 1):
+            if self._is_complete(whole[: len(begun) + count], request.stop):
                 return count
         self._seen[key] = len(tokens)
         return None
 
     def drop(self, key: str) -> None:
         """Forget a request."""
-        for held in (self._strings, self._begun, self._seen):
-            held.pop(key, None)
+        self._requests.pop(key, None)
+        self._seen.pop(key, None)
 
     def _is_complete(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
+        assert self._tokenizer is not None
         wanted = max(map(len, strings)) + _MARGIN
         window = wanted
         while True:
@@ -71,6 +69,6 @@ class StopStrings:
             window *= 2  # some tokens show nothing
 
 
-def make_stop_strings(cfg: Config) -> StopStrings | None:
-    """Return what finds the strings of a config; None where it has none."""
-    return StopStrings(load_tokenizer(cfg)) if cfg.sampling.stop else None
+def make_stop_strings(cfg: Config) -> StopStrings:
+    """Return what finds the strings of a config."""
+    return StopStrings(load_tokenizer(cfg) if cfg.sampling.stop else None)

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from spmdrl.config import Config
@@ -26,9 +25,11 @@ from spmdrl.engine.stop_strings import make_stop_strings
 from spmdrl.engine.transformers_runner import ModelRunner, Sampled
 from spmdrl.engine.truncation import KeptRows
 from spmdrl.errors import Refusal
-from spmdrl.model.file_tensors import file_tensors, live_tensors
+from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held
+from spmdrl.pictures import Pictures
 from spmdrl.world import World
+from spmdrl.world.comm import await_all
 from spmdrl.world.live_bytes import device_bytes
 
 
@@ -54,7 +55,7 @@ class TransformersEngine:
             if world.is_inference:
                 self._build()
         with world.watch.wait("engines built", -1):
-            dist.barrier(group=world.control)
+            await_all(group=world.control)
 
     def _build(self) -> None:
         self._runner = ModelRunner(self.cfg, self.world.device, longest=self._longest)
@@ -79,9 +80,8 @@ class TransformersEngine:
         seed = request.seed
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
-        kept = KeptRows() if self._keeps_sets and request.is_cut else None
-        if self._stops is not None:
-            self._stops.added(request)
+        kept: KeptRows | None = [] if self._keeps_sets and request.is_cut else None
+        self._stops.added(request)
         self._waiting.append(Sampled(request, seed, kept=kept))
 
     @torch.inference_mode()
@@ -107,14 +107,14 @@ class TransformersEngine:
         free = self._runner.cache.num_slots - len(self._running)
         budget = self.cfg.engine.max_batched_tokens - len(self._running)
         admitted: list[Sampled] = []
-        prompts: set[tuple[int, ...]] = set()
+        prompts: set[tuple[Any, ...]] = set()
         while self._waiting and len(admitted) < free:
-            prompt = self._waiting[0].all_tokens
-            if prompt not in prompts:
-                if admitted and len(prompt) > budget:
+            first = self._waiting[0]
+            if first.context not in prompts:
+                if admitted and first.num_tokens > budget:
                     break
-                budget -= len(prompt)
-                prompts.add(prompt)
+                budget -= first.num_tokens
+                prompts.add(first.context)
             admitted.append(self._waiting.popleft())
         return admitted
 
@@ -142,11 +142,10 @@ class TransformersEngine:
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(self.version)
-            if self._stops is not None:
-                sequence.is_at_string = bool(self._stops.end(sequence.request.key, sequence.tokens))
+            sequence.is_at_string = bool(self._stops.end(sequence.request.key, sequence.tokens))
         for place, sequence in enumerate(running):
             if sequence.kept is not None and sets is not None:
-                sequence.kept.add(sets, place)
+                sequence.kept.append((sets, place))
 
     def _retire(self) -> list[Completion]:
         """Take out what is finished, and close the gaps from the end."""
@@ -158,8 +157,7 @@ class TransformersEngine:
             )
             if sequence.is_stopped or is_full:
                 found.append(sequence.completion(is_truncated=not sequence.is_stopped))
-                if self._stops is not None:
-                    self._stops.drop(sequence.request.key)
+                self._stops.drop(sequence.request.key)
                 gaps.append(slot)
         left = len(self._running) - len(gaps)
         finished = set(gaps)
@@ -183,14 +181,16 @@ class TransformersEngine:
             sequence.completion(is_truncated=False) for sequence in (*self._running, *self._waiting)
         ]
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Pictures | None] | None = None
+    ) -> list[Tensor]:
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
 
         Raises: RuntimeError when requests are unfinished, as vLLM's engine does.
         """
         if self.is_busy:
             raise RuntimeError("score() while requests are unfinished; finish them first")
-        return self._runner.score(sequences)
+        return self._runner.score(sequences, pictures or [None] * len(sequences))
 
     # ---------------------------------------------------------------- weights
 

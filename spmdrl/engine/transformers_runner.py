@@ -17,15 +17,19 @@ from torch import Tensor, nn
 from spmdrl.config import Config
 from spmdrl.engine.kv_cache import KVCache, Work, register_attention
 from spmdrl.engine.protocol import Completion, Request, route_dtype
-from spmdrl.engine.truncation import KeptRows
+from spmdrl.engine.truncation import KeptRows, kept_of
 from spmdrl.errors import Refusal
-from spmdrl.model.attention import pick_attention
+from spmdrl.model.attention.kernels import pick_attention
+from spmdrl.model.attention.packing import Packing, make_packing, packs
+from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import base_of, experts_modules
 from spmdrl.model.head import head_chunk_tokens
-from spmdrl.model.head_form import head_form
 from spmdrl.model.load import load_whole_model
-from spmdrl.model.packing import Packing, make_packing, packs
-from spmdrl.model.separation import separate
+from spmdrl.model.scorer import head_form
+from spmdrl.model.vision.eyes import eyes_of
+from spmdrl.model.vision.sight import RowSight, sight_of
+from spmdrl.model.vision.towers import attends_both_ways
+from spmdrl.pictures import Pictures
 from spmdrl.types import flat
 
 log = logging.getLogger(__name__)
@@ -45,6 +49,8 @@ class Sampled:
     num_routed: int = 0
     is_at_string: bool = False
     """A string of `request.stop` is complete."""
+    lead: int = 0
+    """Rotary position of the next token, less the tokens before it: pictures take fewer."""
     kept: KeptRows | None = None
     """Among what each token was drawn, where the trainer is to know."""
 
@@ -74,8 +80,16 @@ class Sampled:
             flat(self.versions, "int64"),
             is_truncated,
             torch.cat(self.routes) if self.routes else None,
-            None if self.kept is None else self.kept.of(tokens, key=self.request.key),
+            None if self.kept is None else kept_of(self.kept, tokens, key=self.request.key),
         )
+
+    @property
+    def context(self) -> tuple[Any, ...]:
+        """Return what the next token is drawn after, to be compared: tokens and what they show."""
+        pictures = self.request.pictures
+        if pictures is None or not pictures.items:
+            return self.all_tokens, ()
+        return self.all_tokens, (tuple(pictures.places.tolist()), pictures.items)
 
     def went(self, routes: Tensor, *, first: int) -> None:
         """Take the routes [n, L, K] of the tokens from `first` on; those of tokens that are
@@ -122,6 +136,7 @@ class ModelRunner:
         )
         self._form = head_form(self.hf_model)
         self._separation = separate(self.hf_model)
+        self._sight, self._eyes = sight_of(self.hf_model, device=device), eyes_of(self.hf_model)
         self._routes = _Routes(self.hf_model) if cfg.model.moe.replay else None
         config = self.hf_model.config
         self._kernel = pick_attention(
@@ -129,6 +144,7 @@ class ModelRunner:
             device=device,
             dtype=dtype,
             has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+            both_ways=attends_both_ways(self.hf_model),
         )
         self.cache = KVCache(1, 1)
         self.next_logits([Sampled(Request("", (0,), 1, 0.0, None, ()), 0)], old=0)
@@ -171,31 +187,36 @@ class ModelRunner:
                 cache, the others nothing.
         """
         old = old if self._keeps else 0
-        prompts: dict[tuple[int, ...], int] = {}  # {tokens: where they begin in the row}
+        prompts: dict[tuple[Any, ...], int] = {}  # {context: where its tokens begin in the row}
+        pictures: list[Pictures | None] = []  # of these
         tokens: list[int] = []
         positions: list[int] = []
         kept: list[int] = []
         slots: list[int] = []
         last: list[int] = []  # where in the row each sequence ends
         for slot, sequence in enumerate(sequences[old:], start=old):
-            own = sequence.all_tokens
-            if own not in prompts:
-                prompts[own] = len(tokens)
+            own, context = sequence.all_tokens, sequence.context
+            if context not in prompts:
+                prompts[context] = len(tokens)
+                pictures.append(sequence.request.pictures)
                 tokens += own
                 positions += range(len(own))
-            kept += range(prompts[own], prompts[own] + len(own))
+            kept += range(prompts[context], prompts[context] + len(own))
             slots += [slot] * len(own)
-            last.append(prompts[own] + len(own) - 1)
+            last.append(prompts[context] + len(own) - 1)
         num, lengths = len(tokens), [sequence.num_tokens for sequence in sequences[:old]]
         tokens += [sequence.tokens[-1] for sequence in sequences[:old]]
         positions += [length - 1 for length in lengths]
         row = range(num, len(tokens))
         at = self.tensor(positions)
         where = self.tensor([*row, *kept])
+        counts = [len(own) for own, _ in prompts]
+        seen = self._seen(tokens, [*counts, *[1] * old], [*pictures, *[None] * old])
+        turned = self._turned(at, seen, sequences, old=old, last=last)
         work = Work(
             self.cache if self._keeps else None,
             self._kernel,
-            packing=self._packing([len(own) for own in prompts]),
+            packing=self._packing(counts, seen),
             num_prompt_tokens=num,
             kept=where,
             slots=self.tensor([*range(old), *slots]),
@@ -203,7 +224,8 @@ class ModelRunner:
             lengths=self.tensor(lengths),
             longest=max(lengths, default=0),
         )
-        logits = self._logits(tokens, at, work=work, wanted=self.tensor([*row, *last]))
+        wanted = self.tensor([*row, *last])
+        logits = self._logits(tokens, turned, work=work, wanted=wanted, seen=seen)
         if self._routes:
             found = self._routes.read()
             for sequence, end in zip(sequences, (*row, *last)):
@@ -211,46 +233,115 @@ class ModelRunner:
                 sequence.went(found[end + 1 - count : end + 1], first=sequence.num_tokens - count)
         return logits
 
+    def _seen(
+        self, tokens: Sequence[int], lengths: Sequence[int], pictures: Sequence[Pictures | None]
+    ) -> RowSight | None:
+        """Return what the sequences of a row show; None where none shows anything."""
+        if self._sight is None or not any(own is not None and own.items for own in pictures):
+            return None
+        whole = [
+            Pictures.concat([own, None], [len(own), length - len(own)]) if own else None
+            for own, length in zip(pictures, lengths)
+        ]
+        shown = Pictures.concat(whole, lengths)
+        assert shown is not None
+        return self._sight.row(torch.tensor(tokens), lengths, shown)
+
+    def _turned(
+        self,
+        at: Tensor,
+        seen: RowSight | None,
+        sequences: Sequence[Sampled],
+        *,
+        old: int,
+        last: Sequence[int],
+    ) -> Tensor:
+        """Return the rotary positions of a row, [T] or [3, T], and note those of what follows.
+
+        Args:
+            at: [T], places in their sequences.
+            last: where the sequences behind the first `old` end.
+        """
+        if self._sight is None:
+            return at
+        positions = at if seen is None else seen.position_ids.to(at)
+        begin = len(at) - old
+        leads = self.tensor([sequence.lead for sequence in sequences[:old]])
+        positions = torch.cat(
+            [positions[..., :begin], (at[begin:] + leads).expand(*positions.shape[:-1], old)], -1
+        )
+        ends = torch.atleast_2d(positions)[:, self.tensor(last)].amax(0).tolist()
+        for sequence, end in zip(sequences[old:], ends, strict=True):
+            sequence.lead = end + 1 - sequence.num_tokens
+        return positions
+
     def _logits(
-        self, tokens: Sequence[int], positions: Tensor, *, work: Work, wanted: Tensor
+        self,
+        tokens: Sequence[int],
+        positions: Tensor,
+        *,
+        work: Work,
+        wanted: Tensor,
+        seen: RowSight | None = None,
     ) -> Tensor:
         # As the trainer's scorer: not every model with a head hands on what its base is to know.
         _, base = base_of(self.hf_model)
+        given = {"input_ids": self.tensor(tokens)[None]}
+        if seen is not None:
+            assert self._eyes is not None
+            every = torch.arange(len(tokens))
+            embeddings = base.get_input_embeddings()(given["input_ids"])
+            given = self._eyes(embeddings, seen.shown(every, every))
         states = base(
-            input_ids=self.tensor(tokens)[None],
-            position_ids=positions[None],
+            **given,
+            position_ids=positions.unsqueeze(-2),
             attention_mask=None,
             use_cache=False,
             work=work,
         ).last_hidden_state[0]
         return self._form.logits(self.hf_model.get_output_embeddings()(states[wanted]))
 
-    def _packing(self, lengths: Sequence[int]) -> Packing | None:
+    def _packing(self, lengths: Sequence[int], seen: RowSight | None = None) -> Packing | None:
         if not lengths:
             return None
+        images = None if seen is None or seen.images is None else seen.images[: sum(lengths)]
         is_padded = self._kernel == "padded" or not self._keeps
-        return make_packing(lengths, self._device, padded=is_padded, chunk=self._separation.chunk)
+        return make_packing(
+            lengths, self._device, padded=is_padded, chunk=self._separation.chunk, images=images
+        )
 
     def tensor(self, values: Sequence[int]) -> Tensor:
         """Return whole numbers as int64 on the model's device."""
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     @torch.inference_mode()
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0."""
+    def score(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Pictures | None]
+    ) -> list[Tensor]:
+        """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
+
+        Args:
+            pictures: of each; None where it shows nothing.
+        """
         scored: list[Tensor] = []
-        for rows in packs(sequences, head_chunk_tokens(self._cfg.model, self.hf_model)):
-            lengths = [len(row) for row in rows]
-            tokens = [token for row in rows for token in row]
-            positions = self.tensor([at for length in lengths for at in range(length)])
+        pairs = list(zip(sequences, pictures, strict=True))
+        budget = head_chunk_tokens(self._cfg.model, self.hf_model)
+        for rows in packs(pairs, budget, size=lambda pair: len(pair[0])):
+            lengths = [len(row) for row, _ in rows]
+            tokens = [token for row, _ in rows for token in row]
+            at = self.tensor([at for length in lengths for at in range(length)])
+            seen = self._seen(tokens, lengths, [shown for _, shown in rows])
             work = Work(
-                None, self._kernel, packing=self._packing(lengths), num_prompt_tokens=len(tokens)
+                None,
+                self._kernel,
+                packing=self._packing(lengths, seen),
+                num_prompt_tokens=len(tokens),
             )
-            logits = self._logits(
-                tokens, positions, work=work, wanted=self.tensor(range(len(tokens) - 1))
-            )
+            positions = at if seen is None else seen.position_ids.to(at)
+            wanted = self.tensor(range(len(tokens) - 1))
+            logits = self._logits(tokens, positions, work=work, wanted=wanted, seen=seen)
             logprobs = torch.log_softmax(logits.float(), dim=-1)
             own = logprobs.gather(1, self.tensor(tokens[1:])[:, None])[:, 0]
-            own = torch.cat([own.new_zeros(1), own]).masked_fill(positions == 0, 0.0)
+            own = torch.cat([own.new_zeros(1), own]).masked_fill(at == 0, 0.0)
             scored += own.cpu().split(lengths)
         return scored

@@ -6,7 +6,6 @@ Source: vLLM 0.32, v1/sample: MinPLogitsProcessor, then apply_top_k_top_p_pytorc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -48,25 +47,17 @@ def truncate(logits: Tensor, truncations: Sequence[Truncation]) -> Tensor:
     return torch.empty_like(logits).scatter_(1, order, ascending)
 
 
-@dataclass
-class KeptRows:
-    """The kept sets of a request's tokens so far: places in the sets of whole engine steps."""
+KeptRows = list[tuple[KeptSets, int]]
+"""The kept sets of a request's tokens so far: places in the sets of whole engine steps."""
 
-    steps: list[KeptSets] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
 
-    def add(self, step: KeptSets, place: int) -> None:
-        """Take the set of the next token."""
-        self.steps.append(step)
-        self.places.append(place)
+def kept_of(rows: KeptRows, tokens: Tensor, *, key: str) -> KeptSets | None:
+    """Return the sets of a request's tokens [n] int64; None for no token.
 
-    def of(self, tokens: Tensor, *, key: str) -> KeptSets | None:
-        """Return the sets of a request's tokens [n] int64; None for no token.
-
-        Raises: RuntimeError when they are not those of its tokens.
-        """
-        own = [step[torch.tensor([at])] for step, at in zip(self.steps, self.places)]
-        return checked(KeptSets.concat(own, [1] * len(own)), tokens, key=key)
+    Raises: RuntimeError when they are not those of its tokens.
+    """
+    own = [step[torch.tensor([place])] for step, place in rows]
+    return checked(KeptSets.concat(own, [1] * len(own)), tokens, key=key)
 
 
 def checked(sets: KeptSets | None, tokens: Tensor, *, key: str) -> KeptSets | None:

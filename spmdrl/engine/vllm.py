@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-import spmdrl.engine.vllm_backend as vllm_backend
-import spmdrl.engine.vllm_cpu as vllm_cpu
 import spmdrl.engine.vllm_internals as vllm_internals
+import spmdrl.engine.vllm_patches_cpu as vllm_patches_cpu
+import spmdrl.engine.vllm_patches_models as vllm_patches_models
 import spmdrl.engine.vllm_requests as vllm_requests
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
@@ -26,10 +25,12 @@ from spmdrl.engine.vllm_adapter import AdapterSlot
 from spmdrl.engine.vllm_arguments import engine_arguments
 from spmdrl.engine.vllm_families import model_arguments
 from spmdrl.engine.vllm_outputs import Outputs
+from spmdrl.engine.vllm_pictures import drop_embeddings, prompt_of
 from spmdrl.engine.vllm_plain import with_plain_weights
 from spmdrl.engine.vllm_trial import refusing_models, try_engine
+from spmdrl.pictures import Pictures
 from spmdrl.world import World
-from spmdrl.world.comm import agree
+from spmdrl.world.comm import agree, await_all
 from spmdrl.world.live_bytes import device_bytes
 
 
@@ -68,19 +69,23 @@ class VllmEngine:
         built = world.watch.wait("engines built", -1)
         with agree(group=world.control, waiting=built), world.watch.phase("build engine", -1):
             if world.is_inference:
-                arguments = model_arguments(cfg) | engine_arguments(cfg, on_cpu=on_cpu)
+                arguments = {
+                    "skip_tokenizer_init": True,  # token ids in, token ids out
+                    **model_arguments(cfg),
+                    **engine_arguments(cfg, on_cpu=on_cpu),
+                }
                 with _own_randomness(), refusing_models(cfg):
                     self._build(arguments, on_cpu=on_cpu)
 
     def _build(self, arguments: dict[str, Any], *, on_cpu: bool) -> None:
         cfg = self.cfg
-        vllm_backend.patch_models()
+        vllm_patches_models.patch_models()
         if on_cpu:
-            vllm_cpu.keep_linear_weights_live()
-            vllm_cpu.keep_convolutions_live()
-            vllm_cpu.rotate_every_head()
-            vllm_cpu.route_in_one_group()
-            vllm_cpu.keep_expert_weights_live()
+            vllm_patches_cpu.keep_linear_weights_live()
+            vllm_patches_cpu.keep_convolutions_live()
+            vllm_patches_cpu.rotate_every_head()
+            vllm_patches_cpu.route_in_one_group()
+            vllm_patches_cpu.keep_expert_weights_live()
         self._llm = vllm_internals.make_llm(with_plain_weights(cfg, arguments))
         if on_cpu:  # its build lacks some kernels
             try_engine(self._llm, params=vllm_requests.scoring_params(max_tokens=2))
@@ -98,10 +103,14 @@ class VllmEngine:
         if request.seed is None and self._seeds is not None:
             request = replace(request, seed=self._seeds.getrandbits(63))
         params = vllm_requests.sampling_params(request, returns_masks=self._outputs.returns_masks)
-        # The salt keeps it from prefixes that older weights computed for unfinished requests.
-        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": str(self.version)}
+        prompt = self._prompt(request.prompt, request.pictures)
         request_id = self._llm.add_request(request.key, prompt, params, lora_request=self._lora)
         self._outputs.added(request, request_id)
+
+    def _prompt(self, tokens: Sequence[int], pictures: Pictures | None) -> dict[str, Any]:
+        # The salt keeps it from what older weights computed for unfinished requests.
+        model_config, salt = self._llm.vllm_config.model_config, str(self.version)
+        return prompt_of(tokens, pictures, salt=salt, model_config=model_config)
 
     def step(self) -> list[Completion]:
         """Run one scheduling step and return what finished in it."""
@@ -116,7 +125,9 @@ class VllmEngine:
         """Whether requests are unfinished."""
         return self._llm.has_unfinished_requests()
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Pictures | None] | None = None
+    ) -> list[Tensor]:
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
 
         Raises: RuntimeError when requests are unfinished: scoring would mix with them.
@@ -124,10 +135,9 @@ class VllmEngine:
         if self.is_busy:
             raise RuntimeError("score() while requests are unfinished; finish them first")
         params = vllm_requests.scoring_params(returns_masks=self._outputs.returns_masks)
-        for i, tokens in enumerate(sequences):
-            self._llm.add_request(
-                f"score-{i}", {"prompt_token_ids": list(tokens)}, params, lora_request=self._lora
-            )
+        for i, (tokens, shown) in enumerate(zip(sequences, pictures or [None] * len(sequences))):
+            prompt = self._prompt(tokens, shown)
+            self._llm.add_request(f"score-{i}", prompt, params, lora_request=self._lora)
         scored: dict[str, Tensor] = {}
         while self.is_busy:
             for output in self._llm.step():
@@ -160,6 +170,7 @@ class VllmEngine:
             self._llm.reset_prefix_cache()
         elif self.cfg.rollout.schedule.kv_cache != "keep":
             self._llm.reset_prefix_cache(reset_running_requests=True)
+            drop_embeddings(self._llm)  # requests that begin anew are told apart by no salt
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors by checkpoint name into the live model, by vLLM's loader for it."""
@@ -225,13 +236,13 @@ class VllmEngine:
         if not self._has_groups:
             return
         with self.world.watch.wait("close engines", -1):
-            dist.barrier(group=self.world.control)
+            await_all(group=self.world.control)
             if self._llm is not None:
                 vllm_internals.close_llm(self._llm)
                 self._llm = self._slot = None
                 del self._outputs
             vllm_internals.destroy_groups()
-            dist.barrier(group=self.world.control)
+            await_all(group=self.world.control)
         self._sockets.cleanup()
         self._has_groups = False
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spmdrl.config import Config
 from spmdrl.engine.vllm_internals import lora_rank, register_adapter
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import pair_names, targeted
 
 

@@ -53,28 +53,27 @@ def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments that engine.options may not hold."""
     longest = cfg.longest_sequence
     tokens_per_step = max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs)
-    recorded = route_arguments(on_cpu=on_cpu) if cfg.model.moe.replay else {}
-    return (
-        dict(
-            model=cfg.model.path,
-            skip_tokenizer_init=True,  # token ids in, token ids out
-            trust_remote_code=cfg.model.trust_remote_code,
-            dtype=cfg.engine.dtype,
-            seed=cfg.seed,
-            tensor_parallel_size=cfg.layout.inference_tp,
-            max_model_len=longest,
-            max_num_seqs=cfg.engine.max_num_seqs,
-            # On the CPU no prompt is computed in parts: a step must hold one whole.
-            max_num_batched_tokens=max(tokens_per_step, longest) if on_cpu else tokens_per_step,
-            gpu_memory_utilization=cfg.engine.gpu_memory_frac,
-            kv_cache_memory_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30) if on_cpu else None,
-            # With it a step is under way while its predecessor's tokens are handed out, and weights
-            # could not be exchanged between two steps.
-            async_scheduling=None if cfg.rollout.schedule.is_plain else False,
-            logprobs_mode="processed_logprobs",  # of the distribution sampled from
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-        )
-        | recorded
-        | (kept_arguments(on_cpu=on_cpu) if cfg.sampling.truncates else {})
+    own: dict[str, Any] = dict(
+        model=cfg.model.path,
+        trust_remote_code=cfg.model.trust_remote_code,
+        dtype=cfg.engine.dtype,
+        seed=cfg.seed,
+        tensor_parallel_size=cfg.layout.inference_tp,
+        max_model_len=longest,
+        max_num_seqs=cfg.engine.max_num_seqs,
+        # On the CPU no prompt is computed in parts: a step must hold one whole.
+        max_num_batched_tokens=max(tokens_per_step, longest) if on_cpu else tokens_per_step,
+        gpu_memory_utilization=cfg.engine.gpu_memory_frac,
+        kv_cache_memory_bytes=int(cfg.engine.cpu_kv_cache_gib * 2**30) if on_cpu else None,
+        # With it a step is under way while its predecessor's tokens are handed out, and weights
+        # could not be exchanged between two steps.
+        async_scheduling=None if cfg.rollout.schedule.is_plain else False,
+        logprobs_mode="processed_logprobs",  # of the distribution sampled from
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
     )
+    if cfg.model.moe.replay:
+        own |= route_arguments(on_cpu=on_cpu)
+    if cfg.sampling.truncates:
+        own |= kept_arguments(on_cpu=on_cpu)
+    return own

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import Config
+from spmdrl.engine.vllm_pictures import lacking_to_see, seeing_arguments
 from spmdrl.errors import Refusal
 from spmdrl.model.load import load_hf_config
 from spmdrl.world.world import is_on_cpu
@@ -43,6 +44,8 @@ _TOLD: dict[str, Callable[[Any], dict[str, Any]]] = {
     "glm4_moe_lite": lambda config: {
         "hf_overrides": {"first_k_dense_replace": config.mlp_layer_types.count("dense")}
     },
+    # Of its router, which transformers' config has no field for: it always does.
+    "qwen3_vl_moe": lambda config: {"hf_overrides": {"text_config": {"norm_topk_prob": True}}},
     "phimoe": lambda config: {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},
 }
 """{family: arguments without which its class in vLLM is not found, or lacks a setting}"""
@@ -59,14 +62,14 @@ def model_arguments(cfg: Config) -> dict[str, Any]:
         told, or that it cannot run on these devices.
     """
     model = cfg.model
-    trusts, part = model.trust_remote_code, model.part
-    config = load_hf_config(model.path, trust_remote_code=trusts, part=part)
+    config = load_hf_config(model.path, trust_remote_code=model.trust_remote_code, part=model.part)
     family = config.model_type
     if reason := _lacking(config, dtype=cfg.engine.dtype, on_cpu=is_on_cpu(cfg)):
         raise Refusal(f"engine.kind: vllm with a {family}: {reason}")
+    seeing = seeing_arguments(family, on_cpu=is_on_cpu(cfg))
     differs = _OTHERWISE.get(family, lambda config, dtype: False)
     if not differs(config, cfg.engine.dtype):
-        return _TOLD.get(family, lambda config: {})(config)
+        return seeing | _TOLD.get(family, lambda config: {})(config)
     if cfg.model.moe.replay or "quantization" in cfg.engine.options:
         raise Refusal(
             f"engine.kind: vllm with a {family}: vLLM's own class for it computes "
@@ -74,7 +77,7 @@ def model_arguments(cfg: Config) -> dict[str, Any]:
             "model.moe.replay nor engine.options quantization; leave these out, or set it to "
             "transformers"
         )
-    return _BACKEND
+    return seeing | _BACKEND
 
 
 def _lacking(config: Any, *, dtype: str, on_cpu: bool) -> str:
@@ -90,6 +93,8 @@ def _lacking(config: Any, *, dtype: str, on_cpu: bool) -> str:
             "vLLM's module for it imports torchvision, which is not installed; pip install the "
             f"torchvision of this torch, or {other}"
         )
+    if missing := lacking_to_see(family, on_cpu=on_cpu):
+        return f"{missing}, or {other}"
     if not on_cpu:
         return ""
     if family == "jamba":

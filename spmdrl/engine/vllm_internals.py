@@ -1,6 +1,6 @@
 """All that this program knows of vLLM: the one file that imports it, but for its tool-call
 parsers, a loader (vllm_plain.py), what is said of requests (vllm_requests.py) and patches, in
-vllm_backend.py (of its Transformers backend) and vllm_cpu.py (of its CPU build).
+vllm_patches_models.py (of its Transformers backend) and vllm_patches_cpu.py (of its CPU build).
 
 Serves vLLM 0.24 to 0.33; what says so, 0.32 and 0.33 only. Per line: the name here, vLLM's own, and
 when it can go.

@@ -6,37 +6,21 @@ sampler's last stage, which hands on the distribution that it draws from, is wat
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spmdrl.engine.protocol import Request
-from spmdrl.engine.truncation import KeptRows, checked
+from spmdrl.engine.truncation import KeptRows, checked, kept_of
 from spmdrl.engine.vllm_internals import model_runner
-from spmdrl.engine.vllm_requests import Unfinished, vocab_size, watch_sampler
+from spmdrl.engine.vllm_requests import RequestRecord, Unfinished, vocab_size, watch_sampler
 from spmdrl.kept_sets import KeptSets
 
 
-class KeptSource(Protocol):
-    """The kept sets of requests that are under way, or have just finished."""
-
-    def added(self, request: Request, request_id: str) -> None:
-        """Take up a request, by our name and by vLLM's."""
-
-    def finished(self, key: str, output: Any, tokens: Tensor) -> KeptSets | None:
-        """Return the sets of a request's tokens [n] int64, which finished in this step; None for
-        one that was drawn among all."""
-
-    def unfinished(self, request: Unfinished, tokens: Tensor) -> KeptSets | None:
-        """Return the sets of the tokens that a request has so far, or None likewise."""
-
-    def drop(self, key: str) -> None:
-        """Forget a request that was ended here."""
-
-
-def make_kept_source(llm: Any, *, on_cpu: bool) -> KeptSource:
-    """Return what knows the kept sets of an engine, built with `kept_arguments`."""
+def make_kept_source(llm: Any, *, on_cpu: bool) -> RequestRecord:
+    """Return what knows the kept sets of an engine, built with `kept_arguments`; it has none of a
+    request that is drawn among all."""
     return _Watched(model_runner(llm)) if on_cpu else _ReturnedSets(vocab_size(model_runner(llm)))
 
 
@@ -47,7 +31,7 @@ def kept_arguments(*, on_cpu: bool) -> dict[str, Any]:
     return {"async_scheduling": False} if on_cpu else {"return_sampling_mask": True}
 
 
-class _Watched:
+class _Watched(RequestRecord):
     """Kept sets read off the sampler."""
 
     def __init__(self, runner: Any):
@@ -60,28 +44,28 @@ class _Watched:
         step = KeptSets.of(logprobs != -torch.inf)
         for place, request_id in enumerate(request_ids):
             if request_id in self._rows:
-                self._rows[request_id].add(step, place)
+                self._rows[request_id].append((step, place))
 
     def added(self, request: Request, request_id: str) -> None:
         if request.is_cut:
-            self._ids[request.key], self._rows[request_id] = request_id, KeptRows()
+            self._ids[request.key], self._rows[request_id] = request_id, []
 
     def finished(self, key: str, output: Any, tokens: Tensor) -> KeptSets | None:
         if key not in self._ids:
             return None
-        return self._rows.pop(self._ids.pop(key)).of(tokens, key=key)
+        return kept_of(self._rows.pop(self._ids.pop(key)), tokens, key=key)
 
     def unfinished(self, request: Unfinished, tokens: Tensor) -> KeptSets | None:
         if request.key not in self._ids:
             return None
-        return self._rows[self._ids[request.key]].of(tokens, key=request.key)
+        return kept_of(self._rows[self._ids[request.key]], tokens, key=request.key)
 
     def drop(self, key: str) -> None:
         if key in self._ids:
             del self._rows[self._ids.pop(key)]
 
 
-class _ReturnedSets:
+class _ReturnedSets(RequestRecord):
     """Kept sets that vLLM itself returns."""
 
     def __init__(self, vocab: int):

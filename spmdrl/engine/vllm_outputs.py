@@ -11,7 +11,7 @@ from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.stop_strings import make_stop_strings
 from spmdrl.engine.vllm_kept_sets import make_kept_source
-from spmdrl.engine.vllm_requests import Unfinished, unfinished
+from spmdrl.engine.vllm_requests import RequestRecord, Unfinished, unfinished
 from spmdrl.engine.vllm_routes import make_routes
 from spmdrl.types import flat
 
@@ -27,22 +27,22 @@ class Outputs:
 
     def __init__(self, llm: Any, cfg: Config, *, on_cpu: bool):
         self._llm = llm
-        self._routes = make_routes(llm, on_cpu=on_cpu) if cfg.model.moe.replay else None
-        self._kept = make_kept_source(llm, on_cpu=on_cpu) if cfg.sampling.truncates else None
+        self._records: dict[str, RequestRecord] = {}  # by the column of a Completion
+        if cfg.model.moe.replay:
+            self._records["routes"] = make_routes(llm, on_cpu=on_cpu)
+        if cfg.sampling.truncates:
+            self._records["kept_sets"] = make_kept_source(llm, on_cpu=on_cpu)
         self._stops = make_stop_strings(cfg)
         # {request: [(tokens drawn when these weights were replaced, their version)]}
         self._replaced: dict[str, list[tuple[int, int]]] = {}
-        self.returns_masks = bool(self._kept) and not on_cpu
+        self.returns_masks = cfg.sampling.truncates and not on_cpu
         """See vllm_requests.sampling_params."""
 
     def added(self, request: Request, request_id: str) -> None:
         """Take up a request, which vLLM calls so."""
-        if self._routes:
-            self._routes.added(request.key, request_id)
-        if self._kept:
-            self._kept.added(request, request_id)
-        if self._stops:
-            self._stops.added(request)
+        for record in self._records.values():
+            record.added(request, request_id)
+        self._stops.added(request)
 
     def step(self, version: int) -> list[Completion]:
         """Run one scheduling step, by weights of this version, and return what finished in it."""
@@ -57,55 +57,52 @@ class Outputs:
         """Note that the weights, of this version, are replaced."""
         for request in unfinished(self._llm):
             self._replaced.setdefault(request.key, []).append((len(request.tokens), version))
-            if self._routes:
-                self._routes.keep(request)
+            for record in self._records.values():
+                record.keep(request)
 
     def _finished(self, output: Any, version: int) -> Completion:
         sample, key = output.outputs[0], output.request_id
-        tokens = flat(sample.token_ids, "int64")
+        tokens, records = flat(sample.token_ids, "int64"), self._records.items()
         made = Completion(
             key,
             tokens,
             flat(sample.logprobs.logprobs, "float32"),
             self._versions(key, len(tokens), version),
             is_truncated=sample.finish_reason == "length",
-            routes=self._routes and self._routes.finished(key, output),
-            kept_sets=self._kept.finished(key, output, tokens) if self._kept else None,
+            **{name: record.finished(key, output, tokens) for name, record in records},
         )
-        self._replaced.pop(key, None)
-        end = self._stops.end(key, sample.token_ids) if self._stops else None
-        if self._stops:
-            self._stops.drop(key)
+        end = self._stops.end(key, sample.token_ids)
+        self._forget(key)
         return made if end is None else made.until(end)
 
     def _at_strings(self, version: int) -> list[Completion]:
         """End the requests that have come to a stop string, which vLLM knows nothing of."""
-        if self._stops is None:
-            return []
         found = []
-        for request in unfinished(self._llm):
+        for request in unfinished(self._llm) if self._stops.are_sought else ():
             end = self._stops.end(request.key, request.tokens)
             if end is not None:
                 found.append(self._so_far(request, version).until(end))
-        for key in (completion.key for completion in found):
-            self._llm.abort_request([key])
-            for held in (self._stops, self._routes, self._kept):
-                if held is not None:
-                    held.drop(key)
-            self._replaced.pop(key, None)
+        for completion in found:
+            self._llm.abort_request([completion.key])
+            for record in self._records.values():
+                record.drop(completion.key)
+            self._forget(completion.key)
         return found
 
     def _so_far(self, request: Unfinished, version: int) -> Completion:
-        tokens = flat(request.tokens, "int64")
+        tokens, records = flat(request.tokens, "int64"), self._records.items()
         return Completion(
             request.key,
             tokens,
             flat(request.logprobs, "float32"),
             self._versions(request.key, len(tokens), version),
             is_truncated=False,
-            routes=self._routes and self._routes.unfinished(request),
-            kept_sets=self._kept.unfinished(request, tokens) if self._kept else None,
+            **{name: record.unfinished(request, tokens) for name, record in records},
         )
+
+    def _forget(self, key: str) -> None:
+        self._stops.drop(key)
+        self._replaced.pop(key, None)
 
     def _versions(self, key: str, drawn: int, version: int) -> Tensor:
         versions = torch.full((drawn,), version)

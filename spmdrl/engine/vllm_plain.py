@@ -2,8 +2,8 @@
 
 Trainers send the plain weights of a text model, so an engine must hold such: vLLM is told nothing
 of the quantisation or the other parts, and what it loads are the tensors that trainers load, under
-their names, made plain one by one (model/quantised.py, model/text_part.py). What vLLM makes of
-them after loading, and so the proof of layout, is that of a plain folder.
+their names, made plain one by one (model/files/quantised.py, model/files/reader.py). What vLLM
+makes of them after loading, and so the proof of layout, is that of a plain folder.
 
 Uses vLLM's documented register_model_loader, and get_all_weights of its own loader (0.32).
 """
@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.blocks import has_towers
+from spmdrl.model.files.quantised import QUANTISATION_KEYS, quantisation
+from spmdrl.model.files.reader import CheckpointReader, TextPart, text_config, text_part
 from spmdrl.model.load import model_folder
-from spmdrl.model.quantised import QUANTISATION_KEYS, quantisation
-from spmdrl.model.text_part import TextPart, has_towers, text_config, text_part
 
 _FORMAT = "spmdrl_plain"
 
@@ -64,12 +63,9 @@ def _register(part: str) -> None:
         def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
             """Yield every tensor by its name in a plain folder: quantised ones in the engine's
             dtype, others in their own."""
-            return _plain_tensors(model_config.model, part=part, dtype=model_config.dtype)
-
-
-def _plain_tensors(path: str, *, part: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    reader = CheckpointReader(model_folder(path), part=part)
-    for name in sorted(reader.names()):
-        shape = reader.shape(name)
-        tensor = reader.read(name, start=(0,) * len(shape), shape=shape)
-        yield name, tensor.to(dtype) if reader.is_quantised(name) else tensor
+            reader = CheckpointReader(model_folder(model_config.model), part=part)
+            for name in sorted(reader.names()):
+                shape = reader.shape(name)
+                tensor = reader.read(name, start=(0,) * len(shape), shape=shape)
+                is_quantised = reader.is_quantised(name)
+                yield name, tensor.to(model_config.dtype) if is_quantised else tensor

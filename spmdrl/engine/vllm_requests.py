@@ -103,6 +103,28 @@ def unfinished(llm: Any) -> Iterator[Unfinished]:
         )
 
 
+class RequestRecord:
+    """What an engine says of its requests besides their tokens, for the trainer: experts' routes,
+    or kept sets."""
+
+    def added(self, request: Request, request_id: str) -> None:
+        """Take up a request, which vLLM calls so."""
+
+    def finished(self, key: str, output: Any, tokens: Tensor) -> Any:
+        """Return what is known of a request's tokens [n] int64, which finished in this step."""
+        raise NotImplementedError
+
+    def unfinished(self, request: Unfinished, tokens: Tensor) -> Any:
+        """Return what is known so far of a request that has these tokens."""
+        raise NotImplementedError
+
+    def keep(self, request: Unfinished) -> None:
+        """Hold on to what is known of a request whose KV cache may be dropped."""
+
+    def drop(self, key: str) -> None:
+        """Forget a request that was ended here."""
+
+
 def vocab_size(runner: Any) -> int:
     """Return the ids that logits are of."""
     return runner.vllm_config.model_config.get_vocab_size()

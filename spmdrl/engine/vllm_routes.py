@@ -9,12 +9,12 @@ Shape letters: n tokens, L layers with experts, K experts per token.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from spmdrl.engine.protocol import route_dtype
+from spmdrl.engine.protocol import Request, route_dtype
 from spmdrl.engine.vllm_internals import (
     SlotCache,
     model_runner,
@@ -22,30 +22,12 @@ from spmdrl.engine.vllm_internals import (
     num_experts,
     watch_routers,
 )
-from spmdrl.engine.vllm_requests import Unfinished
+from spmdrl.engine.vllm_requests import RequestRecord, Unfinished
 
 
-class Routes(Protocol):
-    """The routes of requests that are under way, or have just finished."""
-
-    def added(self, key: str, request_id: str) -> None:
-        """Take up a request, by our name and by vLLM's."""
-
-    def finished(self, key: str, output: Any) -> Tensor:
-        """Return [n, L, K] of all tokens but the last, of a request that finished in this step."""
-
-    def unfinished(self, request: Unfinished) -> Tensor | None:
-        """Return [n, L, K] of the tokens whose routes are known; None for none."""
-
-    def keep(self, request: Unfinished) -> None:
-        """Hold on to the routes of a request whose KV cache may be dropped."""
-
-    def drop(self, key: str) -> None:
-        """Forget a request that was ended here."""
-
-
-def make_routes(llm: Any, *, on_cpu: bool) -> Routes:
-    """Return the recorder of an engine's routes.
+def make_routes(llm: Any, *, on_cpu: bool) -> RequestRecord:
+    """Return what knows the routes of an engine: [n, L, K] of all tokens but the last of a request
+    that is finished, and of those that are known of another, None for none.
 
     Args:
         llm: vLLM's engine; off the CPU built with `route_arguments`.
@@ -67,7 +49,7 @@ def route_arguments(*, on_cpu: bool) -> dict[str, Any]:
     return {"async_scheduling": False} | ({} if on_cpu else {"enable_return_routed_experts": True})
 
 
-class _BySlot:
+class _BySlot(RequestRecord):
     """Routes in a buffer [slots, L, K] beside the KV cache."""
 
     def __init__(self, runner: Any, layers: list[int]):
@@ -88,29 +70,31 @@ class _BySlot:
         real = slots >= 0
         self._chosen[slots[real], self._place[layer_id]] = topk_ids[real].to(self._chosen.dtype)
 
-    def added(self, key: str, request_id: str) -> None:
-        self._ids[key] = request_id
+    def added(self, request: Request, request_id: str) -> None:
+        self._ids[request.key] = request_id
 
-    def finished(self, key: str, output: Any) -> Tensor:
+    def finished(self, key: str, output: Any, tokens: Tensor) -> Tensor:
         count = _num_computed(output)
         routes = self._so_far(key, count)
-        del self._ids[key]
-        self._kept.pop(key, None)
+        self.drop(key)
         return _checked(key, routes, count=count)
 
-    def unfinished(self, request: Unfinished) -> Tensor | None:
-        if not request.tokens:  # prompts are computed whole here: it has not begun
-            return self._kept.get(request.key)
-        return self._so_far(request.key, request.prompt_length + len(request.tokens) - 1)
+    def unfinished(self, request: Unfinished, tokens: Tensor) -> Tensor | None:
+        return self._of(request)
 
     def keep(self, request: Unfinished) -> None:
-        routes = self.unfinished(request)
+        routes = self._of(request)
         if routes is not None:
             self._kept[request.key] = routes
 
     def drop(self, key: str) -> None:
         del self._ids[key]
         self._kept.pop(key, None)
+
+    def _of(self, request: Unfinished) -> Tensor | None:
+        if not request.tokens:  # prompts are computed whole here: it has not begun
+            return self._kept.get(request.key)
+        return self._so_far(request.key, request.prompt_length + len(request.tokens) - 1)
 
     def _so_far(self, key: str, count: int) -> Tensor | None:
         """Return the routes that were kept, and behind them what the cache has."""
@@ -141,28 +125,19 @@ def _checked(key: str, routes: Tensor | None, *, count: int) -> Tensor:
     return routes
 
 
-class _Returned:
+class _Returned(RequestRecord):
     """Routes that vLLM itself returns, of all layers, for those with experts."""
 
     def __init__(self, layers: list[int], *, dtype: torch.dtype):
         self._layers, self._dtype = layers, dtype
 
-    def added(self, key: str, request_id: str) -> None:
-        """Do nothing: vLLM hands them over with the request."""
-
-    def finished(self, key: str, output: Any) -> Tensor:
+    def finished(self, key: str, output: Any, tokens: Tensor) -> Tensor:
         found = output.outputs[0].routed_experts
         routes = None if found is None else self._ours([found])
         return _checked(key, routes, count=_num_computed(output))
 
-    def unfinished(self, request: Unfinished) -> Tensor | None:
+    def unfinished(self, request: Unfinished, tokens: Tensor) -> Tensor | None:
         return self._ours(request.routes) if request.routes else None
-
-    def keep(self, request: Unfinished) -> None:
-        """Do nothing: vLLM keeps what it has handed over."""
-
-    def drop(self, key: str) -> None:
-        """Do nothing: vLLM forgets it too."""
 
     def _ours(self, chunks: Any) -> Tensor:
         parts = [torch.from_numpy(part[:, self._layers].astype("int32")) for part in chunks]

@@ -9,6 +9,7 @@ try_engine          LLMEngine.add_request, step     once it says what its CPU bu
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import Any
@@ -81,12 +82,10 @@ def _why(error: Exception, architectures: Sequence[str]) -> str:
 
 def _place(error: Exception) -> str:
     """Return file and line where it was raised."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    if trace is None:
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
         return "an unknown place"
-    return f"{trace.tb_frame.f_code.co_filename.rpartition('site-packages/')[2]}:{trace.tb_lineno}"
+    return f"{frames[-1].filename.rpartition('site-packages/')[2]}:{frames[-1].lineno}"
 
 
 def _version() -> str:
