@@ -26,10 +26,10 @@ from spmdrl.data.hub import find_on_hub
 from spmdrl.data.tokenizer import read_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.imports import parsed_json, refusing
-from spmdrl.model.checkpoint_reader import CheckpointReader
-from spmdrl.model.file_tensors import file_tensors
+from spmdrl.model.files.file_tensors import file_tensors
+from spmdrl.model.files.quantised import QUANTISATION_KEYS
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
-from spmdrl.model.quantised import QUANTISATION_KEYS
 from spmdrl.model.shards import Box, Part, narrow
 from spmdrl.world.comm import agree, gather_objects
 from spmdrl.world.groups import join_world, meet

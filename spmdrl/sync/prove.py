@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config
-from spmdrl.model.checkpoint_reader import CheckpointReader
-from spmdrl.model.file_tensors import live_tensors
+from spmdrl.model.files.file_tensors import live_tensors
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.shards import Box
 from spmdrl.sync.trace import Copy
 from spmdrl.types import Sums

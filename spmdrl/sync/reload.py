@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.errors import Refusal
-from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
 from spmdrl.model.shards import Box
 from spmdrl.sync.bucket_size import LARGEST

@@ -15,9 +15,10 @@ import torch
 from spmdrl.engine.handover import Handover
 from spmdrl.engine.protocol import AdapterEngine, EngineProtocol
 from spmdrl.errors import Refusal
-from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
-from spmdrl.model.weights import SentWeights
+from spmdrl.model.sharded import SentWeights
+from spmdrl.pictures import Pictures
 from spmdrl.sync.adapter import trace_adapter
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.plan import StreamPlan
@@ -27,7 +28,7 @@ from spmdrl.sync.trace import Copy, trace_loader
 from spmdrl.sync.traced import TracedTensors
 from spmdrl.types import Sums
 from spmdrl.world import World
-from spmdrl.world.comm import gather_problems
+from spmdrl.world.comm import await_all, gather_problems
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ class WeightStream:
         self._sent, self._engine, self._world = sent, engine, world
         self._cfg, self._pushes, self.mode = world.cfg.stream, 0, "idle"
         self._adapter: TracedTensors | None = None
-        self._probed: Sequence[Sequence[int]] = ()
+        self._changing: TracedTensors | None = None  # without what is frozen, of later pushes
+        self._probed: tuple[Sequence[Sequence[int]], Sequence[Pictures | None]] = (), ()
         if not world.inference_ranks:
             return
         with world.watch.wait("plan stream", -1):
@@ -67,8 +69,9 @@ class WeightStream:
     @property
     def nbytes(self) -> int:
         """Bytes that leave the trainers in one push, all of them together; where adapters travel
-        by themselves, in one after the first."""
-        return self._adapter.plan.nbytes if self._adapter else self._weight_bytes
+        by themselves, or a part is frozen, in one after the first."""
+        later = self._adapter or self._changing
+        return later.plan.nbytes if later else self._weight_bytes
 
     @property
     def _weight_bytes(self) -> int:
@@ -92,15 +95,16 @@ class WeightStream:
         Args:
             version: of the policy; the engines are told it, and drop their cached prefixes.
         Returns: what Handover.wake_cache does, sync/bytes, sync/seconds and sync/gb_per_s (1e9
-            bytes), by this rank's clock, which should start when the peers are there too
-            (`World.agree_to_stop` sees to that); the bytes are those that leave the trainers of the
-            whole world.
+            bytes), by this rank's clock, from when all ranks are there; the bytes are those that
+            leave the trainers of the whole world.
         Raises: RuntimeError on every rank when a checksum differs, or an engine's loader fails.
         """
         if self.mode == "idle":
             return {}
-        began, nbytes = time.perf_counter(), self.nbytes
+        nbytes = self.nbytes if self._pushes or self._adapter else self._weight_bytes
         with self._world.watch.wait("push", version):
+            await_all(group=self._world.control)
+            began = time.perf_counter()
             self._handover.wake_weights()
             if self._adapter is None or not self._pushes:
                 self._push_weights()
@@ -145,13 +149,20 @@ class WeightStream:
         if self.mode == "reload":
             if self._world.is_inference:
                 self._engine.weights_changed(version)
-            self.probe(self._probed, version=version)
+            self.probe(*self._probed, version=version)
 
-    def probe(self, sequences: Sequence[Sequence[int]], *, version: int = 0) -> Sums:
+    def probe(
+        self,
+        sequences: Sequence[Sequence[int]],
+        pictures: Sequence[Pictures | None] = (),
+        *,
+        version: int = 0,
+    ) -> Sums:
         """Score token sequences by engines and trainers and compare.
 
         Args:
             sequences: token ids, the same on every rank.
+            pictures: what each shows; empty where none shows anything.
             version: of the weights, for messages.
         Returns: sync/probe_gap: (sum of |engine - trainer| logprob in nats, tokens), over all
             replicas; equal on every rank.
@@ -160,10 +171,11 @@ class WeightStream:
         """
         if self.mode == "idle" or not sequences:
             return {}
-        world, self._probed = self._world, sequences
+        world, self._probed = self._world, (sequences, pictures)
+        shown = pictures or None
         with world.watch.wait("probe", version):
-            of_engine = self._engine.score(sequences) if world.is_inference else []
-            of_trainer = self._sent.score(sequences) if world.is_trainer else []
+            of_engine = self._engine.score(sequences, pictures=shown) if world.is_inference else []
+            of_trainer = self._sent.score(sequences, pictures=shown) if world.is_trainer else []
             limit = self._cfg.max_logprob_gap
             return probe_gap(of_engine, of_trainer, limit=limit, version=version, world=world)
 
@@ -188,6 +200,10 @@ class WeightStream:
         self._weights: TracedTensors | ReloadedTensors
         if self.mode == "traced":
             self._weights = TracedTensors(world, kind="weights", copies=copies, live=live)
+            # An engine that shares its devices drops all weights while it sleeps.
+            if sent.frozen and sent.adapter is None and not world.cfg.layout.roles.shares_devices:
+                left = [copy for copy in copies if copy.name not in sent.frozen]
+                self._changing = TracedTensors(world, kind="changing", copies=left, live=live)
         elif sent.adapter is not None:
             raise Refusal(
                 "model.lora.push: adapter, but this engine's weights cannot be "
@@ -214,7 +230,13 @@ class WeightStream:
     # ---------------------------------------------------------------- moving
 
     def _push_weights(self) -> None:
-        self._weights.move()
+        if self._pushes and self._changing is not None:
+            if self._pushes == 1:
+                assert isinstance(self._weights, TracedTensors)
+                self._weights.release()
+            self._changing.move()
+        else:
+            self._weights.move()
         if self.mode == "traced":
             assert self._engine_pointers() == self._pointers, "an engine's parameters have moved"
 

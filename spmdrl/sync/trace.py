@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.model.file_tensors import live_tensors
+from spmdrl.model.files.file_tensors import live_tensors
 from spmdrl.model.shards import Box, box_within, extent
 from spmdrl.world.torch_internals import (
     LOCAL_SCALAR,
