@@ -119,17 +119,14 @@ def _with_scores(
     ]
     batch = exchange(pack(blank, sums={}, num_shown=0), world, step=step)
     found = trainer.scores(batch, step=step, split="eval")
-    told = {i: score.tolist() for i, score in found.items()}
-    is_teller = world.rank == world.trainer_ranks[0]
+    teller = world.trainer_ranks[0]
+    mine = {i: score.tolist() for i, score in found.items()} if world.rank == teller else {}
     with world.watch.wait("gather evaluation", step):
-        parts = gather_objects(told if is_teller else {}, group=world.control)
+        told = gather_objects(mine, group=world.control)[teller]
     names = part_names(rewards.functions)
     weights = rewards.weights or (1.0,) * len(names)
     pairs = [divmod(group, most) for group in batch.scalars.group_ids.tolist()]
-    scores = {
-        pair: {i: score[row] for part in parts for i, score in part.items()}
-        for row, pair in enumerate(pairs)
-    }
+    scores = {pair: {i: score[row] for i, score in told.items()} for row, pair in enumerate(pairs)}
     for (slot, number), own in scores.items():
         bad = [i for i, score in own.items() if not math.isfinite(score)]
         if bad and rewards.on_failure == "fail":
@@ -183,11 +180,8 @@ def table(outcomes: Sequence[ProblemOutcome], *, samples: int, right_at: float) 
     ]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths))
-        )
-        for row in rows
+        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        for name, *cells in rows
     ]
     return "\n".join([*lines, *_notes(outcomes, samples=samples, right_at=right_at)])
 
@@ -233,10 +227,7 @@ def content(cfg: Config, result: Result, *, model: str, right_at: float = RIGHT_
         "step": result.step,
         "data": ", ".join(cfg.data.paths("eval")),
         "samples": samples,
-        "temperature": cfg.evaluate.temperature,
-        "top_p": cfg.evaluate.top_p,
-        "top_k": cfg.evaluate.top_k,
-        "min_p": cfg.evaluate.min_p,
+        **{n: getattr(cfg.evaluate, n) for n in ("temperature", "top_p", "top_k", "min_p")},
         "max_response_tokens": cfg.sampling.max_response_tokens,
         "seed": cfg.seed,
         "right_at": right_at,

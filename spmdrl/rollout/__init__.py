@@ -45,4 +45,4 @@ def model_limits(cfg: Config) -> dict[str, Any]:
 
     own = cfg.model
     hf = load_hf_config(own.path, trust_remote_code=own.trust_remote_code, part=own.part)
-    return {"max_positions": max_positions(hf), "vocab_size": hf.vocab_size}
+    return {"max_positions": max_positions(hf), "vocab_size": hf.get_text_config().vocab_size}

@@ -2,7 +2,7 @@
 
 A book is kept by one replica for itself, or by all together: then whoever is done early takes
 prompts that were dealt to another, and none is lost or sampled twice. All together keep the list of
-moves in the job's store; `take_tickets` and `finish` are functions of book and move alone, so that
+moves in the job's store; what a move does is a function of book and move alone, so that
 all who play the moves in this order have the same book.
 """
 
@@ -56,102 +56,8 @@ class Book:
     """Groups that were replaced since the last step closed."""
 
 
-def take_tickets(
-    book: Book,
-    rules: Rules,
-    *,
-    part: int,
-    most: int,
-    last: int,
-    version: int,
-    deal: Callable[[int], list[list[int]]],
-) -> list[Ticket]:
-    """Take tickets: prompts of the earliest step that has any, of one's own part first.
-
-    Where that is used up, the last prompt (the shortest, see `deal`) of whoever has most left.
-
-    Args:
-        part: the caller's. most: tickets to take at most.
-        last: last step wanted. version: of the caller's weights.
-        deal: returns the slots of a step by part.
-    """
-    tickets = []
-    for _ in range(min(most, _num_to_take(book, rules, last=last, version=version))):
-        if not book.left:
-            book.left[book.opened] = [list(slots) for slots in deal(book.opened)]
-            book.opened += 1
-        step = min(book.left)
-        parts = book.left[step]
-        slot = parts[part].pop(0) if parts[part] else max(parts, key=len).pop()
-        if not any(parts):
-            del book.left[step]
-        book.waiting[book.number] = (version, step, slot)
-        tickets.append(Ticket(book.number, step, slot))
-        book.number += 1
-    return tickets
-
-
-def finish(
-    book: Book,
-    rules: Rules,
-    *,
-    complete: Sequence[int],
-    dropped: Sequence[int],
-    last: int,
-    slots_of: Callable[[int], Sequence[int]],
-) -> None:
-    """Note groups that are complete, or to be replaced, and close the steps that are full.
-
-    Args:
-        complete, dropped: numbers. last: the last step that may be closed now.
-        slots_of: returns the slots of a step's batch that are filled from this book.
-    """
-    book.complete += complete
-    for number in dropped:
-        del book.waiting[number]
-    book.dropped += len(dropped)
-    while (chosen := _closing(book, rules, last=last)) is not None:
-        groups = {number: book.waiting.pop(number) for number in chosen}
-        book.complete = [number for number in book.complete if number not in groups]
-        book.closed[book.next] = _placed(groups, step=book.next, slots=slots_of(book.next))
-        book.next, book.dropped = book.next + 1, 0
-
-
-def _num_to_take(book: Book, rules: Rules, *, last: int, version: int) -> int:
-    """Count the tickets that the rules leave to take."""
-    return num_to_admit(
-        rules, len(book.waiting), next_step=book.next, last_step=last, version=version
-    )
-
-
-def _closing(book: Book, rules: Rules, *, last: int) -> list[int] | None:
-    """Return the groups of the next step if it can be closed now."""
-    if book.next > last or len(book.complete) < rules.quota:
-        return None
-    versions = {number: version for number, (version, _, _) in book.waiting.items()}
-    return closing(rules, versions, complete=set(book.complete), step=book.next)
-
-
-def _handed_over(book: Book, *, version: int) -> list[int]:
-    """Return the closed steps that every replica has handed over, or none had weights of this
-    version."""
-    return [step for step in book.closed if step < version]
-
-
-def _placed(
-    groups: dict[int, tuple[int, int, int]], *, step: int, slots: Sequence[int]
-) -> dict[int, int]:
-    """Give each group a slot of the step's batch: its own if it is of this step's prompts."""
-    placed = {n: slot for n, (_, own, slot) in groups.items() if own == step and slot in slots}
-    free = iter(sorted(set(slots) - set(placed.values())))
-    return {number: placed[number] if number in placed else next(free) for number in groups}
-
-
-# --------------------------------------------------------------------------- where it is kept
-
-
 class Move(NamedTuple):
-    """What a replica tells a book, and asks of it."""
+    """What a replica tells a book, and asks of it; JSON makes its sequences lists."""
 
     part: int
     """The replica's."""
@@ -161,9 +67,9 @@ class Move(NamedTuple):
     """Last step wanted, and that may be closed."""
     most: int
     """Tickets to take at most."""
-    complete: tuple[int, ...] = ()
+    complete: Sequence[int] = ()
     """Numbers of groups that are complete."""
-    dropped: tuple[int, ...] = ()
+    dropped: Sequence[int] = ()
     """Numbers of groups that are to be replaced."""
 
 
@@ -179,35 +85,82 @@ class Practice:
 
     def play(self, book: Book, move: Move) -> list[Ticket]:
         """Change a book by a move; return the tickets that it takes."""
-        for step in _handed_over(book, version=move.version):
+        for step in _handed_over(book, move):
             del book.closed[step]
-        finish(
-            book,
-            self.rules,
-            complete=move.complete,
-            dropped=move.dropped,
-            last=move.last,
-            slots_of=self.slots_of,
-        )
-        return take_tickets(
-            book,
-            self.rules,
-            part=move.part,
-            most=move.most,
-            last=move.last,
-            version=move.version,
-            deal=self.deal,
-        )
+        book.complete += move.complete
+        for number in move.dropped:
+            del book.waiting[number]
+        book.dropped += len(move.dropped)
+        while (chosen := self._closing(book, move)) is not None:
+            groups = {number: book.waiting.pop(number) for number in chosen}
+            book.complete = [number for number in book.complete if number not in groups]
+            slots = self.slots_of(book.next)
+            book.closed[book.next] = _placed(groups, step=book.next, slots=slots)
+            book.next, book.dropped = book.next + 1, 0
+        return [
+            self._take(book, move) for _ in range(min(move.most, self._num_to_take(book, move)))
+        ]
 
     def changes(self, book: Book, move: Move) -> bool:
         """Whether a move would change the book."""
         return bool(
             move.complete
             or move.dropped
-            or _handed_over(book, version=move.version)
-            or _closing(book, self.rules, last=move.last) is not None
-            or (move.most and _num_to_take(book, self.rules, last=move.last, version=move.version))
+            or _handed_over(book, move)
+            or self._closing(book, move) is not None
+            or (move.most and self._num_to_take(book, move))
         )
+
+    def _take(self, book: Book, move: Move) -> Ticket:
+        """Take a prompt of the earliest step that has any, of one's own part first.
+
+        Where that is used up, the last prompt (the shortest, see `deal`) of whoever has most left.
+        """
+        if not book.left:
+            book.left[book.opened] = [list(slots) for slots in self.deal(book.opened)]
+            book.opened += 1
+        step = min(book.left)
+        parts = book.left[step]
+        slot = parts[move.part].pop(0) if parts[move.part] else max(parts, key=len).pop()
+        if not any(parts):
+            del book.left[step]
+        book.waiting[book.number] = (move.version, step, slot)
+        book.number += 1
+        return Ticket(book.number - 1, step, slot)
+
+    def _num_to_take(self, book: Book, move: Move) -> int:
+        """Count the tickets that the rules leave to take."""
+        return num_to_admit(
+            self.rules,
+            len(book.waiting),
+            next_step=book.next,
+            last_step=move.last,
+            version=move.version,
+        )
+
+    def _closing(self, book: Book, move: Move) -> list[int] | None:
+        """Return the groups of the next step if it can be closed now."""
+        if book.next > move.last or len(book.complete) < self.rules.quota:
+            return None
+        versions = {number: version for number, (version, _, _) in book.waiting.items()}
+        return closing(self.rules, versions, complete=set(book.complete), step=book.next)
+
+
+def _handed_over(book: Book, move: Move) -> list[int]:
+    """Return the closed steps that every replica has handed over, or none had these weights."""
+    return [step for step in book.closed if step < move.version]
+
+
+def _placed(
+    groups: dict[int, tuple[int, int, int]], *, step: int, slots: Sequence[int]
+) -> dict[int, int]:
+    """Give each group a slot of the step's batch: its own if it is of this step's prompts."""
+    placed = {n: slot for n, (_, own, slot) in groups.items() if own == step and slot in slots}
+    free = iter(sorted(set(slots) - set(placed.values())))
+    return {number: placed[number] if number in placed else next(free) for number in groups}
+
+
+# --------------------------------------------------------------------------- where it is kept
 
 
 class OwnBook:
@@ -263,8 +216,8 @@ class SharedBook(OwnBook):
         if not self.practice.changes(self.book, move):
             return []
         text = json.dumps(move).encode()
-        while (stands := self._write(text)) != text:  # the next number is another's
-            self._play(_read(stands))
+        while (stands := self._written(text)) != text:  # the next number is another's
+            self._play(Move(*json.loads(stands)))
         self._own.append(self._seen + 1)
         return self._play(move)
 
@@ -279,11 +232,11 @@ class SharedBook(OwnBook):
             texts = self._store.multi_get(keys)
             known = list(itertools.takewhile(bool, texts))  # a stranger's is none
             for text in known:
-                self._play(_read(text))
+                self._play(Move(*json.loads(text)))
             number = 2 * number if len(known) == len(texts) else 0
         return self._seen > before
 
-    def _write(self, text: bytes) -> bytes:
+    def _written(self, text: bytes) -> bytes:
         """Have this be the move after those that are in `book`; return which one is."""
         return self._store.compare_set(_KEY.format(self._seen + 1), "", text.decode())
 
@@ -297,8 +250,3 @@ class SharedBook(OwnBook):
         while self._own and self._own[0] <= end:
             self._store.delete_key(_KEY.format(self._own.pop(0)))
         return tickets
-
-
-def _read(text: bytes) -> Move:
-    part, version, last, most, complete, dropped = json.loads(text)
-    return Move(part, version, last, most, tuple(complete), tuple(dropped))

@@ -15,11 +15,12 @@ the sampled ids. Three rules follow:
    last, Mistral's moves the tools to the last user turn) would show the model something else
    than what was sampled. Where it only leaves reasoning out of earlier turns, the conversation goes
    on from what was sampled, and the log says so. All else is found at start and refused, or, with
-   `rewrites: keep` in rollout.environment, treated likewise.
+   `rewrites: keep` among the environment's options, treated likewise.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import re
@@ -27,21 +28,24 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.data.prompts import apply_template, render
+from spmdrl.config import ImageSettings
+from spmdrl.data.images import ImageFiles, inlined, split
+from spmdrl.data.templates import Seen, apply_template, render
 from spmdrl.environments.protocol import Message, Response, ToolCall
 from spmdrl.environments.tool_calls import Parser
 from spmdrl.errors import Refusal
+from spmdrl.pictures import Pictures
 
 _REPLY = "spmdrl-stands-for-the-reply"
-_WHERE = "rollout.environment"
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _SHOWN_CHARS = 60
 _CACHED_OPENINGS = 256
 _KEEP = (
-    "rollout.environment {rewrites: keep} goes on from the tokens as sampled (whoever uses "
-    "the model later with this template shows it something else); or give the tokenizer a "
+    "{rewrites: keep} among the environment's options goes on from the tokens as sampled (whoever "
+    "uses the model later with this template shows it something else); or give the tokenizer a "
     "template that leaves earlier turns alone"
 )
 
@@ -56,6 +60,8 @@ class Chat:
         parser: reads tool calls; None for no tools.
         rewrites: what to do about a template that changes earlier turns, see the module.
         prefix: text that each turn of the policy begins with; it is not sampled.
+        field: of the config, which says what answers the policy, for messages.
+        files: where images of messages are, see `beside`.
     Raises (on construction): Refusal when there is no template, when it closes a reply by
         something that does not stop the engine, or when it rewrites earlier turns: with what
         it makes of them.
@@ -70,12 +76,15 @@ class Chat:
         parser: Parser | None = None,
         rewrites: Literal["auto", "refuse", "keep"] = "auto",
         prefix: str = "",
+        field: str = "rollout.environment",
+        files: ImageFiles | None = None,
     ):
-        self._prefix = prefix
+        self._prefix, self._where = prefix, field
+        self._files = files or ImageFiles(ImageSettings())
         self.tokenizer, self.tools, self._parser = tokenizer, tools or None, parser
         self._stops = frozenset(stop_token_ids)
         # The samples of a group open alike, and openings are the long texts.
-        self._encoded_opening = functools.lru_cache(maxsize=_CACHED_OPENINGS)(self._encode)
+        self._encoded_opening = functools.lru_cache(maxsize=_CACHED_OPENINGS)(self._seen)
         self._check_closing()
         kinds = _probes(has_tools=bool(tools))
         for messages in kinds:
@@ -92,25 +101,42 @@ class Chat:
                 for messages in kinds:
                     self._check_rewriting(head, messages, may_drop=rewrites == "auto")
 
-    def opening(self, messages: list[Message]) -> list[int]:
-        """Return the ids of an opened conversation, the head of the policy's turn included.
+    def beside(self, files: ImageFiles) -> Chat:
+        """Return the same, of rows whose images are there."""
+        own = copy.copy(self)
+        own._files = files
+        return own
+
+    def opening(self, messages: list[Message]) -> tuple[list[int], Pictures | None]:
+        """Return the ids of an opened conversation, the head of the policy's turn included, and
+        what they show; None of a model that does not see.
 
         A final assistant message is not closed: the policy continues it.
-        Raises: Refusal when the template refuses the messages.
+        Raises: Refusal when the template refuses the messages, or an image cannot be used.
         """
-        return list(self._encoded_opening(self._opening_text(messages)))
+        bare, images = split(inlined(messages, (), where=self._where))
+        text = self._opening_text(bare)
+        ids, pictures = self._seen(text, images) if images else self._encoded_opening(text)
+        return list(ids), pictures
 
-    def observed(self, sampled: Sequence[int], messages: list[Message]) -> list[int]:
-        """Return the ids to append behind what the policy sampled, up to its next turn.
+    def observed(
+        self, sampled: Sequence[int], messages: list[Message]
+    ) -> tuple[list[int], Pictures | None]:
+        """Return the ids to append behind what the policy sampled, up to its next turn, and what
+        they show; None of a model that does not see.
 
         Args:
             sampled: ids of the turn, as the engine gave them.
             messages: what the environment answered.
-        Raises: Refusal when the template refuses the messages.
+        Raises: Refusal when the template refuses the messages, or an image cannot be used.
         """
-        tokens = self._encode(self._joint(messages))
-        is_closed = bool(sampled) and sampled[-1] in self._stops
-        return tokens[1:] if is_closed else tokens
+        bare, images = split(inlined(messages, (), where=self._where))
+        tokens, pictures = self._seen(self._joint(bare), images)
+        if not (sampled and sampled[-1] in self._stops):
+            return tokens, pictures
+        if pictures is not None:
+            pictures = pictures[torch.arange(1, len(tokens))]
+        return tokens[1:], pictures
 
     def responses(
         self, turns: Sequence[Sequence[int]], *, are_truncated: Sequence[bool]
@@ -129,11 +155,16 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
+    def _seen(self, text: str, images: Sequence[Any] = ()) -> tuple[list[int], Pictures | None]:
+        return Seen(self.tokenizer, files=self._files, where=self._where).encoded(text, images)
+
     def _opening_text(self, messages: list[Message]) -> str:
-        return render(messages, self.tokenizer, tools=self.tools, where=_WHERE, prefix=self._prefix)
+        return render(
+            messages, self.tokenizer, tools=self.tools, where=self._where, prefix=self._prefix
+        )
 
     def _rendered(self, messages: list[Message], **options: Any) -> str:
-        return apply_template(messages, self.tokenizer, where=_WHERE, tools=None, **options)
+        return apply_template(messages, self.tokenizer, where=self._where, tools=None, **options)
 
     def _joint(self, messages: list[Message]) -> str:
         """Return the text between a reply and the next one, the reply's closing included."""
@@ -141,7 +172,7 @@ class Chat:
         _before, mark, after = text.partition(_REPLY)
         if not mark:
             raise Refusal(
-                f"{_WHERE}: the chat template leaves a reply out when "
+                f"{self._where}: the chat template leaves a reply out when "
                 f"{_roles(messages)} follow, so nothing can be appended to it"
             )
         return after + self._prefix
@@ -154,7 +185,7 @@ class Chat:
         names = self.tokenizer.convert_ids_to_tokens(sorted(self._stops))
         shown = self.tokenizer.convert_ids_to_tokens(tokens[:1]) or ["nothing"]
         raise Refusal(
-            f"{_WHERE}: the chat template closes a reply by {closing[:_SHOWN_CHARS]!r}, whose "
+            f"{self._where}: the chat template closes a reply by {closing[:_SHOWN_CHARS]!r}, whose "
             f"first token {shown[0]!r} does not stop the engine (it stops at "
             f"{', '.join(map(repr, names))}); the policy would write the other side's turns too. "
             f"Add it to sampling.stop_token_ids"
@@ -188,7 +219,7 @@ class Chat:
                 self.drops_reasoning = True
                 return
         if kept != theirs:
-            raise Refusal(_difference(kept, theirs, messages))
+            raise Refusal(f"{self._where}: {_difference(kept, theirs, messages)}")
 
 
 @contextmanager
@@ -222,7 +253,7 @@ def _difference(kept: str, theirs: str, messages: list[Message]) -> str:
     begin = max(0, at - _SHOWN_CHARS // 2)
     ours, other = (t[begin : at + _SHOWN_CHARS] for t in (kept, theirs))
     return (
-        f"{_WHERE}: the chat template rewrites earlier turns once {_roles(messages)} follow: "
+        f"the chat template rewrites earlier turns once {_roles(messages)} follow: "
         f"what read\n  {ours!r}\nbecomes\n  {other!r}\nThe policy would be shown what it did "
         f"not sample. {_KEEP}"
     )

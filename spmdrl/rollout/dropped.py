@@ -22,7 +22,9 @@ class DroppedLog:
 
     def note(self, sample: FinishedEpisode, *, where: str) -> None:
         """Count a sample whose reward failed, and log it where that is new."""
-        kind = _kind(sample)
+        # Of failure, and of what: `error: score: KeyError`.
+        words = sample.reward.message.split(": ")[:2]
+        kind = ": ".join([str(sample.reward.failure), *(word[:60] for word in words)])
         if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
             kind = _OTHER  # messages of a user's may be without number
         self._counts[kind] += 1
@@ -31,9 +33,3 @@ class DroppedLog:
             log.warning("%s: left out: %s", where, failure_text(sample))
         elif count >= 10 and str(count).strip("0") == "1":
             log.warning("%s: %d samples of this replica left out so far: %s", where, count, kind)
-
-
-def _kind(sample: FinishedEpisode) -> str:
-    """Return the kind of failure, and of what: `error: score: KeyError`."""
-    words = sample.reward.message.split(": ")[:2]
-    return ": ".join([str(sample.reward.failure), *(word[:60] for word in words)])

@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import torch
 
-from spmdrl.config import NO_PENALTIES, Penalties
+from spmdrl.config import NO_PENALTIES, Config, Penalties
 from spmdrl.data.hashed import hashed
+from spmdrl.data.row_sampling import row_sampling
 from spmdrl.engine.protocol import UNTRUNCATED, Completion, Request, Truncation
-from spmdrl.kept_sets import KeptSets
-from spmdrl.types import TOKEN_COLUMNS, Prompt, Tokens
+from spmdrl.pictures import Pictures
+from spmdrl.types import Prompt, Tokens, unplain
 from spmdrl.workers.pool import RewardResult
 
 GREEDY = -1
@@ -41,6 +42,10 @@ class Draw:
     """Not of the greedy response."""
     penalties: Penalties = NO_PENALTIES
     stop: tuple[str, ...] = ()
+
+    def of_prompt(self, prompt: Prompt, cfg: Config) -> Draw:
+        """Return how the samples of a prompt are drawn, whose row may say so."""
+        return self.of_row(row_sampling(prompt.row, cfg, where=prompt.origin))
 
     def of_row(self, own: Mapping[str, Any]) -> Draw:
         """Return how the samples of a row are drawn that sets this itself; see row_sampling."""
@@ -71,14 +76,15 @@ class Trajectory(Tokens):
     """Of each finished turn: its reward from the environment, task units."""
 
     @classmethod
-    def begun(cls, prompt: Sequence[int]) -> Trajectory:
-        """Return a prompt, given by its ids, that nothing follows yet."""
-        return Trajectory(**Tokens.given(prompt).columns(), num_given=len(prompt))
+    def begun(cls, prompt: Sequence[int], *, pictures: Pictures | None = None) -> Trajectory:
+        """Return a prompt, given by its ids and what these show, that nothing follows yet."""
+        given = Tokens.given(prompt, pictures=pictures)
+        return Trajectory(**given.columns(), num_given=len(prompt))
 
     @classmethod
     def restored(cls, plain: Mapping[str, Any]) -> Trajectory:
         """Undo `plain`."""
-        return Trajectory(**{**plain, "kept_sets": KeptSets.restored(plain.get("kept_sets"))})
+        return Trajectory(**unplain(plain))
 
     @property
     def num_turns(self) -> int:
@@ -94,6 +100,22 @@ class Trajectory(Tokens):
     def response(self) -> list[int]:
         """Return the ids that follow the prompt."""
         return self.tokens[self.num_given :].tolist()
+
+    @property
+    def given_pictures(self) -> Pictures | None:
+        """Return what the prompt shows."""
+        shown = self.pictures
+        return None if shown is None else shown[torch.arange(self.num_given)]
+
+    @property
+    def given_ids(self) -> list[int]:
+        """Return the ids of the prompt."""
+        return self.tokens[: self.num_given].tolist()
+
+    def opened(self, prompt: Prompt, *, text: str) -> Prompt:
+        """Return a prompt as an environment opened it, with this text."""
+        ids, shown = tuple(self.given_ids), self.given_pictures
+        return replace(prompt, tokens=ids, text=text, pictures=shown)
 
     @property
     def num_following(self) -> int:
@@ -119,22 +141,17 @@ class Trajectory(Tokens):
             self._followed_by(drawn), is_truncated=completion.is_truncated, routes=routes
         )
 
-    def observed(self, ids: Sequence[int]) -> Trajectory:
-        """Append what an environment said."""
-        return self._followed_by(Tokens.given(ids))
+    def observed(self, ids: Sequence[int], *, pictures: Pictures | None = None) -> Trajectory:
+        """Append what an environment said, and showed."""
+        return self._followed_by(Tokens.given(ids, pictures=pictures))
 
     def ended(self, state: int) -> Trajectory:
         """Note that a turn, which answers this state, is finished and has earned nothing yet."""
         return replace(self, states=(*self.states, state), earned=(*self.earned, 0.0))
 
     def _followed_by(self, tokens: Tokens) -> Trajectory:
-        columns = {
-            name: torch.cat([getattr(self, name), getattr(tokens, name)]) for name in TOKEN_COLUMNS
-        }
-        kept_sets = KeptSets.concat(
-            [self.kept_sets, tokens.kept_sets], [len(self.tokens), len(tokens.tokens)]
-        )
-        return replace(self, **columns, kept_sets=kept_sets)
+        columns = Tokens.concat([self, tokens]).columns()
+        return replace(self, **columns | {"routes": self.routes})
 
 
 @dataclass(frozen=True)
@@ -245,6 +262,7 @@ class Episode:
         return Request(
             key=self.request_key,
             prompt=tuple(self.trajectory.tokens.tolist()),
+            pictures=self.trajectory.pictures,
             max_tokens=draw.max_tokens - self.trajectory.num_following,
             temperature=0.0 if is_greedy else draw.temperature,
             stop_token_ids=draw.stop_token_ids,

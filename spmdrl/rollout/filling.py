@@ -11,25 +11,24 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.data.prompts import PromptSource
-from spmdrl.data.row_sampling import row_sampling
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.rollout.book import Book, Move, OwnBook, Practice, SharedBook, Ticket
 from spmdrl.rollout.episode import Draw, Episode, Group
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.loop import Loop
-from spmdrl.rollout.packing import concat_rollouts, pack_step, rollouts_from_dict
+from spmdrl.rollout.packing import concat_rollouts, pack_step, rollouts_from_dict, rollouts_to_dict
 from spmdrl.rollout.resume import Share, resumed
 from spmdrl.rollout.saved import check_environments, group_from_dict, group_to_dict
 from spmdrl.rollout.staleness import make_rules
 from spmdrl.rollout.step_prompts import StepPrompts
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import has_spread
-from spmdrl.types import Prompt, Rollouts
+from spmdrl.types import Rollouts
 from spmdrl.world import World
 
 _LOOK_EVERY_S = 0.002
@@ -95,7 +94,8 @@ class StepFiller:
                 break
             for number, step, slot in tickets:
                 prompt = self.prompts.at(step, slot)
-                group = Group(number, step, slot, prompt, engine.version, self._draw_of(prompt))
+                draw = self.draw.of_prompt(prompt, self.cfg)
+                group = Group(number, step, slot, prompt, engine.version, draw)
                 self.waiting[number] = group
                 self.loop.admit(group)
             if self.loop.is_busy:
@@ -105,10 +105,6 @@ class StepFiller:
         self._seconds += time.perf_counter() - self._since
         self._since = math.inf
         self.loop.idle.left(self.world.watch.totals)
-
-    def _draw_of(self, prompt: Prompt) -> Draw:
-        where = f"data row {prompt.index}"
-        return self.draw.of_row(row_sampling(prompt.row, self.cfg, where=where))
 
     def tick(self, engine: EngineProtocol) -> None:
         """Take a step of the generation loop, and note the groups of training that it completed."""
@@ -132,7 +128,7 @@ class StepFiller:
             assert engine is not None, "groups are under way before the first generation"
             unfinished = self.loop.unfinished(engine)
         return {
-            "ahead": {k: asdict(rollouts) for k, rollouts in self._ahead.items()},
+            "ahead": {k: rollouts_to_dict(rollouts) for k, rollouts in self._ahead.items()},
             "next": self._next,
             "opened": book.opened,
             "left": book.left,
@@ -157,7 +153,7 @@ class StepFiller:
         for number, plain in found.groups:
             prompt = self.prompts.at(plain["step"], plain["slot"])
             group, episodes = group_from_dict(
-                plain, number=number, draw=self._draw_of(prompt), prompt=prompt
+                plain, number=number, draw=self.draw.of_prompt(prompt, self.cfg), prompt=prompt
             )
             self.waiting[number] = group
             if group.is_complete:
@@ -169,10 +165,9 @@ class StepFiller:
 
     def _keep(self, book: Book) -> None:
         practice = Practice(self.rules, self.prompts.deal, self.prompts.slots_of)
-        self.book = OwnBook(book, practice)
-        if self.share.is_shared:
-            replicas = self.share.replicas
-            self.book = SharedBook(self.world.store, book, practice, replicas=replicas)
+        share, self.book = self.share, OwnBook(book, practice)
+        if share.is_shared:
+            self.book = SharedBook(self.world.store, book, practice, replicas=share.replicas)
 
     def _keep_book(self, version: int, *, last: int, most: int) -> list[Ticket]:
         """Tell the book what is complete, take up to `most` tickets, hand over closed steps."""
@@ -204,7 +199,11 @@ class StepFiller:
 
     def _await_replicas(self, must_pause: Callable[[], bool]) -> None:
         """Wait until another replica has changed the book: what is missing is with them."""
-        assert self.share.is_shared, "nothing is under way, and nothing to admit"
+        if not self.share.is_shared:
+            raise RuntimeError(
+                f"generate: nothing of step {self._next} may be drawn with the weights that are "
+                "here. Was a stream.push left out on this rank? What meets is for every rank"
+            )
         began = time.perf_counter()
         with self.world.watch.wait("await other replicas", self._next):
             while not must_pause() and not (self.book.is_due and self.book.follow()):

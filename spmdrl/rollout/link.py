@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from spmdrl.config import Penalties
 from spmdrl.engine.protocol import EngineProtocol, Request, Truncation
+from spmdrl.pictures import ToldPictures
 from spmdrl.plain import pack, unpack
 from spmdrl.world import World
 from spmdrl.world.secret import MARK_BYTES, Unauthentic, is_marked, mark
@@ -35,12 +36,13 @@ class Link:
         self.world = world
         self._has_followers = world.cfg.layout.inference_tp > 1
         self._count = 0  # messages so far, the same on all ranks of the replica
+        self._shown = ToldPictures()
 
     def step(self, requests: Sequence[Request]) -> None:
         """Tell the followers to add these requests and take an engine step. The leader does
         the same right after."""
         if self._has_followers:
-            payload = pack([_said(request) for request in requests]) if requests else b""
+            payload = pack([self._said(request) for request in requests]) if requests else b""
             self._announce(len(payload))
             if payload:
                 self._send(payload)
@@ -58,8 +60,25 @@ class Link:
         while (size := _SIZE.unpack(self._receive(_SIZE.size))[0]) != _END:
             if size:
                 for said in unpack(self._receive(size)):
-                    engine.add(_meant(said))
+                    engine.add(self._meant(said))
             engine.step()
+
+    def _said(self, request: Request) -> dict[str, Any]:
+        return vars(request) | {
+            "prompt": numpy.array(request.prompt, numpy.int64),
+            "truncation": tuple(vars(request.truncation).values()),
+            "penalties": tuple(vars(request.penalties).values()),
+            "pictures": self._shown.said(request.pictures),
+        }
+
+    def _meant(self, said: dict[str, Any]) -> Request:
+        own = {
+            "prompt": tuple(said["prompt"].tolist()),
+            "truncation": Truncation(*said["truncation"]),
+            "penalties": Penalties(*said["penalties"]),
+            "pictures": self._shown.meant(said["pictures"]),
+        }
+        return Request(**said | own)
 
     def _announce(self, size: int) -> None:
         self._send(_SIZE.pack(size))
@@ -84,29 +103,3 @@ class Link:
 
     def _broadcast(self, message: torch.Tensor) -> None:
         dist.broadcast(message, group=self.world.replica_control, group_src=0)
-
-
-def _said(request: Request) -> tuple:
-    return (
-        request.key,
-        numpy.array(request.prompt, numpy.int64),
-        request.max_tokens,
-        request.temperature,
-        request.seed,
-        request.stop_token_ids,
-        tuple(vars(request.truncation).values()) if request.truncation.is_on else (),
-        tuple(vars(request.penalties).values()) if request.penalties.is_on else (),
-        request.stop,
-        request.num_begun if request.stop else 0,
-    )
-
-
-def _meant(said: tuple) -> Request:
-    key, prompt, *others, truncation, penalties, stop, num_begun = said
-    return replace(
-        Request(key, tuple(prompt.tolist()), *others),
-        truncation=Truncation(*truncation),
-        penalties=Penalties(*penalties),
-        stop=stop,
-        num_begun=num_begun,
-    )

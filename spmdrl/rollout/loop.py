@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, EngineProtocol
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, RewardFailed
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.dropped import DroppedLog
 from spmdrl.rollout.episode import (
@@ -47,7 +48,8 @@ class Loop:
         tokenizer: decodes responses for the reward functions.
         pool: worker processes, of rewards and environments.
         link: to the replica's other ranks.
-        chat: joins the turns of episodes; None where every response is final.
+        chats: of each source of rows that has an environment, by its number: what joins the turns
+            of its episodes. Where there is none every response is final.
     """
 
     def __init__(
@@ -57,10 +59,10 @@ class Loop:
         tokenizer: PreTrainedTokenizerBase,
         pool: RewardPool,
         link: Link,
-        chat: Chat | None = None,
+        chats: Mapping[int, Chat] = MappingProxyType({}),
     ):
         self.cfg, self.tokenizer = cfg, tokenizer
-        self.pool, self.link, self.chat = pool, link, chat
+        self.pool, self.link, self.chats = pool, link, chats
         self.idle = Idle()  # takes the seconds in which the engine was not full
         self.dropped = DroppedLog()
         self._to_draw: list[Episode] = []
@@ -70,13 +72,22 @@ class Loop:
 
     def admit(self, group: Group) -> None:
         """Start all samples of a group that are not finished."""
+        is_played = self._chat_of(group) is not None
         for sample in group.positions:
             if sample not in group.samples:
-                begun = Trajectory.begun(group.prompt.tokens)  # until an environment says else
-                self.go_on(Episode(group, sample, begun, stage="open" if self.chat else "draw"))
+                # Until an environment says else.
+                begun = Trajectory.begun(group.prompt.tokens, pictures=group.prompt.pictures)
+                self.go_on(Episode(group, sample, begun, stage="open" if is_played else "draw"))
+
+    def _chat_of(self, group: Group) -> Chat | None:
+        return self.chats.get(group.prompt.source)
 
     def go_on(self, episode: Episode) -> None:
-        """Start an episode, or take it up where it was left."""
+        """Start an episode, or take it up where it was left.
+
+        Raises: Refusal for one that was left with an environment and has none now, or without.
+        """
+        _check_kind(episode, is_played=self._chat_of(episode.group) is not None)
         if episode.stage == "draw":
             self._to_draw.append(episode)
         elif episode.stage == "open":
@@ -85,6 +96,7 @@ class Loop:
                 episode.key,
                 row=episode.group.prompt.row,
                 seed=sample_seed(episode.group, episode.sample),
+                source=episode.group.prompt.source,
             )
         elif episode.stage == "answer":
             self._answer([episode])
@@ -142,26 +154,35 @@ class Loop:
         episodes = [self._drawing.pop(completion.key) for completion in completions]
         for episode, completion in zip(episodes, completions):
             episode.trajectory = episode.trajectory.sampled(completion).ended(episode.state)
-        if not episodes:
-            return
-        if self.chat:
-            self._answer(episodes)
-        else:
-            texts = self.texts(e.trajectory.response for e in episodes)
-            for episode, text in zip(episodes, texts):
+        by_chat: dict[Chat | None, list[Episode]] = {}
+        for episode in episodes:
+            by_chat.setdefault(self._chat_of(episode.group), []).append(episode)
+        for chat, own in by_chat.items():
+            if chat is not None:
+                self._answer(own)
+                continue
+            texts = self.texts(e.trajectory.response for e in own)
+            for episode, text in zip(own, texts):
                 episode.text = text
-            self._score(episodes)
+            self._score(own)
 
     def _answer(self, episodes: Sequence[Episode]) -> None:
-        assert self.chat is not None
-        responses = self.chat.responses(
+        """Have their environment answer episodes of one chat."""
+        chat = self._chat_of(episodes[0].group)
+        assert chat is not None
+        responses = chat.responses(
             [episode.turn for episode in episodes],
             are_truncated=[episode.trajectory.is_truncated for episode in episodes],
         )
         for episode, response in zip(episodes, responses):
             episode.stage, episode.text = "answer", response.text
             self._outside[episode.key] = episode
-            self.pool.turn(episode.key, environment=episode.environment, response=response)
+            self.pool.turn(
+                episode.key,
+                environment=episode.environment,
+                response=response,
+                source=episode.group.prompt.source,
+            )
 
     def _score(self, episodes: Sequence[Episode]) -> None:
         for episode in episodes:
@@ -201,14 +222,16 @@ class Loop:
             if isinstance(result, TurnResult):
                 reward = self._take_turn(episode, result)
             else:
-                reward = _with_environment(result, episode) if self.chat else result
+                is_played = self._chat_of(episode.group) is not None
+                reward = _with_environment(result, episode) if is_played else result
             if reward is not None and self._finish(episode, reward).is_complete:
                 complete.append(episode.group)
         return complete
 
     def _take_turn(self, episode: Episode, result: TurnResult) -> RewardResult | None:
         """Go on with an opening, or with an answer; return why that fails, if it does."""
-        assert self.chat is not None
+        chat = self._chat_of(episode.group)
+        assert chat is not None
         if result.failure:
             return _failed(result, result.failure, f"environment: {result.message}")
         episode.environment, episode.state = result.environment, result.state
@@ -223,54 +246,38 @@ class Loop:
                 self._score([episode])
                 return None
         try:
-            tokens = (
-                self.chat.opening(list(result.messages))
+            tokens, pictures = (
+                chat.opening(list(result.messages))
                 if is_opening
-                else self.chat.observed(episode.turn, list(result.messages))
+                else chat.observed(episode.turn, list(result.messages))
             )
         except Refusal as error:
             return _failed(result, "error", f"environment: {error}")
         if is_opening:
             if len(tokens) > self.cfg.data.max_prompt_tokens:
-                return self._overlong(result, episode, length=len(tokens))
-            episode.trajectory = Trajectory.begun(tokens)
+                return _overlong(self.cfg, result, episode, length=len(tokens))
+            episode.trajectory = Trajectory.begun(tokens, pictures=pictures)
         elif so_far.num_following + len(tokens) >= episode.group.draw.max_tokens:
             episode.trajectory = replace(so_far, is_truncated=True)  # no room for another turn
             self._score([episode])
             return None
         else:
-            episode.trajectory = so_far.observed(tokens)
+            episode.trajectory = so_far.observed(tokens, pictures=pictures)
             episode.turn_start = episode.trajectory.num_following
         episode.stage = "draw"
         self._to_draw.append(episode)
         return None
 
-    def _overlong(self, result: TurnResult, episode: Episode, *, length: int) -> RewardResult:
-        """Drop a sample whose opening is too long. Raises: Refusal where that ends the run."""
-        data = self.cfg.data
-        message = (
-            f"rollout.environment {self.cfg.rollout.environment['name']}: what it opens "
-            f"{episode.group.prompt.origin} with has {length} tokens, above "
-            f"data.max_prompt_tokens = {data.max_prompt_tokens}"
-        )
-        if data.overlong_prompts != "drop":
-            raise Refusal(
-                f"{message}; raise it, shorten the opening, or set "
-                "data.overlong_prompts=drop to leave such samples out"
-            )
-        return _failed(result, OVERLONG, message)
-
     def _finish(self, episode: Episode, reward: RewardResult) -> Group:
         group, trajectory, text = episode.group, episode.trajectory, episode.text
         prompt = group.prompt
-        if self.chat:
-            given = trajectory.tokens[: trajectory.num_given].tolist()
-            opening, text = self.texts([given, trajectory.response])
-            prompt = replace(prompt, tokens=tuple(given), text=opening)
+        if self._chat_of(group) is not None:
+            opening, text = self.texts([trajectory.given_ids, trajectory.response])
+            prompt = trajectory.opened(prompt, text=opening)
         finished = FinishedEpisode(group.slot, episode.sample, prompt, trajectory, text, reward)
         group.samples[episode.sample] = finished
         if reward.failure not in (None, OVERLONG) and group.draw.must_score:
-            raise RuntimeError(
+            raise RewardFailed(
                 f"{place(group)}: {failure_text(finished)}\nThis is the first reward that "
                 "failed; more may follow. Mend the reward function, or set "
                 "rewards.on_failure=drop to leave such samples out"
@@ -285,8 +292,37 @@ class Loop:
         return self.tokenizer.batch_decode(list(rows), skip_special_tokens=True)
 
 
+def _check_kind(episode: Episode, *, is_played: bool) -> None:
+    """Refuse an episode of a checkpoint that cannot go on as its source now says."""
+    was_played = episode.stage == "open" or bool(episode.environment)
+    if episode.stage != "score" and was_played != is_played:
+        was, now = ("in an", "none") if was_played else ("without an", "one")
+        raise Refusal(
+            f"{episode.group.prompt.origin}: the checkpoint holds an episode of it under way {was} "
+            f"environment, and its source of data has {now} now; resume with rollout.environment "
+            "and those of the sources as they were"
+        )
+
+
 def _failed(result: TurnResult, failure: Failure, message: str) -> RewardResult:
     return RewardResult(result.key, seconds=result.seconds, failure=failure, message=message)
+
+
+def _overlong(cfg: Config, result: TurnResult, episode: Episode, *, length: int) -> RewardResult:
+    """Drop a sample whose opening is too long. Raises: Refusal where that ends the run."""
+    data = cfg.data
+    field, options = cfg.environments()[episode.group.prompt.source]
+    message = (
+        f"{field} {options['name']}: what it opens "
+        f"{episode.group.prompt.origin} with has {length} tokens, above "
+        f"data.max_prompt_tokens = {data.max_prompt_tokens}"
+    )
+    if data.overlong_prompts != "drop":
+        raise Refusal(
+            f"{message}; raise it, shorten the opening, or set "
+            "data.overlong_prompts=drop to leave such samples out"
+        )
+    return _failed(result, OVERLONG, message)
 
 
 def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:

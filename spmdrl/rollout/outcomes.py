@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from spmdrl.algorithms.shaping import RIGHT_AT, ROUNDING, best_at_k_estimate, pass_at_k_estimate
 from spmdrl.plain import record
@@ -123,7 +124,7 @@ def summarize(
     """
     scored = {k: [o for o in outcomes if len(o.rewards) >= k] for k in (1, *sizes(samples))}
     voted = [o for o in outcomes if len(o.answers) >= samples]
-    found = {"reward": _over(scored[1], lambda o: _mean(o.rewards))}
+    found = {"reward": _over(scored[1], lambda o: fmean(o.rewards))}
     for k in sizes(samples):
         found[f"pass_at_{k}"] = _over(
             scored[k], lambda o: pass_at_k_estimate(len(o.rewards), sum(_rights(o, right_at)), k)
@@ -132,7 +133,7 @@ def summarize(
         found[f"best_at_{k}"] = _over(scored[k], lambda o: best_at_k_estimate(o.rewards, k))
     found |= {
         f"maj_at_{samples}": _over(voted, lambda o: _majority(o.answers, _rights(o, right_at))),
-        "response_length": _over(outcomes, lambda o: _mean(o.lengths)),
+        "response_length": _over(outcomes, lambda o: fmean(o.lengths)),
         "truncated_frac": _over(outcomes, lambda o: o.num_truncated / len(o.lengths)),
         "failed_frac": _over(outcomes, lambda o: 1 - len(o.rewards) / len(o.lengths)),
     }
@@ -156,7 +157,7 @@ def part_means(outcomes: Sequence[ProblemOutcome]) -> dict[str, float]:
     for outcome in outcomes:
         for name, own in outcome.parts.items():
             values[name] += own
-    return {name: _mean(own) for name, own in sorted(values.items())}
+    return {name: fmean(own) for name, own in sorted(values.items())}
 
 
 def eval_sums(outcomes: Sequence[ProblemOutcome], *, samples: int) -> Sums:
@@ -201,7 +202,7 @@ def _majority(answers: Sequence[str], rights: Sequence[bool]) -> float:
     first = [answer for answer, count in votes.items() if count == max(votes.values())]
     # A grader may judge one answer in two ways, by what stands around it: its mean.
     judged = [[r for given, r in zip(answers, rights) if given == answer] for answer in first]
-    return _mean(list(map(_mean, judged)))
+    return fmean(map(fmean, judged))
 
 
 def _over(
@@ -210,12 +211,8 @@ def _over(
     values = list(map(value, outcomes))
     if not values:
         return None
-    mean, count = _mean(values), len(values)
+    mean, count = fmean(values), len(values)
     if count == 1:
         return Estimate(mean, None, 1)
     variance = math.fsum((v - mean) ** 2 for v in values) / (count - 1)
     return Estimate(mean, _Z95 * math.sqrt(variance / count), count)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config, ShapingSettings
-from spmdrl.kept_sets import KeptSets
 from spmdrl.rewards.signatures import part_names, reward_models
-from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
+from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group, failure_text
 from spmdrl.rollout.sums import kept_sums, mean_reward, source_sums, step_sums, warn_if_all_failed
-from spmdrl.types import Rollouts, Scalars, Sums, Tokens, add_sums
+from spmdrl.types import Rollouts, Scalars, Sums, Tokens, add_sums, unplain
 from spmdrl.workers.pool import RewardResult
 
 
@@ -97,6 +96,7 @@ def pack(
     shown = tuple(
         {"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}
         | {f"reward/{name}": text for name, text in s.reward.extras.items()}
+        | ({"failure": failure_text(s)} if s.reward.failure else {})
         | ({"group": s.slot, "sample": s.sample} if is_partial else {})
         for s in _shown(samples)[:num_shown]
     )
@@ -210,13 +210,17 @@ def concat_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     )
 
 
+def rollouts_to_dict(rollouts: Rollouts) -> dict[str, Any]:
+    """Return rollouts as dictionaries, tensors and numbers; tensors are shared."""
+    return rollouts.plain() | {"scalars": dict(vars(rollouts.scalars))}
+
+
 def rollouts_from_dict(tree: dict[str, Any]) -> Rollouts:
-    """Undo dataclasses.asdict."""
+    """Undo `rollouts_to_dict`, of earlier versions too."""
     return Rollouts(
         **{
-            **tree,
+            **unplain(tree),
             "scalars": Scalars(**tree["scalars"]),
-            "kept_sets": KeptSets.restored(tree.get("kept_sets")),
             "sums": {k: tuple(v) for k, v in tree["sums"].items()},
             "samples": tuple(tree["samples"]),
         }

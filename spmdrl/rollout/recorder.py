@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from torch import Tensor
 from spmdrl.config import Config, ShapingSettings, flatten
 from spmdrl.config.former import modernized
 from spmdrl.imports import refusing
-from spmdrl.kept_sets import KeptSets
+from spmdrl.pictures import Pictures
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
 from spmdrl.rollout.packing import cumulative, flat_episodes
+from spmdrl.rollout.recorded_pictures import with_pictures
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, Tokens
 
 FORMAT = 1
@@ -216,7 +218,7 @@ def _write(path: Path, table: pa.Table, header: dict[str, Any]) -> None:
     starts = [0, *inner, len(groups)] if len(groups) else []
     with path.open("wb") as file:
         with parquet.ParquetWriter(file, table.schema, compression="zstd") as writer:
-            for start, end in zip(starts, starts[1:]):
+            for start, end in pairwise(starts):
                 writer.write_table(table.slice(start, end - start))
         file.flush()
         os.fsync(file.fileno())
@@ -235,16 +237,19 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
     tokens, others = flat_episodes(greedy, rewards=own, greedy_rewards=own, part_names=())
     no_parts = scalars.reward_parts.new_zeros(len(greedy), scalars.reward_parts.shape[1])
     # What a table has not is null in its rows: the greedy ones have no routes, and no kept sets.
+    # Pictures are added to all, since a group's are in one of its rows.
     rows = [
         _rows(step, drawn, share, scalars=scalars),
         _rows(
             step,
             greedy,
-            replace(tokens, routes=None, kept_sets=None),
+            replace(tokens, routes=None, kept_sets=None, pictures=None),
             scalars=replace(others, reward_parts=no_parts),
         ),
     ]
     table = pa.concat_tables(rows, promote_options="default")
+    both = [share.pictures, tokens.pictures], [len(share.tokens), len(tokens.tokens)]
+    table = with_pictures(table, Pictures.concat(*both))
     return table.sort_by([("group", "ascending"), ("sample", "ascending")])
 
 
@@ -256,33 +261,26 @@ def _rows(
     columns |= {name: getattr(scalars, field).numpy() for name, field in NUMBERS.items()}
     starts = cumulative(scalars.lengths)
     for name in TOKEN_COLUMNS:
-        kind = SCHEMA.field(name).type
-        values = pa.array(getattr(tokens, name).numpy()).cast(kind.value_type)
-        columns[name] = pa.ListArray.from_arrays(pa.array(starts.int().numpy()), values, type=kind)
-    table = pa.table(columns, schema=SCHEMA)
-    if tokens.kept_sets is not None:
-        table = _with_kept_sets(table, tokens.kept_sets, starts=starts)
-    if tokens.routes is None:
-        return table
-    per_token = tokens.routes[0].numel() if len(tokens.routes) else 0
-    ends = pa.array((starts * per_token).numpy())
-    flat = pa.array(tokens.routes.short().flatten().numpy())
-    return table.append_column(
-        _ROUTES, pa.LargeListArray.from_arrays(ends, flat, type=_ROUTES.type)
-    )
+        columns[name] = _lists(getattr(tokens, name), starts, kind=SCHEMA.field(name).type)
+    table, sets, routes = pa.table(columns, schema=SCHEMA), tokens.kept_sets, tokens.routes
+    if sets is not None:
+        ends = cumulative(sets.sizes.long())[starts].tolist()
+        own = [sets.data[begin:end].numpy().tobytes() for begin, end in pairwise(ends)]
+        table = table.append_column(_SET_SIZES, _lists(sets.sizes, starts, kind=_SET_SIZES.type))
+        table = table.append_column(_SETS, pa.array(own, type=_SETS.type))
+    if routes is not None:
+        starts = starts * (routes[0].numel() if len(routes) else 0)
+        flat = routes.short().flatten()
+        table = table.append_column(_ROUTES, _lists(flat, starts, kind=_ROUTES.type))
+    return table
 
 
-def _with_kept_sets(table: pa.Table, sets: KeptSets, *, starts: Tensor) -> pa.Table:
-    """Append the sets of a table's tokens; its rows start at `starts` among them, [S + 1] int64."""
-    ends = cumulative(sets.sizes.long())[starts]
-    data = sets.data.numpy()
-    sizes = pa.ListArray.from_arrays(
-        pa.array(starts.int().numpy()), pa.array(sets.sizes.numpy()), type=_SET_SIZES.type
-    )
-    own = [data[a:b].tobytes() for a, b in zip(ends.tolist(), ends[1:].tolist())]
-    return table.append_column(_SET_SIZES, sizes).append_column(
-        _SETS, pa.array(own, type=_SETS.type)
-    )
+def _lists(values: Tensor, starts: Tensor, *, kind: pa.DataType) -> pa.Array:
+    """Return values [n] as a column of lists, which start at `starts` [S + 1] int64."""
+    is_large = pa.types.is_large_list(kind)
+    array, starts = (pa.LargeListArray, starts) if is_large else (pa.ListArray, starts.int())
+    own = pa.array(values.numpy()).cast(kind.value_type)
+    return array.from_arrays(pa.array(starts.numpy()), own, type=kind)
 
 
 def _texts(step: int, samples: Sequence[FinishedEpisode]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from spmdrl.imports import parsed_json
 from spmdrl.kept_sets import KeptSets
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
+from spmdrl.rollout.recorded_pictures import FEATURES, recorded_pictures
 from spmdrl.rollout.recorder import (
     FILE_NAME,
     FOLDER,
@@ -38,10 +39,8 @@ _without_digests: set[Path] = set()
 """Folders of which it was said that files there have no digest."""
 
 # What comes up where a file without digest holds something else than a run records.
-_NONSENSE = (pa.ArrowException, OSError, LookupError, TypeError, ValueError, RuntimeError) + (
-    AttributeError,
-    ArithmeticError,
-)
+_NONSENSE: tuple[type[Exception], ...] = (OSError, LookupError, TypeError, ValueError)
+_NONSENSE += (RuntimeError, AttributeError, ArithmeticError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,16 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def read_table(
-    path: Path, *, columns: Sequence[str] | None = None, group: int | None = None
+    path: Path,
+    *,
+    columns: Sequence[str] | None = None,
+    group: int | None = None,
+    without_features: bool = False,
 ) -> pa.Table:
     """Return the rows of a file, or those of one group, greedy ones too.
 
+    Args:
+        without_features: leave out what towers read of pictures, which is large.
     Raises: Refusal when the file cannot be read.
     """
     file = _open(path)
@@ -129,7 +134,10 @@ def read_table(
             places = [
                 i for i in places if file.metadata.row_group(i).column(at).statistics.min == group
             ]
-        return file.read_row_groups(places, columns=list(columns) if columns else None)
+        names = columns or [
+            n for n in file.schema_arrow.names if without_features and n != FEATURES
+        ]
+        return file.read_row_groups(places, columns=list(names) or None)
 
 
 def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollouts:
@@ -150,13 +158,8 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
         form = header.get("routes", form)
         vocab = header.get("kept_sets", vocab)
         if part == 0:
-            sums.append(
-                {
-                    name: tuple(pair)
-                    for name, pair in header["sums"].items()
-                    if not name.startswith("time/")
-                }
-            )
+            found = header["sums"].items()
+            sums.append({name: (*pair,) for name, pair in found if not name.startswith("time/")})
             shown += tuple(header["shown"])
     with reading(*files):
         table = pa.concat_tables(tables, promote_options="default")
@@ -167,6 +170,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
             sets = _kept_sets(table, vocab)
             sets.check(rollouts.tokens)
             rollouts = replace(rollouts, kept_sets=sets)
+        rollouts = replace(rollouts, pictures=recorded_pictures(table))
         return replace(rollouts, sums=add_sums(*sums), samples=shown)
 
 
@@ -215,7 +219,6 @@ def _kept_sets(table: pa.Table, vocab: int) -> KeptSets:
 
 def scalars_of(table: pa.Table) -> Scalars:
     """Return the numbers per sequence of a table, in its order; greedy rows are not left out."""
-
     parts = _tensor(table["reward_parts"].combine_chunks().flatten())
     return Scalars(
         **{field: _tensor(table[name].combine_chunks()) for name, field in NUMBERS.items()},

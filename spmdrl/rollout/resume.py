@@ -87,12 +87,11 @@ def resumed(
         again = deal_again(left, costs_of={k: costs_of(k) for k in left}, parts=share.replicas)
         book.left = {k: own for k, parts in again.items() if any(own := share.own(parts))}
 
-    def is_mine(number: int, at: int) -> bool:
-        if not share.is_shared:
-            return True
-        return at == share.replica if is_same else number % share.replicas == share.replica
-
-    mine = [(number, plain) for number, (at, plain) in enumerate(groups) if is_mine(number, at)]
+    mine = [
+        (number, plain)
+        for number, (at, plain) in enumerate(groups)
+        if not share.is_shared or (at if is_same else number % share.replicas) == share.replica
+    ]
     ahead = states if len(states) == 1 and is_same else states[share.replica :: share.replicas]
     return Resumed(book, mine, list(ahead))
 

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.data.examples import Unit, example_source
+from spmdrl.pictures import Pictures
 from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
 from spmdrl.rollout.source import Source
 from spmdrl.types import Rollouts, Scalars, Sums, Tokens
@@ -51,13 +52,14 @@ class RowSource(Source):
 def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
     """Pack (slot, unit) as rollouts: slot is the group, the place within the unit the sample."""
     rows = [
-        (slot, sample, tokens, mask, reward)
+        (slot, sample, *example, reward)
         for slot, unit in units
-        for sample, ((tokens, mask), reward) in enumerate(zip(unit.examples, unit.rewards))
+        for sample, (example, reward) in enumerate(zip(unit.examples, unit.rewards))
     ]
-    slots, samples, tokens, masks, rewards = zip(*rows) if rows else [()] * 5
+    slots, samples, tokens, masks, shown, rewards = zip(*rows) if rows else [()] * 6
     lengths, count = ints([len(row) for row in tokens]), len(rows)
-    given = Tokens.given([*chain(*tokens)])
+    pictures = Pictures.concat(shown, lengths.tolist())
+    given = Tokens.given([*chain(*tokens)], pictures=pictures)
     mask = torch.tensor([*chain(*masks)], dtype=torch.bool)
     given = replace(given, response_mask=mask, policy_versions=torch.where(mask, version, -1))
     return Rollouts(

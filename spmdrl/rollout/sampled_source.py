@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -11,12 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algorithms import registry
 from spmdrl.config import Config, EvaluateSettings, SamplingSettings
+from spmdrl.data.images import ImageFiles
 from spmdrl.data.prompts import PromptSource
-from spmdrl.data.row_sampling import row_sampling
 from spmdrl.data.tokenizer import end_token_ids
 from spmdrl.engine.protocol import EngineProtocol, Truncation
 from spmdrl.environments.tool_calls import make_parser
 from spmdrl.errors import Refusal
+from spmdrl.pictures import Pictures
+from spmdrl.rewards.samples import Scope
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.episode import Draw, FinishedEpisode, Group
 from spmdrl.rollout.filling import StepFiller
@@ -28,7 +30,7 @@ from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.source import Source
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import warn_if_all_failed
-from spmdrl.types import Batch, Prompt, Rollouts
+from spmdrl.types import Batch, Rollouts
 from spmdrl.workers.pool import RewardPool
 from spmdrl.world import World
 
@@ -36,6 +38,17 @@ log = logging.getLogger(__name__)
 
 _PROBE_PROMPTS = 16
 _PROBE_TOKENS = 4096  # engines score prompts with all logits of a part of them at once
+
+
+def group_hints(cfg: Config, scopes: Sequence[Scope]) -> list[str]:
+    """Return what may be meant otherwise of reward functions that see groups, of these scopes."""
+    evaluate = cfg.evaluate
+    if "group" not in scopes or not evaluate.every_steps or evaluate.samples > 1:
+        return []
+    return [
+        "evaluate.samples: 1, so that reward functions that get a group in training get lists of "
+        "one in evaluation; if they compare samples, set it to batch.group_size"
+    ]
 
 
 class SampledSource(Source):
@@ -58,6 +71,9 @@ class SampledSource(Source):
             return
         self.pool = RewardPool(cfg, steps_per_epoch=self.prompts.steps_per_epoch)
         self.pool.start()  # an unusable reward function is refused now
+        if world.rank == world.inference_ranks[0]:
+            for hint in group_hints(cfg, self.pool.scopes):
+                log.warning(hint)
         if "step" in self.pool.scopes and world.num_replicas > 1:
             raise Refusal(
                 f"rewards.scope: a function sees whole steps, and each of {world.num_replicas} "
@@ -73,7 +89,7 @@ class SampledSource(Source):
         What goes beyond the step of these weights ends early under in-flight updates, when the
         trainers are done with it: the rest goes on at the next call.
 
-        Raises: RuntimeError naming the sample when a reward fails under on_failure=fail, or
+        Raises: RewardFailed naming the sample when a reward fails under on_failure=fail, or
             when dynamic sampling finds too few groups with a spread of rewards.
         """
         last = min(until, self.cfg.steps - 1)
@@ -105,13 +121,16 @@ class SampledSource(Source):
         if self.filler is not None:
             self.filler.prompts.planner.observe(batch.scalars, step=step)
 
-    def probe_tokens(self) -> list[tuple[int, ...]]:
+    def probe_tokens(self) -> tuple[list[tuple[int, ...]], list[Pictures | None]]:
         """Return the first prompts of the data, those with more than one token, and one sequence of
-        their tokens that is as long as a sample can be, or 4096."""
-        prompts = [p.tokens for p in self.prompts.at(0)[:_PROBE_PROMPTS] if len(p.tokens) > 1]
+        their tokens that is as long as a sample can be, or 4096; and what each shows."""
+        prompts = [p for p in self.prompts.at(0)[:_PROBE_PROMPTS] if len(p.tokens) > 1]
+        if not prompts:
+            return [], []
         longest = self.cfg.longest_sequence - 1
-        tokens = cycle(token for prompt in prompts for token in prompt)
-        return [*prompts, tuple(islice(tokens, min(longest, _PROBE_TOKENS)))] if prompts else []
+        tokens = cycle(token for prompt in prompts for token in prompt.tokens)
+        long = tuple(islice(tokens, min(longest, _PROBE_TOKENS)))
+        return [*(p.tokens for p in prompts), long], [*(p.pictures for p in prompts), None]
 
     def evaluate(self, engine: EngineProtocol, *, step: int) -> list[FinishedEpisode]:
         """Sample this replica's held-out prompts; its leader gets the samples.
@@ -126,8 +145,10 @@ class SampledSource(Source):
         cfg, prompts = self.cfg.evaluate, self.prompts.eval()
         draw = self._draw("eval", cfg, samples=cfg.samples)
         groups = [
-            Group(slot, step, slot, prompts[slot], engine.version, self._own(draw, prompts[slot]))
-            for slot in range(self.world.replica, len(prompts), self.world.num_replicas)
+            Group(slot, step, slot, prompt, engine.version, draw.of_prompt(prompt, self.cfg))
+            for slot, prompt in islice(
+                enumerate(prompts), self.world.replica, None, self.world.num_replicas
+            )
         ]
         idle, self.loop.idle = self.loop.idle, Idle()  # it is no part of a step
         for group in groups:
@@ -146,10 +167,6 @@ class SampledSource(Source):
         first, sources = len(self.cfg.data.sources("train")), self.cfg.data.sources("eval")
         several = enumerate(sources, first) if len(sources) > 1 else ()
         return outcomes_of(samples, names={i: source.name for i, source in several})
-
-    def _own(self, draw: Draw, prompt: Prompt) -> Draw:
-        where = f"held-out row {prompt.index}"
-        return draw.of_row(row_sampling(prompt.row, self.cfg, where=where))
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was made ahead and what is under way, as plain values; leaders only."""
@@ -186,29 +203,54 @@ class SampledSource(Source):
         )
 
     def _make_loop(self, tokenizer: PreTrainedTokenizerBase) -> Loop:
-        cfg, pool = self.cfg, self.pool
-        options, chat = cfg.rollout.environment, None
-        if pool.not_plain and self.world.replica == 0:
+        made = {
+            field: self._make_chat(tokenizer, field=field, options=options)
+            for field, options in self.cfg.environment_fields().items()
+        }
+        fields = [field for field, _ in self.cfg.environments()]
+        images = self.cfg.data.images
+        chats = {
+            i: made[field].beside(ImageFiles(images, source.folder))
+            for i, (field, source) in enumerate(zip(fields, self.cfg.data.all_sources()))
+            if field in made
+        }
+        return Loop(self.cfg, tokenizer=tokenizer, pool=self.pool, link=self.link, chats=chats)
+
+    def _make_chat(
+        self, tokenizer: PreTrainedTokenizerBase, *, field: str, options: Mapping[str, Any]
+    ) -> Chat:
+        """Return what joins the turns of episodes with an environment.
+
+        Args:
+            field: of the config, that has it.
+            options: its name and options.
+        Raises: Refusal as `Chat`.
+        """
+        facts, is_first = self.pool.environments[field], self.world.replica == 0
+        if facts["not_plain"] and is_first:
             log.warning(
-                "rollout.environment: %s is no plain data. Episodes that a checkpoint finds under "
+                "%s: %s is no plain data. Episodes that a checkpoint finds under "
                 "way are kept as pickles, and a resume asks for --checkpoint.trust-pickles true; "
                 "docs/environments.md says how `save` and `restore` make it plain",
-                pool.not_plain,
+                field,
+                facts["not_plain"],
             )
-        if options:
-            chat = Chat(
-                tokenizer,
-                stop_token_ids=self._stops,
-                tools=pool.tools,
-                parser=make_parser(pool.tool_parser, tokenizer) if pool.tool_parser else None,
-                rewrites=options.get("rewrites", "auto"),
-                prefix=cfg.data.generation_prefix,
+        parser = facts["tool_parser"]
+        chat = Chat(
+            tokenizer,
+            stop_token_ids=self._stops,
+            tools=facts["tools"],
+            parser=make_parser(parser, tokenizer) if parser else None,
+            rewrites=options.get("rewrites", "auto"),
+            prefix=self.cfg.data.generation_prefix,
+            field=field,
+        )
+        if chat.drops_reasoning and is_first:
+            log.warning(
+                "%s: the chat template leaves reasoning (<think>) out of "
+                "earlier turns; here what the policy wrote stays before its eyes, and it is "
+                "trained so. Whoever uses it later with this template shows it less. With "
+                "{rewrites: refuse} the run ends instead",
+                field,
             )
-            if chat.drops_reasoning and self.world.replica == 0:
-                log.warning(
-                    "rollout.environment: the chat template leaves reasoning (<think>) out of "
-                    "earlier turns; here what the policy wrote stays before its eyes, and it is "
-                    "trained so. Whoever uses it later with this template shows it less. With "
-                    "{rewrites: refuse} the run ends instead"
-                )
-        return Loop(cfg, tokenizer=tokenizer, pool=pool, link=self.link, chat=chat)
+        return chat

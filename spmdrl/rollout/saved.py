@@ -92,11 +92,15 @@ def group_from_dict(
     group = Group(number, plain["step"], plain["slot"], prompt, plain["version"], draw)
     for s in plain["samples"]:
         trajectory = Trajectory.restored(s["trajectory"])
-        given = tuple(trajectory.tokens[: trajectory.num_given].tolist())
         group.samples[s["sample"]] = FinishedEpisode(
             group.slot,
             s["sample"],
-            replace(prompt, tokens=given, text=s["prompt"]),
+            replace(
+                prompt,
+                tokens=tuple(trajectory.tokens[: trajectory.num_given].tolist()),
+                text=s["prompt"],
+                pictures=trajectory.given_pictures,
+            ),
             trajectory,
             s["text"],
             RewardResult(**s["reward"]),

@@ -108,6 +108,4 @@ def horizon(schedule: ScheduleSettings, *, lag: int) -> int:
     on up to over_sample - 1 steps more. 0: there is no bound, since dynamic sampling takes as
     many prompts as it needs; then nothing that was measured may decide on them.
     """
-    if schedule.dynamic:
-        return 0
-    return max(1, lag) + math.ceil(schedule.over_sample) - 1
+    return 0 if schedule.dynamic else least_staleness(schedule.over_sample, lag=max(1, lag))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from spmdrl.errors import RewardFailed
 from spmdrl.rewards.samples import RewardSample
 from spmdrl.rollout.episode import FinishedEpisode, Group, failure_text, place
 from spmdrl.rollout.loop import Loop
@@ -23,7 +24,7 @@ def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
     Args:
         groups: of the step, or of an evaluation.
         step: which one it is, for functions that ask.
-    Raises: RuntimeError naming a sample whose reward fails under on_failure=fail.
+    Raises: RewardFailed naming a sample whose reward fails under on_failure=fail.
     """
     if "step" not in loop.pool.scopes:
         return
@@ -49,7 +50,7 @@ def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
         group.samples[sample.sample] = scored = replace(sample, reward=reward)
         if reward.failure:
             if group.draw.must_score:
-                raise RuntimeError(
+                raise RewardFailed(
                     f"{place(group)}: {failure_text(scored)}\nMend the reward function, or set "
                     "rewards.on_failure=drop to leave such samples out"
                 )
@@ -59,9 +60,7 @@ def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
 
 def _last_turn(sample: FinishedEpisode) -> list[int]:
     """Return the ids of the policy's last turn."""
-    is_own = sample.trajectory.response_mask.tolist()
-    end = len(is_own) - is_own[::-1].index(True) if True in is_own else 0
-    begin = end
-    while begin and is_own[begin - 1]:
-        begin -= 1
-    return sample.trajectory.tokens[begin:end].tolist()
+    own = sample.trajectory.response_mask.nonzero()[:, 0]
+    breaks = (own.diff() > 1).nonzero()[:, 0]
+    last = own[int(breaks[-1]) + 1 :] if len(breaks) else own
+    return sample.trajectory.tokens[last].tolist()

@@ -10,7 +10,7 @@ import torch
 from spmdrl.algorithms.groups import group_rewards
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group, failure_text, place
 from spmdrl.rollout.outcomes import is_answer
-from spmdrl.types import Sums
+from spmdrl.types import Sums, add_sums
 from spmdrl.workers.messages import OVERLONG, RewardResult
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def source_sums(groups: Sequence[Group], names: Sequence[str], *, is_first: bool
     for i, name in enumerate(names if len(names) > 1 else ()):
         own = [group for group in groups if group.prompt.source == i]
         samples = [sample for group in own for sample in group.drawn]
-        spread = [has_spread(group.drawn) for group in own if _num_valid(group) > 1]
+        spread = [has_spread(group.drawn) for group in own if mean_reward(group.drawn)[1] > 1]
         count, prefix = len(samples), f"source/{name}"
         sums |= {
             f"{prefix}/samples": (count, 1 if is_first else 0),
@@ -91,10 +91,6 @@ def source_sums(groups: Sequence[Group], names: Sequence[str], *, is_first: bool
             f"{prefix}/truncated_frac": (sum(s.trajectory.is_truncated for s in samples), count),
         }
     return sums
-
-
-def _num_valid(group: Group) -> int:
-    return sum(sample.reward.value is not None for sample in group.drawn)
 
 
 def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
@@ -115,10 +111,8 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
         "reward/errors": (sum(s.reward.failure in ("error", "bad_value") for s in samples), one),
         "reward/seconds": (sum(s.reward.seconds for s in samples), count),
     }
-    for s in samples:
-        for name, value in _named(s.reward).items():
-            total, seen = sums.get(name, (0.0, 0))
-            sums[name] = (total + value, seen + 1)
+    told: list[Sums] = [{n: (v, 1) for n, v in _named(s.reward).items()} for s in samples]
+    sums = add_sums(sums, *told)
     overlong = sum(s.reward.failure == OVERLONG for s in samples)
     if overlong:
         sums["rollout/overlong_openings"] = (overlong, one)

@@ -62,7 +62,8 @@ async def _rest(scorer: RewardScorer, partial: PartialScore) -> Done:
     if done:
         return scorer.result(partial)
     task.cancel()  # and not waited for: it may not listen
-    partial.failure, partial.message = "timeout", no_result(scorer.timeout_s)
+    called = " or ".join(f"{name}{reward.place}" for name, reward in scorer.left(partial))
+    partial.failure, partial.message = "timeout", no_result(scorer.timeout_s, called=called)
     return partial.done(None)
 
 

@@ -59,10 +59,15 @@ class Deadlines:
             limits.append(self.stuck_after_s(worker))
         return min(limits) - worker.running_s()
 
-    def judged(self, done: Done, *, kind: type) -> Done:
-        """Return a result, or that it came late; learn from it how long jobs take."""
+    def judged(self, done: Done, *, kind: type, called: str) -> Done:
+        """Return a result, or that it came late; learn from it how long jobs take.
+
+        Args:
+            called: what of the user's it was, for messages.
+        """
         if done.seconds > self.timeout_s and done.failure != "timeout":
-            late = f"took {done.seconds:.2f} s, above rewards.timeout_s = {self.timeout_s:g}"
+            limit = f"rewards.timeout_s = {self.timeout_s:g}"
+            late = f"{called} took {done.seconds:.2f} s, above {limit}"
             return replace(done, failure="timeout", message=late, result=None)
         if done.failure is None:
             mean = self._mean_s.get(kind, done.seconds)
@@ -70,9 +75,9 @@ class Deadlines:
         return done
 
 
-def no_result(timeout_s: float) -> str:
-    """Say that a job was given up at its deadline."""
-    return f"no result within {timeout_s:g} s"
+def no_result(timeout_s: float, *, called: str) -> str:
+    """Say that a job was given up at its deadline. `called`: what of the user's it was."""
+    return f"no result of {called} within rewards.timeout_s = {timeout_s:g} s"
 
 
 def seconds_left(began: float, *, timeout_s: float) -> float:

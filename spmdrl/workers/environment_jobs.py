@@ -12,7 +12,7 @@ from spmdrl.data.hashed import hashed
 from spmdrl.environments.fit_values import unfit
 from spmdrl.environments.plain_state import PICKLED, PLAIN, NotPlain, environment_of, text_of
 from spmdrl.environments.protocol import Message, Response, Turn
-from spmdrl.errors import RAISED, Refusal
+from spmdrl.errors import RAISED, Refusal, place_of
 from spmdrl.imports import attempt, construct, import_object, ran, refusing
 from spmdrl.rewards.samples import BadValue, finite
 
@@ -34,13 +34,18 @@ _ROLES = ("user", "tool", "system")
 _DEPTH = 4
 
 
-def check_environment(options: Mapping[str, Any], row: dict) -> None:
+def check_environment(
+    options: Mapping[str, Any], row: dict, *, field: str = FIELD, rows: str = "data.train"
+) -> None:
     """Load an environment and open one episode here, as a worker will.
 
+    Args:
+        options, field: see `EnvironmentServer`.
+        rows: what the row is the first of, for messages.
     Raises: Refusal when that fails.
     """
-    server = EnvironmentServer(options)
-    what = f"{FIELD}: {options['name']} cannot open the first row of data.train"
+    server = EnvironmentServer(options, field=field)
+    what = f"{field}: {options['name']} cannot open the first row of {rows}"
     with refusing(what, *RAISED, names_kind=True):  # the user's code
         server.open(row, seed=0)
 
@@ -49,36 +54,36 @@ class EnvironmentServer:
     """Opens episodes of one environment and plays their turns.
 
     Args:
-        options: rollout.environment: `name`, `rewrites` (see `conversation`), and the keyword
-            options of its constructor. The name is one of BUILT_IN, `module:Class` or
-            `path/file.py:Class`.
+        options: `name`, `rewrites` (see `conversation`), and the keyword options of its
+            constructor. The name is one of BUILT_IN, `module:Class` or `path/file.py:Class`.
+        field: of the config, which has them.
     Raises (on construction): Refusal for an unknown name or option, an environment without
         `reset` and `step`, or one that does not pickle.
     """
 
-    def __init__(self, options: Mapping[str, Any]):
+    def __init__(self, options: Mapping[str, Any], *, field: str = FIELD):
         rewrites = options.get("rewrites", "auto")
         if rewrites not in ("auto", "refuse", "keep"):
-            raise Refusal(f"{FIELD}.rewrites: must be auto, refuse or keep, got {rewrites!r}")
+            raise Refusal(f"{field}.rewrites: must be auto, refuse or keep, got {rewrites!r}")
         name = str(options.get("name"))
-        self._make = import_object(name, known=BUILT_IN, kind="Class", field=f"{FIELD}.name")
+        self._make = import_object(name, known=BUILT_IN, kind="Class", field=f"{field}.name")
         self._options = {k: v for k, v in options.items() if k not in _RESERVED}
-        first = construct(self._make, self._options, field=FIELD)
+        first = construct(self._make, self._options, field=field)
         for method in ("reset", "step"):
             if not callable(getattr(first, method, None)):
                 raise Refusal(
-                    f"{FIELD}.name: {name} makes a {type(first).__name__}, which has "
+                    f"{field}.name: {name} makes a {type(first).__name__}, which has "
                     f"no method `{method}`; see spmdrl/environments/protocol.py"
                 )
         self._kind = type(first)
-        with refusing(f"{FIELD}.name: {name}", BadValue):
+        with refusing(f"{field}.name: {name}", BadValue):
             pack(first)
         self.not_plain = why_not_plain(first)
         prepare = getattr(first, "prepare", None)
         if callable(prepare):
             prepare()
         self.tools = list(getattr(first, "tools", None) or [])
-        with refusing(f"{FIELD}.name: {name}", BadValue):
+        with refusing(f"{field}.name: {name}", BadValue):
             _plain(
                 self.tools,
                 what="its `tools` must be descriptions for the chat template, see "
@@ -87,6 +92,17 @@ class EnvironmentServer:
         self.tool_parser = str(getattr(first, "tool_parser", "auto" if self.tools else ""))
         self.is_graded = bool(getattr(first, "is_graded", False))
         self._wants_seed = "seed" in inspect.signature(first.reset).parameters
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what conversations with it take: its tools, the format of their calls, and what
+        of it is no plain data."""
+        return {"tools": self.tools, "tool_parser": self.tool_parser, "not_plain": self.not_plain}
+
+    def called(self, method: str) -> str:
+        """Return a method of the environment with its line, for messages."""
+        function = getattr(self._kind, method, None)
+        return f"{self._kind.__name__}.{method}{place_of(function) if function else ''}"
 
     def open(self, row: dict, *, seed: int) -> tuple[bytes, Turn, int]:
         """Begin an episode.
@@ -219,10 +235,10 @@ def _checked_messages(messages: Any, *, roles: tuple[str, ...]) -> list[Message]
             "without one the policy would answer itself"
         )
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), (str, list)):
             raise BadValue(
-                f"messages[{i}]: expected a dict with `role` and `content` (text), got "
-                f"{message!r:.100}"
+                f"messages[{i}]: expected a dict with `role` and `content` (text, or a list of "
+                f"parts), got {message!r:.100}"
             )
         if message.get("role") not in roles:
             raise BadValue(

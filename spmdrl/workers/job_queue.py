@@ -143,7 +143,8 @@ class JobQueue:
             self._replace(worker, failure="error", message=wrote)
             return
         if self._deadlines.is_late(worker, at=looked):
-            why = no_result(self._deadlines.timeout_s)
+            called = worker.called(worker.suspects()[0])
+            why = no_result(self._deadlines.timeout_s, called=called)
             self._replace(worker, failure="timeout", message=why)
             return
         if worker.has_ended():
@@ -153,7 +154,8 @@ class JobQueue:
 
     def _take(self, worker: WorkerProcess) -> None:
         for job, done in worker.receive():
-            self._done.append((job, self._deadlines.judged(done, kind=job.kind)))
+            called = worker.called(job)
+            self._done.append((job, self._deadlines.judged(done, kind=job.kind, called=called)))
         returned, worker.returned = worker.returned, []
         self._waiting.extendleft(reversed(returned))
 

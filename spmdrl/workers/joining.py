@@ -36,11 +36,12 @@ class Joining:
     """The samples of a pool, and what is known of their rewards.
 
     Args:
-        least: reward of a sample to which no function applies; None makes that a failure.
+        otherwise_scored: sources whose samples have a reward of 0 where no function applies,
+            beside another's; elsewhere that is a failure.
     """
 
-    def __init__(self, *, least: float | None):
-        self._least = least
+    def __init__(self, *, otherwise_scored: Collection[int] = ()):
+        self._otherwise_scored = frozenset(otherwise_scored)
         self._awaited: dict[Hashable, _Awaited] = {}
         self._groups: dict[Hashable, list[Hashable]] = {}  # keys of those not closed yet
 
@@ -77,29 +78,43 @@ class Joining:
             scopes: in which each sample is scored.
             awaits_step: functions of whole steps come behind: that none applied is no failure yet.
         """
-        least = 0.0 if awaits_step else self._least
         for key, result in zip(call.keys, _of_each(call, done)):
             self._awaited[key].found[call.scope] = result
         whole = [key for key in call.keys if self._awaited[key].found.keys() >= set(scopes)]
         rewards = []
         for key in whole:
-            parts = self._awaited.pop(key).found
-            found = [parts[scope] for scope in SCOPES if scope in parts]
+            awaited = self._awaited.pop(key)
+            found = [awaited.found[scope] for scope in SCOPES if scope in awaited.found]
+            least = 0.0 if awaits_step else self._least(awaited.sample.source)
             rewards.append(replace(_joined(found, least=least), key=key))
         return rewards
 
     def added(
-        self, call: Call, done: Done, *, rewards: Mapping[str, RewardResult]
+        self,
+        call: Call,
+        done: Done,
+        *,
+        rewards: Mapping[str, RewardResult],
+        sources: Mapping[str, int],
     ) -> dict[str, RewardResult]:
-        """Return rewards with what a call on top of them came to."""
+        """Return rewards with what a call on top of them came to.
+
+        Args:
+            sources: that the samples are of.
+        """
         of_each = zip(call.keys, _of_each(call, done))
         joined = {}
         for key, result in of_each:
             so_far = rewards[str(key)]
             if not so_far.parts:  # 0 because nothing had scored it yet
                 so_far = replace(so_far, value=None)
-            joined[str(key)] = replace(_joined([so_far, result], least=self._least), key=so_far.key)
+            least = self._least(sources[str(key)])
+            joined[str(key)] = replace(_joined([so_far, result], least=least), key=so_far.key)
         return joined
+
+    def _least(self, source: int) -> float | None:
+        """Return the reward of a sample to which no function applies; None: it fails."""
+        return 0.0 if source in self._otherwise_scored else None
 
 
 def _joined(found: Sequence[RewardResult], *, least: float | None) -> RewardResult:

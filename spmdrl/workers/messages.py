@@ -25,6 +25,23 @@ RECALL = "recall"
 
 
 @dataclass(frozen=True)
+class SourceSetup:
+    """How the rows of one source are scored and played."""
+
+    task: str = ""
+    """The generated task that it is; empty for none."""
+    task_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword options of its generated task."""
+    is_own_grader: bool = False
+    """Its task grades its rows, since no functions do."""
+    applies: tuple[str, ...] | None = None
+    """Names of the functions that score its rows; None: all do."""
+    environment: str = ""
+    """The config field that says what answers the policy in its rows; empty where responses are
+    final."""
+
+
+@dataclass(frozen=True)
 class Setup:
     """What a worker scores and plays with."""
 
@@ -32,18 +49,12 @@ class Setup:
     """{name: `module:function`, `path/file.py:function`, or a generated task for its grader}."""
     weights: tuple[float, ...]
     """One per function."""
-    tasks: tuple[str, ...]
-    """Of each source of rows: the generated task that it is; empty for none."""
-    task_options: tuple[dict[str, Any], ...]
-    """Of each source of rows: keyword options of its generated task."""
-    grades_tasks: bool = False
-    """Generated tasks grade their own rows, since there are no functions."""
-    applies: tuple[tuple[str, ...], ...] = ()
-    """Of each source of rows: names of the functions that score them; empty: all do."""
+    sources: tuple[SourceSetup, ...] = ()
+    """In the order of `Prompt.source`."""
+    environments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """{config field: name of an environment, and its options}."""
     scope: str = "auto"
     """rewards.scope."""
-    environment: dict[str, Any] = field(default_factory=dict)
-    """The name of an environment and its options; empty for none."""
     timeout_s: float = float("inf")
     """Deadline of a call, for functions that run beside others."""
     memory_gib: float = 0.0
@@ -51,22 +62,22 @@ class Setup:
 
     def options_of(self, spec: str) -> dict[str, Any]:
         """Return the options of a generated task among the functions."""
-        return next((own for task, own in zip(self.tasks, self.task_options) if task == spec), {})
+        return next((own.task_options for own in self.sources if own.task == spec), {})
 
     @property
     def names(self) -> list[str]:
         """Return what is loaded, for messages."""
-        return [
-            *self.functions.values(),
-            *(dict.fromkeys(filter(None, self.tasks)) if self.grades_tasks else ()),
-            *filter(None, [self.environment.get("name")]),
-        ]
+        tasks = [source.task for source in self.sources if source.is_own_grader]
+        environments = [options.get("name") for options in self.environments.values()]
+        return [*self.functions.values(), *dict.fromkeys(filter(None, [*tasks, *environments]))]
 
 
 @dataclass(frozen=True)
 class Open:
     """A job: begin an episode."""
 
+    environment: str
+    """The config field that says of what."""
     row: dict
     seed: int
 
@@ -75,7 +86,9 @@ class Open:
 class Respond:
     """A job: play a turn of an episode."""
 
-    environment: bytes
+    environment: str
+    """The config field that says of what."""
+    packed: bytes
     """The packed environment, as the last turn left it."""
     response: Response
 
@@ -87,7 +100,7 @@ Work = RewardSample | RewardList | Open | Respond
 class _Result:
     """What became of a call."""
 
-    key: Hashable = field(kw_only=False)
+    key: Hashable = field(default=None, kw_only=False)
     seconds: float = 0.0
     failure: Failure | None = None
     """Why it came to nothing. Of an episode: it cannot go on, and what it earned so far should not

@@ -23,52 +23,56 @@ from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.types import Prompt
 from spmdrl.workers.job_queue import JobQueue
 from spmdrl.workers.joining import Call, Joining
-from spmdrl.workers.messages import Done, Open, Respond, RewardResult, Setup, TurnResult, Work
+from spmdrl.workers.messages import (
+    Done,
+    Open,
+    Respond,
+    RewardResult,
+    Setup,
+    SourceSetup,
+    TurnResult,
+    Work,
+)
 from spmdrl.workers.worker_process import QueuedJob
 
 
 class RewardPool(JobQueue):
     """Worker processes of one engine replica. For one thread; nothing in it blocks but
     `start`, `wait`, `results` and `drain`, all bounded. Where models are the only rewards it has
-    no workers, and every sample's value is 0. So is it where the environment's rewards are all.
+    no workers, and every sample's value is 0. So is it where an environment's rewards are all.
 
     Args:
-        cfg: rewards.*, rollout.environment, and data.* for the graders of generated tasks.
+        cfg: rewards.*, environments, and data.* for its sources and the graders of generated tasks.
         steps_per_epoch: for the state of the run that functions may ask for.
     Raises (on construction): Refusal when there is nothing to score with.
     """
 
     def __init__(self, cfg: Config, *, steps_per_epoch: float = math.inf):
-        rewards, environment = cfg.rewards, dict(cfg.rollout.environment)
-        sources, functions = cfg.data.all_sources(), cfg.reward_functions
-        tasks = tuple(s.path if is_generated(s.path) else "" for s in sources)
-        has_graders = any(tasks) and not rewards.functions
-        if not functions and not has_graders and not environment:
-            raise Refusal("rewards.functions: is empty and no generated task brings a grader")
+        rewards, functions = cfg.rewards, cfg.reward_functions
         models = reward_models(functions)  # the trainers'
         weights = cfg.reward_weights
         own = [i for i in range(len(functions)) if i not in models]
         names = part_names(functions)
+        sources = _source_setups(cfg, names)
+        environments = cfg.environment_fields()
         setup = Setup(
             functions={names[i]: functions[i] for i in own},
-            applies=_applies(cfg, names) if any(s.rewards for s in sources) else (),
-            tasks=tasks,
-            task_options=tuple(dict(source.task_options) for source in sources),
+            sources=sources,
+            environments={field: dict(options) for field, options in environments.items()},
             weights=tuple(weights[i] for i in own),
             scope=rewards.scope,
-            environment=environment,
-            grades_tasks=has_graders,
             timeout_s=rewards.timeout_s,
             memory_gib=rewards.worker_memory_gib,
         )
-        is_needed = bool(own or has_graders or environment)
+        is_needed = bool(own or environments or any(source.is_own_grader for source in sources))
         super().__init__(
             setup, workers=rewards.workers if is_needed else 0, timeout_s=rewards.timeout_s
         )
         self._early: list[RewardResult | TurnResult] = []  # to be polled
         self._max_steps, self._steps_per_epoch = cfg.steps, steps_per_epoch
-        # Models, or the environment, score every sample: no function need apply to its row.
-        self._joining = Joining(least=0.0 if models or environment else None)
+        # Models, or an environment, score every sample: no function need apply to its row.
+        scored = [i for i, source in enumerate(sources) if models or source.environment]
+        self._joining = Joining(otherwise_scored=scored)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -77,19 +81,10 @@ class RewardPool(JobQueue):
         self.close()
 
     @property
-    def tools(self) -> list[dict[str, Any]]:
-        """Return the environment's tool descriptions for the chat template, after `start`."""
-        return self.facts.get("tools", [])
-
-    @property
-    def tool_parser(self) -> str:
-        """Return the format of tool calls to read, after `start`; empty for none."""
-        return self.facts.get("tool_parser", "")
-
-    @property
-    def not_plain(self) -> str:
-        """Return what of the environment is no plain data, after `start`; empty for nothing."""
-        return self.facts.get("not_plain", "")
+    def environments(self) -> dict[str, dict[str, Any]]:
+        """Return {config field: what conversations with its environment take}, after `start`; see
+        `EnvironmentServer.facts`."""
+        return self.facts.get("environments", {})
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
@@ -170,29 +165,36 @@ class RewardPool(JobQueue):
         while True:
             for job, done in self.take():
                 if job.key is call:
-                    return self._joining.added(call, done, rewards=rewards)
+                    sources = {key: sample.source for key, sample in samples.items()}
+                    return self._joining.added(call, done, rewards=rewards, sources=sources)
                 self._early += self._read(job, done)
             super().wait()
 
-    def open(self, key: Hashable, *, row: dict, seed: int = 0) -> None:
+    def open(self, key: Hashable, *, row: dict, seed: int = 0, source: int = 0) -> None:
         """Begin an episode; its TurnResult comes out of `poll` or `drain` under `key`.
 
         Args:
             row: the data row.
             seed: of the episode's randomness, for environments that ask for it.
+            source: that the row is of, see `Prompt`; it says which environment.
         Raises: Refusal when the data row cannot be sent to another process.
         """
-        assert self._setup.environment, "rollout.environment is empty"
-        self._send(key, Open(row, seed), what="a data row")
+        field = self._setup.sources[source].environment
+        assert field, f"source {source} has no environment"
+        self._send(key, Open(field, row, seed), what="a data row")
 
-    def turn(self, key: Hashable, *, environment: bytes, response: Response) -> None:
+    def turn(
+        self, key: Hashable, *, environment: bytes, response: Response, source: int = 0
+    ) -> None:
         """Play a turn; its TurnResult comes out of `poll` or `drain` under `key`.
 
         Args:
             environment: of the episode's last TurnResult.
             response: what the policy sampled since.
+            source: as of `open`.
         """
-        self._send(key, Respond(environment, response), what="a response")
+        field = self._setup.sources[source].environment
+        self._send(key, Respond(field, environment, response), what="a response")
 
     def poll(self) -> list[RewardResult | TurnResult]:
         """Return the results that are there, without waiting.
@@ -241,16 +243,35 @@ class RewardPool(JobQueue):
             self.put(key, work)
 
 
-def _applies(cfg: Config, names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the functions that score each source's rows."""
+def _source_setups(cfg: Config, names: Sequence[str]) -> tuple[SourceSetup, ...]:
+    """Return how the rows of each source are scored, by functions of these names, and played.
+
+    Raises: Refusal where nothing says what the rows of a source are worth.
+    """
     by_spec = dict(zip(cfg.reward_functions, names))
-    common = tuple(names[: len(cfg.rewards.functions)])
-    return tuple(
-        common
-        if common and not source.rewards
-        else tuple(by_spec[spec] for spec in cfg.functions_of(source))
-        for source in cfg.data.all_sources()
-    )
+    sources = cfg.data.all_sources()
+    differ = any(source.rewards for source in sources)
+    found = []
+    for source, (field, environment) in zip(sources, cfg.environments()):
+        functions, is_task = cfg.functions_of(source), is_generated(source.path)
+        if not functions and not is_task and not environment:
+            raise Refusal(
+                f"rewards.functions: is empty, and {source.path} has neither an environment nor, "
+                "as a generated task, a grader"
+            )
+        # Rewards in common have their names by their places: one function may be named twice.
+        common = names[: len(functions)] if not source.rewards and cfg.rewards.functions else ()
+        own = tuple(common) or tuple(by_spec[spec] for spec in functions)
+        found.append(
+            SourceSetup(
+                task=source.path if is_task else "",
+                task_options=dict(source.task_options),
+                is_own_grader=is_task and not functions,
+                applies=own if differ else None,
+                environment=field if environment else "",
+            )
+        )
+    return tuple(found)
 
 
 def _turn(job: QueuedJob, done: Done) -> TurnResult:

@@ -2,32 +2,34 @@
 
 The worker's process runs what users wrote, and what that code does to the process it may do to
 what the process writes. So nothing that comes from there is unpickled: a report is JSON behind a
-mark and two lengths, with the bytes of an environment after it. Every field is checked, and what is
-no report raises BadReport: the worker is then as good as dead.
+mark and two lengths, with the bytes of an environment after it. Every field is checked by the type
+that its dataclass gives it, and what is no report raises BadReport: the worker is then as good as
+dead.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from math import isfinite
-from typing import Any, TypeVar, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spmdrl.environments.fit_values import unfit
 from spmdrl.rewards.samples import SCOPES
-from spmdrl.workers.messages import Done, Failure, ListResult, RewardResult, TurnResult
-
-T = TypeVar("T")
+from spmdrl.workers.messages import Done, ListResult, RewardResult, TurnResult
 
 _MARK = b"spmd"
 _HEADER = struct.Struct("<4sII")  # mark, bytes of JSON, bytes after it
 _MAX_BYTES = 64 * 2**20
-_OF_CALL = ("key", "seconds", "failure", "message")
-"""Fields of a result that stand in its Done."""
-# Bound here: what a user's code puts in the place of json.dumps is not called.
-_encode = json.JSONEncoder(allow_nan=False).encode
+_APART = {"key", "environment"}
+"""Fields that do not stand in the JSON: the parent knows the key."""
+
+
+_TOO_LARGE = (RecursionError, OverflowError)  # lists too deep, integers too large for a float
 
 
 class BadReport(Exception):
@@ -67,6 +69,9 @@ class Returned:
 
 
 Report = Ready | Refused | Began | Returned | Done
+_KINDS: dict[str, type] = {
+    kind.__name__: kind for kind in (*get_args(Report), RewardResult, ListResult, TurnResult)
+}
 
 # --------------------------------------------------------------------------- in the worker
 
@@ -76,36 +81,39 @@ def pack_report(report: Report) -> bytes:
 
     Raises: ValueError or TypeError for what is no plain data and no job's.
     """
-    if not isinstance(report, Done):
-        return _packed(type(report).__name__, vars(report))
     try:
-        return _pack_done(report)
+        return _packed(report)
     except Exception as error:  # whatever a user's value does
+        if not isinstance(report, Done):
+            raise
         why = f"the result cannot be sent: {type(error).__name__}: {error!s:.200}"
-        return _pack_done(replace(report, failure="bad_value", message=why, result=None))
+        return _packed(replace(report, failure="bad_value", message=why, result=None))
 
 
-def _pack_done(done: Done) -> bytes:
-    fields, data = dict(vars(done)), b""
-    if done.result is not None:
-        inner = _without(done.result, *_OF_CALL)
-        data = inner.pop("environment", b"")
-        if isinstance(done.result, ListResult):
-            inner["results"] = [_without(r, "key", "seconds") for r in done.result.results]
-        fields["result"] = inner
-    return _packed("Done", fields, data)
-
-
-def _without(result: RewardResult | ListResult | TurnResult, *names: str) -> dict[str, Any]:
-    return {name: value for name, value in vars(result).items() if name not in names}
-
-
-def _packed(kind: str, fields: dict[str, Any], data: bytes = b"") -> bytes:
-    text = _encode([kind, fields]).encode()
+def _packed(report: Report) -> bytes:
+    text = _encode(report).encode()
+    data = getattr(getattr(report, "result", None), "environment", b"")
     if len(text) + len(data) > _MAX_BYTES:
         raise ValueError(f"{len(text) + len(data)} bytes, above {_MAX_BYTES}")
     return _HEADER.pack(_MARK, len(text), len(data)) + text + data
 
+
+def _said(value: Any) -> list[Any]:
+    """Return the kind and the fields of a report, or of a result in it."""
+    name = type(value).__name__
+    if _KINDS.get(name) is not type(value):
+        raise TypeError(f"{name} is no plain data")
+    return [name, {field: getattr(value, field) for field in _types(_KINDS[name])}]
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    """Return the fields of a kind that stand in the JSON, with the types that they must have."""
+    return {name: own for name, own in get_type_hints(kind).items() if name not in _APART}
+
+
+# Bound here: what a user's code puts in the place of json.dumps is not called.
+_encode = json.JSONEncoder(allow_nan=False, default=_said).encode
 
 # --------------------------------------------------------------------------- in the parent
 
@@ -136,114 +144,69 @@ _decode = json.JSONDecoder(parse_constant=_refuse).decode
 
 def _read(text: bytes, data: bytes) -> Report:
     try:
-        kind, fields = _decode(text.decode())
-        return _READERS[kind](fields, data)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        report = _made(_decode(text.decode()), get_args(Report))
+        if isinstance(report, Done) and isinstance(report.result, TurnResult):
+            return replace(report, result=replace(report.result, environment=data))
+        return report
+    except (ValueError, LookupError, TypeError, AttributeError, *_TOO_LARGE) as error:
         raise BadReport(f"{text[:80]!r}: {type(error).__name__}: {error!s:.200}") from None
 
 
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not isfinite(value):
-        raise ValueError(f"expected a number, got {value!r:.80}")
-    return float(value)
+def _made(value: Any, kinds: tuple[type, ...]) -> Any:
+    """Return what [kind, fields] stands for, which must be of one of the kinds."""
+    name, given = value
+    kind = _KINDS[name]
+    types = _types(kind)
+    if kind not in kinds or given.keys() != types.keys():
+        raise ValueError(f"{name} with {', '.join(given):.80}")
+    found = {field: _checked(given[field], own) for field, own in types.items()}
+    _check_values(kind, found)
+    return kind(**found)
 
 
-def _of(kind: type[T]) -> Callable[[Any], T]:
-    def check(value: Any) -> T:
-        """Return a value of this very type; true is no integer."""
-        if type(value) is not kind:
-            raise ValueError(f"expected {kind.__name__}, got {value!r:.80}")
+def _checked(value: Any, kind: Any) -> Any:
+    """Return a value of this very type, of which a report may have fields; true is no integer."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
         return value
-
-    return check
-
-
-_integer, _text, _flag = _of(int), _of(str), _of(bool)
-
-
-def _named(value: Any, check: Callable[[Any], T]) -> dict[str, T]:
-    return {name: check(inner) for name, inner in _of(dict)(value).items()}
-
-
-def _read_done(fields: dict[str, Any], data: bytes) -> Done:
-    failure, result = fields["failure"], fields["result"]
-    if _failure(failure) is None and result is None:
-        raise ValueError("neither a result nor a failure")
-    seconds = _number(fields["seconds"])
-    if seconds < 0:
-        raise ValueError(f"{seconds} seconds")
-    return Done(
-        _integer(fields["id"]),
-        _number(fields["finished"]),
-        seconds,
-        failure,
-        _text(fields["message"]),
-        None if result is None else _read_result(result, data),
-    )
-
-
-def _failure(value: Any) -> Failure | None:
-    if value is not None and value not in get_args(Failure):
-        raise ValueError(f"failure {value!r:.80}")
+    if origin in (Union, UnionType):
+        own = [one for one in inner if one is not NoneType]
+        if value is None:
+            return None
+        return _made(value, tuple(own)) if own[0] in _KINDS.values() else _checked(value, own[0])
+    if origin is tuple:
+        return tuple(_checked(one, inner[0]) for one in _checked(value, list))
+    if origin is dict:
+        return {name: _checked(own, inner[1]) for name, own in _checked(value, dict).items()}
+    if kind in _KINDS.values():
+        return _made(value, (kind,))
+    if kind is float and type(value) in (int, float) and isfinite(value):
+        return float(value)
+    is_right = value in inner if origin is Literal else kind is not float and type(value) is kind
+    if not is_right:
+        raise ValueError(f"expected {inner or kind.__name__}, got {value!r:.80}")
     return value
 
 
-def _read_result(fields: dict[str, Any], data: bytes) -> RewardResult | ListResult | TurnResult:
-    if "messages" in fields:
-        return TurnResult(
-            None,
-            environment=data,
-            messages=tuple(map(_message, _of(list)(fields["messages"]))),
-            is_done=_flag(fields["is_done"]),
-            reward=_number(fields["reward"]),
-            info=_named(fields["info"], _number),
-            state=_integer(fields["state"]),
-        )
-    if "results" in fields:
-        return ListResult(None, results=tuple(map(_read_one, _of(list)(fields["results"]))))
-    return _read_score(fields)
-
-
-def _read_one(fields: Any) -> RewardResult:
-    found = _read_score(_of(dict)(fields))
-    return replace(found, failure=_failure(fields["failure"]), message=_text(fields["message"]))
-
-
-def _read_score(fields: dict[str, Any]) -> RewardResult:
-    value = fields["value"]
-    return RewardResult(
-        None,
-        value=None if value is None else _number(value),
-        parts=_named(fields["parts"], _number),
-        metrics=_named(fields["metrics"], _number),
-        extras=_named(fields["extras"], _text),
-    )
-
-
-def _message(value: Any) -> dict[str, Any]:
-    message = _of(dict)(value)
-    _text(message["role"])
-    _text(message["content"])
-    if problem := unfit(message):  # a tokenizer would raise in the engine
-        raise ValueError(problem)
-    return message
-
-
-def _read_facts(fields: dict[str, Any]) -> dict[str, Any]:
-    if not 1 <= _integer(fields["concurrency"]) <= 1_000_000:
-        raise ValueError(f"concurrency {fields['concurrency']}")
-    if not set(_of(list)(fields["scopes"])) <= set(SCOPES):
-        raise ValueError(f"scopes {fields['scopes']!r:.80}")
-    if "tools" in fields:
-        _of(list)(fields["tools"])
-        _text(fields["tool_parser"])
-    return fields
-
-
-_READERS: dict[str, Callable[[dict[str, Any], bytes], Report]] = {
-    "Ready": lambda f, _: Ready(_number(f["at"]), _read_facts(_of(dict)(f["facts"]))),
-    "Refused": lambda f, _: Refused(_text(f["text"])),
-    "Began": lambda f, _: Began(_integer(f["id"]), _number(f["at"])),
-    "Returned": lambda f, _: Returned(tuple(map(_integer, _of(list)(f["ids"])))),
-    "Done": _read_done,
-}
+def _check_values(kind: type, found: dict[str, Any]) -> None:
+    """Raise ValueError for what the types of the fields do not say."""
+    if kind is Done and found["failure"] is None and found["result"] is None:
+        raise ValueError("neither a result nor a failure")
+    if found.get("seconds", 0) < 0:
+        raise ValueError(f"{found['seconds']} seconds")
+    for message in found["messages"] if kind is TurnResult else ():
+        if not isinstance(message["role"], str) or not isinstance(message["content"], str):
+            raise ValueError(f"a message of {message!r:.80}")
+        if problem := unfit(message):  # a tokenizer would raise in the engine
+            raise ValueError(problem)
+    if kind is Ready:
+        facts = found["facts"]
+        if not 1 <= _checked(facts["concurrency"], int) <= 1_000_000:
+            raise ValueError(f"concurrency {facts['concurrency']}")
+        if not set(_checked(facts["scopes"], list)) <= set(SCOPES):
+            raise ValueError(f"scopes {facts['scopes']!r:.80}")
+        _checked(facts["called"], dict[str, str])
+        for own in _checked(facts["environments"], dict[str, dict]).values():
+            _checked(own["tools"], list)
+            _checked(own["tool_parser"], str)
+            _checked(own["not_plain"], str)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from types import TracebackType
@@ -86,13 +86,15 @@ class RewardScorer:
             for name, spec in setup.functions.items()
         }
         self._tasks = {
-            i: (spec.rpartition(":")[2], self._grader(spec, options))
-            for i, (spec, options) in enumerate(zip(setup.tasks, setup.task_options))
-            if spec and setup.grades_tasks and not any(setup.applies[i : i + 1])
+            i: (own.task.rpartition(":")[2], self._grader(own.task, own.task_options))
+            for i, own in enumerate(setup.sources)
+            if own.is_own_grader
         }
-        self._applies = setup.applies
-        for name, reward in self._rewards.items() if setup.applies else ():
-            if reward.scope == "step" and any(name not in names for names in setup.applies):
+        self._applies = {
+            i: own.applies for i, own in enumerate(setup.sources) if own.applies is not None
+        }
+        for name, reward in self._rewards.items():
+            if reward.scope == "step" and any(name not in own for own in self._applies.values()):
                 raise Refusal(
                     f"rewards: {name} scores whole steps, and some sources of data have others; "
                     "have each source name it, or set rewards.scope to group"
@@ -110,13 +112,25 @@ class RewardScorer:
         found = [reward.scope for reward in self._rewards.values()]
         return list(dict.fromkeys([*found, *(["sample"] if self._tasks else [])]))
 
+    def called(self, *, is_list: bool) -> str:
+        """Return the functions that a job may call, with their lines, for messages."""
+        rewards = [*self._rewards.items(), *self._tasks.values()]
+        own = [f"{n}{r.place}" for n, r in rewards if (r.scope != "sample") == is_list]
+        return " or ".join(dict.fromkeys(own))
+
     def score(self, id: int, work: RewardSample | RewardList) -> Done:
         """Return the result of one job; whatever the functions do is part of it."""
-        return self.result(self._called(id, work, lambda reward: True))
+        return self.result(self.begin(id, work, calls_all=True))
 
-    def begin(self, id: int, work: RewardSample | RewardList) -> PartialScore:
-        """Begin a job with the functions that run one at a time."""
-        return self._called(id, work, lambda reward: reward.concurrency == 1)
+    def begin(
+        self, id: int, work: RewardSample | RewardList, *, calls_all: bool = False
+    ) -> PartialScore:
+        """Begin a job with the functions that run one at a time, or call all."""
+        partial = PartialScore(id=id, work=work)
+        for name, reward in self.left(partial):
+            if (calls_all or reward.concurrency == 1) and not partial.failure:
+                partial.call(name, reward)
+        return partial
 
     def left(self, partial: PartialScore) -> list[tuple[str, Reward]]:
         """Return the functions still to be called, beside those of other jobs."""
@@ -125,15 +139,6 @@ class RewardScorer:
             for name, _, reward in self._applicable(partial.work)
             if name not in partial.scores and not partial.failure
         ]
-
-    def _called(
-        self, id: int, work: RewardSample | RewardList, is_wanted: Callable[[Reward], bool]
-    ) -> PartialScore:
-        partial = PartialScore(id=id, work=work)
-        for name, _, reward in self._applicable(work):
-            if is_wanted(reward) and not partial.failure:
-                partial.call(name, reward)
-        return partial
 
     def result(self, partial: PartialScore) -> Done:
         """Return what the functions came to."""
@@ -179,7 +184,7 @@ class RewardScorer:
             name, reward = self._tasks[source]
             return [(name, 1.0, reward)]
         # A step's samples are of all sources, and so are the functions of steps.
-        names = self._applies[source] if self._applies and scope != "step" else self._rewards
+        names = self._applies.get(source, self._rewards) if scope != "step" else self._rewards
         pairs = zip(self._rewards.items(), self._weights)
         return [(n, w, r) for (n, r), w in pairs if r.scope == scope and n in names]
 

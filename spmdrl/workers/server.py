@@ -7,8 +7,11 @@ from typing import Any
 
 from spmdrl.rewards.samples import RewardList, RewardSample
 from spmdrl.workers.environment_jobs import EnvironmentServer
-from spmdrl.workers.messages import Done, Open, Setup, TurnResult, Work
+from spmdrl.workers.messages import Done, Open, Setup, SourceSetup, TurnResult, Work
 from spmdrl.workers.reward_jobs import RewardScorer, RunningJob
+
+_METHODS = {"Open": "reset", "Respond": "step"}
+"""Of an environment, that its jobs call."""
 
 
 class Server:
@@ -18,38 +21,50 @@ class Server:
     """
 
     def __init__(self, setup: Setup):
-        self._environments = EnvironmentServer(setup.environment) if setup.environment else None
-        if self._environments is not None and not self._environments.is_graded:
-            # A generated task is here to make the rows; its environment knows what they are worth.
-            setup = replace(setup, grades_tasks=False)
-        self.scorer = RewardScorer(setup)
+        self._environments = {
+            field: EnvironmentServer(options, field=field)
+            for field, options in setup.environments.items()
+        }
+        self.scorer = RewardScorer(replace(setup, sources=tuple(map(self._graded, setup.sources))))
+
+    def _graded(self, source: SourceSetup) -> SourceSetup:
+        """Return a source as it is graded: by its task not where that is here to make the rows, and
+        the environment knows what they are worth."""
+        environment = self._environments.get(source.environment)
+        if environment is None or environment.is_graded:
+            return source
+        return replace(source, is_own_grader=False)
 
     @property
     def facts(self) -> dict[str, Any]:
         """Return what the parent may want to know of what was loaded."""
-        scorer = self.scorer
-        facts: dict[str, Any] = {"concurrency": scorer.concurrency, "scopes": scorer.scopes}
-        if self._environments is None:
-            return facts
-        return facts | {
-            "tools": self._environments.tools,
-            "tool_parser": self._environments.tool_parser,
-            "not_plain": self._environments.not_plain,
+        scorer, servers = self.scorer, self._environments
+        called = {
+            "RewardSample": scorer.called(is_list=False),
+            "RewardList": scorer.called(is_list=True),
+        }
+        for job, method in _METHODS.items():
+            called[job] = " or ".join(dict.fromkeys(s.called(method) for s in servers.values()))
+        return {
+            "concurrency": scorer.concurrency,
+            "scopes": scorer.scopes,
+            "called": called,
+            "environments": {field: server.facts for field, server in servers.items()},
         }
 
     def serve(self, id: int, work: Work) -> Done:
         """Do a job; whatever the user's code does is part of the result."""
         if isinstance(work, RewardSample | RewardList):
             return self.scorer.score(id, work)
-        assert self._environments is not None, "a job of an environment needs one"
+        server = self._environments[work.environment]
         job, result = RunningJob(id=id), None
         with job.blaming():
             if isinstance(work, Open):
-                moved = self._environments.open(work.row, seed=work.seed)
+                moved = server.open(work.row, seed=work.seed)
             else:
-                moved = self._environments.turn(work.environment, work.response)
-            environment, turn, state = moved
+                moved = server.turn(work.packed, work.response)
+            packed, turn, state = moved
             result = TurnResult(
-                None, environment, tuple(turn.messages), turn.is_done, turn.reward, turn.info, state
+                None, packed, tuple(turn.messages), turn.is_done, turn.reward, turn.info, state
             )
         return job.done(result)

@@ -119,6 +119,10 @@ class WorkerProcess:
         """Jobs that it has under way at once, known when it is ready."""
         return self.facts.get("concurrency", 1)
 
+    def called(self, job: QueuedJob) -> str:
+        """Return what of the user's a job calls, with file and line."""
+        return self.facts["called"].get(job.kind.__name__) or "the function"
+
     @property
     def window(self) -> int:
         """Jobs to hand over at once: a quarter of a second's worth, so that a slow function

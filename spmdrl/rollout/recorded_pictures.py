@@ -1,0 +1,139 @@
+"""Pictures in a table of recorded rollouts: each once in its group, with its first row there.
+
+A row says which pictures it shows, by keys, and which row of their embeddings each token shows.
+Beside it stand the pictures that no earlier row of its group shows: their features, bit for bit,
+and the images for people as PNG.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy
+import pyarrow as pa
+import torch
+
+from spmdrl.pictures import Picture, Pictures
+from spmdrl.rollout.packing import cumulative
+
+FEATURES = "picture_features"
+_SHOWN = pa.field("picture_keys", pa.list_(pa.string()))
+_PLACES = pa.field("picture_places", pa.list_(pa.int32()))
+_FORMS = pa.field("picture_forms", pa.list_(pa.string()))
+"""JSON of each new picture: key, num_tokens, features {name: (dtype, shape)}."""
+_FEATURES = pa.field(FEATURES, pa.list_(pa.large_binary()))
+"""Of each new picture, one feature after the other."""
+_IMAGES = pa.field("picture_images", pa.list_(pa.binary()))
+"""Of each new picture; empty where the image is not known."""
+_FIELDS = (_SHOWN, _PLACES, _FORMS, _FEATURES, _IMAGES)
+
+
+def with_pictures(table: pa.Table, pictures: Pictures | None) -> pa.Table:
+    """Return a table of sequences with what their tokens show; as it was where they show nothing.
+
+    Args:
+        pictures: of all tokens of the table's rows, in its order.
+    """
+    if pictures is None or not pictures.items:
+        return table
+    columns: list[list[Any]] = [[] for _ in _FIELDS]
+    seen: set[tuple[int, Picture]] = set()
+    starts = cumulative(torch.tensor(table["length"].to_pylist())).tolist()
+    for group, begin, end in zip(table["group"].to_pylist(), starts, starts[1:]):
+        own = pictures[torch.arange(begin, end)]
+        new = [item for item in own.items if (group, item) not in seen]
+        seen |= {(group, item) for item in new}
+        keys, places = [item.key for item in own.items], own.places.int().numpy()
+        forms, features, images = zip(*map(_packed, new)) if new else ((), (), ())
+        for column, value in zip(columns, (keys, places, forms, features, images), strict=True):
+            column.append(value)
+    for field, column in zip(_FIELDS, columns, strict=True):
+        table = table.append_column(field, pa.array(column, type=field.type))
+    return table
+
+
+def _packed(picture: Picture) -> tuple[str, bytes, bytes]:
+    """Return a picture's form, its features' bytes, and its image as PNG."""
+    features = {name: own.contiguous() for name, own in picture.features.items()}
+    forms = {name: (str(own.dtype)[6:], [*own.shape]) for name, own in features.items()}
+    form = {"key": picture.key, "num_tokens": picture.num_tokens, "features": forms}
+    flat = [own.flatten().view(torch.uint8).numpy().tobytes() for own in features.values()]
+    return json.dumps(form), b"".join(flat), _png(picture)
+
+
+def _png(picture: Picture) -> bytes:
+    from PIL import Image
+
+    if picture.image is None:
+        return b""
+    written = io.BytesIO()
+    Image.fromarray(picture.image.numpy()).save(written, "PNG")
+    return written.getvalue()
+
+
+def recorded_pictures(table: pa.Table) -> Pictures | None:
+    """Return what the tokens of a table's sequences show; None where none shows anything.
+
+    Args:
+        table: whole groups; their greedy rows may be left out.
+    Raises: ValueError for what no run records.
+    """
+    if _SHOWN.name not in table.column_names or not table.num_rows:
+        return None
+    known: dict[str, Picture] = {}
+    parts: list[Pictures | None] = []
+    lengths = table["length"].to_pylist()
+    for row, length in zip(table.select([f.name for f in _FIELDS]).to_pylist(), lengths):
+        shown, places, forms, features, _images = row.values()
+        if shown is None:  # of a replica that showed nothing
+            parts.append(None)
+            continue
+        for form, data in zip(forms, features, strict=True):
+            found = _unpacked(json.loads(form), data)
+            known.setdefault(found.key, found)
+        items = tuple(known[key] for key in shown)
+        own = Pictures(torch.tensor(places, dtype=torch.int64), items)
+        low, high = own.places.aminmax()
+        if len(own) != length or low < -1 or high >= own.starts[-1]:
+            raise ValueError(f"places of {len(own)} tokens in {len(items)} pictures, of {length}")
+        parts.append(own)
+    return Pictures.concat(parts, lengths)
+
+
+def _unpacked(form: Mapping[str, Any], data: bytes) -> Picture:
+    sizes = {name: _like(*own).nbytes for name, own in form["features"].items()}
+    parts = torch.from_numpy(numpy.frombuffer(data, numpy.uint8).copy()).split([*sizes.values()])
+    features = {
+        name: part.clone().view(_like(*own).dtype).view(own[1])
+        for (name, own), part in zip(form["features"].items(), parts)
+    }
+    return Picture(form["key"], form["num_tokens"], features)
+
+
+def _like(dtype: str, shape: list[int]) -> torch.Tensor:
+    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+
+def shown_images(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, bytes | None]]:
+    """Return what is to be seen at the tokens of each row of a group.
+
+    Returns: {position: PNG of the picture that begins there, b"" where its image is not known; None
+        for the rest of its tokens}; empty of rows that show nothing.
+    """
+    known: dict[str, tuple[int, bytes]] = {}
+    for row in rows:
+        for form, png in zip(row.get(_FORMS.name) or (), row.get(_IMAGES.name) or ()):
+            told = json.loads(form)
+            known[told["key"]] = told["num_tokens"], png
+    found: list[dict[int, bytes | None]] = []
+    for row in rows:
+        pngs, start = {}, 0
+        for key in row.get(_SHOWN.name) or ():
+            pngs[start] = known[key][1]
+            start += known[key][0]
+        places = enumerate(row.get(_PLACES.name) or ())
+        found.append({at: pngs.get(place) for at, place in places if place >= 0})
+    return found
