@@ -47,7 +47,7 @@ def train(cfg: Config, world: World) -> int:
     # what its parameters name, see docs/methods.md. train/objectives/ adds correction, KL, entropy.
     loss_fn = registry.get(cfg.objective.loss_kind, cfg.loss_name)
     advantage_fn = registry.get("advantage", cfg.algorithm.advantage)
-    try_functions(cfg, loss_fn=loss_fn, advantage_fn=advantage_fn)  # on two tokens
+    try_functions(cfg, loss_fn=loss_fn, advantage_fn=advantage_fn)  # on three tokens
 
     # Every rank builds every part, which is empty on ranks that have no share in it.
     report = Report(cfg, world)  # meets: one folder for the logs
@@ -61,7 +61,7 @@ def train(cfg: Config, world: World) -> int:
     trainer.size_microbatches()  # meets: by trying, if the config leaves it open
     agreed = trainer.check_agreement()  # meets: trainers; rows are computed right, or stop
     pushed = stream.push(version=state.step)  # meets: proves the path before the first step
-    probed = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
+    probed = stream.probe(*source.probe_tokens())  # meets: engine and trainer agree, or stop
     sizes = derived(cfg, tokens=world.tokens_per_microbatch)
     report.start(sizes, step=state.step, sums=add_sums(agreed, pushed, probed))
     evaluated = evaluate(source, engine, trainer=trainer, step=state.step)  # meets: if due
@@ -95,11 +95,11 @@ def train(cfg: Config, world: World) -> int:
             break
 
     checkpoints.finish()  # meets: the last one is on disk
-    report.close("stopped" if is_stopping else "finished")
+    status = report.close("stopped" if is_stopping else "finished")  # meets: what was learnt
     source.close()
     engine.close()  # meets
     world.close()  # meets
-    return 0
+    return status
 
 
 def main() -> int:
@@ -109,11 +109,12 @@ def main() -> int:
     if cfg.dry_run:
         from spmdrl.check import dry_run
 
-        return dry_run.show(cfg)
+        return dry_run.show(cfg, train)
     from spmdrl.check.fit import check_fit
     from spmdrl.check.inputs import check_inputs
     from spmdrl.checkpoint.restore import already_finished
     from spmdrl.proof.record import tell_unchecked
+    from spmdrl.report.learnt import exit_status
     from spmdrl.world import World
     from spmdrl.world.folder_lock import own_folder
     from spmdrl.world.leaving import ended
@@ -124,8 +125,9 @@ def main() -> int:
             check_fit(cfg)
             world = World.start(cfg)  # meets
             if already_finished(cfg, world):  # meets: as rank 0 finds it on disk
+                status = exit_status(cfg, world)  # meets: as the attempt that finished it said
                 world.close()
-                return 0
+                return status
             check_inputs(cfg, world)  # meets: data, rewards, checkpoints, as --dry-run does
             tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
             return train(cfg, world)

@@ -17,15 +17,19 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config
 from spmdrl.imports import attempt
-from spmdrl.model.attention import register_attention
-from spmdrl.model.blocks import experts_modules
+from spmdrl.model.attention.kernels import register_attention
+from spmdrl.model.attention.packing import packs
+from spmdrl.model.attention.separation import separate
+from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.load import build_meta_model, load_hf_config, load_whole_model
-from spmdrl.model.packing import packs
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
-from spmdrl.model.separation import separate
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.shrink import first_layers
+from spmdrl.model.vision.samples import noisy_sequence, plain_inputs
+from spmdrl.model.vision.sight import sight_of
+from spmdrl.model.vision.towers import set_attention, with_text_config
+from spmdrl.pictures import Pictures
 from spmdrl.types import Sums
 from spmdrl.world import World
 from spmdrl.world.comm import agree
@@ -61,14 +65,20 @@ def check_agreement(model: ShardedModel, cfg: Config, world: World) -> Sums:
     """
     longest = cfg.longest_sequence
     vocabulary = _vocabulary(model.hf_model)
-    rows = drawn(lengths_of(longest), vocabulary=vocabulary)
+    rows, shown = with_picture(
+        drawn(lengths_of(longest), vocabulary=vocabulary), model.hf_model, longest=longest
+    )
     dtype = getattr(torch, cfg.model.compute_dtype)
     limit = _LIMITS.get(dtype, _LIMIT)
-    packed = model.score(rows)
-    others = drawn(lengths_of(longest), vocabulary=vocabulary, seed=1)
-    swapped = model.score([o if at % 2 else r for at, (r, o) in enumerate(zip(rows, others))])
+    packed = model.score(rows, pictures=shown)
+    others, _ = with_picture(
+        drawn(lengths_of(longest), vocabulary=vocabulary, seed=1), model.hf_model, longest=longest
+    )
+    swapped = model.score(
+        [o if at % 2 else r for at, (r, o) in enumerate(zip(rows, others))], pictures=shown
+    )
     leak = worst(packed[::2], swapped[::2])
-    single = worst(packed, model.score(rows, row_tokens=1))
+    single = worst(packed, model.score(rows, row_tokens=1, pictures=shown))
     with agree(group=world.trainer_control, kind=RuntimeError):
         # Rows of one shape are computed alike to the last bit, but for experts, which get others.
         exact = limit if experts_modules(model.hf_model) else _LIMITS[torch.float32]
@@ -104,6 +114,19 @@ def drawn(lengths: Sequence[int], *, vocabulary: int, seed: int = 0) -> list[lis
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
+def with_picture(
+    rows: list[list[int]], hf_model: nn.Module, *, longest: int
+) -> tuple[list[list[int]], list[Pictures | None]]:
+    """Add a sequence with a picture, of a model that sees.
+
+    Returns: rows, and what each shows; None throughout of a model that does not see.
+    """
+    seen = noisy_sequence(hf_model, longest=longest)
+    if seen is None:
+        return rows, [None] * len(rows)
+    return [*rows, seen[0]], [*(Pictures.none(len(row)) for row in rows), seen[1]]
+
+
 def worst(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Return the largest mean difference over the first tokens of a sequence."""
     gaps = [(a - b)[: _HEAD + 1].abs().mean() for a, b in zip(ours, theirs, strict=True)]
@@ -120,7 +143,8 @@ def _plain_gap(cfg: Config, world: World) -> float | None:
     trusts = model.trust_remote_code
     whole = load_hf_config(model.path, trust_remote_code=trusts, part=model.part)
     small, _ = attempt(lambda: first_layers(whole.get_text_config()), Exception)
-    config = small or whole.get_text_config()  # of a layout of layers that is not known
+    # Else of a layout of layers that is not known.
+    config = with_text_config(whole, small or whole.get_text_config())
     size = sum(p.numel() for p in build_meta_model(model, config=config).parameters())
     most = min(_PLAIN_TOKENS, int(_WORK[device.type] / (2 * size)) // 4)
     longest = min(most, cfg.longest_sequence)
@@ -131,13 +155,14 @@ def _plain_gap(cfg: Config, world: World) -> float | None:
         model, attention=None, dtype=torch.float32, device=device, config=config
     )
     rows = drawn(lengths_of(longest), vocabulary=_vocabulary(hf_model), seed=1)
+    rows, shown = with_picture(rows, hf_model, longest=longest)
     with torch.no_grad():
-        plain = [_by_transformers(hf_model, row, device=device) for row in rows]
-        gap = worst(_packed(hf_model, rows, device=device), plain)
+        plain = [_by_transformers(hf_model, *one, device=device) for one in zip(rows, shown)]
+        gap = worst(_packed(hf_model, rows, shown, device=device), plain)
     if not gap <= (limit := _LIMITS[torch.float32]):
         raise RuntimeError(
             f"model.path {model.path}: packed rows of {type(hf_model).__name__} disagree with "
-            f"transformers' own forward pass: logprobs of its first {config.num_hidden_layers} "
+            f"transformers' own forward pass: logprobs of its first {len(blocks(hf_model))} "
             f"layers differ by {gap:.3g} nats on average over a sequence's first {_HEAD} tokens, "
             f"and {limit:g} is rounding; its attention is not computed right, and it cannot be "
             "trained here"
@@ -145,22 +170,34 @@ def _plain_gap(cfg: Config, world: World) -> float | None:
     return gap
 
 
-def _by_transformers(hf_model: nn.Module, row: list[int], *, device: torch.device) -> Tensor:
+def _by_transformers(
+    hf_model: nn.Module, row: list[int], shown: Pictures | None, *, device: torch.device
+) -> Tensor:
     tokens = torch.tensor(row, device=device)
-    logits = hf_model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+    given = {} if shown is None else plain_inputs(hf_model, shown, device)
+    logits = hf_model(input_ids=tokens[None], use_cache=False, **given).logits[0, :-1].float()
     own = torch.log_softmax(logits, dim=-1).gather(1, tokens[1:, None])[:, 0]
     return torch.cat([own.new_zeros(1), own]).cpu()
 
 
-def _packed(hf_model: nn.Module, rows: list[list[int]], *, device: torch.device) -> list[Tensor]:
-    slicing = Slicing(chunk=separate(hf_model).chunk, device=device)
-    hf_model.set_attn_implementation("spmdrl_padded")
+def _packed(
+    hf_model: nn.Module,
+    rows: list[list[int]],
+    shown: list[Pictures | None],
+    *,
+    device: torch.device,
+) -> list[Tensor]:
+    sight = sight_of(hf_model, device=device)
+    slicing = Slicing(chunk=separate(hf_model).chunk, device=device, sight=sight)
+    set_attention(hf_model, "spmdrl_padded")
     scorer = Scorer(hf_model, chunk_tokens=1024, temperature=1.0, tp_group=None)
     found: list[Tensor] = []
+    each = iter(shown)
     for pack in packs(rows, len(rows[0])):
         lengths = [len(row) for row in pack]
         mask = torch.cat([torch.arange(n) > 0 for n in lengths])
         tokens = torch.tensor([token for row in pack for token in row])
-        row = make_row(tokens, lengths, mask=mask, slicing=slicing)
+        pictures = Pictures.concat([next(each) for _ in pack], lengths)
+        row = make_row(tokens, lengths, mask=mask, slicing=slicing, pictures=pictures)
         found += row.spread(scorer(row)[0]).cpu().split(lengths)
     return found

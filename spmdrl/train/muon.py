@@ -18,8 +18,7 @@ from spmdrl.config import OptimizerSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.shards import Box, held_boxes, local_part, narrow, write
-from spmdrl.train.optimizer import AdamW
-from spmdrl.world.torch_internals import sharded_like
+from spmdrl.train.optimizer import AdamW, like
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic: the steepest at 0 whose values stay near 1. Keller Jordan, 2024."""
@@ -89,7 +88,7 @@ def orthogonalised(matrix: Tensor, *, steps: int, dtype: torch.dtype) -> Tensor:
     return found.T if is_tall else found
 
 
-class Muon:
+class Muon(AdamW):
     """Muon over the matrices of the blocks, AdamW over all else; what is asked of it as of AdamW.
 
     The step of a matrix [m, n] with momentum M <- mu M + (1 - mu) G is W <- (1 - lr wd) W - lr f
@@ -98,8 +97,8 @@ class Muon:
     Args:
         parameters: {name: DTensor or Tensor}, float32; updated in place.
         matrices: those that Muon trains, by name.
-        rest: AdamW over the others.
         options: the config's optimizer section.
+        how: the other arguments of AdamW.
     Source: Keller Jordan 2024; arXiv 2502.16982 (Moonlight), its Algorithm 1 for shards, and the
         factor under which AdamW's learning rates serve.
     """
@@ -109,70 +108,52 @@ class Muon:
         parameters: Mapping[str, Tensor],
         *,
         matrices: set[str],
-        rest: AdamW,
         options: OptimizerSettings,
+        **how: Any,
     ):
-        self._rest, self._options = rest, options
-        self.parameters = {name: parameters[name] for name in sorted(matrices)}
+        rest = {name: p for name, p in parameters.items() if name not in matrices}
+        super().__init__(rest, options=options, **how)
+        self.matrices = {name: parameters[name] for name in sorted(matrices)}
+        self.parameters |= self.matrices
         # From the start, so that a checkpoint has them.
         self._momentum = {
-            name: torch.zeros_like(local_part(p)) for name, p in self.parameters.items()
+            name: torch.zeros_like(local_part(p)) for name, p in self.matrices.items()
         }
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return {name: local gradient} of the parameters that have one."""
-        own = {n: local_part(p.grad) for n, p in self.parameters.items() if p.grad is not None}
-        return self._rest.gradients() | own
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], *, lr: float) -> None:
         """Update the parameters in place; ranks that share a matrix meet each other."""
-        self._rest.step(gradients, lr=lr)
-        own = self._options.muon
-        for name, parameter in self.parameters.items():
+        super().step(gradients, lr=lr)
+        own = self.options.muon
+        for name, parameter in self.matrices.items():
             if name not in gradients:
                 continue
             momentum, gradient = self._momentum[name], gradients[name].float()
             momentum.lerp_(gradient, 1 - own.momentum)
             ahead = gradient.lerp(momentum, own.momentum) if own.nesterov else momentum
-            whole = orthogonalised(
-                _whole(parameter, ahead), steps=own.ns_steps, dtype=getattr(torch, own.ns_dtype)
-            )
+            whole = like(parameter, ahead)
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            dtype = getattr(torch, own.ns_dtype)
+            whole = orthogonalised(whole, steps=own.ns_steps, dtype=dtype)
             rate = lr * own.lr_factor
-            local_part(parameter).mul_(1 - rate * self._options.weight_decay)
+            local_part(parameter).mul_(1 - rate * self.options.weight_decay)
             for box, view in held_boxes(name, parameter):
                 part = narrow(whole, outer=Box.whole(whole.shape), part=box)
                 view.add_(part, alpha=-rate * self._factor(parameter.shape))
 
     def _factor(self, shape: torch.Size) -> float:
         rows, columns = shape
-        if self._options.muon.adjust_lr_fn == "original":
+        if self.options.muon.adjust_lr_fn == "original":
             return max(1, rows / columns) ** 0.5
         return 0.2 * max(rows, columns) ** 0.5
 
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        self._rest.zero_grad()
-        for parameter in self.parameters.values():
-            parameter.grad = None
-
     def state_dict(self) -> dict[str, dict[str, Tensor] | Tensor]:
         """Return AdamW's state and {momentum: {name: ..}}, laid out and shared as there."""
-        own = {name: _like(p, self._momentum[name]) for name, p in self.parameters.items()}
-        return self._rest.state_dict() | {"momentum": own}
+        own = {name: like(p, self._momentum[name]) for name, p in self.matrices.items()}
+        return super().state_dict() | {"momentum": own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, on this layout."""
-        self._rest.load_state_dict(state)
+        super().load_state_dict(state)
         for name, kept in self._momentum.items():
             write(kept, local_part(state["momentum"][name]))
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    return sharded_like(parameter, local) if isinstance(parameter, DTensor) else local
-
-
-def _whole(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return the whole matrix of which this rank has a part."""
-    own = _like(parameter, local)
-    return own.full_tensor() if isinstance(own, DTensor) else own

@@ -6,6 +6,7 @@ and one fused kernel serves parameters of any mesh.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from spmdrl.config import OptimizerSettings
-from spmdrl.model.packing import packs
+from spmdrl.model.attention.packing import packs
 from spmdrl.model.shards import held_boxes, local_part, write
 from spmdrl.train.eight_bits import LEAST, Quantised
-from spmdrl.train.rounding import stochastic_round
 from spmdrl.world.torch_internals import fused_adamw, norms_of, sharded_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -110,6 +110,7 @@ class AdamW:
         device: that computes the update; None for that of the parameters, which may be on the host
             instead, with their gradients.
         key: of the random bits, with the rest: of the run and of the model in it.
+        factors: {name: factor on the learning rate}, 1 for those left out.
     """
 
     def __init__(
@@ -122,8 +123,9 @@ class AdamW:
         is_on_host: bool = False,
         device: torch.device | None = None,
         key: str = "",
+        factors: Mapping[str, float] | None = None,
     ):
-        self.parameters, self._key, self._own = dict(parameters), key, options
+        self.parameters, self._key, self.options = dict(parameters), key, options
         self.local = {name: local_part(p) for name, p in parameters.items()}
         self._device = device or next(iter(self.local.values())).device
         self._is_away = is_on_host and self._device.type == "cuda"
@@ -147,14 +149,17 @@ class AdamW:
         dtypes = {dtype, *(tensor.dtype for tensor in self.local.values())}
         # Without anything to convert there are no copies to bound: one kernel for all.
         most = _CHUNK if self._is_away or dtypes != {torch.float32} else sys.maxsize
+        alike: dict[tuple[float, float], list[str]] = {}
+        for name in self.local:
+            decay = self.options.weight_decay if name in decays else 0.0
+            alike.setdefault(((factors or {}).get(name, 1.0), decay), []).append(name)
         self._chunks = [
-            (decay, chunk)
-            for decay, names in (
-                (self._own.weight_decay, [n for n in self.local if n in decays]),
-                (0.0, [n for n in self.local if n not in decays]),
-            )
+            (how, chunk)
+            for how, names in sorted(alike.items(), reverse=True)
             for chunk in packs(
-                (p for n in names for p in self._pieces(n, most=most)), most, size=_size
+                (p for n in names for p in self._pieces(n, most=most)),
+                most,
+                size=lambda piece: piece.parameter.numel(),
             )
         ]
 
@@ -175,14 +180,9 @@ class AdamW:
         """Update the parameters in place."""
         self._updates += 1
         key = f"{self._key}/{int(self._updates)}"
-        for decay, chunk in self._chunks:
-            self._update(
-                [piece for piece in chunk if piece.name in gradients],
-                gradients,
-                lr=lr,
-                decay=decay,
-                key=key,
-            )
+        for (factor, decay), chunk in self._chunks:
+            pieces = [piece for piece in chunk if piece.name in gradients]
+            self._update(pieces, gradients, lr=lr * factor, decay=decay, key=key)
         if self._is_away:
             torch.cuda.synchronize(self._device)  # a checkpoint may read the moments next
 
@@ -212,10 +212,10 @@ class AdamW:
             [],
             [self._updates] * len(pieces),
             lr=lr,
-            beta1=self._own.beta1,
-            beta2=self._own.beta2,
+            beta1=self.options.beta1,
+            beta2=self.options.beta2,
             weight_decay=decay,
-            eps=self._own.eps,
+            eps=self.options.eps,
             amsgrad=False,
             maximize=False,
         )
@@ -253,7 +253,7 @@ class AdamW:
         return state | {"updates": self._updates.clone()}
 
     def _like(self, name: str, kept: Tensor) -> Tensor:
-        return _like(self.parameters[name], kept.view(self.local[name].shape))
+        return like(self.parameters[name], kept.view(self.local[name].shape))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, on this layout."""
@@ -283,15 +283,35 @@ def _zeros(
     return Quantised.zeros(local.numel(), is_signed=is_signed, **place)
 
 
-def _size(piece: _Piece) -> int:
-    return piece.parameter.numel()
-
-
 def _run(kept: Tensor | Quantised, begin: int, *, count: int) -> Tensor | Quantised:
     if isinstance(kept, Quantised):
         return kept.part(begin, count)
     return kept.view(-1)[begin : begin + count]
 
 
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a local tensor laid out as a parameter is: a DTensor where that is one."""
     return sharded_like(parameter, local) if isinstance(parameter, DTensor) else local
+
+
+def stochastic_round(values: Tensor, *, key: str) -> Tensor:
+    """Round float32 to one of the two nearest bfloat16 values, so that the mean is exact.
+
+    A bfloat16 value has 8 significant bits: rounded to nearest, an update below 1/512 of a weight
+    is lost, each time. Rounded up with a probability of its distance from the lower neighbour,
+    in units of the gap between the two, many small updates add up to what they should.
+
+    Args:
+        values: float32, any shape. What is not finite is cast.
+        key: of the random bits; one for each tensor of each update.
+    Returns: bfloat16, a function of the arguments and of the kind of device alone.
+    Source: arXiv 2010.06192, section 3 (stochastic rounding of weight updates).
+    """
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
+    generator = torch.Generator(values.device).manual_seed(seed)
+    noise = torch.randint(
+        0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator
+    )
+    # The 16 bits that bfloat16 does not have, plus as many random ones, carry into those it has.
+    rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).bfloat16()

@@ -1,8 +1,8 @@
 """What the routers of a mixture of experts do in training: counted, and kept in balance.
 
-The model's own routers choose, unless the engine's choices are replayed (router_replay.py); hooks
-look on. A token counts once per layer, on the rank that
-computes it; what pads a row counts nowhere. No token is dropped, whatever the load.
+The model's own routers choose, unless the engine's choices are replayed (model/routers.py); hooks
+look on. A token counts once per layer, on the rank that computes it; what pads a row counts
+nowhere. No token is dropped, whatever the load.
 
 Shape letters: L layers with experts, E experts of each, t tokens of a row that this rank keeps
 between layers, K experts per token.
@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from spmdrl.config import MoeSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.lora.expert_adapters import counts
-from spmdrl.model.router_replay import RouterReplay
-from spmdrl.model.routers import RoutedLayer, check_layers, routed_layers
+from spmdrl.model.routers import RoutedLayer, RouterReplay, check_balance, routed_layers
 from spmdrl.train.microbatches import PreparedMicrobatch
 from spmdrl.types import Sums
 from spmdrl.world import World
@@ -57,7 +56,8 @@ class Routers:
                 f"model.moe: balance {options.balance}, replay {options.replay} with a "
                 f"{hf_model.config.model_type}, which has no experts; leave it out"
             )
-        check_layers(hf_model, self._layers, balance=self._balance)
+        if self._layers:
+            check_balance(hf_model, balance=self._balance)
         # A value model's experts are not those that the engine chose from.
         self._replay = (
             RouterReplay(

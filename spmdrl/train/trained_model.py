@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy
 import torch
 from torch import Tensor
 
 from spmdrl.config import Config, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.train.epochs import of_last_epoch
+from spmdrl.model.vision.towers import tower_parameters
 from spmdrl.train.loss_scale import LossScale
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch
 from spmdrl.train.muon import Muon, block_matrices
@@ -22,7 +24,7 @@ from spmdrl.train.router_balance import Routers
 from spmdrl.train.step import GlobalTotals, Totals, dump_skipped, exchange_totals
 from spmdrl.types import Sums, add_sums
 from spmdrl.world import World
-from spmdrl.world.torch_internals import multiply_all
+from spmdrl.world.torch_internals import multiply_all, plain_name
 
 
 class TrainedModel:
@@ -193,17 +195,63 @@ def _optimizer(
     options: OptimizerSettings,
     name: str,
     device: torch.device,
-) -> AdamW | Muon:
+) -> AdamW:
     """Return the optimizer of a model's shards, as the config's sections say."""
     kept, embedding = cfg.model.memory, model.hf_model.get_input_embeddings().weight
     matrices = block_matrices(model.hf_model, shards) if options.kind == "muon" else set()
-    rest = AdamW(
-        {n: p for n, p in shards.items() if n not in matrices},
+    make = partial(Muon, matrices=matrices) if matrices else AdamW
+    own_rate = cfg.model.vision_lr if name == "policy" else 0.0
+    seeing = tower_parameters(model.hf_model) if own_rate else set()
+    return make(
+        shards,
         options=options,
         no_decay={n for n, p in shards.items() if p is embedding},
         dtype=getattr(torch, kept.optimizer_dtype),
         key=f"{cfg.seed}/{name}",
         is_on_host=has(kept.offload, "optimizer"),
         device=device,
+        factors={plain_name(n): own_rate / options.lr for n in seeing},
     )
-    return Muon(shards, matrices=matrices, rest=rest, options=options) if matrices else rest
+
+
+Update = TypeVar("Update")
+
+_AT_THE_END = ("policy/kl_old", "policy/clip_frac")
+
+
+def in_epochs(updates: Sequence[Update], *, epochs: int, seed: int, step: int) -> list[Update]:
+    """Return the updates of a batch as often as there are epochs, in the order they are taken in.
+
+    The first epoch has the batch's order. Each later one has an order of its own, drawn by
+    (seed, step, epoch) and never by the rank, so that it is the same on all of them and a resumed
+    run repeats it.
+
+    Args:
+        updates: what each consists of.
+        epochs: at least 1.
+        seed, step: of the run, and the training step.
+    Returns: [epochs * updates]; an update is the same object each time.
+    Source: Schulman et al. 2017, PPO (arXiv 1707.06347), algorithm 1: K epochs over a batch. An
+        update holds the same sequences in every epoch, as in verl and TRL; their order is drawn as
+        in openai/baselines ppo2.
+    """
+    found = list(updates)
+    for epoch in range(1, epochs):
+        entropy = numpy.random.SeedSequence([seed, step, epoch])
+        order = numpy.random.Generator(numpy.random.PCG64(entropy)).permutation(len(updates))
+        found += [updates[i] for i in order]
+    return found
+
+
+def of_last_epoch(found: Sequence[Sums], *, epochs: int) -> Sums:
+    """Return how far the policy has come by the last of several epochs.
+
+    Args:
+        found: sums of each update, in the order they were taken in.
+    Returns: policy/kl_old_last and policy/clip_frac_last, where the loss reports them; {} for one
+        epoch, and for the other models.
+    """
+    if epochs == 1:
+        return {}
+    last = add_sums(*found[-(len(found) // epochs) :])
+    return {f"{name}_last": last[name] for name in _AT_THE_END if name in last}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,22 +15,20 @@ from spmdrl.config.data import Split
 from spmdrl.model.flops import countable_shape, trained_flops
 from spmdrl.model.load import model_folder
 from spmdrl.model.lora.files import AdapterRecord
-from spmdrl.model.lora.settings import lora_form
-from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.weights import SentWeights
+from spmdrl.model.lora.layers import lora_form
+from spmdrl.model.sharded import SentWeights, ShardedModel
 from spmdrl.train.agreement import check_agreement
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.make import make_companions
 from spmdrl.train.companions.model_rewards import RewardModels
-from spmdrl.train.epochs import in_epochs
 from spmdrl.train.microbatch_size import find_tokens
 from spmdrl.train.microbatches import PreparedMicrobatch, prepare
 from spmdrl.train.objectives.objective_loss import loss_class, named_methods
-from spmdrl.train.trained_model import TrainedModel
+from spmdrl.train.trained_model import TrainedModel, in_epochs
 from spmdrl.types import Advantages, Batch, Sums, add_sums
 from spmdrl.world import World
-from spmdrl.world.found_tokens import agree_on_tokens
+from spmdrl.world.found_microbatch_size import agree_on_tokens
 
 
 class Trainer:
@@ -209,12 +208,14 @@ class Trainer:
         companions = self.companions.values()
         with self.world.watch.wait("update", step):
             updates = self._prepare(batch, advantages)
-            own = self._in_epochs(updates, self.cfg.critic.epochs, step=step)
+            ordered = partial(in_epochs, updates, seed=self.cfg.seed, step=step)
+            epochs = self.cfg.batch.epochs
+            own = ordered(epochs=self.cfg.critic.epochs or epochs)
             sums = add_sums(*[companion.update(own, step=step) for companion in companions])
             warms_up = step < self.cfg.critic.warmup_steps
             if not (warms_up and any(companion.is_trained for companion in companions)):
                 loss_of = self._loss.of_updates(updates, self.policy.model, step=step)
-                sums |= self.policy.update(self._in_epochs(updates, step=step), loss_of, step=step)
+                sums |= self.policy.update(ordered(epochs=epochs), loss_of, step=step)
                 sums |= trained_flops(
                     self._shape,
                     lengths=batch.scalars.lengths,
@@ -225,10 +226,3 @@ class Trainer:
             for companion in companions:
                 companion.follow(self.policy.model, step=step)
         return sums
-
-    def _in_epochs(
-        self, updates: list[list[PreparedMicrobatch]], epochs: int = 0, *, step: int
-    ) -> list[list[PreparedMicrobatch]]:
-        """Return the updates of a batch as they are taken. Args: epochs: 0 for batch.epochs."""
-        epochs = epochs or self.cfg.batch.epochs
-        return in_epochs(updates, epochs=epochs, seed=self.cfg.seed, step=step)

@@ -20,9 +20,9 @@ from spmdrl.config import Config
 from spmdrl.config.data import Split
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import SCALAR_HEAD, load_hf_config, max_positions, model_folder
-from spmdrl.model.parallel.fsdp import reshard
+from spmdrl.model.parallel.layout import reshard
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.train.companions.reencoding import (
@@ -118,12 +118,15 @@ class RewardModels:
         model cannot read it."""
         model, host = self._models[position], on_host(microbatch)
         tokens, lengths = host.tokens, host.cu_seqlens.diff().tolist()
+        shown = host.pictures
         is_long = [False] * len(lengths)
         if (reencoder := self._reencoders.get(position)) is not None:
             sequences, is_long = reencoder.sequences(host, scalars, split=split)
             tokens, lengths = packed(sequences)
+            assert shown is None, "refused: images are not put into another model's words"
         # Not the policy's packing: the two may need different attention.
-        row = model.row(tokens, lengths, mask=torch.zeros_like(tokens, dtype=torch.bool))
+        none = torch.zeros_like(tokens, dtype=torch.bool)
+        row = model.row(tokens, lengths, mask=none, pictures=shown)
         ends = (torch.tensor(lengths).cumsum(0) - 1).to(self.world.device)
         found = model.values(row).index_select(0, ends)
         return found.masked_fill(torch.tensor(is_long, device=found.device), TOO_LONG)
@@ -260,10 +263,10 @@ def check_reward_model(
         for p in (path, cfg.model.path)
     )
     is_other = folder is not None and bool(other_tokens(cfg, folder))
-    if hf.vocab_size < policy.vocab_size and not is_other:
+    if hf.get_text_config().vocab_size < policy.get_text_config().vocab_size and not is_other:
         raise Refusal(
-            f"it embeds {hf.vocab_size} tokens, fewer than the policy's "
-            f"{policy.vocab_size}; take one with the policy's tokenizer"
+            f"it embeds {hf.get_text_config().vocab_size} tokens, fewer than the policy's "
+            f"{policy.get_text_config().vocab_size}; take one with the policy's tokenizer"
         )
     longest = cfg.longest_sequence
     limit = max_positions(hf)
@@ -286,4 +289,4 @@ def check_reward_model(
             "is one number, of a head with one row"
         )
     if is_other:
-        check_other_tokenizer(cfg, folder, vocab_size=hf.vocab_size, row=row)
+        check_other_tokenizer(cfg, folder, vocab_size=hf.get_text_config().vocab_size, row=row)

@@ -16,8 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.config.data import Split
-from spmdrl.data.prompts import apply_template, encode_plain, load_rows
+from spmdrl.data.images import holds_images
+from spmdrl.data.processor import image_reader_of
 from spmdrl.data.rows import prompt_of
+from spmdrl.data.sources import load_rows
+from spmdrl.data.templates import apply_template, encode_plain
 from spmdrl.data.tokenizer import load_tokenizer, read_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.types import Microbatch, Scalars
@@ -74,6 +77,11 @@ class Reencoder:
             self._rows[split] = load_rows(self.cfg, split=split)
         rows = self._rows[split]
         row = rows[index]
+        if holds_images(row):
+            raise Refusal(
+                f"{rows.where(index)}: holds images, and a reward model with another tokenizer is "
+                "shown none; take one with the policy's tokenizer"
+            )
         prompt, prefix = _conversation(self.cfg, prompt_of(row)), self.cfg.data.generation_prefix
         if isinstance(prompt, str):
             ids = encode_plain(prompt + prefix + text, self._theirs)
@@ -146,10 +154,15 @@ def check_other_tokenizer(cfg: Config, folder: Path, *, vocab_size: int, row: di
         raise Refusal(
             f"its tokenizer has the token {highest}, and it embeds {vocab_size}; give it its own"
         )
-    if cfg.rollout.environment:
+    if image_reader_of(load_tokenizer(cfg)) is not None:
         raise Refusal(
-            "its tokenizer is not the policy's, and of an episode in rollout.environment there is "
-            "no conversation to put into its words; take one with the policy's tokenizer"
+            "its tokenizer is not the policy's, which sees, and images are not put into its words; "
+            "take one with the policy's tokenizer, or set model.part to text"
+        )
+    if environments := cfg.environment_fields("train"):
+        raise Refusal(
+            f"its tokenizer is not the policy's, and of an episode in {next(iter(environments))} "
+            "there is no conversation to put into its words; take one with the policy's tokenizer"
         )
     if row is not None:
         check_prompt(cfg, theirs, row)

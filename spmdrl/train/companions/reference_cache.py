@@ -21,10 +21,10 @@ from spmdrl.data.examples import PairSource, example_source
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.attention.packing import packs
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
 from spmdrl.model.lora.files import file_digest
-from spmdrl.model.packing import packs
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel, scoring_temperature
 from spmdrl.train.companions.reference_table import (
@@ -159,7 +159,12 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
     assert isinstance(source, PairSource), "only losses on pairs ask for a reference"
     known, found, seen = set(table.keys.tolist()), {}, set()
     for index in source.rows_of_run()[world.dp_index(world.rank) :: world.dp_size]:
-        for tokens, mask in source.unit(index).examples:
+        for tokens, mask, pictures in source.unit(index).examples:
+            if pictures is not None and pictures.items:
+                raise Refusal(
+                    f"{source.rows.where(index)}: holds images, and what is kept of the reference "
+                    "is found by its tokens alone; leave model.reference.cache out"
+                )
             row, own = torch.tensor(tokens), torch.tensor(mask)
             if own[0]:
                 raise Refusal(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.values import explained_variance, value_loss
 from spmdrl.config import Config
-from spmdrl.model.parallel.fsdp import reshard
+from spmdrl.model.parallel.layout import reshard
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.companions.trained import TrainedCompanion

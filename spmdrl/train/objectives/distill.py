@@ -103,15 +103,16 @@ def check_teacher(cfg: Config) -> None:
     Raises: Refusal.
     """
     own, other = (
-        load_hf_config(
-            path, trust_remote_code=cfg.model.trust_remote_code, part=cfg.model.part
-        ).vocab_size
+        load_hf_config(path, trust_remote_code=cfg.model.trust_remote_code, part=cfg.model.part)
+        .get_text_config()
+        .vocab_size
         for path in (cfg.model.path, cfg.model.teacher)
     )
     if own != other:
         raise Refusal(
             f"model.teacher: has a vocabulary of {other}, the policy one of {own}; distillation "
-            "needs the same tokens on both sides"
+            "needs the same tokens on both sides",
+            field="model.teacher",
         )
 
 

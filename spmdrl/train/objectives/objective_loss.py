@@ -75,6 +75,19 @@ class ObjectiveLoss:
         raise NotImplementedError
 
 
+def gather_columns(own: Sequence[Mapping[str, Tensor]], *, world: World) -> dict[str, Tensor]:
+    """Return {name: [N] float64 on the CPU} of the whole batch; trainers meet.
+
+    Args:
+        own: of each of this rank's micro-batches, [n] each, of the same names.
+    """
+    names = list(own[0])
+    table = torch.cat([torch.stack([one[n].double() for n in names]) for one in own], dim=1)
+    parts = world.gather_per_dp(table.cpu().numpy())
+    columns = torch.cat([torch.from_numpy(part) for part in parts], dim=1)
+    return dict(zip(names, columns))
+
+
 def loss_class(cfg: Config) -> type[ObjectiveLoss]:
     """Return what makes the loss of the objective that a config names."""
     module, name = cfg.objective.loss_class.split(":")

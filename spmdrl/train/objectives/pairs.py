@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms import reduce, registry
-from spmdrl.algorithms.preference.shared import log_ratio_of, masked_mean, pairs_in_loss
+from spmdrl.algorithms.groups import best_and_worst
+from spmdrl.algorithms.losses.common import log_ratio
+from spmdrl.algorithms.masked import masked_mean
+from spmdrl.algorithms.preference.shared import pairs_in_loss
 from spmdrl.algorithms.preference.unpaired import kto_kl
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
-from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
+from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss, gather_columns
 from spmdrl.types import Batch, Microbatch, Scalars
 from spmdrl.world import World
 
@@ -109,36 +112,29 @@ class PairLoss(ObjectiveLoss):
     ) -> dict[str, Tensor]:
         """Return what a loss compares each pair with, found from all pairs of all ranks."""
         own = [self._at_start(one) for microbatches in updates for one in microbatches]
-        names = list(own[0])
-        table = torch.cat([torch.stack([one[name] for name in names]) for one in own], dim=1)
-        parts = map(torch.from_numpy, world.gather_per_dp(table.cpu().numpy()))
-        columns = dict(zip(names, torch.cat(list(parts), dim=1)))
+        columns = gather_columns(own, world=world)
         columns = {name: c[columns["pair_ids"].argsort()] for name, c in columns.items()}
-        found = registry.call_helper(
-            self._loss, "matched", columns, self.cfg.algorithm.loss_options
-        )
+        options = self.cfg.algorithm.loss_options
+        found = registry.call_helper(self._loss, "matched", columns, options)
         return {name: values.to(world.device) for name, values in found.items()}
 
     def _at_start(self, microbatch: PreparedMicrobatch) -> dict[str, Tensor]:
         """Return the inputs of a loss's `matched`, by the policy at the batch's start: [P] each."""
         known = self._known(microbatch)
-        old = _sides(_sums(microbatch.columns["old_logprobs"], microbatch), microbatch)
+        old = _sums(microbatch.columns["old_logprobs"], microbatch)
         known |= {f"{side}_logps": total for side, total in zip(_SIDES, old)}
         known["pair_ids"] = microbatch.columns["pair_ids"]
-        return {name: values.double() for name, values in sorted(known.items())}
+        return dict(sorted(known.items()))
 
     def _mean_parts(self, microbatch: PreparedMicrobatch) -> tuple[Tensor, Tensor]:
         """Return numerator and denominator of the scalar that the loss asks for."""
         columns = microbatch.columns
-        old, ref = (
-            _sides(_sums(columns[name], microbatch), microbatch)
-            for name in ("old_logprobs", "ref_logprobs")
-        )
-        lengths = _sides(_lengths(microbatch), microbatch)
+        old, ref = (_sums(columns[n], microbatch) for n in ("old_logprobs", "ref_logprobs"))
+        lengths = _lengths(microbatch)
         if "kl" in self._statistics:
             return kto_kl(old[1], ref[1], lengths=lengths[1])
         kept = pairs_in_loss(*lengths)
-        ratios = [log_ratio_of(o, r, kept) for o, r in zip(old, ref)]
+        ratios = [log_ratio(o, r, kept) for o, r in zip(old, ref)]
         return masked_mean((ratios[0] + ratios[1]) / 2, kept)
 
     def __call__(
@@ -157,7 +153,7 @@ class PairLoss(ObjectiveLoss):
             inputs |= {f"{side}_scores": score for side, score in zip(_SIDES, scores)}
         else:
             logprobs, entropy = model.forward(microbatch.row)
-            sums = _sides(_sums(microbatch.row.spread(logprobs), microbatch), microbatch)
+            sums = _sums(microbatch.row.spread(logprobs), microbatch)
             inputs |= {f"{side}_logps": total for side, total in zip(_SIDES, sums)}
             inputs["logps"] = inputs["chosen_logps"]
             stats["policy/entropy"] = (entropy.detach().double().sum(), microbatch.loss_mask.sum())
@@ -166,12 +162,12 @@ class PairLoss(ObjectiveLoss):
 
     def _known(self, microbatch: PreparedMicrobatch) -> dict[str, Tensor]:
         """Return the loss's inputs that do not come from the model in training."""
-        columns, lengths = microbatch.columns, _sides(_lengths(microbatch), microbatch)
+        columns, lengths = microbatch.columns, _lengths(microbatch)
         rewards = columns["pair_rewards"]
         inputs = {"margins": rewards[:, 0] - rewards[:, 1]}
         inputs |= {f"{side}_lengths": n for side, n in zip(_SIDES, lengths)}
         if "ref_logprobs" in columns:
-            refs = _sides(_sums(columns["ref_logprobs"], microbatch), microbatch)
+            refs = _sums(columns["ref_logprobs"], microbatch)
             inputs |= {f"ref_{side}_logps": total for side, total in zip(_SIDES, refs)}
         if self._is_unpaired:
             inputs |= {
@@ -201,18 +197,36 @@ def _pairs_of(
     }
 
 
-def _sums(values: Tensor, microbatch: PreparedMicrobatch) -> Tensor:
-    """Sum [T] values over each sequence's loss tokens: [S] float64."""
+def _sums(values: Tensor, microbatch: PreparedMicrobatch) -> tuple[Tensor, Tensor]:
+    """Sum [T] values over the loss tokens of either side's sequences: [P] float64 each."""
     kept = torch.where(microbatch.loss_mask, values, 0.0)
-    return reduce.sequence_sum(kept, microbatch.packed.cu_seqlens)
+    return _sides(reduce.sequence_sum(kept, microbatch.packed.cu_seqlens), microbatch)
 
 
-def _lengths(microbatch: PreparedMicrobatch) -> Tensor:
-    """Count each sequence's loss tokens: [S] int64."""
-    return reduce.sequence_sum(microbatch.loss_mask, microbatch.packed.cu_seqlens).long()
+def _lengths(microbatch: PreparedMicrobatch) -> tuple[Tensor, Tensor]:
+    """Count the loss tokens of either side's sequences: [P] int64 each."""
+    found = reduce.sequence_sum(microbatch.loss_mask, microbatch.packed.cu_seqlens).long()
+    return _sides(found, microbatch)
 
 
 def _sides(values: Tensor, microbatch: PreparedMicrobatch) -> tuple[Tensor, Tensor]:
     """Return [S] values as those of the pairs' first and of their second sequences, [P] each."""
     first, second = microbatch.columns["pair_positions"].unbind(dim=1)
     return values.index_select(0, first), values.index_select(0, second)
+
+
+class OnlinePairLoss(PairLoss):
+    """A preference loss on pairs that the policy sampled and rewards judged.
+
+    A group whose rewards are all the same makes no pair. The other samples of a group are in no
+    loss. Log-probabilities, the reference's too, are at the temperature of sampling.
+
+    Source: arXiv 2402.04792 (OAIF, online DPO) for two samples a prompt; the pair of the best and
+        the worst of more as in 2405.00675 (SPPO) and 2312.16682. With the loss sppo and
+        model.reference.sync_every 1 it is SPPO's self-play, its win rates 1 and 0.
+    """
+
+    def _paired(self, scalars: Scalars) -> tuple[Tensor, Tensor]:
+        lengths = reduce.loss_lengths(scalars, mask_truncated=self.cfg.algorithm.mask_truncated)
+        pairs = best_and_worst(scalars.rewards, scalars.group_ids, is_valid=lengths > 0)
+        return pairs, torch.ones(len(pairs), dtype=torch.bool)

@@ -13,13 +13,12 @@ from spmdrl.algorithms.entropy import top_entropy
 from spmdrl.algorithms.kl import kl_stats
 from spmdrl.algorithms.mismatch import gap_histogram, mismatch_stats
 from spmdrl.algorithms.registry import Method
-from spmdrl.algorithms.result_form import place_of
 from spmdrl.config import Config
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, place_of
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
-from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
+from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss, gather_columns
 from spmdrl.types import Microbatch
 from spmdrl.world import World
 
@@ -80,13 +79,12 @@ class RolloutLoss(ObjectiveLoss):
                 continue
             wanted = registry.inputs_of(statistics)
             own = [
-                torch.stack([_column(one, name)[one.loss_mask].double() for name in wanted])
+                {name: _column(one, name)[one.loss_mask] for name in wanted}
                 for microbatches in updates
                 for one in microbatches
             ]
-            parts = world.gather_per_dp(torch.cat(own, dim=1).cpu().numpy())
-            columns = torch.cat([torch.from_numpy(part) for part in parts], dim=1)
-            found |= registry.call_helper(method, "statistics", dict(zip(wanted, columns)), options)
+            columns = gather_columns(own, world=world)
+            found |= registry.call_helper(method, "statistics", columns, options)
         return {name: value.to(world.device) for name, value in found.items()}
 
     def __call__(
