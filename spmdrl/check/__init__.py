@@ -11,6 +11,6 @@ Each rule stands once, where whoever needs it can ask:
 - `inputs`: data, tokenizer, environment, rewards, and what a resumed run goes on from. Asked
   by the dry run, and by train.py before anything is loaded, which opens the rows of data.train
   itself right after it.
-- `methods` tries loss and advantage on two tokens, those that stand in train.py too.
+- `methods` tries loss and advantage on three tokens, those that stand in train.py too.
 - `dry_run`: prints what a config amounts to, and all of the above.
 """

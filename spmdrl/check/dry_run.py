@@ -7,19 +7,22 @@ import itertools
 import math
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from spmdrl import config
 from spmdrl.check.fit import build_policy, fit_problems, refusal
 from spmdrl.check.inputs import input_problems
+from spmdrl.check.methods import Tried
 from spmdrl.check.settings import missing_models
 from spmdrl.config import Config, inference_ranks, trainer_ranks
-from spmdrl.model.known_shapes import with_known_shape
+from spmdrl.errors import RAISED, Refusal, with_line
 from spmdrl.model.load import build_meta_model, checkpoint_shapes
-from spmdrl.model.lora.layers import Adapters
-from spmdrl.model.lora.settings import lora_form, sent_adapter
+from spmdrl.model.lora.layers import Adapters, lora_form, sent_adapter
+from spmdrl.model.shape import with_known_shape
 from spmdrl.report.derived import derived
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.sync.bucket_size import LARGEST
@@ -27,30 +30,55 @@ from spmdrl.world.axes import axes_of
 from spmdrl.world.folder_lock import folder_problems
 from spmdrl.world.mesh import MESH_AXES, mesh_shape
 
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_FEW_RANKS = 8
 
 
-def show(cfg: Config) -> int:
-    """Print resolved config, derived sizes, mesh map and stream size; return the exit status.
+def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
+    """Print derived sizes, mesh and stream size, then what is wrong; return the exit status.
 
     Needs the model's config.json, no weights, no launcher and no other rank.
+
+    Args:
+        train: that of train.py, whose two functions are tried.
     """
     # The policy's folder is asked for below, where its shape may come along.
-    found = [p for p in missing_models(cfg) if not p.startswith("model.path:")]
+    found = missing_models(cfg, but_policy=True)
     found += problems(cfg)  # first: under what follows a worker that dies would end this process
+    if train is not None:
+        found += _function_problems(cfg, train)
     with _ended_by_readers():
-        print(config.dump(cfg))
+        if cfg.dry_run == "full":
+            print(config.dump(cfg))
         _print_section("derived", derived(cfg))
-        _print_section("mesh", mesh_map(cfg))
+        _print_section("mesh", mesh_map(cfg, shows_all=cfg.dry_run == "full"))
         models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
         for path in models.values():
             refusal(lambda: print(f"reward model:{path}: {reward_model_size(cfg, path)}"))
         refusal(lambda: _print_adapter(cfg))
         unbuilt = refusal(lambda: _print_section("stream", stream_size(with_known_shape(cfg))))
         sys.stdout.flush()
-    for problem in dict.fromkeys([*unbuilt, *found]):
-        print(f"problem: {problem}", file=sys.stderr)
-    return 2 if unbuilt or found else 0
+        told = list(dict.fromkeys([*unbuilt, *found]))
+        for problem in told:
+            print(f"problem: {problem}", file=sys.stderr)
+        more = "" if cfg.dry_run == "full" else " (the whole config, every rank: --dry-run full)"
+        many = f"{len(told) or 'no'} problem{'s' * (len(told) != 1)}"
+        print(f"{many}{more}", file=sys.stderr if told else sys.stdout, flush=True)
+    return 2 if told else 0
+
+
+def _function_problems(cfg: Config, train: Callable[..., int]) -> list[str]:
+    """Return what is wrong with the two functions that train.py takes, perhaps its own: it is run
+    up to `try_functions`."""
+    try:
+        train(cfg, None)
+    except Tried:
+        return []
+    except Refusal as error:
+        return [str(error)]
+    except RAISED as error:  # it needs a world before: a run finds out
+        print(f"loss and advantage of train.py are not tried here: {with_line(error)}")
+        return []
+    raise AssertionError("a dry run's train() ends with try_functions")
 
 
 @contextlib.contextmanager
@@ -85,8 +113,8 @@ def problems(cfg: Config) -> Iterator[str]:
     yield from input_problems(cfg)
 
 
-def mesh_map(cfg: Config) -> dict[str, str]:
-    """Return {rank: its coordinates in each role}."""
+def mesh_map(cfg: Config, *, shows_all: bool = True) -> dict[str, str]:
+    """Return the two meshes, and {rank: its coordinates in each role}, of few ranks or of all."""
     axes, trainers, engines = axes_of(cfg), trainer_ranks(cfg), inference_ranks(cfg)
     shape, itp = mesh_shape(cfg), axes.inference_tp
     at = list(itertools.product(*map(range, shape)))  # of each trainer, in order
@@ -94,7 +122,7 @@ def mesh_map(cfg: Config) -> dict[str, str]:
         "trainer mesh": " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape)),
         "inference mesh": f"replica {axes.replicas} x tp {itp}" if engines else "none",
     }
-    for rank in range(axes.world_size):
+    for rank in range(axes.world_size) if shows_all or axes.world_size <= _FEW_RANKS else ():
         roles = []
         if rank in trainers:
             roles.append("trains    " + " ".join(f"{a}={i}" for a, i in zip(MESH_AXES, at[rank])))
@@ -111,7 +139,8 @@ def reward_model_size(cfg: Config, path: str) -> str:
     Raises: Refusal when it cannot be built.
     """
     model = build_meta_model(replace(cfg.model, path=path), is_scalar=True)
-    count, item = sum(p.numel() for p in model.parameters()), _DTYPE_BYTES[cfg.model.compute_dtype]
+    count = sum(p.numel() for p in model.parameters())
+    item = getattr(torch, cfg.model.compute_dtype).itemsize
     return (
         f"{count:,} parameters, scored with on the trainers, about "
         f"{count * item // axes_of(cfg).trainers:,} bytes on each"
@@ -128,7 +157,7 @@ def stream_size(cfg: Config) -> dict[str, str]:
     pairs = {"parameters": f"{count:,} in {len(shapes)} tensors"}
     engines = inference_ranks(cfg)
     if engines:
-        item = _DTYPE_BYTES[cfg.engine.dtype]
+        item = getattr(torch, cfg.engine.dtype).itemsize
         tp = cfg.layout.inference_tp
         most = cfg.stream.bucket_bytes
         buckets = max(1, -(-count * item // tp // most)) if most else 0

@@ -42,7 +42,7 @@ def epoch_problems(cfg: Config, loss: Callable[..., Any] | None = None) -> Itera
 def depends_on_distance(loss: Callable[..., Any], options: Mapping[str, Any]) -> bool:
     """Return whether a policy loss's gradient changes as the policy leaves the one that sampled.
 
-    Tried on two tokens: as probable as they were, e times as probable, and a part of it.
+    Tried on three tokens: as probable as they were, e times as probable, and a part of it.
     """
     import torch
 

@@ -16,17 +16,17 @@ from spmdrl.engine.vllm_families import check_mixers, model_arguments
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.model.blocks import experts_modules, uneven_experts, unshardable
-from spmdrl.model.checkpoint_reader import CheckpointReader
 from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
-from spmdrl.model.file_tensors import file_tensors
-from spmdrl.model.head_form import head_form
+from spmdrl.model.files.file_tensors import file_tensors
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import build_meta_model, check_buffers, check_weights
 from spmdrl.model.lora.files import AdapterFolder
-from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.layers import adapted_weights, lora_form
 from spmdrl.model.lora.targets import LoraForm, adapter_shapes, has_embedding
 from spmdrl.model.parallel.recompute import check_offload
-from spmdrl.model.router_replay import WEIGHTS, unknown_router
-from spmdrl.model.routers import check_balance
+from spmdrl.model.routers import WEIGHTS, check_balance, unknown_router
+from spmdrl.model.scorer import head_form
+from spmdrl.model.vision.towers import sees, tower_parameters
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of
 from spmdrl.world.gpus import check_driver
@@ -69,7 +69,7 @@ def fit_problems(cfg: Config) -> list[str]:
 
 def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     counts = counts_of(hf_model)
-    problems = _policy_problems(cfg, hf_model, counts=counts) + _companion_problems(cfg)
+    problems = policy_problems(cfg, hf_model) + _companion_problems(cfg, is_seen=sees(hf_model))
     if cfg.engine.kind == "vllm" and axes_of(cfg).engines:
         problems += refusal(lambda: model_arguments(cfg))
         problems += refusal(lambda: check_mixers(hf_model, counts.mixers))
@@ -100,23 +100,69 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
         hf_model: the policy's, with its own head or another.
     Raises: Refusal when the model does not say what its blocks are.
     """
-    return _policy_problems(cfg, hf_model, counts=counts_of(hf_model))
-
-
-def _policy_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> list[str]:
+    counts = counts_of(hf_model)
     return [
-        *_separation_problems(hf_model, counts, at=f"model.path {cfg.model.path}"),
-        *_rope_problems(cfg, hf_model, at=f"model.path {cfg.model.path}"),
-        *_build_problems(cfg, hf_model, at=f"model.path {cfg.model.path}"),
+        *_model_problems(cfg, hf_model, counts, at=f"model.path {cfg.model.path}"),
         *_adapter_problems(cfg, hf_model, counts=counts),
         *_router_problems(cfg, hf_model, counts=counts),
+        *_tower_problems(cfg, hf_model),
         *_axes_problems(cfg, counts, at=f"(model.path {cfg.model.path})", is_policy=True),
     ]
 
 
-def _companion_problems(cfg: Config) -> list[str]:
-    """Return why models beside the policy cannot be packed, or do not fit the layout."""
+def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
+    """Yield what asks for a tower that is not there, and what is not done with one."""
+    model, kind = cfg.model, hf_model.config.model_type  # type: ignore[union-attr]
+    is_asked = {"train": model.train != "all", "vision_lr": bool(model.vision_lr)}
+    for name in (name for name, is_set in is_asked.items() if is_set and not sees(hf_model)):
+        yield (
+            f"model.{name}: {getattr(model, name)} with a {kind}, which has no tower (model.path "
+            f"{model.path}, model.part {model.part}); leave it out"
+        )
+    if sees(hf_model) and not cfg.batch.tokens_per_microbatch:
+        yield (
+            f"batch.tokens_per_microbatch: 0 with a {kind}, which sees: sizes are tried on rows of "
+            "text, and what its tower keeps of pictures would come on top; set a number (python -m "
+            f"spmdrl plan names the largest that fits), or model.part to text (model.path "
+            f"{model.path})"
+        )
+    if sees(hf_model) and model.kernels.compile:
+        yield (
+            f"model.kernels.compile: true with a {kind}, which sees: rows with pictures were never "
+            f"proved compiled; set it to false, or model.part to text (model.path {model.path})"
+        )
+    if model.lora.pushes_adapter and adapted_weights(hf_model, model.lora) & tower_parameters(
+        hf_model
+    ):
+        yield (
+            "model.lora.push: adapter with targets in the tower or projector, of which engines "
+            f"take no adapter here; take merged, or leave them out (model.path {model.path})"
+        )
+
+
+def _kind_problem(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]:
+    """Yield that a model beside one that sees would not see what its rows show."""
+    policy, _ = attempt(lambda: build_policy(cfg))
+    kinds = [getattr(m.config, "model_type", "") for m in (policy, hf_model) if m is not None]
+    if policy is not None and sees(policy) and len({*kinds}) > 1:
+        yield (
+            f"{at}: is a {kinds[1]} beside a policy that sees, a {kinds[0]}: rows hold pictures as "
+            "the policy's processor prepared them; take a model of the policy's kind"
+        )
+
+
+def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
+    """Return why models beside the policy cannot be packed, or do not fit the layout.
+
+    Args:
+        is_seen: the policy sees what they are to score.
+    """
     problems: list[str] = []
+    if is_seen and cfg.model.reference.cache:
+        problems.append(
+            "model.reference.cache: true, and the policy sees: logprobs are found by tokens, which "
+            "rows with other images may share; set it to false, or model.part to text"
+        )
     paths = {
         "model.reference.path": cfg.model.reference.path,
         "model.teacher": cfg.model.teacher,
@@ -130,11 +176,14 @@ def _companion_problems(cfg: Config) -> list[str]:
         with contextlib.suppress(Refusal):
             hf_model = build_meta_model(replace(cfg.model, path=path))
             counts = counts_of(hf_model)
-            problems += _separation_problems(hf_model, counts, at=f"{field} {path}")
-            problems += _rope_problems(cfg, hf_model, at=f"{field} {path}")
-            problems += _build_problems(cfg, hf_model, at=f"{field} {path}")
-            at = f"({field} {path})"
-            problems += _axes_problems(cfg, counts, at=at, is_policy=False)
+            problems += _model_problems(cfg, hf_model, counts, at=f"{field} {path}")
+            problems += _kind_problem(cfg, hf_model, at=f"{field} {path}")
+            problems += _axes_problems(cfg, counts, at=f"({field} {path})", is_policy=False)
+            if is_seen and not sees(hf_model):
+                problems.append(
+                    f"{field} {path}: it does not see, and the policy does: of an image it would "
+                    "read the placeholders alone; take one that sees, or set model.part to text"
+                )
     return problems + _teacher_problems(cfg)
 
 
@@ -146,17 +195,22 @@ def _teacher_problems(cfg: Config) -> list[str]:
         return []
     from spmdrl.train.objectives.distill import check_teacher  # others train nothing of it
 
-    found = refusal(lambda: check_teacher(cfg))
-    return [problem for problem in found if problem.startswith("model.teacher:")]
+    _, error = attempt(lambda: check_teacher(cfg))
+    return [str(error)] if isinstance(error, Refusal) and error.field == "model.teacher" else []
 
 
-def _separation_problems(hf_model: nn.Module, counts: ModelCounts, *, at: str) -> Iterator[str]:
+def _model_problems(
+    cfg: Config, hf_model: nn.Module, counts: ModelCounts, *, at: str
+) -> Iterator[str]:
+    """Yield why a model cannot be packed, sharded or computed here, whatever its part."""
     if counts.leak:
         yield (
             f"{at}: {type(hf_model).__name__} is not served: {counts.leak}, so that sequences "
             "packed into one row would not be computed as single ones are; take a model of another "
             "family"
         )
+    yield from _rope_problems(cfg, hf_model, at=at)
+    yield from _build_problems(cfg, hf_model, at=at)
 
 
 def _rope_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]:

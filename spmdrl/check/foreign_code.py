@@ -24,11 +24,12 @@ def named_code(cfg: Config) -> list[str]:
         for i, spec in enumerate(rewards)
         if i not in reward_models(rewards) and not (_TASK.fullmatch(spec) or _OURS.fullmatch(spec))
     ]
-    environment = cfg.rollout.environment
-    for name, value in _leaves(environment, "rollout.environment"):
-        is_ours = name == "rollout.environment.name" and value in BUILT_IN
-        if not is_ours and (_is_code(value) or name.endswith(".name") or _is_unprotected(name)):
-            found.append(f"{name}: {value}")
+    environments = {"rollout.environment": cfg.rollout.environment} | cfg.environment_fields()
+    for field, options in environments.items():
+        for name, value in _leaves(options, field):
+            is_ours = name == f"{field}.name" and value in BUILT_IN
+            if not is_ours and (_is_code(value) or name.endswith(".name") or _is_unprotected(name)):
+                found.append(f"{name}: {value}")
     options = {k: v for k, v in cfg.engine.options.items() if not isinstance(v, (bool, int, float))}
     return found + [f"engine.options.{name}: {value}" for name, value in options.items()]
 

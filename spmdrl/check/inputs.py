@@ -5,8 +5,9 @@ One list: `--dry-run` prints it, and a run asks for it before its engines are bu
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
+import itertools
+import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,20 +21,25 @@ from spmdrl.config import Config, SourceSettings
 from spmdrl.config.data import Split
 from spmdrl.config.fields import replay_folder
 from spmdrl.data.examples import example_source, row_kind
+from spmdrl.data.hub import find_on_hub
 from spmdrl.data.prompts import PromptSource, check_context, held_out_prompts
-from spmdrl.data.row_files import SUFFIXES
-from spmdrl.data.sources import read_source
+from spmdrl.data.row_files import SUFFIXES, has_datasets
+from spmdrl.data.rows import checked_rows
+from spmdrl.data.sources import reading
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import Refusal
-from spmdrl.imports import attempt
-from spmdrl.rewards.columns import problems_in_child
+from spmdrl.imports import attempt, problems_in_child
+from spmdrl.rewards.columns import RowKind, function_problems, row_kinds
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout import model_limits
 from spmdrl.rollout.replay_source import check_recorded
 from spmdrl.workers.environment_jobs import check_environment
 from spmdrl.world import World
 from spmdrl.world.axes import axes_of
+
+_SHARE_OF_START = 0.8
+"""Of layout.startup_timeout_s, which ends the ranks' wait: what a user's code may take of it."""
 
 
 def check_inputs(cfg: Config, world: World) -> None:
@@ -57,6 +63,7 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         opens_all: look at all rows of data.train, not at the first alone. The hub's are not
             fetched for it.
     """
+    began = time.monotonic()
     yield from resume_problems(cfg)
     if replay_folder(cfg):  # recorded rollouts need no data and no rewards
         yield from refusal(lambda: check_recorded(cfg))
@@ -67,50 +74,80 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         yield str(error)
     if tokenizer:
         yield from _context_problems(cfg, tokenizer)
-    rows, errors = _first_rows(cfg)
-    row = rows[0] if rows else None
+    looked_at, errors = [], []
+    for source in cfg.data.sources("train"):
+        found, error = attempt(partial(_looked_at, cfg, source, split="train"))
+        looked_at.append(found or (None, []))
+        errors += [str(error)] if error else []
+    row = looked_at[0][0] if looked_at else None
     yield from errors
     if not errors and tokenizer and opens_all and not _are_fetched(cfg, "train"):
-        yield from refusal(lambda: _open_all(cfg, tokenizer))
-    if cfg.data.eval and tokenizer and cfg.objective.samples and not _are_fetched(cfg, "eval"):
+        opened = PromptSource if cfg.objective.samples else example_source
+        yield from refusal(lambda: opened(cfg, tokenizer))
+    opens_eval = tokenizer and cfg.objective.samples and not _are_fetched(cfg, "eval")
+    if cfg.data.eval and opens_eval:
         yield from refusal(lambda: held_out_prompts(cfg, tokenizer))
-    environment = cfg.rollout.environment
-    if environment and row:
-        yield from refusal(lambda: check_environment(environment, row))
+    if opens_all:  # a dry run, for which no rank waits: all rows may have taken long
+        began = time.monotonic()
+    until = began + _SHARE_OF_START * cfg.layout.startup_timeout_s
+    for i, (own, _) in enumerate(looked_at):
+        yield from _environment_problems(cfg, own, split="train", number=i, until=until)
     if cfg.objective.samples:
         yield from _model_problems(cfg, row)
         # The grader of a generated task was made with its first row.
-        for source, first in zip(cfg.data.sources("train"), rows):
-            yield from _function_problems(cfg, source, first, split="train")
-        for source in cfg.data.sources("eval"):
-            # One that cannot be read is refused with the held-out prompts.
-            first, error = attempt(partial(_first_row, cfg, source))
-            if not error:
-                yield from _function_problems(cfg, source, first, split="eval")
+        for source, (_, kinds) in zip(cfg.data.sources("train"), looked_at):
+            yield from _function_problems(cfg, source, kinds, split="train", until=until)
+        for i, source in enumerate(cfg.data.sources("eval")):
+            found, error = attempt(partial(_looked_at, cfg, source, split="eval"))
+            if error and not opens_eval:  # else it is refused with the held-out prompts
+                yield str(error)
+            if found:
+                own = found[0]
+                yield from _environment_problems(cfg, own, split="eval", number=i, until=until)
+                yield from _function_problems(cfg, source, found[1], split="eval", until=until)
+
+
+def _environment_problems(
+    cfg: Config, row: dict | None, *, split: Split, number: int, until: float
+) -> Iterator[str]:
+    """Yield why the environment of a source cannot open its first row, found until a time of
+    `time.monotonic`. What rows of data.train have tried is not tried on held-out ones."""
+    field, options = cfg.environments(split)[number]
+    is_tried = split == "eval" and field in cfg.environment_fields("train")
+    if not options or row is None or is_tried:
+        return
+    is_list = not isinstance(getattr(cfg.data, split), str)
+    place = f"data.{split}[{number}]" if is_list else f"data.{split}"
+    yield from problems_in_child(
+        check_environment,
+        options,
+        row,
+        what=f"{field}: opening the first row of {place} with {options.get('name')}",
+        timeout_s=until - time.monotonic(),
+        field=field,
+        rows=place,
+    )
 
 
 def _function_problems(
-    cfg: Config, source: SourceSettings, row: dict | None, *, split: Split
+    cfg: Config, source: SourceSettings, kinds: Sequence[RowKind], *, split: Split, until: float
 ) -> Iterator[str]:
-    """Yield why the reward functions of a source cannot be used on its first row."""
+    """Yield why the reward functions of a source cannot be used on its rows, found until a time of
+    `time.monotonic`."""
     functions = cfg.functions_of(source)
     own = [spec for spec in functions if not is_generated(spec) and not reward_models([spec])]
     if own:
+        inputs = registry.inputs_of(registry.get("advantage", cfg.algorithm.advantage))
         yield from problems_in_child(
+            function_problems,
             own,
-            row,
-            timeout_s=cfg.layout.startup_timeout_s,
+            kinds,
+            what=f"rewards.functions: importing {', '.join(own)}",
+            timeout_s=until - time.monotonic(),
             scope=cfg.rewards.scope,
-            has_greedy=split == "train" and _has_greedy(cfg),
+            has_greedy=split == "train" and "greedy_rewards" in inputs,
             no_step=_no_step(cfg),
-            data=f"data.{split}",
         )
-
-
-def _has_greedy(cfg: Config) -> bool:
-    """Return whether each prompt has a greedy response beside its group."""
-    advantage = registry.get("advantage", cfg.algorithm.advantage)
-    return "greedy_rewards" in registry.inputs_of(advantage)
 
 
 def _no_step(cfg: Config) -> str:
@@ -137,35 +174,33 @@ def _context_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[s
     return [*unknown, *refusal(lambda: check_context(cfg, tokenizer, **limits))]
 
 
-def _open_all(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    opened = PromptSource if cfg.objective.samples else example_source
-    opened(cfg, tokenizer)
-
-
 def _is_fetched(spec: str) -> bool:
     """Return whether a spec names a hub dataset, which would be fetched."""
-    is_file = Path(spec).suffix in SUFFIXES
-    return not is_file and not is_generated(spec) and bool(importlib.util.find_spec("datasets"))
+    is_here = Path(spec).suffix in SUFFIXES or Path(spec.partition(":")[0]).expanduser().exists()
+    return not is_here and not is_generated(spec) and has_datasets()
 
 
 def _are_fetched(cfg: Config, split: Split) -> bool:
     return any(_is_fetched(path) for path in cfg.data.paths(split))
 
 
-def _first_rows(cfg: Config) -> tuple[list[dict | None], list[str]]:
-    """Return the first row of each source of data.train, None of a dataset that would be fetched,
-    and what is wrong with them."""
-    found = [attempt(partial(_first_row, cfg, source)) for source in cfg.data.sources("train")]
-    return [row for row, _ in found], [str(error) for _, error in found if error]
-
-
-def _first_row(cfg: Config, source: SourceSettings) -> dict | None:
+def _looked_at(
+    cfg: Config, source: SourceSettings, *, split: Split
+) -> tuple[dict | None, list[RowKind]]:
+    """Return the first row of a source, None of a dataset that would be fetched, and what kinds of
+    rows there are: of a generated task's, which are all alike, that of the first."""
     if _is_fetched(source.path):
-        return None
+        find_on_hub(source.path.partition(":")[0], field=f"data.{split}", kind="dataset")
+        return None, []
     if is_generated(source.path):
         task = make_task(source.path, source.task_options, size=max(1, source.size))
-        return task.row(cfg.seed, 0, split="train")
-    return read_source(cfg, source, size=1, need=row_kind(cfg))[0]
+        rows = iter([(source.path, task.row(cfg.seed, 0, split="train"))])
+    else:
+        rows = checked_rows(
+            source.path, size=source.size, **reading(cfg, source, need=row_kind(cfg))
+        )
+    first = next(rows)
+    return first[1], row_kinds(itertools.chain([first], rows))
 
 
 def _model_problems(cfg: Config, row: dict | None) -> Iterator[str]:

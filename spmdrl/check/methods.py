@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from spmdrl.check.epochs import epoch_problems
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, place_of
 from spmdrl.imports import is_missing_folder
 from spmdrl.rewards.signatures import reward_models
 
@@ -37,9 +37,11 @@ def method_problems(cfg: Config) -> list[str]:
     ungraded = [
         f"{field} ({source.path})"
         for field, source in sources
-        if not cfg.functions_of(source) and not source.is_generated
+        if not cfg.functions_of(source)
+        and not source.is_generated
+        and not cfg.environment_of(source)
     ]
-    if not cfg.rollout.environment and ungraded:
+    if ungraded:
         problems.append(
             f"rewards.functions: is empty and {ungraded[0]} is not a generated task with a grader "
             "of its own; name at least one reward function"
@@ -78,11 +80,15 @@ def _advantage_problems(cfg: Config) -> list[str]:
     return problems
 
 
-def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> None:
-    """Try the loss and the advantage of train.py on two tokens, before anything is loaded: they may
-    be a user's own, which no config names.
+class Tried(Exception):
+    """The two functions of train.py are as they should be, and a dry run needs no more of it."""
 
-    Raises: Refusal saying what is expected, with file and line of the function.
+
+def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> None:
+    """Try the loss and the advantage of train.py on three tokens, before anything is loaded: they
+    may be a user's own, which no config names. A dry run ends with it: nothing has a world there.
+
+    Raises: Refusal saying what is expected, with file and line of the function; Tried in a dry run.
     """
     from spmdrl.algorithms import registry
 
@@ -97,12 +103,13 @@ def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> 
     problems += _matched_problems(cfg, loss_fn)
     if problems:
         raise Refusal("\n".join(problems))
+    if cfg.dry_run:
+        raise Tried
 
 
 def _statistic_problems(kind: Kind, function: Callable, options: Mapping[str, Any]) -> list[str]:
     """Return what is wrong with the names that a loss gives to its statistics."""
     from spmdrl.algorithms import registry
-    from spmdrl.algorithms.result_form import place_of
     from spmdrl.report.glossary import unknown
 
     names = registry.own_statistics(kind, function, options)
@@ -297,10 +304,10 @@ def _input_problems(cfg: Config, *, loss: Callable, advantage: Callable) -> Iter
 
     chosen = cfg.algorithm
     asked = registry.inputs_of(loss) + registry.inputs_of(advantage)
-    if "turns" in registry.asked_by(advantage) and not cfg.rollout.environment:
+    if "turns" in registry.asked_by(advantage) and not cfg.environment_fields("train"):
         yield (
-            f"rollout.environment: is empty, and the advantage {chosen.advantage} "
-            "compares turns that answer the same state; name an environment"
+            f"rollout.environment: no rows of data.train have one, and the advantage "
+            f"{chosen.advantage} compares turns that answer the same state; name an environment"
         )
     if "teacher_logprobs" in asked and not cfg.model.teacher:
         yield (
@@ -353,7 +360,7 @@ def _critic_problems(cfg: Config) -> Iterator[str]:
             "that trains the policy; lower it or raise steps"
         )
     advantage = registry.get("advantage", chosen.advantage)
-    if registry.trial_of_advantage(advantage, chosen.advantage_options)[1] is None:
+    if registry.trial("advantage", advantage, chosen.advantage_options)[1] is None:
         yield (
             f"algorithm.advantage: {chosen.advantage} asks for a model that is trained beside the "
             "policy and returns None as its targets; return (advantages, returns)"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import re
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
+from spmdrl.check.ranges import idle_problems
+from spmdrl.config import LoraSettings
 from spmdrl.config.fields import Config
+from spmdrl.config.tree import changed
 from spmdrl.imports import attempt
 
 MAX_RANK = 512
@@ -27,18 +29,22 @@ def model_problems(cfg: Config) -> list[str]:
     ]
 
 
-def _changed(section: Any) -> dict[str, Any]:
-    """Return the fields of a section that are not as they are by default."""
-    fields = dataclasses.fields(section)
-    return {f.name: v for f in fields if (v := getattr(section, f.name)) != f.default}
-
-
 def _part_problems(cfg: Config) -> Iterator[str]:
     model = cfg.model
     if model.part == "text" and model.trust_remote_code:
         yield (
             "model.part: text with model.trust_remote_code: which tensors are the text model's is "
             "read off transformers' own classes; take one of them out"
+        )
+    if model.train == "language" and model.vision_lr:
+        yield (
+            f"model.vision_lr: {model.vision_lr:g} with model.train language, which leaves tower "
+            "and projector as they are; leave one of them out"
+        )
+    if model.vision_lr and not cfg.optimizer.lr:
+        yield (
+            f"model.vision_lr: {model.vision_lr:g} with optimizer.lr 0, whose schedule it follows; "
+            "set optimizer.lr above 0"
         )
     if model.part == "text" and cfg.objective.is_scalar:
         yield (
@@ -69,17 +75,17 @@ def _memory_problems(cfg: Config) -> Iterator[str]:
 
 def _lora_problems(cfg: Config) -> Iterator[str]:
     lora = cfg.model.lora
-    for name, value in _changed(lora).items():
-        if not lora.is_on:
-            yield (
-                f"model.lora.{name}: {value!r} without adapters; set model.lora.rank, e.g. to 16"
-            )
-        elif lora.path and name not in ("path", "push"):
-            yield (
-                f"model.lora.{name}: {value!r} with path {lora.path}: the adapter there says it; "
-                "leave one of them out"
-            )
-    if not _are_targets(lora.targets):
+    if not lora.is_on:
+        yield from idle_problems(
+            lora, "model.lora", "without adapters; set model.lora.rank, e.g. to 16"
+        )
+    elif lora.path:
+        why = f"with path {lora.path}: the adapter there says it; leave one of them out"
+        said = replace(lora, path="", push=LoraSettings.push)
+        yield from idle_problems(said, "model.lora", why)
+    pattern = lora.targets if isinstance(lora.targets, str) else ""
+    _, error = attempt(lambda: re.compile(pattern), re.error)
+    if error or not lora.targets or not all(lora.targets):
         yield (
             "model.lora.targets: expected all-linear, a regular expression of module names, or a "
             f"list of names or their ends, got {lora.targets!r}"
@@ -95,13 +101,6 @@ def _lora_problems(cfg: Config) -> Iterator[str]:
             f"model.reference.sync_every: {every} with model.lora: adapters cannot be "
             "mixed into a reference; leave one of them out"
         )
-
-
-def _are_targets(value: str | tuple[str, ...]) -> bool:
-    if not isinstance(value, str):
-        return bool(value) and all(value)
-    _, error = attempt(lambda: re.compile(value), re.error)
-    return bool(value) and not error
 
 
 def _push_problems(cfg: Config) -> Iterator[str]:
@@ -138,7 +137,7 @@ def _moe_problems(cfg: Config) -> Iterator[str]:
             "tensors as they are; leave one of them out"
         )
     for name, balance in (("coef", "aux"), ("rate", "bias")):
-        if name in _changed(moe) and moe.balance != balance:
+        if name in changed(moe) and moe.balance != balance:
             yield (
                 f"model.moe.{name}: is an option of balance {balance}, and balance is "
                 f"{moe.balance}; take it out"
@@ -149,19 +148,17 @@ def _moe_problems(cfg: Config) -> Iterator[str]:
 
 
 def _reference_problems(cfg: Config) -> list[str]:
-    reference, problems = cfg.model.reference, []
-    if reference.sync_mix != 1 and not reference.sync_every:
+    own, problems = cfg.model.reference, []
+    if own.sync_mix != 1 and not own.sync_every:
+        problems.append(f"sync_mix: {own.sync_mix} without sync_every, the steps between two syncs")
+    if own.cache_folder and not own.cache:
+        problems.append(f"cache_folder: {own.cache_folder} without cache; set cache to true")
+    if own.sync_every and own.cache:
         problems.append(
-            f"sync_mix: {reference.sync_mix} without sync_every, the steps between two syncs"
-        )
-    if reference.cache_folder and not reference.cache:
-        problems.append(f"cache_folder: {reference.cache_folder} without cache; set cache to true")
-    if reference.sync_every and reference.cache:
-        problems.append(
-            f"cache: true with sync_every {reference.sync_every}: the logprobs of a reference "
+            f"cache: true with sync_every {own.sync_every}: the logprobs of a reference "
             "that changes cannot be kept; leave one of them out"
         )
-    if not problems and (reference.sync_every or reference.cache):
+    if not problems and (own.sync_every or own.cache):
         problems = _use_problems(cfg)
     return [f"model.reference.{problem}" for problem in problems]
 

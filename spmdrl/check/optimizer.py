@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
+from spmdrl.check.ranges import idle_problems
 from spmdrl.config.fields import Config
 
 
@@ -14,13 +14,9 @@ def optimizer_problems(cfg: Config) -> Iterator[str]:
     optimizer, memory = cfg.optimizer, cfg.model.memory
     yield from _loss_scale_problems(cfg)
     if optimizer.kind != "muon":
-        for field in dataclasses.fields(optimizer.muon):
-            value = getattr(optimizer.muon, field.name)
-            if value != field.default:
-                yield (
-                    f"optimizer.muon.{field.name}: {value!r} with optimizer.kind "
-                    f"{optimizer.kind}, which has no use for it; set kind to muon, or leave it out"
-                )
+        why = "which has no use for it; set kind to muon, or leave it out"
+        kind = f"with optimizer.kind {optimizer.kind}"
+        yield from idle_problems(optimizer.muon, "optimizer.muon", f"{kind}, {why}")
         return
     if cfg.model.lora.is_on:
         yield (
@@ -44,13 +40,8 @@ def optimizer_problems(cfg: Config) -> Iterator[str]:
 def _loss_scale_problems(cfg: Config) -> Iterator[str]:
     model, own = cfg.model, cfg.optimizer.loss_scale
     if model.compute_dtype != "float16":
-        for field in dataclasses.fields(own):
-            value = getattr(own, field.name)
-            if value != field.default:
-                yield (
-                    f"optimizer.loss_scale.{field.name}: {value!r} with model.compute_dtype "
-                    f"{model.compute_dtype}, whose gradients need none; leave it out"
-                )
+        why = f"with model.compute_dtype {model.compute_dtype}, whose gradients need none"
+        yield from idle_problems(own, "optimizer.loss_scale", f"{why}; leave it out")
         return
     if not math.log2(own.initial).is_integer():
         yield (

@@ -14,60 +14,46 @@ def schedule_problems(cfg: Config) -> list[str]:
     """Return what is wrong with rollout.schedule, each as `field: what, value seen`."""
     if replay_folder(cfg) or not cfg.objective.samples:
         return []
-    problems = [*_in_flight_problems(cfg), *_dynamic_problems(cfg), *_curriculum_problems(cfg)]
-    schedule = cfg.rollout.schedule
-    if schedule.max_staleness != "auto" and schedule.over_sample >= 1:
-        least = least_staleness(schedule.over_sample, lag=cfg.lag)
-        if schedule.max_staleness < least:
-            problems.append(
-                f"max_staleness: {schedule.max_staleness} is below lag {cfg.lag} + "
-                f"ceil(over_sample {schedule.over_sample:g}) - 1 = {least}: groups "
-                "that are under way could not all be trained on in time"
-            )
-    return [f"rollout.schedule.{problem}" for problem in problems]
+    return [f"rollout.schedule.{problem}" for problem in _schedule_problems(cfg)]
 
 
-def _in_flight_problems(cfg: Config) -> list[str]:
-    if not cfg.rollout.schedule.in_flight:
-        return []
-    if not cfg.layout.roles.overlaps:
-        return [
+def _schedule_problems(cfg: Config) -> Iterator[str]:
+    schedule, dynamic = cfg.rollout.schedule, cfg.rollout.schedule.dynamic
+    has_model = bool(reward_models(cfg.rewards.functions))
+    if schedule.in_flight and not cfg.layout.roles.overlaps:
+        yield (
             f"in_flight: with layout.placement {cfg.layout.placement} nothing is "
             "sampled while the policy trains; take split, or leave it out"
-        ]
-    if not cfg.lag:
-        return [
+        )
+    elif schedule.in_flight and not cfg.lag:
+        yield (
             "in_flight: with lag 0 nothing is sampled while the policy trains; set lag to 1 or more"
-        ]
-    return []
-
-
-def _dynamic_problems(cfg: Config) -> Iterator[str]:
-    dynamic = cfg.rollout.schedule.dynamic
+        )
     if dynamic and cfg.batch.group_size == 1:
         yield "dynamic: with batch.group_size 1 no group has a spread of rewards"
-    if dynamic and reward_models(cfg.rewards.functions):
+    if dynamic and has_model:
         yield (
             "dynamic: the spread of a group's rewards is not known where prompts are "
             "drawn, since rewards.functions names a model; leave it out"
         )
-
-
-def _curriculum_problems(cfg: Config) -> list[str]:
-    keep, dynamic = cfg.rollout.schedule.curriculum, cfg.rollout.schedule.dynamic
-    if keep == 1:
-        return []
-    if dynamic:
-        return [
-            f"curriculum: {keep:g} with dynamic {dynamic}, which takes prompts "
+    if schedule.curriculum != 1 and dynamic:
+        yield (
+            f"curriculum: {schedule.curriculum:g} with dynamic {dynamic}, which takes prompts "
             "before it is known what earlier steps measured; leave one of them out"
-        ]
-    if reward_models(cfg.rewards.functions):
-        return [
-            f"curriculum: {keep:g}, but pass rates are not known where prompts are drawn, "
-            "since rewards.functions names a model; leave it out"
-        ]
-    return []
+        )
+    elif schedule.curriculum != 1 and has_model:
+        yield (
+            f"curriculum: {schedule.curriculum:g}, but pass rates are not known where prompts are "
+            "drawn, since rewards.functions names a model; leave it out"
+        )
+    if schedule.max_staleness != "auto" and schedule.over_sample >= 1:
+        least = least_staleness(schedule.over_sample, lag=cfg.lag)
+        if schedule.max_staleness < least:
+            yield (
+                f"max_staleness: {schedule.max_staleness} is below lag {cfg.lag} + "
+                f"ceil(over_sample {schedule.over_sample:g}) - 1 = {least}: groups "
+                "that are under way could not all be trained on in time"
+            )
 
 
 def record_problems(cfg: Config) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdrl.config.fields import Config
+from spmdrl.config.fields import Config, EvaluateSettings
 
 _LONGEST_STOP = 256
 _MOST_BIAS = 100  # what vLLM clamps to
@@ -15,7 +15,18 @@ def sampling_problems(cfg: Config) -> list[str]:
     if not cfg.objective.samples:
         return []
     found = (*_stop_problems(cfg), *_bias_problems(cfg), *_penalty_problems(cfg))
-    return [f"sampling.{problem}" for problem in found]
+    return [*(f"sampling.{problem}" for problem in found), *_greedy_problems(cfg)]
+
+
+def _greedy_problems(cfg: Config) -> list[str]:
+    """Return the limits of evaluation's draws under which nothing is drawn."""
+    own, defaults = cfg.evaluate, EvaluateSettings()
+    return [
+        f"evaluate.{name}: {getattr(own, name)} has no effect at evaluate.temperature 0, which "
+        "takes the likeliest token; leave it out, or raise the temperature"
+        for name in ("top_p", "top_k", "min_p")
+        if own.temperature == 0 and getattr(own, name) != getattr(defaults, name)
+    ]
 
 
 def _stop_problems(cfg: Config) -> Iterator[str]:
@@ -40,13 +51,13 @@ def _bias_problems(cfg: Config) -> Iterator[str]:
 
 def _penalty_problems(cfg: Config) -> Iterator[str]:
     """Yield why trainers could not tell what counts as response: engines know it by request."""
-    schedule = cfg.rollout.schedule
+    schedule, environments = cfg.rollout.schedule, cfg.environment_fields()
     for name in ("presence_penalty", "frequency_penalty"):
         value = getattr(cfg.sampling, name)
-        if value and cfg.rollout.environment:
+        if value and environments:
             yield (
-                f"{name}: {value:g} with rollout.environment, where each turn is a request of its "
-                "own and turns may follow one another without a mark between them; take "
+                f"{name}: {value:g} with {next(iter(environments))}, where each turn is a request "
+                "of its own and turns may follow one another without a mark between them; take "
                 "repetition_penalty, which counts prompt and response alike, or leave it out"
             )
         elif value and (schedule.leaves_unfinished or schedule.in_flight):

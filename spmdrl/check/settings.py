@@ -18,6 +18,7 @@ from spmdrl.check.sampling import sampling_problems
 from spmdrl.config.fields import Config
 from spmdrl.config.read import read, refuse, take_config_flag
 from spmdrl.config.tree import flatten
+from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder
 from spmdrl.rewards.signatures import reward_models
 
@@ -28,14 +29,21 @@ def parse(argv: list[str] | None = None) -> Config:
     Args:
         argv: arguments without the program name; None takes sys.argv.
     Returns: the Config, valid as far as can be told without starting anything.
-    Raises: SystemExit(2) with every problem listed, one per line.
+    Raises: SystemExit(2) with every problem listed, one per line, by one rank of a machine.
     """
     if argv is None and {"-h", "--help"} & set(sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... --help | head` ends without a word
     argv = list(sys.argv[1:] if argv is None else argv)
-    cfg = read(argv, prog="train.py --config FILE")
-    problems = validate(cfg) + ([] if cfg.dry_run else missing_models(cfg))
-    refuse(problems, of=take_config_flag(argv)[0])
+    try:
+        cfg = read(argv, prog="train.py --config FILE")
+        problems = validate(cfg) + ([] if cfg.dry_run else missing_models(cfg))
+        refuse(problems, of=take_config_flag(argv)[0])
+    except Refusal as error:
+        from spmdrl.world.launch import tell_once, tell_refused  # here: it comes with torch
+
+        tell_refused(str(error))
+        tell_once(str(error))
+        raise SystemExit(2) from None
     return cfg
 
 
@@ -62,6 +70,8 @@ def validate(cfg: Config) -> list[str]:
 
 
 _OF_ADVANTAGES: tuple[str, ...] = (
+    "algorithm.advantage",
+    "algorithm.correction",
     "algorithm.entropy_control.",
     "algorithm.kl_control.",
     "sampling.column",
@@ -99,11 +109,15 @@ def _idle_problems(cfg: Config) -> list[str]:
     ]
 
 
-def missing_models(cfg: Config) -> list[str]:
-    """Return which folders of models are not there, each as `field: what, value seen`."""
+def missing_models(cfg: Config, *, but_policy: bool = False) -> list[str]:
+    """Return which folders of models are not there, each as `field: what, value seen`.
+
+    Args:
+        but_policy: leave the policy out.
+    """
     model = cfg.model
     pairs = [
-        ("model.path", model.path),
+        ("model.path", "" if but_policy else model.path),
         ("model.tokenizer", model.tokenizer),
         ("model.reference.path", model.reference.path),
         ("model.teacher", model.teacher),

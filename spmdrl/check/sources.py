@@ -5,25 +5,38 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from spmdrl.config.data import SourceSettings, Split
+from spmdrl.config.data import SPLITS, SourceSettings, Split
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
 
-_SPLITS: tuple[Split, ...] = ("train", "eval")
 _LEAST_SHARE = 1e-4  # see data/prompt_order.py
 
 
 def source_problems(cfg: Config) -> Iterator[str]:
     """Yield what is wrong with data.train and data.eval."""
-    for split in _SPLITS:
+    for split in SPLITS:
         yield from _size_problems(cfg, split)
         yield from _list_problems(cfg, split)
     yield from _weight_problems([source.weight for source in cfg.data.sources("train")])
-    paths = [path for split in _SPLITS for path in cfg.data.paths(split)]
+    paths = [path for split in SPLITS for path in cfg.data.paths(split)]
     if cfg.data.columns and all(map(is_generated, paths)):
         yield (
             f"data.columns: {cfg.data.columns} renames columns of files, and "
             f"{', '.join(dict.fromkeys(paths))} is generated, with names of its own; leave it out"
+        )
+    options = cfg.data.task_options
+    takers = [s for s in cfg.data.all_sources() if s.is_generated and s.task_options == options]
+    if options and paths and not takers:
+        yield (
+            f"data.task_options: {options} are of a generated task, and of "
+            f"{', '.join(dict.fromkeys(paths))} none takes them; leave them out, as in "
+            "--data.task-options {}"
+        )
+    fields = [field for field, _ in cfg.environments()]
+    if cfg.rollout.environment and fields and "rollout.environment" not in fields:
+        yield (
+            f"rollout.environment: {dict(cfg.rollout.environment)} is of no rows, since "
+            f"{', '.join(fields)} are given; leave it out, or one of those"
         )
 
 
@@ -63,6 +76,8 @@ def _list_problems(cfg: Config, split: Split) -> Iterator[str]:
             yield f"{where}.task_options: {source.path} is no generated task; leave it out"
         if source.rewards and not cfg.objective.samples:
             yield f"{where}.rewards: nothing is sampled under this objective; leave it out"
+        if source.environment and not cfg.objective.samples:
+            yield f"{where}.environment: nothing is sampled under this objective; leave it out"
         if source.weight and split == "eval":
             yield f"{where}.weight: evaluation takes each row of each source; leave it out"
     if twice := {name for name in names if names.count(name) > 1}:

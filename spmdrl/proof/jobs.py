@@ -1,13 +1,15 @@
 """What the ranks of a proof do: each job runs parts of the product and returns what it measured.
 
 Differences of logprobs are means over tokens, nats. Differences of parameters after two updates are
-the largest of all elements, relative to the largest change that the updates made.
+the largest of all elements, relative to the largest change that the updates made. Jobs compute on
+sequences of many lengths, and on one batch of them for an update.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,102 @@ from spmdrl.config import Config
 from spmdrl.credit import per_token
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
-from spmdrl.proof.batch import batch_of, sequences
+from spmdrl.model.vision.samples import plain_class, plain_inputs, shown_in
+from spmdrl.pictures import Pictures
 from spmdrl.roles import make_trainer
 from spmdrl.sync.stream import WeightStream
+from spmdrl.types import Batch, Microbatch, Scalars
 from spmdrl.world import World
+
+ROWS = (5, 70, 33, 2, 9, 40)
+"""Tokens of the sequences that are scored: some beyond every window and chunk of a small model, and
+several to a packed row."""
+PACKED = 128  # tokens of a packed row
+_TRAINED = (9, 5, 30, 12, 7, 2, 24, 11)
+"""Tokens of the sequences that are trained on; the first third of each is its prompt."""
+_FIRST = 3  # id behind those of padding, beginning and end
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Sequences, and what each shows; None throughout of a model that does not see."""
+
+    ids: list[list[int]]
+    shown: list[Pictures | None]
+
+    @classmethod
+    def of(cls, hf_model: nn.Module, rows: Iterable[Sequence[int]]) -> ScoredRows:
+        """Put a picture into each that has room for one, where a model sees."""
+        seen = [shown_in(hf_model, row, seed=at) for at, row in enumerate(rows)]
+        return cls([ids for ids, _ in seen], [shown for _, shown in seen])
+
+    def __iter__(self) -> Iterator[tuple[list[int], Pictures | None]]:
+        return iter(zip(self.ids, self.shown))
+
+
+def _rows(trainer: Any) -> ScoredRows:
+    """Return the sequences that are scored."""
+    hf_model, generator = trainer.policy.model.hf_model, torch.Generator().manual_seed(3)
+    most = _vocabulary(hf_model)
+    rows = [torch.randint(_FIRST, most, (n,), generator=generator).tolist() for n in ROWS]
+    return ScoredRows.of(hf_model, rows)
+
+
+def _vocabulary(hf_model: Any) -> int:
+    """Return how many ids to draw from: those that stand for no picture."""
+    own = hf_model.config
+    return min(own.get_text_config().vocab_size, getattr(own, "image_token_id", 2**31))
+
+
+def batch_of(world: Any, hf_model: nn.Module) -> tuple[Batch, Tensor]:
+    """Return this rank's part of one batch, and each sequence's advantage [S] float64.
+
+    The batch is the same whatever the layout; a dp rank takes every so manieth sequence.
+    """
+    count, lengths = len(_TRAINED), torch.tensor(_TRAINED)
+    own = list(range(world.dp_index(world.rank), count, world.dp_size))
+    half = -(-len(own) // 2)
+    ids = torch.arange(count)
+    scalars = Scalars(
+        lengths=lengths,
+        response_lengths=lengths - (lengths + 2) // 3,
+        group_ids=ids // 2,
+        sample_ids=ids % 2,
+        rewards=torch.zeros(count).double(),
+        is_truncated=ids == 6,
+        is_valid=ids != 4,
+        min_versions=torch.zeros_like(ids),
+    )
+    rows = ScoredRows.of(hf_model, (_sequence(i, _vocabulary(hf_model)) for i in range(count)))
+    parts = tuple(_microbatch(part, rows) for part in (own[:half], own[half:]))
+    advantages = torch.linspace(-1.0, 1.5, count).double()
+    return Batch(scalars=scalars, updates=(parts,), update_ids=torch.zeros_like(ids)), advantages
+
+
+def _microbatch(ids: list[int], rows: ScoredRows) -> Microbatch:
+    lengths = torch.tensor([_TRAINED[i] for i in ids])
+    mask = torch.cat([torch.arange(n) >= (n + 2) // 3 for n in lengths])
+    drawn = [-3 - torch.rand(_TRAINED[i], generator=_generator(i)) for i in ids]
+    return Microbatch(
+        tokens=torch.tensor([token for i in ids for token in rows.ids[i]]),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        response_mask=mask,
+        rollout_logprobs=torch.where(mask, torch.cat(drawn), 0.0),
+        policy_versions=torch.where(mask, 0, -1),
+        sequence_ids=torch.tensor(ids),
+        pictures=Pictures.concat([rows.shown[i] for i in ids], lengths.tolist()),
+    )
+
+
+def _sequence(index: int, vocabulary: int) -> list[int]:
+    count, generator = (_TRAINED[index],), _generator(index)
+    return torch.randint(_FIRST, vocabulary, count, generator=generator).tolist()
+
+
+def _generator(index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 + index)
+
 
 Measured = dict[str, Any]
 UPDATES = 2
@@ -50,8 +144,8 @@ def alone(cfg: Config, export_to: str, reference: str) -> Measured:
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
     rows, plain = _rows(trainer), _plain(cfg.model.path)
-    packed = trainer.weights.score(rows)
-    expected = [_plain_logprobs(plain, row).detach() for row in rows]
+    packed = _packed(trainer, rows)
+    expected = [_plain_logprobs(plain, *row).detach() for row in rows]
     found = {
         "packed": gap(packed, expected),
         "single": gap(_singly(trainer, rows), expected),
@@ -95,14 +189,14 @@ def adapters(cfg: Config, export_to: str) -> Measured:
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
     rows, plain = _rows(trainer), _plain(cfg.model.path)
-    expected = [_plain_logprobs(plain, row).detach() for row in rows]
-    first, saver = trainer.weights.score(rows), Checkpointer(cfg, world)
+    expected = [_plain_logprobs(plain, *row).detach() for row in rows]
+    first, saver = _packed(trainer, rows), Checkpointer(cfg, world)
     for step in range(UPDATES):
         _update(trainer, step)
         saver.maybe_save(step + 1, trainer, NoSource())
     found = {
         "before": gap(first, expected),
-        "moved": gap(trainer.weights.score(rows), first),
+        "moved": gap(_packed(trainer, rows), first),
         "export": _export_gap(trainer, cfg, export_to),
     }
     world.close()
@@ -116,20 +210,20 @@ def engine(cfg: Config) -> Measured:
     generator = make_engine(cfg, world)
     trainer: Any = make_trainer(cfg, world)
     rows = _rows(trainer)
-    found: Measured = {"loaded": gap(generator.score(rows), trainer.weights.score(rows))}
+    found: Measured = {"loaded": gap(_engine_s(generator, rows), _packed(trainer, rows))}
     stream = WeightStream(trainer.weights, generator, world)
     found |= {"mode": stream.mode, "why": [line for line in said.lines if "falling back" in line]}
     stream.release()
     stream.push(version=0)
-    first = generator.score(rows)
-    found["before"] = gap(first, trainer.weights.score(rows))
+    first = _engine_s(generator, rows)
+    found["before"] = gap(first, _packed(trainer, rows))
     for step in range(UPDATES):
         stream.release()
         _update(trainer, step)
         stream.push(version=step + 1)
     stream.verify(UPDATES)
-    last = generator.score(rows)
-    found |= {"after": gap(last, trainer.weights.score(rows)), "moved": gap(last, first)}
+    last = _engine_s(generator, rows)
+    found |= {"after": gap(last, _packed(trainer, rows)), "moved": gap(last, first)}
     found["sampled"] = _sampled_gap(generator, trainer, rows)
     if cfg.engine.dtype == "bfloat16":
         found["rounding"] = _rounding(cfg.model.path, rows)
@@ -158,52 +252,52 @@ def gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float]
     return float(apart.mean()), float(apart.max())
 
 
-def _rows(trainer: Any) -> list[list[int]]:
-    return sequences(trainer.policy.model.hf_model.config.vocab_size)
-
-
 def _update(trainer: Any, step: int) -> None:
     world = trainer.world
-    own, advantages = batch_of(world, vocabulary=trainer.policy.model.hf_model.config.vocab_size)
+    own, advantages = batch_of(world, trainer.policy.model.hf_model)
     own = trainer.annotate(own, step=step)
     trainer.update(own, per_token(own, advantages), step=step)
 
 
 def _plain(folder: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    return (
+        plain_class(AutoConfig.from_pretrained(folder))
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
 
 
-def _rounding(folder: str, rows: Sequence[Sequence[int]]) -> float:
+def _rounding(folder: str, rows: ScoredRows) -> float:
     """Return how far plain transformers in bfloat16 is from itself in float32, in the mean."""
     plain = _plain(folder)
     with torch.no_grad():
-        exact = [_plain_logprobs(plain, row) for row in rows]
+        exact = [_plain_logprobs(plain, *row) for row in rows]
         plain.bfloat16()
-        return gap([_plain_logprobs(plain, row) for row in rows], exact)[0]
+        return gap([_plain_logprobs(plain, *row) for row in rows], exact)[0]
 
 
-def _plain_logprobs(model: nn.Module, row: Sequence[int]) -> Tensor:
+def _plain_logprobs(model: nn.Module, row: Sequence[int], shown: Pictures | None) -> Tensor:
     """Return [len] float64 logprobs by a plain model, the first 0."""
     tokens = torch.tensor(row)
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0].double()
+    given = {} if shown is None else plain_inputs(model, shown, tokens.device)
+    logits = model(input_ids=tokens[None], use_cache=False, **given).logits[0].double()
     logprobs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
     return nn.functional.pad(logprobs, (1, 0))
 
 
-def _gradient_gap(trainer: Any, plain: nn.Module, rows: Sequence[Sequence[int]]) -> Measured:
+def _gradient_gap(trainer: Any, plain: nn.Module, rows: ScoredRows) -> Measured:
     """Return how far the gradients of a sum of logprobs differ, relative to the largest of each
     tensor, and whose do most."""
-    model, lengths = trainer.policy.model, [len(row) for row in rows]
-    tokens = torch.tensor([token for row in rows for token in row])
+    model, lengths = trainer.policy.model, [len(row) for row in rows.ids]
+    tokens = torch.tensor([token for row in rows.ids for token in row])
     mask = torch.cat([torch.arange(n) > 0 for n in lengths])
     signs = torch.cos(torch.arange(int(mask.sum())).double())
-    logprobs, _ = model.forward(model.row(tokens, lengths, mask=mask))
+    pictures = Pictures.concat(rows.shown, lengths)
+    logprobs, _ = model.forward(model.row(tokens, lengths, mask=mask, pictures=pictures))
     (logprobs.double() * signs).sum().backward()
-    expected = torch.cat([_plain_logprobs(plain, row)[1:] for row in rows])
+    expected = torch.cat([_plain_logprobs(plain, *row)[1:] for row in rows])
     (expected * signs).sum().backward()
     theirs = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     largest = max(float(g.abs().max()) for g in theirs.values())
@@ -249,29 +343,37 @@ def _export_gap(trainer: Any, cfg: Config, export_to: str) -> tuple[float, float
     )
     rows, plain = _rows(trainer), _plain(export_to)
     with torch.no_grad():
-        expected = [_plain_logprobs(plain, row) for row in rows]
+        expected = [_plain_logprobs(plain, *row) for row in rows]
     # One at a time: what packing does wrong is another line's.
     return gap(_singly(trainer, rows), expected)
 
 
-def _singly(trainer: Any, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    return [trainer.weights.score([row])[0] for row in rows]
+def _packed(trainer: Any, rows: ScoredRows) -> list[Tensor]:
+    return trainer.weights.score(rows.ids, pictures=rows.shown)
 
 
-def _sampled_gap(
-    generator: EngineProtocol, trainer: Any, rows: Sequence[Sequence[int]]
-) -> tuple[float, float]:
+def _singly(trainer: Any, rows: ScoredRows) -> list[Tensor]:
+    return [trainer.weights.score([ids], pictures=[shown])[0] for ids, shown in rows]
+
+
+def _engine_s(generator: EngineProtocol, rows: ScoredRows) -> list[Tensor]:
+    return generator.score(rows.ids, pictures=rows.shown)
+
+
+def _sampled_gap(generator: EngineProtocol, trainer: Any, rows: ScoredRows) -> tuple[float, float]:
     """Draw responses, several at once, and compare their logprobs with the trainer's."""
-    prompts = {str(i): tuple(row) for i, row in enumerate(rows)}
-    for key, prompt in prompts.items():
-        generator.add(
-            Request(key, prompt, _SAMPLED, temperature=1.0, seed=int(key), stop_token_ids=())
-        )
+    prompts = {str(i): row for i, row in enumerate(rows)}
+    for key, (prompt, shown) in prompts.items():
+        asked = Request(key, tuple(prompt), _SAMPLED, 1.0, int(key), stop_token_ids=())
+        generator.add(replace(asked, pictures=shown))
     drawn: list[Completion] = []
     while len(drawn) < len(prompts):
         drawn += generator.step()
-    whole = [[*prompts[one.key], *one.tokens.tolist()] for one in drawn]
-    scored = trainer.weights.score(whole)
+    begun = [prompts[one.key] for one in drawn]
+    whole = [[*ids, *one.tokens.tolist()] for (ids, _), one in zip(begun, drawn)]
+    parts = [[len(ids), len(one.tokens)] for (ids, _), one in zip(begun, drawn)]
+    both = [Pictures.concat([shown, None], own) for (_, shown), own in zip(begun, parts)]
+    scored = _packed(trainer, ScoredRows(whole, both))
     # What `gap` leaves out is the first: one number of the prompt's end stands there.
     ours = [nn.functional.pad(one.logprobs.float(), (1, 0)) for one in drawn]
     theirs = [nn.functional.pad(s[-len(d.tokens) :], (1, 0)) for s, d in zip(scored, drawn)]

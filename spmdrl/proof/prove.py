@@ -24,12 +24,12 @@ from spmdrl.config import (
 )
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
-from spmdrl.model.shrink import shrunk, tiny_model
-from spmdrl.model.shrink_fields import CHUNK
+from spmdrl.model.shrink import CHUNK
+from spmdrl.model.vision.tiny import tiny_of
 from spmdrl.proof import jobs
-from spmdrl.proof.batch import PACKED, ROWS
-from spmdrl.proof.line import Line, Verdict
+from spmdrl.proof.jobs import PACKED, ROWS
 from spmdrl.proof.ranks import RankError, on_ranks
+from spmdrl.proof.record import Line, Verdict
 from spmdrl.world.watch import first_line
 
 EXACT = 2e-6
@@ -108,9 +108,9 @@ class Proof:
     def _make(self) -> None:
         kv_heads = max(2, self._layout.tp if self._layout else 1)
         self.folder.mkdir(parents=True, exist_ok=True)
-        small = shrunk(self._hf_config, kv_heads=kv_heads)
+        model = tiny_of(self._hf_config, self._model, kv_heads=kv_heads)
+        small: Any = model.config.get_text_config()
         self._has_chunks = bool(getattr(small, "attention_chunk_size", None))
-        model = tiny_model(small, self._model)
         count = sum(p.numel() for p in model.parameters())
         self.class_name = type(model).__name__
         self._size = f"{self.class_name} of {small.num_hidden_layers} layers, {count:,} weights"
@@ -216,14 +216,16 @@ class Proof:
         )
 
 
-def real_config(model: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the transformers config of a folder or hub model.
+def real_config(model: str, *, trust_remote_code: bool = False, part: str = "all") -> Any:
+    """Return the transformers config of a folder or hub model, by default with its tower.
 
+    Args:
+        part: model.part.
     Raises: Refusal when it cannot be read.
     """
     from spmdrl.model.load import load_hf_config
 
-    return load_hf_config(model, trust_remote_code=trust_remote_code, part="text")
+    return load_hf_config(model, trust_remote_code=trust_remote_code, part=part)
 
 
 # ---------------------------------------------------------------------------- verdicts

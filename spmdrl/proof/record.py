@@ -10,13 +10,33 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from spmdrl import __version__
 from spmdrl.config import Config
 from spmdrl.imports import attempt
-from spmdrl.proof.line import Line
+from spmdrl.model.blocks import has_towers
 from spmdrl.world import World
+
+Verdict = Literal["proved", "refused", "WRONG"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was asked of a model, and the answer."""
+
+    name: str
+    verdict: Verdict
+    note: str
+    """What was measured, or why it is refused or wrong."""
+    seconds: float
+    kind: str = ""
+    """Of a stream into an engine: traced or reload."""
+
+    def __str__(self) -> str:
+        says = f"{self.verdict}: {self.note}" if self.note else self.verdict
+        return f"{self.name:<24} {says}  ({self.seconds:.1f} s)"
+
 
 log = logging.getLogger(__name__)
 
@@ -65,12 +85,18 @@ def record_of(model: str, hf_config: Any, lines: Iterable[Line], *, class_name: 
     """Return what was found today, with the versions installed."""
     return Record(
         model=model,
-        model_type=hf_config.get_text_config().model_type,
+        model_type=_type_of(hf_config),
         class_name=class_name,
         date=datetime.date.today().isoformat(),
         versions=versions(),
         lines=tuple(lines),
     )
+
+
+def _type_of(hf_config: Any) -> str:
+    """Return what a model is known by: with a tower another than its text model alone."""
+    own = hf_config if has_towers(hf_config) else hf_config.get_text_config()
+    return own.model_type
 
 
 def versions() -> dict[str, str]:
@@ -122,7 +148,7 @@ def tell_unchecked(cfg: Config, world: World) -> None:
 
     own = cfg.model
     hf_config = load_hf_config(own.path, trust_remote_code=own.trust_remote_code, part=own.part)
-    model_type = hf_config.get_text_config().model_type
+    model_type = _type_of(hf_config)
     if said := unchecked(model_type, [*read(own_records()), *read(SHIPPED)]):
         log.warning("%s: python -m spmdrl check %s", said, cfg.model.path)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmdrl.proof.line import Line
-from spmdrl.proof.record import Record
+from spmdrl.proof.record import Line, Record
 
 _COLUMNS = {
     "trainer": "packed = single = plain",
