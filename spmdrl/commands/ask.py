@@ -2,6 +2,7 @@
 
     python -m spmdrl ask exported --task task:addition --task-option digits=2 -n 5
     python -m spmdrl ask exported --prompt "12+34=" --prompt "7+8="
+    python -m spmdrl ask exported --prompt "<image>count? " --image squares.png
     python -m spmdrl ask exported --data problems.jsonl -n 5
 
 Held-out problems of a generated task are graded; of rows with an answer it is shown besides.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 import yaml
@@ -24,6 +25,11 @@ from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, refusing
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from spmdrl.pictures import Pictures
+
 
 def ask(
     folder: Annotated[Path, tyro.conf.Positional],
@@ -31,6 +37,7 @@ def ask(
     task: str = "task:addition",
     task_option: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    image: tyro.conf.UseAppendAction[tuple[Path, ...]] = (),
     data: str = "",
     num_problems: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 5,
     max_response_tokens: int = 64,
@@ -44,6 +51,7 @@ def ask(
         task: a generated task, as in data.train; used without --prompt and --data.
         task_option: an option of the task as NAME=VALUE; may be repeated.
         prompt: a text to continue; may be repeated.
+        image: a file for an `<image>` of every prompt, of a model that sees; may be repeated.
         data: a JSONL or parquet file whose rows hold prompts, as in data.train.
         num_problems: problems to ask, of the task's held-out ones or from the start of --data.
         max_response_tokens: longest answer, tokens.
@@ -52,18 +60,17 @@ def ask(
     Returns: mean reward; None where nothing is graded.
     Raises: Refusal for a folder, task, option or file that does not exist.
     """
-    _check(folder, task=task, prompt=prompt, num_problems=num_problems)
+    _check(folder, task=task, prompt=prompt, image=image, num_problems=num_problems)
     _check_sampling(max_response_tokens, temperature, seed)
     options, problems = _options(task_option), None
     if prompt or data:
-        rows = [{"prompt": text} for text in prompt]
+        rows = _prompted(prompt, image)
         rows += read_rows(data, size=num_problems) if data else []
     else:
         problems = make_task(task, options, size=num_problems)
         rows = [problems.row(seed, index, split="eval") for index in range(num_problems)]
-    answers = _answers(
-        folder, rows, max_tokens=max_response_tokens, temperature=temperature, seed=seed
-    )
+    how: dict[str, Any] = dict(max_tokens=max_response_tokens, temperature=temperature, seed=seed)
+    answers = _answers(folder, rows, images_in=Path(data).parent if data else None, **how)
     rewards = []
     for row, answer in zip(rows, answers):
         if problems is None:
@@ -85,13 +92,23 @@ def ask(
     return mean
 
 
-def _check(folder: Path, *, task: str, prompt: tuple[str, ...], num_problems: int) -> None:
+def _prompted(prompt: tuple[str, ...], image: tuple[Path, ...]) -> list[dict]:
+    with refusing("--image", OSError):
+        images = [{"bytes": path.read_bytes()} for path in image]
+    return [{"prompt": text, "images": images} for text in prompt]
+
+
+def _check(
+    folder: Path, *, task: str, prompt: tuple[str, ...], image: tuple[Path, ...], num_problems: int
+) -> None:
     if not (folder / "config.json").is_file():
         raise Refusal(f"{folder} is not a Hugging Face folder: it has no config.json")
     if num_problems < 1:
         raise Refusal(f"-n must be at least 1, got {num_problems}")
     if not is_generated(task):
         raise Refusal(f"--task {task}: no generated task; e.g. task:addition")
+    if image and not prompt:
+        raise Refusal('--image goes with --prompt, e.g. --prompt "<image>what is it? "')
     with refusing("--prompt is no text", UnicodeEncodeError):
         "".join(prompt).encode()
 
@@ -106,38 +123,84 @@ def _check_sampling(max_response_tokens: int, temperature: float, seed: int) -> 
 
 
 def _answers(
-    folder: Path, rows: Sequence[dict], *, max_tokens: int, temperature: float, seed: int
+    folder: Path,
+    rows: Sequence[dict],
+    *,
+    images_in: Path | None,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
 ) -> Iterator[str]:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from spmdrl.data.prompts import encode_prompt
-    from spmdrl.data.tokenizer import read_tokenizer
+    from spmdrl.config import ImageSettings
+    from spmdrl.data.images import ImageFiles, column_images
+    from spmdrl.data.templates import encode_prompt
 
     torch.manual_seed(seed)
-    what = f"no model can be loaded from {folder}"
-    with refusing(what, Exception, names_kind=True):  # of files that may hold anything
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).eval()
-    tokenizer = read_tokenizer(str(folder))
+    model, tokenizer = _load(folder)
     for index, row in enumerate(rows):
-        tokens, _ = encode_prompt(
+        tokens, _, pictures = encode_prompt(
             prompt_of(row),
             tokenizer,
             template="auto",
             tools=row.get("tools"),
             where=f"question {index}",
+            images=column_images(row, where=f"question {index}"),
+            files=ImageFiles(ImageSettings(), images_in),
         )
         if not tokens:
             raise Refusal(f"question {index} has no tokens; give it some text")
-        response = _response(model, tokens, max_tokens=max_tokens, temperature=temperature)
+        shown = _shown_by(pictures, family=model.config.model_type)
+        response = _response(
+            model, tokens, shown=shown, max_tokens=max_tokens, temperature=temperature
+        )
         yield tokenizer.decode(response, skip_special_tokens=True)
+
+
+def _load(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Return a folder's model and tokenizer; those of one that sees, with its image reader."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from spmdrl.data.processor import FAMILIES, ImageReader
+    from spmdrl.data.tokenizer import read_tokenizer
+
+    what = f"no model can be loaded from {folder}"
+    with refusing(what, Exception, names_kind=True):  # of files that may hold anything
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        sees = getattr(config, "vision_config", None) is not None and config.model_type in FAMILIES
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = kind.from_pretrained(folder, trust_remote_code=False).eval()
+    tokenizer = read_tokenizer(str(folder))
+    if sees:
+        at = config.image_token_id
+        reader = ImageReader(str(folder), tokenizer=tokenizer, image_token_id=at)
+        tokenizer.image_reader = reader  # type: ignore[attr-defined]
+    return model, tokenizer
+
+
+def _shown_by(pictures: Pictures | None, *, family: str) -> dict[str, Any]:
+    """Return what a model of transformers is given for the pictures of a prompt."""
+    import torch
+
+    if pictures is None or not pictures.items:
+        return {}
+    starts, places = pictures.starts[:-1].tolist(), pictures.places.tolist()
+    items = [pictures.items[starts.index(place)] for place in places if place in starts]
+    given = {k: torch.cat([item.features[k] for item in items]) for k in items[0].features}
+    if family != "internvl":
+        kinds = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
+        given[kinds] = (pictures.places >= 0).long()[None]
+    return given
 
 
 def _shown(prompt: str | Messages) -> str:
     return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
 
 
-def _response(model: Any, tokens: list[int], *, max_tokens: int, temperature: float) -> list[int]:
+def _response(
+    model: Any, tokens: list[int], *, shown: dict[str, Any], max_tokens: int, temperature: float
+) -> list[int]:
     import torch
 
     sampling: dict[str, Any] = {"do_sample": False}
@@ -147,7 +210,7 @@ def _response(model: Any, tokens: list[int], *, max_tokens: int, temperature: fl
     ids = torch.tensor([tokens])
     with torch.inference_mode():
         output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **sampling
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, **shown, **sampling
         )
     return output[0, len(tokens) :].tolist()
 

@@ -8,12 +8,13 @@ For whoever adds or changes one: the pages are made anew, never edited.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
 
 from spmdrl.errors import Refusal
 
@@ -44,40 +45,46 @@ BY_IMPORT = {  # functions with no name in the config: module -> names
 }
 
 
+_HEAD = """# Methods
+
+Written by `python -m spmdrl catalogue > docs/algorithms.md` from the docstrings; edit those
+instead. Each method is a pure function: import it, or name it in the config. Options are set by the
+field's neighbour `..._options`. mu_g and sigma_g are the mean and standard deviation of a group's G
+rewards; every sigma is the population's (divided by G, not by G - 1). Log-ratios are clamped to
++-20 where they are exponentiated, and only there."""
+_BY_IMPORT = """
+## By import
+
+Some of these act in the program through other fields: those of `shaping` by `rewards.shaping` and
+`algorithm.kl_control`, those of `entropy` by `algorithm.entropy_control`, `value_loss` and
+`outcome_loss` by the section `critic`.
+"""
+
+
 def page() -> str:
     """Return the page, Markdown."""
     from spmdrl.algorithms import registry
 
-    lines = [
-        "# Methods",
-        "",
-        "Written by `python -m spmdrl catalogue > docs/algorithms.md` from the docstrings;",
-        "edit those instead. Each method is a pure function: import it, or name it in the config.",
-        "Options are set by the field's neighbour `..._options`. mu_g and sigma_g are the mean and",
-        "standard deviation of a group's G rewards; every sigma is the population's (divided by G,",
-        "not by G - 1). Log-ratios are clamped to +-20 where they are exponentiated, and only",
-        "there.",
-    ]
+    lines = [_HEAD]
     for kind, (title, field) in _TITLES.items():
         methods = [(name, registry.get(kind, name)) for name in registry.names(kind)]
-        lines += ["", f"## {title}", "", f"Named by {field}.", "", *_table(methods)]
+        lines += ["", f"## {title}", "", f"Named by {field}.", *_places(kind), "", *_table(methods)]
     methods = [
         (name, getattr(importlib.import_module(module), name))
         for module, names in BY_IMPORT.items()
         for name in names
     ]
-    lines += [
-        "",
-        "## By import",
-        "",
-        "Some of these act in the program through other fields: those of `shaping` by",
-        "`rewards.shaping` and `algorithm.kl_control`, those of "
-        "`entropy` by `algorithm.entropy_control`,",
-        "`value_loss` and `outcome_loss` by the section `critic`.",
-        "",
-        *_table(methods, show_module=True),
-    ]
+    lines += [_BY_IMPORT, *_table(methods, show_module=True)]
     return "\n".join(lines) + "\n"
+
+
+def _places(kind: Kind) -> Iterator[str]:
+    """Yield from where the methods of a kind are imported."""
+    from spmdrl.algorithms import registry
+
+    for module in registry.MODULES[kind]:
+        names = importlib.import_module(f"spmdrl.algorithms.{module}").__all__
+        yield f"`from spmdrl.algorithms.{module} import {', '.join(sorted(names))}`."
 
 
 def _table(
@@ -111,30 +118,26 @@ def describe(method: Callable[..., Any]) -> tuple[str, str]:
 
 
 def _shown(value: Any) -> str:
-    return (
-        f"`{value}`"
-        if isinstance(value, str)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else f"{value}"
-    )
+    if isinstance(value, str):
+        return f"`{value}`"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _cell(text: str) -> str:
     return text.replace("|", r"\|").replace("*", r"\*")
 
 
-def main() -> None:
-    """Print a page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m spmdrl catalogue",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__,
-    )
-    parser.add_argument("of", nargs="?", choices=("methods", "metrics"), default="methods")
-    if parser.parse_args().of == "methods":
-        print(page(), end="")
-    else:
-        from spmdrl.report import glossary
+def catalogue(of: Annotated[Literal["methods", "metrics"], tyro.conf.Positional] = "methods"):
+    """Print the page of all methods, or of all metrics, from what the code says of them.
 
-        print(glossary.page(), end="")
+    Args:
+        of: which page.
+    """
+    from spmdrl.report import glossary
+
+    print(page() if of == "methods" else glossary.page(), end="")
+
+
+def main() -> None:
+    """Run from the command line."""
+    tyro.cli(catalogue, prog="python -m spmdrl catalogue")

@@ -38,6 +38,7 @@ def check(
     keep: Path | None = None,
     timeout_s: float = 180.0,
     trust_remote_code: bool = False,
+    part: Literal["all", "text"] = "all",
 ) -> bool:
     """Check one model, or families of transformers.
 
@@ -53,6 +54,7 @@ def check(
         keep: folder that keeps small models, checkpoints and logs of ranks.
         timeout_s: longest that one line may take, in seconds.
         trust_remote_code: run the model's own code, if it brings some.
+        part: as model.part: all of a model that sees, or its text model alone.
     Returns: whether everything that a run would use is proved.
     Raises: Refusal for a model or layout that cannot be read, or none given.
     """
@@ -66,12 +68,13 @@ def check(
         return _check_families(families, table=table, again=again, options=options)
     if not model or families:
         raise Refusal("name a folder or hub model, or --families, one of both")
+    from spmdrl.config import load_yaml
     from spmdrl.proof.prove import real_config
     from spmdrl.proof.record import keep as keep_record
     from spmdrl.proof.record import own_records
 
-    hf_config = real_config(model, trust_remote_code=trust_remote_code)
-    mesh = _layout_of(layout) if layout else None
+    hf_config = real_config(model, trust_remote_code=trust_remote_code, part=part)
+    mesh = load_yaml(layout).layout if layout else None
     record = _checked(model, hf_config, layout=mesh, options=options)
     keep_record(record, own_records())
     print(_closing(record))
@@ -125,22 +128,12 @@ def _checked(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _layout_of(path: Path) -> LayoutSettings:
-    from spmdrl.config import load_yaml
-
-    return load_yaml(path).layout
-
-
 def _closing(record: Record) -> str:
-    if record.is_proved:
-        engines = [line.name for line in record.lines if "engine" in line.name]
-        served = [n.split()[0] for n in engines if _verdict(record, n) == "proved"]
-        return f"proved; engine.kind: {' or '.join(served) or 'none was tried'}"
-    return "not proved"
-
-
-def _verdict(record: Record, name: str) -> str:
-    return next(line.verdict for line in record.lines if line.name == name)
+    if not record.is_proved:
+        return "not proved"
+    engines = [line for line in record.lines if "engine" in line.name]
+    served = [line.name.split()[0] for line in engines if line.verdict == "proved"]
+    return f"proved; engine.kind: {' or '.join(served) or 'none was tried'}"
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ For demos and tests: what it writes is an ordinary folder that transformers and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,10 +29,42 @@ Architecture = Literal[
     "mixtral",
     "deepseek_v3",
     "gpt_oss",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "gemma3_vision",
+    "internvl",
 ]
 
 # gemma3 without its vision tower has a model type of its own.
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
+_SEEING = {
+    "qwen2_5_vl": "qwen2_5_vl",
+    "qwen3_vl": "qwen3_vl",
+    "qwen3_vl_moe": "qwen3_vl_moe",
+    "gemma3_vision": "gemma3",
+    "internvl": "internvl",
+}
+"""{architecture with a vision tower: its model type}."""
+
+
+@dataclass(frozen=True)
+class TowerSizes:
+    """Of the vision tower of a model that sees: qwen2_5_vl, qwen3_vl, qwen3_vl_moe, gemma3_vision,
+    internvl. Those have the character tokenizer, a chat template and a processor of images."""
+
+    width: int = 64
+    """Hidden size, a multiple of 16."""
+    layers: int = 2
+    """Blocks."""
+    image_side: int = 56
+    """Pixels of the side of the largest image, a multiple of 28; larger ones are shrunk."""
+    fan_in: bool = False
+    """Draw each matrix with a standard deviation of inputs ** -0.5, from which a small tower learns
+    soon, rather than with the family's 0.02."""
+
+
+_TOWER = TowerSizes()
 
 
 def create_model(
@@ -50,6 +83,7 @@ def create_model(
     tied: bool | None = None,
     max_shard_size: str = "5GB",
     initializer_std: float = 0.02,
+    tower: TowerSizes = _TOWER,
     seed: int = 0,
 ) -> Path:
     """Write a model with random float32 weights, and its tokenizer, into a folder.
@@ -72,23 +106,21 @@ def create_model(
         tied: use the embedding as the output head; None does as the family does.
         max_shard_size: weights above this are cut into several files, e.g. `100KB`.
         initializer_std: of the weights. Narrow models learn faster from hidden_size ** -0.5.
+        tower: of a model that sees.
         seed: of the weights; the same seed gives the same bytes.
     Returns: the folder.
-    Raises: Refusal when the head counts do not divide, or for an untied Gemma 2.
+    Raises: Refusal when the head counts do not divide, or for an untied Gemma 2 or 3.
     """
-    _check_heads(hidden_size, heads=heads, kv_heads=kv_heads)
-    sizes: dict[str, Any] = dict(
-        hidden_size=hidden_size,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden_size // heads,
-        intermediate_size=intermediate,
-        max_position_embeddings=max_positions,
-        tie_word_embeddings=_is_tied(architecture, tied),
-        initializer_range=initializer_std,
-    )
+    head_dim = _checked_head_dim(hidden_size, heads=heads, kv_heads=kv_heads)
+    sizes: dict[str, Any] = dict(hidden_size=hidden_size, intermediate_size=intermediate)
+    sizes |= dict(num_hidden_layers=layers, tie_word_embeddings=_is_tied(architecture, tied))
+    sizes |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    sizes |= dict(max_position_embeddings=max_positions, initializer_range=initializer_std)
     sizes |= _mixture(architecture, experts=moe_experts, sizes=sizes)
+    if architecture in _SEEING:
+        _check_tower(tower, tokenizer=tokenizer)
+        own = dict(vars(tower), seed=seed, max_shard_size=max_shard_size)
+        return _seeing_model(_SEEING[architecture], folder, text=sizes, **own)
     words = _tokenizer(tokenizer, chat_template=chat_template)
     model = _random_model(architecture, sizes=sizes, words=words, seed=seed)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -96,11 +128,25 @@ def create_model(
     return Path(folder)
 
 
-def _check_heads(hidden_size: int, *, heads: int, kv_heads: int) -> None:
+def _checked_head_dim(hidden_size: int, *, heads: int, kv_heads: int) -> int:
     if hidden_size % heads:
         raise Refusal(f"hidden_size {hidden_size} is not a multiple of heads {heads}")
     if heads % kv_heads:
         raise Refusal(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
+    return hidden_size // heads
+
+
+def _check_tower(tower: TowerSizes, *, tokenizer: str) -> None:
+    for name, unit in (("width", 16), ("image_side", 28)):
+        if (value := getattr(tower, name)) < unit or value % unit:
+            raise Refusal(f"tower.{name} {value} is not a multiple of {unit}")
+    if tower.layers < 1:
+        raise Refusal(f"tower.layers {tower.layers}: a model that sees has one at least")
+    if tokenizer != "characters":
+        raise Refusal(
+            f"tokenizer {tokenizer!r}: a model that sees is made with the character tokenizer, "
+            "which has the tokens that stand for images; leave it out"
+        )
 
 
 def _tokenizer(name: str, *, chat_template: bool) -> PreTrainedTokenizerBase:
@@ -114,28 +160,31 @@ def _tokenizer(name: str, *, chat_template: bool) -> PreTrainedTokenizerBase:
 
 
 def _is_tied(architecture: Architecture, tied: bool | None) -> bool:
-    if architecture == "gemma2" and tied is False:
+    if architecture in ("gemma2", "gemma3_vision") and tied is False:
         raise Refusal(
-            "tied False with gemma2: its output head is the embedding, vLLM has "
+            f"tied False with {architecture}: its output head is the embedding, vLLM has "
             "no other; leave tied out"
         )
-    return architecture in ("gemma2", "gemma3") if tied is None else tied
+    return architecture in ("gemma2", "gemma3", "gemma3_vision") if tied is None else tied
+
+
+def _seeing_model(family: str, folder: Path | str, **sizes: Any) -> Path:
+    from spmdrl.model.vision.made import make_seeing_model
+
+    make_seeing_model(family, folder, **sizes)
+    return Path(folder)
 
 
 def _mixture(architecture: Architecture, *, experts: int, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the further fields of a mixture of experts; none of a dense architecture."""
     width, head = sizes["intermediate_size"], sizes["head_dim"]
-    if architecture == "qwen3_moe":
-        return dict(
-            num_experts=experts,
-            num_experts_per_tok=2,
-            moe_intermediate_size=width,
-            norm_topk_prob=True,
-        )
+    own = dict(num_experts_per_tok=2)
+    if architecture in ("qwen3_moe", "qwen3_vl_moe"):
+        return own | dict(num_experts=experts, moe_intermediate_size=width, norm_topk_prob=True)
     if architecture == "gpt_oss":
-        return dict(num_local_experts=experts, num_experts_per_tok=2)
+        return own | dict(num_local_experts=experts)
     if architecture == "mixtral":
-        return dict(num_local_experts=experts, num_experts_per_tok=2, sliding_window=None)
+        return own | dict(num_local_experts=experts, sliding_window=None)
     if architecture != "deepseek_v3":
         return {}
     if experts % 4:
@@ -143,9 +192,8 @@ def _mixture(architecture: Architecture, *, experts: int, sizes: dict[str, Any])
             f"moe_experts {experts} with deepseek_v3, which has four groups of "
             "experts here; take a multiple of 4"
         )
-    return dict(
+    return own | dict(
         n_routed_experts=experts,
-        num_experts_per_tok=2,
         moe_intermediate_size=width,
         n_group=4,
         topk_group=2,

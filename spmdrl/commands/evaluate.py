@@ -15,7 +15,6 @@ run. A run's config may be somebody else's: code that it names is run with --tru
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -25,12 +24,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
 
 from spmdrl import config
 from spmdrl.check.foreign_code import named_code
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, load_yaml
+from spmdrl.config.help import field_docs
 from spmdrl.config.read import read, refuse
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
@@ -41,22 +43,32 @@ if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
     from spmdrl.world import World
 
 
-@dataclass(frozen=True)
-class CommandLine:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateFlags:
+    """Flags besides the config's."""
+
+    out: Path = Path()
+    """JSON file to write; by default evaluation_MODEL.json in this folder."""
+    right_at: float = 1.0
+    """Reward from which a sample counts as right in pass@k and maj@n, task units."""
+    which: Literal["last", "best"] = "last"
+    """Of a run's checkpoints: the newest whole one, or the best by checkpoint.keep."""
+    trust_run: bool = False
+    """Run the reward functions, environments and tools that the run's own config names."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    tracking_uri: str = ""
+    """Add what is found to the run's MLflow run, which is at this URI."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine(EvaluateFlags):
     """What the command line asks for."""
 
     model: str
     """Folder or hub name, as given."""
     is_checkpoint: bool
     """Whether it is a checkpoint or a run's folder."""
-    out: Path
-    """JSON file to write."""
-    right_at: float
-    """Reward from which a sample is right, task units."""
-    which: str
-    """Which checkpoint of a run: `last` or `best`."""
-    tracking_uri: str
-    """Where files may be added to the run's MLflow run; empty for nowhere."""
     cfg: Config
     """What to evaluate with: colocated on all ranks, model.path still `model`."""
 
@@ -64,33 +76,26 @@ class CommandLine:
 def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
     """Read the command line.
 
-    Raises: Refusal for a model that is none, or a run without its config; SystemExit(2) for
-        a config that does not serve, with every problem listed.
+    Raises: Refusal for a model that is none, or a run without its config, or a config
+        that does not serve, with every problem listed.
     """
+    own = field_docs(EvaluateFlags).items()
+    about = "".join(f"--{name.replace('_', '-')}\n    {doc}\n" for name, doc in own)
     if not argv or argv[0].startswith("-"):
         if {"-h", "--help"} & set(argv):
-            read(["--help"], prog="python -m spmdrl evaluate MODEL", about=f"{_HELP}\n")
+            read(["--help"], prog="python -m spmdrl evaluate MODEL", about=about)
         raise Refusal(
             "the first argument is what to evaluate: a model's folder or hub name, a "
             "run's folder, or a checkpoint"
         )
-    from spmdrl.algorithms.shaping import RIGHT_AT
-
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--out", type=Path)
-    own.add_argument("--right-at", type=float, default=RIGHT_AT)
-    own.add_argument("--which", choices=("last", "best"), default="last")
-    own.add_argument("--tracking-uri", default="")
-    own.add_argument("--trust-run", action="store_true")
-    own.add_argument("--trust-remote-code", action="store_true")
-    chosen, rest = own.parse_known_args(argv[1:])
+    chosen, rest = tyro.cli(EvaluateFlags, args=argv[1:], add_help=False, return_unknown_args=True)
     model, has_config = argv[0], any(word.split("=")[0] == "--config" for word in rest)
     is_checkpoint = _is_checkpoint(model)
     file = "" if has_config or not is_checkpoint else str(_config_of(Path(model)))
     asked = read(
         list(rest),
         prog="python -m spmdrl evaluate MODEL",
-        about=f"{_HELP}\n",
+        about=about,
         default=load_yaml(file, may_be_former=True) if file else None,
     )
     if file:
@@ -108,20 +113,13 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
     cfg = evaluation_config(asked, model=model, world_size=world_size)
     refuse(_problems(cfg), of=file)
     name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
-    return CommandLine(
-        model,
-        is_checkpoint,
-        chosen.out or Path(f"evaluation_{name}.json"),
-        chosen.right_at,
-        chosen.which,
-        chosen.tracking_uri,
-        cfg,
-    )
+    asked_for: dict[str, Any] = dict(model=model, is_checkpoint=is_checkpoint, cfg=cfg)
+    if chosen.out == Path():
+        asked_for["out"] = Path(f"evaluation_{name}.json")
+    return CommandLine(**vars(chosen) | asked_for)
 
 
-def _trusted(
-    asked: Config, flags: Sequence[str], *, file: str, chosen: argparse.Namespace
-) -> Config:
+def _trusted(asked: Config, flags: Sequence[str], *, file: str, chosen: EvaluateFlags) -> Config:
     """Return a run's config without what it says of trust: the command line alone says that.
 
     Raises: Refusal naming the code that the run's own config would have this command run.
@@ -155,20 +153,6 @@ def _problems(cfg: Config) -> list[str]:
         problem.replace("data.train", "data.eval").replace("data.size", "data.eval_size")
         for problem in validate(cfg)
     ]
-
-
-_HELP = """--out FILE
-    JSON file to write; by default evaluation_MODEL.json in this folder.
---right-at REWARD
-    reward from which a sample counts as right in pass@k and maj@n; by default 1.
---which {last,best}
-    of a run's checkpoints: the newest whole one, or the best by checkpoint.keep.
---trust-run
-    run the reward functions, environments and tools that the run's own config names.
---trust-remote-code
-    run Python code that comes with the model.
---tracking-uri URI
-    add what is found to the run's MLflow run, which is at this URI."""
 
 
 def _is_checkpoint(model: str) -> bool:
@@ -216,6 +200,11 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
     uncut = replace(cfg.layout, trainer_ranks=1, dp_replicate=1, cp=1, ep=1, tp=1)
     functions, models = cfg.rewards.functions, reward_models(cfg.rewards.functions)
     kept = [i for i in range(len(functions)) if i not in models]  # models score on trainers
+    # What is of the training rows alone would be refused without them.
+    held_out, options = cfg.data.sources("eval"), cfg.data.task_options
+    are_taken = any(one.is_generated and one.task_options == options for one in held_out)
+    options = options if are_taken else {}
+    columns = {} if all(one.is_generated for one in held_out) else cfg.data.columns
     return Config(
         seed=cfg.seed,
         deterministic=cfg.deterministic,
@@ -226,12 +215,21 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
             path=model, tokenizer=cfg.model.tokenizer, trust_remote_code=cfg.model.trust_remote_code
         ),
         # The training rows are not needed, and may lie elsewhere.
-        data=replace(cfg.data, train=cfg.data.eval, size=cfg.data.eval_size),
+        data=replace(
+            cfg.data,
+            train=cfg.data.eval,
+            size=cfg.data.eval_size,
+            task_options=options,
+            columns=columns,
+        ),
         batch=config.BatchSettings(prompts_per_step=1, tokens_per_microbatch=longest),
         sampling=cfg.sampling,
         engine=cfg.engine,
         evaluate=cfg.evaluate,
-        rollout=config.RolloutSettings(environment=cfg.rollout.environment),
+        # What the sources of data.eval have themselves comes with them.
+        rollout=config.RolloutSettings(
+            environment=cfg.environment_fields("eval").get("rollout.environment", {})
+        ),
         rewards=replace(
             cfg.rewards,
             shaping=config.ShapingSettings(),
@@ -245,7 +243,7 @@ def run(request: CommandLine, world: World) -> Result:
     """Build the engines, sample, and leave the job. Every rank calls it.
 
     Raises: Refusal for a checkpoint, model, data or reward function that cannot be used;
-        RuntimeError naming the sample when a reward fails under on_failure=fail.
+        RewardFailed naming the sample when a reward fails under on_failure=fail.
     """
     from spmdrl.data.tokenizer import load_tokenizer
     from spmdrl.engine import make_engine

@@ -9,13 +9,13 @@ A row has the problem as a user's message that asks for the answer in \boxed{}, 
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from spmdrl.data.row_files import hub_rows
 from spmdrl.errors import Refusal
@@ -65,20 +65,25 @@ def final_answer(text: str) -> str:
     return f"\\boxed{{{number.replace(',', '').strip() if mark else text.strip()}}}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Write the two files of the set named on the command line; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m spmdrl fetch_problems", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("set", choices=sorted(SETS))
-    parser.add_argument("--out", type=Path, help="folder; left out: data/SET")
-    own = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    folder = own.out or Path("data") / own.set
+def fetch(
+    set: Annotated[Literal["gsm8k", "math"], tyro.conf.Positional], *, out: Path | None = None
+) -> None:
+    """Fetch GSM8K or MATH from the hub, as JSONL files that a run trains on.
+
+    Args:
+        set: which one.
+        out: folder; left out: data/SET.
+    """
+    folder = out or Path("data") / set
     for split in ("train", "test"):
-        rows = list(rows_of(SETS[own.set], split=split))  # all, or no file
+        rows = list(rows_of(SETS[set], split=split))  # all, or no file
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{split}.jsonl"
         lines = (json.dumps(row, ensure_ascii=False) for row in rows)
         path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         print(f"{path}: {len(rows)} rows")
-    return 0
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the two files of the set named on the command line."""
+    tyro.cli(fetch, prog="python -m spmdrl fetch_problems", args=argv)

@@ -7,7 +7,6 @@ Exit status 1: it cannot run.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -17,6 +16,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import tyro
+
 from spmdrl import config
 from spmdrl.check.fit import policy_problems
 from spmdrl.check.settings import validate
@@ -24,31 +25,68 @@ from spmdrl.config.read import read
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.head import head_chunk_tokens
-from spmdrl.model.known_shapes import SHAPES, with_known_shape
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import adapter_numel
-from spmdrl.model.shape import model_shape
-from spmdrl.plan.measured import read_measured
-from spmdrl.plan.run import Rates, Run, rates_of, run_of
+from spmdrl.model.shape import SHAPES, model_shape, with_known_shape
+from spmdrl.plan.run import Rates, Run, rates_of, read_measured, run_of
 from spmdrl.plan.search import Plan, best_plans, distinct, make_plan, remedies
 from spmdrl.plan.text import as_dict, brief, layout_text, page, rates_dict
 from spmdrl.world.axes import axes_of
-from spmdrl.world.hardware import GPUS
 
 _RATES = {
-    "--gpu-memory-gib": ("memory_gib", 1.0, "GiB of a GPU"),
-    "--tflops": ("flops", 1e12, "of a GPU, dense bfloat16"),
-    "--memory-gb-per-s": ("memory_bytes_per_s", 1e9, "of the GPU's memory"),
-    "--node-gb-per-s": ("node_bytes_per_s", 1e9, "within a node, per GPU and direction"),
-    "--network-gb-per-s": ("network_bytes_per_s", 1e9, "between nodes, per GPU and direction"),
+    "gpu_memory_gib": ("memory_gib", 1.0),
+    "tflops": ("flops", 1e12),
+    "memory_gb_per_s": ("memory_bytes_per_s", 1e9),
+    "node_gb_per_s": ("node_bytes_per_s", 1e9),
+    "network_gb_per_s": ("network_bytes_per_s", 1e9),
 }
-"""Flag: the field of Gpu that it replaces, its unit there, what it is."""
+"""Flag: the field of Gpu that it replaces, and its unit there."""
 _MEANS = {
-    "--prompt-tokens": "data.max_prompt_tokens",
-    "--response-tokens": "sampling.max_response_tokens",
+    "prompt_tokens": "data.max_prompt_tokens",
+    "response_tokens": "sampling.max_response_tokens",
 }
 """Flag: the field that bounds it."""
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """What a config amounts to in memory, traffic and seconds. Besides these flags: --config FILE
+    and any field of it, as for train.py."""
+
+    gpus: int = 0
+    """Plan for the best layout of so many ranks; left out: for the layout of the config."""
+    shape: str = ""
+    """A model by its shape, instead of model.path: a folder with a config.json, or a name in
+    spmdrl/model/shapes, e.g. qwen3-8b."""
+    gpu: str = ""
+    """Of the table, e.g. H200; left out: that of --measured, else H100."""
+    measured: str = ""
+    """Rates from the .json that python -m benchmarks.gpu writes, instead of the formula's."""
+    gpu_memory_gib: float = 0.0
+    """GiB of a GPU, instead of the table's."""
+    tflops: float = 0.0
+    """Of a GPU, dense bfloat16, instead of the table's."""
+    memory_gb_per_s: float = 0.0
+    """Of the GPU's memory, instead of the table's."""
+    node_gb_per_s: float = 0.0
+    """Within a node, per GPU and direction, instead of the table's."""
+    network_gb_per_s: float = 0.0
+    """Between nodes, per GPU and direction, instead of the table's."""
+    gpus_per_node: int = 8
+    """GPUs of a node."""
+    matmul_frac: float | None = None
+    """Of the peak that is reached; left out: that of --measured, else 0.5."""
+    prompt_tokens: float = 0.0
+    """Mean; left out: half of the longest."""
+    response_tokens: float = 0.0
+    """Mean; left out: half of the longest."""
+    top: int = 5
+    """Layouts to compare; 0 looks for none."""
+    brief: bool = False
+    """Three lines: what a rank holds, seconds of a step."""
+    json: bool = False
+    """For programs: bytes and seconds."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +104,8 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:  # the program
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
         logging.disable(logging.WARNING)
-    own, rest = _arguments(sys.argv[1:] if argv is None else argv)
+    prog = "python -m spmdrl plan"
+    own, rest = tyro.cli(PlanFlags, prog=prog, args=argv, return_unknown_args=True)
     found, error = attempt(lambda: answer(ask(own, rest), top=0 if own.brief else own.top))
     if found is None:
         print(error, file=sys.stderr)
@@ -86,60 +125,10 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if plan.problems else 0
 
 
-def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m spmdrl plan",
-        allow_abbrev=False,
-        description="What a config amounts to in memory, traffic and seconds. Besides these "
-        "flags: --config FILE and any field of it, as for train.py.",
-    )
-    add = parser.add_argument
-    add(
-        "--gpus",
-        type=int,
-        default=0,
-        metavar="N",
-        help="plan for the best layout of N ranks; left out: for the layout of the config",
-    )
-    add(
-        "--shape",
-        default="",
-        metavar="NAME",
-        help="a model by its shape, instead of model.path: a folder with a config.json, or "
-        + ", ".join(sorted(p.name for p in SHAPES.iterdir())),
-    )
-    add(
-        "--gpu",
-        default="",
-        help=f"of the table: {', '.join(GPUS)} (default: that of --measured, else H100)",
-    )
-    add(
-        "--measured",
-        default="",
-        metavar="FILE",
-        help="rates from the .json that python -m benchmarks.gpu writes, instead of the formula's",
-    )
-    for flag, (_, _, what) in _RATES.items():
-        add(flag, type=float, default=0.0, metavar="X", help=f"{what}, instead of the table's")
-    add("--gpus-per-node", type=int, default=8)
-    add(
-        "--matmul-frac",
-        type=float,
-        metavar="X",
-        help="of the peak that is reached (default: that of --measured, else 0.5)",
-    )
-    for flag in _MEANS:
-        add(flag, type=float, default=0.0, help="mean; default half of the longest")
-    add("--top", type=int, default=5, help="layouts to compare (5); 0 looks for none")
-    add("--brief", action="store_true", help="three lines: what a rank holds, seconds of a step")
-    add("--json", action="store_true", help="for programs: bytes and seconds")
-    return parser.parse_known_args(argv)
-
-
-def ask(own: argparse.Namespace, rest: list[str]) -> Question:
+def ask(own: PlanFlags, rest: list[str]) -> Question:
     """Read the config and the model's shape.
 
-    Raises: Refusal for what cannot be planned; SystemExit(2) for fields that do not exist.
+    Raises: Refusal for what cannot be planned, or is no field.
     """
     cfg = read(rest, prog="python -m spmdrl plan --config FILE") if rest else config.Config()
     if own.shape:
@@ -165,13 +154,13 @@ def ask(own: argparse.Namespace, rest: list[str]) -> Question:
     return Question(cfg, run, rates, own.gpus)
 
 
-def _rates(own: argparse.Namespace) -> Rates:
+def _rates(own: PlanFlags) -> Rates:
     """Return the table's rates; over them the measured ones; over these the flags'.
 
     Raises: Refusal for a GPU that is not in the table, or is another than the measured one.
     """
     measured = read_measured(own.measured) if own.measured else None
-    changed = {field: _value(own, flag) * unit for flag, (field, unit, _) in _RATES.items()}
+    changed = {field: getattr(own, flag) * unit for flag, (field, unit) in _RATES.items()}
     rates = rates_of(own.gpu or (measured.gpu if measured else "H100"), **changed)
     rates = replace(rates, gpus_per_node=own.gpus_per_node)
     if measured and rates.gpu.name != measured.gpu:
@@ -186,7 +175,7 @@ def _rates(own: argparse.Namespace) -> Rates:
     return rates
 
 
-def _check_flags(own: argparse.Namespace, cfg: config.Config) -> None:
+def _check_flags(own: PlanFlags, cfg: config.Config) -> None:
     if own.gpus < 0 or own.gpus_per_node < 1:
         raise Refusal(
             f"--gpus {own.gpus}, --gpus-per-node {own.gpus_per_node}: expected numbers of GPUs"
@@ -194,21 +183,21 @@ def _check_flags(own: argparse.Namespace, cfg: config.Config) -> None:
     if own.matmul_frac is not None and not 0 < own.matmul_frac <= 1:
         raise Refusal(f"--matmul-frac {own.matmul_frac:g}: expected a fraction, in (0, 1]")
     for flag in _RATES:
-        if not 0 <= _value(own, flag) < math.inf:
+        if not 0 <= (value := getattr(own, flag)) < math.inf:
             raise Refusal(
-                f"{flag} {_value(own, flag):g}: expected a number above 0, or 0 for the table's"
+                f"{_text(flag)} {value:g}: expected a number above 0, or 0 for the table's"
             )
     for flag, field in _MEANS.items():
-        mean, most = _value(own, flag), operator.attrgetter(field)(cfg)
+        mean, most = getattr(own, flag), operator.attrgetter(field)(cfg)
         if not 0 <= mean <= most:
             raise Refusal(
-                f"{flag} {mean:g}: expected a mean length of at most {field} {most}, "
+                f"{_text(flag)} {mean:g}: expected a mean length of at most {field} {most}, "
                 "or 0 for half of it; raise that if sequences are longer"
             )
 
 
-def _value(own: argparse.Namespace, flag: str) -> float:
-    return getattr(own, flag.removeprefix("--").replace("-", "_"))
+def _text(flag: str) -> str:
+    return f"--{flag.replace('_', '-')}"
 
 
 _PLANNED = (

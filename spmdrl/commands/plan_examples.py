@@ -8,12 +8,14 @@ is such a line of a comment, `#     $ ...`, and the comment's lines of that dept
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import re
 import shlex
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from spmdrl.commands import plan
 
@@ -45,12 +47,12 @@ def _commented(lines: str) -> str:
     return "".join(f"#     {line}\n" for line in lines.splitlines())
 
 
-def main() -> None:
-    """Renew the pages named on the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m spmdrl plan_examples",
-        description="Renew the examples of Markdown pages and configs.",
-    )
-    parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
-    for page in parser.parse_args().pages:
+def renew(pages: Annotated[list[Path], tyro.conf.Positional]) -> None:
+    """Renew the examples of Markdown pages and configs."""
+    for page in pages:
         page.write_text(renewed(page.read_text()))
+
+
+def main() -> None:
+    """Run from the command line."""
+    tyro.cli(renew, prog="python -m spmdrl plan_examples")

@@ -11,99 +11,87 @@ A run records them by rollout.record; see docs/rollouts.md.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Annotated, Literal
+
+import tyro
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
-from spmdrl.report.rollout_text import SORTS, group_text, groups_text, steps_text
+from spmdrl.report.rollout_page import page
+from spmdrl.report.rollout_text import group_text, groups_text, steps_text
 from spmdrl.report.rollout_view import read_groups, summaries
 
-if TYPE_CHECKING:
-    from spmdrl.rollout.recordings import Recorded
+
+def view(
+    folder: Annotated[Path, tyro.conf.Positional],
+    *,
+    step: int | None = None,
+    group: int | None = None,
+    sort: Literal["", "length", "reward", "spread"] = "",
+    limit: int = 40,
+    tokens: bool = False,
+    html: Path | None = None,
+    color: Literal["", "advantage", "logprob"] = "",
+    tokenizer: str = "",
+    trust_remote_code: bool = False,
+    trust_run: bool = False,
+) -> str:
+    """Look at recorded rollouts: a folder's steps, a step's groups, one group's responses.
+
+    Args:
+        folder: output_dir of a run, or a folder of rollouts.
+        step: list its groups.
+        group: show its responses; needs --step.
+        sort: order of the groups, largest first; by number if left out.
+        limit: groups to list.
+        tokens: token by token, with logprobs.
+        html: write the group, or all of the step, as a page with coloured tokens.
+        color: of the page's tokens; advantage if it is known.
+        tokenizer: folder of the tokenizer, if not the run's.
+        trust_remote_code: run Python code of the tokenizer's folder.
+        trust_run: run the advantage that the run's config names.
+    Returns: what is to be printed.
+    Raises: Refusal for what is not there.
+    """
+    from spmdrl.rollout.recordings import find_recorded, reading
+
+    for flag, asked, needs, given in (
+        ("--group", group is not None, "--step", step is not None),
+        ("--html", html is not None, "--step", step is not None),
+        ("--tokens", tokens, "--step and --group", group is not None),
+    ):
+        if asked and not given:
+            raise Refusal(f"{flag} needs {needs}")
+    recorded = find_recorded(folder)
+    with reading(recorded.folder):
+        if step is None:
+            return steps_text(recorded)
+        if group is None and html is None:
+            return groups_text(summaries(recorded, step), sort=sort, limit=limit)
+        views = read_groups(
+            recorded,
+            step,
+            group,
+            tokenizer=tokenizer,
+            needs_text=tokens or html is not None,
+            trust_remote_code=trust_remote_code,
+            trust_run=trust_run,
+        )
+        text = page(views, color=color) if html else group_text(views[0], tokens=tokens)
+    if html is None:
+        return text
+    html.write_text(text, encoding="utf-8", errors="replace")
+    return f"wrote {html}"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Show what the command line asks for; return the exit status."""
     if argv is None:  # the program
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
-    parser = argparse.ArgumentParser(
-        prog="python -m spmdrl view",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=__doc__,
-    )
-    parser.add_argument("folder", type=Path, help="output_dir of a run, or a folder of rollouts")
-    parser.add_argument("--step", type=int, help="list its groups")
-    parser.add_argument("--group", type=int, help="show its responses; needs --step")
-    parser.add_argument(
-        "--sort",
-        choices=sorted(SORTS),
-        default="",
-        help="order of the groups, largest first; by number if left out",
-    )
-    parser.add_argument("--limit", type=int, default=40, help="groups to list (default: 40)")
-    parser.add_argument("--tokens", action="store_true", help="token by token, with logprobs")
-    parser.add_argument(
-        "--html",
-        type=Path,
-        help="write the group, or all of the step, as a page with coloured tokens",
-    )
-    parser.add_argument(
-        "--color",
-        choices=("advantage", "logprob"),
-        default="",
-        help="of the page's tokens; advantage if it is known",
-    )
-    parser.add_argument("--tokenizer", default="", help="folder of the tokenizer, if not the run's")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code of the tokenizer's folder"
-    )
-    parser.add_argument(
-        "--trust-run", action="store_true", help="run the advantage that the run's config names"
-    )
-    args = parser.parse_args(argv)
-    if args.group is not None and args.step is None:
-        parser.error("--group needs --step")
-    if args.step is None and args.html:
-        parser.error("--html shows a group, or all of a step: give --step")
-    if args.group is None and args.tokens:
-        parser.error("--tokens shows one group: give --step and --group")
-    text, error = attempt(lambda: _shown(args), (Refusal, OSError))
+    kinds = (Refusal, OSError)
+    text, error = attempt(lambda: tyro.cli(view, prog="python -m spmdrl view", args=argv), kinds)
     print(error or text, file=sys.stderr if error else sys.stdout)
     return 2 if error else 0
-
-
-def _shown(args: argparse.Namespace) -> str:
-    from spmdrl.rollout.recordings import find_recorded, reading
-
-    recorded = find_recorded(args.folder)
-    with reading(recorded.folder):
-        text = _text(args, recorded)
-    if args.html is None:
-        return text
-    args.html.write_text(text, encoding="utf-8", errors="replace")
-    return f"wrote {args.html}"
-
-
-def _text(args: argparse.Namespace, recorded: Recorded) -> str:
-    if args.step is None:
-        return steps_text(recorded)
-    if args.group is None and args.html is None:
-        return groups_text(summaries(recorded, args.step), sort=args.sort, limit=args.limit)
-    views = read_groups(
-        recorded,
-        args.step,
-        args.group,
-        tokenizer=args.tokenizer,
-        needs_text=args.tokens or args.html is not None,
-        trust_remote_code=args.trust_remote_code,
-        trust_run=args.trust_run,
-    )
-    if args.html is None:
-        return group_text(views[0], tokens=args.tokens)
-    from spmdrl.report.rollout_page import page
-
-    return page(views, color=args.color)

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import torch
 
-from spmdrl.model.packing import SHORT, PaddedGroup, make_packing
+from spmdrl.model.attention.packing import SHORT, PaddedGroup, make_packing
 from spmdrl.model.shape import Attention, Block, ModelShape
 
 

@@ -6,9 +6,8 @@ import math
 
 from spmdrl.model.divisibility import engine_rows
 from spmdrl.model.shape import Block, Weight
-from spmdrl.plan.memory import CUDA_CONTEXT, Memory
+from spmdrl.plan.memory import CUDA_CONTEXT, Memory, bucket_count
 from spmdrl.plan.run import Run
-from spmdrl.plan.stream_buckets import bucket_count
 from spmdrl.world.axes import Axes
 
 CUDA_GRAPHS = 2**30

@@ -2,19 +2,22 @@
 
 Weights, gradients and optimizer state are exact; so are an engine's weights and its KV cache where
 its size is a number of bytes. The rest are formulas, in trainer_memory.py and engine_memory.py.
+Buckets of a push are as the weight stream will cut them, from sizes alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from spmdrl.model.parallel.expert_parallel import expert_dim
-from spmdrl.model.shape import ModelShape, Weight
+from spmdrl.model.shape import Block, ModelShape, Weight
 from spmdrl.plan.run import Run
+from spmdrl.sync.bucket_size import best_count, overhead_s
 from spmdrl.world.axes import Axes
+from spmdrl.world.hardware import CPU_LINK, GPUS, LinkCost, gpu_link
 
 CUDA_CONTEXT = int(1.5 * 2**30)
 """CUDA's context and NCCL's buffers, assumed."""
@@ -86,8 +89,22 @@ def expert_shards_numel(shape: ModelShape, axes: Axes) -> int:
     """Return how many of these are of experts that are sharded over other ranks."""
     if axes.ep * axes.tp == 1:
         return 0
+    return _blocks_numel(shape, axes, lambda weight, _: weight.is_expert)
+
+
+def muon_numel(shape: ModelShape, axes: Axes) -> int:
+    """Return how many of these Muon trains: those of linear layers, but no routers."""
+
+    def is_matrix(weight: Weight, block: Block) -> bool:
+        is_router = block.experts and weight.shape[0] == block.experts.count
+        return len(weight.shape) == 2 and not is_router
+
+    return _blocks_numel(shape, axes, is_matrix)
+
+
+def _blocks_numel(shape: ModelShape, axes: Axes, is_chosen: Callable[[Weight, Block], bool]) -> int:
     return sum(
-        count * _sharded(tuple(w for w in block.weights if w.is_expert), axes)
+        count * _sharded(tuple(w for w in block.weights if is_chosen(w, block)), axes)
         for block, count in shape.kinds
     )
 
@@ -95,3 +112,28 @@ def expert_shards_numel(shape: ModelShape, axes: Axes) -> int:
 def lora_numel(run: Run, axes: Axes) -> int:
     """Return the elements of the adapters that a rank holds."""
     return -(-run.lora_numel // axes.fsdp)
+
+
+def bucket_count(run: Run, axes: Axes, *, nbytes: float) -> int:
+    """Return the number of buckets in which an engine rank takes `nbytes`."""
+    if run.bucket_bytes:
+        return max(1, math.ceil(nbytes / run.bucket_bytes))
+    own, is_gathered = _messages(axes), axes.replicas > 1
+    return best_count(nbytes, _link(run, axes), messages=own, is_gathered=is_gathered)
+
+
+def rounds_s(run: Run, axes: Axes, *, nbytes: float) -> float:
+    """Return the seconds of a push besides those in which bytes travel."""
+    own, is_gathered = _messages(axes), axes.replicas > 1
+    count = bucket_count(run, axes, nbytes=nbytes)
+    return overhead_s(nbytes, count, _link(run, axes), messages=own, is_gathered=is_gathered)
+
+
+def _link(run: Run, axes: Axes) -> LinkCost:
+    """Return the links of a usual GPU: what rounds cost hardly depends on the kind."""
+    return gpu_link(GPUS["H100"], is_one_node=axes.world_size <= 8) if run.on_gpu else CPU_LINK
+
+
+def _messages(axes: Axes) -> int:
+    """Return the messages that a rank sends and takes in a bucket, about."""
+    return axes.inference_tp + math.ceil(axes.trainers / max(1, axes.replicas))

@@ -1,23 +1,26 @@
-"""What a plan is made for: what a run asks of its ranks, and what a GPU can do."""
+"""What a plan is made for: what a run asks of its ranks, and what a GPU can do, by formula or as
+`python -m benchmarks.gpu` has measured it."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from spmdrl.config import BatchSettings, Config, EngineSettings
 from spmdrl.config.fields import least_tokens
 from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
 from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.activations import Kernels
 from spmdrl.train.objectives.objective_loss import needed_columns
-from spmdrl.world.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu
-
-ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
-MOMENT = ITEM | {"int8": 1 + 4 / 256}
-"""Bytes of an element of AdamW's moments; in 8 bits with its share of the block's scale."""
+from spmdrl.world.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu, known_gpu
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +38,7 @@ class Run:
     reduces_last: bool  # gradients of all micro-batches at once
     ahead: int  # blocks whose weights are asked for early
     moment_bytes: float  # of AdamW's two moments on the device; 0 where they are on the host
+    has_muon: bool  # which keeps one moment, in float32, of the matrices that it trains
     is_rl: bool
     overlaps: bool  # generation of a later batch beside the update
     sequences: int  # per step
@@ -89,12 +93,13 @@ def run_of(
     is_away = on_gpu and has(memory.offload, "optimizer")
     has_none = on_gpu and has(memory.offload, "parameters")
     return Run(
-        master_bytes=0 if has_none else ITEM[memory.master_dtype],
+        master_bytes=0 if has_none else _item_bytes(memory.master_dtype),
         reshard=memory.reshard,
         context=cfg.model.kernels.context,
         reduces_last=memory.reduce == "last",
         ahead=0 if memory.prefetch == "auto" else memory.prefetch,
-        moment_bytes=0 if is_away else 2 * MOMENT[memory.optimizer_dtype],
+        moment_bytes=0 if is_away else 2 * _moment_bytes(memory.optimizer_dtype),
+        has_muon=cfg.optimizer.kind == "muon",
         shape=shape,
         batch=batch,
         engine=cfg.engine,
@@ -116,9 +121,19 @@ def run_of(
         pushes_adapter=lora.pushes_adapter,
         chunk_tokens=chunk_tokens,
         engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
-        engine_bytes=ITEM[cfg.engine.dtype],
+        engine_bytes=_item_bytes(cfg.engine.dtype),
         bucket_bytes=cfg.stream.bucket_bytes,
     )
+
+
+def _item_bytes(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
+
+
+def _moment_bytes(dtype: str) -> float:
+    """Return the bytes of an element of AdamW's moments; in 8 bits with its share of the block's
+    scale."""
+    return _item_bytes(dtype) + (4 / 256 if dtype == "int8" else 0)
 
 
 def _engine_sleeps(cfg: Config, *, on_gpu: bool) -> bool:
@@ -135,7 +150,7 @@ _PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_lo
 
 def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
     kernels, memory = cfg.model.kernels, cfg.model.memory
-    c = ITEM[cfg.model.compute_dtype]
+    c = _item_bytes(cfg.model.compute_dtype)
     is_padded = kernels.attention == "padded" or not (on_gpu and c == 2)
     mode = memory.activation_checkpointing
     return Kernels(
@@ -205,3 +220,70 @@ def rates_of(name: str, **changed: float) -> Rates:
         )
     own: dict[str, Any] = {field: value for field, value in changed.items() if value}
     return Rates(replace(GPUS[name], **own))
+
+
+@dataclass(frozen=True)
+class MeasuredRates:
+    """The rates of one file."""
+
+    path: str
+    gpu: str  # of the table
+    rates: dict[str, float]  # by the names of the fields of Rates
+
+    @property
+    def source(self) -> str:
+        """What a page says of them."""
+        return f"measured: {self.path}"
+
+
+def read_measured(path: str) -> MeasuredRates:
+    """Read the rates of a file of benchmarks/results/gpu.
+
+    Raises: Refusal for another kind of file, a rate that is unknown or cannot be, a GPU that
+        is not in the table.
+    """
+    told = _told(path)
+    name = str(told["gpu"])
+    gpu = known_gpu(name)
+    if gpu is None:
+        raise Refusal(
+            f"--measured {path}: it was measured on {name!r}, which is not in the table "
+            f"({', '.join(GPUS)}), and its rates are fractions of what a row there says; leave it "
+            "out and give rates by flags"
+        )
+    rates = {field: value for field, value in told.items() if field != "gpu"}
+    if not rates:
+        raise Refusal(
+            f"--measured {path}: it holds no rate, only the GPU; the parts that measure some are "
+            "update_1b, update_4b, engine_1b and push_2: python -m benchmarks.gpu --parts ..."
+        )
+    for name, value in rates.items():
+        _check_rate(path, name, value)
+    return MeasuredRates(path, gpu.name, rates)
+
+
+def _told(path: str) -> dict[str, Any]:
+    """Return the object `rates` of a file."""
+    kinds = (OSError, UnicodeDecodeError, json.JSONDecodeError)
+    with refusing(f"--measured {path}: cannot be read as JSON", *kinds):
+        found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+    told = found.get("rates") if isinstance(found, dict) else None
+    if not isinstance(told, dict) or not isinstance(told.get("gpu"), str):
+        raise Refusal(
+            f"--measured {path}: not what `python -m benchmarks.gpu` writes: expected an object "
+            "with `machine`, `rates` and `rows`, and in `rates` the `gpu`; give the .json beside "
+            "a table of benchmarks/results/gpu"
+        )
+    return told
+
+
+def _check_rate(path: str, field: str, value: Any) -> None:
+    if field not in FORMULA_RATES:
+        raise Refusal(
+            f"--measured {path}: rates.{field}: unknown; known: gpu, {', '.join(FORMULA_RATES)}"
+        )
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    most = 1.0 if field.endswith("_frac") else math.inf
+    if not is_number or not 0 < value <= most or not math.isfinite(value):
+        what = "a fraction, in (0, 1]" if most == 1 else "seconds above 0"
+        raise Refusal(f"--measured {path}: rates.{field}: {value!r}: expected {what}")

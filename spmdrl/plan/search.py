@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmdrl.model.divisibility import misfits
@@ -120,13 +120,10 @@ def remedies(run: Run, plan: Plan, *, rates: Rates) -> list[str]:
     recomputing = replace(run, kernels=replace(run.kernels, recomputes=True))
 
     def fits(*chosen: _Change) -> bool:
-        own, axes, tokens = run, plan.axes, plan.tokens
-        for change in chosen:
-            own = recomputing if change.recomputes else own
-            sizes: dict[str, Any] = {change.axis: change.size} if change.axis else {}
-            sizes["world_size"] = change.times * axes.world_size
-            axes = replace(axes, **sizes, trainers=change.times * axes.trainers)
-            tokens = change.tokens or tokens
+        own = recomputing if any(change.recomputes for change in chosen) else run
+        sizes: dict[str, Any] = {n: size for change in chosen for n, size in change.sizes.items()}
+        axes = replace(plan.axes, **sizes)
+        tokens = max(change.tokens for change in chosen) or plan.tokens
         if not is_possible(axes, own):
             return False
         return not make_plan(own, axes, rates=rates, tokens=tokens).problems
@@ -136,19 +133,17 @@ def remedies(run: Run, plan: Plan, *, rates: Rates) -> list[str]:
         return single
     pairs = itertools.combinations(changes, 2)
     return _first_of_each(
-        [pair for pair in pairs if pair[0].field != pair[1].field and fits(*pair)]
+        [pair for pair in pairs if pair[0].setting != pair[1].setting and fits(*pair)]
     )
 
 
 @dataclass(frozen=True)
 class _Change:
-    field: str
+    setting: str
     value: str
     recomputes: bool = False
-    axis: str = ""  # of the layout, to be of another `size`
-    size: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of axes, to be of another
     tokens: int = 0
-    times: int = 1  # as many ranks
 
 
 def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
@@ -162,15 +157,13 @@ def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
     for name in ("tp", "cp", "ep", "inference_tp"):
         for size in _POWERS[1:]:
             if size > getattr(axes, name):
-                yield _Change(f"layout.{name}", str(size), axis=name, size=size)
+                yield _Change(f"layout.{name}", str(size), sizes={name: size})
     if axes.dp_replicate > 1:
-        yield _Change("layout.dp_replicate", "1", axis="dp_replicate", size=1)
+        yield _Change("layout.dp_replicate", "1", sizes={"dp_replicate": 1})
     for factor in (2, 4, 8, 16):
-        yield _Change(
-            "layout.world_size",
-            f"{factor * axes.world_size} (of each role {factor} times as many)",
-            times=factor,
-        )
+        ranks = {name: factor * getattr(axes, name) for name in ("world_size", "trainers")}
+        value = f"{ranks['world_size']} (of each role {factor} times as many)"
+        yield _Change("layout.world_size", value, sizes=ranks)
 
 
 def _first_of_each(found: list[tuple[_Change, ...]]) -> list[str]:
@@ -178,7 +171,8 @@ def _first_of_each(found: list[tuple[_Change, ...]]) -> list[str]:
     texts: dict[tuple[str, ...], str] = {}
     for changes in found:
         texts.setdefault(
-            tuple(c.field for c in changes), " with ".join(f"{c.field} {c.value}" for c in changes)
+            tuple(c.setting for c in changes),
+            " with ".join(f"{c.setting} {c.value}" for c in changes),
         )
     return list(texts.values())
 

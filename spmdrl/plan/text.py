@@ -15,20 +15,13 @@ _GIB = 2**30
 
 def page(plan: Plan, best: Sequence[Plan], *, run: Run, rates: Rates) -> Iterator[str]:
     """Yield the lines of a plan and of the layouts to compare it with."""
-    yield from _head(run, rates)
-    yield ""
-    yield f"Layout: {layout_text(plan.axes)}"
-    yield ""
-    yield from _memory_lines(plan, run)
-    if plan.problems:
-        return
-    yield ""
-    yield from _flow_lines(plan, rates)
-    yield ""
-    yield from _second_lines(plan, run)
-    if best:
-        yield ""
-        yield from _best_lines(best)
+    parts = [_head(run, rates), [f"Layout: {layout_text(plan.axes)}"], _memory_lines(plan, run)]
+    if not plan.problems:
+        parts += [_flow_lines(plan, rates), _second_lines(plan, run)]
+        parts += [_best_lines(best)] if best else []
+    for at, lines in enumerate(parts):
+        yield from [""] if at else []
+        yield from lines
 
 
 def _head(run: Run, rates: Rates) -> Iterator[str]:
@@ -71,17 +64,9 @@ def _rate_texts(rates: Rates) -> Iterator[str]:
 def layout_text(axes: Axes) -> str:
     """Return a layout in one line."""
     parts = [f"{axes.placement}, {axes.world_size} ranks"]
-    mesh = [
-        f"{name} {size}"
-        for name, size in (
-            ("dp_replicate", axes.dp_replicate),
-            ("dp_shard", axes.dp_shard),
-            ("cp", axes.cp),
-            ("tp", axes.tp),
-            ("ep", axes.ep),
-        )
-        if size > 1 or name == "dp_shard"
-    ]
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+    sizes = {name: getattr(axes, name) for name in names}
+    mesh = [f"{name} {n}" for name, n in sizes.items() if n > 1 or name == "dp_shard"]
     parts.append(f"{axes.trainers} train ({', '.join(mesh)})")
     if axes.engines:
         parts.append(f"{axes.engines} generate ({axes.replicas} engines, tp {axes.inference_tp})")

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.engine_memory import engine_weight_bytes
-from spmdrl.plan.memory import expert_shards_numel, lora_numel, shards_numel
+from spmdrl.plan.memory import bucket_count, expert_shards_numel, lora_numel, rounds_s, shards_numel
 from spmdrl.plan.run import Rates, Run
-from spmdrl.plan.stream_buckets import bucket_count, rounds_s
 from spmdrl.plan.trainer_memory import cut_of
 from spmdrl.world.axes import Axes
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from spmdrl.model.attention.packing import PaddedGroup
 from spmdrl.model.divisibility import context_method
-from spmdrl.model.packing import PaddedGroup
 from spmdrl.model.shape import Block, ModelShape
 from spmdrl.plan.activations import (
     Cut,
@@ -23,16 +23,18 @@ from spmdrl.plan.activations import (
 from spmdrl.plan.memory import (
     CUDA_CONTEXT,
     Memory,
+    bucket_count,
     gathered_numel,
     local_shape,
     lora_numel,
+    muon_numel,
     shards_numel,
 )
 from spmdrl.plan.run import Run
-from spmdrl.plan.stream_buckets import bucket_count
 from spmdrl.world.axes import Axes
 
 _ADAPTER = 4  # bytes of an adapter's element, always float32
+_MOMENTUM = 4  # ... of Muon's one moment, likewise
 
 
 @lru_cache(maxsize=4096)
@@ -51,13 +53,15 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     state = shards_numel(shape, axes)
     trained = lora_numel(run, axes) if run.lora_numel else state
     master = _ADAPTER if run.lora_numel else run.master_bytes
-    critic = int(run.trained_models * state * (2 * run.master_bytes + run.moment_bytes))
+    spared = muon_numel(shape, axes) * (run.moment_bytes - _MOMENTUM) if run.has_muon else 0
+    critic = int(run.trained_models * (state * (2 * run.master_bytes + run.moment_bytes) - spared))
     causes = {
         "weights": c * state + master * trained if run.lora_numel else master * state,
         "gradients": master * trained,
-        "optimizer": int(run.moment_bytes * trained),
+        "optimizer": int(run.moment_bytes * trained - spared),
         "other models": critic + run.frozen_models * c * state * (run.master_bytes > 0),
         "gradients to be reduced": _unreduced(run, axes),
+        "pictures": _picture_bytes(run, axes, tokens=own_tokens * axes.cp),
     }
     moments = {
         "where the head's backward pass begins": _at_head(run, axes, saved=saved),
@@ -76,6 +80,25 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
         causes["CUDA context"] = CUDA_CONTEXT
     resting = sum(causes[name] for name in ("weights", "optimizer", "other models"))
     return Memory({name: size for name, size in causes.items() if size}, moment, resting=resting)
+
+
+def _picture_bytes(run: Run, axes: Axes, *, tokens: int) -> int:
+    """Return what pictures take at most, if all tokens of prompts stand for some.
+
+    That is the pixels of a row and what a trained tower keeps of them, on each rank of tp and cp;
+    and on a CPU the pixels of all rows of a step, which wait on the host.
+
+    Args:
+        tokens: of a row, on all ranks of cp together.
+    """
+    tower, kernels = run.shape.tower, run.kernels
+    if tower is None:
+        return 0
+    given = tokens * run.prompt_tokens / (run.prompt_tokens + run.response_tokens)
+    width = tower.hidden if kernels.recomputes or kernels.is_selective else tower.kept
+    kept = 0 if kernels.on_host else tower.layers * width * kernels.compute_bytes
+    waiting = 0 if run.on_gpu else -(-run.sequences // axes.dp_size) * run.prompt_tokens
+    return int(tower.patches * (waiting * tower.patch_bytes + given * (tower.patch_bytes + kept)))
 
 
 def _unreduced(run: Run, axes: Axes) -> int:

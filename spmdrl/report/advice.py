@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from spmdrl.algorithms.mismatch import correction_advice
 from spmdrl.algorithms.registry import needs_group
@@ -20,15 +20,6 @@ least so many nats."""
 _SAME = 1e-9
 
 
-class Sign(NamedTuple):
-    """One thing that can go wrong."""
-
-    is_seen: Callable[[Values, Values, Config], bool]
-    """Whether a step shows it; given (step's metrics, means over the run's first steps, config)."""
-    text: Callable[[Values, Values, Config], str]
-    """What is seen and the likeliest cause, for people."""
-
-
 class Advisor:
     """Warns of what has lasted `report.warn_after` steps; once, and again after it had ended.
 
@@ -38,7 +29,7 @@ class Advisor:
 
     def __init__(self, cfg: Config):
         self._cfg, self._steps = cfg, cfg.report.warn_after
-        self._lasted = dict.fromkeys(_SIGNS, 0)
+        self._lasted = [0] * len(_SIGNS)
         self._first: list[Values] = []
         self._has_corrected = False
 
@@ -66,11 +57,11 @@ class Advisor:
 
     def _signs(self, values: Values) -> list[str]:
         start, found = _means(self._first), []
-        for name, sign in _SIGNS.items():
-            is_seen = sign.is_seen(values, start, self._cfg)
-            self._lasted[name] = self._lasted[name] + 1 if is_seen else 0
-            if self._lasted[name] == self._steps:
-                found.append(sign.text(values, start, self._cfg))
+        for i, sign in enumerate(_SIGNS):
+            text = sign(values, start, self._cfg)
+            self._lasted[i] = self._lasted[i] + 1 if text else 0
+            if self._lasted[i] == self._steps:
+                found.append(text)
         return found
 
 
@@ -80,21 +71,22 @@ def _means(rows: Sequence[Values]) -> dict[str, float]:
         for name, value in row.items():
             if isinstance(value, (int, float)):  # metrics.jsonl has null for what is not finite
                 known.setdefault(name, []).append(value)
+    # Not fmean, which raises where infinities of both signs meet.
     return {name: sum(values) / len(values) for name, values in known.items()}
 
 
 # --------------------------------------------------------------------------- the signs
+# Each is given a step's metrics, their means over the run's first steps, and the config. It returns
+# what is seen and the likeliest cause, for people; empty where a step does not show it.
 
 
-def _has_no_spread(values: Values, start: Values, cfg: Config) -> bool:
+def _no_spread(values: Values, start: Values, cfg: Config) -> str:
     # Distillation samples too, and its rewards are measured alone.
     compares = cfg.objective.trains_on_pairs or (
         cfg.objective.has_advantages and needs_group(cfg.algorithm.advantage)
     )
-    return compares and values.get("reward/zero_spread_groups_frac", 0.0) >= 1.0
-
-
-def _no_spread_text(values: Values, start: Values, cfg: Config) -> str:
+    if not (compares and values.get("reward/zero_spread_groups_frac", 0.0) >= 1.0):
+        return ""
     reward = values.get("reward/mean", 0.0)
     cause = (
         "The likeliest causes: the task is too hard for the model as it is (warm it up by sft, "
@@ -111,12 +103,21 @@ def _no_spread_text(values: Values, start: Values, cfg: Config) -> str:
     )
 
 
-def _has_no_gradient(values: Values, start: Values, cfg: Config) -> bool:
+def _skipped(values: Values, start: Values, cfg: Config) -> str:
+    if not values.get("policy/skipped_updates", 0.0) > 0 or "policy/grad_norm" in values:
+        return ""
+    return (
+        "nothing is learnt: every update is skipped, since its loss or gradient is not finite. The "
+        f"batches are in {cfg.output_dir}; the likeliest causes: a loss, an advantage or a reward "
+        f"that overflows, or an optimizer.lr ({cfg.optimizer.lr:g}) that has broken the weights "
+        "(go back to a checkpoint)"
+    )
+
+
+def _no_gradient(values: Values, start: Values, cfg: Config) -> str:
     # Where no group has a spread the other sign says why.
-    return values.get("policy/grad_norm") == 0.0 and not _has_no_spread(values, start, cfg)
-
-
-def _no_gradient_text(values: Values, start: Values, cfg: Config) -> str:
+    if values.get("policy/grad_norm") != 0.0 or _no_spread(values, start, cfg):
+        return ""
     seen = {
         "policy/clip_frac": "tokens clipped by the loss",
         "policy/correction_cut_frac": "tokens left out by the correction",
@@ -132,31 +133,14 @@ def _no_gradient_text(values: Values, start: Values, cfg: Config) -> str:
     )
 
 
-def _is_skipped(values: Values, start: Values, cfg: Config) -> bool:
-    return values.get("policy/skipped_updates", 0.0) > 0 and "policy/grad_norm" not in values
-
-
-def _skipped_text(values: Values, start: Values, cfg: Config) -> str:
-    return (
-        "nothing is learnt: every update is skipped, since its loss or gradient is not finite. The "
-        f"batches are in {cfg.output_dir}; the likeliest causes: a loss, an advantage or a reward "
-        f"that overflows, or an optimizer.lr ({cfg.optimizer.lr:g}) that has broken the weights "
-        "(go back to a checkpoint)"
-    )
-
-
-def _is_collapsed(values: Values, start: Values, cfg: Config) -> bool:
+def _collapsed(values: Values, start: Values, cfg: Config) -> str:
     entropy, first = values.get("policy/entropy"), start.get("policy/entropy", 0.0)
     # Where rows are fitted, low entropy is what comes of it.
-    is_low = entropy is not None and entropy < MIN_ENTROPY_FRAC * first
-    return is_low and cfg.objective.samples
-
-
-def _collapsed_text(values: Values, start: Values, cfg: Config) -> str:
+    if entropy is None or not entropy < MIN_ENTROPY_FRAC * first or not cfg.objective.samples:
+        return ""
     rewards = [f"{v['reward/mean']:.3f}" for v in (start, values) if "reward/mean" in v]
     return (
-        f"the entropy has collapsed from {start['policy/entropy']:.3f} to "
-        f"{values['policy/entropy']:.4f} nats"
+        f"the entropy has collapsed from {first:.3f} to {entropy:.4f} nats"
         + (f" (reward from {rewards[0]} to {rewards[1]})" if len(rewards) == 2 else "")
         + ": samples of a prompt hardly differ any more. Where the task is not solved, lower "
         f"optimizer.lr (now {cfg.optimizer.lr:g}), "
@@ -169,13 +153,11 @@ def _collapsed_text(values: Values, start: Values, cfg: Config) -> str:
     )
 
 
-def _is_cut(values: Values, start: Values, cfg: Config) -> bool:
-    return values.get("rollout/truncated_frac", 0.0) > MAX_TRUNCATED_FRAC
-
-
-def _cut_text(values: Values, start: Values, cfg: Config) -> str:
+def _cut(values: Values, start: Values, cfg: Config) -> str:
+    if not (cut := values.get("rollout/truncated_frac", 0.0)) > MAX_TRUNCATED_FRAC:
+        return ""
     return (
-        f"{values['rollout/truncated_frac']:.0%} of the responses are cut at "
+        f"{cut:.0%} of the responses are cut at "
         f"sampling.max_response_tokens ({cfg.sampling.max_response_tokens}). The likeliest causes: "
         "the limit is too low for the task, the model does not know its end token (see "
         "sampling.stop_token_ids, data.chat_template), or length is rewarded (see "
@@ -183,12 +165,10 @@ def _cut_text(values: Values, start: Values, cfg: Config) -> str:
     )
 
 
-def _has_gap(values: Values, start: Values, cfg: Config) -> bool:
+def _gap(values: Values, start: Values, cfg: Config) -> str:
     gap, first = values.get("policy/mismatch_k3", 0.0), start.get("policy/mismatch_k3", 0.0)
-    return gap >= MIN_GAP and gap > MAX_GAP_GROWTH * first > 0
-
-
-def _gap_text(values: Values, start: Values, cfg: Config) -> str:
+    if gap < MIN_GAP or not gap > MAX_GAP_GROWTH * first > 0:
+        return ""
     causes = (
         f"optimizer.lr ({cfg.optimizer.lr:g}) or batch.updates_per_step "
         f"({cfg.batch.updates_per_step}) move the policy too far within lag {cfg.lag}"
@@ -197,17 +177,9 @@ def _gap_text(values: Values, start: Values, cfg: Config) -> str:
         "precision of one is too low for these weights (engine.dtype, model.compute_dtype)"
     )
     return (
-        f"the gap between engine and trainer grows: policy/mismatch_k3 "
-        f"{start['policy/mismatch_k3']:.1e} -> {values['policy/mismatch_k3']:.1e} nats. The "
-        f"likeliest cause: {causes}"
+        f"the gap between engine and trainer grows: policy/mismatch_k3 {first:.1e} -> {gap:.1e} "
+        f"nats. The likeliest cause: {causes}"
     )
 
 
-_SIGNS = {
-    "spread": Sign(_has_no_spread, _no_spread_text),
-    "skipped": Sign(_is_skipped, _skipped_text),
-    "gradient": Sign(_has_no_gradient, _no_gradient_text),
-    "entropy": Sign(_is_collapsed, _collapsed_text),
-    "length": Sign(_is_cut, _cut_text),
-    "gap": Sign(_has_gap, _gap_text),
-}
+_SIGNS = (_no_spread, _skipped, _no_gradient, _collapsed, _cut, _gap)

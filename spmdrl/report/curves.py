@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 _PANELS = (
@@ -29,8 +30,7 @@ def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
 
 def smooth(values: list[float], *, window: int) -> list[float]:
     """Return the mean of each value and the up to `window` - 1 before it."""
-    starts = [max(0, i + 1 - window) for i in range(len(values))]
-    return [sum(values[a : i + 1]) / (i + 1 - a) for i, a in enumerate(starts)]
+    return [fmean(values[max(0, i - window) : i]) for i in range(1, len(values) + 1)]
 
 
 def draw(runs: dict[str, Rows], *, out: Path) -> bool:
@@ -75,12 +75,5 @@ def _draw_run(
         axes.plot(steps, smooth(values, window=max(1, len(values) // 20)), color=color, label=label)
     steps, values = series(rows, eval_name) if eval_name else ([], [])
     if steps:
-        axes.plot(
-            steps,
-            values,
-            "o--",
-            color=color,
-            markersize=4,
-            linewidth=0.8,
-            label=f"{label}, held out",
-        )
+        style = dict(color=color, markersize=4, linewidth=0.8)
+        axes.plot(steps, values, "o--", label=f"{label}, held out", **style)

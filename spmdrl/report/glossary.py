@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 from spmdrl.errors import Refusal
-from spmdrl.types import Sums
+from spmdrl.types import Sums, as_pair
 
 
 class Metric(NamedTuple):
@@ -459,7 +459,7 @@ GLOSSARY: dict[str, Metric] = {
     "proof/plain_gap": _mean("nats", "starts", "packed rows against plain transformers, float32"),
     # ---- the weight stream
     "sync/bytes": _total("bytes", "weights sent per push"),
-    "sync/seconds": _mean("s", "pushes", "wall time of a push"),
+    "sync/seconds": _mean("s", "pushes", "wall time of a push, from when all ranks are there"),
     "sync/gb_per_s": _M("GB/s", "bytes / seconds / 1e9", "pushes", "throughput of a push"),
     "sync/probe_gap": _M(
         "nats",
@@ -699,11 +699,11 @@ def values_of(sums: Sums) -> dict[str, float]:
     """Return {clean name: numerator / denominator}; for totals, the numerator.
 
     A mean over nothing has no value: with denominator 0 the metric is left out.
-    Raises: Refusal for a metric that is not in the glossary.
+    Raises: Refusal for a metric that is not in the glossary, TypeError for one that is no pair.
     """
     values = {}
-    for given, (numerator, denominator) in sums.items():
-        name = clean_name(given)
+    for given, pair in sums.items():
+        name, (numerator, denominator) = clean_name(given), as_pair(given, pair)
         if lookup(name).estimator == "total":
             values[name] = float(numerator)
         elif denominator != 0:
@@ -717,31 +717,35 @@ def with_aliases(values: dict[str, float], system: str) -> dict[str, float]:
     return values | {names[name]: value for name, value in values.items() if name in names}
 
 
+_HEAD = """# Metrics
+
+Written by `python -m spmdrl catalogue metrics > docs/metrics.md`; edit `spmdrl/report/glossary.py`
+instead.
+
+A metric is a sum over the whole world divided by a count over the whole world, so it does not
+depend on the number of ranks or micro-batches. A `total` is the sum alone. A metric whose count is
+0 in a step is absent from that step. Log-probabilities, KL and entropy are natural (nats). Names in
+`<...>` stand for a function's or a phase's name. Means marked `updates` or `steps` are over those
+of one step. `report.aliases` emits the names in the last columns besides ours.
+
+A row of `metrics.jsonl` with `step` k, counted from 0, is the step that turned the weights after k
+steps into those after k + 1. A row with `eval/` metrics and `step` k is of the weights after k
+steps, so it comes before the training row of the same `step`. MLflow has the same numbers. The
+console counts steps done: its row `done` 10 ends with `step` 9, and is the mean over the steps
+since the row before.
+
+| metric | unit | estimator | denominator | meaning | verl | TRL |
+|---|---|---|---|---|---|---|
+"""
+_TAIL = """
+`system/...` in MLflow are MLflow's own: CPU, memory, disk, network and GPU of rank 0's machine,
+every 10 s.
+"""
+
+
 def page() -> str:
     """Return the glossary as a Markdown page."""
-    lines = [
-        "# Metrics",
-        "",
-        "Written by `python -m spmdrl catalogue metrics > docs/metrics.md`; edit "
-        "`spmdrl/report/glossary.py` instead.",
-        "",
-        "A metric is a sum over the whole world divided by a count over the whole world, so it",
-        "does not depend on the number of ranks or micro-batches. A `total` is the sum alone. A",
-        "metric whose count is 0 in a step is absent from that step. Log-probabilities, KL and",
-        "entropy are natural (nats). Names in `<...>` stand for a function's or a phase's name.",
-        "Means marked `updates` or `steps` are over those of one step. `report.aliases` emits "
-        "the names",
-        "in the last columns besides ours.",
-        "",
-        "A row of `metrics.jsonl` with `step` k, counted from 0, is the step that turned the",
-        "weights after k steps into those after k + 1. A row with `eval/` metrics and `step` k is",
-        "of the weights after k steps, so it comes before the training row of the same `step`.",
-        "MLflow has the same numbers. The console counts steps done: its row `done` 10 ends with",
-        "`step` 9, and is the mean over the steps since the row before.",
-        "",
-        "| metric | unit | estimator | denominator | meaning | verl | TRL |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, metric in GLOSSARY.items():
         theirs = [ALIASES[system].get(name, "") for system in ("verl", "trl")]
         cells = [
@@ -749,10 +753,5 @@ def page() -> str:
             *(cell.replace("|", "\\|") for cell in metric),
             *(f"`{other}`" if other else "" for other in theirs),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "`system/...` in MLflow are MLflow's own: CPU, memory, disk, network and GPU of",
-        "rank 0's machine, every 10 s.",
-    ]
-    return "\n".join(lines) + "\n"
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return _HEAD + "".join(rows) + _TAIL

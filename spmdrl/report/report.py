@@ -17,12 +17,13 @@ from spmdrl.report.curves import draw
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
 from spmdrl.report.implied import implied_sums
 from spmdrl.report.jsonl import JsonLines
+from spmdrl.report.learnt import exit_status
 from spmdrl.report.logs import RankLog, agree_attempt_folder
 from spmdrl.report.progress import Progress, Samples
 from spmdrl.report.provenance import save_environment
 from spmdrl.report.tracker import MlflowTracker, Status
 from spmdrl.rollout.outcomes import evaluation_file
-from spmdrl.types import Sums
+from spmdrl.types import Sums, as_pair
 from spmdrl.world import World
 from spmdrl.world.watch import Ending
 
@@ -40,7 +41,7 @@ class Report:
 
     def __init__(self, cfg: Config, world: World):
         self.cfg, self.rank = cfg, world.rank
-        self._watch = world.watch
+        self._world, self._watch = world, world.watch
         self._peak_flops = device_peak_flops(world.device, dtype=cfg.model.compute_dtype)
         self.folder = Path(cfg.output_dir)
         self.attempt_folder = agree_attempt_folder(world)
@@ -189,7 +190,7 @@ class Report:
         now = time.perf_counter()
         step_s, self._last_at = now - self._last_at, now
         times: Sums = {clean_name(f"time/{name}"): (s, 1) for name, s in seconds.items()}
-        sums = times | {clean_name(name): pair for name, pair in sums.items()}
+        sums = times | {clean_name(name): as_pair(name, pair) for name, pair in sums.items()}
         sums = {"perf/step_s": (step_s, 1)} | sums
         implied = implied_sums(sums, self.cfg, peak_flops=self._peak_flops)
         sums |= {name: pair for name, pair in implied.items() if name not in sums}
@@ -232,12 +233,17 @@ class Report:
 
     # ---------------------------------------------------------------- end
 
-    def close(self, status: Status) -> None:
-        """End the report: draw the curves, flush the tracker, say where everything is."""
+    def close(self, status: Status) -> int:
+        """End the report: draw the curves, flush the tracker, say where everything is. Ranks meet.
+
+        Returns: the run's exit status, see `learnt.exit_status`.
+        """
         if self.rank == 0:
             self.console.clear()
             self._close_outputs(status)
+        code = exit_status(self.cfg, self._world, is_whole=status == "finished")
         self._log.close()
+        return code
 
     def _abandon(self, ending: Ending) -> None:
         """Give the tracker's run its status: the process ends before the run is done."""

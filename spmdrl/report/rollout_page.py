@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from html import escape
 
 from spmdrl.errors import Refusal
 from spmdrl.report.rollout_text import title
-from spmdrl.report.rollout_view import Answer, View
+from spmdrl.report.rollout_view import Answer, View, size_of
 
 _FAINTEST_NATS = -5.0
 """A token this unlikely, or less, has the strongest colour."""
@@ -71,7 +72,7 @@ def _group(view: View, *, color: str) -> list[str]:
         "sampled by the policy. Point at a token for its numbers.</p>",
         *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
         "<h2>prompt</h2>",
-        f"<pre>{escape(first['prompt'])}</pre>",
+        f"<pre>{''.join(map(_part, view.sequences[0].prompt))}</pre>",
     ]
     for one in view.sequences:
         body += _response(one, view, color=color, largest=max(known, default=0.0))
@@ -89,8 +90,21 @@ def _response(one: Answer, view: View, *, color: str, largest: float) -> list[st
     ]
 
 
+def _part(part: str | bytes) -> str:
+    """Return text, or an image given as PNG."""
+    if isinstance(part, str):
+        return escape(part)
+    if not part:
+        return "[image]"
+    name, data = f"image{size_of(part)}", base64.b64encode(part).decode()
+    return f'<img alt="{name}" title="{name}" src="data:image/png;base64,{data}">'
+
+
 def _token(one: Answer, at: int, *, color: str, largest: float) -> str:
     row = one.row
+    if at in one.shows:
+        png = one.shows[at]
+        return "" if png is None else _part(png)
     text = escape(one.pieces[at]) if one.pieces else f"{row['tokens'][at]} "
     if not row["response_mask"][at]:
         return f'<span class="other">{text}</span>'

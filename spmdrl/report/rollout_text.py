@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from spmdrl.report.rollout_view import Answer, Summary, View, summaries
+from spmdrl.report.rollout_view import Answer, Summary, View, size_of, summaries
 
 if TYPE_CHECKING:
     from spmdrl.rollout.recordings import Recorded
@@ -25,7 +26,7 @@ def steps_text(recorded: Recorded) -> str:
     for step, files in recorded.steps.items():
         groups = summaries(recorded, step)
         means = [one.mean for one in groups if not math.isnan(one.mean)]
-        mean = math.fsum(means) / len(means) if means else math.nan
+        mean = statistics.fmean(means) if means else math.nan
         size = sum(path.stat().st_size for path in files) / 1e6
         lines.append(f"{step:>8}  {len(files):>5}  {size:>8.3f}  {mean:>8.3f}")
     return "\n".join([*lines, "--step N lists the groups of a step"])
@@ -56,7 +57,7 @@ def group_text(view: View, *, tokens: bool) -> str:
         f"step {view.step}, group {view.group}, data row {first['row'] + 1}",
         *(f"note: {note}" for note in view.notes),
         "prompt:",
-        _indented(first["prompt"]),
+        _indented("".join(map(_part, view.sequences[0].prompt))),
     ]
     for sequence in view.sequences:
         lines += [title(sequence, view.header["part_names"]), _indented(sequence.row["response"])]
@@ -90,6 +91,8 @@ def _token_lines(sequence: Answer) -> list[str]:
     lines = [f"    {'at':>5} {'id':>7} {'logprob':>9} {'version':>7}  token"]
     for at in range(sequence.start, len(row["tokens"])):
         piece = repr(sequence.pieces[at]) if sequence.pieces else ""
+        png = sequence.shows.get(at)
+        piece += "" if png is None else _part(png)
         token = f"    {at:>5} {row['tokens'][at]:>7}"
         lines.append(
             f"{token} {row['rollout_logprobs'][at]:>9.4f} {row['policy_versions'][at]:>7}  {piece}"
@@ -97,6 +100,11 @@ def _token_lines(sequence: Answer) -> list[str]:
             else f"{token} {'-':>9} {'-':>7}  {piece} (not sampled)"
         )
     return lines
+
+
+def _part(part: str | bytes) -> str:
+    """Return text, or a mark for an image given as PNG."""
+    return part if isinstance(part, str) else f"[image{size_of(part)}]"
 
 
 def _indented(text: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,10 @@ class Answer:
     """None where it is not known, or the response is the greedy one."""
     pieces: list[str] | None
     """Text of each token; None without a tokenizer."""
+    shows: dict[int, bytes | None]
+    """What is to be seen at tokens, see `recorded_pictures.shown_images`."""
+    prompt: list[str | bytes]
+    """What was given: text, and images between as PNG; before it without a tokenizer."""
 
     @property
     def start(self) -> int:
@@ -78,16 +84,14 @@ def summaries(recorded: Recorded, step: int) -> list[Summary]:
     for number in sorted(groups):
         rows = groups[number]
         rewards = [row["reward"] for row in rows if row["is_valid"]]
-        mean = math.fsum(rewards) / len(rewards) if rewards else math.nan
-        square = math.fsum((r - mean) ** 2 for r in rewards) / max(1, len(rewards))
         found.append(
             Summary(
                 number,
                 rows[0]["row"],
                 len(rows),
-                mean,
-                math.sqrt(square),
-                sum(row["response_length"] for row in rows) / len(rows),
+                statistics.fmean(rewards) if rewards else math.nan,
+                statistics.pstdev(rewards) if rewards else 0.0,
+                statistics.fmean(row["response_length"] for row in rows),
                 sum(row["is_truncated"] for row in rows),
                 rows[0]["prompt"],
             )
@@ -174,7 +178,8 @@ def read_groups(
     from spmdrl.rollout.recordings import ranges, read_header, read_table
 
     files = recorded.files_of(step)
-    rows = [row for path in files for row in read_table(path, group=group).to_pylist()]
+    tables = [read_table(path, group=group, without_features=True) for path in files]
+    rows = [row for table in tables for row in table.to_pylist()]
     if not rows:
         others = {one.group for one in summaries(recorded, step)}
         raise Refusal(
@@ -195,19 +200,67 @@ def read_groups(
         decode, error = attempt(lambda: _decoder(cfg, tokenizer, trusts=trust_remote_code))
         notes += [f"tokens are shown as ids: {error}"] if error else []
     rows.sort(key=lambda row: row["sample"])
-    found: dict[int, list[Answer]] = {}
+    groups: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
-        answer = Answer(
+        groups.setdefault(row["group"], []).append(row)
+    return [
+        View(step, number, header, _answers(groups[number], known or {}, decode), notes)
+        for number in sorted(groups)
+    ]
+
+
+def _answers(
+    rows: list[dict[str, Any]],
+    known: dict[tuple[int, int], float],
+    decode: Callable[[list[int]], str] | None,
+) -> list[Answer]:
+    """Return the responses of a group's rows.
+
+    Args:
+        known: advantages, {(group, sample): advantage}.
+    """
+    from spmdrl.rollout.recorded_pictures import shown_images
+
+    return [
+        Answer(
             row,
-            known.get((row["group"], row["sample"])) if known else None,
-            [decode(token) for token in row["tokens"]] if decode else None,
+            known.get((row["group"], row["sample"])),
+            [decode([token]) for token in row["tokens"]] if decode else None,
+            shows,
+            _prompt(row, shows, decode),
         )
-        found.setdefault(row["group"], []).append(answer)
-    return [View(step, number, header, found[number], notes) for number in sorted(found)]
+        for row, shows in zip(rows, shown_images(rows))
+    ]
 
 
-def _decoder(cfg: Config | None, name: str, *, trusts: bool) -> Callable[[int], str]:
-    """Return what gives the text of a token id. Raises: Refusal when there is nothing."""
+def _prompt(
+    row: dict[str, Any], shows: dict[int, bytes | None], decode: Callable[[list[int]], str] | None
+) -> list[str | bytes]:
+    given = row["response_mask"].index(True) if True in row["response_mask"] else None
+    begins = [(at, png) for at, png in shows.items() if png is not None]
+    begins = [(at, png) for at, png in begins if given is None or at < given]
+    if decode is None or not begins:
+        return [*(png for _, png in begins), row["prompt"]]
+    parts: list[str | bytes] = []
+    start = 0
+    for at, png in begins:
+        parts += [decode(row["tokens"][start:at]), png]
+        start = next(
+            t for t in range(at + 1, len(row["tokens"]) + 1) if shows.get(t, b"") is not None
+        )
+    return [*parts, decode(row["tokens"][start:given])]
+
+
+def size_of(png: bytes) -> str:
+    """Return the size of an image for people; nothing where it is not known."""
+    if not png:
+        return ""
+    width, height = struct.unpack(">II", png[16:24])
+    return f" {width} x {height}"
+
+
+def _decoder(cfg: Config | None, name: str, *, trusts: bool) -> Callable[[list[int]], str]:
+    """Return what gives the text of token ids. Raises: Refusal when there is nothing."""
     from spmdrl.data.tokenizer import read_tokenizer
 
     name = name or (cfg.model.tokenizer or cfg.model.path if cfg else "")
@@ -222,4 +275,4 @@ def _decoder(cfg: Config | None, name: str, *, trusts: bool) -> Callable[[int], 
             f"no tokenizer can be loaded from {name!r}; give another by --tokenizer"
             + (", or, if you trust the code that comes with it, --trust-remote-code" * needs)
         )
-    return lambda token: tokenizer.decode([token])
+    return tokenizer.decode

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from spmdrl.imports import parsed_json
+from spmdrl.imports import attempt, parsed_json
 
 log = logging.getLogger(__name__)
 
@@ -127,13 +127,11 @@ class MlflowTracker:
             self._closing.set()
             self._wake.notify()
         self._thread.join(timeout_s)
-        lost = len(self._items) + self._dropped
-        if self._thread.is_alive() or lost:
-            log.error(
-                "MLflow at %s did not take the last %d items; metrics.jsonl has them",
-                self.uri,
-                lost,
-            )
+        if lost := len(self._items) + self._dropped:
+            what = f"the last {lost} items" if lost > 1 else "the last item"
+            log.error("MLflow at %s did not take %s; metrics.jsonl has them", self.uri, what)
+        elif self._thread.is_alive() or self._failing:
+            log.error("MLflow at %s has all metrics, but not how the run ended", self.uri)
 
     def _close_at_exit(self) -> None:
         self.close("failed", timeout_s=10.0)  # the program left without closing: it crashed
@@ -155,16 +153,10 @@ class MlflowTracker:
                     self._wake.wait(1.0)
                 items = list(self._items)
             is_last = self._closing.is_set()
-            try:
-                self._send(items)
-                if is_last:
-                    self._end()
             # Whatever a tracker's client raises (its own, the database's, the network's error
             # types) must not reach training.
-            except Exception as error:
-                self._failed(error)
-            else:
-                self._recovered()
+            _, error = attempt(lambda: self._send(items, is_last=is_last), Exception)
+            self._note(error)
             if is_last:
                 return
 
@@ -173,8 +165,8 @@ class MlflowTracker:
         rested = time.monotonic() - self._sent_at >= pause
         return self._closing.is_set() or (rested and (bool(self._items) or self._client is None))
 
-    def _failed(self, error: Exception) -> None:
-        if not self._failing:
+    def _note(self, error: BaseException | None) -> None:
+        if error and not self._failing:
             first_line = (str(error).splitlines() or [""])[0][:300]
             log.error(
                 "MLflow at %s fails (%s: %s). Training goes on; metrics.jsonl has "
@@ -183,19 +175,16 @@ class MlflowTracker:
                 type(error).__name__,
                 first_line,
             )
-        self._failing, self._sent_at = True, time.monotonic()
-
-    def _recovered(self) -> None:
-        if self._failing:
+        if self._failing and not error:
             log.info("MLflow at %s answers again", self.uri)
-        self._failing, self._sent_at = False, time.monotonic()
+        self._failing, self._sent_at = error is not None, time.monotonic()
 
     def _took(self, items: list[Any]) -> None:
         taken = {id(item) for item in items}
         with self._wake:
             self._items = deque(item for item in self._items if id(item) not in taken)
 
-    def _send(self, items: list[Any]) -> None:
+    def _send(self, items: list[Any], *, is_last: bool) -> None:
         from mlflow.entities import Metric
 
         if self._client is None:
@@ -213,6 +202,9 @@ class MlflowTracker:
             if isinstance(item, _Task):
                 item.send()
                 self._took([item])
+        if is_last:
+            self._monitor.finish()
+            self._client.set_terminated(self.run_id, _MLFLOW_STATUS[self._status])
 
     def _send_params(self, values: dict[str, str], step: int) -> None:
         from mlflow.entities import Param
@@ -287,10 +279,6 @@ class MlflowTracker:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
             return client.get_experiment_by_name(self._experiment).experiment_id  # another run's
-
-    def _end(self) -> None:
-        self._monitor.finish()
-        self._client.set_terminated(self.run_id, _MLFLOW_STATUS[self._status])
 
 
 def _create_store(path: Path) -> None:
