@@ -1,5 +1,6 @@
 # make demo    install, warm up, train by GRPO, evaluate, export; results in runs/demo
 # make game    warm up and train on a game of several turns: runs/game; make tools: a calculator
+# make see     warm up and train a small model that sees: it counts what is drawn; runs/see
 # make test    install, run the whole suite
 # make lint    ruff (lint and format) and mypy over spmdrl/ and train.py, in seconds
 # make gpu     what only GPUs can show, as one table: minutes; says so where there is none
@@ -9,18 +10,20 @@
 # make venv    install only, into .venv
 # make clean   remove .venv and caches; runs/ stays
 #
-# Variables: PYTHON=python3.12 (3.11 or newer), SEED=1 (demo; results in runs/demo_seed1).
+# Variables: PYTHON=python3.12 (3.11 or newer), SEED=1 (demo, see; results in runs/demo_seed1).
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 SEED   ?= 0
 BIN    := .venv/bin
-RUN    := runs/demo$(if $(filter-out 0,$(SEED)),_seed$(SEED))
+OTHER  := $(if $(filter-out 0,$(SEED)),_seed$(SEED))
+RUN    := runs/demo$(OTHER)
+SEEN   := runs/see$(OTHER)
 
 # One thread per rank: more ranks than cores on small machines, and torchrun would set it anyway.
 export OMP_NUM_THREADS ?= 1
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 
-.PHONY: venv lint test grid models kill gpu demo game tools clean
+.PHONY: venv lint test grid models kill gpu demo game tools see clean
 
 venv: .venv/installed
 
@@ -45,10 +48,10 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 
-test: venv .venv/torchao .venv/liger
+test: venv .venv/torchao .venv/liger .venv/torchvision
 	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
 
-grid: venv .venv/torchao
+grid: venv .venv/torchao .venv/torchvision
 	$(BIN)/python -m pytest -n 2 -m grid
 
 models: venv
@@ -73,6 +76,14 @@ gpu:
 # which the tests replace by a stub.
 .venv/liger: .venv/installed
 	$(BIN)/pip install --quiet --no-deps --target $@ "$$(grep -o 'liger-kernel==[0-9.]*' pyproject.toml)"
+	touch $@
+
+# For vLLM's models that see, which import it: beside the environment, where only their tests and
+# demos look. The file that follows says why its own does not do.
+.venv/torchvision: .venv/installed requirements/torchvision_ops.py
+	rm -rf $@
+	$(BIN)/pip install --quiet --no-deps --target $@ torchvision==0.28.0
+	cat requirements/torchvision_ops.py >> $@/torchvision/extension.py
 	touch $@
 
 # Starts afresh: an earlier run of the same seed is removed.
@@ -111,6 +122,26 @@ game tools: venv
 	$(TORCHRUN) train.py --config configs/demo_$@_sft.yaml
 	$(BIN)/python -m spmdrl export runs/$@/sft --out runs/$@/warm
 	$(TORCHRUN) train.py --config configs/demo_$@.yaml
+
+# vLLM's class of the model imports torchvision, which only it is shown.
+see: venv .venv/torchvision
+	rm -rf $(SEEN)
+	@echo '== 1/5 a small random model that sees, its tokenizer and its processor of images'
+	$(BIN)/python -m spmdrl create_model $(SEEN)/init --architecture qwen2_5_vl --layers 2 \
+	  --intermediate 512 --initializer-std 0.088 --tower.width 96 --tower.fan-in --seed $(SEED)
+	@echo '== 2/5 supervised warm start on images: both ranks train'
+	$(TORCHRUN) train.py --config configs/demo_see_sft.yaml --seed $(SEED) \
+	  --model.path $(SEEN)/init --output-dir $(SEEN)/sft
+	$(BIN)/python -m spmdrl export $(SEEN)/sft --out $(SEEN)/warm
+	@echo '== 3/5 GRPO: rank 0 trains, rank 1 looks and answers'
+	PYTHONPATH=$(CURDIR)/.venv/torchvision$(if $(PYTHONPATH),:$(PYTHONPATH)) $(TORCHRUN) train.py --config configs/demo_see.yaml --seed $(SEED) \
+	  --model.path $(SEEN)/warm --output-dir $(SEEN)/grpo
+	@echo '== 4/5 export a Hugging Face folder'
+	$(BIN)/python -m spmdrl export $(SEEN)/grpo --out $(SEEN)/model
+	@echo '== 5/5 ask the exported model about held-out scenes, by plain transformers'
+	$(BIN)/python -m spmdrl ask $(SEEN)/model --task task:shapes -n 5 --task-option kind=count \
+	  --task-option most=9 --task-option cells=3 --task-option colours=6 --task-option dark=true \
+	  --task-option least=9
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
