@@ -98,17 +98,11 @@ def length_of(options: Options, prompt: tuple[int, ...], sample: str) -> int:
     return max(1, min(int(drawn), options.limit))
 
 
-def work(folder: Path, given: dict, model: str) -> None:
-    """Generate, as one of the ranks."""
-    import torch.distributed as dist
-
+def config_of(options: Options, model: str, folder: Path) -> Any:
+    """Return the config of all cases, but for their schedules."""
     from spmdrl import config
-    from spmdrl.data.tokenizer import load_tokenizer
-    from spmdrl.engine import make_engine
-    from spmdrl.world import World
 
-    options = Options(**given)
-    cfg = config.Config(
+    return config.Config(
         layout=config.LayoutSettings(
             placement="colocated", world_size=options.replicas, device="cpu"
         ),
@@ -122,40 +116,57 @@ def work(folder: Path, given: dict, model: str) -> None:
             kind="transformers", dtype="float32", max_num_seqs=options.seqs
         ),
     )
-    world = World.start(cfg)
-    engine, tokenizer = make_engine(cfg, world), load_tokenizer(cfg)
+
+
+def make_slow(engine: Any, options: Options, *, stop: int) -> None:
+    """Have an engine take its time for a step, count steps, and draw to lengths of this load.
+
+    Args:
+        stop: token that ends a prompt.
+    """
     step, add = engine.step, engine.add
 
-    def timed_step():
+    def timed_step() -> Any:
+        """Take a step, in `step_s` at least."""
         engine.num_steps += 1
         until = time.perf_counter() + options.step_s
         done = step()
         time.sleep(max(0.0, until - time.perf_counter()))
         return done
 
-    def long_tailed(request):
-        prompt = request.prompt[: request.prompt.index(tokenizer.encode("=")[0]) + 1]
+    def long_tailed(request: Any) -> None:
+        """Add a request, of its sample's length."""
+        prompt = request.prompt[: request.prompt.index(stop) + 1]
         sample = request.key.split("@")[0].rsplit("-", 1)[1]
         left = length_of(options, prompt, sample) - (len(request.prompt) - len(prompt))
         add(dataclasses.replace(request, max_tokens=max(1, left), stop_token_ids=()))
 
     engine.step, engine.add, engine.num_steps = timed_step, long_tailed, 0
+
+
+def work(folder: Path, given: dict, model: str) -> None:
+    """Generate, as one of the ranks."""
+    import torch.distributed as dist
+
+    from spmdrl.config import RolloutSettings, ScheduleSettings
+    from spmdrl.data.tokenizer import load_tokenizer
+    from spmdrl.engine import make_engine
+    from spmdrl.world import World
+
+    options = Options(**given)
+    cfg = config_of(options, model, folder)
+    world = World.start(cfg)
+    engine, tokenizer = make_engine(cfg, world), load_tokenizer(cfg)
+    make_slow(engine, options, stop=tokenizer.encode("=")[0])
     found: dict[str, dict[str, Any]] = {
         name: {"seconds": [], "waits": [], "shares": [], "steps": [], "tokens": 0} for name in CASES
     }
     for _ in range(options.rounds):
-        for name, schedule in CASES.items():
-            _run(
-                dataclasses.replace(
-                    cfg,
-                    rollout=config.RolloutSettings(schedule=config.ScheduleSettings(**schedule)),
-                ),
-                options,
-                engine=engine,
-                world=world,
-                tokenizer=tokenizer,
-                found=found[name],
-            )
+        for name, case in CASES.items():
+            rollout = RolloutSettings(schedule=ScheduleSettings(**case))
+            own = dataclasses.replace(cfg, rollout=rollout)
+            named = {"engine": engine, "world": world, "tokenizer": tokenizer}
+            _run(own, options, found=found[name], **named)
     if world.rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.barrier(group=world.control)

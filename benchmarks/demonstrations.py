@@ -51,6 +51,7 @@ def guesser(options: Options, draw: random.Random) -> Player:
     """Return a player of guess_number whose prompts hold the range as `{low}-{high}`."""
 
     def play(messages: list[Message], row: dict) -> Response:
+        """Guess within what the hints leave, or anywhere."""
         low, high = map(int, row["prompt"].rstrip("?").split("-"))
         if draw.random() >= options.careless:
             for guess, hint in zip(messages[1::2], messages[2::2]):
@@ -67,6 +68,7 @@ def reckoner(options: Options, draw: random.Random) -> Player:
     """Return a user of the calculator for rows such as `123+456=`, or a poor head for figures."""
 
     def play(messages: list[Message], row: dict) -> Response:
+        """Say what the tool found; else call it, or reckon."""
         if messages[-1]["role"] == "tool":
             return Response(messages[-1]["content"])
         if draw.random() >= options.careless:

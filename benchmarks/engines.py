@@ -13,18 +13,17 @@ second and one line of JSON.
 from __future__ import annotations
 
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
-from start import conditions, leave
+from start import conditions, draw_all, leave
 
 from spmdrl import config
 from spmdrl.config import Config
 from spmdrl.engine import make_engine
-from spmdrl.engine.protocol import EngineProtocol, Request
+from spmdrl.engine.protocol import Request
 from spmdrl.world import World
 from spmdrl.world.launch import launch_alone
 
@@ -71,19 +70,6 @@ def requests(options: Options, load: str, seed: int) -> list[Request]:
     ]
 
 
-def timed(engine: EngineProtocol, asked: list[Request]) -> tuple[float, int]:
-    """Return the seconds and the sampled tokens of one round."""
-    engine.weights_changed(0)  # as in training: no prefix of the last round
-    began, tokens = time.perf_counter(), 0
-    for request in asked:
-        engine.add(request)
-    while engine.is_busy:
-        tokens += sum(len(done.tokens) for done in engine.step())
-    seconds = time.perf_counter() - began
-    assert tokens == sum(request.max_tokens for request in asked), f"{tokens} tokens were drawn"
-    return seconds, tokens
-
-
 def measure(options: Options) -> dict[str, Any]:
     """Return per load and engine the tokens per second of each round."""
     world = World.start(make_config(options, "vllm"))
@@ -96,8 +82,9 @@ def measure(options: Options) -> dict[str, Any]:
         for seed in range(options.rounds + 1):
             asked = requests(options, load, seed)
             for kind, engine in engines.items():
-                seconds, tokens = timed(engine, asked)
-                rates[kind] += [tokens / seconds] if seed else []
+                engine.weights_changed(0)  # as in training: no prefix of the last round
+                seconds = draw_all(engine, asked)
+                rates[kind] += [sum(r.max_tokens for r in asked) / seconds] if seed else []
         found[load] = rates
     for engine in engines.values():
         engine.close()

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from start import begin, header, in_ranks, row
+from start import begin, commit, header, in_ranks, row
 
 CASES = {
     "1 rank": dict(placement="colocated", world_size=1),
@@ -45,10 +44,7 @@ class Options:
 
 def main(options: Options) -> None:
     """Run every case in ranks of its own, and print a table."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
-    ).stdout.strip()
-    print(f"commit {commit}, python {sys.version.split()[0]}")
+    print(f"commit {commit()}, python {sys.version.split()[0]}")
     header("ranks", *(f"{stretch} s" for stretch in STRETCHES), "all s", "from", "to")
     for name, layout in CASES.items():
         found = in_ranks(layout["world_size"], __file__, asdict(options), layout)

@@ -77,6 +77,7 @@ def throughput(
         began = time.monotonic()
 
         def take(found: Iterable) -> None:
+            """Keep results, and when the last with a value came."""
             nonlocal valued_s
             for result in found:
                 results.append(result)

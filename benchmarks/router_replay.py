@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from start import conditions, leave
+from start import conditions, leave, scalars_of
 from torch import Tensor
 
 from spmdrl import config
@@ -31,7 +31,7 @@ from spmdrl.roles import make_trainer
 from spmdrl.rollout.episode import Trajectory
 from spmdrl.rollout.packing import cumulative
 from spmdrl.train.trainer import Trainer
-from spmdrl.types import Batch, Rollouts, Scalars, Tokens
+from spmdrl.types import Batch, Rollouts, Tokens
 from spmdrl.world import World
 from spmdrl.world.launch import launch_alone
 
@@ -94,22 +94,11 @@ def sampled(
 
 def packed(prompts: list[tuple[int, ...]], completions: list[Completion]) -> Rollouts:
     """Pack samples, each a group of its own."""
-    ids, drawn = torch.arange(len(prompts)), torch.tensor([len(c.tokens) for c in completions])
+    drawn = torch.tensor([len(c.tokens) for c in completions])
     lengths = PROMPT + drawn
     samples = [Trajectory.begun(p).sampled(c) for p, c in zip(prompts, completions)]
-    scalars = Scalars(
-        lengths=lengths,
-        response_lengths=drawn,
-        group_ids=ids,
-        sample_ids=0 * ids,
-        rewards=torch.zeros(len(ids)).double(),
-        is_truncated=ids >= 0,
-        is_valid=ids >= 0,
-        min_versions=0 * ids,
-    )
-    return Rollouts(
-        **Tokens.concat(samples).columns(), cu_seqlens=cumulative(lengths), scalars=scalars
-    )
+    columns = Tokens.concat(samples).columns()
+    return Rollouts(**columns, cu_seqlens=cumulative(lengths), scalars=scalars_of(lengths, drawn))
 
 
 def gaps(trainer: Trainer, batch: Batch) -> Tensor:

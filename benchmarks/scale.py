@@ -11,26 +11,22 @@ processor time, which other load on the machine does not change.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import platform
 import random
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import tyro
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from job_store import PROCESSES, CountedStore, Host, clients, connect, connect_all
+from start import commit, header, row
 
 from spmdrl.data.microbatch_plan import Partition, partition
 from spmdrl.rollout.balance import deal
@@ -41,7 +37,6 @@ from spmdrl.world.watch import Watch
 
 _BUDGET = 32768
 _QUADRATIC_TOKENS = 24576
-_PROCESSES = 2
 
 
 @dataclass(frozen=True)
@@ -61,11 +56,8 @@ class Options:
 
 def main(options: Options) -> None:
     """Print the table of each section that is asked for."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
-    ).stdout.strip()
     print(
-        f"commit {commit}, python {platform.python_version()}, torch {torch.__version__}, "
+        f"commit {commit()}, python {platform.python_version()}, torch {torch.__version__}, "
         f"{os.cpu_count()} cores"
     )
     torch.set_num_threads(1)
@@ -79,10 +71,8 @@ def main(options: Options) -> None:
 
 def plan(options: Options) -> None:
     """Print time and balance of the plan of micro-batches."""
-    print(
-        "| sequences | dp ranks | updates | median tokens | ms | micro-batches | busiest rank | "
-        "lockstep | least possible |\n" + "| --- " * 9 + "|"
-    )
+    figures = ("ms", "micro-batches", "busiest rank", "lockstep", "least possible")
+    header("sequences", "dp ranks", "updates", "median tokens", *figures)
     for count, dp_size, updates, median in (
         (8192, 64, 1, 2000),
         (8192, 64, 4, 2000),
@@ -105,12 +95,9 @@ def plan(options: Options) -> None:
         balances = [
             _balance(lengths, found, update=update, dp_size=dp_size) for update in range(updates)
         ]
-        busiest, lockstep, least = (max(column) for column in zip(*balances))
-        print(
-            f"| {count} | {dp_size} | {updates} | {median} | {ms:.0f} | "
-            f"{max(found.num_microbatches)} | {busiest:.3f} | {lockstep:.3f} | {least:.3f} |",
-            flush=True,
-        )
+        most = max(found.num_microbatches)
+        shares = (f"{max(column):.3f}" for column in zip(*balances))
+        row(count, dp_size, updates, median, f"{ms:.0f}", most, *shares)
 
 
 def _lognormal(count: int, *, median: int) -> torch.Tensor:
@@ -154,110 +141,19 @@ def _least_lockstep(
     return least
 
 
-# --------------------------------------------------------------------------- weight streams
-
-
 # --------------------------------------------------------------------------- the job's store
-
-
-class Host:
-    """A store in a process of its own."""
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("fork")
-        own, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
-        self.port = own.recv()
-        self._pipe = own
-
-    def client(self) -> dist.TCPStore:
-        """Return a connection."""
-        return connect(self.port)
-
-    @property
-    def seconds(self) -> float:
-        """Processor time of the store so far, seconds."""
-        self._pipe.send("")
-        return self._pipe.recv()
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.terminate()
-        self._process.join()
-
-
-def _serve(pipe: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipe.send(store.port)
-    while True:
-        pipe.recv()
-        pipe.send(time.process_time())
-
-
-def connect(port: int) -> dist.TCPStore:
-    """Return a connection to the store."""
-    return dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-
-
-def connect_all(port: int, number: int) -> list[dist.TCPStore]:
-    """Return connections, made side by side: the look-up of a name may take seconds."""
-    with ThreadPoolExecutor(32) as pool:
-        return list(pool.map(connect, [port] * number))
-
-
-class CountedStore:
-    """A store that counts what it is asked."""
-
-    asked: ClassVar[Counter[str]] = Counter()
-
-    def __init__(self, store: dist.Store):
-        self._store = store
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def ask(*args: Any) -> Any:
-            CountedStore.asked[name] += 1
-            return getattr(self._store, name)(*args)
-
-        return ask
-
-
-@contextmanager
-def clients(work: Callable[..., Any], *args: Any) -> Iterator[list[Any]]:
-    """Have some processes run `work(index, *args)`; the list has their results at the end."""
-    context, found = multiprocessing.get_context("fork"), []
-    results = context.Queue()
-    processes = [
-        context.Process(target=_work, args=(work, index, args, results), daemon=True)
-        for index in range(_PROCESSES)
-    ]
-    for process in processes:
-        process.start()
-    yield found
-    found += [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-
-
-def _work(work: Callable[..., Any], index: int, args: tuple, results: Any) -> None:
-    results.put(work(index, *args))
-    results.close()
-    results.join_thread()
-    os._exit(0)  # threads of simulated ranks wait for ever
 
 
 def store(options: Options) -> None:
     """Print how much a store bears of each request."""
-    host = Host()
-    first = host.client()
-    first.multi_set([f"watch/{rank}" for rank in range(1024)], ["x" * 150] * 1024)
-    print("| request | requests a second of the store's processor time |\n| --- | --- |")
-    for kind in _REQUESTS:
-        before = host.seconds
-        with clients(_hammer, host.port, kind) as counts:
-            pass
-        print(f"| {kind} | {sum(counts) / (host.seconds - before):.0f} |", flush=True)
-    host.close()
+    header("request", "requests a second of the store's processor time")
+    with Host() as host:
+        connect(host.port).multi_set(_KEYS, ["x" * 150] * len(_KEYS))
+        for kind in _REQUESTS:
+            before = host.seconds
+            with clients(_hammer, host.port, kind) as counts:
+                pass
+            row(kind, f"{sum(counts) / (host.seconds - before):.0f}")
 
 
 _KEYS = [f"watch/{rank}" for rank in range(1024)]
@@ -290,23 +186,19 @@ def beats(options: Options) -> None:
     Many ranks in a few processes may not keep their pace: a second is one in which each rank has
     made the beats of a second.
     """
-    print(
-        "| ranks | phases entered, a second | requests a second | share of what the store bears |\n"
-        "| --- | --- | --- | --- |"
-    )
+    rates = ("phases entered, a second", "requests a second", "share of what the store bears")
+    header("ranks", *rates)
     for ranks in (64, 256, options.ranks):
-        host = Host()
-        own = host.client()
-        with clients(_beat, host.port, ranks, options.seconds) as found:
-            own.wait([f"ready/{index}" for index in range(_PROCESSES)])
+        with Host() as host, clients(_beat, host.port, ranks, options.seconds) as found:
+            own = connect(host.port)
+            own.wait([f"ready/{index}" for index in range(PROCESSES)])
             spent = -host.seconds
             own.set("go", "")
-            own.wait([f"done/{index}" for index in range(_PROCESSES)])
+            own.wait([f"done/{index}" for index in range(PROCESSES)])
             spent += host.seconds
-        host.close()
         asked, entered, beaten = (sum(column) for column in zip(*found))
-        rates = [count * ranks / beaten for count in (entered, asked, spent)]
-        print(f"| {ranks} | {rates[0]:.0f} | {rates[1]:.0f} | {rates[2]:.1%} |", flush=True)
+        each = ranks / beaten
+        row(ranks, f"{entered * each:.0f}", f"{asked * each:.0f}", f"{spent * each:.1%}")
 
 
 def _beat(index: int, port: int, ranks: int, seconds: float) -> tuple[int, int, float]:
@@ -314,7 +206,7 @@ def _beat(index: int, port: int, ranks: int, seconds: float) -> tuple[int, int, 
 
     Returns: requests, phases entered, and seconds for which ranks have made their beats.
     """
-    own, store = range(index, ranks, _PROCESSES), connect(port)
+    own, store = range(index, ranks, PROCESSES), connect(port)
     watches = [
         Watch(CountedStore(own_store), rank=rank, world_size=ranks, timeout_s=1e6)
         for rank, own_store in zip(own, connect_all(port, len(own)))
@@ -344,21 +236,19 @@ def _beat(index: int, port: int, ranks: int, seconds: float) -> tuple[int, int, 
 
 def announcements(options: Options) -> None:
     """Print what it takes until all replicas know that the trainers are done with a step."""
-    steps, host = 10, Host()
-    own = host.client()
-    with clients(_listen, host.port, options.replicas, steps) as delays:
-        own.wait([f"listens/{index}" for index in range(_PROCESSES)])
+    steps = 10
+    with Host() as host, clients(_listen, host.port, options.replicas, steps) as delays:
+        own = connect(host.port)
+        own.wait([f"listens/{index}" for index in range(PROCESSES)])
         before = host.seconds
         for step in range(steps):
             time.sleep(0.5)
             own.set(f"updated/{step}", json.dumps(time.time()))
-            own.wait([f"heard/{step}/{index}" for index in range(_PROCESSES)])
+            own.wait([f"heard/{step}/{index}" for index in range(PROCESSES)])
         spent = host.seconds - before
-    host.close()
-    print("| replicas | slowest of 10 steps, ms | store, ms of processor time a step |")
-    print("| --- " * 3 + "|")
-    slowest = 1000 * max(max(own) for own in delays)
-    print(f"| {options.replicas} | {slowest:.0f} | {1000 * spent / steps:.1f} |", flush=True)
+    header("replicas", "slowest of 10 steps, ms", "store, ms of processor time a step")
+    slowest = 1000 * max(map(max, delays))
+    row(options.replicas, f"{slowest:.0f}", f"{1000 * spent / steps:.1f}")
 
 
 @dataclass(frozen=True)
@@ -375,7 +265,7 @@ class _Connected:
 def _listen(index: int, port: int, replicas: int, steps: int) -> list[float]:
     """Look for each step as replicas do in every step of an engine."""
     store, delays = connect(port), []
-    number = len(range(index, replicas, _PROCESSES))
+    number = len(range(index, replicas, PROCESSES))
     listening = [Awaited(_Connected(own)) for own in connect_all(port, number)]
     store.set(f"listens/{index}", "")
     for step in range(steps):
@@ -392,21 +282,15 @@ def _listen(index: int, port: int, replicas: int, steps: int) -> list[float]:
 
 def book(options: Options) -> None:
     """Print what a step asks of the store when each group is told of on its own."""
-    print(
-        "| replicas | groups | requests a step | store, s of processor time a step | "
-        "a replica's own, s a step |\n" + "| --- " * 5 + "|"
-    )
+    costs = ("store, s of processor time a step", "a replica's own, s a step")
+    header("replicas", "groups", "requests a step", *costs)
     for replicas in (options.replicas // 8, options.replicas):
-        host = Host()
-        with clients(_share, host.port, replicas, options.groups) as found:
-            before = host.seconds
-        spent = host.seconds - before
+        with Host() as host:
+            with clients(_share, host.port, replicas, options.groups) as found:
+                before = host.seconds
+            spent = host.seconds - before
         asked, seconds = (sum(column) for column in zip(*found))
-        host.close()
-        print(
-            f"| {replicas} | {options.groups} | {asked} | {spent:.2f} | {seconds / replicas:.2f} |",
-            flush=True,
-        )
+        row(replicas, options.groups, asked, f"{spent:.2f}", f"{seconds / replicas:.2f}")
 
 
 def _share(index: int, port: int, replicas: int, groups: int) -> tuple[int, float]:
@@ -416,7 +300,7 @@ def _share(index: int, port: int, replicas: int, groups: int) -> tuple[int, floa
         lambda step: deal([1.0] * groups, replicas),
         lambda step: range(groups),
     )
-    parts = range(index, replicas, _PROCESSES)
+    parts = range(index, replicas, PROCESSES)
     own = {
         part: SharedBook(CountedStore(store), Book(), practice, replicas=replicas)
         for part, store in zip(parts, connect_all(port, len(parts)))
@@ -441,14 +325,7 @@ def stream(options: Options) -> None:
     subprocess.run([sys.executable, Path(__file__).with_name("stream_plans.py")], check=True)
 
 
-SECTIONS: dict[str, Callable[[Options], None]] = {
-    "plan": plan,
-    "stream": stream,
-    "store": store,
-    "beats": beats,
-    "announcements": announcements,
-    "book": book,
-}
+SECTIONS = {each.__name__: each for each in (plan, stream, store, beats, announcements, book)}
 
 
 if __name__ == "__main__":

@@ -146,6 +146,7 @@ def work(folder: Path, workload: dict, flags: dict[str, str]) -> int:
         """Draws to a length of its own choice, and stops for nothing else."""
 
         def add(self, request: Request) -> None:
+            """Ask for what is left of the response's own length."""
             key = request.key.split("@")[0]  # the same for every part of a response
             left = options.length(key) - (options.limit - request.max_tokens)
             super().add(dataclasses.replace(request, max_tokens=max(1, left), stop_token_ids=()))

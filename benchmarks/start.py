@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,47 @@ def steps_of(metrics: str, *, first: int) -> tuple[int, dict[str, float]]:
     rows = [row for row in rows if "perf/step_s" in row and row["step"] >= first]
     names = {name for row in rows for name, value in row.items() if isinstance(value, float | int)}
     return len(rows), {n: statistics.fmean(row.get(n, 0.0) for row in rows) for n in names}
+
+
+def draw_all(engine: Any, asked: list[Any]) -> float:
+    """Return the seconds that an engine takes for requests, each drawn to its full length."""
+    began, tokens = time.perf_counter(), 0
+    for request in asked:
+        engine.add(request)
+    while engine.is_busy:
+        tokens += sum(len(done.tokens) for done in engine.step())
+    seconds = time.perf_counter() - began
+    assert tokens == sum(request.max_tokens for request in asked), f"{tokens} tokens were drawn"
+    return seconds
+
+
+def scalars_of(lengths: Any, response_lengths: Any) -> Any:
+    """Return the scalars of valid sequences without rewards, each a group of its own.
+
+    Args:
+        lengths, response_lengths: [S] int64, tokens.
+    """
+    import torch
+
+    from spmdrl.types import Scalars
+
+    ids = torch.arange(len(lengths))
+    return Scalars(
+        lengths=lengths,
+        response_lengths=response_lengths,
+        group_ids=ids,
+        sample_ids=0 * ids,
+        rewards=torch.zeros(len(ids)).double(),
+        is_truncated=ids < 0,
+        is_valid=ids >= 0,
+        min_versions=0 * ids,
+    )
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with a mark for changes beside it."""
+    words = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def row(*cells: object) -> None:

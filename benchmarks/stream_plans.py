@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import Config, LayoutSettings
-from spmdrl.model.known_shapes import SHAPES
+from spmdrl.model.shape import SHAPES
 from spmdrl.model.shards import Box
 from spmdrl.plain import unpack
 from spmdrl.world.hardware import GPUS, gpu_link
@@ -78,7 +78,7 @@ def describe(world: World) -> tuple[Any, list[Any], list[bytes]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from spmdrl.model.cuts import cut_of
-    from spmdrl.model.file_tensors import file_tensors, live_tensors
+    from spmdrl.model.files.file_tensors import file_tensors, live_tensors
     from spmdrl.model.parallel.layout import lay_out
     from spmdrl.sync.tables import FileTable
     from spmdrl.world.mesh import make_expert_mesh, make_meshes

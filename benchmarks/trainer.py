@@ -14,7 +14,6 @@ over the rounds of one round's. Prints a Markdown table.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import statistics
 import sys
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.start import header, row
+from benchmarks.start import header, row, scalars_of
 from spmdrl import config
 from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config
@@ -42,7 +41,7 @@ from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import model_shape
 from spmdrl.roles import make_trainer
 from spmdrl.train.trainer import Trainer
-from spmdrl.types import Batch, Microbatch, Scalars
+from spmdrl.types import Batch, Microbatch
 from spmdrl.world import World
 from spmdrl.world.hardware import known_gpu
 from spmdrl.world.launch import launch_alone
@@ -80,29 +79,28 @@ def bare_model(path: str, device: torch.device) -> nn.Module:
 
 
 def bare(
-    options: Options, model: nn.Module, tokens: Tensor, advantages: Tensor
-) -> Callable[[], None]:
-    """Return one step of a loop as one writes it by hand."""
-    device, prompt = tokens.device, options.length // 4
+    model: nn.Module, tokens: Tensor, advantages: Tensor, *, compute_dtype: str
+) -> Callable[[], Tensor]:
+    """Return one step of a loop as one writes it by hand; it gives the gradient's norm before it is
+    clipped."""
+    prompt = tokens.shape[1] // 4
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
-    cast = (
-        torch.autocast(device.type, torch.bfloat16)
-        if options.compute_dtype == "bfloat16"
-        else contextlib.nullcontext()
-    )
+    is_16_bits = compute_dtype == "bfloat16"
 
-    def step() -> None:
-        with cast:
+    def step() -> Tensor:
+        """Take a step of policy gradient on all rows."""
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=is_16_bits):
             logits = model(tokens, use_cache=False).logits
         logprobs = logits[:, :-1].float().log_softmax(-1)
         chosen = logprobs.gather(-1, tokens[:, 1:, None])[..., 0][:, prompt - 1 :]
         ratio = (chosen - chosen.detach()).exp()
         (-(ratio * advantages[:, None]).mean()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).detach()
         optimizer.step()
         optimizer.zero_grad()
+        return norm
 
     return step
 
@@ -112,6 +110,7 @@ def ours(trainer: Trainer, tokens: Tensor, advantages: Tensor) -> Callable[[], N
     rows, length = tokens.shape
     mask = (torch.arange(length) >= length // 4).repeat(rows)
     one = torch.ones(rows, dtype=torch.int64)
+    scalars = scalars_of(length * one, (length - length // 4) * one)
     packed = Microbatch(
         tokens=tokens.flatten().cpu(),
         position_ids=torch.arange(length).repeat(rows),
@@ -121,21 +120,12 @@ def ours(trainer: Trainer, tokens: Tensor, advantages: Tensor) -> Callable[[], N
         policy_versions=torch.where(mask, 0, -1),
         sequence_ids=torch.arange(rows),
     )
-    scalars = Scalars(
-        lengths=length * one,
-        response_lengths=(length - length // 4) * one,
-        group_ids=torch.arange(rows),
-        sample_ids=0 * one,
-        rewards=one.double(),
-        is_truncated=one == 0,
-        is_valid=one == 1,
-        min_versions=0 * one,
-    )
     batch = Batch(scalars=scalars, updates=((packed,),), update_ids=0 * one)
     weights = advantages.double().cpu()
     steps = itertools.count()
 
     def step() -> None:
+        """Take a step as train.py does."""
         number = next(steps)
         annotated = trainer.annotate(batch, step=number)
         trainer.update(annotated, per_token(annotated, weights), step=number)
@@ -195,7 +185,7 @@ def main(options: Options) -> None:
         tokens, advantages = tokens.to(world.device), advantages.to(world.device)
         model, trainer = bare_model(path, world.device), make_trainer(cfg, world)
         steps = {
-            "bare loop": bare(options, model, tokens, advantages),
+            "bare loop": bare(model, tokens, advantages, compute_dtype=options.compute_dtype),
             "spmdrl": ours(trainer, tokens, advantages),
         }
         found: dict[str, list[float]] = {name: [] for name in steps}

@@ -146,6 +146,7 @@ def machine() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     def of(package: str) -> str:
+        """Return a package's version."""
         try:
             return version(package)
         except PackageNotFoundError:

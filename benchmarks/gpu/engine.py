@@ -23,15 +23,9 @@ import tyro
 
 from benchmarks.gpu import update
 from benchmarks.gpu.rows import Row, attempt, judged, last_words, read_rows
-from spmdrl.config import (
-    BatchSettings,
-    Config,
-    DataSettings,
-    EngineSettings,
-    LayoutSettings,
-    ModelSettings,
-    SamplingSettings,
-)
+from benchmarks.start import draw_all
+from spmdrl import config
+from spmdrl.config import Config
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.run import Rates, run_of
@@ -76,24 +70,24 @@ def ours(options: Options) -> list[float]:
     dtype: Literal["bfloat16", "float32"] = "float32" if options.device == "cpu" else "bfloat16"
     cfg = Config(
         deterministic=options.side == "deterministic",
-        layout=LayoutSettings(placement="colocated", world_size=1, device=options.device),
-        model=ModelSettings(path=options.model),
-        data=DataSettings(max_prompt_tokens=_PROMPT),
-        sampling=SamplingSettings(max_response_tokens=options.length),
-        engine=EngineSettings(dtype=dtype, max_num_seqs=256, options={"enable_sleep_mode": False}),
+        layout=config.LayoutSettings(placement="colocated", world_size=1, device=options.device),
+        model=config.ModelSettings(path=options.model),
+        data=config.DataSettings(max_prompt_tokens=_PROMPT),
+        sampling=config.SamplingSettings(max_response_tokens=options.length),
+        engine=config.EngineSettings(
+            dtype=dtype, max_num_seqs=256, options={"enable_sleep_mode": False}
+        ),
     )
     launch_alone()
     world = World.start(cfg)
     engine, took = make_engine(cfg, world), []
     for turn in range(options.rounds + 1):
+        asked = [
+            Request(str(i), tuple(prompt), options.length, 1.0, 7919 * turn + i, ())
+            for i, prompt in enumerate(prompts(options, turn))
+        ]
         engine.weights_changed(turn)
-        began, tokens = time.perf_counter(), 0
-        for i, prompt in enumerate(prompts(options, turn)):
-            engine.add(Request(str(i), tuple(prompt), options.length, 1.0, 7919 * turn + i, ()))
-        while engine.is_busy:
-            tokens += sum(len(done.tokens) for done in engine.step())
-        took.append(time.perf_counter() - began)
-        assert tokens == options.requests * options.length, f"{tokens} tokens were drawn"
+        took.append(draw_all(engine, asked))
     engine.close()
     world.close()
     return took[1:]
@@ -113,7 +107,7 @@ def llm(options: Options) -> list[float]:
         max_num_seqs=256,
         max_num_batched_tokens=8192,
         skip_tokenizer_init=True,
-        gpu_memory_utilization=EngineSettings.gpu_memory_frac,
+        gpu_memory_utilization=config.EngineSettings.gpu_memory_frac,
         enforce_eager=options.device == "cpu",
         enable_chunked_prefill=options.device == "cuda",
         seed=0,
@@ -141,10 +135,10 @@ def engine_step_s(options: Options, shape: ModelShape, *, tokens_per_s: float, g
     """Return the host's seconds in an engine step with which the planner, all else by its
     formula, gives the measured tokens/s; below 0 where reading weights alone takes longer."""
     cfg = Config(
-        layout=LayoutSettings(placement="colocated", world_size=1),
-        data=DataSettings(max_prompt_tokens=_PROMPT),
-        batch=BatchSettings(prompts_per_step=options.requests, group_size=1),
-        sampling=SamplingSettings(max_response_tokens=options.length),
+        layout=config.LayoutSettings(placement="colocated", world_size=1),
+        data=config.DataSettings(max_prompt_tokens=_PROMPT),
+        batch=config.BatchSettings(prompts_per_step=options.requests, group_size=1),
+        sampling=config.SamplingSettings(max_response_tokens=options.length),
     )
     run = run_of(
         cfg, shape, on_gpu=True, chunk_tokens=1,
@@ -152,6 +146,7 @@ def engine_step_s(options: Options, shape: ModelShape, *, tokens_per_s: float, g
     )  # fmt: skip
 
     def generate(step_s: float) -> float:
+        """Return the planner's seconds of generation."""
         rates = Rates(gpu, engine_step_s=step_s)
         return step_seconds(run, axes_of(cfg), rates=rates, tokens=1, slots=256).generate
 
@@ -164,7 +159,7 @@ def tell_step(options: Options, model: str, *, tokens_per_s: float) -> None:
     gpu = known_gpu(torch.cuda.get_device_name()) if options.device == "cuda" else None
     if gpu is None:
         return
-    shape = model_shape(build_meta_model(ModelSettings(path=model)))
+    shape = model_shape(build_meta_model(config.ModelSettings(path=model)))
     found = engine_step_s(options, shape, tokens_per_s=tokens_per_s, gpu=gpu)
     # A rate of 0 or less says that the formula's share of the memory bandwidth is too small.
     numbers = {"kind": "engine_step_s", "engine_step_s": found} if found > 0 else {}

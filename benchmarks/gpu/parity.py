@@ -21,23 +21,14 @@ import tyro
 from torch import Tensor
 
 from benchmarks.gpu.rows import Row, attempt, judged
+from benchmarks.start import scalars_of
+from spmdrl import config
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import (
-    AlgorithmSettings,
-    BatchSettings,
-    Config,
-    DataSettings,
-    KernelsSettings,
-    LayoutSettings,
-    MemorySettings,
-    ModelSettings,
-    OptimizerSettings,
-    SamplingSettings,
-)
+from spmdrl.config import Config
 from spmdrl.credit import per_token
 from spmdrl.exchange import dummy_microbatch
 from spmdrl.roles import make_trainer
-from spmdrl.types import Batch, Microbatch, Scalars
+from spmdrl.types import Batch, Microbatch
 from spmdrl.world import World
 from spmdrl.world.launch import launch_alone
 
@@ -47,11 +38,11 @@ _F32_ANGLE, _F32_LENGTH = 0.9999, 1e-3
 
 
 def _kernels(**how: Any) -> dict[str, Any]:
-    return {"kernels": KernelsSettings(**how)}
+    return {"kernels": config.KernelsSettings(**how)}
 
 
 def _memory(**how: Any) -> dict[str, Any]:
-    return {"memory": MemorySettings(**how)}
+    return {"memory": config.MemorySettings(**how)}
 
 
 PLAIN = _kernels(liger=False)
@@ -112,18 +103,8 @@ def batch_of(lengths: tuple[int, ...]) -> tuple[Batch, Tensor]:
         policy_versions=torch.where(mask, 0, -1),
         sequence_ids=torch.arange(count),
     )
-    zero = torch.zeros(count, dtype=torch.int64)
-    scalars = Scalars(
-        lengths=each,
-        response_lengths=each - (each // 3).clamp(min=1),
-        group_ids=torch.arange(count),
-        sample_ids=zero,
-        rewards=zero.double(),
-        is_truncated=zero > 0,
-        is_valid=zero == 0,
-        min_versions=zero,
-    )
-    batch = Batch(scalars=scalars, updates=((packed,),), update_ids=zero)
+    scalars = scalars_of(each, each - (each // 3).clamp(min=1))
+    batch = Batch(scalars=scalars, updates=((packed,),), update_ids=torch.zeros_like(each))
     return batch, torch.randn(count, generator=drawn, dtype=torch.float64)
 
 
@@ -133,13 +114,15 @@ def config_of(path: Path, device: str, model: dict[str, Any], **layout: Any) -> 
     return Config(
         output_dir=str(path.parent / "run"),
         steps=10,
-        layout=LayoutSettings(**dict(placement="offline", world_size=1, device=device) | layout),
-        model=ModelSettings(path=str(path), **own),
-        data=DataSettings(max_prompt_tokens=128),
-        sampling=SamplingSettings(max_response_tokens=256),
-        batch=BatchSettings(tokens_per_microbatch=sum(LENGTHS)),
-        algorithm=AlgorithmSettings(correction="none"),
-        optimizer=OptimizerSettings(lr=1.0, eps=100.0, max_grad_norm=0.0),
+        layout=config.LayoutSettings(
+            **dict(placement="offline", world_size=1, device=device) | layout
+        ),
+        model=config.ModelSettings(path=str(path), **own),
+        data=config.DataSettings(max_prompt_tokens=128),
+        sampling=config.SamplingSettings(max_response_tokens=256),
+        batch=config.BatchSettings(tokens_per_microbatch=sum(LENGTHS)),
+        algorithm=config.AlgorithmSettings(correction="none"),
+        optimizer=config.OptimizerSettings(lr=1.0, eps=100.0, max_grad_norm=0.0),
     )
 
 

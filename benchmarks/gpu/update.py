@@ -24,19 +24,9 @@ import tyro
 from torch import Tensor
 
 from benchmarks.gpu.rows import Row, attempt, judged, median_seconds
-from benchmarks.trainer import LR, MAX_NORM, ours
-from spmdrl.config import (
-    AlgorithmSettings,
-    BatchSettings,
-    Config,
-    DataSettings,
-    KernelsSettings,
-    LayoutSettings,
-    MemorySettings,
-    ModelSettings,
-    OptimizerSettings,
-    SamplingSettings,
-)
+from benchmarks.trainer import LR, MAX_NORM, bare, ours
+from spmdrl import config
+from spmdrl.config import Config
 from spmdrl.model.flops import training_flops
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
@@ -104,21 +94,21 @@ def config_of(options: Options, path: str, *, compile: bool, deterministic: bool
         output_dir=str(Path(path).parent / "run"),
         steps=1000,
         deterministic=deterministic,
-        layout=LayoutSettings(placement="offline", world_size=1, device=options.device),
-        model=ModelSettings(
+        layout=config.LayoutSettings(placement="offline", world_size=1, device=options.device),
+        model=config.ModelSettings(
             path=path,
-            kernels=KernelsSettings(compile=compile),
-            memory=MemorySettings(
+            kernels=config.KernelsSettings(compile=compile),
+            memory=config.MemorySettings(
                 activation_checkpointing="full" if options.is_large else "none",
                 master_dtype=dtype,
                 optimizer_dtype=dtype,
             ),
         ),
-        data=DataSettings(max_prompt_tokens=prompt),
-        sampling=SamplingSettings(max_response_tokens=options.length - prompt),
-        batch=BatchSettings(tokens_per_microbatch=options.rows * options.length),
-        algorithm=AlgorithmSettings(correction="none"),
-        optimizer=OptimizerSettings(lr=LR, max_grad_norm=MAX_NORM),
+        data=config.DataSettings(max_prompt_tokens=prompt),
+        sampling=config.SamplingSettings(max_response_tokens=options.length - prompt),
+        batch=config.BatchSettings(tokens_per_microbatch=options.rows * options.length),
+        algorithm=config.AlgorithmSettings(correction="none"),
+        optimizer=config.OptimizerSettings(lr=LR, max_grad_norm=MAX_NORM),
     )
 
 
@@ -141,23 +131,9 @@ def time_bare(options: Options, path: str, tokens: Tensor, advantages: Tensor) -
     model = model.to(tokens.device).train()
     if options.is_large:
         model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
     norms: list[Tensor] = []
-
-    def step() -> None:
-        with torch.autocast(tokens.device.type, torch.bfloat16):
-            logits = model(tokens, use_cache=False).logits
-        logprobs = logits[:, :-1].float().log_softmax(-1)
-        chosen = logprobs.gather(-1, tokens[:, 1:, None])[..., 0][:, options.length // 4 - 1 :]
-        ratio = (chosen - chosen.detach()).exp()
-        (-(ratio * advantages[:, None]).mean()).backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).detach())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return timed(step, options, lambda: float(norms[0]))
+    step = bare(model, tokens, advantages, compute_dtype="bfloat16")
+    return timed(lambda: norms.append(step()), options, lambda: float(norms[0]))
 
 
 def time_ours(cfg: Config, options: Options, tokens: Tensor, advantages: Tensor) -> Timed:
@@ -170,6 +146,7 @@ def time_ours(cfg: Config, options: Options, tokens: Tensor, advantages: Tensor)
         update = trainer.update
 
         def noted(*args: Any, **named: Any) -> Any:
+            """Update, and note the norm."""
             sums = update(*args, **named)
             total, count = sums["policy/grad_norm"]
             norms.append(float(total) / float(count))
