@@ -16,7 +16,7 @@ ORDER = tuple(
     tuple(level.split("="))
     for level in [
         "errors",
-        "kept_sets",
+        "kept_sets=pictures",
         "types=imports=plain",
         "config",
         "algorithms",
@@ -24,6 +24,7 @@ ORDER = tuple(
         "world",
         "data",
         "model",
+        "exchange_columns",
         "exchange=credit",
         "rewards=environments",
         "workers",
