@@ -1,0 +1,82 @@
+"""Pictures of tokens: joined, cut, moved; and the ids that a model's own processor gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from spmdrl.pictures import Picture, Pictures
+from tests import vlm
+
+COUNTS = [2, 3, 1]
+
+
+def _picture(number: int) -> Picture:
+    rows = torch.full((COUNTS[number], 2), float(number))
+    return Picture(f"p{number}", COUNTS[number], {"pixel_values": rows})
+
+
+def _pictures(numbers: list[int], *, gap: int) -> tuple[Pictures, list[tuple[int, int] | None]]:
+    """Return pictures with `gap` plain tokens before each, and what each token shows."""
+    shows: list[tuple[int, int] | None] = []
+    for number in numbers:
+        shows += [None] * gap + [(number, row) for row in range(COUNTS[number])]
+    mask = torch.tensor([show is not None for show in shows], dtype=torch.bool)
+    return Pictures.shown(mask, [_picture(number) for number in numbers]), shows
+
+
+def _shows(pictures: Pictures) -> list[tuple[int, int] | None]:
+    rows = [(int(p.key[1:]), row) for p in pictures.items for row in range(p.num_tokens)]
+    return [None if at < 0 else rows[at] for at in pictures.places.tolist()]
+
+
+NUMBERS = st.lists(st.integers(0, 2), max_size=4)
+
+
+@given(st.lists(st.tuples(NUMBERS, st.integers(0, 2)), min_size=1, max_size=4), st.data())
+def test_joined_and_cut_tokens_show_what_they_showed(parts, data):
+    made = [_pictures(numbers, gap=gap) for numbers, gap in parts]
+    shows = [show for _, own in made for show in own]
+    joined = Pictures.concat([own for own, _ in made], [len(own) for _, own in made])
+    assert _shows(joined) == shows
+    assert len({item.key for item in joined.items}) == len(joined.items)
+    indices = st.lists(st.integers(0, max(0, len(shows) - 1)), max_size=6 if shows else 0)
+    order = data.draw(indices)
+    cut = joined[torch.tensor(order, dtype=torch.int64)]
+    assert _shows(cut) == [shows[i] for i in order]
+    used = {show[0] for i in order if (show := shows[i])}
+    assert {int(item.key[1:]) for item in cut.items} == used
+    again = Pictures.restored(joined.plain())
+    assert _shows(again) == shows and again.items == joined.items
+
+
+def test_tokens_that_are_not_as_many_as_pictures_have_are_refused():
+    with pytest.raises(ValueError, match="1 tokens stand for pictures that have 2"):
+        Pictures.shown(torch.tensor([True, False]), [_picture(0)])
+    assert Pictures.concat([None, None], [1, 2]) is None
+    assert _shows(Pictures.concat([None, Pictures.none(2)], [1, 2])) == [None] * 3
+
+
+@pytest.mark.parametrize("family", vlm.FAMILIES)
+def test_ids_and_features_are_those_of_the_models_own_processor(family, tmp_path):
+    """The processor as transformers makes it: all images of a text at once."""
+    folder = vlm.seeing_model(family, tmp_path)
+    reader, tokenizer = vlm.reader(folder), AutoTokenizer.from_pretrained(folder)
+    images = [vlm.noise(60, 90), vlm.noise(56, 40, seed=1), vlm.noise(60, 90)]
+    content = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}] * 2
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content[:-1]}], tokenize=False, add_generation_prompt=True
+    )
+    ids, pictures = reader.encode(text, images)
+    theirs = reader._processor(text=[text], images=[images], return_tensors="pt")
+    assert ids == theirs["input_ids"][0].tolist()
+    assert len(pictures.items) == 2 and pictures.items[0] != pictures.items[1]
+    shown = [pictures.items[i] for i in (0, 1, 0)]
+    for name in pictures.items[0].features:
+        joined = torch.cat([picture.features[name] for picture in shown])
+        assert torch.equal(joined, theirs[name])
+    with pytest.raises(ValueError, match="2 images, and 3 placeholders"):
+        reader.encode(text, images[:2])

@@ -1,0 +1,124 @@
+"""Models that see are built without storage: what they are made of, by the names of their files."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from policy_runs import VALID
+from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoModelForImageTextToText
+from vision_runs import microbatch, sequences
+from vlm import FAMILIES, seeing_model
+
+from spmdrl.config import ModelSettings
+from spmdrl.model.attention.kernels import register_attention
+from spmdrl.model.attention.separation import separate
+from spmdrl.model.blocks import base_of, blocks
+from spmdrl.model.files.file_tensors import file_tensors
+from spmdrl.model.load import build_meta_model, checkpoint_shapes, load_whole_model
+from spmdrl.model.parallel.row_slices import Slicing
+from spmdrl.model.scorer import Scorer, make_row
+from spmdrl.model.vision import eyes
+from spmdrl.model.vision.sight import features_of, sight_of
+from spmdrl.model.vision.towers import tower_blocks, tower_parameters
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request, tmp_path):
+    return seeing_model(request.param, tmp_path)
+
+
+def test_a_model_that_sees_is_built_by_the_names_of_its_files(folder):
+    settings = ModelSettings(path=str(folder))
+    hf_model = build_meta_model(settings)
+    saved = load_file(folder / "model.safetensors")
+    shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    found = checkpoint_shapes(replace(VALID, model=settings))
+    assert {name: tuple(shape) for name, shape in found.items()} == shapes
+    assert base_of(hf_model)[0] == "model.language_model"
+    assert all(name.startswith("model.language_model.layers.") for name in blocks(hf_model))
+    towers = tower_parameters(hf_model)
+    assert len(blocks(hf_model)) == len(tower_blocks(hf_model)) == 2
+    rest = {n for n, _ in hf_model.named_parameters()} - towers
+    assert towers and all(n.startswith(("model.language_model.", "lm_head.")) for n in rest)
+
+
+def test_its_weights_are_those_that_transformers_loads(folder):
+    settings = ModelSettings(path=str(folder))
+    own = load_whole_model(
+        settings, attention=None, dtype=torch.float32, device=torch.device("cpu")
+    )
+    theirs = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    parts = [{**dict(m.named_parameters()), **dict(m.named_buffers())} for m in (own, theirs)]
+    assert parts[0].keys() == parts[1].keys()
+    assert not [
+        name for name, tensor in parts[0].items() if not torch.equal(tensor, parts[1][name])
+    ]
+
+
+def test_a_siglip_tower_is_named_as_in_released_files(tmp_path):
+    saved = load_file(seeing_model("gemma3", tmp_path) / "model.safetensors")
+    own = [name for name in saved if name.startswith("vision_tower.")]
+    assert own and all(name.startswith("vision_tower.vision_model.") for name in own)
+
+
+def test_a_scalar_head_stands_where_the_vocabulary_s_was(folder):
+    settings = ModelSettings(path=str(folder))
+    whole, scalar = (
+        file_tensors(build_meta_model(settings, is_scalar=kind)).keys() for kind in (False, True)
+    )
+    assert scalar - whole == {"score.weight"}
+    assert not [name for name in scalar if "lm_head" in name]
+
+
+def test_pixels_are_copied_for_a_forward_pass_and_go_with_its_graph(tmp_path, monkeypatch):
+    folder, copies = seeing_model("qwen3_vl", tmp_path), []
+
+    def watched(items, device):
+        made = features_of(items, device)
+        copies.append(StorageWeakRef(made["pixel_values"].untyped_storage()))
+        return made
+
+    def alive():
+        gc.collect()
+        return [not copy.expired() for copy in copies]
+
+    monkeypatch.setattr(eyes, "features_of", watched)
+    register_attention()
+    hf_model = load_whole_model(
+        ModelSettings(path=str(folder)),
+        attention="spmdrl_padded",
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    separate(hf_model.requires_grad_(True))
+    scorer = Scorer(hf_model, chunk_tokens=64, temperature=1.0, tp_group=None)
+    slicing, (_, shown) = Slicing(sight=sight_of(hf_model, device="cpu")), sequences(folder)[0]
+    moved = microbatch(folder, [0]).to(torch.device("meta"))
+    assert moved.tokens.is_meta and moved.pictures.places.is_meta
+    assert (
+        moved.pictures.items[0].features["pixel_values"] is shown.items[0].features["pixel_values"]
+    )
+    rows = []
+    for number in (0, 3):
+        own = microbatch(folder, [number])
+        mask, lengths = own.response_mask, own.cu_seqlens.diff().tolist()
+        rows.append(
+            make_row(own.tokens, lengths, mask=mask, slicing=slicing, pictures=own.pictures)
+        )
+    assert not copies  # what is prepared holds none
+    with torch.no_grad():
+        for row in rows:
+            scorer(row)
+    assert alive() == [False, False]
+    for row in rows:
+        logprobs, _ = scorer(row)
+        assert alive()[-1]  # the gradient of the first convolution needs them
+        logprobs.sum().backward()
+        del logprobs
+        assert not any(alive())
+    assert len(copies) == 4

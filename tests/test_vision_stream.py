@@ -1,0 +1,75 @@
+"""The weight stream into engines that see: bit-equal, and probed with images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from built import changed
+from comparing import differing, whole
+from test_sync_engine import (
+    change,
+    in_files,
+    make_config,
+    parameters,
+    parameters_loaded,
+    whole_state,
+)
+from test_vision_engine import message
+from vlm import seeing_model, show_torchvision
+from worlds import with_stream
+
+from spmdrl.config import LayoutSettings
+
+SPLIT = LayoutSettings(world_size=2, trainer_ranks=1)
+COLOCATED = LayoutSettings(placement="colocated", world_size=1)
+
+
+def pushed(stream: Any, engine: Any, trainer: Any, rows: Any) -> dict[str, Any]:
+    """Push twice, after all weights that are trained have changed; compare and probe each time."""
+    world = trainer.world
+    found: dict[str, Any] = {"mode": stream.mode, "differing": [], "probes": []}
+    found["towers"] = sum("visual" in name or "tower" in name for name in trainer.weights.names)
+    found["frozen"] = len(trainer.weights.frozen)
+    tokens, pictures = [list(tokens) for tokens, _ in rows], [shown for _, shown in rows]
+    found["bytes"] = [stream.push(0)["sync/bytes"][0]]
+    probes = [stream.probe(tokens, pictures)]
+    for version in (1, 2):
+        change(trainer, 0.02 * version, but=trainer.weights.frozen)
+        found["bytes"].append(stream.push(version)["sync/bytes"][0])
+        stream.verify(version)
+        state = whole_state(trainer, world)
+        held = whole(parameters(engine, world))
+        if world.is_inference:
+            right = dict(zip(held, parameters_loaded(engine, in_files(state, trainer))))
+            found["differing"] += differing(held, right)
+            found["checked"] = len(held)
+        probes.append(stream.probe(tokens, pictures))
+    found["probes"] = [probe["sync/probe_gap"] for probe in probes]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "layout", "train"),
+    [
+        # In a process of its own: ranks are forked from one that looked for torchvision before.
+        pytest.param("vllm", "qwen3_vl_moe", SPLIT, "all", marks=pytest.mark.grid),
+        pytest.param("vllm", "qwen2_5_vl", SPLIT, "language", marks=pytest.mark.grid),
+        ("transformers", "gemma3", COLOCATED, "all"),  # tied
+    ],
+)
+def test_towers_are_pushed_bit_equal(tmp_path, monkeypatch, kind, family, layout, train):
+    if kind == "vllm":
+        show_torchvision(monkeypatch)
+    folder = seeing_model(family, tmp_path)
+    cfg = make_config(folder, layout=layout, dtype="float32", kind=kind)
+    cfg = changed(cfg, data={"max_prompt_tokens": 192}, model={"train": train})
+    cfg = changed(cfg, output_dir=str(tmp_path / "run"))
+    rows = [message(folder, images) for images in ([0, 1], [2], [])]
+    for of in with_stream(cfg, pushed, rows):
+        assert of["mode"] == "traced" and of["differing"] == [] and of["towers"] > 10, of
+        assert of.get("checked", 20) > 10
+        assert all(total / count < 1e-5 for total, count in of["probes"]), of
+        assert (of["frozen"] > 10) == (train == "language")
+        first, *later = of["bytes"]
+        assert all(sent < first if of["frozen"] else sent == first for sent in later), of
