@@ -90,6 +90,8 @@ def have_vllm_believe() -> None:
     import vllm.device_allocator.cumem as cumem
 
     config.HAS_TRITON = cumem.cumem_available = True
+    # Asked of the extension while a module loads, where no cache of vLLM's knows the models yet.
+    torch.ops._C.cutlass_scaled_mm_supports_block_fp8 = lambda capability: capability >= 90
 
 
 # --------------------------------------------------------------------------- what is found

@@ -61,6 +61,8 @@ class Diary:
         self._recent: deque[tuple[float, str, int]] = deque([(0.0, "start", -1)], maxlen=1000)
         self._within: list[tuple[str, int]] = []
         self._is_due = moment is not None and moment.rank == rank
+        self.moving = threading.RLock()
+        """Held while the rank tells others of a new place and writes it down, and while it dies."""
 
     def entered(self, phase: str, step: int, *, waits: bool) -> None:
         """Write down that the rank enters a place, and die there if it is time."""
@@ -77,9 +79,10 @@ class Diary:
 
     def left(self, phase: str, step: int) -> None:
         """Write down that the rank leaves a place."""
-        self._within.pop()
-        self._be_in(*(self._within[-1] if self._within else (f"after {phase}", step)))
-        self._write(leave=phase, step=step)
+        with self.moving:
+            self._within.pop()
+            self._be_in(*(self._within[-1] if self._within else (f"after {phase}", step)))
+            self._write(leave=phase, step=step)
 
     def mind_deadlines(self, watch: Any) -> None:
         """Have a thread shorten a watch's deadline once a rank was stopped."""
@@ -98,12 +101,16 @@ class Diary:
     def _die(self) -> None:
         assert self._moment
         time.sleep(self._moment.after_s)
+        with self.moving:
+            self._die_here(self._moment)
+
+    def _die_here(self, moment: Moment) -> None:
         below = psutil.Process().children(recursive=True)
         now = time.time()
         since = now - _SAID_LATE_S[self._rank > 0]
         last = [place for place in self._recent if place[0] < since][-1:]
         last += [place for place in self._recent if place[0] >= since]
-        deed = asdict(self._moment) | {
+        deed = asdict(moment) | {
             "at": now,
             "host": socket.gethostname(),
             "places": [place[1:] for place in last],
@@ -112,7 +119,7 @@ class Diary:
         draft = self._deed.with_suffix(".draft")
         draft.write_text(json.dumps(deed))
         draft.rename(self._deed)
-        _DEATHS[self._moment.death]()
+        _DEATHS[moment.death]()
 
     def _be_in(self, phase: str, step: int) -> None:
         self._recent.append((time.time(), phase, step))
@@ -151,8 +158,10 @@ def _keep(diary: Diary) -> None:
 def _written(enter: Callable, diary: Diary, *, waits: bool) -> Callable:
     @contextlib.contextmanager
     def entered(self: Any, name: str, step: int, **options: Any) -> Iterator[None]:
-        with enter(self, name, step, **options):
-            diary.entered(name, step, waits=waits)
+        with contextlib.ExitStack() as stack:
+            with diary.moving:
+                stack.enter_context(enter(self, name, step, **options))
+                diary.entered(name, step, waits=waits)
             try:
                 yield
             finally:

@@ -14,7 +14,7 @@ from built import made, training
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from spmdrl.model.mask_spans import Span
+from spmdrl.model.attention.mask_spans import Span
 from spmdrl.train import agreement
 from spmdrl.train.agreement import check_agreement, lengths_of
 

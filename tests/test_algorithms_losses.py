@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from ragged import Ragged, assert_nothing_is_read, packed, ragged
 
 from spmdrl.algorithms import registry
-from spmdrl.algorithms.losses import cispo, gspo, ppo_clip
+from spmdrl.algorithms.losses.clip import ppo_clip
+from spmdrl.algorithms.losses.sequence import gspo
+from spmdrl.algorithms.losses.weighted import cispo
 
 NAMES = registry.names("loss")
 SELECT = dict(select_frac=0.2, cov_low=0.0, cov_high=0.9)

@@ -13,7 +13,8 @@ from test_algorithms_losses import call, one_token_each, statistics
 from test_algorithms_losses_parity import lot
 
 from spmdrl.algorithms import registry
-from spmdrl.algorithms.losses import batchwise, clip_cov, kl_cov, m2po
+from spmdrl.algorithms.losses import batchwise
+from spmdrl.algorithms.losses.batchwise import clip_cov, kl_cov, m2po
 
 SCALARS = {
     m2po: ["m2_cut"],

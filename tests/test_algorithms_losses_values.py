@@ -9,7 +9,7 @@ import torch
 from ragged import ragged
 from test_algorithms_losses import call, gradient_of, one_token_each
 
-from spmdrl.algorithms.losses import reinforce, sft
+from spmdrl.algorithms.losses.weighted import reinforce, sft
 
 
 @pytest.mark.parametrize(

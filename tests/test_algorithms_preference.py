@@ -11,7 +11,7 @@ from built import examples
 from hypothesis import strategies as st
 from ragged import assert_loop, assert_nothing_is_read
 
-from spmdrl.algorithms import preference, registry
+from spmdrl.algorithms import registry
 from spmdrl.algorithms.bradley_terry import bradley_terry
 from spmdrl.algorithms.masked import log1mexp
 from spmdrl.algorithms.preference.shared import pairs_in_loss
@@ -95,7 +95,7 @@ def pairs(seed: int, *, count: int = 9, dtype: torch.dtype = torch.float64) -> P
 
 
 def function(name: str):
-    return bradley_terry if name == "bradley_terry" else getattr(preference, name)
+    return bradley_terry if name == "bradley_terry" else registry.get("preference", name)
 
 
 def call(name: str, case: Pairs, options: dict) -> tuple[torch.Tensor, dict]:
@@ -517,7 +517,7 @@ def test_orpo_is_stable_from_certain_to_impossible(logp, dtype):
             chosen_lengths=lengths,
             rejected_lengths=lengths,
         )
-        terms, _ = registry.call(preference.orpo, inputs, dict(odds_weight=1.0))
+        terms, _ = registry.call(registry.get("preference", "orpo"), inputs, dict(odds_weight=1.0))
         found = gradients("orpo", terms, inputs)
         assert terms.isfinite().all() and all(g.isfinite().all() for g in found)
 

@@ -68,6 +68,14 @@ def pick(batch: Columns, *names: str) -> Columns:
     return {name: batch[name] for name in ("loss_mask", "cu_seqlens", *names)}
 
 
+def implicit_means(batch: Columns, **options: float) -> Tensor:
+    """Each sequence's mean process reward, of a micro-batch that is the whole batch."""
+    count = len(batch["cu_seqlens"]) - 1
+    whole = dict(sequence_ids=torch.arange(count), num_sequences=count)
+    named = pick(batch, "prm_logprobs", "ref_logprobs")
+    return token_baselines.prime_totals(**named, **whole, **options)["implicit_means"]
+
+
 def otb_totals(batch: Columns, of: Columns | None = None) -> Tensor:
     """The totals of a micro-batch, with places for all of the batch that it is of."""
     names, of = ("old_logprobs", "square_probs", "kl_rewards", "group_ids", "rewards"), of or batch
@@ -307,7 +315,7 @@ def test_discounted_sums_equal_the_recursion(counts, discount, seed):
 def test_process_baselines_equal_a_plain_loop(seed):
     batch = columns(seed)
     names = ("prm_logprobs", "ref_logprobs")
-    means = token_baselines.implicit_reward_means(**pick(batch, *names), beta=0.2)
+    means = implicit_means(batch, beta=0.2)
     rows = responses(batch)
     own = [
         math.fsum(0.2 * (at(batch, names[0])[t] - at(batch, names[1])[t]) for t in row)
@@ -330,7 +338,7 @@ def test_process_baselines_equal_a_plain_loop(seed):
 def test_process_rewards_come_to_the_rows_of_the_batch(seed):
     batch = columns(seed)
     names, count = ("prm_logprobs", "ref_logprobs"), len(batch["cu_seqlens"]) - 1
-    means = token_baselines.implicit_reward_means(**pick(batch, *names))
+    means = implicit_means(batch)
     total = 0.0
     for rows in ([4, 0, 7], [2, 3], [1], [6, 5]):
         ids = torch.tensor([row if responses(batch)[row] else -1 for row in rows])

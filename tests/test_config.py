@@ -22,6 +22,7 @@ from spmdrl.checkpoint.restore import config_differences
 from spmdrl.config.help import field_docs
 from spmdrl.config.read import read, with_flags
 from spmdrl.config.tree import build, convert, hints, is_section, kinds, sections, settings
+from spmdrl.errors import Refusal
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,8 +46,12 @@ def test_dump_reads_back_equal(tmp_path):
 
 
 def test_unknown_key_names_the_nearest(tmp_path):
-    with pytest.raises(ValueError, match="optimizer.learning_rate: unknown key; known here"):
+    with pytest.raises(
+        ValueError, match="optimizer.learning_rate: unknown key; that is optimizer.lr here"
+    ):
         config.load_yaml(write(tmp_path, "optimizer: {learning_rate: 1}"))
+    with pytest.raises(ValueError, match="optimizer.nonsense: unknown key; known here: kind, lr"):
+        config.load_yaml(write(tmp_path, "optimizer: {nonsense: 1}"))
     with pytest.raises(ValueError, match="did you mean group_size"):
         config.load_yaml(write(tmp_path, "batch: {groupsize: 4}"))
     with pytest.raises(ValueError, match="did you mean batch.group_size"):
@@ -155,18 +160,17 @@ FORMER_FLAGS = {
 
 
 @pytest.mark.parametrize("flag", FORMER_FLAGS)
-def test_former_flags_are_refused_with_the_present_ones(flag, capsys):
+def test_former_flags_are_refused_with_the_present_ones(flag):
     name, _, value = flag.partition(" ")
-    with pytest.raises(SystemExit):
+    with pytest.raises(Refusal, match=re.escape(FORMER_FLAGS[flag])):
         read([name, value], prog="x")
-    assert FORMER_FLAGS[flag] in capsys.readouterr().err
 
 
-def test_the_problems_of_flags_are_reported_at_once(capsys):
+def test_the_problems_of_flags_are_reported_at_once():
     wrong = ["stray", "--bacth.group-size", "3", "--steps", "many", "--lag", "--model.lora.r", "4"]
-    with pytest.raises(SystemExit):
+    with pytest.raises(Refusal) as refused:
         read(wrong, prog="x")
-    said = capsys.readouterr().err
+    said = str(refused.value)
     for part in (
         "5 problems",
         "stray: expected a flag",
@@ -187,6 +191,14 @@ def test_long_words_are_not_told_whole():
     with pytest.raises(ValueError, match="expected one value") as raised:
         with_flags(config.Config(), ["--lag", "a" * 70_000, "b"])
     assert len(str(raised.value)) < 400
+
+
+def test_what_may_be_false_is_denied_by_name():
+    cfg = read(["--dry-run", "full", "--no-dry-run", "--data.no-shuffle"], prog="x")
+    assert cfg.dry_run is False and cfg.data.shuffle is False
+    for flag in ("--no-steps", "--no-seed", "--no-thing"):
+        with pytest.raises(Refusal, match="unknown key"):
+            read([flag], prog="x")
 
 
 def test_flags_and_files_take_the_same_values(tmp_path):
@@ -386,9 +398,8 @@ def test_the_help_of_a_section_or_field_shows_it_alone(capsys):
     assert "none|activations|optimizer|all|parameters  [none]" in memory
     assert "--critic.warmup_steps INT in [0, 1000000000]  [0]" in help_of("critic", capsys=capsys)
     assert help_of("model.lora.rank", capsys=capsys).count("  --") == 1
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(Refusal, match="did you mean"):
         read(["--help", "model.memroy"], prog="x")
-    assert ended.value.code == 2 and "did you mean" in capsys.readouterr().err
 
 
 def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
@@ -426,3 +437,38 @@ def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
     assert columns(updates=1, advantage="otb") == {"square_probs", "old_logprobs"}
     assert columns(updates=1, advantage="prime") == {"prm_logprobs", "ref_logprobs"}
     assert columns(updates=1, entropy_control=dict(keep_frac=0.2)) == {"old_logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "field"),
+    [
+        ("--learning-rate", "optimizer.lr"),
+        ("--lr", "optimizer.lr"),
+        ("--batch-size", "batch.prompts_per_step"),
+        ("--num-generations", "batch.group_size"),
+        ("--rollout-n", "batch.group_size"),
+        ("--rollout.n", "batch.group_size"),
+        ("--max-completion-length", "sampling.max_response_tokens"),
+        ("--beta", "algorithm.kl_coef"),
+        ("--epsilon", "algorithm.loss_options {clip_low: 0.2, clip_high: 0.2}"),
+        ("--kl-coef", "algorithm.kl_coef"),
+        ("--model-name-or-path", "model.path"),
+        ("--actor_rollout_ref.actor.ppo_mini_batch_size", "batch.updates_per_step"),
+        ("--run-name", "report.mlflow.run_name"),
+    ],
+)
+def test_a_name_of_other_programs_is_told_by_ours(flag, field):
+    with pytest.raises(Refusal, match="unknown key; ") as refused:
+        read([flag, "1"], prog="x")
+    assert f"that is {field} here" in str(refused.value) or f"mean {field}?" in str(refused.value)
+
+
+def test_the_names_of_other_programs_lead_to_fields_and_are_none_of_ours():
+    from spmdrl.config.elsewhere import ELSEWHERE, page
+
+    own = {name.rpartition(".")[2] for name in settings()}
+    for other, text in ELSEWHERE.items():
+        assert other not in own, other
+        if text.startswith("that is "):
+            assert text.split()[2] in settings(), text
+    assert page() in (ROOT / "docs/settings.md").read_text(), "write elsewhere.page() there"

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from worlds import with_trainer
 
-from spmdrl.model.attention import KERNELS
+from spmdrl.model.attention.kernels import KERNELS
+from spmdrl.model.attention.mask_spans import Span
+from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.divisibility import ModelCounts, context_method, misfits
-from spmdrl.model.mask_spans import Span
-from spmdrl.model.packing import make_packing
 from spmdrl.model.parallel import context_parallel
 from spmdrl.model.parallel.context_parallel import METHODS, by_rank, in_row_order
 from spmdrl.model.parallel.ring_attention import DENSE, FLASH, Tile, plan_rounds

@@ -11,10 +11,12 @@ import torch
 from built import examples
 from hypothesis import strategies as st
 from test_commands import spmdrl
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from vlm import noise, reader
 
-from spmdrl.commands.create_model import create_model
+from spmdrl.commands.create_model import TowerSizes, create_model
 from spmdrl.data.characters import character_tokenizer
+from spmdrl.errors import Refusal
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
 SMALL = dict(hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96, max_positions=128)
@@ -139,3 +141,39 @@ def test_command_line_makes_a_tied_model_with_a_template(tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "m" / "config.json").read_text())["tie_word_embeddings"]
     assert AutoTokenizer.from_pretrained(tmp_path / "m").chat_template
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3_vision", "internvl"]
+)
+def test_a_model_that_sees_is_made_with_its_processor(architecture, tmp_path):
+    options = dict(SMALL, tower=TowerSizes(width=32, layers=1, image_side=84))
+    folder = create_model(tmp_path / "model", architecture=architecture, **options)
+    again = create_model(tmp_path / "again", architecture=architecture, **options)
+    names = sorted(path.name for path in folder.iterdir())
+    assert "preprocessor_config.json" in names
+    assert all((folder / n).read_bytes() == (again / n).read_bytes() for n in names)
+    read = reader(folder)
+    ids, pictures = read.encode(f"{read.placeholder} what?", [noise(60, 40)])
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    assert model.config.text_config.num_hidden_layers == SMALL["layers"]
+    given = dict(pictures.items[0].features)
+    if "qwen" in architecture:
+        given["mm_token_type_ids"] = (pictures.places >= 0)[None].long()
+    logits = model(input_ids=torch.tensor([ids]), **given).logits
+    assert torch.isfinite(logits).all() and logits.shape[1] == len(ids)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (dict(tower=TowerSizes(width=40)), "tower.width 40 is not a multiple of 16"),
+        (dict(tower=TowerSizes(image_side=60)), "tower.image_side 60 is not a multiple of 28"),
+        (dict(tower=TowerSizes(layers=0)), "tower.layers 0"),
+        (dict(tokenizer="some/folder"), "is made with the character tokenizer"),
+        (dict(architecture="gemma3_vision", tied=False), "tied False with gemma3_vision"),
+    ],
+)
+def test_sizes_of_a_tower_are_refused_by_name(options, says, tmp_path):
+    with pytest.raises(Refusal, match=says):
+        create_model(tmp_path / "model", **dict(dict(SMALL, architecture="qwen3_vl"), **options))

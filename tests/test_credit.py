@@ -16,8 +16,8 @@ from torch import Tensor
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.entropy import adaptive_entropy_coef
 from spmdrl.algorithms.loss_tokens import loss_tokens
+from spmdrl.algorithms.masked import attach
 from spmdrl.algorithms.shaping import adaptive_kl_coef
-from spmdrl.algorithms.token_baselines import with_totals
 from spmdrl.config import Config
 
 STEPS = 3
@@ -75,14 +75,14 @@ def group_leads(table: Tensor, group_ids: Tensor) -> dict[str, Tensor]:
     return {"leads": table - torch.stack([table[group_ids == g].mean(0) for g in group_ids])}
 
 
-@with_totals(table, group_leads)
+@attach(totals=table, per_sequence=group_leads)
 def by_position(leads: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, None]:
     """Compare each token with the prompt's others at its position, as gigpo does with turns."""
     tokens = loss_tokens(loss_mask, cu_seqlens)
     return tokens.put(leads[tokens.sequence, tokens.position]), None
 
 
-@with_totals(table, lambda tabel: {"leads": tabel})
+@attach(totals=table, per_sequence=lambda tabel: {"leads": tabel})
 def misspelt(leads: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, None]:
     """Do as by_position, with a companion that asks for what nobody gives."""
     return by_position(leads, loss_mask=loss_mask, cu_seqlens=cu_seqlens)

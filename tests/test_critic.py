@@ -13,6 +13,7 @@ import torch
 from checkpoint_runs import restore, save
 from comparing import assert_near, assert_same_sums, differing, full_state
 from policy_runs import LENGTHS, VALID, changed, config, own_batch, small_model, step_as_train_does
+from ragged import scalars_of
 from safetensors import safe_open
 from test_train import assert_same_end, final_weights, reward
 from worlds import another_trainer, make_trainer, with_trainer
@@ -21,6 +22,7 @@ from spmdrl.check.settings import validate
 from spmdrl.commands.create_model import create_model
 from spmdrl.commands.export import export
 from spmdrl.config import Config
+from spmdrl.types import Batch, Microbatch
 
 REWARDS_OF = torch.linspace(0, 1, len(LENGTHS)).double().cos()
 
@@ -103,6 +105,29 @@ def two(request, folder, one, tmp_path_factory) -> list[dict]:
         folder, tmp_path_factory.mktemp("two"), world_size=2, updates=2, **request.param
     )
     return with_trainer(cfg, _train, 3, one["checkpoint"])
+
+
+def test_muon_trains_the_value_models_matrices_alike_on_every_mesh(folder, tmp_path):
+    cfg = changed(
+        critic_config(folder, tmp_path / "one"),
+        optimizer={"kind": "muon", "muon": {"ns_dtype": "float32"}},
+    )
+    whole = with_trainer(cfg, _train)[0]
+    momenta, moments = (
+        {n.removeprefix(kept) for n in whole["state"] if n.startswith(kept)}
+        for kept in ("critic.optimizer.momentum.", "critic.optimizer.exp_avg.")
+    )
+    assert len(momenta) == 2 * 7 and all("proj" in name for name in momenta)
+    assert "score.weight" in moments and momenta.isdisjoint(moments)
+    assert all(whole["state"][f"critic.optimizer.momentum.{name}"].any() for name in momenta)
+    checkpoint = tmp_path / "one" / "checkpoints" / "step_3"
+    other = changed(cfg, layout={"world_size": 2, "tp": 2}, output_dir=str(tmp_path / "two"))
+    for ours in with_trainer(other, _train, 3, checkpoint):
+        assert_same_sums(ours["sums"], whole["sums"], "tp 2", rel=1e-4, abs_=1e-4)
+        assert_near(ours["state"], whole["state"], "tp 2", rtol=1e-3, atol=2e-4)
+        first, again = ours["resumed"]
+        assert not differing(first[0], whole["state"])
+        assert first[1] == again[1] and not differing(first[2], again[2])
 
 
 def test_every_mesh_trains_both_models_like_one_process(two, one):
@@ -233,6 +258,47 @@ def test_value_loss_is_a_mean_over_tokens_and_values_come_before_their_token(fou
         assert torch.equal(before[at], after[at - 1]) and after[at - 1].any()
     explained = [sums["value/explained_variance"][0] for sums in found["sums"]]
     assert explained[0] == pytest.approx(0, abs=1e-6) and explained[-1] > 0.6, explained
+
+
+def _fresh(step: int, *, count: int = 64, prompt: int = 2, response: int = 8) -> Batch:
+    """Return a batch of new sequences: the reward is 1 if the response begins with a 9."""
+    length = prompt + response
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(8, 10, (count, length), generator=generator)
+    mask = (torch.arange(length) >= prompt).repeat(count)
+    rewards = (tokens[:, prompt] == 9).double()
+    one = Microbatch(
+        tokens=tokens.flatten(),
+        position_ids=torch.arange(length).repeat(count),
+        cu_seqlens=torch.arange(0, count * length + 1, length).int(),
+        response_mask=mask,
+        rollout_logprobs=torch.where(mask, -4.0, 0.0),
+        policy_versions=torch.where(mask, 0, -1),
+        sequence_ids=torch.arange(count),
+    )
+    scalars = scalars_of(
+        rewards, torch.arange(count), response_lengths=[response] * count, prompt_length=prompt
+    )
+    return Batch(scalars=scalars, updates=((one,),), update_ids=torch.zeros(count).long())
+
+
+def _learn(trainer: Any, steps: int) -> list[float]:
+    """Return the explained variance of each step, of a batch that was never seen."""
+    sums = [step_as_train_does(trainer, _fresh(step), step=step)[2] for step in range(steps)]
+    return [found["value/explained_variance"][0] for found in sums]
+
+
+def test_values_explain_new_batches_as_far_as_can_be_known(tmp_path):
+    folder = small_model(tmp_path, initializer_std=0.18)  # learns faster than from 0.02
+    cfg = critic_config(
+        folder, tmp_path / "out", critic={"lr": 1e-2, "epochs": 2, "warmup_steps": 50}
+    )
+    optimizer = {"eps": 1e-8, "max_grad_norm": 1.0, "weight_decay": 0.0}
+    explained = with_trainer(changed(cfg, steps=51, optimizer=optimizer), _learn, 50)[0]
+    # 7 of the 8 states of a response have seen its first token. Values of the states behind each
+    # token would explain all.
+    last = sum(explained[-5:]) / 5
+    assert 0.5 < last < 0.9, str(explained)
 
 
 def test_bad_values_of_the_section_are_reported():

@@ -120,7 +120,10 @@ def test_threads_are_as_many_as_before_vllm(on_gpus):
 def _drawn_seeds(monkeypatch, path: Path, *, seed: int, replica: int) -> list[int | None]:
     """Return the seeds with which an engine that seeds by numpy is asked for three samples."""
     asked: list[Request] = []
-    llm = SimpleNamespace(add_request=lambda key, prompt, params, **_: asked.append(params))
+    llm = SimpleNamespace(
+        add_request=lambda key, prompt, params, **_: asked.append(params),
+        vllm_config=SimpleNamespace(model_config=None),  # asked for by prompts with pictures alone
+    )
     monkeypatch.setattr(vllm_internals, "make_llm", lambda arguments: llm)
     monkeypatch.setattr(vllm_internals, "seeds_by_numpy", lambda llm: True)
     monkeypatch.setattr(vllm_requests, "sampling_params", lambda request, **_: request)

@@ -22,10 +22,10 @@ from ranks import run_ranks
 from torch import Tensor
 
 from spmdrl.config import Config, LayoutSettings
-from spmdrl.model import attention
-from spmdrl.model.attention import KERNELS, Weighing, pick_attention
-from spmdrl.model.mask_spans import Span
-from spmdrl.model.packing import make_packing
+from spmdrl.model.attention import kernels
+from spmdrl.model.attention.kernels import KERNELS, Weighing, pick_attention
+from spmdrl.model.attention.mask_spans import Span
+from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.parallel import layout
 from spmdrl.model.parallel.recompute import pins_exactly
 from spmdrl.model.parallel.ring_attention import FLASH, plan_rounds
@@ -85,14 +85,14 @@ def test_softcap_takes_flash_attention_where_it_is_installed(monkeypatch) -> Non
         return pick_attention("auto", device=CUDA, dtype=torch.bfloat16, has_softcap=softcap)
 
     for is_there, kernel in ((object(), "flash"), (None, "padded")):
-        monkeypatch.setattr(attention, "find_spec", lambda name, found=is_there: found)
+        monkeypatch.setattr(kernels, "find_spec", lambda name, found=is_there: found)
         assert picked(softcap=True) == kernel
         assert picked(softcap=False) == "varlen"
 
 
 @pytest.mark.parametrize("dtype, is_grouped", [(torch.float32, False), (torch.bfloat16, True)])
 def test_float32_groups_are_spread_for_the_kernel_that_holds_no_scores(dtype, is_grouped) -> None:
-    long = attention.SHORT + 1
+    long = kernels.SHORT + 1
     q = torch.empty(2, long, 4, 64, dtype=dtype, device=META)
     k = v = torch.empty(2, long, 2, 64, dtype=dtype, device=META)
     seen = {}
@@ -101,8 +101,8 @@ def test_float32_groups_are_spread_for_the_kernel_that_holds_no_scores(dtype, is
         seen.update(options, heads=k.shape[1])
         return q
 
-    with mock.patch.object(attention.F, "scaled_dot_product_attention", attend):
-        attention._attend(q, k, v, Weighing(None, None, None))
+    with mock.patch.object(kernels.F, "scaled_dot_product_attention", attend):
+        kernels._attend(q, k, v, Weighing(None, None, None))
     assert (seen["heads"], seen["enable_gqa"]) == ((2, True) if is_grouped else (4, False))
 
 

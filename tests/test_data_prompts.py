@@ -10,7 +10,8 @@ from built import changed, examples, made
 from hypothesis import strategies as st
 
 from spmdrl.data.characters import character_tokenizer
-from spmdrl.data.examples import SupervisedSource, encode_example, example_source, row_kind
+from spmdrl.data.examples import SupervisedSource, example_source, row_kind
+from spmdrl.data.imitation import encode_example
 from spmdrl.data.prompt_order import Order
 from spmdrl.data.prompts import PromptSource, check_context
 from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
@@ -186,14 +187,14 @@ def trained_texts(tokens, mask, tokenizer=CHAT):
 
 
 def encode(row, tokenizer=CHAT, template="auto"):
-    return encode_example(row, tokenizer, template=template, where="f:1")
+    return encode_example(row, tokenizer, template=template, where="f:1")[:2]
 
 
 def test_generated_rows_train_the_answer_and_eos():
     source = SupervisedSource(config("task:addition", size=64, per_step=8), PLAIN)
     rows = source.units_at(3)
     assert rows == SupervisedSource(config("task:addition", size=64, per_step=8), PLAIN).units_at(3)
-    for ((tokens, mask),) in (unit.examples for unit in rows):
+    for ((tokens, mask, _),) in (unit.examples for unit in rows):
         question, answer = PLAIN.decode(tokens).removesuffix("<eos>").split("=")
         assert eval(question) == int(answer)  # our own digits
         assert trained_texts(tokens, mask, PLAIN) == [answer + "<eos>"]
@@ -237,7 +238,7 @@ def test_supervised_context_is_what_generation_starts_from(tmp_path):
     file = jsonl(tmp_path, [{"messages": [USER, REPLY]}])
     prompt = PromptSource(config(file, per_step=1), CHAT).at(0)[0]
     (unit,) = SupervisedSource(config(file, per_step=1), CHAT).units_at(0)
-    ((tokens, mask),) = unit.examples
+    ((tokens, mask, _),) = unit.examples
     assert tuple(tokens[: mask.index(True)]) == prompt.tokens
 
 

@@ -222,12 +222,30 @@ def test_subtraction_is_right_and_partial_reward_counts_digits():
     assert rows.task.score_answer("", {"answer": "579"}) == 0.0
 
 
+def test_slips_fall_on_single_digits_of_the_mistaken_rows():
+    options = {"digits": 3, "mistakes": 0.5, "slips": 0.6}
+    rows = GeneratedRows("task:addition", options, size=2000, seed=0, split="train")
+    slipped = [row for row in rows if "completion" in row]
+    assert len(slipped) / len(rows) == pytest.approx(0.5, abs=0.05)
+    off = [
+        (int(given) - int(right)) % 10
+        for row in slipped
+        for given, right in zip(row["completion"], row["answer"], strict=True)
+    ]
+    assert set(off) == {0, 1} and sum(off) / len(off) == pytest.approx(0.6, abs=0.03)
+    whole = make_task("task:addition", {"mistakes": 1.0}).row(0, 7, split="train")
+    assert int(whole["completion"]) == int(whole["answer"]) + 1
+
+
 def test_unknown_tasks_and_options_name_the_nearest():
     for task, options, words in (
         ("task:adition", {}, "did you mean addition"),
         ("task:addition", {"digit": 3}, "did you mean digits"),
         ("task:addition", {"digits": "3"}, "expected int"),
         ("task:addition", {"digits": 0}, "from 1 to 100"),
+        ("task:addition", {"mistakes": 0.5, "slips": 1.5}, "slips: must be a share"),
+        ("task:addition", {"slips": 0.5}, "of no rows"),
+        ("task:addition_pairs", {"slips": 0.5}, "slips: task:addition_pairs has no such option"),
     ):
         with refused(words):
             make_task(task, options)

@@ -15,6 +15,7 @@ from ranks import run_ranks
 from spmdrl import config
 from spmdrl.check.foreign_code import named_code
 from spmdrl.check.settings import validate
+from spmdrl.commands.evaluate import evaluation_config
 from spmdrl.config import Config, SourceSettings
 from spmdrl.credit import sequence_advantages
 from spmdrl.data.characters import character_tokenizer
@@ -111,6 +112,17 @@ def test_sources_that_cannot_be_read_are_refused_by_place(sources, said):
             dict(train=[{"path": "a.jsonl", "task_options": {"digits": 1}}]),
             "data.train[0].task_options: a.jsonl is no generated task",
         ),
+        (
+            dict(train="a.jsonl", task_options={"digits": 1}),
+            "data.task_options: {'digits': 1} are of a generated task, and of a.jsonl none takes",
+        ),
+        (
+            dict(
+                train=[{"path": "task:addition", "task_options": {"digits": 2}}, "a.jsonl"],
+                task_options={"digits": 1},
+            ),
+            "and of task:addition, a.jsonl none takes them",
+        ),
         (dict(train=["task:addition", "a.jsonl"]), "is empty and data.train (a.jsonl) is not"),
         (dict(eval="a.jsonl"), "is empty and data.eval (a.jsonl) is not"),
     ],
@@ -128,6 +140,15 @@ def test_a_grader_for_sources_with_different_options_is_refused():
     problems = validate(changed(cfg, rewards=dict(functions=("task:addition",))))
     assert any("different task_options" in problem for problem in problems), problems
     assert not validate(good(rewards=dict(functions=("task:addition",))))
+
+
+def test_a_run_is_evaluated_with_the_options_that_its_held_out_rows_take():
+    held_out = [{"path": "task:addition", "task_options": {"digits": 3}}]
+    data = {"train": "task:addition", "size": 9, "task_options": {"digits": 2}}
+    for own, taken in ((held_out, {}), ("task:addition", {"digits": 2})):
+        tree = {"model": {"path": "m"}, "data": data | {"eval": own, "eval_size": 9}}
+        cfg = evaluation_config(config.from_tree(tree), model="m", world_size=1)
+        assert cfg.data.task_options == taken and not validate(cfg)
 
 
 # --------------------------------------------------------------------------- their order
@@ -157,7 +178,7 @@ def test_every_step_has_of_each_source_what_its_weight_says(parts, per_step, see
     begins = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     for step in steps:
         rows = order.at(step)
-        assert len(set(rows)) == len(rows) == per_step  # an epoch may end within a step
+        assert len(rows) == per_step  # some twice, where an epoch ends within the step
         assert rows == [fresh.row(step * per_step + slot) for slot in range(per_step)]
         counts = Counter(next(i for i, b in enumerate(begins) if row < b) for row in rows)
         for i, weight in enumerate(weights):
@@ -293,7 +314,8 @@ def test_rewards_in_common_have_their_weights_and_own_ones_weight_one(tmp_path):
     pool = RewardPool(cfg)
     assert pool._setup.functions == {"rank": f"{own}:rank", "one": f"{own}:one"}
     assert pool._setup.weights == (3.0, 1.0)
-    assert pool._setup.applies == (("one",), ("rank",), ("rank", "one"))
+    applies = [source.applies for source in pool._setup.sources]
+    assert applies == [("one",), ("rank",), ("rank", "one")]
 
 
 def test_an_advantage_of_parts_weighs_the_sources_own_functions_too(tmp_path):

@@ -173,7 +173,7 @@ def test_what_is_nested_deep_is_no_call_and_does_not_end_the_engine(depth, begin
     for text, parse in ((f"<tool_call>{body}</tool_call>", hermes), (body, llama3)):
         (call,) = parse(text)
         assert call.error and not call.arguments
-        pack_message(Respond(b"", Response(text, (call,))))  # pickles it
+        pack_message(Respond("", b"", Response(text, (call,))))  # pickles it
 
 
 def test_half_a_character_stays_in_its_worker():

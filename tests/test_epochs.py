@@ -31,7 +31,7 @@ from spmdrl.check.epochs import depends_on_distance
 from spmdrl.check.methods import try_functions
 from spmdrl.check.settings import validate
 from spmdrl.report.derived import derived
-from spmdrl.train.epochs import in_epochs
+from spmdrl.train.trained_model import in_epochs
 
 
 def test_the_first_epoch_has_the_batchs_order_and_later_ones_orders_of_their_own():

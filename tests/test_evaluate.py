@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -21,6 +22,7 @@ from spmdrl import config
 from spmdrl.commands.evaluate import _show, parse
 from spmdrl.commands.export import export
 from spmdrl.config import Config
+from spmdrl.errors import Refusal
 from spmdrl.evaluate import Result, table
 from spmdrl.report.glossary import values_of
 from spmdrl.rollout.episode import FinishedEpisode
@@ -397,6 +399,5 @@ def test_what_cannot_be_evaluated_is_refused_with_the_reason(run, tiny_model, tm
         ),
         ([str(run), "--layout.inference-tp", "2"], "inference_tp"),
     ):
-        with pytest.raises(SystemExit):
+        with pytest.raises(Refusal, match=re.escape(says)):
             parse(arguments, world_size=1)
-        assert says in capsys.readouterr().err, arguments

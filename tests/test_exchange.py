@@ -150,7 +150,7 @@ def test_every_sequence_arrives_whole_at_one_dp_index(layout, sizes):
     for (spread, single), _ in results:  # the batch does not depend on who generated what
         for one, other in zip(sum(spread.updates, ()), sum(single.updates, ()), strict=True):
             own, others = dict(vars(one)), dict(vars(other))
-            for name in ("routes", "kept_sets"):
+            for name in ("routes", "kept_sets", "pictures"):
                 assert own.pop(name) is None and others.pop(name) is None
             assert all(torch.equal(a, b) for a, b in zip(own.values(), others.values()))
 
@@ -292,7 +292,7 @@ def check_delivery(results: list[tuple[ExchangedBatch, int]], cfg: Config) -> No
 FAULTS = {
     "nan": "Refusal: reward of group 2 sample 0 (from rank 1, step 7) is nan",
     "nan, not valid": "accepted",
-    "none valid": "RuntimeError: step 7: the reward of all 12 samples failed",
+    "none valid": "RewardFailed: step 7: the reward of all 12 samples failed",
     "twice": "RuntimeError: group 1 sample 2 (from rank 0, step 7) was handed over twice, "
     "again by rank 1",
     "nothing": "RuntimeError: step 7: no rank handed over a single sequence",

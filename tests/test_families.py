@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import ModelSettings
+from spmdrl.model.attention.separation import separation_of
 from spmdrl.model.divisibility import why_never
 from spmdrl.model.families import FAMILIES, family_config
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.targets import targeted
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
-from spmdrl.model.separation import separation_of
 from spmdrl.model.shrink import shrunk, tiny_model
-from spmdrl.proof.batch import ROWS, sequences
+from spmdrl.proof.jobs import ROWS, sequences
 from spmdrl.proof.prove import EXACT
 
 REFUSED = {"stablelm", "nemotron", "falcon", "bloom", "gptj"}

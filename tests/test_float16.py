@@ -6,13 +6,16 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoint_runs import restore, save
 from comparing import assert_near, differing, full_parameters
 from policy_runs import VALID, changed, config, own_batch, small_model, train, update
 from test_sync_engine import PROMPTS, make_config
+from tiny import tiny_folder
 from worlds import with_stream, with_trainer
 
+from spmdrl.check.fit import check_fit, fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.config import LayoutSettings, LossScaleSettings
 from spmdrl.train.loss_scale import LossScale
@@ -163,3 +166,20 @@ def test_what_float16_does_not_go_with_is_refused():
     assert text.startswith("model.memory.master_dtype: bfloat16 with model.compute_dtype float16")
     (text,) = found(optimizer={"loss_scale": {"initial": 1024.0}})
     assert text.startswith("optimizer.loss_scale.initial: 1024.0 with model.compute_dtype bfloat16")
+
+
+def test_mixtures_of_experts_are_refused_in_float16_before_a_group_exists(tmp_path):
+    experts = config(tiny_folder(tmp_path / "experts", "qwen3_moe"), tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        assert fit_problems(changed(experts, model={"compute_dtype": dtype})) == []
+    half = changed(experts, model={"compute_dtype": "float16"})
+    (problem,) = fit_problems(half)  # which is what the dry run shows
+    assert problem.startswith(f"model.path {half.model.path}: has experts, and torch's grouped")
+    assert problem.endswith("set model.compute_dtype to one of them, not float16")
+    with pytest.raises(ValueError, match="not float16"):
+        check_fit(half)
+    dense = config(tiny_folder(tmp_path / "dense", "qwen3"), tmp_path)
+    assert fit_problems(changed(dense, model={"compute_dtype": "float16"})) == []
+    value_model = changed(dense, model={"compute_dtype": "float16"}, algorithm={"advantage": "gae"})
+    (problem,) = fit_problems(changed(value_model, critic={"path": experts.model.path}))
+    assert problem.startswith("critic.path") and problem.endswith("not float16")

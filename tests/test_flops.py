@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spmdrl.algorithms.reduce import loss_lengths
 from spmdrl.config import AlgorithmSettings, Config
-from spmdrl.model.attention import register_attention
+from spmdrl.model.attention.kernels import register_attention
+from spmdrl.model.attention.separation import separate
 from spmdrl.model.flops import (
     forward_flops,
     trained_flops,
@@ -20,7 +21,6 @@ from spmdrl.model.flops import (
     visible_pairs,
 )
 from spmdrl.model.scorer import Scorer
-from spmdrl.model.separation import separate
 from spmdrl.model.shape import model_shape
 from spmdrl.report.glossary import lookup, values_of
 from spmdrl.types import Scalars

@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from built import refused
+from built import made, refused
 from huggingface_hub import constants
 
+from spmdrl.check.inputs import input_problems
 from spmdrl.data import hub
 from spmdrl.data.hub import find_on_hub
 from spmdrl.data.tokenizer import read_tokenizer
@@ -73,6 +74,13 @@ def test_a_model_that_the_hub_does_not_have_is_refused_after_one_question(absent
     assert time.monotonic() - began < SOON_S
     with refused("data: there is no folder 'owner/rows' here", "no dataset 'owner/rows'"):
         find_on_hub("owner/rows", field="data", kind="dataset")
+
+
+def test_held_out_rows_that_the_hub_does_not_have_are_refused_before_a_run(absent, tiny_model):
+    data = dict(train="task:addition", size=9, eval="owner/held_out", max_prompt_tokens=16)
+    cfg = made(data=data, model=dict(path=str(tiny_model)), batch=dict(prompts_per_step=2))
+    found = list(input_problems(cfg, opens_all=False))
+    assert any("data.eval: there is no folder 'owner/held_out' here" in text for text in found)
 
 
 def test_a_hub_that_is_not_there_is_waited_for_briefly(monkeypatch):

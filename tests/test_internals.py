@@ -11,8 +11,8 @@ HOMES = (
     "spmdrl/world/torch_internals.py",
     "spmdrl/model/transformers_internals.py",
     "spmdrl/engine/vllm_internals.py",
-    "spmdrl/engine/vllm_backend.py",  # a patch of its Transformers backend
-    "spmdrl/engine/vllm_cpu.py",  # patches of its CPU build
+    "spmdrl/engine/vllm_patches_models.py",  # a patch of its Transformers backend
+    "spmdrl/engine/vllm_patches_cpu.py",  # patches of its CPU build
     "spmdrl/engine/vllm_trial.py",  # what it says of models
 )
 # Documented plugin interfaces: parsers, which are needed below the engines, and a loader; what is

@@ -12,9 +12,8 @@ from spmdrl.engine.protocol import Truncation
 from spmdrl.engine.seeded_draws import draw
 from spmdrl.engine.truncation import truncate
 from spmdrl.kept_sets import KeptSets
-from spmdrl.model.draw_rules import DrawRules
-from spmdrl.model.head import HeadOptions, logprobs_and_entropy, with_square_probs
-from spmdrl.model.kept_mask import make_kept_mask
+from spmdrl.model.draw_rules import DrawRules, make_kept_mask
+from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 
 
 def masks(seed: int, tokens: int, vocab: int) -> torch.Tensor:
@@ -117,7 +116,7 @@ def ours(options: HeadOptions, rows: slice = slice(None)) -> list[torch.Tensor]:
     given = dict(targets=targets, options=options, rules=rules)
     logprobs, entropy = logprobs_and_entropy(hidden, weight, **given)
     (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
-    again = with_square_probs(hidden, weight, **given)
+    again = logprobs_and_entropy(hidden, weight, **given, squares=True)
     assert torch.equal(again[0], logprobs) and torch.equal(again[1], entropy)
     return [x.detach() for x in (logprobs, entropy, again[2], hidden.grad, weight.grad)]
 
@@ -228,7 +227,7 @@ def test_engines_that_cannot_say_what_they_kept_are_refused(monkeypatch):
     assert validate(good(**cut)) == []
     (found,) = validate(good(**cut, engine=dict(options=dict(speculative_config={"model": "m"}))))
     assert "speculative_config out" in found
-    monkeypatch.setattr(engine_options, "_is_on_cpu", lambda cfg: False)
+    monkeypatch.setattr("spmdrl.world.world.is_on_cpu", lambda cfg: False)
     monkeypatch.setattr(engine_options, "build_problems", list)
     gpus = dict(sampling=dict(min_p=0.1))
     assert validate(good(**gpus)) == []

@@ -230,17 +230,20 @@ def places_of(folder: Path, kind: str) -> dict[int, list[dict[str, Any]]]:
     return found
 
 
-def check_times(deed: dict[str, Any], named: dict[int, float], folder: Path, limits: Limits) -> str:
+def check_times(
+    deed: dict[str, Any], named: dict[int, float], killed: Ranks, limits: Limits
+) -> str:
     """Each rank named the missing one in time; return how long each took."""
     took = {}
     for rank, at in named.items():
-        lines, began = diary_of(folder, rank), deed["at"]
+        lines, began = diary_of(killed.diary, rank), deed["at"]
         if deed["death"] == "stop":
             waits = [line["at"] for line in lines if line.get("waits")]
             began = max(deed["at"], max((t for t in waits if t < at), default=0.0) + SHORT_S)
         late_s = max((line["late_s"] for line in lines if "late_s" in line), default=0.0)
         took[rank] = at - began
-        assert took[rank] <= getattr(limits, deed["death"]) + late_s, f"{deed}: {took}"
+        limit_s = getattr(limits, deed["death"]) + late_s
+        assert took[rank] <= limit_s, f"{deed}: {took}\n{killed.everything()}"
     return ", ".join(f"rank {rank} {seconds:.1f} s" for rank, seconds in took.items())
 
 
@@ -291,7 +294,7 @@ def check(case: Case, runs: Runs, folder: Path, limits: Limits) -> None:
     print(f"seed {SEED}, {case}: {moment}")
     killed = Ranks(case.kind, folder, runs.folder, moment)
     deed, named = run_to_its_death(killed)
-    print(f"in {deed['places'][-1]}; named after", check_times(deed, named, killed.diary, limits))
+    print(f"in {deed['places'][-1]}; named after", check_times(deed, named, killed, limits))
     run_to_its_end(Ranks(case.kind, folder, runs.folder))
     assert_same_end(whole / "out", folder / "out", repeats=KINDS[case.kind].repeats)
 

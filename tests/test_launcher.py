@@ -110,7 +110,7 @@ def test_a_process_beside_this_one_that_dies_is_seen_once() -> None:
     child = subprocess.Popen(sleeps)
     try:
         known = Neighbours(own_process())
-        beside = own_process() | {"pid": child.pid}
+        beside = own_process() | {"pid": child.pid, "born": neighbours.birth(child.pid)}
         known.learn([own_process(), beside, None])
         assert not known.are_known
         elsewhere = beside | {"machine": "another", "pid": 10**9}
@@ -118,6 +118,7 @@ def test_a_process_beside_this_one_that_dies_is_seen_once() -> None:
         assert known.are_known and known.dead() == []
         child.kill()
         until(lambda: known.dead() == [1])  # nobody has waited for it yet
+        known.learn([own_process(), beside, elsewhere])
         assert known.dead() == []
     finally:
         child.kill()
@@ -126,10 +127,19 @@ def test_a_process_beside_this_one_that_dies_is_seen_once() -> None:
 
 def test_a_process_of_a_number_used_again_is_another(monkeypatch) -> None:
     born = {7: "100"}
-    monkeypatch.setattr(neighbours, "_birth", lambda pid: born.get(pid, ""))
+    monkeypatch.setattr(neighbours, "birth", lambda pid: born.get(pid, ""))
     known = Neighbours(own_process())
-    known.learn([own_process(), own_process() | {"pid": 7}])
+    known.learn([own_process(), own_process() | {"pid": 7, "born": "100"}])
+    assert known.dead() == []
     born[7] = "200"
+    assert known.dead() == [1]
+
+
+def test_a_process_that_died_before_it_was_looked_at_is_dead() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        beside = own_process() | {"pid": child.pid, "born": neighbours.birth(child.pid)}
+    known = Neighbours(own_process())
+    known.learn([own_process(), beside])
     assert known.dead() == [1]
 
 

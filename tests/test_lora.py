@@ -31,8 +31,7 @@ from worlds import another_trainer, in_world, make_trainer, with_trainer
 from spmdrl.commands.export import export
 from spmdrl.config import Config, LoraSettings
 from spmdrl.model.lora.files import write_adapter
-from spmdrl.model.lora.layers import Adapters, initial_a
-from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.layers import Adapters, initial_a, lora_form
 from spmdrl.model.shards import Box, Held, held_boxes
 from spmdrl.train.companions.reference import Frozen
 

@@ -29,7 +29,7 @@ from spmdrl.check.settings import validate
 from spmdrl.config import LayoutSettings, LoraSettings
 from spmdrl.engine.protocol import Request
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.shape import model_shape
 from spmdrl.model.shards import Held, local_part

@@ -16,8 +16,7 @@ from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.config import LoraSettings
 from spmdrl.model.lora.files import AdapterFolder, write_adapter
-from spmdrl.model.lora.layers import Adapters, initial_a
-from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.lora.layers import Adapters, initial_a, lora_form
 from spmdrl.model.lora.targets import LoraForm, targeted
 
 

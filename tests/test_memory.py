@@ -20,8 +20,7 @@ from spmdrl.config import Config, LayoutSettings, MemorySettings, ModelSettings,
 from spmdrl.model.parallel.recompute import check_offload, has, move_buffers
 from spmdrl.model.shards import local_part
 from spmdrl.train import optimizer
-from spmdrl.train.optimizer import AdamW
-from spmdrl.train.rounding import stochastic_round
+from spmdrl.train.optimizer import AdamW, stochastic_round
 
 WAYS = {
     "none": {},

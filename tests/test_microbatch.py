@@ -102,7 +102,7 @@ def _find(trainer: Any, room: int) -> dict:
     "options",
     [
         {},
-        {"advantage": "gae", "kl_coef": 0.01},
+        pytest.param({"advantage": "gae", "kl_coef": 0.01}, marks=pytest.mark.grid),
         {"world_size": 2},
         pytest.param(
             {"world_size": 2, "model": {"memory": {"activation_checkpointing": "full"}}},

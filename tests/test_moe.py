@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import ModelSettings
-from spmdrl.model.file_tensors import file_tensors, live_tensors
+from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.shards import Box, Held, Part
 

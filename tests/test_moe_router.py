@@ -21,7 +21,7 @@ from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.commands.export import export
 from spmdrl.config import Config, MoeSettings
-from spmdrl.model.file_tensors import live_tensors
+from spmdrl.model.files.file_tensors import live_tensors
 
 COEF, RATE, EXPERTS, CHOICES = 0.3, 0.02, 8, 2
 

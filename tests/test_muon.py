@@ -18,7 +18,6 @@ from worlds import with_trainer
 from spmdrl.check.settings import validate
 from spmdrl.config import MuonSettings, OptimizerSettings
 from spmdrl.train.muon import Muon, block_matrices, orthogonalised
-from spmdrl.train.optimizer import AdamW
 
 SHAPES = {"wide": (12, 40), "tall": (48, 16), "square": (24, 24)}
 
@@ -26,9 +25,8 @@ SHAPES = {"wide": (12, 40), "tall": (48, 16), "square": (24, 24)}
 def _plain(options: OptimizerSettings) -> tuple[Muon, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     parameters = {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
-    norm = {"norm": torch.ones(16)}
-    rest = AdamW(norm, no_decay=set(), options=options)
-    return Muon(parameters, matrices=set(parameters), rest=rest, options=options), parameters
+    given = parameters | {"norm": torch.ones(16)}
+    return Muon(given, matrices=set(SHAPES), no_decay=set(), options=options), parameters
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -104,7 +102,7 @@ def _given_gradients(trainer: Any) -> dict:
     return {
         "start": start,
         "end": full_parameters(trainer),
-        "matrices": sorted(optimizer.parameters),
+        "matrices": sorted(optimizer.matrices),
         "moments": full_state(trainer),
     }
 

@@ -21,7 +21,7 @@ from spmdrl.commands.view import main as view
 from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
-from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.report.rollout_view import _decoder
 from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA

@@ -175,6 +175,7 @@ def test_random_rows_are_taken_or_refused_with_their_place(count, tmp_path):
         ("rl", '{"prompt": ["a"]}', "message 0 must have a `role`"),
         ("rl", '{"prompt": "a", "tools": 3}', "column 'tools': expected a list, got 3"),
         ("rl", '{"prompt": "\\ud83d"}', "holds half of a character, '\\ud83d', at 1"),
+        ("rl", '{"prompt": ', "not a JSON value: Expecting value at column 11; the line begins"),
         ("rl", '{"prompt": "a", "b": ' + "9" * 5000 + "}", "not a JSON value: Exceeds the limit"),
         ("rl", '{"prompt": "a", "b": ' + "[" * 90 + "]" * 90 + "}", "'b' holds lists or mappings"),
         (
@@ -240,7 +241,7 @@ def of_bytes(*texts: bytes) -> pyarrow.Array:
             dict(at=pyarrow.array([0, 1], pyarrow.timestamp("us", tz="Nowhere/At_all"))),
             "row 1: column 'at' cannot be read: 'Nowhere/At_all'",
         ),
-        (dict(image=[b"\x89", b""]), "row 1: column 'image' holds bytes, which"),
+        (dict(blob=[b"\x89", b""]), "row 1: column 'blob' holds bytes, which"),
         (dict(prompt=pyarrow.array([1, 2])), "row 1: column 'prompt': expected text or a list"),
     ],
 )

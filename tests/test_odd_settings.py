@@ -19,6 +19,7 @@ from spmdrl.check.dry_run import mesh_map
 from spmdrl.check.settings import parse, validate
 from spmdrl.config.tree import bounds, flatten, kinds, sections, settings
 from spmdrl.errors import Refusal
+from spmdrl.imports import is_missing_folder
 from spmdrl.report.derived import derived
 
 SOME_S = 5.0
@@ -255,3 +256,10 @@ def test_files_that_are_no_text_are_refused_with_a_line(tmp_path):
 def test_paths_that_no_file_system_holds_are_refused(field, path, said):
     (problem,) = validate(config.from_tree({field: path}))
     assert problem.startswith(field) and said in problem
+
+
+@pytest.mark.parametrize(
+    ("path", "is_missing"), [("x" * 300, False), ("./" + "x" * 300, True), ("~nobody/x", True)]
+)
+def test_names_that_no_disk_can_hold_are_asked_for_without_an_error(path, is_missing):
+    assert is_missing_folder(path) == is_missing

@@ -1,4 +1,4 @@
-"""Losses and advantages of a user's own, tried on two tokens before anything is loaded."""
+"""Losses and advantages of a user's own, tried on three tokens before anything is loaded."""
 
 from __future__ import annotations
 
@@ -54,11 +54,16 @@ def reduced(logprobs, advantages):
 
 
 def wrong_in_torch(logprobs, advantages):
-    return logprobs @ torch.zeros(3), {}
+    return logprobs @ torch.zeros(5), {}
 
 
 def of_no_number(logprobs):
     return -logprobs * float("nan"), {}
+
+
+def of_sequences(logprobs, cu_seqlens):
+    lengths = cu_seqlens.diff().tolist()
+    return torch.stack([-part.sum() for part in logprobs.split(lengths)]), {}
 
 
 def unknown_metric(logprobs):
@@ -76,13 +81,14 @@ def asks_for_more(logprobs, reward):
         (without_gradient, "returns terms without a gradient"),
         (of_numbers, "the statistic 'mine' must be (sum, count), two tensors of one number"),
         (of_one_number, "the statistic 'mine' must be (sum, count)"),
-        (of_tokens, "got (a tensor of shape (2,), a tensor of shape ())"),
+        (of_tokens, "got (a tensor of shape (3,), a tensor of shape ())"),
         (unnamed, "names of statistics are texts, got 3"),
-        (of_no_number, "returned [nan, nan] for two tokens: every value must be finite"),
+        (of_no_number, "returned [nan, nan, nan] for 3 tokens: every value must be finite"),
         (unknown_metric, "the statistic 'policy/entropi' of unknown_metric is not in"),
         (no_pair, "must return ([T] tensor, stats dict), got Tensor"),
         (of_whole_numbers, "of floating point, got torch.int64"),
-        (reduced, "of one value per token, got () for 2"),
+        (reduced, "of one value per token, got () for 3"),
+        (of_sequences, "of one value per token, got (2,) for 3"),
         (wrong_in_torch, "RuntimeError: "),
         (asks_for_more, "has the parameter 'reward' without a default"),
     ],

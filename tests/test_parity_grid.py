@@ -31,7 +31,7 @@ from worlds import in_world, make_trainer
 
 from spmdrl.config import BatchSettings, Config
 from spmdrl.model.divisibility import ModelCounts, misfits
-from spmdrl.train.optimizer import _like
+from spmdrl.train.optimizer import like
 from spmdrl.types import Batch
 from spmdrl.world.axes import Axes
 
@@ -195,7 +195,7 @@ def _watch(trained: Any, kept: list[dict[str, Tensor]]) -> None:
     step, parameters = trained.optimizer.step, trained.optimizer.parameters
 
     def take(gradients: dict[str, Tensor], *, lr: float) -> None:
-        kept.append(whole({n: _like(parameters[n], g) for n, g in gradients.items()}))
+        kept.append(whole({n: like(parameters[n], g) for n, g in gradients.items()}))
         step(gradients, lr=lr)
 
     trained.optimizer.step = take

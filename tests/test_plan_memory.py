@@ -27,6 +27,7 @@ from spmdrl.plan.engine_memory import cache_bytes_per_token, engine_memory, engi
 from spmdrl.plan.memory import shards_numel
 from spmdrl.plan.run import Run, run_of
 from spmdrl.plan.trainer_memory import most_tokens, trainer_memory
+from spmdrl.train.muon import block_matrices
 from spmdrl.world.axes import Axes, axes_of
 
 _WIDE = dict(
@@ -208,6 +209,20 @@ def test_adapters_alone_have_gradients_and_state():
     assert plan.causes["gradients"] == 4 * adapters
     assert plan.causes["optimizer"] == 8 * adapters
     assert plan.causes["weights"] == 4 * adapters + 2 * shards_numel(shape, axes)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_muon_keeps_one_moment_of_the_matrices_that_it_trains(family):
+    cfg = run_config("m", "o", world_size=4)
+    hf_model, shape, axes = tiny_model(family), _shape(family), Axes("colocated", 1, 1)
+    own = dict(hf_model.named_parameters())
+    matrices = sum(own[name].numel() for name in block_matrices(hf_model, own))
+    plans = [
+        trainer_memory(_gpu_run(changed(cfg, optimizer={"kind": kind}), shape), axes)
+        for kind in ("adamw", "muon")
+    ]
+    adamw, muon = (plan.causes["optimizer"] for plan in plans)
+    assert adamw == 8 * shape.numel and muon == adamw - 4 * matrices
 
 
 @pytest.mark.parametrize(

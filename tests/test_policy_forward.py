@@ -11,11 +11,11 @@ from policy_runs import small_model
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import ModelSettings
-from spmdrl.model.attention import pick_attention, register_attention
+from spmdrl.model.attention.kernels import pick_attention, register_attention
+from spmdrl.model.attention.packing import make_packing
+from spmdrl.model.attention.separation import separate
 from spmdrl.model.load import load_whole_model
-from spmdrl.model.packing import make_packing
 from spmdrl.model.scorer import ScoredRow, Scorer, make_row
-from spmdrl.model.separation import separate
 
 LENGTHS = (5, 70, 1, 33, 9, 90, 66)
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
@@ -119,6 +119,8 @@ def test_kernels_are_refused_where_they_cannot_run():
     ):
         with pytest.raises(ValueError, match="model.kernels.attention"):
             pick_attention(wanted, device=device, dtype=dtype, has_softcap=softcap)
+    with pytest.raises(ValueError, match="caps its logits .* no kernel here does both"):
+        pick_attention("auto", device=cpu, dtype=bf16, has_softcap=True, both_ways=True)
 
 
 def test_a_first_token_cannot_be_scored():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from spmdrl.model.head import HeadOptions, logprobs_and_entropy, with_square_probs
+from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 
 N, H, V = 13, 8, 24
 
@@ -49,7 +49,9 @@ def _ours(
     bias = _bias()[rows].clone().requires_grad_() if has_bias else None
     logprobs, entropy = logprobs_and_entropy(hidden, weight, bias, targets=targets, options=options)
     (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
-    again = with_square_probs(hidden, weight, bias, targets=targets, options=options)
+    again = logprobs_and_entropy(
+        hidden, weight, bias, targets=targets, options=options, squares=True
+    )
     assert torch.equal(again[0], logprobs) and torch.equal(again[1], entropy)
     own = [] if bias is None else [bias.grad]
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad, again[2], *own

@@ -19,8 +19,8 @@ from worlds import another_trainer, refusal, with_trainer
 
 from spmdrl.check.fit import check_fit, fit_problems
 from spmdrl.config import Config
-from spmdrl.model.checkpoint_reader import CheckpointReader
-from spmdrl.model.file_tensors import file_tensors
+from spmdrl.model.files.file_tensors import file_tensors
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import check_weights, load_hf_config
 from spmdrl.model.shards import held_boxes
 from spmdrl.types import Advantages, Batch
@@ -103,19 +103,21 @@ def test_tied_weights_appear_once(tmp_path):
     assert untied.keys() - tied.keys() == {"lm_head.weight"}
 
 
-def test_a_model_with_a_vision_tower_is_refused(tmp_path):
+def test_a_tower_of_an_unknown_family_is_refused(tmp_path):
     folder = small_model(tmp_path)
     plain = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
         json.dumps(
             {
-                "model_type": "gemma3",
+                "model_type": "mistral3",
                 "text_config": {"hidden_size": 32},
                 "vision_config": plain | {"model_type": "siglip_vision_model"},
             }
         )
     )
-    with pytest.raises(ValueError, match="vision tower"):
+    with pytest.raises(
+        ValueError, match="a mistral3 with a vision tower.*qwen3_vl_moe; set model.part to text"
+    ):
         meta_model(folder)
 
 

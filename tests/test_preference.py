@@ -162,7 +162,7 @@ def test_pairs_are_encoded_side_by_side_and_too_long_ones_are_named(tmp_path):
     file = jsonl(tmp_path, [{"chosen": [USER, GOOD], "rejected": [USER, BAD], "margin": 1.5}])
     cfg = changed(config(file, rows=1), sampling={"max_response_tokens": 64})
     unit = PairSource(cfg, CHAT).units_at(0)[0]
-    texts = [CHAT.decode([t for t, m in zip(*example) if m]) for example in unit.examples]
+    texts = [CHAT.decode([t for t, m in zip(*example[:2]) if m]) for example in unit.examples]
     assert texts == ["ho<eos>", "hm?<eos>"] and unit.rewards == (1.5, 0.0)
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: \d+ tokens, above data\.max_prompt"):
         PairSource(changed(cfg, sampling={"max_response_tokens": 1}), CHAT)
@@ -174,7 +174,7 @@ def test_labelled_rows_come_with_a_response_to_another_prompt(tmp_path):
     source = LabelledSource(config(jsonl(tmp_path, rows), rows=8), PLAIN)
     by_text = {row["prompt"] + row["completion"] + "<eos>": row for row in rows}
     for unit in source.units_at(3):
-        own, other = (PLAIN.decode(tokens) for tokens, _ in unit.examples)
+        own, other = (PLAIN.decode(tokens) for tokens, *_ in unit.examples)
         row = by_text[own]
         assert unit.rewards == (float(row["label"]), 0.0) and other.startswith(row["prompt"])
         reply = other.removeprefix(row["prompt"]).removesuffix("<eos>")

@@ -8,14 +8,17 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from transformers import AutoConfig, AutoTokenizer
 
 from spmdrl.config import LayoutSettings
+from spmdrl.data.processor import ImageReader
 from spmdrl.model.families import FAMILIES, family_config
+from spmdrl.model.vision.tiny import tiny_of
+from spmdrl.model.vision.towers import FAMILIES as SEEING
 from spmdrl.proof import jobs, prove
 from spmdrl.proof import record as records
-from spmdrl.proof.line import Line
 from spmdrl.proof.prove import Proof
-from spmdrl.proof.record import Record
+from spmdrl.proof.record import Line, Record
 from spmdrl.proof.table import page_with
 
 # fmt: off
@@ -115,6 +118,34 @@ def test_three_families_of_the_day_are_proved_whole(kind, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_proved_or_refused(family, tmp_path):
     assert_whole(family, tmp_path)
+
+
+@pytest.mark.models
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", SEEING)
+def test_every_family_that_sees_is_proved_with_its_tower(family, tmp_path):
+    lines = list(Proof(AutoConfig.for_model(family), tmp_path, timeout_s=600.0).lines())
+    assert not [str(line) for line in lines if line.verdict == "WRONG"]
+    known = records.record_of(family, AutoConfig.for_model(family), lines, class_name="")
+    assert known.is_proved and known.model_type == family, "\n".join(map(str, lines))
+
+
+def test_a_small_model_that_sees_has_a_tower_of_the_same_code(tmp_path):
+    real = AutoConfig.for_model("qwen3_vl")
+    real.vision_config.hidden_act = "gelu"
+    small = tiny_of(real, tmp_path, kv_heads=2).config
+    assert small.model_type == "qwen3_vl" and small.vision_config.hidden_act == "gelu"
+    assert small.vision_config.deepstack_visual_indexes == [0, 2]
+    assert small.text_config.rope_parameters["rope_theta"] == 500000.0
+    assert ImageReader(
+        str(tmp_path),
+        tokenizer=AutoTokenizer.from_pretrained(tmp_path),
+        image_token_id=small.image_token_id,
+    )
+    kinds = [
+        records.record_of("", c, (), class_name="").model_type for c in (real, real.text_config)
+    ]
+    assert kinds == ["qwen3_vl", "qwen3_vl_text"]
 
 
 def test_the_families_of_the_days_are_in_the_table():

@@ -21,9 +21,9 @@ from worlds import with_stream, with_trainer
 
 from spmdrl.commands.export import export
 from spmdrl.config import LayoutSettings, ModelSettings
-from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.files.quantised import Packed, Scaled
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import load_hf_config, load_whole_model
-from spmdrl.model.quantised import Packed, Scaled
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
+import datasets
 import pytest
 from runs import ROOT
 
@@ -19,7 +18,7 @@ from spmdrl.config import Config, ModelSettings
 from spmdrl.config.read import read
 from spmdrl.data import row_files
 from spmdrl.data.rows import ground_truth_of, prompt_of, read_rows
-from spmdrl.model.known_shapes import SHAPES, with_known_shape
+from spmdrl.model.shape import SHAPES, with_known_shape
 from spmdrl.report.derived import derived
 from spmdrl.rewards import graders
 
@@ -107,17 +106,16 @@ def hub(monkeypatch):
 
     def load_dataset(name, config, *, split):
         asked.append((name, config, split))
-        return HUB[name, config]
+        return datasets.Dataset.from_list(HUB[name, config])
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(row_files, "find_on_hub", lambda *_, **__: None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     return asked
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math"])
 def test_fetched_problems_are_rows_of_ours_whose_right_answers_are_rewarded(name, hub, tmp_path):
-    assert fetch_problems.main([name, "--out", str(tmp_path / "new" / name)]) == 0
+    fetch_problems.main([name, "--out", str(tmp_path / "new" / name)])
     assert [split for _, _, split in hub] == ["train", "test"]
     for split in ("train", "test"):
         rows = read_rows(str(tmp_path / "new" / name / f"{split}.jsonl"))

@@ -27,6 +27,7 @@ BESIDE = {  # what else is changed
     "no lag": dict(lag=0),
     "reward model": dict(rewards=dict(functions=("model:m",))),
     "short": dict(sampling=dict(max_response_tokens=16)),
+    "online pairs": dict(algorithm=dict(objective="online_preference", loss="dpo")),
     "teacher": dict(model=dict(teacher="t")),
     "transformers": dict(engine=dict(kind="transformers")),
 }
@@ -54,6 +55,7 @@ ACCEPTED = {
     ("rewards.functions", "evaluation"): [("task:addition", "model:x"), ("model:x",)],
     ("rewards.functions", "remax"): [("r:f",)],
     ("rewards.shaping", ""): [dict(scale=2.0)],
+    ("evaluate", ""): [dict(temperature=0), dict(temperature=0.5, top_p=0.9, top_k=4, min_p=0.1)],
 }
 
 # And what is said.
@@ -80,7 +82,12 @@ REFUSED = {
         (dict(tokens_per_microbatch=64), "one sequence may not fit"),
         (dict(updates_per_step=0), "batch.updates_per_step: must be at least 1, got 0"),
     ],
-    ("evaluate", ""): [(dict(every_steps=2), "data.eval is empty")],
+    ("evaluate", ""): [
+        (dict(every_steps=2), "data.eval is empty"),
+        (dict(temperature=0, top_p=0.9), "evaluate.top_p: 0.9 has no effect at evaluate.temperatu"),
+        (dict(temperature=0, top_k=4), "evaluate.top_k: 4 has no effect"),
+        (dict(temperature=0, min_p=0.1), "evaluate.min_p: 0.1 has no effect"),
+    ],
     ("data", ""): [
         (dict(size=0), "has no size of its own"),
         (dict(train="x.jsonl", size=0), "name at least one reward function"),
@@ -141,6 +148,14 @@ REFUSED = {
     ],
     ("model.moe", "sft"): [
         (dict(replay=True), "replay: True has no effect under the objective sft")
+    ],
+    ("algorithm", "online pairs"): [
+        (dict(advantage="rloo"), "algorithm.advantage: 'rloo' has no place in the loss of the obj"),
+        (dict(correction="none"), "algorithm.correction: 'none' has no place in the loss"),
+        (
+            dict(correction_options={"upper": 3.0}),
+            "algorithm.correction_options: {'upper': 3.0} has no",
+        ),
     ],
     ("engine.options", ""): [
         (

@@ -38,6 +38,19 @@ def test_a_metric_is_its_numerator_over_its_denominator_and_a_total_adds_up(rank
     assert values_of(add_sums(*ranks)) == values
 
 
+@pytest.mark.parametrize("value", [3.0, (1.0, 2.0, 3.0), "ab", ("a", 1), None])
+@pytest.mark.parametrize("take", [add_sums, values_of])
+def test_a_metric_that_is_no_pair_is_named(take, value):
+    with pytest.raises(TypeError, match=r"metric 'my/x': expected a pair .*'my/x': \(value, 1.0\)"):
+        take({"my/x": value})
+
+
+def test_a_step_names_the_metric_that_is_no_pair(tmp_path):
+    with reporting(config(tmp_path)) as report:
+        with pytest.raises(TypeError, match="metric 'my/x': expected a pair"):
+            report.step(0, {"my/x": 3.0}, seconds={})
+
+
 def test_an_unknown_metric_is_an_error_that_names_the_nearest():
     with pytest.raises(ValueError, match="policy/entropi.*did you mean policy/entropy"):
         values_of({"policy/entropi": (1, 1)})
@@ -226,6 +239,7 @@ def test_a_finished_run_has_a_picture_of_its_curves(tmp_path, capsys):
     assert "<svg" in out.read_text()
     assert curves([str(tmp_path / "missing")]) == 2
     assert "missing" in capsys.readouterr().err
+    assert curves([]) == 2 and "at least one run" in capsys.readouterr().err
 
 
 def test_of_several_rows_of_a_step_curves_show_the_last():

@@ -39,6 +39,13 @@ def test_a_healthy_run_is_told_nothing():
     assert not told(advisor(), *[HEALTHY] * 20)
 
 
+def test_metrics_that_are_not_finite_end_no_run():
+    odd = [
+        HEALTHY | {"policy/loss": value} for value in (float("inf"), -float("inf"), 1e308, 1e308)
+    ]
+    assert not told(advisor(after=4), *odd, HEALTHY)
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [

@@ -186,6 +186,22 @@ def test_a_tracker_that_comes_back_gets_what_it_missed(tmp_path, monkeypatch, ca
     assert caplog.text.count("fails") == 1
 
 
+def test_a_tracker_that_only_misses_the_end_is_not_said_to_miss_items(
+    tmp_path, monkeypatch, caplog
+):
+    run = open_tracker(tmp_path)
+    run.metrics(0, {"reward/mean": 0.5})
+    wait_for(lambda: run._client is not None and not run._items)
+
+    def fail(*_: Any) -> None:
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr(run._client, "set_terminated", fail)
+    run.close("finished")
+    assert "has all metrics, but not how the run ended" in caplog.text
+    assert "did not take" not in caplog.text
+
+
 def wait_for(condition: Any, *, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():

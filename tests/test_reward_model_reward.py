@@ -423,7 +423,8 @@ def test_another_tokenizer_that_nothing_can_be_said_in_is_refused(folders, tmp_p
     with pytest.raises(ValueError, match="has no chat template, and the rows are conv"):
         check(changed(cfg, data=dict(chat_template="always")), {"prompt": "text"})
     with pytest.raises(ValueError, match="rollout.environment.*no conversation"):
-        check(changed(cfg, rollout=dict(environment={"name": "calculator"})))
+        own = changed(cfg, data=dict(train="task:addition"))
+        check(changed(own, rollout=dict(environment={"name": "calculator"})))
     hf = json.loads((other / "config.json").read_text()) | {"vocab_size": 64}
     (other / "config.json").write_text(json.dumps(hf))
     with pytest.raises(ValueError, match="and it embeds 64; give it its own"):

@@ -349,6 +349,15 @@ def test_a_group_judge_asks_once_and_gives_each_response_its_own_score(serve):
     assert {len(first) for first in orders} == {1, 2}, "the order is not of chance"
 
 
+def test_a_judge_of_one_response_gives_each_of_a_group_its_own_score(serve):
+    server = serve(*(says(f"Score: {n}") for n in (1, 2, 3)))
+    with pytest.raises(TypeError, match="scope"):
+        judge(url=server.url, model="m", scope="group", **FAST)
+    reward = judge(url=server.url, model="m", **FAST)
+    reward.scope = "group"  # as any function may have it
+    assert reward(["p"] * 3, ["a", "b", "c"]) == [0.1, 0.2, 0.3]
+
+
 def test_a_group_judge_takes_the_rows_rubric_and_refuses_what_is_incomplete(serve):
     server = serve(by_length, says("Score 1: 5"))
     row = {"prompt": "q", "answer": "4", "rubric": ["a", "b"]}

@@ -25,6 +25,7 @@ from spmdrl.workers.reports import (
     take_reports,
 )
 from spmdrl.workers.reward_jobs import RewardScorer
+from spmdrl.workers.worker_process import QueuedJob, WorkerProcess
 
 ROW = {
     "prompt": "2+2=",
@@ -224,9 +225,7 @@ def test_functions_combine_by_weight_and_none_leaves_one_out(tmp_path):
     def scored(*names, weights):
         specs = [f"{tmp_path}/r.py:{n}" for n in names]
         functions = dict(zip(part_names(specs), specs))
-        setup = Setup(
-            functions=functions, weights=weights, tasks=(), task_options=(), scope="sample"
-        )
+        setup = Setup(functions=functions, weights=weights, scope="sample")
         return RewardScorer(setup).score(1, RewardSample(ROW, "4", [], False))
 
     got = scored("a", "b", "none", weights=(1.0, 0.5, 9.0)).result
@@ -236,6 +235,15 @@ def test_functions_combine_by_weight_and_none_leaves_one_out(tmp_path):
     assert scored("a", "a", weights=(1.0, 1.0)).result.parts == {"a_0": 2.0, "a_1": 2.0}
 
 
+FACTS = {
+    "concurrency": 2,
+    "scopes": ["group"],
+    "called": {"RewardList": "f (r.py:1)"},
+    "environments": {},
+}
+TOOLS = {"tools": [], "tool_parser": "", "not_plain": ""}
+
+
 def test_reports_survive_being_cut_anywhere():
     found = RewardResult(None, 0.1, {"a": 1 / 3}, {"m": -1e-300}, {"t": "\ud800 \n"})
     bad = RewardResult(None, failure="bad_value", message="no number")
@@ -243,7 +251,7 @@ def test_reports_survive_being_cut_anywhere():
         None, b"\x00\xff", ({"role": "user", "content": ""},), False, 2.0, {"i": 1.0}, 3
     )
     reports = [
-        Ready(1.5, {"concurrency": 2, "scopes": ["group"], "tools": [], "tool_parser": ""}),
+        Ready(1.5, FACTS | {"environments": {"rollout.environment": TOOLS}}),
         Began(2**61, 0.25),
         Done(1, 2.0, 0.5, None, "", found),
         Done(2, 2.0, 0.5, "error", "why", None),
@@ -261,10 +269,36 @@ def test_reports_survive_being_cut_anywhere():
         assert not buffer
 
 
-FIELDS = {"id": 1, "finished": 1, "seconds": 1, "failure": None, "message": ""}
-SCORE = {"value": 1, "parts": {}, "metrics": {}, "extras": {}}
-TURN = {"is_done": False, "reward": 1, "info": {}, "state": 0}
-HALF_A_CHARACTER = TURN | {"messages": [{"role": "user", "content": "\ud800"}]}
+CALL = {"seconds": 1, "failure": None, "message": ""}
+SCORE = CALL | {"value": 1, "parts": {}, "metrics": {}, "extras": {}}
+TURN = CALL | {"messages": [], "is_done": False, "reward": 1, "info": {}, "state": 0}
+
+
+def done(kind="RewardResult", result=SCORE, **fields):
+    fields = CALL | {"id": 1, "finished": 1, "result": [kind, result]} | fields
+    return json.dumps(["Done", fields])
+
+
+def ready(**facts):
+    return json.dumps(["Ready", {"at": 1, "facts": FACTS | facts}])
+
+
+def without(fields, name):
+    return {key: value for key, value in fields.items() if key != name}
+
+
+def sent(text):
+    data = text.encode()
+    return list(take_reports(bytearray(struct.pack("<4sII", b"spmd", len(data), 0) + data)))
+
+
+def test_reports_that_are_right_are_read():
+    assert sent(done())[0].result == RewardResult(None, 1.0, seconds=1.0)
+    assert sent(done("ListResult", CALL | {"results": [["RewardResult", SCORE]]}))
+    assert sent(done("TurnResult", TURN | {"messages": [{"role": "user", "content": ""}]}))
+    failed = done(failure="error", result=None).replace('["RewardResult", null]', "null")
+    assert sent(failed)[0].failure == "error"
+    assert sent(ready()) and sent(ready(environments={"rollout.environment": TOOLS}))
 
 
 @pytest.mark.parametrize(
@@ -278,29 +312,48 @@ HALF_A_CHARACTER = TURN | {"messages": [{"role": "user", "content": "\ud800"}]}
         '["Began", {"id": true, "at": 1}]',
         '["Began", {"id": 1, "at": NaN}]',
         '["Began", {"id": 1, "at": 1e999}]',
-        '["Ready", {"at": 1, "facts": {"concurrency": 0}}]',
+        f'["Began", {{"id": 1, "at": 1{"0" * 400}}}]',
+        '["Began", {"id": 1, "at": 1, "by": 2}]',
+        ready(concurrency=0),
         '["Ready", {"at": 1, "facts": []}]',
-        '["Ready", {"at": 1, "facts": {"concurrency": 1, "scopes": ["all"]}}]',
+        ready(scopes=["all"]),
+        ready(called={"Open": 1}),
+        ready(environments=[]),
+        ready(environments={"rollout.environment": []}),
+        ready(environments={"rollout.environment": TOOLS | {"tools": ""}}),
+        ready(environments={"rollout.environment": without(TOOLS, "tool_parser")}),
         '["Returned", {"ids": "12"}]',
+        '["Returned", {"ids": [1.5]}]',
         '["Refused", {"text": 7}]',
-        json.dumps(["Done", FIELDS]),
-        json.dumps(["Done", FIELDS | {"result": None}]),
-        json.dumps(["Done", FIELDS | {"result": {}}]),
-        json.dumps(["Done", FIELDS | {"result": {"results": [SCORE]}}]),
-        json.dumps(["Done", FIELDS | {"result": {"results": [SCORE | {"failure": "no"}]}}]),
-        json.dumps(["Done", FIELDS | {"result": SCORE | {"value": "1"}}]),
-        json.dumps(["Done", FIELDS | {"result": SCORE | {"parts": {"a": []}}}]),
-        json.dumps(["Done", FIELDS | {"result": SCORE | {"extras": {"a": 1}}}]),
-        json.dumps(["Done", FIELDS | {"result": SCORE, "failure": "no"}]),
-        json.dumps(["Done", FIELDS | {"result": SCORE, "seconds": -1}]),
-        json.dumps(["Done", FIELDS | {"result": {"messages": ["a"]}}]),
-        json.dumps(["Done", FIELDS | {"result": HALF_A_CHARACTER}]),
+        json.dumps(["RewardResult", SCORE]),
+        done(result=None).replace('["RewardResult", null]', "null"),
+        done(result={}),
+        done(kind="Done"),
+        done(result=without(SCORE, "parts")),
+        done(result=SCORE | {"key": 1}),
+        done(result=SCORE | {"value": "1"}),
+        done(result=SCORE | {"parts": {"a": []}}),
+        done(result=SCORE | {"extras": {"a": 1}}),
+        done(result=SCORE | {"seconds": -1}),
+        done(failure="no"),
+        done(seconds=-1),
+        done("ListResult", CALL | {"results": [["TurnResult", TURN]]}),
+        done("ListResult", CALL | {"results": [["RewardResult", SCORE | {"failure": "no"}]]}),
+        done("TurnResult", TURN | {"messages": ["a"]}),
+        done("TurnResult", TURN | {"messages": [{"role": "user"}]}),
+        done("TurnResult", TURN | {"messages": [{"role": "user", "content": 1}]}),
+        done("TurnResult", TURN | {"messages": [{"role": "user", "content": "\ud800"}]}),
     ],
 )
 def test_what_is_no_report_is_refused(text):
-    data = text.encode()
     with pytest.raises(BadReport):
-        list(take_reports(bytearray(struct.pack("<4sII", b"spmd", len(data), 0) + data)))
+        sent(text)
+
+
+def test_a_worker_that_does_not_say_what_a_job_calls_costs_no_more_than_its_name():
+    worker = object.__new__(WorkerProcess)
+    worker.facts = sent(ready(called={}))[0].facts
+    assert worker.called(QueuedJob(0, 1, "key", RewardSample, b"")) == "the function"
 
 
 @pytest.mark.parametrize("data", [b"x" * 12, pickle.dumps([1] * 9), b"spmd" + b"\xff" * 8])

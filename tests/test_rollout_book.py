@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import random
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from spmdrl.config import ScheduleSettings
 from spmdrl.rollout.balance import deal, deal_again
-from spmdrl.rollout.book import Book, Move, OwnBook, Practice, SharedBook, finish, take_tickets
+from spmdrl.rollout.book import Book, Move, OwnBook, Practice, SharedBook, Ticket
 from spmdrl.rollout.resume import Share, resumed
 from spmdrl.rollout.staleness import horizon, make_rules
 
@@ -155,9 +154,11 @@ def test_every_prompt_is_sampled_once_and_every_step_full_whoever_is_fast(
 def test_a_replica_that_is_done_takes_the_shortest_of_another():
     book, rules = Book(), make_rules(6, over_sample=1, lag=0, max_staleness="auto")
     costs = [6, 5, 4, 3, 2, 1]
-    take = functools.partial(
-        take_tickets, book, rules, last=0, version=0, deal=lambda step: deal(costs, 2)
-    )
+    practice = Practice(rules, lambda step: deal(costs, 2), lambda step: range(6))
+
+    def take(part: int, most: int) -> list[Ticket]:
+        return practice.play(book, Move(part, 0, 0, most))
+
     assert [t.slot for t in take(part=0, most=3)] == [0, 3, 4]
     assert book.left == {0: [[], [1, 2, 5]]}
     assert [t.slot for t in take(part=0, most=1)] == [5]
@@ -167,14 +168,9 @@ def test_a_replica_that_is_done_takes_the_shortest_of_another():
 
 def test_a_plain_step_keeps_its_prompts_in_their_slots_whoever_drew_them():
     book, rules = Book(), make_rules(4, over_sample=1, lag=0, max_staleness="auto")
-    tickets = [
-        t
-        for part in (1, 0, 1, 1)
-        for t in take_tickets(
-            book, rules, part=part, most=1, last=0, version=0, deal=lambda step: deal([0] * 4, 2)
-        )
-    ]
-    finish(book, rules, complete=[3, 1, 0, 2], dropped=(), last=0, slots_of=lambda step: range(4))
+    practice = Practice(rules, lambda step: deal([0] * 4, 2), lambda step: range(4))
+    tickets = [t for part in (1, 0, 1, 1) for t in practice.play(book, Move(part, 0, 0, most=1))]
+    practice.play(book, Move(0, 0, 0, most=0, complete=(3, 1, 0, 2)))
     assert book.closed == {0: {t.number: t.slot for t in tickets}}
 
 
@@ -319,26 +315,13 @@ def test_no_prompt_is_asked_for_before_its_step_was_planned(lag, over, steps):
     assert horizon(ScheduleSettings(dynamic=4, over_sample=over), lag=lag) == 0
     prompts, book = 4, Book()
     rules = make_rules(prompts, over_sample=over, lag=lag, max_staleness="auto")
+    practice = Practice(rules, lambda step: [[*range(prompts)]], lambda step: range(prompts))
     latest = 0
     for version in range(5):
         for observed, last in ((version - 1, version), (version, version + lag)):
             while book.next <= last:
-                tickets = take_tickets(
-                    book,
-                    rules,
-                    part=0,
-                    most=99,
-                    last=last,
-                    version=version,
-                    deal=lambda step: [list(range(prompts))],
-                )
+                tickets = practice.play(book, Move(0, version, last, most=99))
                 latest = max([latest, *(t.step - observed for t in tickets)])
-                finish(
-                    book,
-                    rules,
-                    complete=[t.number for t in tickets],
-                    dropped=(),
-                    last=last,
-                    slots_of=lambda step: range(prompts),
-                )
+                numbers = tuple(t.number for t in tickets)
+                practice.play(book, Move(0, version, last, most=0, complete=numbers))
     assert latest <= steps

@@ -458,6 +458,9 @@ def test_the_viewer_writes_a_page(shown, capsys, tmp_path):
     assert of_step.count("rgba(0, 150, 60, 0.600)") >= 3 and "what is &lt;3&gt;?" in of_step
     assert viewer.main([*asked, "--color", "logprob"]) == 0
     assert "rgba(220, 120, 0, 0.240)" in page.read_text()  # 0.6 * 2 / 5
+    assert viewer.main([*asked[:-1], str(tmp_path / "none" / "page.html")]) == 2
+    error = capsys.readouterr().err
+    assert "No such file" in error and "cannot be read" not in error
     (shown / "config.yaml").unlink()
     assert viewer.main([*asked, "--color", "advantage"]) == 2
     error = capsys.readouterr().err
@@ -487,8 +490,8 @@ def test_the_viewer_says_why_it_knows_no_advantages(shown, capsys):
 def test_the_viewer_names_what_is_there(words, says, shown, capsys):
     assert viewer.main([str(shown), *words]) == 2
     assert says in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        viewer.main([str(shown), "--group", "1"])
+    assert viewer.main([str(shown), "--group", "1"]) == 2
+    assert "--group needs --step" in capsys.readouterr().err
 
 
 def test_the_viewer_runs_nothing_that_a_run_names(tmp_path, capsys, monkeypatch):

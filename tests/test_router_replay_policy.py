@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from spmdrl import config as configs
 from spmdrl.check.fit import fit_problems
 from spmdrl.config import Config
-from spmdrl.model.attention import register_attention
+from spmdrl.model.attention.kernels import register_attention
+from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import experts_modules
-from spmdrl.model.checkpoint_reader import CheckpointReader
-from spmdrl.model.file_tensors import file_tensors, live_tensors
+from spmdrl.model.files.file_tensors import file_tensors, live_tensors
+from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import build_meta_model, compute_buffers, model_folder, read_tensors
 from spmdrl.model.parallel import recompute
-from spmdrl.model.router_replay import WEIGHTS, RouterReplay
+from spmdrl.model.routers import WEIGHTS, RouterReplay
 from spmdrl.model.scorer import Scorer, make_row
-from spmdrl.model.separation import separate
 from spmdrl.types import Batch
 
 EXPERTS, CHOICES = 8, 2
@@ -55,6 +55,7 @@ ROUTERS = {
     "dots1": "Dots1TopkRouter",
     "exaone_moe": "ExaoneMoeTopkRouter",
     "gpt_oss": "GptOssTopKRouter",
+    "qwen3_vl_moe": "Qwen3VLMoeTextTopKRouter",
 }
 
 
@@ -67,7 +68,7 @@ def test_each_familys_routers_weigh_as_the_replay_does(family, norm):
 
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     kind = getattr(module, ROUTERS[family])
-    hf_config = AutoConfig.for_model(family)
+    hf_config = AutoConfig.for_model(family).get_text_config()
     sizes = dict(
         hidden_size=32,
         num_experts=EXPERTS,

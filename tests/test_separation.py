@@ -10,10 +10,10 @@ from built import changed, good
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.check.fit import check_fit
-from spmdrl.model import separation
+from spmdrl.model.attention import separation
+from spmdrl.model.attention.mask_spans import Other, Span, visible
+from spmdrl.model.attention.separation import separate, separation_of
 from spmdrl.model.blocks import blocks
-from spmdrl.model.mask_spans import Other, Span, visible
-from spmdrl.model.separation import separate, separation_of
 
 HYBRID = ["linear_attention", "full_attention"]
 SLIDING = ["sliding_attention", "full_attention"]

@@ -12,10 +12,10 @@ from test_moe import make_moe
 from test_policy_forward import assert_scored_as_by_transformers, plain_scorer
 from torch import Tensor
 
-from spmdrl.model import sinks
-from spmdrl.model.attention import KERNELS
-from spmdrl.model.mask_spans import Span
-from spmdrl.model.packing import make_packing
+from spmdrl.model.attention import sinks
+from spmdrl.model.attention.kernels import KERNELS
+from spmdrl.model.attention.mask_spans import Span
+from spmdrl.model.attention.packing import make_packing
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 LENGTHS, KEY_LENGTHS = [5, 3, 80, 1, 70, 130], [120, 3, 80, 4, 70, 130]

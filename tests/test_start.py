@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,14 +17,16 @@ from runs import TINY, finish, start
 
 import spmdrl.checkpoint.manifest as disk
 import train as program
-from spmdrl.check import dry_run
+from spmdrl.check import dry_run, inputs
 from spmdrl.check.inputs import check_inputs
 from spmdrl.config import Config, flatten
 from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import Refusal
-from spmdrl.rewards.columns import problems_in_child
+from spmdrl.imports import problems_in_child
+from spmdrl.rewards.columns import function_problems, row_kinds
 from spmdrl.rollout import make_source
+from spmdrl.workers.environment_jobs import check_environment
 from spmdrl.world import World
 
 PLAIN = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(80)]
@@ -32,6 +35,10 @@ REWARDS = """
 import os, sys
 def fine(prompts, completions, **columns): return [1.0 for _ in prompts]
 def column(prompts, completions, level): return [1.0 for _ in prompts]
+def answer(solution_str, ground_truth): return 1.0
+class Gone:
+    def reset(self, row): os._exit(7)
+    def step(self, response): pass
 """
 
 
@@ -56,12 +63,27 @@ ODD: dict[str, tuple[list[Any], dict, str]] = {
     "a reward that asks for a column": (
         PLAIN,
         dict(rewards=dict(functions=("column",))),
-        "asks for level; the first row of data.train has prompt, answer",
+        "rows.jsonl:1 has prompt, answer",
+    ),
+    "a reward that asks for a column that a later row lacks": (
+        [{**row, "level": 1} for row in PLAIN[:40]] + PLAIN[40:],
+        dict(rewards=dict(functions=("column",))),
+        "rows.jsonl:41 has prompt, answer",
+    ),
+    "a reward that asks for an answer that a later row lacks": (
+        with_row(56, {"prompt": "a", "answer": None}),
+        dict(rewards=dict(functions=("answer",))),
+        "rows.jsonl:57: the row has no reference answer",
     ),
     "a reward that asks for a column of held-out rows": (
         [{**row, "level": 1} for row in PLAIN],
         dict(rewards=dict(functions=("column",)), data=dict(eval=PLAIN)),
-        "asks for level; the first row of data.eval has prompt, answer",
+        "eval.jsonl:1 has prompt, answer",
+    ),
+    "an environment that ends its process": (
+        PLAIN,
+        dict(rollout=dict(environment=dict(name="Gone"))),
+        "r.py:Gone ended its process, with status 7",
     ),
     "a held-out row that is none": (
         PLAIN,
@@ -120,7 +142,12 @@ def case_of(base: Config, case: str, folder: Path) -> Config:
     if "eval" in data:
         data["eval"] = write(folder / "eval.jsonl", data["eval"])
     if "rewards" in own:
-        own["rewards"] = dict(functions=(base.rewards.functions[0].replace("fine", "column"),))
+        (name,) = own["rewards"]["functions"]
+        own["rewards"] = dict(functions=(base.rewards.functions[0].replace("fine", name),))
+    if "rollout" in own:
+        own["rollout"] = dict(
+            environment=dict(name=base.rewards.functions[0].replace("fine", "Gone"))
+        )
     if case != "another config than that of a checkpoint":
         own["output_dir"] = str(folder / "run")
     return changed(base, **own)
@@ -167,6 +194,24 @@ def test_a_run_says_it_before_anything_is_loaded():
     assert places == sorted(places)
 
 
+def test_the_users_code_has_its_time_however_long_a_dry_run_opens_rows(base, monkeypatch):
+    now, given = [0.0], []
+
+    def opened(*_):
+        now[0] += 1e6
+
+    def noted(*_, timeout_s, **__):
+        given.append(timeout_s)
+        return []
+
+    monkeypatch.setattr(inputs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(inputs, "PromptSource", opened)
+    monkeypatch.setattr(inputs, "problems_in_child", noted)
+    for opens_all in (True, False):
+        list(inputs.input_problems(base, opens_all=opens_all))
+    assert given == [pytest.approx(0.8 * base.layout.startup_timeout_s)] * 2 and now == [1e6]
+
+
 def test_a_run_whose_reward_asks_for_a_column_ends_at_once(base):
     flags = TINY["rl"] | {
         "layout.placement": "colocated",
@@ -180,7 +225,7 @@ def test_a_run_whose_reward_asks_for_a_column_ends_at_once(base):
         "rewards.functions": base.rewards.functions[0].replace("fine", "column"),
     }
     ended = finish(start("demo_grpo.yaml", 1, **flags), timeout_s=600)
-    assert ended.status == 2 and "asks for level; the first row of data.train" in ended.output
+    assert ended.status == 2 and f"asks for level; {base.data.train}:1 has" in ended.output
     assert "Traceback" not in ended.output
     assert not list(Path(base.output_dir + "2").glob("metrics.jsonl"))  # the report had not begun
 
@@ -200,9 +245,33 @@ def test_a_run_whose_reward_asks_for_a_column_ends_at_once(base):
 )
 def test_a_reward_is_imported_in_a_process_of_its_own(code, said, tmp_path):
     (tmp_path / "mine.py").write_text(code)
-    found = problems_in_child([f"{tmp_path}/mine.py:f"], {"prompt": "a"}, timeout_s=600)
+    kinds = row_kinds([("a.jsonl:1", {"prompt": "a"})])
+    given = [f"{tmp_path}/mine.py:f"], kinds
+    found = problems_in_child(function_problems, *given, what="importing it", timeout_s=600)
     assert (said in found[0]) if said else found == []
     assert "spmdrl_user_mine" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    "code, timeout_s, said",
+    [
+        ("import sys; sys.exit('no licence')", 600, "SystemExit: no licence ("),
+        ("import os; os._exit(7)", 600, "playing it ended its process, with status 7"),
+        ("import os; os.abort()", 600, "playing it ended its process, with status -6"),
+        ("import time; time.sleep(9999)", 1, "playing it took longer than 1 s"),
+        ("import threading; threading.Thread(target=threading.Event().wait).start()", 600, ""),
+    ],
+)
+def test_an_environment_is_opened_in_a_process_of_its_own(code, timeout_s, said, tmp_path):
+    path = tmp_path / "game.py"
+    path.write_text(
+        f"class Game:\n def step(self, response): pass\n def reset(self, row):\n  {code}\n"
+        "  print('noise')\n  return [{'role': 'user', 'content': row['prompt']}]\n"
+    )
+    given = {"name": f"{path}:Game"}, {"prompt": "a"}
+    found = problems_in_child(check_environment, *given, what="playing it", timeout_s=timeout_s)
+    assert (said in found[0]) if said else found == []
+    assert "spmdrl_user_game" not in sys.modules
 
 
 def test_a_tokenizer_of_characters_has_no_template():

@@ -169,6 +169,10 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     assert page == rooms.page_with(rooms.picture(), page), "run `python docs/rooms.py`"
 
 
+def test_the_readme_is_read_in_one_sitting() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 250, "move it to a page of docs/"
+
+
 def test_the_tree_in_the_readme_is_the_real_tree() -> None:
     block = (ROOT / "README.md").read_text().split("## The tree")[1].split("\n## ")[0]
     named = set(re.findall(r"^ {6}(\w+(?:/|\.py))", block, flags=re.M))

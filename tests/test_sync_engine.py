@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,16 @@ def make_config(
     )
 
 
-def change(trainer: Any, scale: float) -> None:
-    """Change every weight, by a function of its value, so that all copies stay equal."""
-    for p in trainer.weights.shards().values():
+def change(trainer: Any, scale: float, *, but: Collection[str] = ()) -> None:
+    """Change every weight, by a function of its value, so that all copies stay equal.
+
+    Args:
+        but: names in the files of those that stay.
+    """
+    kept = {trainer.weights.parts[name].tensor for name in but}
+    for name, p in trainer.weights.shards().items():
+        if name in kept:
+            continue
         local = local_part(p)
         local.add_(scale * torch.sin(1000 * local + scale))
 
@@ -248,6 +256,7 @@ class FileShards:
     """Trainer ranks that hold every tensor of a folder whole: names and weights, no model."""
 
     adapter = None
+    frozen: frozenset[str] = frozenset()
 
     def __init__(self, folder: str, is_trainer: bool):
         from safetensors.torch import load_file
@@ -270,11 +279,11 @@ def _raise(weights: object) -> None:
 
 def stream_refusals(world: Any) -> dict[str, str]:
     """Return per mode why a stream into this engine is refused."""
-    from spmdrl.engine import vllm_cpu
+    from spmdrl.engine import vllm_patches_cpu
     from spmdrl.engine.vllm import VllmEngine
 
     cfg = world.cfg
-    vllm_cpu.keep_expert_weights_live = lambda: None  # as in a version that it does not serve
+    vllm_patches_cpu.keep_expert_weights_live = lambda: None  # a version it does not serve
     engine, weights = VllmEngine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
     refusals = {}
     reload = engine.reload_weights

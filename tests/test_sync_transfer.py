@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from planned import plan_all
@@ -11,6 +14,7 @@ from ranks import run_ranks
 
 from spmdrl.model.cuts import TensorCut
 from spmdrl.model.shards import Box, Part, Value
+from spmdrl.sync import stream
 from spmdrl.sync.tables import FileTable, Want
 from spmdrl.sync.transfer import Transfer
 
@@ -66,3 +70,30 @@ def _all_mixtures() -> dict[str, list[str]]:
 def test_any_mixture_of_live_and_computed_values_arrives():
     for found in run_ranks(2, _all_mixtures):
         assert len(found) == 24 and not any(found.values()), found
+
+
+def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.accumulate(itertools.repeat(1.0))  # each event takes a second
+    monkeypatch.setattr(stream, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(stream, "await_all", lambda group: [next(clock) for _ in range(100)])
+    pushing = object.__new__(stream.WeightStream)
+    vars(pushing).update(
+        mode="traced",
+        _pushes=1,
+        _adapter=None,
+        _cfg=SimpleNamespace(verify_every=0),
+        _world=SimpleNamespace(
+            watch=SimpleNamespace(wait=lambda *_: contextlib.nullcontext()),
+            control=None,
+            device=torch.device("cpu"),
+            is_inference=False,
+        ),
+        _handover=SimpleNamespace(wake_weights=lambda: next(clock), wake_cache=dict),
+        _push_weights=lambda: next(clock),
+        _weights=SimpleNamespace(plans=[SimpleNamespace(nbytes=6e9)]),
+    )
+    assert pushing.push(7) == {
+        "sync/bytes": (6e9, 1.0),
+        "sync/seconds": (3.0, 1.0),
+        "sync/gb_per_s": (6.0, 3.0),
+    }

@@ -16,9 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spmdrl.config import Config, LayoutSettings, LoraSettings
 from spmdrl.model.cuts import TensorCut, cut_of
-from spmdrl.model.file_tensors import file_tensors, live_tensors
-from spmdrl.model.lora.layers import Adapters
-from spmdrl.model.lora.settings import lora_form
+from spmdrl.model.files.file_tensors import file_tensors, live_tensors
+from spmdrl.model.lora.layers import Adapters, lora_form
 from spmdrl.model.parallel.layout import lay_out
 from spmdrl.model.shards import Box, Part
 from spmdrl.sync.tables import FileTable, Want

@@ -22,9 +22,8 @@ from spmdrl.check.model import model_problems
 from spmdrl.commands.export import export
 from spmdrl.config import LayoutSettings
 from spmdrl.model import load
-from spmdrl.model.checkpoint_reader import CheckpointReader
+from spmdrl.model.files.reader import CheckpointReader, text_part
 from spmdrl.model.load import load_hf_config
-from spmdrl.model.text_part import text_part
 
 ROWS = ([5, 6, 7, 8, 40, 41], [9, 10, 11])
 TEXT = {

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
+import sys
 import time
 
 import pytest
-from runs import ROOT, TINY, Finished, call, finish, metrics, run, start, torchrun, wait_for_step
+from runs import (
+    ROOT,
+    TINY,
+    Finished,
+    arguments,
+    call,
+    finish,
+    metrics,
+    run,
+    start,
+    torchrun,
+    wait_for_step,
+)
 
 from spmdrl.check import dry_run
 from spmdrl.check.settings import parse
 from spmdrl.commands.create_model import create_model
+from spmdrl.config import dump
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +201,12 @@ odd.scope = "sample"
 @pytest.mark.parametrize(
     "function, every, says",
     [
-        ("raising", 0, ("step 0: the reward of task:", "no such column")),
-        ("hanging", 1, ("evaluation after 0 steps: the reward of task:", "timeout after ")),
+        ("raising", 0, ("step 0: the reward of task:", "no such column' (", "r.py:3, in raising")),
+        (
+            "hanging",
+            1,
+            ("evaluation after 0 steps: the reward of task:", "of hanging (", "r.py:4)"),
+        ),
     ],
 )
 def test_a_failing_reward_ends_the_run_by_name(function, every, says, model, tmp_path):
@@ -200,6 +219,15 @@ def test_a_failing_reward_ends_the_run_by_name(function, every, says, model, tmp
     finished = grpo(model, tmp_path / "out", flags, status=1)
     for part in (*says, "Mend the reward function"):
         assert part in finished.output
+    assert "Traceback" not in finished.output  # what called it is the program's
+
+
+def test_a_step_whose_rewards_all_failed_ends_with_the_first_and_no_traceback(model, tmp_path):
+    rewards = {"rewards.functions": reward(tmp_path, "raising"), "rewards.on-failure": "drop"}
+    said = grpo(model, tmp_path / "out", rewards, status=1).output
+    assert "step 0: the reward of all 32 samples failed, which leaves nothing to train on" in said
+    assert "First: the reward of " in said and "Mend the reward function" in said
+    assert "Traceback" not in said
 
 
 def test_failing_rewards_can_be_dropped_and_are_counted(model, tmp_path):
@@ -224,6 +252,27 @@ def test_bad_input_is_refused_with_what_and_where(by, flags, says, model, tmp_pa
     assert says in finished.output
     ours = finished.output.split("torch/distributed/elastic")[0]
     assert "Traceback" not in ours, finished.output
+    told = [line for line in ours.splitlines() if line.startswith(("  - ", "[rank "))]
+    assert sum(says in line for line in told) == 1, "one rank says it"
+
+
+def test_a_dry_run_tries_the_functions_of_an_edited_train(model, tmp_path, capsys, monkeypatch):
+    text = (ROOT / "train.py").read_text()
+    line = "    loss_fn = registry.get(cfg.objective.loss_kind, cfg.loss_name)\n"
+    for name, becomes, says in (
+        ("fine", "    loss_fn = lambda logprobs, advantages: (-logprobs * advantages, {})\n", ""),
+        ("summed", "    loss_fn = lambda logprobs: (logprobs.sum(), {})\n", "loss: "),
+        ("early", f"    world.rank\n{line}", ""),
+    ):
+        script = tmp_path / f"{name}.py"
+        script.write_text(text.replace(line, becomes))
+        flags = rl(model, tmp_path, **{"dry-run": "true", "algorithm.loss-options": "{}"})
+        monkeypatch.setattr(sys, "argv", arguments("demo_grpo.yaml", 2, script=script, **flags))
+        status = runpy.run_path(str(script))["main"]()
+        out, err = capsys.readouterr()
+        assert (status == 2) == bool(says), err
+        assert f"{script}:" in err if says else not err
+        assert ("are not tried here" in out) == (name == "early")
 
 
 def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
@@ -237,18 +286,25 @@ def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
     for path in paths:
         made = "demonstrations.jsonl" in path.read_text()
         argv = ["--config", str(path), "--dry-run", "--model.path", model]
-        cfg = parse([*argv, *(["--data.train", str(demonstrations)] if made else [])])
-        assert dry_run.show(cfg) == 0, path.name
+        argv += ["--data.train", str(demonstrations)] if made else []
+        assert dry_run.show(parse(argv)) == 0, path.name
         shown = capsys.readouterr().out
         for part in ("sequences per step", "micro-batches", "rank 0", "parameters"):
             assert part in shown, path.name
+        lines = shown.splitlines()
+        assert len(lines) < 35 and lines[-1].startswith("no problems (the whole config"), path.name
+    full = parse([*argv[:2], "--dry-run", "full", *argv[3:]])
+    assert dry_run.show(full) == 0 and dump(full) in capsys.readouterr().out
 
 
 def test_a_dry_run_names_each_folder_of_a_model_that_is_not_there(tmp_path, capsys):
     path, model = str(ROOT / "configs" / "demo_ppo.yaml"), str(create_model(tmp_path / "policy"))
     argv = ["--config", path, "--dry-run", "--model.path", model, "--algorithm.kl-coef", "0.1"]
+    capsys.readouterr()  # of writing the model
     assert dry_run.show(parse([*argv, "--model.reference.path", "./nowhere"])) == 2
-    assert "model.reference.path: folder ./nowhere does not exist" in capsys.readouterr().err
+    said = capsys.readouterr().err.splitlines()
+    assert "problem: model.reference.path: folder ./nowhere does not exist" in said[0]
+    assert len(said) == 2 and said[-1].startswith("1 problem (")
     with pytest.raises(SystemExit):
         parse([*argv, "--critic.path", "./gone"])
     assert "critic.path: folder ./gone does not exist" in capsys.readouterr().err

@@ -7,9 +7,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from policy_runs import scalars
 from runs import ROOT, TINY, metrics, run
 
 from spmdrl.commands.create_model import create_model
+from spmdrl.types import Batch
 
 # A prompt's samples all get 1 for every second prompt: these groups are solved.
 REWARDS = """
@@ -38,8 +41,8 @@ def edit(number: int) -> tuple[str, str]:
     return line.strip(), others if "\nbecomes\n" in part else line + others
 
 
-def rows_of(folder: Path, name: str, edits: dict[str, str], **flags) -> list[dict]:
-    """Return the metrics of a copy of train.py in which each line became others."""
+def run_edited(folder: Path, name: str, edits: dict[str, str], *, status: int = 0, **flags) -> str:
+    """Run a copy of train.py in which each line became others; return what it printed."""
     text = (ROOT / "train.py").read_text()
     for line, others in edits.items():
         assert text.count(line) == 1, line
@@ -57,8 +60,22 @@ def rows_of(folder: Path, name: str, edits: dict[str, str], **flags) -> list[dic
         "lag": 0,
         "steps": 2,
     }
-    run("demo_grpo.yaml", 2, script=script, **TINY["rl"] | own | flags)
-    return metrics(out)
+    ran = run("demo_grpo.yaml", 2, script=script, status=status, **TINY["rl"] | own | flags)
+    return ran.output
+
+
+def rows_of(folder: Path, name: str, edits: dict[str, str], **flags) -> list[dict]:
+    """Return the metrics of a copy of train.py in which each line became others."""
+    run_edited(folder, name, edits, **flags)
+    return metrics(folder / name)
+
+
+def test_a_push_that_one_rank_leaves_out_is_named_by_what_waits_for_it(folder):
+    push = "pushed = stream.push(version=step + 1)"
+    edits = {push: f"if world.rank == 0:\n    {push}"}
+    said = run_edited(folder, "left_out", edits, status=1, **{"layout.placement": "split"})
+    assert "Was a stream.push left out on this rank?" in said
+    assert re.search(r"left_out.py:\d+, in train", said), said
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +125,11 @@ def test_a_loss_of_ones_own_reports_a_statistic_of_its_own(folder, plain):
     rows = rows_of(folder, "loss", dict([edit(5)]), **{"algorithm.loss-options": "{}"})
     assert [row["my/capped_frac"] for row in rows] == [0, 0]  # one update: the ratio is 1
     assert rows[0]["policy/grad_norm"] == pytest.approx(plain[0]["policy/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(3).bool(), scalars().rewards, scalars().group_ids])
+def test_a_mask_that_is_no_bool_for_each_sequence_is_refused(wrong):
+    batch = Batch(scalars=scalars(), updates=(), update_ids=scalars().group_ids)
+    assert not batch.without(scalars().rewards > -9).scalars.is_valid.any()
+    with pytest.raises(TypeError, match=r"batch.without: expected a bool for each of the batch's"):
+        batch.without(wrong)

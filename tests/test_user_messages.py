@@ -171,7 +171,7 @@ import json
 def parsed(text):
     return json.loads(text)
 
-def loss(logprobs, advantages, *, limit: float = 2.0):
+def loss(logprobs, advantages, *, limit: float = 3.0):
     if len(logprobs) > limit:  # not in the trial call
         parsed("{")
     return -logprobs * advantages, {}

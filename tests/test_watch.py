@@ -103,6 +103,26 @@ def test_a_report_on_many_ranks_takes_few_requests_and_names_those_that_differ()
     watch.close()
 
 
+def test_a_report_names_the_users_line_in_which_each_rank_stands() -> None:
+    store = CountedStore()
+    watch = make_watch(store, rank=0, world_size=2)
+    with watch.phase("update", 3):
+        mine = store.get("watch/0").decode()
+    assert re.search(r'"line": "[^"]*test_watch.py:\d+, in test_a_report_names', mine), mine
+    other = json.loads(mine) | {"line": "/home/me/train.py:80, in train"}
+    other["place"] |= {"phase": "after exchange tokens"}
+    store.set("watch/1", json.dumps(other))
+    with watch.wait("await peers", 3):
+        said = watch.report()
+    watch.close()
+    assert re.search(r"rank 0 waited 0 s in 'await peers' at step 3 \(\S+/test_watch.py:\d+", said)
+    assert re.search(
+        r"rank 1 is missing: 0 s in 'after exchange tokens' at step 3 on \S+ "
+        r"\(/home/me/train.py:80, in train\)",
+        said,
+    ), said
+
+
 def test_ranks_that_wait_long_look_for_dead_ones_in_turns(monkeypatch) -> None:
     monkeypatch.setattr(watch_module, "_DEAD_AFTER_S", 3.0)
     left = []

@@ -162,7 +162,9 @@ def test_hanging_turns_and_openings_are_killed_at_the_deadline(place):
         pool.open("c", row={"prompt": "p", "reset": "hang"})
         done = {r.key: r for r in pool.drain()}
     assert [done[k].failure for k in "abc"] == ["timeout", None, "timeout"]
-    assert done["a"].message == "no result within 4 s" and done["b"].messages
+    said = r"no result of Odd\.{} \(.*\.py:\d+\) within rewards.timeout_s = 4 s"
+    assert re.fullmatch(said.format("step"), done["a"].message) and done["b"].messages
+    assert re.fullmatch(said.format("reset"), done["c"].message)
 
 
 def test_unusable_environments_are_refused_at_start():
@@ -191,7 +193,7 @@ def test_without_functions_an_environments_own_rewards_are_all(place):
     with pool_of(environment={"name": f"{place}:Odd"}) as pool:
         submit(pool, 0, "abc")
         assert [r.value for r in pool.drain()] == [0.0]
-        assert pool.tools == []
+        assert pool.environments["rollout.environment"]["tools"] == []
     with pool_of(environment={"name": "guess_number"}, train="task:guess_number") as pool:
         submit(pool, 0, "7", answer="7", data_source="task:guess_number")
         assert [(r.value, r.failure) for r in pool.drain()] == [(0.0, None)]
@@ -202,7 +204,8 @@ def test_the_last_response_of_a_tool_episode_is_graded():
         environment={"name": "tools", "tools": "calculator"}, train="task:addition"
     ) as pool:
         pool.start()
-        assert [t["function"]["name"] for t in pool.tools] == ["calculator"]
+        tools = pool.environments["rollout.environment"]["tools"]
+        assert [tool["function"]["name"] for tool in tools] == ["calculator"]
         row = {"prompt": "2+3=", "answer": "5", "data_source": "task:addition"}
         pool.open(0, row=row)
         text = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'

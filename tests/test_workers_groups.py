@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 from built import small_model
@@ -11,12 +12,13 @@ from pool_runs import pool_of
 from runs import TINY, metrics, run
 from test_rollout_inputs import DRAW, PROMPTS, Engine, Link, Tokenizer
 
-from spmdrl.config import Config, DataSettings, RewardsSettings
-from spmdrl.rewards.columns import function_problems
+from spmdrl.config import Config, DataSettings, EvaluateSettings, RewardsSettings
+from spmdrl.rewards.columns import function_problems, row_kinds
 from spmdrl.rewards.samples import RewardSample
 from spmdrl.rollout.episode import FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import pack
+from spmdrl.rollout.sampled_source import group_hints
 from spmdrl.rollout.saved import group_from_dict, group_to_dict
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import step_sums
@@ -120,7 +122,8 @@ def test_a_function_of_lists_sees_each_group_whole_and_fails_for_all_of_it(place
     assert failures == {"lost": "error", "late": "timeout", "ended": "error", "odd": "bad_value"}
     for part in ("KeyError: 'lost'", "r.py:", "in longest", "2 samples of a group, which all fail"):
         assert part in found["lost", 0].message
-    assert "no result within 4 s" in found["late", 0].message
+    said = r"no result of \w+ \(.*r\.py:\d+\) within rewards.timeout_s = 4 s"
+    assert re.search(said, found["late", 0].message)
     assert "all fail" not in found["odd", 1].message
 
 
@@ -149,7 +152,7 @@ def test_the_scope_sample_gives_lists_of_one_and_none_for_all_is_a_failure(place
 
 
 def test_a_worker_that_answers_for_too_few_samples_is_not_believed():
-    joining = Joining(least=None)
+    joining = Joining()
     for i in range(2):
         joining.add(i, RewardSample({}, "", [], False), group="g", what="data row 0")
     call, work = joining.close("g")
@@ -179,7 +182,7 @@ def test_the_loop_scores_a_group_when_its_last_sample_is_drawn(place):
 
 
 def test_a_group_is_scored_in_the_order_of_its_samples_whichever_ended_first(place):
-    joining = Joining(least=None)
+    joining = Joining()
     for i in (2, 10, 0, 1):
         sample = RewardSample({}, f"said {i}", [], False)
         joining.add(f"train-0-0-{i}", sample, group="g", what="a row", position=i)
@@ -314,7 +317,7 @@ def test_what_functions_report_beside_their_values_are_metrics_and_texts_of_show
 
 
 def test_what_a_scope_cannot_be_used_with_is_refused(place):
-    row = {"prompt": "q", "answer": "1"}
+    row = row_kinds([("a.jsonl:1", {"prompt": "q", "answer": "1"})])
     assert not function_problems([f"{place}:longest", f"{place}:chars"], row, scope="group")
     (problem,) = function_problems([f"{place}:chars"], row, scope="group")
     assert "rewards.scope: group" in problem and "completions" in problem
@@ -335,6 +338,15 @@ step.scope, sample.scope = "step", "sample"
 """
 
 
+def test_functions_of_groups_that_are_evaluated_one_by_one_are_hinted_at():
+    cfg = Config(evaluate=EvaluateSettings(every_steps=2))
+    (hint,) = group_hints(cfg, ("sample", "group"))
+    assert hint.startswith("evaluate.samples: 1") and "set it to batch.group_size" in hint
+    assert not group_hints(cfg, ("sample", "step")) and not group_hints(Config(), ("group",))
+    many = Config(evaluate=EvaluateSettings(every_steps=2, samples=8))
+    assert not group_hints(many, ("group",))
+
+
 def test_a_run_calls_functions_with_samples_groups_and_steps(tmp_path):
     (tmp_path / "r.py").write_text(COUNTS)
     names = ("group", "step", "sample")
@@ -347,7 +359,7 @@ def test_a_run_calls_functions_with_samples_groups_and_steps(tmp_path):
         "evaluate.samples": 3,
         "data.eval-size": 4,
     }
-    run("demo_grpo.yaml", 2, **flags)
+    assert "get lists of one" not in run("demo_grpo.yaml", 2, **flags).output
     rows = metrics(tmp_path / "out")
     for step, row in enumerate(row for row in rows if "reward/mean" in row):
         assert row["reward/sample/mean"] == 1.0 and row["reward/group/mean"] == 4.0

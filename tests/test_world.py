@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
 from spmdrl.world import World
 from spmdrl.world import launch as launch_module
-from spmdrl.world.comm import agree, gather_problems
+from spmdrl.world.comm import agree, gather_objects, gather_problems
 from spmdrl.world.launch import Launch, first_host, read_launch
 from spmdrl.world.world import pick_backend, pick_device
 
@@ -219,7 +220,7 @@ import torch.distributed as dist
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
 from spmdrl.world import World
-from spmdrl.world.comm import agree, gather_problems
+from spmdrl.world.comm import agree, gather_objects, gather_problems
 layout = LayoutSettings(world_size=3, trainer_ranks=2, device="cpu", wait_timeout_s=4)
 world = World.start(Config(output_dir=sys.argv[2], layout=layout))
 world.started()
@@ -311,3 +312,26 @@ def test_ranks_that_torchrun_starts_anew_meet_again(tmp_path):
     assert run.returncode == 0, run.stdout + run.stderr
     said = sorted(line for line in run.stdout.splitlines() if line.startswith("rank"))
     assert said == ["rank 0 sums to 2", "rank 1 sums to 2"]
+
+
+def at_different_lines(world: World) -> str:
+    """Skip a line on one rank, as an edit of train.py may."""
+    try:
+        if world.rank == 1:
+            with world.watch.wait("gather evaluation", 3):
+                gather_objects(("a", "b"), group=world.control)
+        world.agree_to_stop(3)
+    except Refusal as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_at_different_lines_are_named_on_all_of_them():
+    cfg = Config(layout=LayoutSettings(device="cpu", world_size=3, trainer_ranks=2))
+    said, *others = in_world(cfg, at_different_lines)
+    assert others == [said, said]
+    ends, other = re.findall(r"\(([^()]*test_world\.py:\d+), in at_different_lines\)", said)
+    assert ends != other
+    assert re.search(r"each of the ranks 0, 2 \(\S+\) at `await peers` of step 3", said)
+    assert re.search(r"rank 1 \(\S+\) at `gather evaluation` of step 3", said)
+    assert "# meets" in said and "condition" in said
