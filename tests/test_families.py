@@ -22,7 +22,7 @@ from spmdrl.model.lora.targets import targeted
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.model.shrink import shrunk, tiny_model
-from spmdrl.proof.jobs import ROWS, sequences
+from spmdrl.proof.jobs import ROWS, drawn_rows
 from spmdrl.proof.prove import EXACT
 
 REFUSED = {"stablelm", "nemotron", "falcon", "bloom", "gptj"}
@@ -69,7 +69,7 @@ def test_packed_equals_single_equals_plain_or_is_refused(family, tmp_path):
     assert bool(reason) == (family in REFUSED), reason
     if reason:
         return
-    rows = sequences(small.vocab_size)
+    rows = drawn_rows(small.vocab_size)
     expected, plain = plain_gradients(tmp_path, rows)
     hf_model, scorer = plain_scorer(tmp_path)
     packed = scores(scorer, rows, chunk=found.chunk)

@@ -57,10 +57,14 @@ class ScoredRows:
 
 def _rows(trainer: Any) -> ScoredRows:
     """Return the sequences that are scored."""
-    hf_model, generator = trainer.policy.model.hf_model, torch.Generator().manual_seed(3)
-    most = _vocabulary(hf_model)
-    rows = [torch.randint(_FIRST, most, (n,), generator=generator).tolist() for n in ROWS]
-    return ScoredRows.of(hf_model, rows)
+    hf_model = trainer.policy.model.hf_model
+    return ScoredRows.of(hf_model, drawn_rows(_vocabulary(hf_model)))
+
+
+def drawn_rows(vocabulary: int) -> list[list[int]]:
+    """Return the ids of the sequences that are scored, the same each time."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(_FIRST, vocabulary, (n,), generator=generator).tolist() for n in ROWS]
 
 
 def _vocabulary(hf_model: Any) -> int:
