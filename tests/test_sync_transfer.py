@@ -81,6 +81,7 @@ def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.Monke
         mode="traced",
         _pushes=1,
         _adapter=None,
+        _changing=None,
         _cfg=SimpleNamespace(verify_every=0),
         _world=SimpleNamespace(
             watch=SimpleNamespace(wait=lambda *_: contextlib.nullcontext()),
