@@ -20,11 +20,13 @@ HOMES = (
 IMPORTING_VLLM = (
     *HOMES,
     "spmdrl/environments/tool_calls.py",
+    "spmdrl/engine/vllm_pictures.py",  # processed inputs, which its multimodal processors yield
     "spmdrl/engine/vllm_plain.py",
     "spmdrl/engine/vllm_requests.py",
     "spmdrl/proof/preloaded.py",
 )
-OWN = {"self", "cls", "world", "os"}  # whose underscored attributes are ours, or Python's
+# Whose underscored attributes are ours, or Python's.
+OWN = {"self", "cls", "own", "world", "os", "sys"}
 PUBLIC = {"_asdict", "_fields", "_make", "_replace"}  # of a NamedTuple
 FIELDS = {"_no_split_modules", "_tp_plan", "_apply_gate"}
 
