@@ -95,6 +95,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
+@pytest.fixture(scope="module")
+def torchvision() -> Iterator[None]:
+    """What vLLM's classes for models that see import, on the path of a module's ranks."""
+    from vlm import torchvision_shown
+
+    with torchvision_shown():
+        yield
+
+
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with such a model whose words are far from even, and a chat template."""

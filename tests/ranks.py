@@ -67,6 +67,11 @@ def fork_rank(env: dict[str, str], target: Callable, *args: Any) -> BaseProcess:
     return process
 
 
+def forget_imports() -> None:
+    """Have the next rank be a fork of a new process, which finds the modules of today's paths."""
+    forkserver._forkserver._stop()  # waits for the ranks that it has made, all of which are gone
+
+
 def _in_environment(env: dict[str, str], target: Callable, *args: Any) -> None:
     os.environ.clear()
     os.environ.update(env)

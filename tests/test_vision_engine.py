@@ -13,7 +13,7 @@ from drawn import finished
 from test_sync_engine import make_config
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-from vlm import FAMILIES, noise, plain_logprobs, reader, seeing_model, show_torchvision
+from vlm import FAMILIES, noise, plain_logprobs, reader, seeing_model
 from worlds import in_world, make_engine
 
 from spmdrl.config import Config, LayoutSettings
@@ -23,8 +23,6 @@ from spmdrl.errors import Refusal
 from spmdrl.pictures import Pictures, ToldPictures
 from spmdrl.plain import pack, unpack
 
-IN_VLLM = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
-"""Families that its CPU build serves."""
 SIZES = ((70, 56), (100, 40), (30, 30))
 Row = tuple[tuple[int, ...], Pictures]
 
@@ -139,15 +137,6 @@ def assert_exact(found: dict[str, Any]) -> None:
         for of in turns:
             assert max(of["drawn"], of["scored"]) < 1e-5 and not of["unlikely"], (family, of)
         assert turns[0]["repeated"] == 0, (family, turns)
-
-
-@pytest.mark.grid  # in a process of its own: ranks are forked from one that looked for torchvision
-def test_vllm_draws_and_scores_images_as_transformers_does(tmp_path, monkeypatch):
-    show_torchvision(monkeypatch)
-    folders = {f: str(seeing_model(f, tmp_path / f)) for f in IN_VLLM}
-    cfg = seeing_cfg(folders["qwen3_vl"], kind="vllm")
-    (found,) = in_world(cfg, in_each, folders)
-    assert_exact(found)
 
 
 def test_the_transformers_engine_draws_and_scores_images_as_transformers_does(tmp_path):

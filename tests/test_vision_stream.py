@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-import pytest
 from built import changed
 from comparing import differing, whole
 from test_sync_engine import (
@@ -16,12 +16,11 @@ from test_sync_engine import (
     whole_state,
 )
 from test_vision_engine import message
-from vlm import seeing_model, show_torchvision
+from vlm import seeing_model
 from worlds import with_stream
 
 from spmdrl.config import LayoutSettings
 
-SPLIT = LayoutSettings(world_size=2, trainer_ranks=1)
 COLOCATED = LayoutSettings(placement="colocated", world_size=1)
 
 
@@ -49,22 +48,11 @@ def pushed(stream: Any, engine: Any, trainer: Any, rows: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "family", "layout", "train"),
-    [
-        # In a process of its own: ranks are forked from one that looked for torchvision before.
-        pytest.param("vllm", "qwen3_vl_moe", SPLIT, "all", marks=pytest.mark.grid),
-        pytest.param("vllm", "qwen2_5_vl", SPLIT, "language", marks=pytest.mark.grid),
-        ("transformers", "gemma3", COLOCATED, "all"),  # tied
-    ],
-)
-def test_towers_are_pushed_bit_equal(tmp_path, monkeypatch, kind, family, layout, train):
-    if kind == "vllm":
-        show_torchvision(monkeypatch)
-    folder = seeing_model(family, tmp_path)
+def assert_pushed(folder: Path, *, kind: str, layout: LayoutSettings, train: str = "all") -> None:
+    """Push a model's weights into an engine, and check that they arrive and compute the same."""
     cfg = make_config(folder, layout=layout, dtype="float32", kind=kind)
     cfg = changed(cfg, data={"max_prompt_tokens": 192}, model={"train": train})
-    cfg = changed(cfg, output_dir=str(tmp_path / "run"))
+    cfg = changed(cfg, output_dir=str(folder.with_name("run")))
     rows = [message(folder, images) for images in ([0, 1], [2], [])]
     for of in with_stream(cfg, pushed, rows):
         assert of["mode"] == "traced" and of["differing"] == [] and of["towers"] > 10, of
@@ -73,3 +61,8 @@ def test_towers_are_pushed_bit_equal(tmp_path, monkeypatch, kind, family, layout
         assert (of["frozen"] > 10) == (train == "language")
         first, *later = of["bytes"]
         assert all(sent < first if of["frozen"] else sent == first for sent in later), of
+
+
+def test_towers_are_pushed_bit_equal(tmp_path):
+    folder = seeing_model("gemma3", tmp_path / "model")  # tied
+    assert_pushed(folder, kind="transformers", layout=COLOCATED)

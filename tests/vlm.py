@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from ranks import forget_imports
 from torch import Tensor
 
 from spmdrl.data.processor import ImageReader
@@ -58,14 +60,22 @@ def reader(folder: Path) -> ImageReader:
     return tokenizer.image_reader
 
 
-def show_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have ranks of a test find torchvision, where vLLM's classes for models that see want it."""
+@contextlib.contextmanager
+def torchvision_shown() -> Iterator[None]:
+    """Have ranks find torchvision, where vLLM's classes for models that see want it.
+
+    They are forks of a process that has looked for it once: here of another one than elsewhere.
+    """
     folder = str(Path(sys.prefix) / "torchvision")
     if not Path(folder).is_dir():
         pytest.skip("torchvision is not there: make .venv/torchvision")
-    monkeypatch.syspath_prepend(folder)  # of the ranks; and of the children of vLLM in them:
     others = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([folder, *([others] if others else [])]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)  # of the ranks; and of the children of vLLM in them:
+        patch.setenv("PYTHONPATH", os.pathsep.join([folder, *([others] if others else [])]))
+        forget_imports()
+        yield
+        forget_imports()
 
 
 def plain_logprobs(model: Any, tokens: Sequence[int], pictures: Pictures | None) -> Tensor:
