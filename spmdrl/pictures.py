@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SEEING = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Model types that see: proved against plain transformers, their images prepared one by one as
+together."""
+
 
 @dataclass(frozen=True, eq=False)
 class Picture:
@@ -41,6 +45,11 @@ class Picture:
         """Bytes of its features."""
         return sum(tensor.nbytes for tensor in self.features.values())
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all that it holds, the image for people too."""
+        return self.nbytes + (0 if self.image is None else self.image.nbytes)
+
 
 @dataclass(frozen=True)
 class Pictures:
@@ -60,6 +69,12 @@ class Pictures:
         """Return where the rows of each picture begin, and the end: [P + 1] int64."""
         counts = torch.tensor([0, *(item.num_tokens for item in self.items)])
         return counts.cumsum(0)
+
+    @property
+    def repeated(self) -> list[Picture]:
+        """Return the pictures in the order of the tokens that show them, as often as they do."""
+        begins = dict(zip(self.starts.tolist(), self.items))
+        return [begins[place] for place in self.places.tolist() if place in begins]
 
     @property
     def nbytes(self) -> int:

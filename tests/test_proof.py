@@ -14,7 +14,7 @@ from spmdrl.config import LayoutSettings
 from spmdrl.data.processor import ImageReader
 from spmdrl.model.families import FAMILIES, family_config
 from spmdrl.model.vision.tiny import tiny_of
-from spmdrl.model.vision.towers import FAMILIES as SEEING
+from spmdrl.pictures import SEEING
 from spmdrl.proof import jobs, prove
 from spmdrl.proof import record as records
 from spmdrl.proof.prove import Proof

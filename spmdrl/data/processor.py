@@ -29,8 +29,6 @@ _HINT = (
     "processor_class: copy it from the model that it was made of, or train the text part alone "
     "(model.part: text)"
 )
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "internvl")
-"""Model types whose images are prepared one by one as they are together."""
 
 
 class ImageReader:
@@ -101,9 +99,9 @@ class ImageReader:
         count = ids.count(self._image_token_id)
         found = Picture(key, count, named, _small(image)), replacement
         self._known[key] = found
-        self._known_bytes += found[0].nbytes
+        self._known_bytes += found[0].held_bytes
         while self._known_bytes > _KEPT_BYTES:
-            self._known_bytes -= self._known.popitem(last=False)[1][0].nbytes
+            self._known_bytes -= self._known.popitem(last=False)[1][0].held_bytes
         return found
 
 

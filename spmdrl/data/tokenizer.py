@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from spmdrl.config import Config
 from spmdrl.data.hub import find_on_hub
-from spmdrl.data.processor import FAMILIES, ImageReader
+from spmdrl.data.processor import ImageReader
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, refusing
+from spmdrl.pictures import SEEING
 
 
 def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
@@ -54,7 +55,7 @@ def set_image_reader(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         )
     except Exception:  # a config that cannot be read is refused by name where the model is loaded
         return
-    if getattr(config, "vision_config", None) is None or config.model_type not in FAMILIES:
+    if getattr(config, "vision_config", None) is None or config.model_type not in SEEING:
         return
     tokenizer.image_reader = ImageReader(  # type: ignore[attr-defined]
         cfg.model.path, tokenizer=tokenizer, image_token_id=config.image_token_id

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.model.vision.towers import FAMILIES
-from spmdrl.pictures import Picture, Pictures
+from spmdrl.pictures import SEEING, Picture, Pictures
 
 _PARTS = {"gemma3": "num_patches", "internvl": "image_num_patches"}
 """{model type: argument of vLLM's class with the images that a picture was cut into}"""
@@ -30,7 +29,7 @@ def seeing_arguments(family: str, *, on_cpu: bool) -> dict[str, Any]:
     Args:
         family: model type.
     """
-    if family not in FAMILIES:
+    if family not in SEEING:
         return {}
     return {
         "skip_tokenizer_init": False,  # vLLM asks how many tokens a picture may have
@@ -42,7 +41,7 @@ def seeing_arguments(family: str, *, on_cpu: bool) -> dict[str, Any]:
 
 def lacking_to_see(family: str, *, on_cpu: bool) -> str:
     """Return what vLLM lacks for a model that sees, and what helps; empty for nothing."""
-    if family not in FAMILIES:
+    if family not in SEEING:
         return ""
     if on_cpu and family == "gemma3":
         return (

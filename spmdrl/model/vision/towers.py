@@ -12,9 +12,7 @@ from spmdrl.config import ModelSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import base_of, has_towers
 from spmdrl.model.transformers_internals import block_kinds
-
-FAMILIES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Model types whose towers are proved here against plain transformers."""
+from spmdrl.pictures import SEEING
 
 
 def check_family(config: Any, *, path: str) -> None:
@@ -25,10 +23,10 @@ def check_family(config: Any, *, path: str) -> None:
         path: of the model, for messages.
     Raises: Refusal.
     """
-    if config.model_type not in FAMILIES:
+    if config.model_type not in SEEING:
         raise Refusal(
             f"model.path: {path} is a {config.model_type} with a vision tower; those that can be "
-            f"trained as they are: {', '.join(FAMILIES)}; set model.part to text to train its text "
+            f"trained as they are: {', '.join(SEEING)}; set model.part to text to train its text "
             "part alone"
         )
 
