@@ -228,7 +228,7 @@ def _gemma3(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
     return dict(
         text_config=dict(sizes.text, **own),
         vision_config=dict(_tower(sizes), model_type="siglip_vision_model", vision_use_head=False),
-        mm_tokens_per_image=_gemma3_tokens(sizes),
+        mm_tokens_per_image=_image_tokens(sizes),
         image_token_id=_id(words, "<image_soft_token>"),
         boi_token_id=_id(words, "<start_of_image>"),
         eoi_token_id=_id(words, "<end_of_image>"),
@@ -236,21 +236,24 @@ def _gemma3(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
     )
 
 
-def _gemma3_tokens(sizes: Sizes) -> int:
+def _side(sizes: Sizes) -> dict[str, int]:
+    return dict(height=sizes.image_side, width=sizes.image_side)
+
+
+def _image_tokens(sizes: Sizes) -> int:
     return (sizes.image_side // PATCH // 2) ** 2
 
 
 def _gemma3_files(sizes: Sizes) -> dict[str, dict[str, Any]]:
-    side = dict(height=sizes.image_side, width=sizes.image_side)
     return {
         "preprocessor_config.json": dict(
             image_processor_type="Gemma3ImageProcessor",
             processor_class="Gemma3Processor",
-            size=side,
-            image_seq_length=_gemma3_tokens(sizes),
+            size=_side(sizes),
+            image_seq_length=_image_tokens(sizes),
         ),
         "processor_config.json": dict(
-            processor_class="Gemma3Processor", image_seq_length=_gemma3_tokens(sizes)
+            processor_class="Gemma3Processor", image_seq_length=_image_tokens(sizes)
         ),
     }
 
@@ -260,27 +263,26 @@ def _internvl(words: PreTrainedTokenizerBase, sizes: Sizes) -> dict[str, Any]:
         text_config=dict(sizes.text, model_type="qwen2"),
         vision_config=_tower(sizes),
         image_token_id=_id(words, "<IMG_CONTEXT>"),
-        image_seq_length=_gemma3_tokens(sizes),
+        image_seq_length=_image_tokens(sizes),
         tie_word_embeddings=sizes.text["tie_word_embeddings"],
     )
 
 
 def _internvl_files(sizes: Sizes) -> dict[str, dict[str, Any]]:
-    side = dict(height=sizes.image_side, width=sizes.image_side)
     return {
         "preprocessor_config.json": dict(
             image_processor_type="GotOcr2ImageProcessor",
             processor_class="InternVLProcessor",
-            size=side,
+            size=_side(sizes),
             crop_to_patches=True,
             min_patches=1,
             max_patches=4,
         ),
         "video_preprocessor_config.json": dict(
-            video_processor_type="InternVLVideoProcessor", size=side
+            video_processor_type="InternVLVideoProcessor", size=_side(sizes)
         ),
         "processor_config.json": dict(
-            processor_class="InternVLProcessor", image_seq_length=_gemma3_tokens(sizes)
+            processor_class="InternVLProcessor", image_seq_length=_image_tokens(sizes)
         ),
     }
 
