@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 import yaml
 
+from spmdrl.config import Config, ImageSettings, ModelSettings
 from spmdrl.data.rows import Messages, ground_truth_of, prompt_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.errors import Refusal
@@ -27,8 +28,6 @@ from spmdrl.imports import attempt, refusing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from spmdrl.pictures import Pictures
 
 
 def ask(
@@ -133,9 +132,9 @@ def _answers(
 ) -> Iterator[str]:
     import torch
 
-    from spmdrl.config import ImageSettings
     from spmdrl.data.images import ImageFiles, column_images
     from spmdrl.data.templates import encode_prompt
+    from spmdrl.model.vision.samples import plain_inputs
 
     torch.manual_seed(seed)
     model, tokenizer = _load(folder)
@@ -151,7 +150,7 @@ def _answers(
         )
         if not tokens:
             raise Refusal(f"question {index} has no tokens; give it some text")
-        shown = _shown_by(pictures, family=model.config.model_type)
+        shown = {} if pictures is None else plain_inputs(model, pictures, model.device)
         response = _response(
             model, tokens, shown=shown, max_tokens=max_tokens, temperature=temperature
         )
@@ -160,38 +159,18 @@ def _answers(
 
 def _load(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     """Return a folder's model and tokenizer; those of one that sees, with its image reader."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
-    from spmdrl.data.processor import FAMILIES, ImageReader
-    from spmdrl.data.tokenizer import read_tokenizer
+    from spmdrl.data.tokenizer import read_tokenizer, set_image_reader
+    from spmdrl.model.vision.samples import plain_class
 
     what = f"no model can be loaded from {folder}"
     with refusing(what, Exception, names_kind=True):  # of files that may hold anything
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        sees = getattr(config, "vision_config", None) is not None and config.model_type in FAMILIES
-        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        model = kind.from_pretrained(folder, trust_remote_code=False).eval()
+        model = plain_class(config).from_pretrained(folder, trust_remote_code=False).eval()
     tokenizer = read_tokenizer(str(folder))
-    if sees:
-        at = config.image_token_id
-        reader = ImageReader(str(folder), tokenizer=tokenizer, image_token_id=at)
-        tokenizer.image_reader = reader  # type: ignore[attr-defined]
+    set_image_reader(Config(model=ModelSettings(path=str(folder))), tokenizer)
     return model, tokenizer
-
-
-def _shown_by(pictures: Pictures | None, *, family: str) -> dict[str, Any]:
-    """Return what a model of transformers is given for the pictures of a prompt."""
-    import torch
-
-    if pictures is None or not pictures.items:
-        return {}
-    starts, places = pictures.starts[:-1].tolist(), pictures.places.tolist()
-    items = [pictures.items[starts.index(place)] for place in places if place in starts]
-    given = {k: torch.cat([item.features[k] for item in items]) for k in items[0].features}
-    if family != "internvl":
-        kinds = "token_type_ids" if family == "gemma3" else "mm_token_type_ids"
-        given[kinds] = (pictures.places >= 0).long()[None]
-    return given
 
 
 def _shown(prompt: str | Messages) -> str:

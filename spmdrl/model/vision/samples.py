@@ -92,7 +92,7 @@ def plain_inputs(hf_model: nn.Module, shown: Pictures, device: torch.device) -> 
     if not shown.items:
         return {}
     config: Any = hf_model.config
-    given = features_of(shown.items, device)
+    given = features_of(shown.repeated, device)
     kinds = (shown.places >= 0).int()[None].to(device)
     if "image_grid_thw" in given:
         return given | {"mm_token_type_ids": kinds}
