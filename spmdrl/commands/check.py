@@ -84,11 +84,11 @@ def check(
 def _check_families(
     families: str, *, table: Path | None, again: bool, options: dict[str, Any]
 ) -> bool:
-    from spmdrl.model.families import FAMILIES, family_config
+    from spmdrl.model.families import family_config, family_names
     from spmdrl.proof import record as records
     from spmdrl.proof.table import write
 
-    names = list(FAMILIES) if families == "all" else families.split(",")
+    names = list(family_names()) if families == "all" else families.split(",")
     if Path(families).is_file():
         names = Path(families).read_text().split()
     path = records.SHIPPED if table else records.own_records()

@@ -1,4 +1,4 @@
-"""Text families of transformers that are checked by name.
+"""Families of transformers that are checked by name.
 
 Each has what a released model's config says and its class's defaults do not, as far as its small
 model (shrink.py) differs by it: sizes that are made small anyway are left out.
@@ -190,6 +190,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """{model type: fields that differ from its class's defaults}; a name may end with `+VARIANT`."""
 
+WITH_TOWERS: dict[str, dict[str, Any]] = {
+    "gemma3": {},
+    "internvl": dict(
+        text_config=dict(
+            model_type="qwen2", hidden_size=3584, num_attention_heads=28, num_key_value_heads=4
+        ),
+        tie_word_embeddings=False,
+    ),
+    "qwen2_5_vl": {},
+    "qwen3_vl": dict(text_config=dict(num_key_value_heads=8)),
+    "qwen3_vl_moe": dict(
+        text_config=dict(
+            num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8
+        )
+    ),
+}
+"""The same of models that see."""
+
+
+def family_names() -> tuple[str, ...]:
+    """Return the families of the table."""
+    return (*FAMILIES, *WITH_TOWERS)
+
 
 def family_config(family: str) -> Any:
     """Return the transformers config of a family of the table, or of any other by its defaults.
@@ -198,4 +221,5 @@ def family_config(family: str) -> Any:
     """
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family.partition("+")[0], **FAMILIES.get(family, {}))
+    fields = {**FAMILIES, **WITH_TOWERS}.get(family, {})
+    return AutoConfig.for_model(family.partition("+")[0], **fields)
