@@ -41,7 +41,7 @@ def opened(kind, folder, rows, **data):
 def check_shown(words, example, images):
     """The pictures of an example are those of its image tokens, in order."""
     read = words.image_reader
-    ids, expected = read.encode(read.placeholder * len(images), images)
+    ids, expected = read.encode(" ".join([read.placeholder] * len(images)), images)
     stands_for = {ids[i] for i in (expected.places >= 0).nonzero().flatten().tolist()}
     is_shown = [token in stands_for for token in example.tokens]
     assert (example.pictures.places >= 0).tolist() == is_shown

@@ -158,6 +158,18 @@ def test_several_images_stand_among_text_in_order_and_without_a_place_they_come_
     assert text.pictures.items == (first,)
 
 
+def test_images_with_nothing_between_them_are_refused_by_file_and_line(tmp_path):
+    folder = seeing_model("qwen2_5_vl", tmp_path / "model")
+    for name in ("chat_template.jinja", "chat_template.json"):
+        (folder / name).unlink(missing_ok=True)  # which would put marks around each
+    uri, apart = data_uri(PNG), "<image> <image><image>x<image>"
+    (close,) = prompts(folder, jsonl(tmp_path, dict(prompt=apart[:7], images=[uri])))
+    assert "vision_start" not in close.text
+    path = jsonl(tmp_path, dict(prompt="a"), dict(prompt=apart, images=[uri] * 4))
+    with pytest.raises(Refusal, match=r"rows.jsonl:2: images 2 and 3 stand side by side"):
+        prompts(folder, path)
+
+
 def test_text_of_a_model_that_sees_shows_nothing_and_of_one_that_does_not_has_no_pictures(
     folder, tmp_path
 ):

@@ -69,7 +69,8 @@ class ImageReader:
         Args:
             text: as the chat template wrote it, a placeholder for each image.
             images: RGB, in the order of their placeholders.
-        Raises: ValueError when there are more or fewer images than placeholders.
+        Raises: ValueError when there are more or fewer images than placeholders, or nothing stands
+            between two.
         """
         found = text.count(self.placeholder)
         if found != len(images):
@@ -82,7 +83,10 @@ class ImageReader:
         )
         ids = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         is_shown = torch.tensor(ids, dtype=torch.int64) == self._image_token_id
-        return ids, Pictures.shown(is_shown, [picture for picture, _ in prepared])
+        pictures = [picture for picture, _ in prepared]
+        shown = Pictures.shown(is_shown, pictures)
+        _check_apart(is_shown, pictures)
+        return ids, shown
 
     def _prepare(self, image: Image) -> tuple[Picture, str]:
         """Return an image as the tower takes it, and the text that stands for it."""
@@ -103,6 +107,19 @@ class ImageReader:
         while self._known_bytes > _KEPT_BYTES:
             self._known_bytes -= self._known.popitem(last=False)[1][0].held_bytes
         return found
+
+
+def _check_apart(is_shown: Tensor, pictures: Sequence[Picture]) -> None:
+    """Refuse pictures side by side, which towers' families tell apart by what is between them."""
+    at = is_shown.nonzero()[:, 0]
+    ends = torch.tensor([p.num_tokens for p in pictures[:-1]], dtype=torch.int64).cumsum(0)
+    close = (at[ends] == at[ends - 1] + 1).nonzero()[:, 0].tolist()
+    if close:
+        raise ValueError(
+            f"images {close[0] + 1} and {close[0] + 2} stand side by side with no token between "
+            "them, as one image would; put a text between them, or messages through the model's "
+            "chat template, which marks where each begins and ends"
+        )
 
 
 _SMALL = 512
