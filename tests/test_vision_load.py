@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from policy_runs import VALID
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForImageTextToText
 from vision_runs import microbatch, sequences
@@ -64,6 +65,31 @@ def test_a_siglip_tower_is_named_as_in_released_files(tmp_path):
     saved = load_file(seeing_model("gemma3", tmp_path) / "model.safetensors")
     own = [name for name in saved if name.startswith("vision_tower.")]
     assert own and all(name.startswith("vision_tower.vision_model.") for name in own)
+
+
+@pytest.mark.parametrize("part", ["all", "text"])
+def test_files_that_name_a_siglip_tower_as_transformers_does_are_read_as_released_ones(
+    tmp_path, part
+):
+    released = seeing_model("gemma3", tmp_path / "released")
+    other = shutil.copytree(released, tmp_path / "other")
+    saved = load_file(released / "model.safetensors")
+    short = {
+        name.replace("vision_tower.vision_model.", "vision_tower."): t for name, t in saved.items()
+    }
+    assert short.keys() != saved.keys()
+    save_file(short, other / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForImageTextToText.from_pretrained(other, dtype=torch.float32)
+    fresh = type(theirs)(theirs.config)
+    fresh.save_pretrained(tmp_path / "fresh")  # which is how such files come about
+    assert load_file(tmp_path / "fresh/model.safetensors").keys() == short.keys()
+    options = dict(attention=None, dtype=torch.float32, device=torch.device("cpu"))
+    own, right = (
+        dict(load_whole_model(ModelSettings(path=str(of), part=part), **options).named_parameters())
+        for of in (other, released)
+    )
+    assert own.keys() == right.keys()
+    assert all(torch.equal(own[name], right[name]) for name in own)
 
 
 def test_a_scalar_head_stands_where_the_vocabulary_s_was(folder):

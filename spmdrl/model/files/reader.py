@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -120,12 +121,14 @@ class CheckpointReader:
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._file_of = self._read_index()
-        self._quantised, hidden = quantised_tensors(_quantisation_of(folder), self._file_of)
-        self._names = (self._file_of.keys() | self._quantised.keys()) - hidden
+        config = _config_of(folder)
+        self._quantised, hidden = quantised_tensors(_quantisation(folder, config), self._file_of)
+        found = (self._file_of.keys() | self._quantised.keys()) - hidden
         self.rest: set[str] = set()
         """Names of tensors that are no part of what is shown."""
-        self.named: dict[str, str] = {}
+        self.named = _released_names(config, found) if part == "all" else {}
         """{name of a tensor: that in the files}, where they differ."""
+        self._names = (found - {*self.named.values()}) | self.named.keys()
         if part == "text" and (text := text_part(str(folder))):
             self._show(text)
 
@@ -222,14 +225,36 @@ class CheckpointReader:
             return self._open(file).get_slice(name)
 
 
-def _quantisation_of(folder: Path) -> dict[str, Any]:
-    """Return the quantization_config that a folder's config.json has, or {}. Raises: Refusal."""
+_KINDS = (OSError, ValueError, AttributeError, TypeError, RecursionError)
+"""Of errors that a config.json gives that holds anything."""
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return what a folder's config.json holds; {} without one. Raises: Refusal."""
     file = folder / "config.json"
     if not file.is_file():
         return {}
-    kinds = (OSError, ValueError, AttributeError, TypeError, RecursionError)
-    with refusing(f"model.path: {file} cannot be used", *kinds):  # of what may be anything
-        return quantisation(json.loads(file.read_text()))
+    with refusing(f"model.path: {file} cannot be used", *_KINDS):
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no mapping")
+        return found
+
+
+def _quantisation(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the quantization_config that a folder's config has, or {}. Raises: Refusal."""
+    with refusing(f"model.path: {folder / 'config.json'} cannot be used", *_KINDS):
+        return quantisation(config)
+
+
+def _released_names(config: dict[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Return {name in released files: name in these} of a SigLIP tower's tensors: transformers
+    leaves a part of it out where it saves a model that it did not load from such files."""
+    tower = config.get("vision_config")
+    if not isinstance(tower, dict) or tower.get("model_type") != "siglip_vision_model":
+        return {}
+    pattern = re.compile(r"^((?:.*\.)?vision_tower)\.(?!vision_model\.)")
+    return {pattern.sub(r"\1.vision_model.", name): name for name in names if pattern.match(name)}
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:
