@@ -90,6 +90,17 @@ def test_flags_override_the_file(tmp_path):
     assert (cfg.steps, cfg.batch.group_size, cfg.data.size) == (7, 3, 10)
 
 
+def test_a_value_that_is_refused_is_of_the_file_or_of_flags(tmp_path, capsys):
+    path = write(tmp_path, config.dump(good()))
+    for argv, says in (
+        (["--config", str(path), "--steps", "-1"], f"config of {path} and flags: 1 problem"),
+        (["--model.path", "m", "--data.train", "task:copy", "--steps", "-1"], "config of flags: "),
+    ):
+        with pytest.raises(SystemExit):
+            parse(argv)
+        assert says in capsys.readouterr().err
+
+
 def test_method_options_are_given_as_one_mapping(tmp_path):
     own = dict(loss_options={"clip_low": 0.1})
     path = write(tmp_path, config.dump(good(algorithm=own)))

@@ -37,7 +37,8 @@ def parse(argv: list[str] | None = None) -> Config:
     try:
         cfg = read(argv, prog="train.py --config FILE")
         problems = validate(cfg) + ([] if cfg.dry_run else missing_models(cfg))
-        refuse(problems, of=take_config_flag(argv)[0])
+        path, flags = take_config_flag(argv)
+        refuse(problems, path=path, flags=flags)
     except Refusal as error:
         from spmdrl.world.launch import tell_once, tell_refused  # here: it comes with torch
 

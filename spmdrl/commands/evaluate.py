@@ -111,7 +111,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
             file=sys.stderr,
         )
     cfg = evaluation_config(asked, model=model, world_size=world_size)
-    refuse(_problems(cfg), of=file)
+    refuse(_problems(cfg), path=file, flags=[*rest])
     name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
     asked_for: dict[str, Any] = dict(model=model, is_checkpoint=is_checkpoint, cfg=cfg)
     if chosen.out == Path():

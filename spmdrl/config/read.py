@@ -54,14 +54,15 @@ def read(argv: list[str], *, prog: str, about: str = "", default: Config | None 
     return with_flags(cfg, rest)
 
 
-def refuse(problems: list[str], *, of: str) -> None:
+def refuse(problems: list[str], *, path: str, flags: list[str]) -> None:
     """Raise the problems of a config, one per line, as a Refusal; return if there are none.
 
     Args:
-        of: the config's file; empty for none.
+        path, flags: what it was read from, both perhaps empty; a value may be of either.
     """
     if problems:
-        raise Refusal(_problem_list(f"config {of or '(defaults and flags)'}", problems))
+        where = " and ".join([*([path] if path else []), *(["flags"] if flags else [])])
+        raise Refusal(_problem_list(f"config of {where or 'defaults alone'}", problems))
 
 
 def take_config_flag(argv: list[str]) -> tuple[str, list[str]]:
