@@ -3,7 +3,7 @@ loads nothing of spmdrl.train."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from spmdrl.config import Config
@@ -53,11 +53,12 @@ def make_trainer(
     *,
     loss_fn: Callable[..., Any] | None = None,
     advantage_fn: Callable[..., Any] | None = None,
+    columns: Collection[str] = (),
 ) -> Trainer | Bystander:
     """Return the trainer of this rank; every rank calls it.
 
     Args:
-        loss_fn, advantage_fn: see Trainer; those of the config by default.
+        loss_fn, advantage_fn, columns: see Trainer; the first two of the config by default.
     Raises: Refusal, on all ranks together, when a model cannot be loaded or laid out.
     """
     trainer: Trainer | Bystander
@@ -74,6 +75,7 @@ def make_trainer(
                 weights=weights,
                 loss_fn=loss_fn,
                 advantage_fn=advantage_fn,
+                columns=columns,
             )
         else:
             trainer = Bystander(world, weights=weights)

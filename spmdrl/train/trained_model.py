@@ -90,13 +90,8 @@ class TrainedModel:
     def _take_step(
         self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf, *, step: int, number: int
     ) -> Sums:
-        own = self._accumulate(microbatches, loss_of)
-        gradients = self.optimizer.gradients()
-        self.model.complete(gradients)
         scale = self.loss_scale.value
-        if scale != 1:
-            multiply_all(list(gradients.values()), 1 / scale)
-        totals = exchange_totals(own, square_sum(gradients, self._copies), world=self.world)
+        gradients, totals = self._measure(microbatches, loss_of)
         lr = learning_rate(self.options, step, steps=self.cfg.steps)
         if totals.is_finite:
             max_norm = self.options.max_grad_norm  # 0 is off
@@ -124,6 +119,32 @@ class TrainedModel:
             sums |= {f"{self.name}/overflowed_updates": overflow}
         return sums | self.routers.finish(is_taken=totals.is_finite)
 
+    def _measure(
+        self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf
+    ) -> tuple[dict[str, Tensor], GlobalTotals]:
+        """Return {name: live local gradient} of micro-batches, unclipped and without the loss
+        scale, and what all trainer ranks add up."""
+        own, scale = self._accumulate(microbatches, loss_of), self.loss_scale.value
+        gradients = self.optimizer.gradients()
+        self.model.complete(gradients)
+        if scale != 1:
+            multiply_all(list(gradients.values()), 1 / scale)
+        share = square_sum(gradients, self._copies)
+        return gradients, exchange_totals(own, share, world=self.world)
+
+    def gradient(
+        self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf
+    ) -> tuple[dict[str, Tensor], GlobalTotals]:
+        """Return the gradient of which `update` would make an optimizer step, and change nothing of
+        the model, its optimizer and its routers; trainer ranks meet.
+
+        Returns: {name: local gradient}, copies, unclipped; and the totals of all ranks.
+        """
+        gradients, totals = self._measure(microbatches, loss_of)
+        kept = {name: gradient.detach().clone() for name, gradient in gradients.items()}
+        self._forget()
+        return kept, totals
+
     def _accumulate(self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf) -> Totals:
         """Run all micro-batches forward and backward; gradients add up in the parameters."""
         totals = Totals()
@@ -148,6 +169,9 @@ class TrainedModel:
         """Run micro-batches as `update` does, and drop gradients and metrics: nothing of the
         model, its optimizer and its routers is changed."""
         self._accumulate(microbatches, loss_of)
+        self._forget()
+
+    def _forget(self) -> None:
         self.optimizer.zero_grad()
         self.routers.finish(is_taken=False)
 

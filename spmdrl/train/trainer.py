@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ class Trainer:
         weights: what the stream asks of the policy.
         loss_fn, advantage_fn: what is trained on, and what gives its advantages: by their
             parameters they ask for models beside the policy. Those of the config by default.
+        columns: that `annotate` is to find besides what these two ask for.
     Raises: Refusal when a model cannot be loaded or laid out.
     """
 
@@ -53,16 +54,17 @@ class Trainer:
         weights: SentWeights,
         loss_fn: Method | None = None,
         advantage_fn: Method | None = None,
+        columns: Collection[str] = (),
     ):
         self.cfg, self.world, self.weights = cfg, world, weights
         self._shape = countable_shape(hf_model)
         self._vocab = hf_model.get_input_embeddings().weight.shape[0]
         given = {"loss_fn": loss_fn, "advantage_fn": advantage_fn}
         methods = named_methods(cfg) | {name: f for name, f in given.items() if f}
-        self._coefficients, kind = Coefficients(cfg), loss_class(cfg)
-        self.columns = kind.columns_of(cfg, **methods)
+        self.coefficients, kind = Coefficients(cfg), loss_class(cfg)
+        self.columns = kind.columns_of(cfg, **methods) | {*columns}
         """Per-token columns that `annotate` finds."""
-        self._loss = kind(cfg, world, loss_fn=methods["loss_fn"], coefficients=self._coefficients)
+        self._loss = kind(cfg, world, loss_fn=methods["loss_fn"], coefficients=self.coefficients)
         model = ShardedModel(
             cfg,
             world,
@@ -77,7 +79,7 @@ class Trainer:
         self._reward_models = RewardModels(cfg, world)
         self._kept: dict[str, Coefficients | AdapterRecord | Companion] = {
             **self.companions,
-            "coefficients": self._coefficients,
+            "coefficients": self.coefficients,
         }
 
     def joined(self) -> None:
@@ -145,7 +147,7 @@ class Trainer:
                 found = [a | b for a, b in zip(found, companion.columns(rows))]
         each = iter(found)
         columns = tuple(tuple(next(each) for _ in microbatches) for microbatches in updates)
-        return replace(batch, columns=columns, kl_coef=self._coefficients.kl)
+        return replace(batch, columns=columns, kl_coef=self.coefficients.kl)
 
     def logprobs(self, batch: Batch, *, step: int = -1) -> list[Tensor]:
         """Score a batch's loss tokens without gradients.
@@ -222,7 +224,7 @@ class Trainer:
                     num_scored=sum(update[0].update_counts[0] for update in updates),
                     cfg=self.cfg,
                 )
-                sums |= self._coefficients.move(sums, num_samples=len(batch.scalars))
+                sums |= self.coefficients.move(sums, num_samples=len(batch.scalars))
             for companion in companions:
                 companion.follow(self.policy.model, step=step)
         return sums
