@@ -27,12 +27,21 @@ class ReplaySource(Source):
     Args:
         max_positions: the model's context, tokens; None for any. vocab_size: rows of its embedding.
             Every step is held against them.
+        recorded: what to take steps of; by default what the config names, with all its steps.
     Raises (on construction): Refusal as `check_recorded`.
     """
 
-    def __init__(self, cfg: Config, world: World, *, max_positions: int | None, vocab_size: int):
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        *,
+        max_positions: int | None,
+        vocab_size: int,
+        recorded: Recorded | None = None,
+    ):
         self.cfg, self.world = cfg, world
-        self.recorded = check_recorded(cfg)
+        self.recorded = recorded or check_recorded(cfg)
         if cfg.evaluate.every_steps and world.rank == 0:
             log.warning(
                 "evaluation is left out: a replay has no engine to sample with; evaluate "
@@ -98,11 +107,6 @@ def check_recorded(cfg: Config) -> Recorded:
     first = recorded.files_of(min(steps))[0]
     header = read_header(first)
     _check_fields(cfg, first, header=header)
-    if cfg.model.moe.replay and "routes" not in header:
-        raise Refusal(
-            f"model.moe.replay: {first} was recorded without the engine's routes, by "
-            "a run that had model.moe.replay off; set it to false, or record anew"
-        )
     return recorded
 
 
@@ -116,4 +120,9 @@ def _check_fields(cfg: Config, path: Path, *, header: dict[str, Any]) -> None:
             f"{path} holds rollouts of other values, which its numbers contain:\n  "
             + "\n  ".join(differing)
             + "\nSet these fields as they were, or record anew"
+        )
+    if cfg.model.moe.replay and "routes" not in header:
+        raise Refusal(
+            f"model.moe.replay: {path} was recorded without the engine's routes, by "
+            "a run that had model.moe.replay off; set it to false, or record anew"
         )
