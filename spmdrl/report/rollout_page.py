@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 from spmdrl.errors import Refusal
@@ -12,6 +12,10 @@ from spmdrl.report.rollout_view import Answer, View, size_of
 
 _FAINTEST_NATS = -5.0
 """A token this unlikely, or less, has the strongest colour."""
+UP, DOWN, UNLIKELY = "0, 150, 60", "210, 40, 40", "220, 120, 0"
+"""Green, red and orange."""
+Paint = Callable[[int], tuple[str, float, str]]
+"""Of the token at a position: its colour, how strong from 0 to 1, and a number to say, if any."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 60em; color: #222; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3em 0 1.2em; padding: .7em;
@@ -41,6 +45,12 @@ def page(views: Sequence[View], *, color: str = "") -> str:
             summary = f"<summary>{escape(_summary(view))}</summary>"
             lines = [f'<details id="group{view.group}">', summary, *lines, "</details>"]
         body += lines
+    return document(heading, body)
+
+
+def document(heading: str, body: Sequence[str]) -> str:
+    """Return a page of parts that are HTML, under a title that is text."""
+    heading = escape(heading)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>{heading}</title><style>{_STYLE}</style></head>\n<body>\n"
@@ -72,7 +82,7 @@ def _group(view: View, *, color: str) -> list[str]:
         "sampled by the policy. Point at a token for its numbers.</p>",
         *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
         "<h2>prompt</h2>",
-        f"<pre>{''.join(map(_part, view.sequences[0].prompt))}</pre>",
+        prompt_part(view.sequences[0]),
     ]
     for one in view.sequences:
         body += _response(one, view, color=color, largest=max(known, default=0.0))
@@ -80,14 +90,26 @@ def _group(view: View, *, color: str) -> list[str]:
 
 
 def _response(one: Answer, view: View, *, color: str, largest: float) -> list[str]:
-    spans = [
-        _token(one, at, color=color, largest=largest)
-        for at in range(one.start, len(one.row["tokens"]))
-    ]
-    return [
-        f"<h2>{escape(title(one, view.header['part_names']))}</h2>",
-        f"<pre>{''.join(spans)}</pre>",
-    ]
+    def paint(at: int) -> tuple[str, float, str]:
+        if color == "logprob":
+            return UNLIKELY, one.row["rollout_logprobs"][at] / _FAINTEST_NATS, known
+        advantage = one.advantage or 0.0
+        strength = abs(advantage) / largest if largest else 0.0
+        return (DOWN if advantage < 0 else UP), strength, known
+
+    known = "" if one.advantage is None else f"advantage {one.advantage:.4g}"
+    return [f"<h2>{escape(title(one, view.header['part_names']))}</h2>", tokens_part(one, paint)]
+
+
+def prompt_part(one: Answer) -> str:
+    """Return what a response answers, with the images that it shows."""
+    return f"<pre>{''.join(map(_part, one.prompt))}</pre>"
+
+
+def tokens_part(one: Answer, paint: Paint) -> str:
+    """Return a response, each token that the policy sampled in its colour."""
+    spans = [_token(one, at, paint) for at in range(one.start, len(one.row["tokens"]))]
+    return f"<pre>{''.join(spans)}</pre>"
 
 
 def _part(part: str | bytes) -> str:
@@ -100,7 +122,7 @@ def _part(part: str | bytes) -> str:
     return f'<img alt="{name}" title="{name}" src="data:image/png;base64,{data}">'
 
 
-def _token(one: Answer, at: int, *, color: str, largest: float) -> str:
+def _token(one: Answer, at: int, paint: Paint) -> str:
     row = one.row
     if at in one.shows:
         png = one.shows[at]
@@ -108,17 +130,11 @@ def _token(one: Answer, at: int, *, color: str, largest: float) -> str:
     text = escape(one.pieces[at]) if one.pieces else f"{row['tokens'][at]} "
     if not row["response_mask"][at]:
         return f'<span class="other">{text}</span>'
-    logprob = row["rollout_logprobs"][at]
+    logprob, (hue, strength, said) = row["rollout_logprobs"][at], paint(at)
     numbers = f"id {row['tokens'][at]}, logprob {logprob:.4f}, version {row['policy_versions'][at]}"
-    if one.advantage is not None:
-        numbers += f", advantage {one.advantage:.4g}"
-    if color == "logprob":
-        hue, strength = "220, 120, 0", min(1.0, logprob / _FAINTEST_NATS)
-    else:
-        advantage = one.advantage or 0.0
-        hue = "210, 40, 40" if advantage < 0 else "0, 150, 60"
-        strength = abs(advantage) / largest if largest else 0.0
+    numbers += f", {said}" if said else ""
+    strength = min(1.0, max(0.0, strength))
     return (
-        f'<span style="background: rgba({hue}, {0.6 * max(0.0, strength):.3f})" '
+        f'<span style="background: rgba({hue}, {0.6 * strength:.3f})" '
         f'title="{escape(numbers)}">{text}</span>'
     )
