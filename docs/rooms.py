@@ -38,7 +38,7 @@ ORDER = tuple(
         "evaluate",
         "check",
         "proof",
-        "plan",
+        "plan=what_if",
         "commands",
     ]
 )

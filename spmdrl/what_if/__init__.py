@@ -1,0 +1,1 @@
+"""Other losses, advantages and corrections on what a run recorded: what each would have done."""
