@@ -213,6 +213,7 @@ def _commands(where: Path) -> Any:
     status, plain, _ = called("--json", "--html", str(page), *some)
     first = called("--loss", "cispo")
     assert status == first[0] == 0
+    assert called(*some, "--html", "nowhere/page.html")[0] == 2
     failed = called("--loss", f"{where / 'own.py'}:on_real_data")
     return first[1], plain, page.read_text(), (failed[0], failed[2])
 

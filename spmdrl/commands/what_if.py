@@ -36,7 +36,7 @@ def what_if(
     trust_run: bool = False,
     trust_remote_code: bool = False,
 ) -> str:
-    """Return what is to be printed, and write the page.
+    """Say what other losses, advantages and corrections would do with a run's recorded steps.
 
     Every combination of one --loss, one --advantage and one --correction is an alternative; what is
     not named stays as in the run.
@@ -54,8 +54,10 @@ def what_if(
         tokenizer: folder of the tokenizer, if not the run's.
         trust_run: run the functions that the run's config names.
         trust_remote_code: run Python code of the model's folder.
+    Returns: what is to be printed.
     Raises: Refusal for what is not there or cannot be done right.
     """
+    _check(limit, html)
     # Here: `--help` needs none of it.
     from spmdrl.what_if.alternatives import alternatives
     from spmdrl.what_if.page import page
@@ -69,18 +71,20 @@ def what_if(
     )
     found = list(look_again(opened, chosen_steps(opened, steps), chosen))
     if html is not None:
-        text = page(
-            found,
-            opened.recorded,
-            limit=limit,
-            tokenizer=tokenizer,
-            trust_remote_code=trust_remote_code,
-        )
+        trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
+        text = page(found, opened.recorded, limit=limit, tokenizer=tokenizer, **trusts)
         html.write_text(text, encoding="utf-8", errors="replace")
     if json:
         return dumps({"run": str(run), "steps": [plain(one) for one in found]}, indent=1)
     lines = [table(one, limit=limit) for one in found]
     return "\n\n".join(lines + ([f"wrote {html}"] if html is not None else []))
+
+
+def _check(limit: int, html: Path | None) -> None:
+    if limit < 0:
+        raise Refusal(f"--limit must be at least 0, got {limit}")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise Refusal(f"--html {html}: there is no folder {html.absolute().parent}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(tyro.cli(what_if, prog="python -m spmdrl what_if", args=argv))
         return 0
-    except Refusal as error:
+    except (Refusal, OSError) as error:
         print(described(error), file=sys.stderr)
         return 2
     except Exception as error:

@@ -8,10 +8,10 @@ from typing import Any
 
 from spmdrl.report.rollout_page import DOWN, UP, Paint, document, prompt_part, tokens_part
 from spmdrl.report.rollout_text import title
-from spmdrl.report.rollout_view import Answer, read_groups
+from spmdrl.report.rollout_view import View, read_groups
 from spmdrl.rollout.recordings import Recorded
 from spmdrl.what_if.run import Outcome, StepFound
-from spmdrl.what_if.text import COLUMNS, about, disputed, row
+from spmdrl.what_if.text import COLUMNS, about, disputed, push_text, row
 
 _CELL = 'style="padding: 0 .8em; text-align: right"'
 _LEGEND = (
@@ -28,6 +28,7 @@ def page(
     limit: int,
     tokenizer: str = "",
     trust_remote_code: bool = False,
+    trust_run: bool = False,
 ) -> str:
     """Return steps with their tables, and the samples on which outcomes differ most, most first:
     each once by who pushes it up more, and once by who pushes it down more.
@@ -36,7 +37,8 @@ def page(
         recorded: the run's recordings.
         limit: samples of a step.
         tokenizer: folder or hub name; empty takes the run's own.
-        trust_remote_code: run Python code of the tokenizer's folder.
+        trust_remote_code: run Python code of the tokenizer's folder. trust_run: run the advantage
+            that the run's config names.
     """
     body = ["<h1>what if</h1>", f"<p>{_LEGEND}</p>"]
     for step in found:
@@ -49,39 +51,38 @@ def page(
                 tokenizer=tokenizer,
                 needs_text=True,
                 trust_remote_code=trust_remote_code,
+                trust_run=trust_run,
             )
-            answer = next(a for a in view.sequences if a.row["sample"] == one["sample"])
-            body += _sample(one, answer, step, names=view.header["part_names"])
+            body += _sample(one, view, step)
     return document("what if", body)
 
 
 def _table(step: StepFound) -> list[str]:
-    lines = [f"<p>{escape(line)}</p>" for line in about(step).splitlines()]
+    first, *others = map(escape, about(step).splitlines())
     heads = "".join(f"<th {_CELL}>{name}</th>" for name in ("", *COLUMNS))
     rows = [
         "".join(f"<td {_CELL}>{escape(t)}</td>" for t in (one.alternative.name, *row(one)))
         for one in step.outcomes
     ]
     body = "\n".join(f"<tr>{cells}</tr>" for cells in [heads, *rows])
-    return [f'<h1 id="step{step.step}">step {step.step}</h1>', *lines, f"<table>{body}</table>"]
+    told = [f"<p>{line}</p>" for line in others]
+    return [f'<h2 id="step{step.step}">{first}</h2>', *told, f"<table>{body}</table>"]
 
 
-def _sample(
-    one: dict[str, Any], answer: Answer, step: StepFound, *, names: Sequence[str]
-) -> list[str]:
+def _sample(one: dict[str, Any], view: View, step: StepFound) -> list[str]:
+    answer = next(a for a in view.sequences if a.row["sample"] == one["sample"])
     place = f"step{step.step}_group{one['group']}_sample{one['sample']}"
-    told = "; ".join(
-        f"{name} {push:+.2e} ({one['shares'][name]:+.2%})" for name, push in one["pushes"].items()
-    )
+    told = title(answer, view.header["part_names"])
     body = [
-        f'<h2 id="{place}">group {one["group"]}, {escape(title(answer, names))}</h2>',
-        f"<p>{escape(told)}</p>",
+        f'<hr><h2 id="{place}">group {one["group"]}, {escape(told)}</h2>',
+        *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
+        "<p>" + "<br>".join(escape(push_text(one, name)) for name in one["pushes"]) + "</p>",
         prompt_part(answer),
     ]
-    for outcome in step.outcomes:
-        if outcome.alternative.name in (one["up"], one["down"]):
-            body.append(f"<h2>{escape(outcome.alternative.name)}</h2>")
-            body.append(tokens_part(answer, _paint(outcome, one["row"])))
+    outcomes = {outcome.alternative.name: outcome for outcome in step.outcomes}
+    for name in (one["up"], one["down"]):
+        body.append(f"<h2>{escape(push_text(one, name))}</h2>")
+        body.append(tokens_part(answer, _paint(outcomes[name], one["row"])))
     return body
 
 

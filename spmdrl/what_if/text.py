@@ -28,7 +28,7 @@ def table(found: StepFound, *, limit: int) -> str:
     for one in found.outcomes:
         cells = "".join(f"{t:>{10 if i < 2 else 9}}" for i, t in enumerate(row(one)))
         lines.append(f"  {one.alternative.name:{width}}{cells}")
-    told = [f"  {_about_sample(found, one)}" for one in disputed(found, limit=limit)]
+    told = [f"  {_about_sample(one)}" for one in disputed(found, limit=limit)]
     if told:
         lines += ["samples on which they differ most, by their share of each one's whole push:"]
     return "\n".join([*lines, *told])
@@ -95,15 +95,15 @@ def disputed(found: StepFound, *, limit: int) -> list[dict[str, Any]]:
     ]
 
 
-def _about_sample(found: StepFound, one: dict[str, Any]) -> str:
-    told = (
-        f"{name} {one['pushes'][name]:+.2e} ({one['shares'][name]:+.2%})"
-        for name in (one["up"], one["down"])
-    )
-    return (
-        f"group {one['group']} sample {one['sample']} (reward {one['reward']:.4g}): "
-        + "; ".join(told)
-    )
+def push_text(one: dict[str, Any], name: str) -> str:
+    """Return what an alternative does with one of the `disputed` samples: its push, and the share
+    of its whole push."""
+    return f"{name} {one['pushes'][name]:+.2e} ({one['shares'][name]:+.2%})"
+
+
+def _about_sample(one: dict[str, Any]) -> str:
+    told = "; ".join(push_text(one, one[side]) for side in ("up", "down"))
+    return f"group {one['group']} sample {one['sample']} (reward {one['reward']:.4g}): {told}"
 
 
 def plain(found: StepFound) -> dict[str, Any]:
