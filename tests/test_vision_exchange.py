@@ -31,6 +31,7 @@ from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import model_shape
 from spmdrl.pictures import Picture, Pictures
 from spmdrl.plan.run import run_of
+from spmdrl.plan.text import _step_text
 from spmdrl.plan.trainer_memory import trainer_memory
 from spmdrl.rollout.episode import Episode, Group
 from spmdrl.rollout.packing import pack_step, rollouts_from_dict, rollouts_to_dict
@@ -206,10 +207,9 @@ def test_the_planner_counts_the_pixels_that_a_processor_gives(family, tmp_path):
     assert pixels == one.num_tokens * shape.tower.patches * shape.tower.patch_bytes
     cfg = texts.config(texts.lay("offline", 1))
     means = dict(on_gpu=False, chunk_tokens=64, prompt_tokens=20, response_tokens=80)
-    found, blind = (
-        trainer_memory(run_of(cfg, own, **means), axes_of(cfg))
-        for own in (shape, dataclasses.replace(shape, tower=None))
-    )
+    runs = [run_of(cfg, own, **means) for own in (shape, dataclasses.replace(shape, tower=None))]
+    assert ["without a tower's work" in _step_text(run) for run in runs] == [True, False]
+    found, blind = (trainer_memory(run, axes_of(cfg)) for run in runs)
     assert found.total - blind.total == found.causes["pictures"] > 4 * 20 * pixels / one.num_tokens
     assert "pictures" not in blind.causes
 

@@ -28,6 +28,8 @@ LAYOUTS = {
     "frozen, dp 2": {},
     "frozen, tp 2": {"tp": 2},
 }
+"""Of two ranks, one of which trains under "one"."""
+ON_FOUR = {"tp": 2, "cp": 2}
 TOWERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
 _RECOMPUTED = {"memory": {"activation_checkpointing": "full"}}
 MODELS: dict[str, dict[str, Any]] = {"qwen3_vl": _RECOMPUTED, "internvl": _RECOMPUTED}
@@ -93,7 +95,7 @@ def _run_cells(base: Any, cfgs: dict[tuple, Config]) -> dict[tuple, Any]:
     return {cell: _trained(base, cfg) for cell, cfg in cfgs.items()}
 
 
-def _results(where: Path, cells: list[tuple[str, str]]) -> dict[str, Any]:
+def _results(where: Path, cells: list[tuple[str, str]], *, world_size: int = 2) -> dict[str, Any]:
     folders = {family: seeing_model(family, where / family) for family, _ in cells}
     frozen = {"train": "language"}
     models = {
@@ -103,11 +105,11 @@ def _results(where: Path, cells: list[tuple[str, str]]) -> dict[str, Any]:
     cfgs = {
         (family, layout): replace(
             vision_config(folders[family], where / "out", model=models[family, layout]),
-            layout=replace(ON_CPU, world_size=2, **LAYOUTS[layout]),
+            layout=replace(ON_CPU, world_size=world_size, **LAYOUTS.get(layout, ON_FOUR)),
         )
         for family, layout in cells
     }
-    first = replace(cfgs[cells[0]], layout=replace(ON_CPU, world_size=2))
+    first = replace(cfgs[cells[0]], layout=replace(ON_CPU, world_size=world_size))
     ranks = in_world(first, _run_cells, cfgs, timeout_s=60 + 30 * len(cells))
     return {"ranks": ranks, "plain": {f: plain(folder) for f, folder in folders.items()}}
 
@@ -143,7 +145,7 @@ def _check(results: dict[str, Any], cell: tuple[str, str]) -> None:
             assert gap <= 1e-5 * most + 1e-6, (name, gap, most)
         moving = [n for n, g in own.items() if float(g.abs().max()) > 1e-3]
         assert is_frozen or any(name.startswith(TOWERS) for name in moving)
-    assert seen == (1 if cell[1] == "one" else 2)
+    assert seen == (1 if cell[1] == "one" else len(results["ranks"]))
 
 
 @pytest.mark.parametrize("cell", DAILY, ids=" on ".join)
@@ -156,3 +158,12 @@ def test_a_model_that_sees_is_trained_as_transformers_computes_it(cell, daily):
 @pytest.mark.parametrize("cell", [c for c in CELLS if c not in DAILY], ids=" on ".join)
 def test_every_other_one_is_too(cell, rest):
     _check(rest, cell)
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(1800)
+def test_tp_and_cp_together_train_it_as_transformers_computes_it(tmp_path):
+    cells = [(family, "tp 2 and cp 2") for family in FAMILIES]
+    results = _results(tmp_path, cells, world_size=4)
+    for cell in cells:
+        _check(results, cell)

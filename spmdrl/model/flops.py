@@ -3,7 +3,8 @@
 A multiply-add counts as two. Counted are the matmuls that the mathematics asks for: weights times
 tokens (of experts, those that a token goes to), attention over the pairs of tokens that see each
 other, and the output head on scored positions only. Elementwise work, padding and recomputation
-(activation checkpointing, the head's logits in its backward pass) do not count.
+(activation checkpointing, the head's logits in its backward pass) do not count, nor does what a
+tower makes of pictures.
 Source: arXiv 2204.02311, appendix B (model FLOPs utilisation); deviation: attention is causal
 here, so half of its pairs count.
 """

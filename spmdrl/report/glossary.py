@@ -483,8 +483,8 @@ GLOSSARY: dict[str, Metric] = {
     ),
     "perf/trainer_flops": _total(
         "operations",
-        "floating point operations of the policy's matmuls on real tokens, forward and backward; "
-        "see spmdrl/model/flops.py",
+        "floating point operations of the policy's matmuls on real tokens, a tower's left out, "
+        "forward and backward; see spmdrl/model/flops.py",
     ),
     "perf/trainer_tflops_per_s": _M(
         "TFLOP/s",
