@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmdrl.config import Config
-from spmdrl.engine.vllm_internals import lora_rank, register_adapter
+from spmdrl.engine.vllm_internals import lora_rank, name_in_engine, register_adapter
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import pair_names, targeted
@@ -52,7 +52,7 @@ class AdapterSlot:
 
     def memory(self, names: Iterable[str]) -> nn.Module:
         """Return what matrices of these names go into; see protocol.AdapterEngine."""
-        wanted, found = set(names), nn.Module()
+        wanted, found = {name_in_engine(self._model, name) for name in names}, nn.Module()
         for layer, module in self._manager.modules.items():
             if not any(wanted.intersection(pair) for pair in self._pairs(layer)):
                 continue
@@ -64,7 +64,7 @@ class AdapterSlot:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole matrices by name, as vLLM does for a LoRA from a folder."""
-        tensors = dict(weights)
+        tensors = {name_in_engine(self._model, name): tensor for name, tensor in weights}
         for layer, module in self._manager.modules.items():
             pairs = [(tensors.get(a), tensors.get(b)) for a, b in self._pairs(layer)]
             if all(a is None for a, _ in pairs):

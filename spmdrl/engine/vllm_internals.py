@@ -15,6 +15,7 @@ seeds_by_numpy      Worker.use_v2_model_runner              once V1 is gone
 model_runner        LLMEngine.model_executor ... model_runner   once an engine gives its model
 unregistered        attributes of layers                    once sleep level 2 keeps them
 lora_rank, register_adapter  config.lora, lora_manager     once LoRA weights may be set (0.32, 0.33)
+name_in_engine      hf_to_vllm_mapper.orig_to_new_prefix    as LoRA weights
 moe_layers, num_experts  fused_moe.MoERunner, ModelConfig   once an engine says which it chooses
 watch_routers, SlotCache  fused_moe, forward_context, kv_cache_interface (0.32, 0.33, CPU alone)
                                                             once the CPU too returns routed experts
@@ -245,6 +246,16 @@ def register_adapter(runner: Any) -> tuple[Any, Any, int]:
     manager.activate_adapter(1)
     manager.pin_adapter(1)
     return request, manager, manager.lora_index_to_id.index(1)
+
+
+def name_in_engine(model: nn.Module, name: str) -> str:
+    """Return what vLLM's class for a model calls a tensor, of which files have `name`: models that
+    see have another order of the parts within."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for prefix, own in mapper.orig_to_new_prefix.items() if mapper else ():
+        if own is not None and name.startswith(prefix):
+            name = name.replace(prefix, own, 1)
+    return name
 
 
 # --------------------------------------------------------------------------- routers
