@@ -1,4 +1,4 @@
-"""Models that see, by every objective that compares, ranks or imitates: three steps of train.py."""
+"""Models that see, by every objective and beside every companion: three steps of train.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from policy_runs import changed
 from policy_runs import config as policy_config
 from ranks import run_ranks
 from runs import metrics
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_methods_through_train import _run_all
 from test_train import final_weights
 from vlm import noise, seeing_model
@@ -23,6 +24,7 @@ from vlm import noise, seeing_model
 from spmdrl import config
 from spmdrl.check.settings import validate
 from spmdrl.config import Config
+from spmdrl.config.objectives import OBJECTIVES
 
 FIRST = math.log(2)  # of a pair of which neither is preferred yet
 # A row's own column, as it stands in the row: TRL's functions get it by name.
@@ -45,6 +47,10 @@ CASES: dict[str, tuple[float | None, dict[str, Any]]] = {
         None,
         {"objective": "on_policy_distill", "loss": "distill_topk"} | TOPK,
     ),
+    "ppo of a reward model": (
+        None,
+        {"objective": "rl", "advantage": "gae", "kl": "k1", "kl_coef": 0.05, "kl_in": "reward"},
+    ),
 }
 """{objective: (its loss at first, nats; its settings)}."""
 
@@ -65,9 +71,19 @@ def rows_of(path: Path) -> Path:
     return path
 
 
+def reward_model(folder: Path, of: Path) -> None:
+    """Write a model of another's weights and a scalar head."""
+    shutil.copytree(of, folder)
+    weights = load_file(of / "model.safetensors")
+    width = weights.pop("lm_head.weight").shape[1]
+    weights["score.weight"] = torch.randn(1, width, generator=torch.Generator().manual_seed(1))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def run_config(where: Path, name: str, settings: dict[str, Any]) -> Config:
     """Return a float32 config of one rank; samples come from transformers."""
-    samples = settings["objective"] == "on_policy_distill"
+    samples = OBJECTIVES[settings["objective"]].samples
+    rewards = f"model:{where / 'judge'}" if "reward model" in name else f"{where / 'r.py'}:width"
     return changed(
         policy_config(where / "start", where / "runs" / name.replace(" ", "_"), **settings),
         steps=3,
@@ -78,7 +94,8 @@ def run_config(where: Path, name: str, settings: dict[str, Any]) -> Config:
         sampling={"max_response_tokens": 8, "temperature": 1.0},
         optimizer=config.OptimizerSettings(lr=1e-3, weight_decay=0.0),
         engine={"kind": "transformers", "dtype": "float32", "max_num_seqs": 16},
-        rewards={"functions": (f"{where / 'r.py'}:width",) if samples else ()},
+        critic={"lr": 1e-3},
+        rewards={"functions": (rewards,) if samples else ()},
         report={"tracker": "none"},
     )
 
@@ -91,6 +108,7 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, str]]:
     (where / "r.py").write_text(REWARDS)
     seeing_model("qwen3_vl", where / "start")
     seeing_model("qwen3_vl", where / "teacher", seed=5)
+    reward_model(where / "judge", where / "teacher")
     configs = {name: run_config(where, name, own) for name, (_, own) in CASES.items()}
     assert not {name: found for name, cfg in configs.items() if (found := validate(cfg))}
     (failures,) = run_ranks(1, _run_all, configs)
@@ -108,6 +126,8 @@ def test_what_is_seen_is_trained(name, ran):
     assert first is None or rows[0]["policy/loss"] == pytest.approx(first, abs=1e-6)
     if "of samples" in name:
         assert all(60 <= row["reward/mean"] <= 120 for row in rows)
+    if "of a reward model" in name:
+        assert all(row["reward/std"] > 0 for row in rows)
     before = load_file(where / "start/model.safetensors")
     saved = final_weights(folder).items()
     after = {n.removeprefix(".model."): t for n, t in saved if n.startswith(".model.")}
