@@ -21,10 +21,12 @@ from runs import TINY, metrics, run
 
 from spmdrl.algorithms import registry
 from spmdrl.config import load_yaml
+from spmdrl.imports import attempt
 from spmdrl.rollout.recordings import find_recorded, read_table
 from spmdrl.what_if.alternatives import AS_RUN, alternatives
 from spmdrl.what_if.measures import cosine, disagreement, effective_share, order, share
 from spmdrl.what_if.recorded_steps import chosen_steps, open_run
+from spmdrl.what_if.run import _columns
 
 REWARD = """
 def varied(prompts, completions, **columns):
@@ -319,14 +321,14 @@ def test_a_step_whose_gradient_is_not_the_recorded_one_is_refused(made, tmp_path
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row | {"policy/grad_norm": 1.01 * row.get("policy/grad_norm", 1)} for row in rows]
     (run_folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = in_one_process(_refusal, tmp_path)
+    said = in_one_process(_refusal, tmp_path, "run", {"advantage": "rloo"})
     assert "step 1: the run's own settings give a gradient norm of" in said
     assert "metrics.jsonl has" in said
 
 
-def _refusal(where: Path) -> str:
+def _refusal(where: Path, name: str, settings: dict) -> str:
     try:
-        looked_at(where, "run", (1,), [{"advantage": "rloo"}])
+        looked_at(where, name, (1,), [settings])
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -370,8 +372,24 @@ def test_disagreement_is_of_shares_and_the_order_is_the_samples_own_where_it_is_
     assert order(amounts) == [1, 2, 0, 3]
 
 
-def test_every_loss_can_be_an_alternative_by_its_name_alone(made):
+def test_every_method_can_be_an_alternative_by_its_name(made):
+    settings, refusals = [], {}
     cfg = load_yaml(made / "grpo" / "config.yaml")
-    names = [n for n in registry.names("loss") if n not in ("distill",)]
-    found = alternatives(cfg, losses=names)
-    assert len(found) == len(names)
+    for kind in ("loss", "advantage", "correction"):
+        own = {"loss": "ppo_clip"} if kind == "correction" else {}
+        for name in registry.names(kind):
+            one = own | {kind: name}
+            _, refusal = attempt(lambda: _columns(cfg, alternatives(cfg, others=[json.dumps(one)])))
+            if refusal:
+                refusals[name] = str(refusal)
+            else:
+                settings.append(one)
+    # What these follow the run has not: models, turns, greedy samples.
+    assert refusals.keys() == {"distill", "gae", "prime", "gigpo", "remax"}, refusals
+    assert "greedy_rewards, of a greedy sample" in refusals["remax"]
+    (found,) = in_one_process(looked_at, made, "grpo", (2,), settings)
+    outcomes = list(found["alternatives"].values())
+    assert len(outcomes) == 1 + len(settings)
+    for one in outcomes:
+        assert one["grad_norm"] > 0 and -1 <= one["cosine"] <= 1, one["name"]
+        assert 0 <= one["clipped"] <= 1 and 0 <= one["masked"] <= 1, one["name"]

@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
+from spmdrl.algorithms import registry
 from spmdrl.checkpoint.restore import restore
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
 from spmdrl.exchange import exchange
+from spmdrl.imports import refusing
 from spmdrl.roles import make_trainer
 from spmdrl.rollout import model_limits
 from spmdrl.rollout.replay_source import ReplaySource
@@ -117,10 +119,16 @@ def alone(cfg: Config, *, output_dir: str, alternatives: Sequence[Alternative]) 
 
 
 def _columns(cfg: Config, everyone: Sequence[Alternative]) -> set[str]:
-    """Return the columns that all ask for. Raises: Refusal where their model is not there."""
-    own, found = needed_columns(cfg), set()
+    """Return the columns that all ask for. Raises: Refusal where their model, or the greedy samples
+    of an advantage, are not there."""
+    own, found, drawn = needed_columns(cfg), set(), _asked(cfg)
     for other in everyone:
         asked = needed_columns(other.cfg) - own
+        if "greedy_rewards" in _asked(other.cfg) - drawn:
+            raise Refusal(
+                f"alternative {other.name}: asks for greedy_rewards, of a greedy sample of each "
+                f"prompt; the run drew none (its advantage is {cfg.algorithm.advantage})"
+            )
         for column, model in _TRAINED.items():
             if column in asked:
                 raise Refusal(
@@ -136,6 +144,10 @@ def _columns(cfg: Config, everyone: Sequence[Alternative]) -> set[str]:
             )
         found |= asked
     return found
+
+
+def _asked(cfg: Config) -> set[str]:
+    return registry.asked_by(registry.get("advantage", cfg.algorithm.advantage))
 
 
 def _load(run: RecordedRun, step: int, *, trainer: Trainer, source: ReplaySource) -> Batch:
@@ -157,7 +169,8 @@ def _found(
     recorded, notes = _compared(run, step, own)
     outcomes = []
     for other in everyone:
-        found = own if other is everyone[0] else probe(trainer, batch, other, step=step)
+        with refusing(f"step {step}, alternative {other.name}", Refusal):
+            found = own if other is everyone[0] else probe(trainer, batch, other, step=step)
         fields: dict[str, Any] = {name: getattr(found, name) for name in _SHOWN}
         angle = cosine(found.gradients, own.gradients)
         outcomes.append(Outcome(alternative=other, cosine=angle, **fields))
