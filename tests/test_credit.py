@@ -403,6 +403,9 @@ class _NoSource:
     def load_state_dict(self, states: list, step: int) -> None:
         assert states == []
 
+    def start(self, step: int) -> None:
+        pass
+
 
 def _resumed(cfg: Config) -> tuple[tuple, tuple]:
     """Train after a warm-up, save, and go on twice: without a stop, and from the checkpoint."""

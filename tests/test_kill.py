@@ -2,7 +2,8 @@
 started again, ends as one that was never killed.
 
 By default eight cases on a machine that may be busy; `pytest -m kill` draws fifty, an hour, and
-holds the times that docs/runs.md gives. KILL_SEED=1 draws others.
+holds the times that docs/runs.md gives; and sixteen of runs in which time decides. KILL_SEED=1
+draws others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pytest
 from built import small_model
 from dying_rank import SHORT_S, Moment, be_rank
 from filelock import FileLock
-from kill_table import CASES, DEFAULT, KINDS, SEED, Case, draw_cases, draw_moment, stage_of
+from kill_table import CASES, DEFAULT, KINDS, SEED, TIMED, Case, draw_cases, draw_moment, stage_of
 from ranks import fork_rank, free_port, launch_env
 from runs import TINY, arguments
 from test_train import final_weights
@@ -92,9 +93,18 @@ class Ranks:
     Args:
         folder: of the run, its diaries beside its own files.
         shared: with models and rewards.
+        again: folder of the run whose schedule it follows.
     """
 
-    def __init__(self, kind: str, folder: Path, shared: Path, moment: Moment | None = None):
+    def __init__(
+        self,
+        kind: str,
+        folder: Path,
+        shared: Path,
+        moment: Moment | None = None,
+        *,
+        again: Path | None = None,
+    ):
         what, self.folder, self.out = KINDS[kind], folder, folder / "out"
         shutil.rmtree(folder / "diary", ignore_errors=True)
         self.diary = folder / "diary"
@@ -106,6 +116,8 @@ class Ranks:
             flags |= {"data.eval-size": 8, "rewards.timeout-s": 300.0}
         if what.samples and what.config != "demo_game.yaml":
             flags |= {"rewards.functions": f"{shared / 'r.py'}:varied"}
+        if again is not None:
+            flags |= {"rollout.replay-schedule": again / "out"}
         argv = arguments(what.config, what.ranks, **flags | dict(what.flags))
         port = free_port()
         self._processes = [
@@ -264,19 +276,18 @@ def rows_of(folder: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any
     return steps, evaluations
 
 
-def assert_same_end(whole: Path, resumed: Path, *, repeats: bool) -> None:
-    """The resumed run ended where the whole one did: bit for bit, if that is promised."""
+def assert_same_end(whole: Path, resumed: Path) -> None:
+    """The resumed run ended where the whole one did, bit for bit."""
     import torch
 
     first, second = final_weights(whole), final_weights(resumed)
     assert first.keys() == second.keys() and first.pop("newest") == second.pop("newest")
     (rows, evaluated), (again, evaluated_again) = rows_of(whole), rows_of(resumed)
     assert [row["step"] for row in rows] == [row["step"] for row in again]
-    if repeats:
-        for name, value in first.items():
-            assert torch.equal(value, second[name]), f"{name} differs"
-        assert rows == again and evaluated == evaluated_again
-        assert all(row["policy/grad_norm"] > 0 for row in rows)  # every step moved the weights
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), f"{name} differs"
+    assert rows == again and evaluated == evaluated_again
+    assert all(row["policy/grad_norm"] > 0 for row in rows)  # every step moved the weights
 
 
 @pytest.fixture(scope="session")
@@ -292,11 +303,12 @@ def check(case: Case, runs: Runs, folder: Path, limits: Limits) -> None:
     whole = runs.whole(case.kind)
     moment = draw_moment(case, places_of(whole, case.kind))
     print(f"seed {SEED}, {case}: {moment}")
-    killed = Ranks(case.kind, folder, runs.folder, moment)
+    again = whole if KINDS[case.kind].is_timed else None
+    killed = Ranks(case.kind, folder, runs.folder, moment, again=again)
     deed, named = run_to_its_death(killed)
     print(f"in {deed['places'][-1]}; named after", check_times(deed, named, killed, limits))
-    run_to_its_end(Ranks(case.kind, folder, runs.folder))
-    assert_same_end(whole / "out", folder / "out", repeats=KINDS[case.kind].repeats)
+    run_to_its_end(Ranks(case.kind, folder, runs.folder, again=again))
+    assert_same_end(whole / "out", folder / "out")
 
 
 @pytest.mark.parametrize("case", draw_cases(DEFAULT, count=8, seed="eight"), ids=str)
@@ -308,6 +320,19 @@ def test_a_run_that_loses_a_rank_says_so_and_ends_as_if_it_had_not(case, runs, t
 @pytest.mark.parametrize("case", draw_cases(KINDS, count=CASES), ids=str)
 def test_any_kind_of_run_may_lose_any_rank_at_any_moment(case, runs, tmp_path):
     check(case, runs, tmp_path, STRICT)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("case", draw_cases(TIMED, count=16, seed=f"timed {SEED}"), ids=str)
+def test_a_timed_run_decides_again_what_it_had_decided_when_it_was_killed(case, runs, tmp_path):
+    """It follows no other run: what it has come to in the end is made again in one."""
+    moment = draw_moment(case, places_of(runs.whole(case.kind), case.kind))
+    killed = tmp_path / "killed"
+    print(f"seed {SEED}, {case}: {moment}")
+    run_to_its_death(Ranks(case.kind, killed, runs.folder, moment))
+    run_to_its_end(Ranks(case.kind, killed, runs.folder))
+    run_to_its_end(Ranks(case.kind, tmp_path / "again", runs.folder, again=killed))
+    assert_same_end(killed / "out", tmp_path / "again" / "out")
 
 
 def test_fifty_cases_hold_every_kind_stage_death_and_role() -> None:

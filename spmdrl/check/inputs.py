@@ -33,6 +33,7 @@ from spmdrl.imports import attempt, problems_in_child
 from spmdrl.rewards.columns import RowKind, function_problems, row_kinds
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout import model_limits
+from spmdrl.rollout.decision_log import check_schedule
 from spmdrl.rollout.replay_source import check_recorded
 from spmdrl.workers.environment_jobs import check_environment
 from spmdrl.world import World
@@ -69,6 +70,8 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         yield from refusal(lambda: check_recorded(cfg))
         yield from refusal(lambda: load_tokenizer(cfg))
         return
+    if cfg.rollout.replay_schedule:
+        yield from refusal(lambda: check_schedule(cfg))
     tokenizer, error = attempt(lambda: load_tokenizer(cfg))
     if error:
         yield str(error)

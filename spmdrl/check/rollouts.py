@@ -7,6 +7,7 @@ from pathlib import Path
 
 from spmdrl.config.fields import Config, replay_folder
 from spmdrl.rewards.signatures import reward_models
+from spmdrl.rollout.decision_log import is_timed
 from spmdrl.rollout.staleness import least_staleness
 
 
@@ -65,6 +66,17 @@ def record_problems(cfg: Config) -> list[str]:
             "record; leave one of them out"
         ]
     own = Path(cfg.output_dir).resolve()
+    again = cfg.rollout.replay_schedule
+    if again and not is_timed(cfg):
+        return [
+            f"rollout.replay_schedule: {again}, but time decides nothing in this run: its engines "
+            "neither work ahead nor have an environment, and it repeats by itself; leave it out"
+        ]
+    if again and own in (Path(again).resolve(), Path(again).resolve().parent):
+        return [
+            f"rollout.replay_schedule: {again} is of this very output_dir, which a resumed run "
+            "follows by itself; leave it out, or set another output_dir"
+        ]
     if folder and own in (Path(folder).resolve(), Path(folder).resolve().parent):
         return [
             f"rollout.record.replay: {folder} is of this very output_dir, whose checkpoints and "

@@ -89,6 +89,7 @@ _OF_SAMPLES: tuple[str, ...] = (
     "model.moe.replay",
     "rollout.environment",
     "rollout.record.",
+    "rollout.replay_schedule",
     "rollout.schedule.",
     "sampling.stop",
 )

@@ -17,4 +17,6 @@ class Checkpointer(Saver):
 
     def restore(self, policy: Saved, source: SavedSource) -> TrainState:
         """Fill policy and source from what `checkpoint.resume` asks for; see `restore`."""
-        return restore(self.cfg, self.world, policy=policy, source=source)
+        state = restore(self.cfg, self.world, policy=policy, source=source)
+        source.start(state.step)
+        return state

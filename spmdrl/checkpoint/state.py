@@ -28,6 +28,9 @@ class SavedSource(Protocol):
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
         """Take up what all ranks held."""
 
+    def start(self, step: int) -> None:
+        """Take note that the run goes on with this step."""
+
 
 def tensor_leaves(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors of a nested state as {dotted name: tensor}, the same objects.

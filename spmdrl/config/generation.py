@@ -140,6 +140,10 @@ class RolloutSettings:
     sampling.max_response_tokens bounds a whole episode behind its opening."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
+    replay_schedule: PathText = ""
+    """The output_dir of a run of the same config: decide as time decided there (which answers came
+    when, when weights were exchanged, who took which prompts), so that a run whose engines work
+    ahead, share prompts or have an environment gives the same numbers; see docs/schedules.md."""
 
 
 @dataclass(frozen=True)

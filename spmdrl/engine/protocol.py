@@ -138,6 +138,9 @@ class EngineProtocol(Protocol):
     def unfinished(self) -> list[Completion]:
         """Return what was drawn so far for the requests that go on, is_truncated False."""
 
+    def take_back(self) -> list[Completion]:
+        """End the requests that go on, and return what `unfinished` does: nothing is left."""
+
     def score(
         self, sequences: Sequence[Sequence[int]], pictures: Sequence[Pictures | None] | None = None
     ) -> list[Tensor]:

@@ -181,6 +181,15 @@ class TransformersEngine:
             sequence.completion(is_truncated=False) for sequence in (*self._running, *self._waiting)
         ]
 
+    def take_back(self) -> list[Completion]:
+        """End the requests that go on, and return what was drawn for them."""
+        found = self.unfinished()
+        for completion in found:
+            self._stops.drop(completion.key)
+        self._running.clear()
+        self._waiting.clear()
+        return found
+
     def score(
         self, sequences: Sequence[Sequence[int]], pictures: Sequence[Pictures | None] | None = None
     ) -> list[Tensor]:

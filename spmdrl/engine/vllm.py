@@ -120,6 +120,10 @@ class VllmEngine:
         """Return what was drawn so far for the requests that go on, is_truncated False."""
         return self._outputs.unfinished(self.version)
 
+    def take_back(self) -> list[Completion]:
+        """End the requests that go on, and return what was drawn for them."""
+        return self._outputs.take_back(self.version)
+
     @property
     def is_busy(self) -> bool:
         """Whether requests are unfinished."""

@@ -53,6 +53,13 @@ class Outputs:
         """Return what was drawn so far for the requests that go on, is_truncated False."""
         return [self._so_far(request, version) for request in unfinished(self._llm)]
 
+    def take_back(self, version: int) -> list[Completion]:
+        """End the requests that go on, and return what was drawn for them."""
+        found = self.unfinished(version)
+        for completion in found:
+            self._abort(completion.key)
+        return found
+
     def replaced(self, version: int) -> None:
         """Note that the weights, of this version, are replaced."""
         for request in unfinished(self._llm):
@@ -83,11 +90,14 @@ class Outputs:
             if end is not None:
                 found.append(self._so_far(request, version).until(end))
         for completion in found:
-            self._llm.abort_request([completion.key])
-            for record in self._records.values():
-                record.drop(completion.key)
-            self._forget(completion.key)
+            self._abort(completion.key)
         return found
+
+    def _abort(self, key: str) -> None:
+        self._llm.abort_request([key])
+        for record in self._records.values():
+            record.drop(key)
+        self._forget(key)
 
     def _so_far(self, request: Unfinished, version: int) -> Completion:
         tokens, records = flat(request.tokens, "int64"), self._records.items()

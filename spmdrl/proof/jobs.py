@@ -137,6 +137,9 @@ class NoSource:
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
         """Do nothing."""
 
+    def start(self, step: int) -> None:
+        """Do nothing."""
+
 
 def alone(cfg: Config, export_to: str, reference: str) -> Measured:
     """Compare one rank with plain transformers, train it, save, export.

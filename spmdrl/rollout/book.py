@@ -182,6 +182,9 @@ class OwnBook:
         """Bring `book` up to date; return whether another replica has changed it."""
         return False
 
+    def settle(self, version: int) -> None:
+        """Bring `book` to where all replicas were when weights of a version came."""
+
 
 class SharedBook(OwnBook):
     """A book of all replicas: each has a copy, and plays all moves in the order of the job's store.
@@ -200,7 +203,11 @@ class SharedBook(OwnBook):
         super().__init__(book, practice)
         self.spacing_s = replicas / _LOOKS_PER_S
         self._store, self._looked_at = store, -math.inf
-        self._seen = 0  # moves that are in `book`
+        self.number = 0
+        """Moves that are in `book`, since the run's first."""
+        self.latest_own = 0
+        """Number of this replica's latest move."""
+        self._past: Sequence[bytes] = ()  # moves that are known without the store
         self._own: list[int] = []  # of them this replica's that are in the store
         self._closed_at: dict[int, int] = {}  # {step: number of the move that closed it}
 
@@ -218,14 +225,16 @@ class SharedBook(OwnBook):
         text = json.dumps(move).encode()
         while (stands := self._written(text)) != text:  # the next number is another's
             self._play(Move(*json.loads(stands)))
-        self._own.append(self._seen + 1)
+        self._own.append(self.number + 1)
+        self.latest_own = self.number + 1
         return self._play(move)
 
     def follow(self) -> bool:
         """As OwnBook."""
-        self._looked_at, before, number = time.monotonic(), self._seen, 1
+        self._looked_at, before, number = time.monotonic(), self.number, 1
+        self.repeat(len(self._past))
         while number:
-            keys = [_KEY.format(self._seen + 1 + k) for k in range(number)]
+            keys = [_KEY.format(self.number + 1 + k) for k in range(number)]
             if not self._store.check(keys):
                 number //= 2
                 continue
@@ -234,16 +243,43 @@ class SharedBook(OwnBook):
             for text in known:
                 self._play(Move(*json.loads(text)))
             number = 2 * number if len(known) == len(texts) else 0
-        return self._seen > before
+        return self.number > before
+
+    def take_up(self, past: Sequence[bytes], *, begun: int) -> None:
+        """Go on in a run's list of moves.
+
+        Args:
+            past: the moves that are known, from the first on.
+            begun: how many of them are in the book.
+        """
+        self._past, self.number = past, begun
+
+    def repeat(self, number: int) -> list[Ticket]:
+        """Play the known moves up to this number; return the tickets of the last."""
+        tickets: list[Ticket] = []
+        while self.number < number:
+            tickets = self._play(Move(*json.loads(self._past[self.number])))
+        return tickets
+
+    def settle(self, version: int) -> None:
+        """As OwnBook."""
+        while self.number < len(self._past):
+            move = Move(*json.loads(self._past[self.number]))
+            if move.version >= version:
+                return
+            self._play(move)
+        self.follow()
 
     def _written(self, text: bytes) -> bytes:
         """Have this be the move after those that are in `book`; return which one is."""
-        return self._store.compare_set(_KEY.format(self._seen + 1), "", text.decode())
+        if self.number < len(self._past):
+            return self._past[self.number]
+        return self._store.compare_set(_KEY.format(self.number + 1), "", text.decode())
 
     def _play(self, move: Move) -> list[Ticket]:
-        before, self._seen = self.book.next, self._seen + 1
+        before, self.number = self.book.next, self.number + 1
         tickets = self.practice.play(self.book, move)
-        self._closed_at |= dict.fromkeys(range(before, self.book.next), self._seen)
+        self._closed_at |= dict.fromkeys(range(before, self.book.next), self.number)
         # Weights of this version were pushed: all replicas had closed the steps before.
         past = [step for step in self._closed_at if step < move.version]
         end = max((self._closed_at.pop(step) for step in past), default=0)

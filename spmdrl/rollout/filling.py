@@ -65,6 +65,7 @@ class StepFiller:
             self.recorder = Recorder(cfg, replica=world.replica, num_replicas=replicas)
         self._per_group = draw.samples + draw.has_greedy
         most = -(-self.rules.lookahead // self.share.keepers) * self._per_group
+        self.decisions = loop.decisions
         loop.idle = Idle(min(cfg.engine.max_num_seqs, most))
         self._keep(Book())
         self._ahead: dict[int, Rollouts] = {}  # by step: shares that are complete
@@ -84,12 +85,10 @@ class StepFiller:
         """
         self.loop.idle.came_back(self.world.watch.totals)
         self._since = time.perf_counter()
+        self.decisions.begin("fill", version=engine.version, book=self.book, last=last)
         while True:
-            is_pausing = must_pause()
-            most = 0 if is_pausing else self._room(last)
-            tickets = []
-            if self.book.is_due or is_pausing or not self.loop.is_busy:
-                tickets = self._keep_book(engine.version, last=last, most=most)
+            is_pausing = self.decisions.pauses(must_pause)
+            tickets = self._keep_book(engine.version, last=last, is_pausing=is_pausing)
             if self._next > last or is_pausing:
                 break
             for number, step, slot in tickets:
@@ -102,6 +101,7 @@ class StepFiller:
                 self.tick(engine)
             else:
                 self._await_replicas(must_pause)
+        self.decisions.end()
         self._seconds += time.perf_counter() - self._since
         self._since = math.inf
         self.loop.idle.left(self.world.watch.totals)
@@ -120,7 +120,8 @@ class StepFiller:
 
     def state_dict(self, engine: EngineProtocol | None) -> dict[str, Any]:
         """Return what was made ahead and what is under way, as plain values."""
-        self.book.follow()
+        if engine is not None:
+            self.book.settle(engine.version)
         book = self.book.book
         self._hand_over(book.closed)
         unfinished: list[Episode] = []
@@ -131,6 +132,8 @@ class StepFiller:
             "ahead": {k: rollouts_to_dict(rollouts) for k, rollouts in self._ahead.items()},
             "next": self._next,
             "opened": book.opened,
+            "number": book.number,
+            "complete": list(book.complete),
             "left": book.left,
             "is_shared": self.share.is_shared,
             "waiting": [
@@ -156,7 +159,7 @@ class StepFiller:
                 plain, number=number, draw=self.draw.of_prompt(prompt, self.cfg), prompt=prompt
             )
             self.waiting[number] = group
-            if group.is_complete:
+            if group.is_complete and number not in found.book.complete:
                 self._note(group)
             for episode in episodes:
                 self.loop.go_on(episode)
@@ -169,19 +172,21 @@ class StepFiller:
         if share.is_shared:
             self.book = SharedBook(self.world.store, book, practice, replicas=share.replicas)
 
-    def _keep_book(self, version: int, *, last: int, most: int) -> list[Ticket]:
-        """Tell the book what is complete, take up to `most` tickets, hand over closed steps."""
+    def _keep_book(self, version: int, *, last: int, is_pausing: bool) -> list[Ticket]:
+        """Tell the book what is complete, take tickets, hand over closed steps."""
+        most = 0 if is_pausing else self._room(last)
         complete, flat = tuple(self._complete), tuple(self._flat)
-        tickets = self.book.move(
-            Move(self.share.part, version, last, most, complete=complete, dropped=flat)
-        )
-        self._complete, self._flat = [], []
-        self._dropped += [self.waiting.pop(number) for number in flat]
+        move = Move(self.share.part, version, last, most, complete=complete, dropped=flat)
+        is_urgent = is_pausing or not self.loop.is_busy
+        tickets = self.decisions.move(self.book, move, is_urgent=is_urgent)
+        if tickets is not None:
+            self._complete, self._flat = [], []
+            self._dropped += [self.waiting.pop(number) for number in flat]
         num_dropped = self.book.book.dropped
         self._hand_over(self.book.book.closed)
-        if flat:
+        if flat and tickets is not None:
             self._check_dropped(num_dropped)
-        return tickets
+        return tickets or []
 
     def _room(self, last: int) -> int:
         """Return how many groups to take up at most: where there is a choice who does, a fair
@@ -204,6 +209,8 @@ class StepFiller:
                 f"generate: nothing of step {self._next} may be drawn with the weights that are "
                 "here. Was a stream.push left out on this rank? What meets is for every rank"
             )
+        if not self.decisions.waits():
+            return
         began = time.perf_counter()
         with self.world.watch.wait("await other replicas", self._next):
             while not must_pause() and not (self.book.is_due and self.book.follow()):
@@ -220,6 +227,7 @@ class StepFiller:
             ]
             assert step == self._next
             score_step(self.loop, groups, step=step)
+            self.decisions.closed(step, groups)
             assert all(step - g.version <= self.rules.max_staleness for g in groups)
             now = time.perf_counter()
             self._ahead[step] = pack_step(

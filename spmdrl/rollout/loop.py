@@ -9,9 +9,10 @@ step, and whatever the workers have by then.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -21,6 +22,7 @@ from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, EngineProtocol
 from spmdrl.errors import Refusal, RewardFailed
 from spmdrl.rollout.conversation import Chat
+from spmdrl.rollout.decisions import Decisions
 from spmdrl.rollout.dropped import DroppedLog
 from spmdrl.rollout.episode import (
     Episode,
@@ -63,12 +65,13 @@ class Loop:
     ):
         self.cfg, self.tokenizer = cfg, tokenizer
         self.pool, self.link, self.chats = pool, link, chats
+        self.decisions = Decisions()  # of time
         self.idle = Idle()  # takes the seconds in which the engine was not full
         self.dropped = DroppedLog()
         self._to_draw: list[Episode] = []
         self._drawing: dict[str, Episode] = {}  # by request
         self._outside: dict[Hashable, Episode] = {}  # with the workers, by key
-        self._ended: Counter[str] = Counter()  # episodes handed in to be scored, by group
+        self._ends = _Ends(pool)
 
     def admit(self, group: Group) -> None:
         """Start all samples of a group that are not finished."""
@@ -124,6 +127,22 @@ class Loop:
             if completion.key in self._drawing
         ]
 
+    def take_back(self, completions: Sequence[Completion]) -> None:
+        """Have requests that an engine has ended drawn on as new ones, in an order that does not
+        depend on where they stood: a resumed run goes on so, and every run with new weights."""
+        begun = [self._drawing.pop(one.key).with_drawn(one) for one in completions]
+        self._to_draw = sorted(
+            [*self._to_draw, *begun], key=lambda episode: (episode.group.number, episode.sample)
+        )
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold back what is to be drawn, for an evaluation: what it samples is a function of the
+        weights, and what waits is not computed in its company."""
+        waiting, self._to_draw = self._to_draw, []
+        yield
+        self._to_draw = waiting
+
     def tick(self, engine: EngineProtocol) -> list[Group]:
         """Take one engine step, or wait for workers where the engine has nothing to do.
 
@@ -133,19 +152,21 @@ class Loop:
         """
         new, self._to_draw = self._to_draw, []
         began, playing = time.perf_counter(), self._num_playing()
-        if new or engine.is_busy:
+        is_idle = not new and not engine.is_busy
+        if not is_idle:
             requests = [episode.request() for episode in new]
             self.link.step(requests)
             for request in requests:
                 engine.add(request)
             self._drawing |= {episode.request_key: episode for episode in new}
             drawing, completions = len(self._drawing), engine.step()
+            self.decisions.stepped()
             self.idle.stepped(time.perf_counter() - began, drawing=drawing, playing=playing)
             self._drawn(completions)
-        else:
-            self.pool.wait()
+        answers = self.decisions.answers(self.pool, self._outside, is_idle=is_idle)
+        if is_idle:
             self.idle.add("environment" if playing else "reward", time.perf_counter() - began)
-        return self._returned(self.pool.poll())
+        return self._returned(answers)
 
     # ---------------------------------------------------------------- from stage to stage
 
@@ -198,21 +219,7 @@ class Loop:
                 position=episode.sample,
                 step=episode.group.step,
             )
-            self._close_if_whole(episode.group, ended=1)
-
-    def _close_if_whole(self, group: Group, *, ended: int = 0) -> None:
-        """Have functions of lists score a group where each of its samples is at its end.
-
-        Args:
-            ended: how many samples were handed in just now.
-        """
-        if "group" not in self.pool.scopes:
-            return
-        self._ended[group.key] += ended
-        # None that was handed in can be finished before the group is scored: others failed.
-        if self._ended[group.key] + len(group.samples) == len(group.positions):
-            del self._ended[group.key]
-            self.pool.close_group(group.key)
+            self._ends.close_if_whole(episode.group, ended=1)
 
     def _returned(self, results: Iterable[RewardResult | TurnResult]) -> list[Group]:
         """Take what the workers have done; return the groups that are complete now."""
@@ -276,20 +283,51 @@ class Loop:
             prompt = trajectory.opened(prompt, text=opening)
         finished = FinishedEpisode(group.slot, episode.sample, prompt, trajectory, text, reward)
         group.samples[episode.sample] = finished
-        if reward.failure not in (None, OVERLONG) and group.draw.must_score:
-            raise RewardFailed(
-                f"{place(group)}: {failure_text(finished)}\nThis is the first reward that "
-                "failed; more may follow. Mend the reward function, or set "
-                "rewards.on_failure=drop to leave such samples out"
-            )
+        _check_scored(finished, group)
         if reward.failure:
             self.dropped.note(finished, where=place(group))
-            self._close_if_whole(group)
+            self._ends.close_if_whole(group)
         return group
 
     def texts(self, rows: Iterable[Sequence[int]]) -> list[str]:
         """Return what ids say, special tokens left out."""
         return self.tokenizer.batch_decode(list(rows), skip_special_tokens=True)
+
+
+class _Ends:
+    """How many samples of each group are at their end: functions of lists score whole groups.
+
+    Args:
+        pool: has these functions.
+    """
+
+    def __init__(self, pool: RewardPool):
+        self._pool = pool
+        self._counts: Counter[str] = Counter()  # episodes handed in to be scored, by group
+
+    def close_if_whole(self, group: Group, *, ended: int = 0) -> None:
+        """Have a group scored where each of its samples is at its end.
+
+        Args:
+            ended: how many samples were handed in just now.
+        """
+        if "group" not in self._pool.scopes:
+            return
+        self._counts[group.key] += ended
+        # None that was handed in can be finished before the group is scored: others failed.
+        if self._counts[group.key] + len(group.samples) == len(group.positions):
+            del self._counts[group.key]
+            self._pool.close_group(group.key)
+
+
+def _check_scored(finished: FinishedEpisode, group: Group) -> None:
+    """Raise RewardFailed for a sample without a reward where all must have one."""
+    if finished.reward.failure not in (None, OVERLONG) and group.draw.must_score:
+        raise RewardFailed(
+            f"{place(group)}: {failure_text(finished)}\nThis is the first reward that "
+            "failed; more may follow. Mend the reward function, or set "
+            "rewards.on_failure=drop to leave such samples out"
+        )
 
 
 def _check_kind(episode: Episode, *, is_played: bool) -> None:

@@ -69,16 +69,22 @@ def resumed(
     if is_same and not share.is_shared:
         states = states[share.replica :][:1]
     groups = _in_order(states)
+    # What was decided behind the checkpoint names groups by their numbers.
+    keeps = is_same and all("number" in state for state in states)
+    own = [plain["number"] for _, plain in groups]
+    numbers: Sequence[int] = own if keeps else range(len(groups))
     if not is_same and not share.is_shared:
         groups = groups[share.replica :: share.replicas]
+        numbers = range(len(groups))
     book = Book(
         next=max([step, *(state["next"] for state in states)]),
-        number=len(groups),
+        number=states[0]["number"] if keeps else len(groups),
         opened=max(state["opened"] for state in states),
         waiting={
             number: (plain["version"], plain["step"], plain["slot"])
-            for number, (_, plain) in enumerate(groups)
+            for number, (_, plain) in zip(numbers, groups, strict=True)
         },
+        complete=list(states[0]["complete"]) if keeps else [],
     )
     if is_same:
         book.left = {k: [list(part) for part in parts] for k, parts in states[0]["left"].items()}
@@ -89,7 +95,7 @@ def resumed(
 
     mine = [
         (number, plain)
-        for number, (at, plain) in enumerate(groups)
+        for number, (at, plain) in zip(numbers, groups, strict=True)
         if not share.is_shared or (at if is_same else number % share.replicas) == share.replica
     ]
     ahead = states if len(states) == 1 and is_same else states[share.replica :: share.replicas]

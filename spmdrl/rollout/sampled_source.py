@@ -67,6 +67,7 @@ class SampledSource(Source):
         self.filler = None
         self._stops = end_token_ids(cfg, tokenizer)
         self._engine: EngineProtocol | None = None
+        self._version = -1  # of the weights that requests under way began with
         if world.inference_tp_rank != 0:
             return
         self.pool = RewardPool(cfg, steps_per_epoch=self.prompts.steps_per_epoch)
@@ -97,6 +98,10 @@ class SampledSource(Source):
             return
         self._engine = engine
         with self.world.watch.phase("generate", engine.version):
+            keeps = self.cfg.rollout.schedule.kv_cache == "keep"
+            if engine.version != self._version and not keeps:
+                self._take_back(engine)
+            self._version = engine.version
             if not engine.is_busy:
                 # From an empty prefix cache, so that the numbers are a function of weights and
                 # step alone and a resumed run repeats them.
@@ -139,6 +144,7 @@ class SampledSource(Source):
         """
         if not self.world.is_inference:
             return []
+        self._take_back(engine)
         if self.filler is None:
             self.link.follow(engine)
             return []
@@ -151,10 +157,14 @@ class SampledSource(Source):
             )
         ]
         idle, self.loop.idle = self.loop.idle, Idle()  # it is no part of a step
-        for group in groups:
-            self.loop.admit(group)
-        while not all(group.is_complete for group in groups):
-            self.filler.tick(engine)
+        decisions = self.loop.decisions
+        with self.loop.alone():
+            decisions.begin("evaluate", version=engine.version, book=self.filler.book)
+            for group in groups:
+                self.loop.admit(group)
+            while not all(group.is_complete for group in groups):
+                self.filler.tick(engine)
+            decisions.end()
         score_step(self.loop, groups, step=step)
         self.loop.idle = idle
         self.link.end()
@@ -167,6 +177,18 @@ class SampledSource(Source):
         first, sources = len(self.cfg.data.sources("train")), self.cfg.data.sources("eval")
         several = enumerate(sources, first) if len(sources) > 1 else ()
         return outcomes_of(samples, names={i: source.name for i, source in several})
+
+    def _take_back(self, engine: EngineProtocol) -> None:
+        """Begin requests under way anew, with what was drawn so far for a prompt: the cache of
+        another version is computed anew in any case, and a resumed run can do no other."""
+        begun = engine.take_back()
+        if self.filler is not None:
+            self.loop.take_back(begun)
+
+    def start(self, step: int) -> None:
+        """Take note of the step that the run begins with; see Decisions."""
+        if self.filler is not None:
+            self.loop.decisions.start(self.cfg, self.world, version=step)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was made ahead and what is under way, as plain values; leaders only."""

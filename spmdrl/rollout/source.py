@@ -51,5 +51,8 @@ class Source:
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
         """Take up what all ranks had made ahead when a checkpoint of `step` was written."""
 
+    def start(self, step: int) -> None:
+        """Take note that the run begins, or goes on, with this step."""
+
     def close(self) -> None:
         """End worker processes."""
