@@ -122,8 +122,7 @@ class Decisions:
         """
         if not is_timed(cfg):
             return
-        folder = Path(cfg.output_dir) / FOLDER
-        replicas = max(1, world.num_replicas)
+        folder, replicas = Path(cfg.output_dir) / FOLDER, max(1, world.num_replicas)
         paths = [file_of(folder, replica=r, replicas=replicas) for r in range(replicas)]
         found = [read_lines(path) if path.exists() else ([], "") for path in paths]
         if wrong := found[world.replica][1]:
@@ -206,8 +205,7 @@ class Decisions:
         """Whether generation stops here for new weights."""
         if self._ahead:
             return bool(self._due("pause") and self._again())
-        is_pausing = must_pause()
-        if is_pausing:
+        if is_pausing := must_pause():
             self._write(["pause", self._clock])
         return is_pausing
 
@@ -327,8 +325,7 @@ class Decisions:
 
     def _again(self) -> bool:
         """Take the next decision as made; where it was the last that is known, others follow."""
-        line = self._ahead.popleft()
-        self._write(line)
+        self._write(line := self._ahead.popleft())
         if not self._ahead and line[0] != "end":
             self._is_known = False
         return True
