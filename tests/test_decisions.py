@@ -48,7 +48,7 @@ def differ(one: Path, other: Path) -> bool:
 def check_kind(kind: str, timed: TimedRuns, **more: str) -> None:
     """A run, a late one of its schedule, the same taken up again in the middle; and a late one by
     itself, which shows that time decides."""
-    name = kind.replace(" ", "_")
+    name = "_".join([*kind.split(), *more.values()])
     once = timed.run(kind, f"{name}_once", late_s=0.0, **more)
     again = timed.run(kind, f"{name}_again", late_s=LATE_S, again=once.name, **more)
     assert_same_run(once, again)

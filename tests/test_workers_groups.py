@@ -176,7 +176,7 @@ def test_the_loop_scores_a_group_when_its_last_sample_is_drawn(place):
             before = [len(group.samples) for group in groups]
             whole += loop.tick(engine)
             assert all(n in (0, DRAW.samples) for n in before), "a group is scored as one"
-    assert {g.slot for g in whole} == {slot for slot, _ in PROMPTS} and not loop._ended
+    assert {g.slot for g in whole} == {slot for slot, _ in PROMPTS} and not loop._ends._counts
     for group in groups:
         assert [s.reward.value for s in group.drawn] == [float(DRAW.samples)] * DRAW.samples
 
