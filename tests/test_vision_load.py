@@ -16,6 +16,7 @@ from vision_runs import microbatch, sequences
 from vlm import FAMILIES, seeing_model
 
 from spmdrl.config import ModelSettings
+from spmdrl.engine.vllm_plain import with_plain_weights
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import base_of, blocks
@@ -90,6 +91,12 @@ def test_files_that_name_a_siglip_tower_as_transformers_does_are_read_as_release
     )
     assert own.keys() == right.keys()
     assert all(torch.equal(own[name], right[name]) for name in own)
+    if part == "all":  # whose own loader knows the released names alone
+        told = [
+            with_plain_weights(replace(VALID, model=ModelSettings(path=str(of))), {})
+            for of in (released, other)
+        ]
+        assert told[0] == {} and told[1]["load_format"] == "spmdrl_plain"
 
 
 def test_a_scalar_head_stands_where_the_vocabulary_s_was(folder):

@@ -1,4 +1,5 @@
-"""vLLM over files of quantised weights, or of more than text, as over a plain text model's folder.
+"""vLLM over files of quantised weights, of more than text, or of other names than released ones, as
+over a plain folder.
 
 Trainers send the plain weights of a text model, so an engine must hold such: vLLM is told nothing
 of the quantisation or the other parts, and what it loads are the tensors that trainers load, under
@@ -34,7 +35,8 @@ def with_plain_weights(cfg: Config, arguments: dict[str, Any]) -> dict[str, Any]
     """
     folder = model_folder(cfg.model.path)
     text = text_part(str(folder)) if cfg.model.part == "text" else None
-    if not text and not quantisation(json.loads((folder / "config.json").read_text())):
+    is_quantised = bool(quantisation(json.loads((folder / "config.json").read_text())))
+    if not is_quantised and not CheckpointReader(folder, part=cfg.model.part).named:
         return arguments
     _register(cfg.model.part)
     overrides = {**(arguments.get("hf_overrides") or {}), **dict.fromkeys(QUANTISATION_KEYS)}
