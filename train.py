@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 def train(cfg: Config, world: World) -> int:
     """Run the experiment to its end, or to a requested stop, and return the exit status."""
     from spmdrl.algorithms import registry
+    from spmdrl.certificate.writer import Certificate
     from spmdrl.check.methods import try_functions
     from spmdrl.checkpoint import Checkpointer
     from spmdrl.credit import advantages_of
@@ -64,6 +65,7 @@ def train(cfg: Config, world: World) -> int:
     probed = stream.probe(*source.probe_tokens())  # meets: engine and trainer agree, or stop
     sizes = derived(cfg, tokens=world.tokens_per_microbatch)
     report.start(sizes, step=state.step, sums=add_sums(agreed, pushed, probed))
+    certificate = Certificate(cfg, world, trainer, step=state.step, aside=report.attempt_folder)
     evaluated = evaluate(source, engine, trainer=trainer, step=state.step)  # meets: if due
     report.evaluation(state.step, evaluated)
     checkpoints.check(evaluated)  # what checkpoint.keep compares is measured
@@ -82,6 +84,7 @@ def train(cfg: Config, world: World) -> int:
         )
         updated = trainer.update(batch, advantages, step=step)  # meets: trainers; by loss_fn
         world.announce_updated(step)  # engines in flight look for it in `generate`, and pause
+        certificate.add(step, batch, advantages, updated)  # meets: trainers, if due
         is_stopping = world.agree_to_stop(step)  # meets: Ctrl-C or SIGTERM on any rank stops all
         pushed = stream.push(version=step + 1)  # meets: shards to engines
         sums = add_sums(batch_sums(batch), updated, pushed)

@@ -35,6 +35,7 @@ ORDER = tuple(
         "rollout",
         "report",
         "checkpoint",
+        "certificate",
         "evaluate",
         "check",
         "proof",

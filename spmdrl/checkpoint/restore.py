@@ -345,14 +345,24 @@ def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:
             its default.
         cfg: the present config.
     """
-    # A decaying learning rate is a function of the number of steps.
-    free = {name for name in _FREE if name != "steps" or cfg.optimizer.schedule == "constant"}
-    sections = tuple(name for name in free if name.endswith("."))
+    schedule = cfg.optimizer.schedule
     return [
         line
         for name, line in _differences(saved, cfg).items()
-        if name not in free and not name.startswith(sections)
+        if shapes_result(name, schedule=schedule)
     ]
+
+
+def shapes_result(name: str, *, schedule: str) -> bool:
+    """Return whether a field of the config shapes a run's result, but for rounding.
+
+    Args:
+        schedule: of the learning rate, optimizer.schedule.
+    """
+    if name == "steps" and schedule != "constant":
+        return True  # a decaying learning rate is a function of the number of steps
+    sections = tuple(free for free in _FREE if free.endswith("."))
+    return name not in _FREE and not name.startswith(sections)
 
 
 def _differences(saved: dict[str, Any], cfg: Config) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +49,9 @@ class TrainedModel:
     ):
         self.model, self.cfg, self.world, self.options = model, cfg, world, options
         self.name = name
+        self.on_gradients: Callable[..., None] | None = None
+        """Called before each optimizer step with this rank's gradients by name, not yet clipped,
+        and its `step` and `number` among the batch's updates; it leaves them as they are."""
         shards = {name: p for name, p in model.named_shards().items() if p.requires_grad}
         kept = cfg.model.memory
         check_offload(kept.offload, world.device)
@@ -92,6 +95,8 @@ class TrainedModel:
     ) -> Sums:
         scale = self.loss_scale.value
         gradients, totals = self._measure(microbatches, loss_of)
+        if self.on_gradients:
+            self.on_gradients(gradients, step=step, number=number)
         lr = learning_rate(self.options, step, steps=self.cfg.steps)
         if totals.is_finite:
             max_norm = self.options.max_grad_norm  # 0 is off

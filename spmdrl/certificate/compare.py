@@ -1,0 +1,129 @@
+"""Where two runs begin to differ: what they are made with, then step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from spmdrl.certificate.fingerprints import deviation
+from spmdrl.certificate.lines import Line
+from spmdrl.certificate.witness import SECTIONS
+from spmdrl.checkpoint.restore import shapes_result
+
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+"""Up to which deviation two layouts count as equal, by model.compute_dtype: as far apart as the
+same gradients come by another order of sums, with room; see docs/reproducibility.md."""
+_ROUNDS = (
+    "layout.",
+    "model.memory.",
+    "batch.tokens_per_microbatch",
+    "engine.max_num_seqs",
+    "engine.max_batched_tokens",
+)
+"""Fields of the config that change the order of sums alone."""
+_ROUNDED = ("rollout_logprobs",)
+"""Of the rollouts what an engine computes; all else there is drawn, counted or rewarded."""
+_PLACED = ("microbatches", "tokens_per_microbatch")
+"""Of the plan what another layout changes by itself."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing in which two runs differ."""
+
+    what: str
+    """For people: `gradient of lm_head.weight`."""
+    section: str
+    name: str
+    deviation: float = float("inf")
+    """As a share of the norm; inf of what is no number."""
+    values: tuple[Any, ...] = ()
+    """The two, where they are short."""
+
+    def __str__(self) -> str:
+        if self.values:
+            return f"{self.what}: {self.values[0]} and {self.values[1]}"
+        if self.deviation == float("inf"):
+            return self.what
+        return f"{self.what}: {self.deviation:.1e} of its norm apart"
+
+
+def made_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """Return in what two runs are made otherwise: config, then packages, code, machine."""
+    found = []
+    words = {
+        "config": "config option",
+        "packages": "version of package",
+        "code": "code of",
+        "machine": "machine's",
+    }
+    for section, word in words.items():
+        for name in a[section].keys() | b[section].keys():
+            pair = tuple(part[section].get(name, "none") for part in (a, b))
+            if pair[0] != pair[1]:
+                found.append(Difference(f"{word} {name}", section, name, values=pair))
+    order = list(words)
+    return sorted(found, key=lambda one: (order.index(one.section), one.name))
+
+
+def shapes(one: Difference, *, schedule: str) -> bool:
+    """Return whether what runs are made with shapes their result, by more than rounding."""
+    if one.section == "config":
+        return shapes_result(one.name, schedule=schedule)
+    return one.section != "machine"
+
+
+def rounds(one: Difference) -> bool:
+    """Return whether it changes the order of sums, or the kernels that add up, and no more."""
+    return one.section == "machine" or one.name.startswith(_ROUNDS)
+
+
+def differences(a: Line, b: Line) -> Iterator[Difference]:
+    """Yield in what two certified steps differ, in the order in which the one follows from the
+    other."""
+    for which, line in (("first", a), ("second", b)):
+        for name in line.get("differing_copies", ()):
+            section, _, own = name.partition("/")
+            what = f"copies on several ranks of the {which} run's {_said(section, own)}"
+            yield Difference(what, section, own)
+    for section in SECTIONS:
+        one, other = a[section], b[section]
+        for name in [*one, *(name for name in other if name not in one)]:
+            if one.get(name) != other.get(name):
+                yield _difference(section, name, one.get(name), other.get(name))
+
+
+def _difference(section: str, name: str, one: Any, other: Any) -> Difference:
+    what = _said(section, name)
+    if isinstance(one, list) and isinstance(other, list):
+        return Difference(what, section, name, deviation(one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        # A loss may be 0 but for rounding: its terms are of the size of an advantage.
+        apart = abs(one - other) / max(abs(one), abs(other), 1.0)
+        return Difference(what, section, name, apart, (one, other))
+    if one is None or other is None:
+        return Difference(f"{what}, which one of them has alone", section, name)
+    return Difference(what, section, name)
+
+
+def is_rounding(one: Difference, *, tolerance: float) -> bool:
+    """Return whether another layout explains a difference: by another order of sums, or since it
+    is of the layout itself."""
+    if one.section in ("before", "plan"):  # of what was before, the `after` says how far apart
+        return one.section == "before" or one.name in _PLACED
+    if one.section == "rollouts" and one.name not in _ROUNDED:
+        return False
+    return one.deviation <= tolerance
+
+
+def _said(section: str, name: str) -> str:
+    """Return what a name of a section means, for people."""
+    if section in ("before", "after"):
+        kind, _, rest = name.partition(".")
+        known = {"model": f"weight {rest}", "optimizer": f"optimizer state {rest}"}
+        return known.get(kind, f"state {name}") + " before the update" * (section == "before")
+    if section in ("advantages", "losses", "norms"):
+        return name
+    words = {"rollouts": "rollouts'", "plan": "batch plan's", "columns": "column"}
+    return f"{words.get(section, 'gradient of')} {name}"

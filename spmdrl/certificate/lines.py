@@ -1,0 +1,123 @@
+"""certificate.jsonl: one JSON line to each attempt's start and to each certified step, in a chain.
+
+Every line ends in its own sha256, over all else in it, the sha256 of the line before included: a
+line that was changed, taken out, put in or cut is found. Nothing in a line depends on time or
+place, so that two runs alike, or one killed and resumed, leave the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdrl.errors import Refusal
+from spmdrl.imports import parsed_json, refusing
+from spmdrl.report.jsonl import read_rows
+
+NAME = "certificate.jsonl"
+FORMAT = 1
+_OWN, _BEFORE = "sha256", "previous"
+Line = dict[str, Any]
+
+
+def sealed(content: Line, *, previous: str) -> Line:
+    """Return a line with its place in the chain.
+
+    Args:
+        previous: sha256 of the line before; empty for the first.
+    """
+    line = {"format": FORMAT, **content, _BEFORE: previous}
+    return line | {_OWN: _digest(line)}
+
+
+def _digest(line: Line) -> str:
+    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
+
+
+def chain(text: str) -> tuple[list[Line], str]:
+    """Return the lines of a text up to the first that does not belong, and why it does not."""
+    lines: list[Line] = []
+    for number, own in enumerate(text.splitlines(keepends=True), 1):
+        problem, line = _problem(own, previous=lines[-1][_OWN] if lines else "")
+        if problem:
+            return lines, f"line {number} {problem}"
+        lines.append(line)
+    return lines, ""
+
+
+def _problem(text: str, *, previous: str) -> tuple[str, Line]:
+    line, _ = parsed_json(text)
+    if not text.endswith("\n") or not isinstance(line, dict):
+        return "is cut: it is no whole line of JSON", {}
+    if line.get("format") != FORMAT:
+        version = line.get("format", "unknown")
+        return f"is of format {version}, and this program reads {FORMAT}", {}
+    if line.get(_OWN) != _digest({k: v for k, v in line.items() if k != _OWN}):
+        return "does not match its own sha256: it was edited", {}
+    if line[_BEFORE] != previous:
+        return "does not follow the one before it: lines were taken out, or are another run's", {}
+    return "", line
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A run's certificate."""
+
+    run: Path
+    steps: dict[int, Line]
+    """{step: what it came to}, ascending."""
+    made_with: dict[int, dict[str, Any]]
+    """{first step: what the run was made with from there on}, ascending; see made_with.py."""
+
+    def made_at(self, step: int) -> dict[str, Any]:
+        """Return what a step was made with."""
+        return self.made_with[max(first for first in self.made_with if first <= step)]
+
+
+def read(run: Path) -> Recorded:
+    """Read and check a run's certificate.
+
+    Args:
+        run: output_dir.
+    Raises: Refusal naming the first line that does not belong, or lines that are missing.
+    """
+    path = run / NAME
+    hint = "; name the output_dir of a run that had report.certificate above 0"
+    with refusing(f"{path} cannot be read", OSError, hint=hint):
+        text = path.read_text(errors="replace")
+    lines, problem = chain(text)
+    if problem:
+        raise Refusal(f"{path}: {problem}")
+    made = {line["step"]: line["made_with"] for line in lines if "made_with" in line}
+    steps = {line["step"]: line for line in lines if "made_with" not in line}
+    if not steps or not made:
+        raise Refusal(f"{path}: certifies no step")
+    found = Recorded(run, steps, made)
+    _check_end(found, path)
+    return found
+
+
+def is_due(step: int, *, every: int, steps: int) -> bool:
+    """Return whether a step is certified: every N-th, and the last; none for 0."""
+    return every > 0 and (step % every == 0 or step == steps - 1)
+
+
+def _check_end(found: Recorded, path: Path) -> None:
+    """Refuse a file that ends before the run did, as metrics.jsonl tells it."""
+    metrics = found.run / "metrics.jsonl"
+    rows = read_rows(metrics) if metrics.is_file() else []
+    last = max(found.steps)
+    trained = [row["step"] for row in rows if row["step"] > last and "perf/step_s" in row]
+    missing = []
+    for step in trained:
+        own = found.made_at(step)["config"]
+        if is_due(step, every=own["report.certificate"], steps=own["steps"]):
+            missing.append(step)
+    if missing:
+        raise Refusal(
+            f"{path}: ends with step {last}, and metrics.jsonl has step {missing[0]} and more: "
+            "lines were cut off its end"
+        )

@@ -1,0 +1,116 @@
+"""The comparison of two certificates, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from spmdrl.certificate.compare import (
+    ROUNDING,
+    Difference,
+    differences,
+    is_rounding,
+    made_differences,
+    rounds,
+    shapes,
+)
+from spmdrl.certificate.lines import Recorded
+from spmdrl.errors import Refusal
+from spmdrl.rollout.recordings import ranges
+
+_SHOWN = 12
+"""Rows of the table of deviations."""
+
+
+@dataclass
+class Comparison:
+    """What was found in two runs."""
+
+    steps: list[int]
+    """Certified in both, ascending."""
+    causes: list[Difference]
+    """In what they are made otherwise that shapes the result."""
+    settings: list[Difference]
+    """The same of what changes the order of sums alone."""
+    first: tuple[int, Difference] | None = None
+    """The first number that differs, and its step; none that rounding explains."""
+    largest: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """{tensor: largest deviation and its step}, up to the first that differs."""
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether they are, at least to rounding."""
+        return not self.first and not self.causes
+
+    def text(self) -> str:
+        """Return what is to be said."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        count = f"{len(self.steps)} certified steps ({ranges(self.steps)})"
+        how = "to rounding" if self.largest else "bit for bit"
+        if self.are_equal:
+            yield f"equal {how}: {count}"
+        else:
+            yield f"differ: {self.causes[0] if self.causes else self._of_first()}"
+        yield from (f"  besides: {one}" for one in self.causes[1:])
+        if self.causes:
+            equal = f"equal {how} in {count}"
+            yield f"  the numbers: {self._of_first() if self.first else equal}"
+        yield from (f"  of rounding alone: {one}" for one in self.settings)
+        if self.largest:
+            yield from self._table()
+
+    def _of_first(self) -> str:
+        assert self.first
+        step, one = self.first
+        before = [known for known in self.steps if known < step]
+        gap = ""
+        if before and before[-1] < step - 1:
+            gap = f"; steps {before[-1] + 1} to {step - 1} are not certified: it may begin there"
+        return f"step {step}: {one}{gap}"
+
+    def _table(self) -> Iterator[str]:
+        rows = sorted(self.largest.items(), key=lambda row: -row[1][0])
+        width = max(len(what) for what, _ in rows[:_SHOWN])
+        yield f"  {'largest deviations, as a share of the norm':{width}}  step"
+        for what, (apart, step) in rows[:_SHOWN]:
+            yield f"  {what:{width}}  {step:4}  {apart:.1e}"
+        if len(rows) > _SHOWN:
+            yield f"  and {len(rows) - _SHOWN} more"
+
+
+def compared(a: Recorded, b: Recorded, *, rounding: float | None = None) -> Comparison:
+    """Compare two runs up to the first step in which numbers differ.
+
+    Args:
+        rounding: deviation up to which two layouts count as equal; None: by the compute dtype.
+    Raises: Refusal when no step is certified in both.
+    """
+    steps = [step for step in a.steps if step in b.steps]
+    if not steps:
+        raise Refusal(
+            f"no step is certified in both: {a.run} has {ranges(a.steps)}, {b.run} has "
+            f"{ranges(b.steps)}"
+        )
+    own = a.made_at(steps[0])["config"]
+    made: dict[str, Difference] = {}
+    for step in steps:
+        for one in made_differences(a.made_at(step), b.made_at(step)):
+            made.setdefault(one.what, one)
+    causes = {w for w, d in made.items() if shapes(d, schedule=own["optimizer.schedule"])}
+    found = Comparison(
+        steps,
+        [one for what, one in made.items() if what in causes],
+        [one for what, one in made.items() if what not in causes and rounds(one)],
+    )
+    tolerance = ROUNDING[own["model.compute_dtype"]] if rounding is None else rounding
+    for step in steps:
+        for one in differences(a.steps[step], b.steps[step]):
+            if not (found.settings and is_rounding(one, tolerance=tolerance)):
+                found.first = step, one
+                return found
+            if one.section not in ("before", "plan") and 0 < one.deviation < float("inf"):
+                if one.deviation > found.largest.get(one.what, (0.0, 0))[0]:
+                    found.largest[one.what] = one.deviation, step
+    return found

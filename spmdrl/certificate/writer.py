@@ -1,0 +1,95 @@
+"""Writing a run's certificate, step after step, over kills and resumes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spmdrl.certificate.compare import differences
+from spmdrl.certificate.lines import NAME, Line, chain, is_due, sealed
+from spmdrl.certificate.made_with import made_with
+from spmdrl.certificate.witness import Witness
+from spmdrl.config import Config
+from spmdrl.report.jsonl import JsonLines
+from spmdrl.types import Advantages, Batch, Sums
+from spmdrl.world import World
+
+if TYPE_CHECKING:
+    from spmdrl.roles import Bystander
+    from spmdrl.train.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+class Certificate:
+    """Every rank makes one and calls it at every step; rank 0 writes output_dir/certificate.jsonl.
+
+    Lines of an earlier attempt from `step` on are taken out, into `aside`, and compared with what
+    this one comes to. A file that was edited is kept up to the edit, and the log says so.
+
+    Args:
+        trainer: of this rank.
+        step: steps already done.
+        aside: folder of this attempt's logs.
+    """
+
+    def __init__(
+        self, cfg: Config, world: World, trainer: Trainer | Bystander, *, step: int, aside: Path
+    ):
+        self._cfg, self._rank = cfg, world.rank
+        self._file = JsonLines(Path(cfg.output_dir) / NAME)
+        self._previous, self._again = "", dict[int, Line]()
+        self._witness: Witness | None = None
+        every = cfg.report.certificate
+        if world.is_trainer and every:
+            self._witness = Witness(world, trainer, is_due=self._is_due)
+        if world.rank == 0 and (every or self._file.path.exists()):
+            self._go_on(made_with(cfg, world), step=step, aside=aside / f"removed_{NAME}")
+
+    def _is_due(self, step: int) -> bool:
+        return is_due(step, every=self._cfg.report.certificate, steps=self._cfg.steps)
+
+    def add(self, step: int, batch: Batch, advantages: Advantages, updated: Sums) -> None:
+        """Certify a step, if it is due, once its update is done; trainers meet.
+
+        Args:
+            batch: annotated.
+            updated: what the update returned.
+        """
+        if self._witness is None or not self._is_due(step):
+            return
+        content = self._witness.content(step, batch, advantages, updated)
+        if self._rank:
+            return
+        if copies := content.get("differing_copies"):
+            log.warning("step %d: ranks hold copies that differ, of %s", step, ", ".join(copies))
+        if step in self._again:
+            found = next(differences(self._again.pop(step), content), None)
+            if found:
+                log.warning("step %d does not repeat the former attempt's: %s", step, found)
+        self._append({"step": step, **content})
+
+    def _append(self, content: Line) -> None:
+        line = sealed(content, previous=self._previous)
+        self._previous = line["sha256"]
+        self._file.append(line)
+
+    def _go_on(self, made: Line, *, step: int, aside: Path) -> None:
+        path = self._file.path
+        text = path.read_text(errors="replace") if path.exists() else ""
+        lines, problem = chain(text)
+        kept = [line for line in lines if line["step"] < step]
+        rest = text.splitlines(keepends=True)[len(kept) :]
+        if problem and len(kept) == len(lines):
+            log.warning("%s: %s; it and all behind it is moved to %s", path, problem, aside)
+        if rest:
+            aside.write_text("".join(rest))
+            partial = path.with_suffix(".partial")
+            partial.write_text("".join(text.splitlines(keepends=True)[: len(kept)]))
+            partial.replace(path)
+        self._again = {line["step"]: line for line in lines[len(kept) :] if "made_with" not in line}
+        self._previous = kept[-1]["sha256"] if kept else ""
+        last = next((line["made_with"] for line in kept[::-1] if "made_with" in line), None)
+        if made != last:
+            self._append({"step": step, "made_with": made})

@@ -1,0 +1,281 @@
+"""Fingerprints of numbers on any layout, the chain of lines, and what a comparison names."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from built import refused
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policy_runs import config, own_batch, scalars, small_model
+from worlds import another_trainer, with_trainer
+
+from spmdrl.certificate.compare import differences
+from spmdrl.certificate.fingerprints import Places, deviation
+from spmdrl.certificate.lines import NAME, read, sealed
+from spmdrl.certificate.witness import Witness
+from spmdrl.commands import diff
+from spmdrl.config import Config, flatten
+from spmdrl.credit import advantages_of
+
+# --------------------------------------------------------------------------- digests
+
+
+@st.composite
+def _cut_tensors(draw: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Elements of some dtype, and their places dealt to ranks in any order."""
+    kinds = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.int64, torch.float64]
+    kind, count = draw(st.sampled_from(kinds)), draw(st.integers(2, 40))
+    values = draw(st.lists(st.integers(-100, 100), min_size=count, max_size=count))
+    order = draw(st.permutations(range(count)))
+    cuts = sorted(draw(st.lists(st.integers(0, count), max_size=4)))
+    parts = torch.tensor(order).tensor_split(cuts)
+    return (torch.tensor(values) / 4).to(kind), list(parts)
+
+
+def _digest(values: torch.Tensor, parts: list[torch.Tensor]) -> list[int]:
+    return sum(Places(part).exact(values[part]) for part in parts).tolist()
+
+
+@given(_cut_tensors(), st.data())
+@settings(max_examples=150)
+def test_a_digest_is_the_same_however_elements_lie_and_another_for_any_other(cut, data):
+    values, parts = cut
+    whole = _digest(values, [torch.arange(len(values))])
+    assert _digest(values, parts) == whole
+    at = data.draw(st.integers(0, len(values) - 1))
+    flipped = values.clone()
+    if values.dtype == torch.bool:
+        flipped[at] = not values[at]
+    else:
+        number = flipped[at : at + 1].view(torch.uint8)
+        byte = data.draw(st.integers(0, len(number) - 1))
+        number[byte] ^= 1 << data.draw(st.integers(0, 7))
+    assert _digest(flipped, parts) != whole
+    other = data.draw(st.integers(0, len(values) - 1))
+    swapped = values.clone()
+    swapped[[at, other]] = swapped[[other, at]]
+    assert (_digest(swapped, parts) == whole) == bool(values[at] == values[other])
+    assert _digest(values[:-1], [torch.arange(len(values) - 1)]) != whole
+
+
+def test_a_deviation_is_about_what_two_tensors_are_apart():
+    generator = torch.Generator().manual_seed(0)
+    places = Places(torch.arange(20000))
+
+    def row(values: torch.Tensor) -> list:
+        square, *signed = places.near(values).tolist()
+        return ["", square**0.5, *signed]
+
+    found, one = [], torch.randn(20000, generator=generator)
+    for _ in range(50):
+        noise = 1e-5 * torch.randn(20000, generator=generator).double()
+        found.append(deviation(row(one), row(one.double() + noise)))
+    assert 0.85e-5 < torch.tensor(found).square().mean().sqrt() < 1.15e-5
+    moved = one.double().clone()
+    moved[7] += 0.5  # of one element it is exact
+    assert deviation(row(one), row(moved)) == pytest.approx(0.5 / float(moved.norm()), rel=1e-3)
+    assert deviation(row(one), row(one * torch.nan)) == float("inf")
+
+
+# --------------------------------------------------------------------------- real ranks
+
+
+def _content(trainer: Any, plant: str = "") -> dict[str, Any]:
+    """Return what a step comes to, with one thing changed where `plant` says what."""
+    witness = Witness(trainer.world, trainer, is_due=lambda step: True)
+    state, rank = trainer.state_dict(), trainer.world.rank
+    own = own_batch(trainer.world, rewards=scalars().lengths.double() / 7)
+    first = own.microbatches[0]
+    weight = state["model"]["model.layers.1.mlp.up_proj.weight"].to_local()
+    moment = state["optimizer"]["exp_avg_sq"]["model.layers.0.self_attn.q_proj.weight"].to_local()
+    see = trainer.policy.on_gradients
+
+    def spoil(gradients: dict, **named: int) -> None:
+        if plant == "gradient" and named["number"] == 1:
+            gradients["lm_head.weight"].view(-1)[5] *= 1.5
+        see(gradients, **named)
+
+    trainer.policy.on_gradients = spoil
+    if plant == "weight" and rank == trainer.world.world_size - 1:
+        weight.view(-1)[:1].view(torch.int32)[0] ^= 1
+    elif plant == "moment":
+        moment.view(-1)[3] = 1e-9
+    elif plant == "token":
+        first.tokens[1] += 1
+    elif plant == "reward":
+        own.scalars.rewards[2] += 1e-9
+    elif plant == "logprob":
+        first.rollout_logprobs[-1] += 1e-3
+    annotated = trainer.annotate(own, step=0)
+    advantages = advantages_of(annotated, cfg=trainer.cfg, world=trainer.world, step=0)
+    if plant == "advantage":
+        advantages.tokens[0][0][-1] += 1e-4
+    updated = trainer.update(annotated, advantages, step=0)
+    if plant == "late weight":
+        weight.view(-1)[:1].view(torch.int32)[0] ^= 1
+    return witness.content(0, annotated, advantages, updated)
+
+
+_PLANTS = {
+    "weight": "weight model.layers.1.mlp.up_proj.weight before the update",
+    "moment": "optimizer state exp_avg_sq.model.layers.0.self_attn.q_proj.weight before the update",
+    "token": "rollouts' tokens",
+    "reward": "rollouts' rewards",
+    "logprob": "rollouts' rollout_logprobs",
+    "advantage": "advantages",
+    "gradient": "gradient of lm_head.weight",
+    "late weight": "weight model.layers.1.mlp.up_proj.weight",
+}
+
+
+def _with_plants(trainer: Any) -> dict[str, Any]:
+    plain = _content(trainer)
+    found = {"plain": plain, "again": _content(another_trainer(trainer))}
+    for plant in _PLANTS:
+        spoiled = _content(another_trainer(trainer), plant)
+        found[plant] = [str(one) for one in differences(plain, spoiled)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A model's folder, and what a step of one rank comes to, without and with plants."""
+    folder = tmp_path_factory.mktemp("alone")
+    cfg = config(small_model(folder), folder, advantage="grpo", updates=2)
+    return folder, with_trainer(cfg, _with_plants)[0]
+
+
+def test_each_plant_is_the_first_difference_and_a_repeated_step_has_none(alone):
+    _, found = alone
+    assert not list(differences(found["plain"], found["again"]))
+    for plant, says in _PLANTS.items():
+        assert found[plant][0].startswith(says), (plant, found[plant][:3])
+    assert len(found["late weight"]) == 1
+
+
+@pytest.mark.parametrize("mesh", [{}, {"dp_replicate": 2}, {"tp": 2}, {"cp": 2}])
+def test_digests_of_two_ranks_are_those_of_one(mesh, alone):
+    folder, found = alone
+    path, plain = folder / "model", found["plain"]
+    cfg = config(path, folder, advantage="grpo", updates=2, world_size=2, **mesh)
+    for content in with_trainer(cfg, _content):
+        assert content["before"] == plain["before"] and "differing_copies" not in content
+        for name, row in plain["rollouts"].items():
+            assert content["rollouts"][name][0] == row[0], name
+        assert content["plan"]["update_ids"] == plain["plan"]["update_ids"]
+        apart = [one for one in differences(plain, content) if one.section != "plan"]
+        assert apart and max(one.deviation for one in apart) < 1e-4, [str(one) for one in apart]
+    spoiled = with_trainer(cfg, _content, "weight")[0]
+    name = "model.model.layers.1.mlp.up_proj.weight"
+    if mesh.get("dp_replicate"):  # one copy of two
+        assert f"before/{name}" in spoiled["differing_copies"]
+        first = str(next(differences(plain, spoiled)))
+        assert first.startswith("copies on several ranks of the second run's weight model.layers.1")
+    else:
+        assert {n for n in plain["before"] if spoiled["before"][n] != plain["before"][n]} == {name}
+
+
+# --------------------------------------------------------------------------- lines
+
+
+MADE: dict[str, Any] = {
+    "config": json.loads(json.dumps(flatten(Config(steps=3)))) | {"report.certificate": 1},
+    "packages": {"torch": "2.13.0"},
+    "code": {"train.py": "00"},
+    "machine": {"threads": 1},
+}
+
+
+def _changed_made(section: str, name: str, value: Any) -> dict[str, Any]:
+    made = copy.deepcopy(MADE)
+    made[section][name] = value
+    return made
+
+
+def _write(run: Path, content: dict[str, Any], made: dict[str, Any] = MADE) -> Path:
+    """Write the certificate of a run of three steps, and its metrics."""
+    run.mkdir(exist_ok=True)
+    lines: list[dict[str, Any]] = []
+    for own in ({"step": 0, "made_with": made}, *({"step": s, **content} for s in range(3))):
+        lines.append(sealed(own, previous=lines[-1]["sha256"] if lines else ""))
+    (run / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = ({"step": step, "perf/step_s": 0.1} for step in range(3))
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path, capsys):
+    _, found = alone
+    run = _write(tmp_path / "run", found["plain"])
+    another = _changed_made("config", "seed", 1)
+    other = _write(tmp_path / "other", found["plain"], another)
+    lines = (run / NAME).read_text().splitlines(keepends=True)
+    foreign = (other / NAME).read_text().splitlines(keepends=True)[2]
+    digest = found["plain"]["rollouts"]["tokens"][0]
+    later = {**json.loads(lines[2]), "format": 2}
+    for text, says in {
+        "".join(lines).replace(digest, digest[::-1], 1): "line 2 does not match its own sha256",
+        "".join(lines)[:-40]: "line 4 is cut",
+        "".join(lines[:2] + lines[3:]): "line 3 does not follow the one before it",
+        "".join([*lines[:2], foreign, *lines[3:]]): "line 3 does not follow the one before it",
+        "".join([*lines[:2], json.dumps(later) + "\n"]): "line 3 is of format 2",
+        "".join(lines[:3]): "ends with step 1, and metrics.jsonl has step 2 and more",
+        lines[0]: "certifies no step",
+    }.items():
+        (run / NAME).write_text(text)
+        with refused(f"{run / NAME}: ", says):
+            read(run)
+        assert diff.main([str(run), str(other)]) == 2
+        assert says in capsys.readouterr().err
+    assert diff.main([str(tmp_path), str(other)]) == 2
+    assert "name the output_dir of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "section, name, value, says",
+    [
+        ("config", "optimizer.lr", 0.5, "config option optimizer.lr: 1e-06 and 0.5"),
+        ("packages", "torch", "2.12.0", "version of package torch: 2.13.0 and 2.12.0"),
+        ("code", "train.py", "01", "code of train.py: 00 and 01"),
+    ],
+)
+def test_what_runs_are_made_with_is_named_first(
+    section, name, value, says, alone, tmp_path, capsys
+):
+    _, found = alone
+    first = _write(tmp_path / "first", found["plain"])
+    made = _changed_made(section, name, value)
+    assert diff.main([str(first), str(_write(tmp_path / "same", found["plain"], made))]) == 1
+    said = capsys.readouterr().out
+    assert says in said.splitlines()[0] and "the numbers: equal bit for bit in 3 cert" in said
+
+
+def test_two_layouts_are_equal_to_rounding_or_differ_beyond_it(alone, tmp_path, capsys):
+    _, found = alone
+    plain = found["plain"]
+    first = _write(tmp_path / "first", plain)
+    assert diff.main([str(first), str(_write(tmp_path / "same", plain))]) == 0
+    assert capsys.readouterr().out == "equal bit for bit: 3 certified steps (0 to 2)\n"
+    near = copy.deepcopy(plain)
+    row = near["gradients"]["lm_head.weight"]
+    row[0], row[2] = "00", row[2] + 1e-5 * row[1]
+    same = _write(tmp_path / "near", near)
+    assert diff.main([str(first), str(same)]) == 1  # one layout repeats the bits
+    assert "differ: step 0: gradient of lm_head.weight: 5.0e-06 of its" in capsys.readouterr().out
+    layout = _changed_made("config", "layout.world_size", 8)
+    other = _write(tmp_path / "other", near, layout)
+    assert diff.main([str(first), str(other)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("equal to rounding") and "and 8" in said
+    assert "gradient of lm_head.weight     0  5.0e-06" in said
+    assert diff.main([str(first), str(other), "--rounding", "1e-6"]) == 1
+    assert "differ: step 0: gradient of lm_head.weight" in capsys.readouterr().out
+    near["rollouts"]["tokens"][0] = "00"  # a token is drawn, and not rounded
+    assert diff.main([str(first), str(_write(other, near, layout))]) == 1
+    assert "differ: step 0: rollouts' tokens" in capsys.readouterr().out
