@@ -1,0 +1,97 @@
+"""Take certified steps of a run again from what it left, and compare them with its certificate.
+
+    python -m spmdrl verify runs/mine
+    python -m spmdrl verify runs/mine --steps 10 20
+    torchrun --standalone --nproc-per-node 4 -m spmdrl verify runs/mine     # of a run of 4 trainers
+
+A step is reached from the newest checkpoint before it, or from the weights that the run began with,
+over recorded rollouts (rollout.record.every), without an engine and without rewards. Exit status: 0
+it repeats, bit for bit, or on another machine but for rounding; 1 it does not; 2 it cannot be done.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from spmdrl.errors import Refusal
+
+
+def verify(
+    run: Annotated[Path, tyro.conf.Positional],
+    *,
+    steps: tuple[int, ...] = (),
+    rounding: float | None = None,
+    trust_run: bool = False,
+    trust_remote_code: bool = False,
+) -> tuple[str, bool]:
+    """Take certified steps of a run again, and compare them with its certificate.
+
+    Args:
+        run: output_dir.
+        steps: by default all that can be reached.
+        rounding: on another machine, the deviation of a tensor, as a share of its norm, that other
+            kernels explain; by default by model.compute_dtype.
+        trust_run: run the methods of the user's own that the run's config names.
+        trust_remote_code: run Python code of the model's folder.
+    Returns: what is to be printed, and whether the steps repeat.
+    Raises: Refusal for what is not there, was changed, or is of another run, layout or model.
+    """
+    from spmdrl.certificate.lines import read
+    from spmdrl.certificate.replay import plan_spans, replayed
+    from spmdrl.certificate.report import compared
+    from spmdrl.config import load_yaml
+    from spmdrl.world.launch import launch_alone
+
+    found = read(run)
+    cfg = load_yaml(run / "config.yaml", may_be_former=True)
+    named = [(field, getattr(cfg.algorithm, field)) for field in _METHODS]
+    code = [f"algorithm.{field}: {name}" for field, name in named if ":" in name and not trust_run]
+    if cfg.model.trust_remote_code and not trust_remote_code:
+        code.append("model.trust_remote_code: true")
+    if code:
+        raise Refusal(
+            f"{run / 'config.yaml'} may be somebody else's, and would run code here:\n  "
+            + "\n  ".join(code)
+            + "\nLook at it, then allow it by --trust-run or --trust-remote-code"
+        )
+    spans, recorded = plan_spans(found, cfg, asked=steps)
+    launch_alone()
+    again = compared(found, replayed(found, cfg, spans, recorded), rounding=rounding)
+    left = sorted({*found.steps} - {span.step for span in spans}) if not steps else []
+    lines = [again.text()]
+    if left:
+        lines.append(f"not taken again, for want of a checkpoint or recordings: steps {left}")
+    return "\n".join(lines), again.are_equal
+
+
+_METHODS = ("advantage", "loss", "correction", "kl")
+"""Fields of `algorithm` that may name a function of the user's own."""
+
+
+def main() -> None:
+    """Do what the command line says, and end this process."""
+    status = _main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # peers may be gone: no thread or group of theirs may keep this process
+
+
+def _main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
+    try:
+        text, repeats = tyro.cli(verify, prog="python -m spmdrl verify")
+    except Exception as error:
+        from spmdrl.world.leaving import ended
+
+        return ended(error, None)  # says why, here and to the other ranks
+    from spmdrl.world.launch import known_rank
+
+    if known_rank() == "0":
+        print(text)
+    return 0 if repeats else 1
