@@ -16,7 +16,7 @@ from policy_runs import config, own_batch, scalars, small_model
 from worlds import another_trainer, with_trainer
 
 from spmdrl.certificate.compare import differences
-from spmdrl.certificate.fingerprints import Places, deviation
+from spmdrl.certificate.fingerprints import Positions, deviation
 from spmdrl.certificate.lines import NAME, read, sealed
 from spmdrl.certificate.witness import Witness
 from spmdrl.commands import diff
@@ -39,7 +39,7 @@ def _cut_tensors(draw: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 def _digest(values: torch.Tensor, parts: list[torch.Tensor]) -> list[int]:
-    return sum(Places(part).exact(values[part]) for part in parts).tolist()
+    return sum(Positions(part).exact(values[part]) for part in parts).tolist()
 
 
 @given(_cut_tensors(), st.data())
@@ -66,7 +66,7 @@ def test_a_digest_is_the_same_however_elements_lie_and_another_for_any_other(cut
 
 def test_a_deviation_is_about_what_two_tensors_are_apart():
     generator = torch.Generator().manual_seed(0)
-    places = Places(torch.arange(20000))
+    places = Positions(torch.arange(20000))
 
     def row(values: torch.Tensor) -> list:
         square, *signed = places.near(values).tolist()

@@ -11,7 +11,7 @@ from built import small_model
 from runs import TINY, call, run
 
 from spmdrl.certificate.lines import NAME, read
-from spmdrl.certificate.replay import plan_spans
+from spmdrl.certificate.replay import plan_ways
 from spmdrl.checkpoint.manifest import read_manifest, write_manifest
 from spmdrl.commands import diff
 from spmdrl.config import load_yaml
@@ -99,8 +99,8 @@ def test_what_a_step_lacks_to_be_taken_again_is_named(live, tmp_path):
     shutil.copytree(first, left)
     cfg = load_yaml(left / "config.yaml")
     certified = read(left)
-    spans, recorded = plan_spans(certified, cfg)
-    assert [(s.step, s.start, s.checkpoint) for s in spans] == [
+    ways, recorded = plan_ways(certified, cfg)
+    assert [(s.step, s.start, s.checkpoint) for s in ways] == [
         (0, 0, None),
         (1, 0, None),
         (2, 2, left / "checkpoints" / "step_2"),
@@ -109,11 +109,11 @@ def test_what_a_step_lacks_to_be_taken_again_is_named(live, tmp_path):
     assert recorded.folder == left / "rollouts"
     for path in (left / "rollouts").glob("step_000002_*"):
         path.unlink()
-    assert [span.step for span in plan_spans(certified, cfg)[0]] == [0, 1]
+    assert [way.step for way in plan_ways(certified, cfg)[0]] == [0, 1]
     with pytest.raises(ValueError, match="step 3 cannot be verified: .* steps 2 are not recorded"):
-        plan_spans(certified, cfg, asked=[3])
+        plan_ways(certified, cfg, asked=[3])
     with pytest.raises(ValueError, match="step 7 cannot be .*: it is not certified; certified are"):
-        plan_spans(certified, cfg, asked=[0, 7])
+        plan_ways(certified, cfg, asked=[0, 7])
     config = left / "config.yaml"
     for was, now, says in (
         ("seed: 0", "seed: 1", "config option seed: 0 and 1"),
@@ -123,10 +123,10 @@ def test_what_a_step_lacks_to_be_taken_again_is_named(live, tmp_path):
         text = config.read_text()
         config.write_text(text.replace(was, now, 1))
         with pytest.raises(ValueError, match=f"another config or layout .*{says}"):
-            plan_spans(certified, load_yaml(config), asked=[1])
+            plan_ways(certified, load_yaml(config), asked=[1])
         config.write_text(text)
     shutil.copytree(first / "rollouts", left / "rollouts", dirs_exist_ok=True)
     shutil.rmtree(left / "checkpoints" / "step_2")
     shutil.copytree(first / "checkpoints" / "step_4", left / "checkpoints" / "step_2")
     with pytest.raises(ValueError, match="is of step 4, and its folder is called step_2"):
-        plan_spans(certified, cfg, asked=[3])
+        plan_ways(certified, cfg, asked=[3])

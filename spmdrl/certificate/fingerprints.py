@@ -38,7 +38,7 @@ Row = list[str | float | None]
 """As lines have it: hexadecimal digest, norm, sketches; None for what is not finite."""
 
 
-class Places:
+class Positions:
     """Elements' places in a tensor, and what they make of its elements.
 
     Args:
@@ -75,7 +75,9 @@ class _Share:
     copies: int  # ranks that add the same
     speaks: bool  # whether this is the one of them that counts
 
-    def add(self, places: Places, values: Tensor, *, number: int = 0, is_near: bool = True) -> None:
+    def add(
+        self, places: Positions, values: Tensor, *, number: int = 0, is_near: bool = True
+    ) -> None:
         """Add elements [n]."""
         factor = int(_mixed(torch.tensor(number))) | 1 if number else 1
         self.exact += places.exact(values).cpu() * factor
@@ -131,7 +133,7 @@ class Tally:
         chunks = [held_chunks(name, tensor, size=size) for name, tensor in tensors.items()]
         shares = [self._share(name, copies=copies, speaks=speaks) for name in tensors]
         for pieces in zip(*chunks, strict=True):
-            places = Places(_positions(pieces[0][1], one.shape, device=device))
+            places = Positions(_positions(pieces[0][1], one.shape, device=device))
             for share, (view, _) in zip(shares, pieces):
                 own = view.to(device).flatten()
                 share.add(places, own, number=number, is_near=is_near)
@@ -150,13 +152,13 @@ class Tally:
         inside = torch.arange(len(rows), device=rows.device)
         inside = inside - starts[:-1].long().repeat_interleave(lengths)
         kept, at = rows >= 0, (rows << _TOKEN_BITS) + inside
-        world, of_width = self._world, dict[int, Places]()
+        world, of_width = self._world, dict[int, Positions]()
         for name, column in columns.items():
             own = column[kept].flatten(1) if column.dim() > 1 else column[kept][:, None]
             width = own.shape[1]
             if width not in of_width:
                 across = torch.arange(width, device=own.device)
-                of_width[width] = Places((at[kept][:, None] * width + across).flatten())
+                of_width[width] = Positions((at[kept][:, None] * width + across).flatten())
             share = self._share(name, copies=world.ranks_per_dp, speaks=world.speaks_for_dp)
             share.add(of_width[width], own.flatten())
 

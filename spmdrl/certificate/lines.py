@@ -63,7 +63,7 @@ def _problem(text: str, *, previous: str) -> tuple[str, Line]:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Certified:
     """A run's certificate."""
 
     run: Path
@@ -77,7 +77,7 @@ class Recorded:
         return self.made_with[max(first for first in self.made_with if first <= step)]
 
 
-def read(run: Path) -> Recorded:
+def read(run: Path) -> Certified:
     """Read and check a run's certificate.
 
     Args:
@@ -95,7 +95,7 @@ def read(run: Path) -> Recorded:
     steps = {line["step"]: line for line in lines if "made_with" not in line}
     if not steps or not made:
         raise Refusal(f"{path}: certifies no step")
-    found = Recorded(run, steps, made)
+    found = Certified(run, steps, made)
     _check_end(found, path)
     return found
 
@@ -105,7 +105,7 @@ def is_due(step: int, *, every: int, steps: int) -> bool:
     return every > 0 and (step % every == 0 or step == steps - 1)
 
 
-def _check_end(found: Recorded, path: Path) -> None:
+def _check_end(found: Certified, path: Path) -> None:
     """Refuse a file that ends before the run did, as metrics.jsonl tells it."""
     metrics = found.run / "metrics.jsonl"
     rows = read_rows(metrics) if metrics.is_file() else []

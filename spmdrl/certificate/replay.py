@@ -1,7 +1,7 @@
 """Certified steps taken again from what a run left: a checkpoint, or the weights that it began
 with, and recorded rollouts. No engine is built, and nothing of the run is changed.
 
-`plan_spans` says from where each step can be reached, `replayed` goes there. Who wants a recorded
+`plan_ways` says from where each step can be reached, `replayed` goes there. Who wants a recorded
 step for another purpose finds in `take_step` what train.py does with a batch.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.certificate.compare import made_differences, rounds, shapes
-from spmdrl.certificate.lines import Line, Recorded
+from spmdrl.certificate.lines import Certified, Line
 from spmdrl.certificate.made_with import config_of, made_with
 from spmdrl.certificate.witness import Witness
 from spmdrl.checkpoint import manifest as disk
@@ -27,8 +27,7 @@ from spmdrl.exchange import exchange
 from spmdrl.imports import is_missing_folder
 from spmdrl.roles import make_trainer
 from spmdrl.rollout import model_limits
-from spmdrl.rollout.recordings import Recorded as Recordings
-from spmdrl.rollout.recordings import find_recorded, ranges, read_header
+from spmdrl.rollout.recordings import Recorded, find_recorded, ranges, read_header
 from spmdrl.rollout.replay_source import ReplaySource
 from spmdrl.types import Advantages, Batch, Sums
 from spmdrl.world import World
@@ -36,7 +35,7 @@ from spmdrl.world.launch import read_launch
 
 
 @dataclass(frozen=True)
-class Span:
+class Reached:
     """A certified step, and from where it is reached."""
 
     step: int
@@ -45,9 +44,9 @@ class Span:
     """Of `start`; None: the weights that the run began with, at step 0."""
 
 
-def plan_spans(
-    run: Recorded, cfg: Config, *, asked: Sequence[int] = ()
-) -> tuple[list[Span], Recordings]:
+def plan_ways(
+    run: Certified, cfg: Config, *, asked: Sequence[int] = ()
+) -> tuple[list[Reached], Recorded]:
     """Return how to reach the certified steps, or those asked for, ascending; and the recordings.
 
     Args:
@@ -57,23 +56,23 @@ def plan_spans(
     """
     recorded = find_recorded(run.run)
     saved = disk.complete_checkpoints(disk.checkpoints_folder(run.run))  # newest first
-    spans, reasons = [], []
+    ways, reasons = [], []
     for step in sorted(asked or run.steps):
-        span = _span(step, run, cfg, recorded=recorded, saved=saved)
-        if isinstance(span, Span):
-            spans.append(span)
+        way = _way(step, run, cfg, recorded=recorded, saved=saved)
+        if isinstance(way, Reached):
+            ways.append(way)
         else:
-            reasons.append(f"{run.run}: step {step} cannot be verified: {span}")
-    if reasons and (asked or not spans):
+            reasons.append(f"{run.run}: step {step} cannot be verified: {way}")
+    if reasons and (asked or not ways):
         raise Refusal("\n".join(reasons))
-    for span in spans:
-        _check(run, cfg, span, recorded=recorded)
-    return spans, recorded
+    for way in ways:
+        _check(run, cfg, way, recorded=recorded)
+    return ways, recorded
 
 
-def _span(
-    step: int, run: Recorded, cfg: Config, *, recorded: Recordings, saved: Sequence[Path]
-) -> Span | str:
+def _way(
+    step: int, run: Certified, cfg: Config, *, recorded: Recorded, saved: Sequence[Path]
+) -> Reached | str:
     if step not in run.steps:
         return f"it is not certified; certified are {ranges(run.steps)}"
     begins = [(disk.step_of(path), path) for path in saved if disk.step_of(path) <= step]
@@ -82,7 +81,7 @@ def _span(
         starts.append((0, None))
     for start, checkpoint in starts:
         if all(s in recorded.steps for s in range(start, step + 1)):
-            return Span(step, start, checkpoint)
+            return Reached(step, start, checkpoint)
     missing = sorted(
         set(range(max((s for s, _ in starts), default=0), step + 1)) - {*recorded.steps}
     )
@@ -90,16 +89,16 @@ def _span(
     return f"weights there are of {known}, and from there steps {ranges(missing)} are not recorded"
 
 
-def _check(run: Recorded, cfg: Config, span: Span, *, recorded: Recordings) -> None:
+def _check(run: Certified, cfg: Config, way: Reached, *, recorded: Recorded) -> None:
     """Refuse what is not of this run as its config.yaml has it."""
-    made, now = run.made_at(span.step), {"config": config_of(cfg)}
+    made, now = run.made_at(way.step), {"config": config_of(cfg)}
     for one in made_differences(made, {**made, **now}):
         if shapes(one, schedule=cfg.optimizer.schedule) or rounds(one):
             raise Refusal(
-                f"{run.run}: step {span.step} was made under another config or layout than "
+                f"{run.run}: step {way.step} was made under another config or layout than "
                 f"config.yaml has now: {one}"
             )
-    for path in recorded.files_of(span.step):
+    for path in recorded.files_of(way.step):
         header = read_header(path)
         for name, own in (("model", cfg.model.path), ("seed", cfg.seed), ("lag", cfg.lag)):
             if header.get(name) != own:
@@ -107,12 +106,12 @@ def _check(run: Recorded, cfg: Config, span: Span, *, recorded: Recordings) -> N
                     f"{path} is of another run: its {name} is {header.get(name)!r}, this run's "
                     f"{own!r}"
                 )
-    if span.checkpoint is not None:
-        content = disk.read_manifest(span.checkpoint)
+    if way.checkpoint is not None:
+        content = disk.read_manifest(way.checkpoint)
         if differing := config_differences(content.config, cfg):
-            raise Refusal(f"{span.checkpoint} is of another run: {differing[0]}")
-        if problems := disk.damages(span.checkpoint, content):
-            raise Refusal(f"{span.checkpoint} cannot be used: {problems[0]}")
+            raise Refusal(f"{way.checkpoint} is of another run: {differing[0]}")
+        if problems := disk.damages(way.checkpoint, content):
+            raise Refusal(f"{way.checkpoint} cannot be used: {problems[0]}")
 
 
 def replay_config(cfg: Config) -> Config:
@@ -137,7 +136,7 @@ def replay_config(cfg: Config) -> Config:
     )
 
 
-def replayed(run: Recorded, cfg: Config, spans: Sequence[Span], recorded: Recordings) -> Recorded:
+def replayed(run: Certified, cfg: Config, ways: Sequence[Reached], recorded: Recorded) -> Certified:
     """Take steps again and return what they come to, as a certificate; every rank calls it.
 
     Raises: Refusal for what cannot be loaded.
@@ -145,35 +144,35 @@ def replayed(run: Recorded, cfg: Config, spans: Sequence[Span], recorded: Record
     own = replay_config(cfg)
     world = World.start(own)
     try:
-        steps = dict(_steps(run, own, spans, recorded=recorded, world=world))
+        steps = dict(_steps(run, own, ways, recorded=recorded, world=world))
         made = made_with(own, world) | {"config": config_of(cfg)}
         world.close()
     finally:
         shutil.rmtree(own.output_dir, ignore_errors=True)
-    was = run.made_at(spans[0].step)["code"]
+    was = run.made_at(ways[0].step)["code"]
     if "train.py" in was:  # its loop is not what runs here; what it did shows in the numbers
         made["code"]["train.py"] = was["train.py"]
-    return Recorded(run.run, steps, {0: made})
+    return Certified(run.run, steps, {0: made})
 
 
 def _steps(
-    run: Recorded, cfg: Config, spans: Sequence[Span], *, recorded: Recordings, world: World
+    run: Certified, cfg: Config, ways: Sequence[Reached], *, recorded: Recorded, world: World
 ) -> Iterator[tuple[int, Line]]:
     """Yield each step and what it comes to."""
     trainer: Any = make_trainer(cfg, world)
     source = ReplaySource(cfg, world, recorded=recorded, **model_limits(cfg))
-    wanted = {span.step for span in spans}
+    wanted = {way.step for way in ways}
     witness, at = Witness(world, trainer, is_due=wanted.__contains__), 0
-    for span in spans:
-        if span.start > at or (span.checkpoint and not at):
-            saved = replace(cfg.checkpoint, resume=str(span.checkpoint), allow_config_change=False)
+    for way in ways:
+        if way.start > at or (way.checkpoint and not at):
+            saved = replace(cfg.checkpoint, resume=str(way.checkpoint), allow_config_change=False)
             restore(replace(cfg, checkpoint=saved), world, policy=trainer, source=source)
-            at = span.start
-        world.found_tokens = run.steps[span.step]["plan"]["tokens_per_microbatch"]
-        for step in range(at, span.step + 1):
+            at = way.start
+        world.found_tokens = run.steps[way.step]["plan"]["tokens_per_microbatch"]
+        for step in range(at, way.step + 1):
             done = take_step(trainer, source, step=step)
-        yield span.step, witness.content(span.step, *done)
-        at = span.step + 1
+        yield way.step, witness.content(way.step, *done)
+        at = way.step + 1
 
 
 def take_step(trainer: Any, source: ReplaySource, *, step: int) -> tuple[Batch, Advantages, Sums]:

@@ -14,7 +14,7 @@ from spmdrl.certificate.compare import (
     rounds,
     shapes,
 )
-from spmdrl.certificate.lines import Recorded
+from spmdrl.certificate.lines import Certified
 from spmdrl.errors import Refusal
 from spmdrl.rollout.recordings import ranges
 
@@ -41,6 +41,12 @@ class Comparison:
     def are_equal(self) -> bool:
         """Whether they are, at least to rounding."""
         return not self.first and not self.causes
+
+    def note(self, one: Difference, step: int) -> None:
+        """Keep what rounding explains, where it is the tensor's largest deviation so far."""
+        is_measured = one.section not in ("before", "plan") and one.deviation < float("inf")
+        if is_measured and one.deviation > self.largest.get(one.what, (0.0, 0))[0]:
+            self.largest[one.what] = one.deviation, step
 
     def text(self) -> str:
         """Return what is to be said."""
@@ -80,7 +86,7 @@ class Comparison:
             yield f"  and {len(rows) - _SHOWN} more"
 
 
-def compared(a: Recorded, b: Recorded, *, rounding: float | None = None) -> Comparison:
+def compared(a: Certified, b: Certified, *, rounding: float | None = None) -> Comparison:
     """Compare two runs up to the first step in which numbers differ.
 
     Args:
@@ -110,7 +116,5 @@ def compared(a: Recorded, b: Recorded, *, rounding: float | None = None) -> Comp
             if not (found.settings and is_rounding(one, tolerance=tolerance)):
                 found.first = step, one
                 return found
-            if one.section not in ("before", "plan") and 0 < one.deviation < float("inf"):
-                if one.deviation > found.largest.get(one.what, (0.0, 0))[0]:
-                    found.largest[one.what] = one.deviation, step
+            found.note(one, step)
     return found

@@ -345,20 +345,12 @@ def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:
             its default.
         cfg: the present config.
     """
-    schedule = cfg.optimizer.schedule
-    return [
-        line
-        for name, line in _differences(saved, cfg).items()
-        if shapes_result(name, schedule=schedule)
-    ]
+    found, schedule = _differences(saved, cfg), cfg.optimizer.schedule
+    return [line for name, line in found.items() if shapes_result(name, schedule=schedule)]
 
 
 def shapes_result(name: str, *, schedule: str) -> bool:
-    """Return whether a field of the config shapes a run's result, but for rounding.
-
-    Args:
-        schedule: of the learning rate, optimizer.schedule.
-    """
+    """Return whether a field shapes the result of a run of such an optimizer.schedule."""
     if name == "steps" and schedule != "constant":
         return True  # a decaying learning rate is a function of the number of steps
     sections = tuple(free for free in _FREE if free.endswith("."))

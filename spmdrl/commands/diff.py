@@ -1,4 +1,4 @@
-"""Say where two runs begin to differ: the step, and within it the first option, file, or number.
+"""Say where two runs begin to differ: the first step, and in it the first number.
 
     python -m spmdrl diff runs/a runs/b
 

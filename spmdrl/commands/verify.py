@@ -1,4 +1,4 @@
-"""Take certified steps of a run again from what it left, and compare them with its certificate.
+"""Take certified steps of a run again, without an engine, and compare the numbers.
 
     python -m spmdrl verify runs/mine
     python -m spmdrl verify runs/mine --steps 10 20
@@ -43,7 +43,7 @@ def verify(
     Raises: Refusal for what is not there, was changed, or is of another run, layout or model.
     """
     from spmdrl.certificate.lines import read
-    from spmdrl.certificate.replay import plan_spans, replayed
+    from spmdrl.certificate.replay import plan_ways, replayed
     from spmdrl.certificate.report import compared
     from spmdrl.config import load_yaml
     from spmdrl.world.launch import launch_alone
@@ -60,10 +60,10 @@ def verify(
             + "\n  ".join(code)
             + "\nLook at it, then allow it by --trust-run or --trust-remote-code"
         )
-    spans, recorded = plan_spans(found, cfg, asked=steps)
+    ways, recorded = plan_ways(found, cfg, asked=steps)
     launch_alone()
-    again = compared(found, replayed(found, cfg, spans, recorded), rounding=rounding)
-    left = sorted({*found.steps} - {span.step for span in spans}) if not steps else []
+    again = compared(found, replayed(found, cfg, ways, recorded), rounding=rounding)
+    left = sorted({*found.steps} - {way.step for way in ways}) if not steps else []
     lines = [again.text()]
     if left:
         lines.append(f"not taken again, for want of a checkpoint or recordings: steps {left}")
