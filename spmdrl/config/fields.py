@@ -192,7 +192,7 @@ class ReportSettings:
     """Steps in a row that must show it before the log warns that nothing is learnt (no spread of
     rewards, a gradient of 0), entropy collapses, responses hit the limit or the gap between engine
     and trainer grows; 0: no such warnings."""
-    certificate: Natural = 25
+    certificate: Natural = 100
     """Write fingerprints of all numbers of every N-th step, and of the last one, to
     certificate.jsonl, by which `diff` and `verify` compare runs; 0 switches it off."""
     mlflow: MlflowSettings = field(default_factory=MlflowSettings)
