@@ -114,7 +114,6 @@ class Ranks:
         if what.samples:
             flags |= {"engine.kind": "transformers", "evaluate.every-steps": 2}
             flags |= {"data.eval-size": 8, "rewards.timeout-s": 300.0}
-        if what.samples and what.config != "demo_game.yaml":
             flags |= {"rewards.functions": f"{shared / 'r.py'}:varied"}
         if again is not None:
             flags |= {"rollout.replay-schedule": again / "out"}
