@@ -64,7 +64,7 @@ def test_a_run_that_follows_a_schedule_is_the_same_though_answers_come_late(kind
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize("kind", ["in flight", "over-sampled"])
+@pytest.mark.parametrize("kind", ["in flight", "over-sampled", "dynamic"])
 def test_so_are_those_of_one_replica(kind, timed):
     check_kind(kind, timed)
 

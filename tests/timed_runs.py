@@ -63,6 +63,7 @@ KINDS: dict[str, tuple[int, Mapping[str, Any]]] = {
     "over-sampled": (2, OVER_SAMPLED),
     "stolen": (3, IN_FLIGHT | OVER_SAMPLED | {"lag": 2, "rollout.schedule.balance": "steal"}),
     "environment": (2, {"lag": 1}),
+    "dynamic": (2, {"lag": 1, "rollout.schedule.dynamic": 30, "batch.group-size": 2}),
 }
 """Of each kind its ranks and its flags."""
 
