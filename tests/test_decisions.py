@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from built import changed, good, refused
@@ -15,6 +17,7 @@ from timed_runs import TimedRuns, decisions_of, rollouts_of
 from spmdrl import imports
 from spmdrl.check.settings import validate
 from spmdrl.config import Config
+from spmdrl.rollout.book import Book, OwnBook
 from spmdrl.rollout.decision_log import (
     Writer,
     agreeing,
@@ -23,6 +26,7 @@ from spmdrl.rollout.decision_log import (
     facts,
     read_lines,
 )
+from spmdrl.rollout.decisions import Decisions
 
 LATE_S = 0.3
 
@@ -191,3 +195,33 @@ def test_a_dry_run_and_a_run_refuse_alike(timed, tmp_path):
         done = run("demo_grpo.yaml", 2, status=1, **flags | more)
         assert f"rollout.replay_schedule: {once} holds no decisions" in done.output
         assert "Traceback" not in done.output
+
+
+def test_a_resumed_run_that_comes_to_other_numbers_is_not_kept_from_going_on(tmp_path, caplog):
+    cfg = config_of(tmp_path, rollout=dict(replay_schedule=""), output_dir=str(tmp_path))
+    recorded(tmp_path, cfg)
+    tokens = cfg.batch.tokens_per_microbatch
+    world: Any = SimpleNamespace(replica=0, num_replicas=1, tokens_per_microbatch=tokens)
+    lines, _ = read_lines(tmp_path / "schedule" / FILE)
+    lines[2:2] = [["closed", 0, {"train-0": "another"}]]
+    practice: Any = None  # no moves are made
+    begin: Any = dict(version=0, book=OwnBook(Book(), practice), last=0)
+
+    Writer(tmp_path / "schedule" / FILE, lines)
+    other = Decisions()
+    other.start(cfg, world, version=0)
+    other.begin("fill", **begin)
+    other.closed(0, [])
+    assert "group train-0 of step 0 came to another there and to None here" in caplog.text
+    other.end()  # goes on
+
+    astray = Decisions()
+    astray.start(cfg, world, version=0)
+    with pytest.raises(RuntimeError, match="start again: the next start decides anew"):
+        astray.begin("fill", **begin | dict(last=1))
+    once_more = Decisions()
+    once_more.start(cfg, world, version=0)
+    once_more.begin("fill", **begin | dict(last=1))
+    once_more.end()
+    kept = [["fill", 0, 1], ["end", 0]]
+    assert read_lines(tmp_path / "schedule" / FILE)[0][1:] == kept

@@ -41,6 +41,8 @@ from spmdrl.world.axes import axes_of
 FORMAT = 1
 FOLDER = "schedule"
 """Of the files, in a run's output_dir."""
+ASTRAY = "decide_anew"
+"""File beside them: a resumed run could not make them again, and the next start is not to try."""
 FILE_NAME = re.compile(r"replica_(\d+)_of_(\d+)\.jsonl")
 STRETCHES = ("fill", "evaluate")
 _FILLS_PER_VERSION = 2  # of train.py: the step itself, and those ahead

@@ -21,6 +21,7 @@ from typing import Any
 from spmdrl.config import Config
 from spmdrl.rollout.book import Move, OwnBook, SharedBook, Ticket
 from spmdrl.rollout.decision_log import (
+    ASTRAY,
     FOLDER,
     Decided,
     Line,
@@ -47,6 +48,7 @@ Answer = RewardResult | TurnResult
 _PURPOSE = {"fill": "train-", "evaluate": "eval-"}
 """How the keys of the episodes begin whose answers a stretch takes; others wait."""
 _MESSAGE_CHARS = 300
+_UNLIKE = "What is computed is not alike: another machine, data or reward"
 
 
 class _Mail:
@@ -100,6 +102,7 @@ class Decisions:
         self._open: Callable[[], None] | None = None  # at the first stretch
         self._source = ""  # whose decisions are made again, for messages
         self._must_repeat = False  # by rollout.replay_schedule, to the end
+        self._astray: Path | None = None  # marks that what was decided cannot be made again
         self._drops = True  # samples whose reward failed; else the run ends
         self._made = Decided()  # what is made again
         self._is_known = False  # what is decided stands in this run's file already
@@ -129,19 +132,35 @@ class Decisions:
             log.warning("%s; what follows is decided anew", wrong)
         self._source = cfg.rollout.replay_schedule or str(folder)
         self._must_repeat = bool(cfg.rollout.replay_schedule)
+        self._astray = folder / ASTRAY
         self._drops = cfg.rewards.on_failure == "drop"
         files, path = agreeing([lines for lines, _ in found]), paths[world.replica]
-        self._open = partial(self._opened, cfg, world, version=version, path=path, files=files)
+        was_astray = ["the start before this one came to other numbers"] * self._astray.exists()
+        self._open = partial(
+            self._opened, cfg, world, version=version, path=path, files=files, anew=was_astray
+        )
 
     def _opened(
-        self, cfg: Config, world: World, *, version: int, path: Path, files: list[list[Line]]
+        self,
+        cfg: Config,
+        world: World,
+        *,
+        version: int,
+        path: Path,
+        files: list[list[Line]],
+        anew: list[str],
     ) -> None:
-        """Decide what is made again, and have the file hold what comes before."""
+        """Decide what is made again, and have the file hold what comes before.
+
+        Args:
+            anew: why the steps to come are to be decided anew; [] where they are not.
+        """
+        assert self._astray is not None
         tokens = world.tokens_per_microbatch
         now, own = facts(cfg, tokens_per_microbatch=tokens), files[world.replica]
         said = _said(own)
         if said is not None and not self._must_repeat:
-            why = [*differences(said, now), *filter(None, [unrepeatable(cfg)])]
+            why = [*anew, *differences(said, now), *filter(None, [unrepeatable(cfg)])]
             self._is_known = not why
             if why and until_version(own, version) != own:
                 log.info("%s: the steps to come are decided anew: %s", path, why[0])
@@ -152,6 +171,8 @@ class Decisions:
             files = check_schedule(cfg, tokens_per_microbatch=tokens)
         self._made = made_of(files, replica=world.replica, version=version)
         self._writer = Writer(path, own)
+        if anew:
+            self._astray.unlink(missing_ok=True)
         if _said(own) != now:
             self._writer.write(["run", now])
 
@@ -292,7 +313,10 @@ class Decisions:
     def closed(self, step: int, groups: Sequence[Group]) -> None:
         """Note what this replica's groups of a step came to, or compare it.
 
-        Raises: RuntimeError naming the first group that differs from the run that is made again.
+        A resumed run may well come to other numbers: a reward was mended, or the machine is
+        another. It says so and goes on.
+
+        Raises: RuntimeError naming the first group that differs from the run of replay_schedule.
         """
         if self._writer is None:
             return
@@ -300,7 +324,9 @@ class Decisions:
         if there is not None and (wrong := [k for k in there | own if there.get(k) != own.get(k)]):
             was, now = there.get(wrong[0]), own.get(wrong[0])
             what = f"group {wrong[0]} of step {step} came to {was} there and to {now} here"
-            raise RuntimeError(f"{self._source}: {what}{self._advice()}")
+            if self._must_repeat:
+                raise RuntimeError(f"{self._source}: {what}. {_UNLIKE}")
+            log.warning("%s: %s. %s; the run goes on", self._source, what, _UNLIKE)
         self._write(["closed", step, own])
 
     # ---------------------------------------------------------------- lines
@@ -332,15 +358,15 @@ class Decisions:
 
     def _differs(self, here: str) -> RuntimeError:
         kind, version = self._what
+        advice = ""
+        if not self._must_repeat and self._astray is not None:
+            self._astray.touch()
+            advice = "; start again: the next start decides anew"
         there = json.dumps(self._ahead[0]) if self._ahead else "nothing"
         return RuntimeError(
             f"{self._source}: {kind} with the weights of step {version}, after {self._clock} "
-            f"engine steps: there {there:.300}, here {here}{self._advice()}"
+            f"engine steps: there {there:.300}, here {here}. {_UNLIKE}{advice}"
         )
-
-    def _advice(self) -> str:
-        advice = ". What the runs compute is not alike: another machine, data or reward"
-        return advice if self._must_repeat else f"{advice}; remove {self._source} to go on anew"
 
 
 def _said(lines: Sequence[Line]) -> dict[str, Any] | None:
