@@ -36,7 +36,6 @@ from spmdrl.config import Config, flatten
 from spmdrl.config.fields import replay_folder
 from spmdrl.errors import Refusal
 from spmdrl.imports import parsed_json, versions
-from spmdrl.world.axes import axes_of
 
 FORMAT = 1
 FOLDER = "schedule"
@@ -184,9 +183,15 @@ def facts(cfg: Config, *, tokens_per_microbatch: int) -> dict[str, Any]:
         "format": FORMAT,
         "versions": versions(),
         "model": _files_of_model(cfg),
-        "replicas": axes_of(cfg).replicas,
+        "replicas": _replicas(cfg),
         "settings": settings,
     }
+
+
+def _replicas(cfg: Config) -> int:
+    from spmdrl.world.axes import axes_of  # here: with torch, which the check of settings has not
+
+    return axes_of(cfg).replicas
 
 
 def _files_of_model(cfg: Config) -> str:
@@ -297,7 +302,7 @@ def check_schedule(cfg: Config, *, tokens_per_microbatch: int | None = None) -> 
             f"{what}: {folder} holds no decisions (looked from {Path.cwd()}); name the output_dir "
             "of a run whose engines worked ahead, or had an environment"
         )
-    replicas = axes_of(cfg).replicas
+    replicas = _replicas(cfg)
     paths = [file_of(folder, replica=r, replicas=replicas) for r in range(replicas)]
     missing = [path.name for path in paths if path.name not in names]
     if missing:
