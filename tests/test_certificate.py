@@ -159,7 +159,12 @@ def test_each_plant_is_the_first_difference_and_a_repeated_step_has_none(alone):
     assert len(found["late weight"]) == 1
 
 
-@pytest.mark.parametrize("mesh", [{}, {"dp_replicate": 2}, {"tp": 2}, {"cp": 2}])
+OTHERS: tuple[dict[str, int], ...] = ({}, {"dp_replicate": 2}, {"cp": 2})
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 2}, *(pytest.param(mesh, marks=pytest.mark.grid) for mesh in OTHERS)]
+)
 def test_digests_of_two_ranks_are_those_of_one(mesh, alone):
     folder, found = alone
     path, plain = folder / "model", found["plain"]

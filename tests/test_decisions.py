@@ -62,7 +62,7 @@ def check_kind(kind: str, timed: TimedRuns, **more: str) -> None:
     assert differ(once, timed.run(kind, f"{name}_free", late_s=LATE_S, **more))
 
 
-@pytest.mark.parametrize("kind", ["stolen", "environment"])
+@pytest.mark.parametrize("kind", ["environment", pytest.param("stolen", marks=pytest.mark.kill)])
 def test_a_run_that_follows_a_schedule_is_the_same_though_answers_come_late(kind, timed):
     check_kind(kind, timed)
 

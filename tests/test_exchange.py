@@ -141,7 +141,10 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout, sizes", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, sizes",
+    [pytest.param(*one, marks=[pytest.mark.grid] * (one in LAYOUTS[::2])) for one in LAYOUTS],
+)
 def test_every_sequence_arrives_whole_at_one_dp_index(layout, sizes):
     cfg = config(layout, **sizes)
     results = run_ranks(layout.world_size, deliver, cfg)

@@ -41,6 +41,7 @@ CASES = {  # ranks, ep, experts, rank of the adapters
     "by rows, A by expert": (4, 2, 2, RANK),  # fewer experts than ranks, and 3 rows for 2 ranks
     "by rows": (4, 2, 2, 4),
 }
+DEFAULT = ("ep", "by rows, A by expert")
 
 
 # --------------------------------------------------------------------------- one layer
@@ -136,7 +137,12 @@ def test_ranks_whose_rows_are_no_multiple_of_16_bytes_are_computed_in_bfloat16(r
 # --------------------------------------------------------------------------- many ranks
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in DEFAULT else pytest.param(name, marks=pytest.mark.grid) for name in CASES
+    ],
+)
 def saved(request, tmp_path_factory) -> tuple[Config, list[dict]]:
     """Two steps on a mesh, a checkpoint, and all that would be sent."""
     where, (ranks, ep, experts, rank) = tmp_path_factory.mktemp("saved"), CASES[request.param]
