@@ -42,6 +42,7 @@ _STAGE_OF: dict[str, Stage] = {
     "logprobs": "annotate",
     "advantages": "annotate",
     "reward model": "annotate",
+    "certificate": "update",
     "update": "update",
     "await peers": "push",
     "push": "push",
