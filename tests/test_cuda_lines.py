@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from spmdrl.certificate.made_with import device_name
 from spmdrl.checkpoint.state import rng_state, set_rng_state
 from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.provenance import describe_environment
@@ -94,6 +95,11 @@ def gpu(monkeypatch) -> SimpleNamespace:
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     return SimpleNamespace(device=torch.device("cuda", 0), called=called)
+
+
+def test_a_certificate_names_the_gpu(gpu):
+    assert device_name(gpu.device) == "NVIDIA H100 80GB HBM3"
+    assert device_name(torch.device("cpu")) == "cpu"
 
 
 def test_generators_of_the_gpu_are_kept_and_restored(gpu):

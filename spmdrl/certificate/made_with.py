@@ -34,7 +34,7 @@ def made_with(cfg: Config, world: World) -> dict[str, Any]:
         "packages": packages | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         "code": _code(cfg),
         "machine": {
-            "device": _device(world.device),
+            "device": device_name(world.device),
             "processor": platform.machine(),
             "kernels": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
@@ -48,7 +48,8 @@ def config_of(cfg: Config) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != "output_dir"}
 
 
-def _device(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return what a device is called where it counts for numbers."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
