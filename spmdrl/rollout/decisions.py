@@ -99,7 +99,7 @@ class Decisions:
     made again, as in an evaluation of a model that is no run."""
 
     def __init__(self) -> None:
-        self._open: Callable[[], None] | None = None  # at the first stretch
+        self._open: Callable[[], tuple[Decided, Writer, bool]] | None = None  # at first
         self._source = ""  # whose decisions are made again, for messages
         self._must_repeat = False  # by rollout.replay_schedule, to the end
         self._astray: Path | None = None  # marks that what was decided cannot be made again
@@ -137,44 +137,8 @@ class Decisions:
         files, path = agreeing([lines for lines, _ in found]), paths[world.replica]
         was_astray = ["the start before this one came to other numbers"] * self._astray.exists()
         self._open = partial(
-            self._opened, cfg, world, version=version, path=path, files=files, anew=was_astray
+            _taken_up, cfg, world, version=version, path=path, files=files, anew=was_astray
         )
-
-    def _opened(
-        self,
-        cfg: Config,
-        world: World,
-        *,
-        version: int,
-        path: Path,
-        files: list[list[Line]],
-        anew: list[str],
-    ) -> None:
-        """Decide what is made again, and have the file hold what comes before.
-
-        Args:
-            anew: why the steps to come are to be decided anew; [] where they are not.
-        """
-        assert self._astray is not None
-        tokens = world.tokens_per_microbatch
-        now, own = facts(cfg, tokens_per_microbatch=tokens), files[world.replica]
-        said = _said(own)
-        if said is not None and not self._must_repeat:
-            why = [*anew, *differences(said, now), *filter(None, [unrepeatable(cfg)])]
-            self._is_known = not why
-            if why and until_version(own, version) != own:
-                log.info("%s: the steps to come are decided anew: %s", path, why[0])
-        if not self._is_known:
-            files = [until_version(lines, version) for lines in files]
-        own = files[world.replica]
-        if self._must_repeat:
-            files = check_schedule(cfg, tokens_per_microbatch=tokens)
-        self._made = made_of(files, replica=world.replica, version=version)
-        self._writer = Writer(path, own)
-        if anew:
-            self._astray.unlink(missing_ok=True)
-        if _said(own) != now:
-            self._writer.write(["run", now])
 
     # ---------------------------------------------------------------- stretches
 
@@ -187,7 +151,7 @@ class Decisions:
             last: step up to which it goes.
         """
         if self._open is not None:
-            self._open()
+            self._made, self._writer, self._is_known = self._open()
             self._open = None
             if isinstance(book, SharedBook):
                 book.take_up(self._made.moves, begun=self._made.begun)
@@ -367,6 +331,39 @@ class Decisions:
             f"{self._source}: {kind} with the weights of step {version}, after {self._clock} "
             f"engine steps: there {there:.300}, here {here}. {_UNLIKE}{advice}"
         )
+
+
+def _taken_up(
+    cfg: Config, world: World, *, version: int, path: Path, files: list[list[Line]], anew: list[str]
+) -> tuple[Decided, Writer, bool]:
+    """Decide what is made again, and have the file hold what comes before.
+
+    Args:
+        version: of the weights that the run goes on with.
+        path: of this replica.
+        files: lines of all replicas.
+        anew: why the steps to come are to be decided anew; [] where they are not.
+    Returns: what is made again, what writes the file, and whether it has these lines already.
+    """
+    tokens, must_repeat = world.tokens_per_microbatch, bool(cfg.rollout.replay_schedule)
+    now, own, is_known = facts(cfg, tokens_per_microbatch=tokens), files[world.replica], False
+    said = _said(own)
+    if said is not None and not must_repeat:
+        why = [*anew, *differences(said, now), *filter(None, [unrepeatable(cfg)])]
+        is_known = not why
+        if why and until_version(own, version) != own:
+            log.info("%s: the steps to come are decided anew: %s", path, why[0])
+    if not is_known:
+        files = [until_version(lines, version) for lines in files]
+    own = files[world.replica]
+    if must_repeat:
+        files = check_schedule(cfg, tokens_per_microbatch=tokens)
+    writer = Writer(path, own)
+    if anew:
+        (path.parent / ASTRAY).unlink(missing_ok=True)
+    if _said(own) != now:
+        writer.write(["run", now])
+    return made_of(files, replica=world.replica, version=version), writer, is_known
 
 
 def _said(lines: Sequence[Line]) -> dict[str, Any] | None:
