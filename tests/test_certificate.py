@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,16 @@ from hypothesis import strategies as st
 from policy_runs import config, own_batch, scalars, small_model
 from worlds import another_trainer, with_trainer
 
+from spmdrl.certificate import digests
 from spmdrl.certificate.compare import differences
-from spmdrl.certificate.fingerprints import Positions, deviation
-from spmdrl.certificate.lines import NAME, read, sealed
-from spmdrl.certificate.witness import Witness
+from spmdrl.certificate.digests import Digester
+from spmdrl.certificate.fingerprints import _COUNT, _near, deviation
+from spmdrl.certificate.lines import NAME, has_norms, read, sealed
+from spmdrl.certificate.witness import SECTIONS, Witness, packed
 from spmdrl.commands import diff
 from spmdrl.config import Config, flatten
 from spmdrl.credit import advantages_of
+from spmdrl.model.shards import Box, narrow
 
 # --------------------------------------------------------------------------- digests
 
@@ -38,8 +43,15 @@ def _cut_tensors(draw: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return (torch.tensor(values) / 4).to(kind), list(parts)
 
 
-def _digest(values: torch.Tensor, parts: list[torch.Tensor]) -> list[int]:
-    return sum(Positions(part).exact(values[part]) for part in parts).tolist()
+def _digest(values: torch.Tensor, parts: list[torch.Tensor]) -> int:
+    """Sum what boxes of one element each, in any order, add to a row's digest."""
+    found = 0
+    for part in parts:
+        boxes = [(0, Box((at,), (1,)), values.shape) for at in part.tolist()]
+        digester = Digester(boxes, itemsize=values.element_size(), device=torch.device("cpu"))
+        views = [values[at : at + 1] for at in part.tolist()]
+        found += int(digester.digests(digester.pieces(views), count=1)) + len(views) * _COUNT
+    return found % 2**64
 
 
 @given(_cut_tensors(), st.data())
@@ -64,12 +76,71 @@ def test_a_digest_is_the_same_however_elements_lie_and_another_for_any_other(cut
     assert _digest(values[:-1], [torch.arange(len(values) - 1)]) != whole
 
 
+def _of_boxes(whole: torch.Tensor, boxes: list[Box]) -> int:
+    """Sum what each box, on a rank of its own, adds to the digest."""
+    found = 0
+    for box in boxes:
+        view = narrow(whole, outer=Box.whole(whole.shape), part=box)
+        one = [(0, box, whole.shape)]
+        digester = Digester(one, itemsize=whole.element_size(), device=torch.device("cpu"))
+        found += int(digester.digests(digester.pieces([view]), count=1))
+    return found % 2**64
+
+
+SHAPES = [(5,), (3, 200), (2, 3, 77), (4, 256), (2, 4, 128), (70, 3), (1, 5000), (3, 1, 2, 9)]
+
+
+@given(
+    st.sampled_from(SHAPES), st.sampled_from([torch.float32, torch.bfloat16, torch.int8]), st.data()
+)
+@settings(max_examples=60, deadline=None)
+def test_the_digests_of_any_boxes_add_up(shape, kind, data):
+    whole = (torch.arange(math.prod(shape)) % 251 - 100).to(kind).view(shape)
+    boxes = [Box.whole(shape)]
+    before = _of_boxes(whole, boxes)
+    for _ in range(data.draw(st.integers(1, 5))):
+        box = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        cut = data.draw(st.integers(0, box.shape[dim]))
+        for at, size in ((0, cut), (cut, box.shape[dim] - cut)):
+            start, own = list(box.start), list(box.shape)
+            start[dim], own[dim] = start[dim] + at, size
+            if size:
+                boxes.append(Box(tuple(start), tuple(own)))
+    assert _of_boxes(whole, boxes) == before
+    at = tuple(data.draw(st.integers(0, size - 1)) for size in shape)
+    whole[at] += 1
+    assert _of_boxes(whole, boxes) != before
+
+
+def test_pieces_of_any_size_give_one_digest(monkeypatch):
+    found = set()
+    for most in (64, 256, 4096):
+        monkeypatch.setitem(digests._CHUNK, "cpu", most)
+        monkeypatch.setattr(digests, "_KEPT", most)
+        whole = torch.randn(60, 130, generator=torch.Generator().manual_seed(0))
+        found.add(_of_boxes(whole, [Box.whole(whole.shape)]))
+        assert _of_boxes(whole, [Box((0, 0), (60, 30)), Box((0, 30), (60, 100))]) in found
+    assert len(found) == 1
+
+
+def test_other_devices_come_to_the_same_digests():
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**63), 2**63 - 1, (50, 64), generator=generator)
+    weights = digests.odd_weights(0, 64, dim=0, device=torch.device("cpu"))
+    own, other = torch.empty_like(words), torch.empty_like(words)
+    found = digests._sums_by_torch(words, weights, room=other)
+    assert torch.equal(digests._sums_by_numpy(words, weights, room=own), found)
+    exact = sum((x + (x >> 32)) * w for x, w in zip(words[7].tolist(), weights.tolist()))
+    assert int(found[7]) % 2**64 == exact % 2**64
+
+
 def test_a_deviation_is_about_what_two_tensors_are_apart():
     generator = torch.Generator().manual_seed(0)
-    places = Positions(torch.arange(20000))
 
     def row(values: torch.Tensor) -> list:
-        square, *signed = places.near(values).tolist()
+        box, cpu = Box.whole((100, 200)), torch.device("cpu")
+        square, *signed = _near(values.view(100, 200), box, device=cpu).tolist()
         return ["", square**0.5, *signed]
 
     found, one = [], torch.randn(20000, generator=generator)
@@ -88,7 +159,8 @@ def test_a_deviation_is_about_what_two_tensors_are_apart():
 
 def _content(trainer: Any, plant: str = "") -> dict[str, Any]:
     """Return what a step comes to, with one thing changed where `plant` says what."""
-    witness = Witness(trainer.world, trainer, is_due=lambda step: True)
+    always = [lambda step: True] * 2
+    witness = Witness(trainer.world, trainer, is_due=always[0], is_near=always[1])
     state, rank = trainer.state_dict(), trainer.world.rank
     own = own_batch(trainer.world, rewards=scalars().lengths.double() / 7)
     first = own.microbatches[0]
@@ -124,11 +196,11 @@ def _content(trainer: Any, plant: str = "") -> dict[str, Any]:
 
 _PLANTS = {
     "weight": "weight model.layers.1.mlp.up_proj.weight before the update",
-    "moment": "optimizer state exp_avg_sq.model.layers.0.self_attn.q_proj.weight before the update",
-    "token": "rollouts' tokens",
-    "reward": "rollouts' rewards",
-    "logprob": "rollouts' rollout_logprobs",
-    "advantage": "advantages",
+    "moment": "optimizer state exp_avg_sq.model.layers.0.self_attn.q_proj.weight",
+    "token": "rollouts' tokens of group 0, sample 0",
+    "reward": "rollouts' rewards of group 1, sample 0",
+    "logprob": "rollouts' rollout_logprobs of group 2, sample 0",
+    "advantage": "advantages of group 2, sample 0",
     "gradient": "gradient of lm_head.weight",
     "late weight": "weight model.layers.1.mlp.up_proj.weight",
 }
@@ -223,13 +295,13 @@ def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path,
     lines = (run / NAME).read_text().splitlines(keepends=True)
     foreign = (other / NAME).read_text().splitlines(keepends=True)[2]
     digest = found["plain"]["rollouts"]["tokens"][0]
-    later = {**json.loads(lines[2]), "format": 2}
+    later = {**json.loads(lines[2]), "format": 1}
     for text, says in {
         "".join(lines).replace(digest, digest[::-1], 1): "line 2 does not match its own sha256",
         "".join(lines)[:-40]: "line 4 is cut",
         "".join(lines[:2] + lines[3:]): "line 3 does not follow the one before it",
         "".join([*lines[:2], foreign, *lines[3:]]): "line 3 does not follow the one before it",
-        "".join([*lines[:2], json.dumps(later) + "\n"]): "line 3 is of format 2",
+        "".join([*lines[:2], json.dumps(later) + "\n"]): "line 3 is of format 1",
         "".join(lines[:3]): "ends with step 1, and metrics.jsonl has step 2 and more",
         lines[0]: "certifies no step",
     }.items():
@@ -284,3 +356,43 @@ def test_two_layouts_are_equal_to_rounding_or_differ_beyond_it(alone, tmp_path, 
     near["rollouts"]["tokens"][0] = "00"  # a token is drawn, and not rounded
     assert diff.main([str(first), str(_write(other, near, layout))]) == 1
     assert "differ: step 0: rollouts' tokens" in capsys.readouterr().out
+
+
+def _light(content: dict[str, Any]) -> dict[str, Any]:
+    """Return what a line without norms has."""
+    found = copy.deepcopy(content)
+    for section in SECTIONS:
+        rows = found[section]
+        found[section] = {name: r[0] if isinstance(r, list) else r for name, r in rows.items()}
+    return found
+
+
+def test_a_line_without_norms_repeats_bits_and_leaves_rounding_to_the_next_with(
+    alone, tmp_path, capsys
+):
+    _, found = alone
+    plain, light = found["plain"], _light(found["plain"])
+    assert not has_norms(light) and has_norms(plain)
+    assert len(json.dumps(light)) < 0.65 * len(json.dumps(plain))
+    assert not list(differences(plain, light))  # as far as both say
+    near = copy.deepcopy(light)
+    near["gradients"]["lm_head.weight"] = "00"
+    first = _write(tmp_path / "first", light)
+    assert diff.main([str(first), str(_write(tmp_path / "same", near))]) == 1
+    assert capsys.readouterr().out == "differ: step 0: gradient of lm_head.weight\n"
+    layout = _changed_made("config", "layout.world_size", 8)
+    assert diff.main([str(first), str(_write(tmp_path / "other", near, layout))]) == 0
+    said = capsys.readouterr().out
+    assert "equal to rounding: 3 certified steps (0 to 2), of which none with norms" in said
+    near["sequences"]["rewards"] = _packed_but(plain["sequences"]["rewards"], 3)
+    near["rollouts"]["rewards"] = "00"
+    assert diff.main([str(first), str(_write(tmp_path / "rewards", near))]) == 1
+    reward = float(scalars().lengths[3]) / 7
+    says = f"differ: step 0: rollouts' rewards of group 1, sample 1: {reward} and 0.5"
+    assert capsys.readouterr().out.startswith(says)
+
+
+def _packed_but(text: str, row: int) -> str:
+    values = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float64).clone()
+    values[row] = 0.5
+    return packed(values)

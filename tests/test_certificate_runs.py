@@ -6,15 +6,19 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as parquet
 import pytest
 from built import small_model
 from runs import TINY, call, run
 
 from spmdrl.certificate.lines import NAME, read
+from spmdrl.certificate.places import SequencePlace, first_token
 from spmdrl.certificate.replay import plan_ways
 from spmdrl.checkpoint.manifest import read_manifest, write_manifest
 from spmdrl.commands import diff
 from spmdrl.config import load_yaml
+from spmdrl.rollout.recorder import digest_line
 
 REWARD = """
 def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]
@@ -34,7 +38,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
         "rewards.functions": f"{folder / 'r.py'}:varied",
         "rollout.record.every": 1,
         "checkpoint.every-steps": 2,
-        "report.certificate": 1,
+        "report.certificate-norms": 1,
     }
     run("demo_grpo.yaml", 2, **flags | {"output-dir": folder / "run"})
     return folder / "run", flags
@@ -69,19 +73,43 @@ def _verify(folder: Path, *flags: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+def _change_a_token(path: Path, *, group: int) -> int:
+    """Change the fourth token of a group's second sample, and the file's digest; return it."""
+    file = parquet.ParquetFile(path)
+    groups = [file.read_row_group(i) for i in range(file.num_row_groups)]
+    table = groups[group]
+    tokens = table["tokens"].to_pylist()
+    was = tokens[1][3]
+    tokens[1][3] ^= 1
+    at = table.schema.get_field_index("tokens")
+    field = table.schema.field(at)
+    groups[group] = table.set_column(at, field, pa.array(tokens, type=field.type))
+    schema = file.schema_arrow
+    with parquet.ParquetWriter(path, schema) as writer:
+        for one in groups:
+            writer.write_table(one.cast(schema))
+    path.with_suffix(".sha256").write_text(digest_line(path, path.name))
+    return was
+
+
 def test_recorded_steps_repeat_and_what_was_changed_since_is_named(live, tmp_path):
     first, _ = live
     status, said = _verify(first)
     assert status == 0 and "equal bit for bit: 4 certified steps (0 to 3)" in said, said
     spoiled = tmp_path / "spoiled"
     shutil.copytree(first, spoiled)
-    # Another run's recording of the step, which is whole by itself.
-    for path in (spoiled / "rollouts").glob("step_000002_*"):
-        source = path.with_name(path.name.replace("000002", "000003"))
-        text = source.read_bytes()
-        path.write_bytes(text.replace(b"000003", b"000002") if path.suffix == ".sha256" else text)
+    (path,) = (spoiled / "rollouts").glob("step_000002_*.parquet")
+    was = _change_a_token(path, group=5)
     status, said = _verify(spoiled, "--steps", "2")
-    assert status == 1 and "differ: step 2: rollouts' " in said, said
+    assert status == 1 and "differ: step 2: rollouts' tokens of group 5, sample 1" in said, said
+    at = SequencePlace("tokens", group=5, sample=1, count=1)
+    assert first_token((first, spoiled), at, step=2) == f"token 3: {was} and {was ^ 1}"
+    assert first_token((first, first), at, step=2) == ""
+    shutil.copy(path.with_name(path.name.replace("000002", "000003")), path)
+    path.with_suffix(".sha256").write_text(digest_line(path, path.name))
+    status, said = _verify(spoiled, "--steps", "2")
+    assert status == 2 and "was renamed: it says step 3, its name 2" in said, said
+    shutil.copytree(first / "rollouts", spoiled / "rollouts", dirs_exist_ok=True)
     # Other weights under this step's name.
     saved = spoiled / "checkpoints" / "step_2"
     content = read_manifest(saved.with_name("step_4"))

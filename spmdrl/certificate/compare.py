@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from spmdrl.certificate.fingerprints import deviation
+from spmdrl.certificate.fingerprints import deviation, digest_of
 from spmdrl.certificate.lines import Line
+from spmdrl.certificate.places import SequencePlace, place
 from spmdrl.certificate.witness import SECTIONS
 from spmdrl.checkpoint.restore import shapes_result
 
@@ -36,17 +37,21 @@ class Difference:
     """For people: `gradient of lm_head.weight`."""
     section: str
     name: str
-    deviation: float = float("inf")
-    """As a share of the norm; inf of what is no number."""
+    deviation: float | None = float("inf")
+    """As a share of the norm; inf of what is no number, None where digests alone are known."""
     values: tuple[Any, ...] = ()
     """The two, where they are short."""
+    place: SequencePlace | None = None
+    """The first sequence."""
 
     def __str__(self) -> str:
-        if self.values:
-            return f"{self.what}: {self.values[0]} and {self.values[1]}"
-        if self.deviation == float("inf"):
-            return self.what
-        return f"{self.what}: {self.deviation:.1e} of its norm apart"
+        what = f"{self.what} of {self.place}" if self.place else self.what
+        values = self.values or (self.place.values if self.place else ())
+        if values:
+            return f"{what}: {values[0]} and {values[1]}"
+        if self.deviation is None or self.deviation == float("inf"):
+            return what
+        return f"{what}: {self.deviation:.1e} of its norm apart"
 
 
 def made_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
@@ -90,13 +95,22 @@ def differences(a: Line, b: Line) -> Iterator[Difference]:
     for section in SECTIONS:
         one, other = a[section], b[section]
         for name in [*one, *(name for name in other if name not in one)]:
-            if one.get(name) != other.get(name):
-                yield _difference(section, name, one.get(name), other.get(name))
+            pair = one.get(name), other.get(name)
+            if not _are_alike(*pair):
+                found = _difference(section, name, *pair)
+                yield replace(found, place=place(a, b, section=section, name=name))
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Return whether two entries are, as far as both say: one may have norms, the other not."""
+    if isinstance(one, (list, str)) and isinstance(other, (list, str)):
+        return digest_of(one) == digest_of(other)
+    return one == other
 
 
 def _difference(section: str, name: str, one: Any, other: Any) -> Difference:
     what = _said(section, name)
-    if isinstance(one, list) and isinstance(other, list):
+    if isinstance(one, (list, str)) and isinstance(other, (list, str)):
         return Difference(what, section, name, deviation(one, other))
     if isinstance(one, float) and isinstance(other, float):
         # A loss may be 0 but for rounding: its terms are of the size of an advantage.
@@ -114,7 +128,8 @@ def is_rounding(one: Difference, *, tolerance: float) -> bool:
         return one.section == "before" or one.name in _PLACED
     if one.section == "rollouts" and one.name not in _ROUNDED:
         return False
-    return one.deviation <= tolerance
+    # Of digests alone nobody knows: the next step with norms says how far it came.
+    return one.deviation is None or one.deviation <= tolerance
 
 
 def _said(section: str, name: str) -> str:

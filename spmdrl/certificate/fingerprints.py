@@ -1,238 +1,329 @@
-"""Fingerprints: what a tensor holds, the same however its elements lie on ranks.
+"""Fingerprints: what tensors hold, gathered over ranks: digests, and numbers that may be rounded.
 
-An element's bits are a number, its place in the whole tensor gives two odd 64-bit ones, and the
-digest is the sum of their products modulo 2**64: exact, so that neither order nor layout changes
-it. One flipped bit always changes it; anything else goes unseen by chance in 1 of 2**64 cases or
-less. It finds accidents: who may choose the elements could make two tensors of one digest.
-
-Beside it stand the norm and a few sums with random signs, float64, in which layouts differ by
-rounding alone: from those of two tensors follows how far these are apart.
+Beside the exact digest (digests.py) there may stand the norm and a few sums with random signs,
+float64, in which layouts differ by rounding alone: from those of two tensors follows how far these
+are apart. They take several times as long as the digest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from spmdrl.certificate.digests import Digester, Sequences, factor_of, mixed, signed, whole
 from spmdrl.model.cuts import cut_of
-from spmdrl.model.shards import Box, held_boxes, narrow
+from spmdrl.model.shards import Box, held_boxes, local_part
 from spmdrl.world import World
 
 SKETCHES = 4
 """Sums with random signs. Of a difference in one element each gives the very size; of one in many,
 their mean square is that of the difference's norm, to half of it."""
-_CHUNK = {"cpu": 2**15, "cuda": 2**22}
-"""Elements at a time. On a CPU all temporaries then stay in its cache: an element takes 50 ns, and
-400 ns by 2**20 at a time."""
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-_TOKEN_BITS = 32  # of a token's place within its sequence
+_CHUNK = {"cpu": 2**16, "cuda": 2**22}
+"""Elements at a time, of what is converted to float64."""
+_COUNT = signed(0xD1B54A32D192ED03)
+"""Weight of the number of elements: zeros that are there or not make a difference."""
 
-Row = list[str | float | None]
-"""As lines have it: hexadecimal digest, norm, sketches; None for what is not finite."""
+Row = str | list[str | float | None]
+"""As lines have it: hexadecimal digest; or this, norm, sketches; None for what is not finite."""
 
 
-class Positions:
-    """Elements' places in a tensor, and what they make of its elements.
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies: the boxes that this rank holds, and who else holds the same."""
+
+    boxes: tuple[Box, ...]
+    strides: tuple[tuple[tuple[int, ...], int], ...]
+    """Of each box within this rank's part: strides, and elements before it; (): all of it."""
+    copies: int
+    """Trainer ranks that hold the same."""
+    speaks: bool
+    """Whether this is the one of them that counts."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, world: World) -> Layout:
+        """Return that of a DTensor of any mesh, or of a plain tensor, of which all have all.
+
+        Args:
+            name: for messages.
+        """
+        trainers, first = len(world.trainer_ranks), world.trainer_ranks[0]
+        if not isinstance(tensor, DTensor):
+            return cls((Box.whole(tensor.shape),), (), trainers, world.rank == first)
+        cut, local = cut_of(name, tensor), local_part(tensor)
+        parts = math.prod(axis.size for axis in cut.axes if axis.dim is not None)
+        here, held = tensor.device_mesh.get_coordinate(), held_boxes(name, tensor)
+        assert here is not None
+        copied = [at for axis, at in zip(cut.axes, here) if axis.dim is None]
+        # Of meshes over some axes of the trainers there are several: one has the first rank.
+        speaks = first in cut.ranks and not any(copied)
+        begin = local.storage_offset()
+        strides: tuple[tuple[tuple[int, ...], int], ...] = ()
+        if len(held) != 1 or held[0][1].shape != local.shape:
+            strides = tuple((view.stride(), view.storage_offset() - begin) for _, view in held)
+        return cls(tuple(box for box, _ in held), strides, trainers // parts, speaks)
+
+    def views(self, local: Tensor) -> list[Tensor]:
+        """Return what shows each box in this rank's part of such a tensor."""
+        if not self.strides:
+            return [local]
+        begin = local.contiguous().storage_offset()
+        return [
+            local.contiguous().as_strided(box.shape, strides, begin + offset)
+            for box, (strides, offset) in zip(self.boxes, self.strides)
+        ]
+
+
+class TensorGroup:
+    """Tensors whose elements are of one size, and how this rank's parts of them lie.
 
     Args:
-        positions: [n] int64, of each element.
+        tensors: DTensors of any mesh, or plain tensors, by name.
+        is_near: take norms and sketches of them, where any are taken.
     """
 
-    def __init__(self, positions: Tensor):
-        self._first = _mixed(positions)
-        self._factors = torch.stack([self._first, _mixed(self._first)]).bitwise_or_(1)
+    def __init__(self, tensors: Mapping[str, Tensor], world: World, *, is_near: bool = True):
+        self.names, self.is_near = list(tensors), is_near
+        self._layouts = [Layout.of(name, tensor, world) for name, tensor in tensors.items()]
+        self.held = [(layout.copies, layout.speaks) for layout in self._layouts]
+        """Of each, as its layout has them."""
+        sizes = {tensor.element_size() for tensor in tensors.values()}
+        assert len(sizes) == 1, f"elements of {sizes} bytes in one group"
+        boxes = [
+            (number, box, tensor.shape)
+            for number, (layout, tensor) in enumerate(zip(self._layouts, tensors.values()))
+            for box in layout.boxes
+        ]
+        self.digester = Digester(boxes, itemsize=sizes.pop(), device=world.device)
+        elements = [sum(box.numel for box in layout.boxes) for layout in self._layouts]
+        counts = [signed(count * _COUNT) for count in elements]
+        self.counts = torch.tensor(counts, device=world.device)
+        """[n] int64, what the number of elements adds to each digest."""
 
-    @cached_property
-    def _signs(self) -> Tensor:
-        bits = torch.arange(SKETCHES, device=self._first.device)[:, None] + 40
-        return (self._first >> bits).bitwise_and_(1).double().mul_(2).sub_(1)
+    def pieces(self, locals_: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield the elements of this rank's parts as its digester takes them."""
+        return self.digester.pieces([view for *_, view in self.views(locals_)])
 
-    def exact(self, values: Tensor) -> Tensor:
-        """Return [3] int64 of the elements [n], of any dtype."""
-        bits = values.to(torch.int8) if values.dtype == torch.bool else values.contiguous()
-        bits = bits.view(_BITS[bits.element_size()]).long()
-        return torch.cat([(self._factors * bits).sum(1), bits.new_full((1,), bits.numel())])
+    def live_pieces(self, locals_: Sequence[Tensor]) -> list[list[Tensor]] | None:
+        """Return the same once and for all, where it shares the parts' memory."""
+        views = [view for *_, view in self.views(locals_)]
+        return list(self.digester.pieces(views)) if self.digester.are_live(views) else None
 
-    def near(self, values: Tensor) -> Tensor:
-        """Return [1 + SKETCHES] float64 of the elements [n], of any dtype."""
-        values = values.double()
-        return torch.cat([values.dot(values)[None], self._signs @ values])
-
-
-@dataclass
-class _Share:
-    """What this rank adds to one fingerprint, and how."""
-
-    exact: Tensor  # [3] int64: two sums, and the number of elements
-    near: Tensor  # [1 + SKETCHES] float64: the sum of squares, and the signed sums
-    copies: int  # ranks that add the same
-    speaks: bool  # whether this is the one of them that counts
-
-    def add(
-        self, places: Positions, values: Tensor, *, number: int = 0, is_near: bool = True
-    ) -> None:
-        """Add elements [n]."""
-        factor = int(_mixed(torch.tensor(number))) | 1 if number else 1
-        self.exact += places.exact(values).cpu() * factor
-        if is_near:
-            self.near += places.near(values).cpu()
+    def views(self, locals_: Sequence[Tensor]) -> list[tuple[str, bool, Box, Tensor]]:
+        """Return of each box the tensor's name, whether this rank counts it, itself and what shows
+        it in this rank's parts, which are in the order of `names`."""
+        return [
+            (name, layout.speaks, box, view)
+            for name, layout, local in zip(self.names, self._layouts, locals_)
+            for box, view in zip(layout.boxes, layout.views(local))
+        ]
 
 
-def _mixed(values: Tensor) -> Tensor:
-    """Return 64 bits that look drawn of each int64.
-
-    Source: Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators (splitmix64).
-    """
-    z = values + _GAMMA
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
-        # Of int64 a shift brings in the sign, which the mask takes out again.
-        z ^= (z >> shift).bitwise_and_(2 ** (64 - shift) - 1)
-        z *= factor
-    return z
-
-
-def _signed(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
-
-
-_GAMMA = _signed(0x9E3779B97F4A7C15)
-_FIRST = _signed(0xBF58476D1CE4E5B9)
-_SECOND = _signed(0x94D049BB133111EB)
+def by_size(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return tensors in groups of one size of elements."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(tensor.element_size(), {})[name] = tensor
+    return list(found.values())
 
 
 class Tally:
     """The fingerprints of one step, as far as this trainer rank knows them.
 
     Add under the same names, in the same order, on all trainer ranks.
+
+    Args:
+        is_near: take norms and sketches too.
     """
 
-    def __init__(self, world: World):
-        self._world, self._shares = world, dict[str, _Share]()
+    def __init__(self, world: World, *, is_near: bool):
+        self._world, self._is_near = world, is_near
+        self._shares: list[tuple[Sequence[str], Tensor]] = []
+        self._held: dict[str, tuple[int, bool]] = {}  # copies, and whether this rank counts
+        self._near: dict[str, Tensor] = {}
+        self._none = torch.zeros(1 + SKETCHES, dtype=torch.float64)
+        self._sequences: dict[str, Tensor] = {}
 
-    def add(self, tensors: Mapping[str, Tensor], *, number: int = 0, is_near: bool = True) -> None:
-        """Add tensors that lie alike: this rank's parts of DTensors of any mesh, or plain ones, of
-        which all have the whole.
+    def add(
+        self,
+        group: TensorGroup,
+        locals_: Sequence[Tensor],
+        *,
+        number: int = 0,
+        pieces: Iterable[Sequence[Tensor]] | None = None,
+    ) -> None:
+        """Add this rank's parts of a group's tensors.
 
         Args:
+            pieces: what `group.pieces` said of these very parts, in live memory.
             number: of tensors that share a name: each is added with a factor of its own, so that
                 it matters which was which.
-            is_near: take the float sums too.
         """
-        world, (one, *_) = self._world, tensors.values()
-        cut, device = cut_of("", one), world.device
-        parts = math.prod(axis.size for axis in cut.axes if axis.dim is not None)
-        copies, speaks = len(world.trainer_ranks) // parts, self._is_first(one)
-        size = _CHUNK[device.type]
-        chunks = [held_chunks(name, tensor, size=size) for name, tensor in tensors.items()]
-        shares = [self._share(name, copies=copies, speaks=speaks) for name in tensors]
-        for pieces in zip(*chunks, strict=True):
-            places = Positions(_positions(pieces[0][1], one.shape, device=device))
-            for share, (view, _) in zip(shares, pieces):
-                own = view.to(device).flatten()
-                share.add(places, own, number=number, is_near=is_near)
+        pieces = group.pieces(locals_) if pieces is None else pieces
+        digests = group.digester.digests(pieces, count=len(group.names))
+        self._shares.append((group.names, (digests + group.counts) * factor_of(number)))
+        self._held |= zip(group.names, group.held)
+        if not (self._is_near and group.is_near):
+            return
+        self._near |= {name: self._none for name in group.names if name not in self._near}
+        for name, speaks, box, view in group.views(locals_):
+            if speaks:
+                near = _near(view, box, device=self._world.device)
+                self._near[name] = self._near[name] + near.cpu()
 
     def add_tokens(
-        self, columns: Mapping[str, Tensor], *, sequences: Tensor, starts: Tensor
+        self,
+        columns: Mapping[str, Tensor],
+        *,
+        sequences: Tensor,
+        starts: Tensor,
+        kept: Iterable[str] = (),
+        count: int = 0,
     ) -> None:
         """Add columns [T, ...] of a micro-batch, {name: column}; the same on ranks of a dp index.
 
         Args:
             sequences: [S] int64, row of each sequence in the whole batch; -1: none, left out.
             starts: [S+1] integers, where sequences begin among the tokens.
+            kept: names of which each sequence's own digest is kept, of `count` in the batch.
         """
-        lengths = starts.diff().long()
-        rows = sequences.repeat_interleave(lengths)
-        inside = torch.arange(len(rows), device=rows.device)
-        inside = inside - starts[:-1].long().repeat_interleave(lengths)
-        kept, at = rows >= 0, (rows << _TOKEN_BITS) + inside
-        world, of_width = self._world, dict[int, Positions]()
-        for name, column in columns.items():
-            own = column[kept].flatten(1) if column.dim() > 1 else column[kept][:, None]
-            width = own.shape[1]
-            if width not in of_width:
-                across = torch.arange(width, device=own.device)
-                of_width[width] = Positions((at[kept][:, None] * width + across).flatten())
-            share = self._share(name, copies=world.ranks_per_dp, speaks=world.speaks_for_dp)
-            share.add(of_width[width], own.flatten())
+        world, names = self._world, list(columns)
+        own = Sequences(sequences, starts)
+        found = own.digests(list(columns.values()))
+        self._shares.append((names, whole(found, own.rows)))
+        self._held |= dict.fromkeys(names, (world.ranks_per_dp, world.speaks_for_dp))
+        for name, row in zip(names, found):
+            if name in kept:
+                filled = self._sequences.setdefault(name, torch.zeros(count).long())
+                filled[own.rows] += row.cpu()
+        if self._is_near:
+            rows, inside = own.places
+            most = [int(of.max()) + 1 if len(of) else 0 for of in (rows, inside)]
+            signs = _signs(0, most[0], 2, rows.device)[rows]
+            signs = signs * _signs(0, most[1], 1, rows.device)[inside]
+            for name, column in columns.items():
+                near = _near_tokens(column[own.counts], signs)
+                near = near if world.speaks_for_dp else self._none
+                self._near[name] = self._near.get(name, self._none) + near
 
-    def _is_first(self, tensor: Tensor) -> bool:
-        """Return whether this is the first of the ranks that hold the same part."""
-        rank, first = self._world.rank, self._world.trainer_ranks[0]
-        if not isinstance(tensor, DTensor):
-            return rank == first
-        cut, here = cut_of("", tensor), tensor.device_mesh.get_coordinate()
-        assert here is not None
-        copied = [at for axis, at in zip(cut.axes, here) if axis.dim is None]
-        # Of meshes over some axes of the trainers there are several: one has the first rank.
-        return first in cut.ranks and not any(copied)
+    def total(self) -> TallyTotals:
+        """Return what all added, the same on all trainers, who meet."""
+        names = sorted(self._held)  # ranks group tensors otherwise where parts differ
+        at = {name: i for i, name in enumerate(names)}
+        exact = torch.zeros(len(names)).long()
+        for device in {values.device for _, values in self._shares}:  # brought here at once
+            own = [share for share in self._shares if share[1].device == device]
+            rows = torch.tensor([at[name] for some, _ in own for name in some])
+            exact.index_add_(0, rows, torch.cat([values for _, values in own]).cpu())
+        copies, speaks = torch.tensor([self._held[name] for name in names]).T
+        kept = sorted(self._sequences)
+        sequences = [self._sequences[name] * self._world.speaks_for_dp for name in kept]
+        flat = torch.cat([exact, exact * speaks, *sequences])
+        # Of int64 sums wrap: modulo 2**64, in any order.
+        dist.all_reduce(flat, group=self._world.trainer_control)
+        every, counted, rest = flat.tensor_split([len(names), 2 * len(names)])
+        near = self._near_total()
+        digests = counted.tolist()
+        found = {name: _row(digests[at[name]], near.get(name)) for name in self._held}
+        differ = (every != counted * copies).tolist()
+        differing = [name for name, is_other in zip(names, differ) if is_other]
+        each = dict(zip(kept, rest.chunk(len(kept)))) if kept else {}
+        return TallyTotals(found, differing, each)
 
-    def _share(self, name: str, *, copies: int, speaks: bool) -> _Share:
-        if name not in self._shares:
-            exact, near = torch.zeros(3).long(), torch.zeros(1 + SKETCHES).double()
-            self._shares[name] = _Share(exact, near, copies, speaks)
-        return self._shares[name]
-
-    def total(self) -> tuple[dict[str, Row], list[str]]:
-        """Return the rows of all names, the same on all trainers, who meet; and the names of what
-        ranks hold copies of that differ."""
-        shares = list(self._shares.values())
-        none = torch.zeros_like
-        exact = torch.stack([s.exact for s in shares] + [s.exact * s.speaks for s in shares])
-        near = torch.stack([s.near if s.speaks else none(s.near) for s in shares])
-        for sums in (exact, near):  # int64 wraps: sums modulo 2**64, in any order
-            dist.all_reduce(sums, group=self._world.trainer_control)
-        every, counted = exact.chunk(2)
-        copies = torch.tensor([share.copies for share in shares])[:, None]
-        differ = (every != counted * copies).any(1).tolist()
-        rows = {name: _row(*both) for name, both in zip(self._shares, zip(counted, near))}
-        return rows, [name for name, is_other in zip(self._shares, differ) if is_other]
+    def _near_total(self) -> dict[str, list[float]]:
+        if not self._near:
+            return {}
+        names = sorted(self._near)
+        sums = torch.stack([self._near[name].cpu() for name in names])
+        dist.all_reduce(sums, group=self._world.trainer_control)
+        return dict(zip(names, sums.tolist()))
 
 
-def _row(exact: Tensor, near: Tensor) -> Row:
-    first, second, count = exact.tolist()
-    digest = f"{(first + count) % 2**64:016x}{(second ^ count) % 2**64:016x}"
-    square, *signed = near.tolist()
-    return [digest, *(_short(value) for value in (square**0.5, *signed))]
+@dataclass(frozen=True)
+class TallyTotals:
+    """Fingerprints of a step."""
+
+    rows: dict[str, Row]
+    """In the order in which they were added here."""
+    differing: list[str]
+    """Names of what ranks hold copies of that differ."""
+    sequences: dict[str, Tensor]
+    """{name: [S] int64, digest of each sequence's tokens}."""
+
+
+@lru_cache(maxsize=128)
+def _signs(first: int, count: int, dim: int, device: torch.device) -> Tensor:
+    """Return [count, SKETCHES] float64, 1 or -1, of the indices from `first` on of a dim."""
+    drawn = mixed(torch.arange(first, first + count, device=device) + ((dim + 2**8) << 48))
+    bits = torch.arange(SKETCHES, device=device) + 40
+    return (drawn[:, None] >> bits).bitwise_and_(1).double().mul_(2).sub_(1)
+
+
+def _near(view: Tensor, box: Box, *, device: torch.device) -> Tensor:
+    """Return [1 + SKETCHES] float64 of a box: the sum of squares, and the signed sums. A sign is a
+    product of one for each dim, so that elements are multiplied with those of one row."""
+    found = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=device)
+    if not box.numel:
+        return found
+    start, shape = box.start or (0,), box.shape or (1,)
+    of_rows = torch.ones(1, SKETCHES, dtype=torch.float64, device=device)
+    for dim, (at, count) in enumerate(zip(start[:-1], shape[:-1])):
+        own = _signs(at, count, len(shape) - 1 - dim, device)
+        of_rows = (of_rows[:, None] * own).flatten(0, 1)
+    of_columns = _signs(start[-1], shape[-1], 0, device)
+    rows = view.reshape(-1, shape[-1])
+    size = max(1, _CHUNK[device.type] // shape[-1])
+    for part, signs in zip(rows.split(size), of_rows.split(size)):
+        values = part.to(device).double()
+        found[0] += values.square().sum()
+        found[1:] += (values @ of_columns).mul_(signs).sum(0)
+    return found
+
+
+def _near_tokens(column: Tensor, signs: Tensor) -> Tensor:
+    """Return [1 + SKETCHES] float64 of a column [T, ...], with signs [T, SKETCHES] of tokens."""
+    values = column.double()
+    values = values.flatten(1) if values.dim() > 1 else values[:, None]
+    across = _signs(0, values.shape[1], 0, values.device)
+    signed_sums = ((values @ across) * signs).sum(0)
+    return torch.cat([values.square().sum()[None], signed_sums])
+
+
+def _row(digest: int, near: Sequence[float] | None) -> Row:
+    text = f"{digest % 2**64:016x}"
+    if near is None:
+        return text
+    square, *sketches = near
+    return [text, *(_short(value) for value in (square**0.5, *sketches))]
 
 
 def _short(value: float) -> float | None:
     return float(f"{value:.10g}") if math.isfinite(value) else None
 
 
-def deviation(a: Row, b: Row) -> float:
+def digest_of(row: Row) -> str:
+    """Return the exact part of a row."""
+    return row if isinstance(row, str) else str(row[0])
+
+
+def deviation(a: Row, b: Row) -> float | None:
     """Return how far two tensors are apart, as a share of the larger one's norm: an estimate from
-    their rows. 0 for rows that are alike; inf where a norm is not finite."""
+    their rows. 0 for rows that are alike; inf where a norm is not finite; None where a row has
+    the digest alone."""
+    if isinstance(a, str) or isinstance(b, str):
+        return 0.0 if digest_of(a) == digest_of(b) else None
     if a == b:
         return 0.0
-    numbers = [[math.nan if v is None else float(v) for v in row[1:]] for row in (a, b)]
+    numbers = [[math.nan if x is None else float(x) for x in row[1:]] for row in (a, b)]
     (norm, *own), (other, *its) = numbers
     apart = math.sqrt(sum((x - y) ** 2 for x, y in zip(own, its)) / SKETCHES)
     if apart == 0:
         return 0.0
     largest = max(norm, other)
     return apart / largest if math.isfinite(apart) and largest > 0 else math.inf
-
-
-def held_chunks(name: str, tensor: Tensor, *, size: int) -> Iterator[tuple[Tensor, Box]]:
-    """Yield what this rank holds of a tensor in pieces of at most `size` elements: views, and the
-    boxes that they show."""
-    for box, view in held_boxes(name, tensor):
-        for begin in range(0, box.numel, size):
-            for part in box.span(begin, min(begin + size, box.numel)):
-                yield narrow(view, outer=box, part=part), part
-
-
-def _positions(box: Box, shape: torch.Size, *, device: torch.device) -> Tensor:
-    """Return the place of each element of a box in the whole tensor, row-major: [n] int64."""
-    found = torch.zeros((), dtype=torch.int64, device=device)
-    for at, length, size in zip(box.start, box.shape, shape):
-        own = torch.arange(at, at + length, device=device)
-        found = found[..., None] * size + own
-    return found.flatten()

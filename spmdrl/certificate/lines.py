@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from spmdrl.imports import parsed_json, refusing
 from spmdrl.report.jsonl import read_rows
 
 NAME = "certificate.jsonl"
-FORMAT = 1
+FORMAT = 2
 _OWN, _BEFORE = "sha256", "previous"
 Line = dict[str, Any]
 
@@ -37,15 +38,56 @@ def _digest(line: Line) -> str:
     return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
 
 
-def chain(text: str) -> tuple[list[Line], str]:
-    """Return the lines of a text up to the first that does not belong, and why it does not."""
-    lines: list[Line] = []
-    for number, own in enumerate(text.splitlines(keepends=True), 1):
-        problem, line = _problem(own, previous=lines[-1][_OWN] if lines else "")
-        if problem:
-            return lines, f"line {number} {problem}"
-        lines.append(line)
-    return lines, ""
+@dataclass(frozen=True)
+class ChainLink:
+    """One line of a file, and where it stands."""
+
+    line: Line
+    end: int
+    """Bytes of the file up to here."""
+    problem: str = ""
+    """Why it does not belong; the line is then empty, and `end` is where it begins."""
+
+
+def chain(path: Path) -> Iterator[ChainLink]:
+    """Yield the lines of a file up to the first that does not belong, that one too.
+
+    Raises: OSError.
+    """
+    previous, at = "", 0
+    with path.open("rb") as file:
+        for number, own in enumerate(file, 1):
+            problem, line = _problem(own.decode(errors="replace"), previous=previous)
+            if problem:
+                yield ChainLink({}, at, f"line {number} {problem}")
+                return
+            at += len(own)
+            previous = line[_OWN]
+            yield ChainLink(line, at)
+
+
+class StepLines(Mapping[int, Line]):
+    """Lines of steps, read when they are asked for: those of a long run take gigabytes.
+
+    Args:
+        path: of a file that was checked.
+        places: {step: where its line begins}, ascending.
+    """
+
+    def __init__(self, path: Path, places: Mapping[int, int]):
+        self._path, self._places = path, places
+
+    def __getitem__(self, step: int) -> Line:
+        with self._path.open("rb") as file:
+            file.seek(self._places[step])
+            line: Line = json.loads(file.readline())
+        return line
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def _problem(text: str, *, previous: str) -> tuple[str, Line]:
@@ -54,7 +96,10 @@ def _problem(text: str, *, previous: str) -> tuple[str, Line]:
         return "is cut: it is no whole line of JSON", {}
     if line.get("format") != FORMAT:
         version = line.get("format", "unknown")
-        return f"is of format {version}, and this program reads {FORMAT}", {}
+        return (
+            f"is of format {version}, and this program reads {FORMAT}: compare it by the version "
+            "of the program that wrote it"
+        ), {}
     if line.get(_OWN) != _digest({k: v for k, v in line.items() if k != _OWN}):
         return "does not match its own sha256: it was edited", {}
     if line[_BEFORE] != previous:
@@ -67,7 +112,7 @@ class Certified:
     """A run's certificate."""
 
     run: Path
-    steps: dict[int, Line]
+    steps: Mapping[int, Line]
     """{step: what it came to}, ascending."""
     made_with: dict[int, dict[str, Any]]
     """{first step: what the run was made with from there on}, ascending; see made_with.py."""
@@ -87,17 +132,33 @@ def read(run: Path) -> Certified:
     path = run / NAME
     hint = "; name the output_dir of a run that had report.certificate above 0"
     with refusing(f"{path} cannot be read", OSError, hint=hint):
-        text = path.read_text(errors="replace")
-    lines, problem = chain(text)
-    if problem:
-        raise Refusal(f"{path}: {problem}")
-    made = {line["step"]: line["made_with"] for line in lines if "made_with" in line}
-    steps = {line["step"]: line for line in lines if "made_with" not in line}
-    if not steps or not made:
+        places, made = _read(path)
+    if not places or not made:
         raise Refusal(f"{path}: certifies no step")
-    found = Certified(run, steps, made)
+    found = Certified(run, StepLines(path, places), made)
     _check_end(found, path)
     return found
+
+
+def _read(path: Path) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
+    """Return {step: where its line begins}, and {step: what the run is made with from it on}."""
+    places: dict[int, int] = {}
+    made: dict[int, dict[str, Any]] = {}
+    at = 0
+    for link in chain(path):
+        if link.problem:
+            raise Refusal(f"{path}: {link.problem}")
+        if "made_with" in link.line:
+            made[link.line["step"]] = link.line["made_with"]
+        else:
+            places[link.line["step"]] = at
+        at = link.end
+    return places, made
+
+
+def has_norms(line: Line) -> bool:
+    """Return whether a step's line has norms, by which layouts compare, beside digests."""
+    return any(not isinstance(row, str) for row in line["after"].values())
 
 
 def is_due(step: int, *, every: int, steps: int) -> bool:

@@ -15,19 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.certificate.compare import made_differences, rounds, shapes
-from spmdrl.certificate.lines import Certified, Line
+from spmdrl.certificate.lines import Certified, Line, has_norms
 from spmdrl.certificate.made_with import config_of, made_with
+from spmdrl.certificate.recorded import check_checkpoint, check_files, go_to, take_batch
 from spmdrl.certificate.witness import Witness
 from spmdrl.checkpoint import manifest as disk
-from spmdrl.checkpoint.restore import config_differences, restore
 from spmdrl.config import Config, trainer_ranks
 from spmdrl.credit import advantages_of
 from spmdrl.errors import Refusal
-from spmdrl.exchange import exchange
 from spmdrl.imports import is_missing_folder
 from spmdrl.roles import make_trainer
 from spmdrl.rollout import model_limits
-from spmdrl.rollout.recordings import Recorded, find_recorded, ranges, read_header
+from spmdrl.rollout.recordings import Recorded, find_recorded, ranges
 from spmdrl.rollout.replay_source import ReplaySource
 from spmdrl.types import Advantages, Batch, Sums
 from spmdrl.world import World
@@ -98,20 +97,9 @@ def _check(run: Certified, cfg: Config, way: Reached, *, recorded: Recorded) -> 
                 f"{run.run}: step {way.step} was made under another config or layout than "
                 f"config.yaml has now: {one}"
             )
-    for path in recorded.files_of(way.step):
-        header = read_header(path)
-        for name, own in (("model", cfg.model.path), ("seed", cfg.seed), ("lag", cfg.lag)):
-            if header.get(name) != own:
-                raise Refusal(
-                    f"{path} is of another run: its {name} is {header.get(name)!r}, this run's "
-                    f"{own!r}"
-                )
-    if way.checkpoint is not None:
-        content = disk.read_manifest(way.checkpoint)
-        if differing := config_differences(content.config, cfg):
-            raise Refusal(f"{way.checkpoint} is of another run: {differing[0]}")
-        if problems := disk.damages(way.checkpoint, content):
-            raise Refusal(f"{way.checkpoint} cannot be used: {problems[0]}")
+    for step in range(way.start, way.step + 1):
+        check_files(recorded.files_of(step), cfg, run=run.run, step=step)
+    check_checkpoint(way.checkpoint, cfg, run=run.run)
 
 
 def replay_config(cfg: Config) -> Config:
@@ -162,11 +150,13 @@ def _steps(
     trainer: Any = make_trainer(cfg, world)
     source = ReplaySource(cfg, world, recorded=recorded, **model_limits(cfg))
     wanted = {way.step for way in ways}
-    witness, at = Witness(world, trainer, is_due=wanted.__contains__), 0
+    with_norms = {step for step in wanted if has_norms(run.steps[step])}
+    witness = Witness(world, trainer, is_due=wanted.__contains__, is_near=with_norms.__contains__)
+    at = 0
     for way in ways:
         if way.start > at or (way.checkpoint and not at):
-            saved = replace(cfg.checkpoint, resume=str(way.checkpoint), allow_config_change=False)
-            restore(replace(cfg, checkpoint=saved), world, policy=trainer, source=source)
+            assert way.checkpoint is not None
+            go_to(way.checkpoint, cfg, trainer=trainer, source=source)
             at = way.start
         world.found_tokens = run.steps[way.step]["plan"]["tokens_per_microbatch"]
         for step in range(at, way.step + 1):
@@ -178,7 +168,6 @@ def _steps(
 def take_step(trainer: Any, source: ReplaySource, *, step: int) -> tuple[Batch, Advantages, Sums]:
     """Do with a recorded batch what train.py does; return it annotated, its advantages, and what
     the update returned. Trainers meet."""
-    world = trainer.world
-    batch = trainer.annotate(exchange(source.take(step), world, step=step), step=step)
-    advantages = advantages_of(batch, cfg=trainer.cfg, world=world, step=step)
+    batch = take_batch(trainer, source, step=step)
+    advantages = advantages_of(batch, cfg=trainer.cfg, world=trainer.world, step=step)
     return batch, advantages, trainer.update(batch, advantages, step=step)

@@ -14,7 +14,8 @@ from spmdrl.certificate.compare import (
     rounds,
     shapes,
 )
-from spmdrl.certificate.lines import Certified
+from spmdrl.certificate.lines import Certified, has_norms
+from spmdrl.certificate.places import first_token
 from spmdrl.errors import Refusal
 from spmdrl.rollout.recordings import ranges
 
@@ -34,8 +35,14 @@ class Comparison:
     """The same of what changes the order of sums alone."""
     first: tuple[int, Difference] | None = None
     """The first number that differs, and its step; none that rounding explains."""
+    token: str = ""
+    """Of that number the first token, where recordings have it."""
     largest: dict[str, tuple[float, int]] = field(default_factory=dict)
     """{tensor: largest deviation and its step}, up to the first that differs."""
+    measured: list[int] = field(default_factory=list)
+    """Steps of which both have norms, ascending."""
+    is_rounded: bool = False
+    """Whether anything was explained by rounding."""
 
     @property
     def are_equal(self) -> bool:
@@ -44,9 +51,12 @@ class Comparison:
 
     def note(self, one: Difference, step: int) -> None:
         """Keep what rounding explains, where it is the tensor's largest deviation so far."""
-        is_measured = one.section not in ("before", "plan") and one.deviation < float("inf")
-        if is_measured and one.deviation > self.largest.get(one.what, (0.0, 0))[0]:
-            self.largest[one.what] = one.deviation, step
+        self.is_rounded = True
+        apart = one.deviation
+        if apart is None or apart == float("inf") or one.section in ("before", "plan"):
+            return
+        if apart > self.largest.get(one.what, (0.0, 0))[0]:
+            self.largest[one.what] = apart, step
 
     def text(self) -> str:
         """Return what is to be said."""
@@ -54,7 +64,9 @@ class Comparison:
 
     def _lines(self) -> Iterator[str]:
         count = f"{len(self.steps)} certified steps ({ranges(self.steps)})"
-        how = "to rounding" if self.largest else "bit for bit"
+        how = "to rounding" if self.is_rounded else "bit for bit"
+        if self.is_rounded and self.measured != self.steps:
+            count += f", of which {ranges(self.measured) or 'none'} with norms"
         if self.are_equal:
             yield f"equal {how}: {count}"
         else:
@@ -74,7 +86,11 @@ class Comparison:
         gap = ""
         if before and before[-1] < step - 1:
             gap = f"; steps {before[-1] + 1} to {step - 1} are not certified: it may begin there"
-        return f"step {step}: {one}{gap}"
+        known = [known for known in self.measured if known < step]
+        if self.is_rounded and one.deviation is not None and known and known[-1] < step - 1:
+            gap = f"; steps {known[-1] + 1} to {step - 1} have no norms: it may begin there"
+        token = f", {self.token}" if self.token else ""
+        return f"step {step}: {one}{token}{gap}"
 
     def _table(self) -> Iterator[str]:
         rows = sorted(self.largest.items(), key=lambda row: -row[1][0])
@@ -110,11 +126,13 @@ def compared(a: Certified, b: Certified, *, rounding: float | None = None) -> Co
         [one for what, one in made.items() if what in causes],
         [one for what, one in made.items() if what not in causes and rounds(one)],
     )
+    found.measured = [s for s in steps if has_norms(a.steps[s]) and has_norms(b.steps[s])]
     tolerance = ROUNDING[own["model.compute_dtype"]] if rounding is None else rounding
     for step in steps:
         for one in differences(a.steps[step], b.steps[step]):
             if not (found.settings and is_rounding(one, tolerance=tolerance)):
                 found.first = step, one
+                found.token = first_token((a.run, b.run), one.place, step=step)
                 return found
             found.note(one, step)
     return found

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.certificate.fingerprints import Tally
+from spmdrl.certificate.fingerprints import Tally, TensorGroup, by_size
 from spmdrl.checkpoint.state import tensor_leaves
-from spmdrl.model.cuts import TensorCut, cut_of
 from spmdrl.model.shards import local_part
 from spmdrl.types import TOKEN_COLUMNS, Advantages, Batch, Sums
 from spmdrl.world import World
 from spmdrl.world.torch_internals import sharded_like
+
+if TYPE_CHECKING:
+    from spmdrl.train.trained_model import TrainedModel
 
 SECTIONS = (
     "before",
@@ -30,9 +33,70 @@ SECTIONS = (
     "norms",
     "after",
 )
-"""Of what a step came to, in the order in which the one follows from the other. `before` and
-`after`: all that a checkpoint would hold of the policy before the update, of everything after it.
+"""Of what a step came to, in the order in which the one follows from the other. `before`:
+the policy's weights, with its optimizer where a step takes several updates; `after`: all that a
+checkpoint would hold.
 """
+SEQUENCES = {
+    "tokens": "rollouts/tokens",
+    "rollout_logprobs": "rollouts/rollout_logprobs",
+    "advantages": "advantages/advantages",
+}
+"""Columns of which each sequence has a digest of its own, in a line's `sequences`; there are its
+rewards too, as they are, and its group and sample."""
+
+
+class State:
+    """The tensors of a state, as they lie on this rank: found once, read at every step.
+
+    A state dict is made anew each time, which takes longer than to read what it holds. Those of its
+    tensors that share live storage stay where they are, as the optimizer takes for granted too;
+    what is a copy is asked for again.
+
+    Args:
+        read: returns the state, nested by name.
+        section: in which it is added, as `section/name`.
+    """
+
+    def __init__(
+        self, read: Callable[[], dict[str, Any]], world: World, *, section: str, is_near: bool
+    ):
+        self._read, self._world = read, world
+        self._section, self._is_near = section, is_near
+        self._live: list[tuple[TensorGroup, list[Tensor], list[list[Tensor]] | None]] | None = None
+        self._copies: list[str] = []
+
+    def add_to(self, tally: Tally) -> None:
+        """Add all of it."""
+        if self._live is None:
+            first, second = tensor_leaves(self._read()), tensor_leaves(self._read())
+            # Both are held: no copy of the one has the address of the other's.
+            self._copies = [name for name in first if not _shares(first[name], second[name])]
+            live = {name: own for name, own in first.items() if name not in self._copies}
+            self._live = [(*own, own[0].live_pieces(own[1])) for own in self._groups(live)]
+        for group, locals_, pieces in self._live:
+            tally.add(group, locals_, pieces=pieces)
+        if self._copies:
+            now = tensor_leaves(self._read())
+            for group, locals_ in self._groups({name: now[name] for name in self._copies}):
+                tally.add(group, locals_)
+
+    def _groups(self, tensors: Mapping[str, Tensor]) -> list[tuple[TensorGroup, list[Tensor]]]:
+        return [
+            (
+                TensorGroup(
+                    {f"{self._section}/{name}": tensor for name, tensor in own.items()},
+                    self._world,
+                    is_near=self._is_near,
+                ),
+                [local_part(tensor) for tensor in own.values()],
+            )
+            for own in by_size(tensors)
+        ]
+
+
+def _shares(one: Tensor, other: Tensor) -> bool:
+    return local_part(one).data_ptr() == local_part(other).data_ptr()
 
 
 class Witness:
@@ -42,33 +106,63 @@ class Witness:
         world: of a trainer rank.
         trainer: what is watched.
         is_due: says of which steps `content` will be asked.
+        is_near: says of which of them with norms too, by which layouts compare.
     """
 
-    def __init__(self, world: World, trainer: Any, *, is_due: Callable[[int], bool]):
-        self._world, self._trainer, self._is_due = world, trainer, is_due
-        self._tally = Tally(world)
+    def __init__(
+        self,
+        world: World,
+        trainer: Any,
+        *,
+        is_due: Callable[[int], bool],
+        is_near: Callable[[int], bool],
+    ):
+        self._world, self._is_due, self._is_near = world, is_due, is_near
+        self._optimizer = trainer.policy.optimizer
+        policy = trainer.policy
+        # A changed moment shows in the `after`; of several updates in all that follows the first.
+        takes_several = trainer.cfg.batch.optimizer_steps > 1
+        begins = policy.state_dict if takes_several else partial(_weights, policy)
+        self._before = State(begins, world, section="before", is_near=False)
+        self._after = State(trainer.state_dict, world, section="after", is_near=True)
+        self._shapes: tuple = ()
+        self._plain: list[TensorGroup] = []
+        self._groups: dict[tuple[int, ...], list[TensorGroup]] = {}
+        self._tally = Tally(world, is_near=False)
         trainer.policy.on_gradients = self._see
 
     def _see(self, gradients: Mapping[str, Tensor], *, step: int, number: int) -> None:
         """Add the gradients of one update, before they are clipped; and what it begins from."""
         if not self._is_due(step):
             return
-        policy = self._trainer.policy
-        if number == 0:
-            self._tally = Tally(self._world)  # the last step's may have ended in an error
-            self._add_state(policy.state_dict(), "before", is_near=False)
-        for name, parameter in policy.optimizer.parameters.items():
-            own = gradients.get(name, torch.zeros_like(local_part(parameter)))
-            is_cut = isinstance(parameter, DTensor)
-            whole = sharded_like(parameter, own.detach()) if is_cut else own
-            self._tally.add({f"gradients/{name}": whole}, number=number)
+        if number == 0:  # the last step's may have ended in an error
+            self._tally = Tally(self._world, is_near=self._is_near(step))
+            self._before.add_to(self._tally)
+        for group, locals_ in self._of_gradients(gradients):
+            self._tally.add(group, locals_, number=number)
 
-    def _add_state(self, state: dict[str, Any], section: str, *, is_near: bool = True) -> None:
-        alike: dict[tuple[str, TensorCut], dict[str, Tensor]] = defaultdict(dict)
-        for name, tensor in tensor_leaves(state).items():
-            alike[_of_parameter(name), cut_of(name, tensor)][f"{section}/{name}"] = tensor
-        for tensors in alike.values():
-            self._tally.add(tensors, is_near=is_near)
+    def _of_gradients(
+        self, gradients: Mapping[str, Tensor]
+    ) -> Iterator[tuple[TensorGroup, list[Tensor]]]:
+        """Yield all gradients, in groups that are planned once; zeros where there is none."""
+        parameters = self._optimizer.parameters
+        own = {
+            name: gradients[name].detach()
+            if name in gradients
+            else torch.zeros_like(local_part(parameter))
+            for name, parameter in parameters.items()
+        }
+        sizes = tuple(gradient.element_size() for gradient in own.values())
+        if sizes not in self._groups:
+            like = {
+                f"gradients/{name}": sharded_like(parameter, own[name])
+                if isinstance(parameter, DTensor)
+                else own[name]
+                for name, parameter in parameters.items()
+            }
+            self._groups[sizes] = [TensorGroup(some, self._world) for some in by_size(like)]
+        for group in self._groups[sizes]:
+            yield group, [own[name.removeprefix("gradients/")] for name in group.names]
 
     def content(
         self, step: int, batch: Batch, advantages: Advantages, updated: Sums
@@ -80,14 +174,14 @@ class Witness:
             updated: what the update returned.
         """
         self._add_batch(batch, advantages)
-        self._add_state(self._trainer.state_dict(), "after")
-        tally, self._tally = self._tally, Tally(self._world)
+        self._after.add_to(self._tally)
+        tally, self._tally = self._tally, Tally(self._world, is_near=False)
         with self._world.watch.wait("certificate", step):
-            rows, differing = tally.total()
+            totals = tally.total()
         found: dict[str, Any] = {section: {} for section in SECTIONS}
-        for name, row in rows.items():
+        for name in sorted(totals.rows, key=_place_in_line):
             section, _, own = name.partition("/")
-            found[section][own] = str(row[0])[:16] if section == "before" else row
+            found[section][own] = totals.rows[name]
         for section, end in (("losses", "/loss"), ("norms", "/grad_norm")):
             found[section] = {
                 name: float(sums[0]) if math.isfinite(sums[0]) else str(sums[0])
@@ -95,13 +189,24 @@ class Witness:
                 if name.endswith(end)
             }
         found["plan"]["tokens_per_microbatch"] = self._world.tokens_per_microbatch
-        return found | ({"differing_copies": differing} if differing else {})
+        found["sequences"] = {
+            name: packed(totals.sequences[column])
+            for name, column in SEQUENCES.items()
+            if column in totals.sequences
+        }
+        found["sequences"] |= _identified(batch)
+        return found | ({"differing_copies": totals.differing} if totals.differing else {})
 
     def _add_batch(self, batch: Batch, advantages: Advantages) -> None:
         tally, scalars = self._tally, vars(batch.scalars)
-        for name, values in {**scalars, "update_ids": batch.update_ids}.items():
-            section = "plan" if name == "update_ids" else "rollouts"
-            tally.add({f"{section}/{name}": values})
+        plain = {f"rollouts/{name}": values for name, values in scalars.items()}
+        plain |= {"plan/update_ids": batch.update_ids}
+        shapes = tuple((name, values.shape, values.dtype) for name, values in plain.items())
+        if shapes != self._shapes:
+            self._shapes = shapes
+            self._plain = [TensorGroup(some, self._world) for some in by_size(plain)]
+        for group in self._plain:
+            tally.add(group, [plain[name] for name in group.names])
         for update, microbatches in enumerate(batch.updates):
             for number, one in enumerate(microbatches):
                 columns = {f"rollouts/{name}": getattr(one, name) for name in TOKEN_COLUMNS}
@@ -111,18 +216,48 @@ class Witness:
                 columns |= {f"columns/{name}": column for name, column in own.items()}
                 own = advantages.columns(update, number)
                 columns |= {f"advantages/{name}": column for name, column in own.items()}
-                ids, starts = one.sequence_ids, one.cu_seqlens
-                tally.add_tokens(columns, sequences=ids, starts=starts)
-                at = torch.arange(len(ids), device=ids.device)
+                tally.add_tokens(
+                    columns,
+                    sequences=one.sequence_ids,
+                    starts=one.cu_seqlens,
+                    kept=SEQUENCES.values(),
+                    count=len(batch.scalars),
+                )
+                at = torch.arange(len(one.sequence_ids), device=one.sequence_ids.device)
                 place = ((self._world.dp_index(self._world.rank) << 8) + update << 16) + number
                 tally.add_tokens(
                     {"plan/microbatches": (place << 24) + at},
-                    sequences=ids,
-                    starts=torch.arange(len(ids) + 1, device=ids.device),
+                    sequences=one.sequence_ids,
+                    starts=torch.arange(len(at) + 1, device=at.device),
                 )
 
 
-def _of_parameter(name: str) -> str:
-    """Return the parameter that a tensor of the policy's state belongs to; of others their name."""
-    kind, _, rest = name.partition(".")
-    return {"model": rest, "optimizer": rest.partition(".")[2]}.get(kind) or name
+def _weights(policy: TrainedModel) -> dict[str, Any]:
+    return {"model": policy.model.state_dict()}
+
+
+def _place_in_line(name: str) -> int:
+    """Return the order of names within a section, as far as it is another than theirs: what is
+    drawn before what follows from it."""
+    order = [f"rollouts/{own}" for own in (*TOKEN_COLUMNS, "routes", "lengths", "rewards")]
+    if name in order:
+        return order.index(name)
+    # A moment that was changed since the step before shows here first, then in its weight.
+    return len(order) + (not name.startswith("after/optimizer."))
+
+
+def _identified(batch: Batch) -> dict[str, Any]:
+    """Return each sequence's reward, and what it is: where groups are whole, their size says it."""
+    scalars, at = batch.scalars, torch.arange(len(batch.scalars))
+    groups, samples = scalars.group_ids.cpu(), scalars.sample_ids.cpu()
+    size = int(samples.max()) + 1 if len(at) else 1
+    is_whole = torch.equal(groups, at // size) and torch.equal(samples, at % size)
+    ids: dict[str, Any] = {"group_size": size}
+    if not is_whole:
+        ids = {"groups": packed(groups.int()), "samples": packed(samples.int())}
+    return {"rewards": packed(scalars.rewards.double()), **ids}
+
+
+def packed(values: Tensor) -> str:
+    """Return numbers as a line has them: their bytes, the lowest first, in base64."""
+    return base64.b64encode(values.cpu().contiguous().numpy().tobytes()).decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,12 +44,15 @@ class Certificate:
         self._witness: Witness | None = None
         every = cfg.report.certificate
         if world.is_trainer and every:
-            self._witness = Witness(world, trainer, is_due=self._is_due)
+            self._witness = Witness(world, trainer, is_due=self._is_due, is_near=self._is_near)
         if world.rank == 0 and (every or self._file.path.exists()):
             self._go_on(made_with(cfg, world), step=step, aside=aside / f"removed_{NAME}")
 
     def _is_due(self, step: int) -> bool:
         return is_due(step, every=self._cfg.report.certificate, steps=self._cfg.steps)
+
+    def _is_near(self, step: int) -> bool:
+        return is_due(step, every=self._cfg.report.certificate_norms, steps=self._cfg.steps)
 
     def add(self, step: int, batch: Batch, advantages: Advantages, updated: Sums) -> None:
         """Certify a step, if it is due, once its update is done; trainers meet.
@@ -76,20 +80,23 @@ class Certificate:
         self._file.append(line)
 
     def _go_on(self, made: Line, *, step: int, aside: Path) -> None:
-        path = self._file.path
-        text = path.read_text(errors="replace") if path.exists() else ""
-        lines, problem = chain(text)
-        kept = [line for line in lines if line["step"] < step]
-        rest = text.splitlines(keepends=True)[len(kept) :]
-        if problem and len(kept) == len(lines):
+        path, kept, last = self._file.path, 0, None
+        removed, problem = 0, ""
+        for link in chain(path) if path.exists() else ():
+            line, problem = link.line, link.problem
+            if problem or removed or line["step"] >= step:
+                removed += not problem
+                if "made_with" not in line and not problem:
+                    self._again[line["step"]] = line
+                continue
+            kept, self._previous = link.end, line["sha256"]
+            last = line.get("made_with", last)
+        if problem and not removed:
             log.warning("%s: %s; it and all behind it is moved to %s", path, problem, aside)
-        if rest:
-            aside.write_text("".join(rest))
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(text.splitlines(keepends=True)[: len(kept)]))
-            partial.replace(path)
-        self._again = {line["step"]: line for line in lines[len(kept) :] if "made_with" not in line}
-        self._previous = kept[-1]["sha256"] if kept else ""
-        last = next((line["made_with"] for line in kept[::-1] if "made_with" in line), None)
+        if path.exists() and path.stat().st_size > kept:
+            with path.open("rb") as file:
+                file.seek(kept)
+                aside.write_bytes(file.read())
+            os.truncate(path, kept)
         if made != last:
             self._append({"step": step, "made_with": made})

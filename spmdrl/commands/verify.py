@@ -11,15 +11,11 @@ it repeats, bit for bit, or on another machine but for rounding; 1 it does not; 
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-
-from spmdrl.errors import Refusal
 
 
 def verify(
@@ -45,21 +41,15 @@ def verify(
     from spmdrl.certificate.lines import read
     from spmdrl.certificate.replay import plan_ways, replayed
     from spmdrl.certificate.report import compared
+    from spmdrl.check.foreign_code import check_methods_trusted
     from spmdrl.config import load_yaml
     from spmdrl.world.launch import launch_alone
 
     found = read(run)
     cfg = load_yaml(run / "config.yaml", may_be_former=True)
-    named = [(field, getattr(cfg.algorithm, field)) for field in _METHODS]
-    code = [f"algorithm.{field}: {name}" for field, name in named if ":" in name and not trust_run]
-    if cfg.model.trust_remote_code and not trust_remote_code:
-        code.append("model.trust_remote_code: true")
-    if code:
-        raise Refusal(
-            f"{run / 'config.yaml'} may be somebody else's, and would run code here:\n  "
-            + "\n  ".join(code)
-            + "\nLook at it, then allow it by --trust-run or --trust-remote-code"
-        )
+    check_methods_trusted(
+        cfg, run / "config.yaml", trust_run=trust_run, trust_remote_code=trust_remote_code
+    )
     ways, recorded = plan_ways(found, cfg, asked=steps)
     launch_alone()
     again = compared(found, replayed(found, cfg, ways, recorded), rounding=rounding)
@@ -70,16 +60,12 @@ def verify(
     return "\n".join(lines), again.are_equal
 
 
-_METHODS = ("advantage", "loss", "correction", "kl")
-"""Fields of `algorithm` that may name a function of the user's own."""
-
-
 def main() -> None:
     """Do what the command line says, and end this process."""
     status = _main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # peers may be gone: no thread or group of theirs may keep this process
+    from spmdrl.world.leaving import end_process  # here: it comes with torch
+
+    end_process(status)
 
 
 def _main() -> int:

@@ -1,0 +1,333 @@
+"""Digests: one exact 64-bit number of what a tensor holds, the same however it lies on ranks.
+
+An element's bits are a signed or unsigned number x of at most 32 bits (of 64, see below), its place
+gives an odd 64-bit weight w, and the digest is the sum of x * w modulo 2**64. Sums modulo 2**64 are
+exact in any order, so that the digests of parts add up to that of the whole, whichever they are.
+
+*Any change of one bit is seen.* Bit k < 32 of an element changes x by 2**k or -2**k, the digest by
+2**k * w. A weight is odd, so that this is divisible by 2**k and by no higher power of 2: it is not
+0 modulo 2**64. More changes go unseen by chance alone: their terms, each with a weight that looks
+drawn, must add up to 0: 1 in 2**26 cases at most, where only highest bits change, and 1 in 2**50
+and less where a low bit of any element does. It finds accidents: who may choose the elements could
+make two tensors of one digest.
+
+*How that is one pass over memory.* A tensor's elements, row-major, are read as 64-bit words X of
+m = 8 / itemsize elements, 64 words to a block, zeros where this rank holds nothing. The upper half
+of a word is added to it moved down, Y = X + (X >> 32): an element in the lower half counts once,
+one in the upper half 2**32 + 1 times, which is odd; that at slot s of a half 2**(8 * itemsize * s)
+times, so that its highest bit stays below 2**32. What one bit adds to Y is so divisible by 2**31
+at most, and the odd weight of the word's place keeps it from being 0. The same holds of a float64
+or int64, a word of its own: bit k < 32 adds 2**k, a higher one 2**(k - 32) * (2**32 + 1). A word's
+weight is the product of an odd number for its place in the block and one for the block: there is
+one product to a word, and little to keep. The elements of many tensors are brought together into
+pieces that stay in the processor's cache, so that small tensors take no longer than large ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy
+import torch
+from torch import Tensor
+
+from spmdrl.model.shards import Box
+
+_WORDS = 64
+"""Of a block."""
+_CHUNK = {"cpu": 2**17, "cuda": 2**21}
+"""Words at a time. On a CPU what is computed on the way then stays in its cache."""
+_KEPT = 2**16
+"""Blocks whose weights are kept; of more tensors they are made anew each time."""
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+def odd_weights(first: int, count: int, *, dim: int, device: torch.device) -> Tensor:
+    """Return [count] int64, odd, of the indices from `first` on of a dim.
+
+    Args:
+        dim: counted from the last, 0: of words in it.
+    """
+    return _odd_weights(first, count, dim, device)
+
+
+@lru_cache(maxsize=128)
+def _odd_weights(first: int, count: int, dim: int, device: torch.device) -> Tensor:
+    at = torch.arange(first, first + count, device=device)
+    return mixed(at + (dim << 48)).bitwise_or_(1)
+
+
+def factor_of(number: int) -> int:
+    """Return an odd int64 of a number, 1 of 0: for tensors that count one after the other."""
+    return int(mixed(torch.tensor(number))) | 1 if number else 1
+
+
+def mixed(values: Tensor) -> Tensor:
+    """Return 64 bits that look drawn of each int64.
+
+    Source: Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators (splitmix64).
+    """
+    z = values + _GAMMA
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        # Of int64 a shift brings in the sign, which the mask takes out again.
+        z ^= (z >> shift).bitwise_and_(2 ** (64 - shift) - 1)
+        z *= factor
+    return z
+
+
+def signed(value: int) -> int:
+    """Return an integer modulo 2**64, as int64 has it."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+_GAMMA = signed(0x9E3779B97F4A7C15)
+_FIRST = signed(0xBF58476D1CE4E5B9)
+_SECOND = signed(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Some elements of a box, in rows that are each without a gap in the whole tensor."""
+
+    view: int  # number of the box's view
+    begin: int
+    end: int  # of the view's elements
+    rows: int
+    leads: Tensor  # [rows], elements of a row's first block that lie before it
+    blocks: Tensor  # [rows] int64, first block of each row in the tensor
+    per_row: int  # blocks
+
+    @property
+    def count(self) -> int:
+        """Blocks of all rows."""
+        return self.rows * self.per_row
+
+    def is_whole(self, *, per_block: int) -> bool:
+        """Return whether nothing is to be copied to put zeros around its rows."""
+        return self.rows == 1 or self.end - self.begin == self.count * per_block
+
+    def weights(self, device: torch.device) -> Tensor:
+        """Return [count] int64, odd, of its blocks."""
+        across = torch.arange(self.per_row, device=device)
+        at = (self.blocks.to(device)[:, None] + across).flatten()
+        return mixed(at + (1 << 48)).bitwise_or_(1)
+
+    def filled(self, view: Tensor, *, per_block: int, device: torch.device) -> list[Tensor]:
+        """Return its elements with zeros around them, whole blocks, in pieces to be joined."""
+        own = view.reshape(-1)[self.begin : self.end].to(device)
+        length, width = len(own) // self.rows, self.per_row * per_block
+        if length == width:
+            return [own]
+        lead = int(self.leads[0])
+        if self.rows == 1:
+            around = own.new_zeros(width - length)
+            return [around[:lead], own, around[lead:]]
+        filled = own.new_zeros(self.rows, width)
+        at = self.leads.to(device)[:, None] + torch.arange(length, device=device)
+        return [filled.scatter_(1, at, own.view(self.rows, length)).flatten()]
+
+
+class Digester:
+    """Digests of tensors of which this rank holds some boxes, planned once.
+
+    Args:
+        boxes: of every view: the number of its tensor, the box, the whole tensor's shape.
+        itemsize: of all their elements.
+        device: that computes; what lies elsewhere comes in pieces.
+    """
+
+    def __init__(
+        self,
+        boxes: Sequence[tuple[int, Box, Sequence[int]]],
+        *,
+        itemsize: int,
+        device: torch.device,
+    ):
+        self._per_block, self._device = _WORDS * 8 // itemsize, device
+        self._of = [number for number, *_ in boxes]
+        self._chunks: list[list[_Segment]] = []
+        room = 0
+        most = _CHUNK[device.type] // _WORDS
+        for view, (_, box, shape) in enumerate(boxes):
+            for segment in _segments(view, box, shape, per_block=self._per_block, most=most):
+                if segment.count > room:
+                    self._chunks.append([])
+                    room = most
+                self._chunks[-1].append(segment)
+                room -= segment.count
+        total = sum(segment.count for chunk in self._chunks for segment in chunk)
+        self._known = [self._weights(c) for c in self._chunks] if total <= _KEPT else []
+
+    def pieces(self, views: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield the elements of these views, chunk after chunk, as `digests` takes them."""
+        for chunk in self._chunks:
+            found = []
+            for one in chunk:
+                view = as_bits(views[one.view])
+                found += one.filled(view, per_block=self._per_block, device=self._device)
+            yield found
+
+    def are_live(self, views: Sequence[Tensor]) -> bool:
+        """Return whether all that `pieces` yields of them shares their memory, zeros apart."""
+        segments = [one for chunk in self._chunks for one in chunk]
+        are_whole = all(one.is_whole(per_block=self._per_block) for one in segments)
+        here = (view.device.type == self._device.type for view in views)
+        return are_whole and all(here) and all(view.is_contiguous() for view in views)
+
+    def digests(self, pieces: Iterable[Sequence[Tensor]], *, count: int) -> Tensor:
+        """Return [count] int64, the share of some pieces in the digest of each of the tensors."""
+        found = torch.zeros(count, dtype=torch.int64, device=self._device)
+        for number, own in enumerate(pieces):
+            known = self._known[number] if self._known else self._weights(self._chunks[number])
+            weights, tensors = known
+            found.index_add_(0, tensors, _block_sums(own).mul_(weights))
+        return found
+
+    def _weights(self, chunk: Sequence[_Segment]) -> tuple[Tensor, Tensor]:
+        """Return of each block of a chunk its weight and the number of its tensor: [n] int64."""
+        weights = torch.cat([one.weights(self._device) for one in chunk])
+        numbers = torch.tensor([self._of[one.view] for one in chunk])
+        counts = torch.tensor([one.count for one in chunk])
+        return weights, numbers.repeat_interleave(counts).to(self._device)
+
+
+def _segments(
+    view: int, box: Box, shape: Sequence[int], *, per_block: int, most: int
+) -> Iterator[_Segment]:
+    """Yield a box's elements, at most about `most` blocks at a time."""
+    if not box.numel:
+        return
+    starts, length = _rows_of(box, shape)
+    leads, blocks = starts % per_block, starts // per_block
+    if len(starts) == 1:  # a row of any length, cut where blocks end
+        lead, first, begin = int(leads), int(blocks), 0
+        while begin < length:
+            end = min(begin + most * per_block - lead, length)
+            count = -(-(lead + end - begin) // per_block)
+            own = torch.tensor([lead]), torch.tensor([first])
+            yield _Segment(view, begin, end, 1, *own, count)
+            first, begin, lead = first + count, end, 0
+        return
+    per_row = -(-(int(leads.max()) + length) // per_block)
+    size = max(1, most // per_row)
+    for row in range(0, len(starts), size):
+        some = slice(row, row + size)
+        rows = len(starts[some])
+        begin, end = row * length, (row + rows) * length
+        yield _Segment(view, begin, end, rows, leads[some], blocks[some], per_row)
+
+
+def _rows_of(box: Box, shape: Sequence[int]) -> tuple[Tensor, int]:
+    """Return where a box's rows without a gap begin in the whole tensor, [n] int64, and their
+    length, elements."""
+    starts, inner, length = torch.zeros(1, dtype=torch.int64), 1, 1
+    is_gapless = True
+    for at, own, size in reversed([*zip(box.start, box.shape, shape)]):
+        if is_gapless:
+            starts, length = starts + at * inner, length * own
+        else:
+            here = (torch.arange(own) + at) * inner
+            starts = (here[:, None] + starts).flatten()
+        is_gapless = is_gapless and own == size
+        inner *= size
+    return starts, length
+
+
+def _block_sums(pieces: Sequence[Tensor]) -> Tensor:
+    """Return [n] int64, of each block the sum of its words with their weights."""
+    device = pieces[0].device
+    size = sum(len(piece) for piece in pieces) * pieces[0].element_size() // 8
+    room = _room(size, 0, device)
+    torch.cat(pieces, out=room.view(pieces[0].dtype))
+    words = room.view(-1, _WORDS)
+    weights = odd_weights(0, _WORDS, dim=0, device=device)
+    sums = _sums_by_numpy if device.type == "cpu" else _sums_by_torch
+    return sums(words, weights, room=_room(size, 1, device).view(-1, _WORDS))
+
+
+def _sums_by_numpy(words: Tensor, weights: Tensor, *, room: Tensor) -> Tensor:
+    """Return [n] int64 of [n, 64] words; numpy multiplies 64 bits in half of torch's time."""
+    upper = torch.bitwise_right_shift(words, 32, out=room)
+    sums = (numpy.einsum("ij,j->i", part.numpy(), weights.numpy()) for part in (words, upper))
+    return torch.from_numpy(sum(sums))
+
+
+def _sums_by_torch(words: Tensor, weights: Tensor, *, room: Tensor) -> Tensor:
+    """Return the same, on any device."""
+    upper = torch.bitwise_right_shift(words, 32, out=room)
+    return upper.add_(words).mul_(weights).sum(1)
+
+
+def _room(size: int, number: int, device: torch.device) -> Tensor:
+    """Return [size] int64, memory for a result that is read before the next one of this number is
+    made: fresh pages would take longer than what is written to them."""
+    known = _rooms(number, device)
+    return known[:size] if size <= len(known) else known.new_empty(size)
+
+
+@lru_cache(maxsize=4)
+def _rooms(number: int, device: torch.device) -> Tensor:
+    return torch.empty(_CHUNK[device.type], dtype=torch.int64, device=device)
+
+
+def as_bits(values: Tensor) -> Tensor:
+    """Return the same memory as integers."""
+    return values.view(_BITS[values.element_size()])
+
+
+class Sequences:
+    """Digests of a micro-batch's sequences, from columns of their tokens.
+
+    Args:
+        rows: [S] int64, row of each sequence in the whole batch; -1: none, left out.
+        starts: [S+1] integers, where sequences begin among the tokens.
+    """
+
+    def __init__(self, rows: Tensor, starts: Tensor):
+        lengths = starts.diff().long()
+        self._starts, self._kept = starts.long(), rows >= 0
+        self._inside = torch.arange(int(starts[-1]), device=rows.device)
+        self._inside -= self._starts[:-1].repeat_interleave(lengths)
+        self._rows = rows.repeat_interleave(lengths)
+        self.counts = self._rows >= 0
+        """[T] bool, tokens of sequences that count."""
+        self.rows = rows[self._kept].cpu()
+        """[S] int64, of these sequences in the batch, on the host."""
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Return of each token that counts its sequence's row, and its place in it: [n] int64."""
+        return self._rows[self.counts], self._inside[self.counts]
+
+    def digests(self, columns: Sequence[Tensor]) -> Tensor:
+        """Return [C, S] int64, of each column [T, ...] what it has of each sequence that counts."""
+        weights = odd_weights(0, int(self._inside.max()) + 1, dim=1, device=self._inside.device)
+        terms = torch.stack([_of_tokens(column) for column in columns]) * weights[self._inside]
+        # Sums from each start to the next: modulo 2**64 a difference of running sums is exact.
+        summed = torch.nn.functional.pad(terms.cumsum(1), (1, 0))
+        return summed[:, self._starts].diff(dim=1)[:, self._kept]
+
+
+def _of_tokens(column: Tensor) -> Tensor:
+    """Return [T] int64 of a column [T, ...]: as Y in this file's text, a word to an element."""
+    bits = as_bits(column).long()
+    if column.element_size() == 8:
+        bits = bits + (bits >> 32)
+    if bits.dim() == 1:
+        return bits
+    bits = bits.flatten(1)
+    return (bits * odd_weights(0, bits.shape[1], dim=0, device=bits.device)).sum(1)
+
+
+def whole(digests: Tensor, rows: Tensor) -> Tensor:
+    """Return [C] int64, digests of whole columns from those [C, S] of their sequences.
+
+    Args:
+        rows: [S] int64, of the sequences in the batch, on the host.
+    """
+    if not len(rows):
+        return digests.sum(1)
+    weights = odd_weights(0, int(rows.max()) + 1, dim=2, device=digests.device)
+    return (digests * weights[rows.to(digests.device)]).sum(1)
