@@ -25,7 +25,7 @@ class FreeWatch:
         self.before_exit: list[Any] = []
 
     @contextlib.contextmanager
-    def wait(self, name: str, step: int) -> Iterator[None]:
+    def wait(self, name: str, step: int, *, timeout_s: float | None = None) -> Iterator[None]:
         """Do nothing around the block."""
         yield
 
@@ -44,7 +44,9 @@ class SmallWorld:
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     watch: FreeWatch = dataclasses.field(default_factory=FreeWatch)
-    from_rank_0 = World.from_rank_0
+    survival: None = None
+    is_alone: bool = False
+    from_rank_0, survive, _met = World.from_rank_0, World.survive, World._met
 
 
 @contextlib.contextmanager

@@ -169,7 +169,7 @@ class Gone:
 )
 def test_a_rank_ends_when_the_store_is_gone_and_says_who_kept_it(keeper, says, monkeypatch) -> None:
     left: list[str] = []
-    monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: left.append(text))
+    monkeypatch.setattr(Watch, "leave", lambda self, text, **_: left.append(text))
     store = Gone(10**9)
     other = Watch(store, rank=0, world_size=2, timeout_s=1000)
     other._process |= {"host": "node-7", "machine": "another"}
@@ -187,7 +187,7 @@ def test_a_rank_ends_when_the_store_is_gone_and_says_who_kept_it(keeper, says, m
 
 def test_a_rank_that_leaves_in_order_is_not_missed(monkeypatch) -> None:
     left: list[str] = []
-    monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: left.append(text))
+    monkeypatch.setattr(Watch, "leave", lambda self, text, **_: left.append(text))
     store = dist.HashStore()
     watches = [Watch(store, rank=rank, world_size=3, timeout_s=1000) for rank in range(3)]
     for watch in watches:
@@ -230,5 +230,5 @@ def test_a_rank_between_two_places_is_behind_the_first(monkeypatch) -> None:
     with watch.wait("push", 8):
         with watch.phase("cast", 8):
             pass
-        assert str(watch._place) == "'push' at step 8"
+        assert str(watch.place) == "'push' at step 8"
     watch.close()

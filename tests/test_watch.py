@@ -126,12 +126,12 @@ def test_a_report_names_the_users_line_in_which_each_rank_stands() -> None:
 def test_ranks_that_wait_long_look_for_dead_ones_in_turns(monkeypatch) -> None:
     monkeypatch.setattr(watch_module, "_DEAD_AFTER_S", 3.0)
     left = []
-    monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: left.append((self.rank, text)))
+    monkeypatch.setattr(Watch, "leave", lambda self, text, **_: left.append((self.rank, text)))
     store = CountedStore()
     store.place(range(1024), phase="exchange", silent_s=-100)
     watches = [make_watch(store, rank=rank, world_size=1024) for rank in range(64)]
     for watch in watches:
-        watch._place = watch._place._replace(waits=True, since=time.time() - 10)
+        watch.place = watch.place._replace(waits=True, since=time.time() - 10)
     until(lambda: len(store.asked) > 2 * 2 * 64)  # two requests to a beat, two beats of each
     asked = store.take()
     assert asked["set"] > 64
@@ -142,7 +142,7 @@ def test_ranks_that_wait_long_look_for_dead_ones_in_turns(monkeypatch) -> None:
     assert not left
     store.place([700], phase="generate", silent_s=20)
     watch = make_watch(store, rank=31, world_size=1024)  # whose turn is at its first beat
-    watch._place = watch._place._replace(waits=True, since=time.time() - 10)
+    watch.place = watch.place._replace(waits=True, since=time.time() - 10)
     until(lambda: left)
     watch.close()
     rank, text = left[0]
@@ -151,7 +151,7 @@ def test_ranks_that_wait_long_look_for_dead_ones_in_turns(monkeypatch) -> None:
 
 def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:
     left, exits, store, never = [], [], CountedStore(), threading.Event()
-    monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: left.append(text))
+    monkeypatch.setattr(Watch, "leave", lambda self, text, **_: left.append(text))
     monkeypatch.setattr(watch_module.os, "_exit", exits.append)
     keeper = Watch(store, rank=0, world_size=2, timeout_s=1000)
     keeper._process |= {"host": "node-3", "machine": "another"}
@@ -173,7 +173,7 @@ def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:
 
 def test_a_rank_that_said_its_error_and_died_is_quoted_with_it(monkeypatch) -> None:
     left: list[str] = []
-    monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: left.append(text))
+    monkeypatch.setattr(Watch, "leave", lambda self, text, **_: left.append(text))
     monkeypatch.setattr(Neighbours, "dead", lambda self: [1])  # at every look
     store = CountedStore()
     one = make_watch(store, rank=1, world_size=2)
@@ -196,7 +196,7 @@ def test_a_watch_that_fails_ends_its_rank_and_is_not_missed(monkeypatch, capsys)
         raise KeyError("lost")
 
     left: list[str] = []
-    monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: left.append(text))
+    monkeypatch.setattr(Watch, "leave", lambda self, text, **_: left.append(text))
     monkeypatch.setattr(Neighbours, "dead", fail)
     watch = make_watch(CountedStore(), world_size=2)
     until(lambda: left)

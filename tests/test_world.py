@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import free_port, launch_env, run_ranks
+from ranks import free_port, run_ranks
 from worlds import in_world
 
 from spmdrl.check.layout import layout_problems
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
+from spmdrl.proof.ranks import launch_env
 from spmdrl.world import World
 from spmdrl.world import launch as launch_module
 from spmdrl.world.comm import agree, gather_objects, gather_problems
@@ -223,7 +224,7 @@ from spmdrl.world import World
 from spmdrl.world.comm import agree, gather_objects, gather_problems
 layout = LayoutSettings(world_size=3, trainer_ranks=2, device="cpu", wait_timeout_s=4)
 world = World.start(Config(output_dir=sys.argv[2], layout=layout))
-world.started()
+world.started(0)
 fault = sys.argv[1]
 if world.rank == 2:
     with world.watch.phase("generate", 7):
@@ -298,6 +299,7 @@ os.write(1, f"rank {{world.rank}} sums to {{int(total)}}\\n".encode())
 """
 
 
+@pytest.mark.kill  # a whole run does so in test_launcher.py
 def test_ranks_that_torchrun_starts_anew_meet_again(tmp_path):
     script = tmp_path / "restarted.py"
     script.write_text(RESTARTED.format(root=os.path.dirname(os.path.dirname(__file__))))

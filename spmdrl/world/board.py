@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from spmdrl.world.sealed_store import SealedStore
 from spmdrl.world.where import lost_store_text
 
 T = TypeVar("T")
-_CAUSE, _ENDED = "watch/cause", "watch/ended"
+_CAUSE, _ENDED, _LOST = "watch/cause", "watch/ended", "watch/lost"
 
 
 class Board:
@@ -68,6 +69,26 @@ class Board:
         """Let the other ranks end because some are missing, unless they end for another reason."""
         self._claim({"missing": text})
         self._set(_ENDED, str(self._rank))
+
+    def tell_dead(self, rank: int, text: str, *, is_fatal: bool) -> None:
+        """Let the others know that the process of a rank is gone: they end, or go on without it."""
+        if is_fatal:
+            self.tell_missing(text)
+        else:
+            self._set(f"{_LOST}/{rank}", text)
+
+    def lost(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return {rank: what is said of its end} of those among some ranks that are gone."""
+        told = {rank: f"{_LOST}/{rank}" for rank in ranks}
+        return {
+            rank: self._stored(partial(self._store.get, key), b"").decode()
+            for rank, key in told.items()
+            if self._stored(partial(self._store.check, [key]), False)
+        }
+
+    def tell_returned(self, rank: int) -> None:
+        """Undo `tell_lost`."""
+        self._stored(lambda: self._store.delete_key(f"{_LOST}/{rank}"), False)
 
     def cause(self) -> str:
         """Return `rank R ended with ...` of the rank that failed first, or who is missing; empty

@@ -109,7 +109,7 @@ def any_of(own: bool, *, group: dist.ProcessGroup) -> bool:
 
 def _gather_rows(own: bytes, size: int, *, group: dist.ProcessGroup) -> list[bytes]:
     """Return `size` bytes of every rank, in rank order."""
-    count = dist.get_world_size(group)
+    count = group.size()
     gathered = torch.empty(count * size, dtype=torch.uint8)
     padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
     all_gather_single(gathered, padded, group=group)
@@ -145,7 +145,7 @@ def gather_bytes(payload: bytes, sizes: Sequence[int], *, group: dist.ProcessGro
         return [payload]
     longest = MARK_BYTES + max(sizes)
     padded = torch.zeros(longest, dtype=torch.uint8)
-    own = mark(f"{place} {dist.get_rank(group)}", payload) + payload
+    own = mark(f"{place} {group.rank()}", payload) + payload
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     gathered = torch.empty(len(sizes) * longest, dtype=torch.uint8)
     all_gather_single(gathered, padded, group=group)
@@ -163,7 +163,7 @@ def bytes_from(rank: int, payload: bytes, *, group: dist.ProcessGroup) -> bytes:
         payload: read there alone.
     """
     place, own = _next_place(group), b""
-    if dist.get_rank(group) == rank:
+    if group.rank() == rank:
         own = mark(f"{place} {rank}", payload) + payload
     size = torch.tensor(len(own))
     dist.broadcast(size, group=group, group_src=rank)

@@ -25,6 +25,10 @@ _TOLD_S, _SOONER_S = 60.0, 5.0
 _GLOO = "GLOO_SOCKET_IFNAME"
 SECRET = "SPMDRL_SECRET"
 """Variable with the job's secret, see secret.py."""
+SPARES = "SPMDRL_SPARES_RANKS"
+"""Variable by which `launch --survive-engines` says that it ends no rank because of another."""
+JOINS = "SPMDRL_JOINS"
+"""Variable of a process that takes the place of a rank which is gone, in a job that goes on."""
 _SECRET_CHARS = 16
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # of no matter which: nothing is sent
 _OWN_PID, _PARENT_PID = os.getpid(), os.getppid()  # as early as can be: it may die any time
@@ -46,6 +50,10 @@ class Launch:
     attempt: int = 0
     """How often torchrun has started the ranks anew, on one store."""
     nodes: int = 1
+    spares: bool = True
+    """Whether a rank's end leaves the others alone."""
+    joins: bool = False
+    """This process takes the place of a rank that is gone."""
 
     def pass_on(self) -> None:
         """Set the variables that torch and vLLM read, as torchrun does, and have gloo listen where
@@ -79,6 +87,8 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
             keeps_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             nodes=int(env.get("GROUP_WORLD_SIZE", 1)),
+            spares="TORCHELASTIC_RUN_ID" not in env or SPARES in env,
+            joins=JOINS in env,
         )
     if "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost")
@@ -91,6 +101,7 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
             int(env.get("MASTER_PORT") or 20000 + job % 40000),
             "srun",
             nodes=int(env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES") or 1),
+            spares=env.get("SLURM_KILL_BAD_EXIT", "0") == "0",
         )
     raise Refusal(
         "no launcher: neither RANK (torchrun) nor SLURM_PROCID (srun) is set. Start with "

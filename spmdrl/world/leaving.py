@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 import traceback
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
 from spmdrl.errors import Refusal, RewardFailed, described, users_line, users_traceback
+from spmdrl.imports import attempt
 from spmdrl.world.launch import known_rank, tell_launcher, tell_once, tell_refused
 from spmdrl.world.watch import PeersMissing, Watch, first_line
 
@@ -140,3 +141,11 @@ def _show(error: BaseException, rank: int | str, *, has_world: bool) -> None:
     print(shown, file=sys.stderr, flush=True)
     if not shown.startswith(whole):  # what is printed goes to the log too
         _WHOLE.info("rank %s ends:\n%s", rank, whole)
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process once what it printed is out; whoever read that may have left before. Peers
+    may be gone: no thread or group of theirs may keep it."""
+    for stream in (sys.stdout, sys.stderr):
+        attempt(stream.flush, BrokenPipeError)
+    os._exit(status)

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +47,10 @@ _DEAD_AFTER_S = 60.0  # a rank may hold the interpreter lock for seconds while i
 
 class PeersMissing(RuntimeError):
     """A collective failed because other ranks are gone; the message names them."""
+
+
+class EngineLost(Exception):
+    """A collective failed inside what is done again where an engine is gone."""
 
 
 class Watch:
@@ -80,21 +84,25 @@ class Watch:
         self.totals: dict[str, float] = {}
         """The same since the start."""
         self.board, self._keeper = Board(store, rank, keeper=keeper), keeper
-        self._flight_folder, self._is_orphaned = flight_folder, is_orphaned
+        self._flight_folder, self.is_orphaned = flight_folder, is_orphaned
         self._process, self._main, self._is_leaving = own_process(), threading.get_ident(), False
         self._neighbours = Neighbours(self._process)
         self._dead: dict[int, str] = {}  # what is known of those beside this rank
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
-        self._place = Place("start", -1, time.time(), False)  # whole, for the thread to read
-        self._beat_s = max(_LEAST_BEAT_S, world_size / _BEATS_PER_S)
-        self._spacing_s = 0.0 if world_size <= _FEW_RANKS else self._beat_s
-        self._beat_at, self._turns = 0.0, 0
-        self._beats_per_look = -(-world_size // int(_LOOKS_PER_S * self._beat_s))
-        self._closed = threading.Event()
-        run = functools.partial(_ending_with, self._leave, self._run)
+        self.may_lose, self.lost = frozenset[int](), frozenset[int]()
+        """Ranks without which the job goes on; those of them that are gone."""
+        self.is_done_again = False
+        """What this rank does now is done again where one of them is gone."""
+        self.place = Place("start", -1, time.time(), False)  # whole, for the thread to read
+        self.beat_s = max(_LEAST_BEAT_S, world_size / _BEATS_PER_S)
+        self._spacing_s = 0.0 if world_size <= _FEW_RANKS else self.beat_s
+        self._beat_at, self.turns = 0.0, 0
+        self._beats_per_look = -(-world_size // int(_LOOKS_PER_S * self.beat_s))
+        self.closed = threading.Event()
+        run = functools.partial(_ending_with, self.leave, self._run)
         self._thread = threading.Thread(target=run, daemon=True, name="spmdrl-watch")
         self._thread.start()
-        threading.Thread(target=self._mind_store, daemon=True, name="spmdrl-store").start()
+        threading.Thread(target=_mind_store, args=(self,), daemon=True, name="spmdrl-store").start()
 
     @contextlib.contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
@@ -109,14 +117,17 @@ class Watch:
         Args:
             timeout_s: deadline of this wait, seconds; None takes the watch's.
         Raises: PeersMissing naming the missing ranks when a collective inside fails because a
-            peer is gone. Past the deadline the process exits with EXIT_CODE.
+            peer is gone, or EngineLost while `is_done_again`. Past the deadline the process exits
+            with EXIT_CODE.
         """
         with self._entered(name, step, waits=True, timeout_s=timeout_s), in_wait(name, step):
             try:
                 yield
             except (dist.DistError, RuntimeError) as error:
-                if not _is_peer_error(error):
+                if not is_peer_error(error):
                     raise
+                if self.is_done_again:
+                    raise EngineLost(first_line(error)) from None
                 raise self.explained(error) from error
 
     def explained(self, error: Exception) -> PeersMissing:
@@ -127,17 +138,24 @@ class Watch:
     def _entered(
         self, name: str, step: int, *, waits: bool, timeout_s: float | None = None
     ) -> Iterator[None]:
-        before, began = self._place, time.time()
-        self._place = Place(name, step, began, waits, timeout_s)
+        before, began = self.place, time.time()
+        self.place = Place(name, step, began, waits, timeout_s)
         if began - self._beat_at >= self._spacing_s:  # else the thread says it with its next
             self._beat()
             self.board.learn_keeper()
         try:
             yield
         finally:
-            self._place = place_after(self._place, before)
+            self.place = place_after(self.place, before)
             for seconds in (self.seconds, self.totals):
                 seconds[name] = seconds.get(name, 0.0) + time.time() - began
+
+    def wait_for(self, members: Collection[int]) -> None:
+        """Wait for these ranks alone; one that was lost before is another process."""
+        for rank in self.lost & frozenset(members):
+            self._neighbours.forget(rank)
+        self.lost = frozenset(range(self.world_size)) - frozenset(members)
+        self._dead = {i: f"rank {i} was lost before, and is not waited for" for i in self.lost}
 
     def take_seconds(self) -> dict[str, float]:
         """Return seconds spent per phase and wait since the last call, and start anew."""
@@ -148,12 +166,12 @@ class Watch:
         """Say where every rank is: who waits, who is missing, whose heartbeat stopped."""
         states = self.board.read(range(self.world_size))
         return report_text(
-            states, rank=self.rank, own=self._place, beat_s=self._beat_s, dead=self._dead
+            states, rank=self.rank, own=self.place, beat_s=self.beat_s, dead=self._dead
         )
 
     def close(self) -> None:
         """Stop the heartbeat."""
-        self._closed.set()
+        self.closed.set()
         self._thread.join(timeout=10)
 
     # ---------------------------------------------------------------- ending
@@ -207,12 +225,12 @@ class Watch:
             state = self.board.read([rank])[0]
             self._dead[rank] = death_text(rank, state, self._process["host"])
             if not ((state and ("left" in state or "error" in state)) or self._is_leaving):
-                self.board.tell_missing(self._dead[rank])
+                self.board.tell_dead(rank, self._dead[rank], is_fatal=rank not in self.may_lose)
 
     def _find_missing(self) -> str:
         """Say who is missing after a collective has failed; the thread may end us before."""
         for _ in range(3):  # let a dying peer's last heartbeat grow old
-            time.sleep(self._beat_s)
+            time.sleep(self.beat_s)
             if not self.board.has_store:
                 return self.board.lost_text()
             if self._dead and self._is_leaving:
@@ -221,14 +239,14 @@ class Watch:
 
     def leave_after_peer(self, cause: str) -> None:
         """End this process because a peer failed; returns only when it is ending already."""
-        self._leave(f"[rank {self.rank}] ends in {self._place}: {cause}")
+        self.leave(f"[rank {self.rank}] ends in {self.place}: {cause}")
 
     def _run(self) -> None:
         beats = self.rank  # ranks look in turns
-        while not self._closed.wait(self._beat_s):
+        while not self.closed.wait(self.beat_s):
             self._beat()
-            beats, self._turns = beats + 1, self._turns + 1
-            place = self._place
+            beats, self.turns = beats + 1, self.turns + 1
+            place = self.place
             waited = time.time() - place.since if place.waits else 0.0
             states: list[dict | None] = []
             if not beats % self._beats_per_look:
@@ -240,39 +258,24 @@ class Watch:
             cause = self.board.cause()
             if not self.board.has_store and not self._is_leaving:
                 cause = cause or self.board.lost_text()
-            if cause and not self._closed.is_set():  # the store may have answered late
+            if cause and not self.closed.is_set():  # the store may have answered late
                 self.leave_after_peer(cause)
             deadline = self.timeout_s if place.timeout_s is None else place.timeout_s
             if waited > deadline:
                 self._die(f"deadline of {deadline:.0f} s passed")
-            elif waited > _DEAD_AFTER_S and any(map(_is_silent, states)):
+            elif waited > _DEAD_AFTER_S and _silent(states) - self.may_lose:
                 self._die("a peer is dead")
 
-    def _mind_store(self) -> None:
-        # A node without power closes no connection: to ask the store that it kept takes a quarter
-        # of an hour, in which the other thread would look at no deadline.
-        turns, silent_s = -1, 0.0
-        while not self._closed.wait(self._beat_s):
-            if self._is_orphaned():
-                self.leave_after_peer("its launcher is gone, which nobody would tell of its end")
-            silent_s = silent_s + self._beat_s if turns == self._turns else 0.0
-            turns = self._turns
-            if silent_s > max(self.timeout_s, _LEAST_SILENT * self._beat_s):
-                self._leave(
-                    f"[rank {self.rank}] in {self._place}: the job's store has not answered for "
-                    f"{silent_s:.0f} s: {self.board.lost_text()}\n{self._last_line()}",
-                    is_told=False,
-                )
-                os._exit(EXIT_CODE)  # another thread was ending it, and waits for the store too
-
     def _die(self, why: str) -> None:
-        self._leave(f"[rank {self.rank}] {why}\n{self.report()}\n{self._last_line()}")
+        self.leave(f"[rank {self.rank}] {why}\n{self.report()}\n{self.last_line()}")
 
-    def _last_line(self) -> str:
+    def last_line(self) -> str:
+        """Return what is said last, once this rank's collectives are written down."""
         left = leave_record(self._flight_folder, rank=self.rank)
         return f"{left}This rank ends with exit code {EXIT_CODE}."
 
-    def _leave(self, text: str, *, is_told: bool = True) -> None:
+    def leave(self, text: str, *, is_told: bool = True) -> None:
+        """End this process with EXIT_CODE, if no other thread does; returns only then."""
         if not self.claim_ending():
             return
         try:
@@ -297,8 +300,26 @@ class Watch:
             self.board.write(self._state())
 
     def _state(self) -> dict[str, Any]:
-        state = {"place": self._place._asdict(), "line": users_place(self._main)} | self._process
+        state = {"place": self.place._asdict(), "line": users_place(self._main)} | self._process
         return state | {"beat": self._beat_at} | ({"left": True} if self._is_leaving else {})
+
+
+def _mind_store(watch: Watch) -> None:
+    # A node without power closes no connection: to ask the store that it kept takes a quarter
+    # of an hour, in which the other thread would look at no deadline.
+    turns, silent_s = -1, 0.0
+    while not watch.closed.wait(watch.beat_s):
+        if watch.is_orphaned():
+            watch.leave_after_peer("its launcher is gone, which nobody would tell of its end")
+        silent_s = silent_s + watch.beat_s if turns == watch.turns else 0.0
+        turns = watch.turns
+        if silent_s > max(watch.timeout_s, _LEAST_SILENT * watch.beat_s):
+            watch.leave(
+                f"[rank {watch.rank}] in {watch.place}: the job's store has not answered for "
+                f"{silent_s:.0f} s: {watch.board.lost_text()}\n{watch.last_line()}",
+                is_told=False,
+            )
+            os._exit(EXIT_CODE)  # another thread was ending it, and waits for the store too
 
 
 def _ending_with(leave: Callable[[str], None], run: Callable[[], None]) -> None:
@@ -325,7 +346,7 @@ _PEER_TEXTS = (
 _LOCAL_TEXTS = ("cuda error", "out of memory")
 
 
-def _is_peer_error(error: Exception) -> bool:
+def is_peer_error(error: Exception) -> bool:
     """Return whether a failed collective says that another rank is gone, and not that this one
     lacks memory or asked for what cannot be."""
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
@@ -335,9 +356,11 @@ def _is_peer_error(error: Exception) -> bool:
     return not is_local and any(words in text for words in _PEER_TEXTS)
 
 
-def _is_silent(state: dict | None) -> bool:
-    """Return whether a rank has said something, and nothing for long."""
-    return state is not None and time.time() - state.get("beat", 0.0) > _DEAD_AFTER_S
+def _silent(states: Sequence[dict | None]) -> set[int]:
+    """Return the ranks that have said something, and nothing for long."""
+    now = time.time()
+    said = {rank: state.get("beat", 0.0) for rank, state in enumerate(states) if state}
+    return {rank for rank, beat in said.items() if now - beat > _DEAD_AFTER_S}
 
 
 def first_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+import uuid
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,20 +18,23 @@ from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
 from spmdrl.errors import Refusal
 from spmdrl.world.awaited import Awaited
-from spmdrl.world.comm import any_of, await_all, gather_objects
+from spmdrl.world.check_launch import check_launch
+from spmdrl.world.comm import gather_objects
 from spmdrl.world.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
-from spmdrl.world.groups import join_world, make_groups, meet
+from spmdrl.world.groups import join_world, make_groups, make_groups_alone, meet
 from spmdrl.world.host_memory import MemoryWatch
 from spmdrl.world.launch import Launch, ask_cublas_to_repeat, is_orphaned, read_launch
 from spmdrl.world.leaving import obey_signals
+from spmdrl.world.meetings import Meetings
 from spmdrl.world.sealed_store import SealedStore
+from spmdrl.world.survival import Survival
 from spmdrl.world.watch import Watch, store_timeout
 
 T = TypeVar("T")
 
 
 @dataclass
-class World:
+class World(Meetings):
     """One rank's view of the job. Made by `World.start`, ended by `close`."""
 
     cfg: Config
@@ -44,6 +47,8 @@ class World:
     watch: Watch
     control: dist.ProcessGroup
     """gloo group over all ranks, for small messages."""
+    everyone: dist.ProcessGroup
+    """Group over all ranks that carries tensors."""
     trainer_control: dist.ProcessGroup
     """gloo group over the trainer ranks, for the few numbers of an update."""
     saving: dist.ProcessGroup
@@ -67,6 +72,8 @@ class World:
     """Start-up is over: there is progress to save."""
     updated: Awaited = field(init=False)
     """The announcement of the trainers that a replica waits for."""
+    survival: Survival | None = field(default=None)
+    """What goes on without engines that are gone; None where the job ends with any rank."""
     found_tokens: int = field(default=0)
     """What was found for batch.tokens_per_microbatch 0, the same on every rank; 0 before."""
 
@@ -81,7 +88,7 @@ class World:
             the layout; RuntimeError when ranks do not have the same config.
         """
         launch = read_launch()
-        _check_launch(cfg, launch)
+        check_launch(cfg, launch)
         check_driver(cfg)
         device = pick_device(cfg, launch.local_rank)
         if device.type == "cuda":
@@ -96,12 +103,16 @@ class World:
                 cfg.checkpoint.write_timeout_s,
             )
         )
-        watch, store = _join(cfg, launch, device=device, timeout=timeout)
+        watch, store, unsealed = _join(cfg, launch, device=device, timeout=timeout)
         if launch.local_rank == 0:
             MemoryWatch().start(watch)
         with watch.start_up():
             with watch.wait("create groups", -1):
-                groups = make_groups(cfg, rank=launch.rank, device=device)
+                groups = (
+                    make_groups_alone()
+                    if launch.joins
+                    else make_groups(cfg, rank=launch.rank, device=device)
+                )
             world = cls(
                 cfg=cfg,
                 rank=launch.rank,
@@ -114,6 +125,11 @@ class World:
                 **vars(groups),
             )
             world._check_same_config()
+            if cfg.layout.survive_engines:
+                with watch.wait("create groups", -1):
+                    world.survival = Survival(
+                        world, unsealed, tensors=world.backend, is_alone=launch.joins
+                    )
         obey_signals(world)
         if cfg.deterministic:
             ask_cublas_to_repeat()
@@ -124,6 +140,11 @@ class World:
         return world
 
     # ---------------------------------------------------------------- roles
+
+    @property
+    def members(self) -> list[int]:
+        """By rank, the launcher's number."""
+        return self.survival.members if self.survival else list(range(self.world_size))
 
     @property
     def is_trainer(self) -> bool:
@@ -195,20 +216,7 @@ class World:
         """Where tensors must be to be sent: gloo's messages start and end on the host."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
-    # ---------------------------------------------------------------- exchanges
-
-    def from_rank_0(self, work: Callable[[], T], *, wait: str, step: int = -1) -> T:
-        """Return on every rank the small value (see plain.py) that `work` returns on rank 0."""
-        with self.watch.wait(wait, step):
-            return gather_objects(work() if self.rank == 0 else None, group=self.control)[0]
-
-    def gather(self, own: T, *, wait: str, step: int = -1) -> list[T]:
-        """Return on every rank the small value (see plain.py) of each rank, in rank order.
-
-        Raises: Refusal naming each rank's line where they are not all in this wait of this step.
-        """
-        with self.watch.wait(wait, step):
-            return gather_objects(own, group=self.control)
+    # ---------------------------------------------------------------- among trainers
 
     def gather_per_dp(self, own: T) -> list[T]:
         """Return the small value (plain.py) of each data-parallel index, on every trainer rank."""
@@ -228,10 +236,22 @@ class World:
 
     # ---------------------------------------------------------------- life
 
-    def started(self) -> None:
-        """Say that start-up is over: waits have the short deadline, a signal saves first."""
+    def started(self, step: int) -> int:
+        """Say that start-up is over: waits have the short deadline, a signal saves first.
+
+        Args:
+            step: that the run has come to.
+        Returns: the step to begin with: on a rank that joins a job, once that has taken it in, the
+            job's.
+        """
         self.watch.timeout_s = self.cfg.layout.wait_timeout_s
         self.is_started = True
+        return step if self.survival is None else self.survival.start(step)
+
+    def take_in(self, step: int) -> None:
+        """Take in the processes that are there to be engines in the place of lost ones."""
+        if self.survival is not None:
+            self.survival.take_in(step)
 
     def announce_updated(self, step: int) -> None:
         """Let every rank know, whenever it looks, that the trainers are done with `step`."""
@@ -244,16 +264,10 @@ class World:
         again it costs the store one request."""
         return self.updated.is_set(f"updated/{step}")
 
-    def agree_to_stop(self, step: int) -> bool:
-        """Return on all ranks, once all are here, whether any rank was asked to stop."""
-        with self.watch.wait("await peers", step):
-            return any_of(self.stop_requested, group=self.control)
-
     def close(self) -> None:
         """Leave the job in step with the others. Engines must be closed before."""
         self.watch.say_leaving()
-        with self.watch.wait("leave", -1):
-            await_all(group=self.control)
+        self.meet(wait="leave")
         self.watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -273,8 +287,9 @@ class World:
 
 def _join(
     cfg: Config, launch: Launch, *, device: torch.device, timeout: timedelta
-) -> tuple[Watch, SealedStore]:
-    """Start this rank's watch, and make the group of all ranks; return the job's store too."""
+) -> tuple[Watch, SealedStore, dist.Store]:
+    """Start this rank's watch, and make the group of all ranks; return the job's store too, sealed
+    and as it is."""
     launch.pass_on()
     within_s, backend = cfg.layout.startup_timeout_s, pick_backend(cfg)
     store = meet(launch, shared=Path(cfg.output_dir), within=timedelta(seconds=within_s))
@@ -291,31 +306,14 @@ def _join(
     with watch.start_up(), watch.wait("meet", -1):
         if backend == "nccl":
             check_own_gpus(launch, device, sealed)
-        join_world(backend, launch, store=store, device=device, timeout=timeout)
-    return watch, sealed
-
-
-def _check_launch(cfg: Config, launch: Launch) -> None:
-    if launch.world_size != cfg.layout.world_size:
-        raise Refusal(
-            f"layout.world_size is {cfg.layout.world_size}, but {launch.launcher} started "
-            f"{launch.world_size} ranks; start {cfg.layout.world_size} or {_other_way(cfg, launch)}"
-        )
-
-
-def _other_way(cfg: Config, launch: Launch) -> str:
-    size = launch.world_size
-    if not cfg.layout.roles.overlaps or size > cfg.layout.trainer_ranks:
-        return f"set --layout.world-size {size}"
-    if size > 1:
-        return (
-            f"set --layout.world-size {size} --layout.trainer-ranks {size // 2}, so that "
-            "split placement leaves ranks to generate"
-        )
-    return (
-        f"set --layout.world-size {size} --layout.placement colocated: split placement needs "
-        "a rank that trains and one that generates"
-    )
+        if launch.joins:
+            alone = replace(launch, rank=0, world_size=1)
+            alone.pass_on()  # to vLLM too, whose groups are of this engine alone
+            own = dist.PrefixStore(f"joins {uuid.uuid4().hex}", store)
+            join_world(backend, alone, store=own, device=device, timeout=timeout)
+        else:
+            join_world(backend, launch, store=store, device=device, timeout=timeout)
+    return watch, sealed, store
 
 
 def is_on_cpu(cfg: Config) -> bool:

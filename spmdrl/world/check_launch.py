@@ -1,0 +1,43 @@
+"""Whether what the launcher started is what the config says."""
+
+from __future__ import annotations
+
+from spmdrl.config import Config
+from spmdrl.errors import Refusal
+from spmdrl.world.launch import Launch
+
+
+def check_launch(cfg: Config, launch: Launch) -> None:
+    """Refuse a number of ranks, or a launcher, that `layout` does not fit. Raises: Refusal."""
+    if launch.world_size != cfg.layout.world_size:
+        raise Refusal(
+            f"layout.world_size is {cfg.layout.world_size}, but {launch.launcher} started "
+            f"{launch.world_size} ranks; start {cfg.layout.world_size} or {_other_way(cfg, launch)}"
+        )
+    layout = cfg.layout
+    if launch.joins and (launch.rank < layout.trainer_ranks or layout.inference_tp > 1):
+        raise Refusal(
+            f"rank {launch.rank} cannot join a job: engines of one rank can, and rank "
+            f"{launch.rank} with layout.trainer_ranks {layout.trainer_ranks} and "
+            f"layout.inference_tp {layout.inference_tp} is none; start the whole job anew"
+        )
+    if cfg.layout.survive_engines and not launch.spares:
+        raise Refusal(
+            f"layout.survive_engines: {launch.launcher} ends all ranks when one ends; start them "
+            "by `python -m spmdrl launch --survive-engines`, or by srun --kill-on-bad-exit=0"
+        )
+
+
+def _other_way(cfg: Config, launch: Launch) -> str:
+    size = launch.world_size
+    if not cfg.layout.roles.overlaps or size > cfg.layout.trainer_ranks:
+        return f"set --layout.world-size {size}"
+    if size > 1:
+        return (
+            f"set --layout.world-size {size} --layout.trainer-ranks {size // 2}, so that "
+            "split placement leaves ranks to generate"
+        )
+    return (
+        f"set --layout.world-size {size} --layout.placement colocated: split placement needs "
+        "a rank that trains and one that generates"
+    )
