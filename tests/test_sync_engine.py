@@ -217,7 +217,13 @@ LAYOUTS = {  # layout, architecture, the engine's dtype, fields of the model
 }
 
 
-@pytest.mark.parametrize("case", list(LAYOUTS))
+# What the others join is there apart in the rest.
+_IN_GRID = {"split_3_1", "split_tp2_and_2_replicas"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.grid) if c in _IN_GRID else c for c in LAYOUTS]
+)
 def test_engines_hold_the_trainers_weights_bit_for_bit_after_each_push(case, tmp_path):
     layout, architecture, dtype, fields = LAYOUTS[case]
     folder = make_folder(tmp_path, architecture, **fields)

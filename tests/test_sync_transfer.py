@@ -44,7 +44,8 @@ def _arrived(computed: tuple[str, ...], bucket_bytes: int) -> list[str]:
         device=torch.device("cpu"),
         source=source,
         targets=targets if rank == 1 else [],
-        groups={},
+        group=dist.group.WORLD,
+        gathers={},
     ).run()
     return (
         []
@@ -85,6 +86,8 @@ def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.Monke
         _cfg=SimpleNamespace(verify_every=0),
         _world=SimpleNamespace(
             watch=SimpleNamespace(wait=lambda *_: contextlib.nullcontext()),
+            survive=lambda turn, **how: turn(),
+            is_alone=False,
             control=None,
             device=torch.device("cpu"),
             is_inference=False,

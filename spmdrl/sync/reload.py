@@ -57,7 +57,7 @@ class ReloadedTensors:
         self._pushes = _grouped(names, world.cfg.stream.bucket_bytes or LARGEST)
         wants = self._pushes if world.is_inference else [[] for _ in self._pushes]
         self.plans = make_plans(wants, live, world=world, kind="reload")
-        self._groups = make_gather_groups(self.plans[0])
+        self._gathers = make_gather_groups(self.plans[0], world, kind="reload")
 
     def move(self) -> None:
         """Have every engine load every tensor's value of now.
@@ -90,7 +90,8 @@ class ReloadedTensors:
                 device=self._world.wire,
                 source=self._live.held.value,
                 targets=[(want.box, tensor) for want, tensor in zip(wants, whole)],
-                groups=self._groups,
+                group=self._world.everyone,
+                gathers=self._gathers,
             ).run()
             if self._sums is not None:
                 self._sums += [checksum(t, w.box, shape=w.box.shape) for w, t in zip(wants, whole)]

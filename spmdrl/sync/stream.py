@@ -18,7 +18,6 @@ from spmdrl.errors import Refusal
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
 from spmdrl.model.sharded import SentWeights
-from spmdrl.pictures import Pictures
 from spmdrl.sync.adapter import trace_adapter
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.plan import StreamPlan
@@ -53,11 +52,13 @@ class WeightStream:
         self._cfg, self._pushes, self.mode = world.cfg.stream, 0, "idle"
         self._adapter: TracedTensors | None = None
         self._changing: TracedTensors | None = None  # without what is frozen, of later pushes
-        self._probed: tuple[Sequence[Sequence[int]], Sequence[Pictures | None]] = (), ()
+        self._probed: Sequence[Sequence[int]] = ()
         if not world.inference_ranks:
             return
         with world.watch.wait("plan stream", -1):
             self._plan()
+        if world.survival is not None:
+            world.survival.arrive.append(self._arrived)
         self._pointers = self._engine_pointers()
         self._handover = Handover(engine, world)
 
@@ -99,10 +100,31 @@ class WeightStream:
             leave the trainers of the whole world.
         Raises: RuntimeError on every rank when a checksum differs, or an engine's loader fails.
         """
-        if self.mode == "idle":
+        if self.mode == "idle" or self._world.is_alone:
             return {}
-        nbytes = self.nbytes if self._pushes or self._adapter else self._weight_bytes
+        pushed = self._world.survive(
+            lambda: self._pushed(version), step=version, breaks_weights=True
+        )
+        if self._world.is_inference:
+            self._engine.weights_changed(version)
+        self._pushes += 1
+        every = self._cfg.verify_every
+        if self._pushes == 1 or (every and self._pushes % every == 0):
+            self.verify(version)
+        return pushed
+
+    def _arrived(self, version: int) -> None:
+        """Give the weights of now to engines that have joined, and so to all."""
+        self._pushes = 0  # what is frozen too
+        self._pushed(version)
+        self._pushes = 1
+        if self._world.is_inference:
+            self._engine.weights_changed(version)
+
+    def _pushed(self, version: int) -> Sums:
         with self._world.watch.wait("push", version):
+            self._settle()
+            nbytes = self.nbytes if self._pushes or self._adapter else self._weight_bytes
             await_all(group=self._world.control)
             began = time.perf_counter()
             self._handover.wake_weights()
@@ -118,12 +140,6 @@ class WeightStream:
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)
         seconds = time.perf_counter() - began
-        if self._world.is_inference:
-            self._engine.weights_changed(version)
-        self._pushes += 1
-        every = self._cfg.verify_every
-        if self._pushes == 1 or (every and self._pushes % every == 0):
-            self.verify(version)
         return woken | {
             "sync/bytes": (float(nbytes), 1.0),
             "sync/seconds": (seconds, 1.0),
@@ -139,9 +155,14 @@ class WeightStream:
 
         Raises: RuntimeError on every rank, naming engine, tensor and both sums.
         """
-        with self._world.watch.wait("verify push", version):
-            problems = self._weights.differences()
-            problems += self._adapter.differences() if self._adapter else []
+
+        def turn() -> list[str]:
+            with self._world.watch.wait("verify push", version):
+                self._settle()
+                problems = self._weights.differences()
+                return problems + (self._adapter.differences() if self._adapter else [])
+
+        problems = self._world.survive(turn, step=version)
         if problems:
             raise RuntimeError(
                 f"push {version}: engine weights differ from the trainers'\n{shown(problems)}"
@@ -149,33 +170,25 @@ class WeightStream:
         if self.mode == "reload":
             if self._world.is_inference:
                 self._engine.weights_changed(version)
-            self.probe(*self._probed, version=version)
+            self.probe(self._probed, version=version)
 
-    def probe(
-        self,
-        sequences: Sequence[Sequence[int]],
-        pictures: Sequence[Pictures | None] = (),
-        *,
-        version: int = 0,
-    ) -> Sums:
+    def probe(self, sequences: Sequence[Sequence[int]], *, version: int = 0) -> Sums:
         """Score token sequences by engines and trainers and compare.
 
         Args:
-            sequences: token ids, the same on every rank.
-            pictures: what each shows; empty where none shows anything.
+            sequences: token ids, the same on every rank; Given where they show something.
             version: of the weights, for messages.
         Returns: sync/probe_gap: (sum of |engine - trainer| logprob in nats, tokens), over all
             replicas; equal on every rank.
         Raises: RuntimeError on every rank when the mean is above `stream.max_logprob_gap` or
             not a number.
         """
-        if self.mode == "idle" or not sequences:
+        if self.mode == "idle" or not sequences or self._world.is_alone:
             return {}
-        world, self._probed = self._world, (sequences, pictures)
-        shown = pictures or None
+        world, self._probed = self._world, sequences
         with world.watch.wait("probe", version):
-            of_engine = self._engine.score(sequences, pictures=shown) if world.is_inference else []
-            of_trainer = self._sent.score(sequences, pictures=shown) if world.is_trainer else []
+            of_engine = self._engine.score(sequences) if world.is_inference else []
+            of_trainer = self._sent.score(sequences) if world.is_trainer else []
             limit = self._cfg.max_logprob_gap
             return probe_gap(of_engine, of_trainer, limit=limit, version=version, world=world)
 
@@ -197,6 +210,12 @@ class WeightStream:
                 shown(problems),
             )
         self.mode = "reload" if self._cfg.mode == "reload" or problems else "traced"
+        if self.mode == "reload" and world.cfg.layout.survive_engines:
+            raise Refusal(
+                "layout.survive_engines: this engine's weights cannot be written in place (the log "
+                "says why, or stream.mode is reload), and pushes by vLLM's own reloading were not "
+                "tried with lost engines; set it to false"
+            )
         self._weights: TracedTensors | ReloadedTensors
         if self.mode == "traced":
             self._weights = TracedTensors(world, kind="weights", copies=copies, live=live)
@@ -228,6 +247,12 @@ class WeightStream:
         return trace.copies, layout_problems(trace.copies, reader)
 
     # ---------------------------------------------------------------- moving
+
+    def _settle(self) -> None:
+        """Plan again for the ranks that are left; see Survival."""
+        for way in (self._weights, self._changing, self._adapter):
+            if isinstance(way, TracedTensors):
+                way.settle()
 
     def _push_weights(self) -> None:
         if self._pushes and self._changing is not None:

@@ -31,12 +31,28 @@ class TracedTensors:
         live: what this rank has of the tensors.
     """
 
+    _is_settled = False
+    _transfer: Transfer | None = None
+
     def __init__(self, world: World, *, kind: str, copies: Sequence[Copy], live: LiveShards):
-        self._world, self._copies, self._live = world, copies, live
-        wants = [Want(copy.name, copy.box, copy.view.dtype) for copy in copies]
-        (self.plan,) = make_plans([wants], live, world=world, kind=kind)
-        self._groups = make_gather_groups(self.plan)
+        self._world, self._copies, self._live, self._kind = world, copies, live, kind
+        if not world.is_alone:
+            self.settle()
+        if world.survival is not None:
+            world.survival.forget.append(self._forget)
+
+    def settle(self) -> None:
+        """Plan, where there is no plan for the ranks of now. Every rank calls it."""
+        if self._is_settled:
+            return
+        wants = [Want(copy.name, copy.box, copy.view.dtype) for copy in self._copies]
+        (self.plan,) = make_plans([wants], self._live, world=self._world, kind=self._kind)
+        self._gathers = make_gather_groups(self.plan, self._world, kind=self._kind)
+        self._is_settled = True
+
+    def _forget(self) -> None:
         self.release()
+        self._gathers, self._is_settled = {}, False
 
     @property
     def plans(self) -> list[StreamPlan]:
@@ -45,7 +61,7 @@ class TracedTensors:
 
     def release(self) -> None:
         """Free the buffers until the next `move`."""
-        self._transfer: Transfer | None = None
+        self._transfer = None
 
     def move(self) -> None:
         """Write every tensor's value of now, in the dtype of its place."""
@@ -58,7 +74,8 @@ class TracedTensors:
                 device=self._world.wire,
                 source=self._live.held.value,
                 targets=[(copy.box, copy.view) for copy in self._copies],
-                groups=self._groups,
+                group=self._world.everyone,
+                gathers=self._gathers,
             )
         self._transfer.run()
 

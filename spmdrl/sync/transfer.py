@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,15 +21,20 @@ from spmdrl.model.shards import Box, Value, narrow
 from spmdrl.sync.pieces import Piece, pieces_of
 from spmdrl.sync.plan import Slices, StreamPlan
 from spmdrl.sync.tables import FileTable
+from spmdrl.world import World
 from spmdrl.world.torch_internals import all_gather_single, copy_all
 
 _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger ones travel alone
 
 
-def make_gather_groups(plan: StreamPlan) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def make_gather_groups(
+    plan: StreamPlan, world: World, *, kind: str
+) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
     """Create the groups in which replicas gather their parts; every rank must call it."""
     return {
-        ranks: dist.new_group(list(ranks)) for ranks in plan.traffic.receivers if len(ranks) > 1
+        ranks: world.group_of(ranks, name=f"gather {kind}")
+        for ranks in plan.traffic.receivers
+        if len(ranks) > 1
     }
 
 
@@ -42,7 +48,8 @@ class Transfer:
         source: gives what this rank holds in a box of a file tensor.
         targets: per want of this rank, its box and the live view to write; empty where nothing is
             wanted.
-        groups: from make_gather_groups.
+        group: of all ranks, for tensors.
+        gathers: from make_gather_groups.
     """
 
     def __init__(
@@ -53,11 +60,12 @@ class Transfer:
         device: torch.device,
         source: Callable[[str, Box], Value],
         targets: Sequence[tuple[Box, Tensor]],
-        groups: dict[tuple[int, ...], dist.ProcessGroup],
+        group: dist.ProcessGroup,
+        gathers: dict[tuple[int, ...], dist.ProcessGroup | None],
     ):
         self._plan, self._table = plan, table
         self._source, self._targets = source, targets
-        self._group = groups.get(plan.replicas)
+        self._everyone, self._group = group, gathers.get(plan.replicas)
         send, receive = plan.bucket_bytes
         buffers = range(min(2, plan.num_buckets))
         self._sent = [_bytes(send, device) for _ in buffers]
@@ -100,7 +108,7 @@ class Transfer:
         live = [value.live for value in values] if is_plain else []
         if not message.is_like(live):
             bucket.pack.add(message.views, values)
-        bucket.operations.append(dist.P2POp(dist.isend, message.wire(live), message.target))
+        bucket.operations.append(self._message(dist.isend, message.wire(live), message.target))
 
     def _list_taken(self, bucket: _Bucket, message: _Message) -> None:
         rank = self._plan.rank
@@ -114,9 +122,12 @@ class Transfer:
             bucket.pack.add(live if is_alone else message.views, self._values(message))
         elif message.target == rank:
             wire = message.wire(live if is_alone else ())
-            bucket.operations.append(dist.P2POp(dist.irecv, wire, message.source))
+            bucket.operations.append(self._message(dist.irecv, wire, message.source))
         if not (is_alone and (from_self or message.is_like(live))):
             bucket.unpack.add(live, [Value(view) for view in message.views])
+
+    def _message(self, way: Callable[..., Any], wire: Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(way, wire, group=self._everyone, group_peer=rank)
 
     def _values(self, message: _Message) -> list[Value]:
         return [self._source(piece.name, piece.box) for piece in message.pieces]
