@@ -7,7 +7,7 @@ N sequences of one rank, T packed tokens, R ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,7 +42,21 @@ class _Gathered:
         return sum(known[1:], known[0]) if known else None
 
 
-def exchange(rollouts: Rollouts, world: World, *, step: int) -> Batch:
+class BatchSource(Protocol):
+    """What the exchange needs of a source."""
+
+    def take(self, step: int) -> Rollouts:
+        """Hand over this rank's share of the batch of `step`."""
+
+
+def exchange(source: BatchSource, world: World, *, step: int) -> Batch:
+    """Take this rank's share of a step's batch and give it to the trainers, see
+    `exchange_rollouts`; again, with what others have drawn in its place, where an engine is lost.
+    """
+    return world.survive(lambda: exchange_rollouts(source.take(step), world, step=step), step=step)
+
+
+def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
     """Give every trainer rank its micro-batches of this step, and every rank all scalars.
 
     Tensor-parallel ranks of one dp index get the same sequences. Sequences that are not valid

@@ -1,8 +1,8 @@
-"""How columns that only some runs have travel with their tokens: routes, kept sets, pictures.
+"""How columns that only some runs have travel with their tokens: routes, kept sets, items.
 
 A column adds numbers to what is sent of each token, or sends what it has the way of the tokens, or
 both. What all ranks need to know of it beforehand is gathered with the scalars. Letters: T tokens
-of this rank, S sequences of the batch, P pictures of the batch, R ranks.
+of this rank, S sequences of the batch, P items of the batch, R ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.given import Item, Shown
 from spmdrl.kept_sets import KeptSets
-from spmdrl.pictures import Picture, Pictures
 from spmdrl.types import Tokens
 from spmdrl.world import World
 
@@ -38,7 +38,9 @@ class Passage:
         """Send rows, and return those that came, on world.device."""
         payload = payload.to(self.world.wire)
         received = payload.new_empty(sum(self.arriving), *payload.shape[1:])
-        dist.all_to_all_single(received, payload, [*self.arriving], [*self.leaving])
+        dist.all_to_all_single(
+            received, payload, [*self.arriving], [*self.leaving], group=self.world.everyone
+        )
         return received.to(self.world.device)
 
 
@@ -144,25 +146,25 @@ class _KeptSetBytes(Traveller[KeptSets]):
 
 
 @dataclass(frozen=True)
-class _PictureFeatures(Traveller[Pictures]):
-    """Places among the pictures of the whole batch; and each picture once to each rank that trains
+class _ItemFeatures(Traveller[Shown]):
+    """Places among the items of the whole batch; and each item once to each rank that trains
     on a sequence which shows it, from the first rank that has it."""
 
-    items: tuple[Picture, ...]
+    items: tuple[Item, ...]
     """[P], on the meta device: of what shapes they are."""
     holders: Tensor  # [P] int64, the rank that sends it
     rows: Tensor  # [n] int64, a sequence among S, and
-    shown: Tensor  # [n] int64, a picture among P that it shows; no pair twice
+    shown: Tensor  # [n] int64, an item among P that it shows; no pair twice
 
     @staticmethod
-    def told(own: Pictures, lengths: Tensor) -> Any:
+    def told(own: Shown, lengths: Tensor) -> Any:
         if not own.items:
             return None
         is_shown = own.places >= 0
         sequences = torch.arange(len(lengths)).repeat_interleave(lengths)[is_shown]
-        pictures = torch.bucketize(own.places[is_shown], own.starts[1:], right=True)
-        used, pictures = pictures.unique(return_inverse=True)
-        pairs = torch.stack([sequences, pictures]).unique(dim=1)
+        which = torch.bucketize(own.places[is_shown], own.starts[1:], right=True)
+        used, which = which.unique(return_inverse=True)
+        pairs = torch.stack([sequences, which]).unique(dim=1)
         forms = [
             (p.key, p.num_tokens, {k: (v.dtype, tuple(v.shape)) for k, v in p.features.items()})
             for p in (own.items[i] for i in used.tolist())
@@ -170,10 +172,10 @@ class _PictureFeatures(Traveller[Pictures]):
         return forms, pairs
 
     @classmethod
-    def agreed(cls, told: Mapping[int, Any], rows: Sequence[Tensor]) -> _PictureFeatures:
+    def agreed(cls, told: Mapping[int, Any], rows: Sequence[Tensor]) -> _ItemFeatures:
         known: dict[str, tuple[int, int]] = {}  # {key: (its number, who sends it)}
-        items, of_rows, of_pictures = [], [], []
-        for rank, (forms, (sequences, pictures)) in told.items():
+        items, of_rows, of_items = [], [], []
+        for rank, (forms, (sequences, which)) in told.items():
             for key, num_tokens, form in forms:
                 if key not in known:
                     known[key] = len(known), rank
@@ -181,27 +183,27 @@ class _PictureFeatures(Traveller[Pictures]):
                         k: torch.empty(shape, dtype=dtype, device="meta")
                         for k, (dtype, shape) in form.items()
                     }
-                    items.append(Picture(key, num_tokens, meta))
+                    items.append(Item(key, num_tokens, meta))
             numbers = torch.tensor([known[key][0] for key, _, _ in forms])
             of_rows.append(rows[rank][sequences])
-            of_pictures.append(numbers[pictures])
+            of_items.append(numbers[which])
         holders = torch.tensor([rank for _, rank in known.values()])
-        return cls(tuple(items), holders, torch.cat(of_rows), torch.cat(of_pictures))
+        return cls(tuple(items), holders, torch.cat(of_rows), torch.cat(of_items))
 
-    def none(self, count: int) -> Pictures:
-        return Pictures.none(count)
+    def none(self, count: int) -> Shown:
+        return Shown.none(count)
 
-    def of_dummy(self) -> Pictures:  # or its rank would not run the tower, which others wait for
-        return Pictures.none(1)
+    def of_dummy(self) -> Shown:  # or its rank would not run the tower, which others wait for
+        return Shown.none(1)
 
-    def numbers(self, own: Pictures) -> list[Tensor]:
-        starts = Pictures(torch.empty(0), self.items).starts.tolist()
+    def numbers(self, own: Shown) -> list[Tensor]:
+        starts = Shown(torch.empty(0), self.items).starts.tolist()
         return [own.placed(dict(zip(self.items, starts))).int()]
 
-    def moved(self, own: Pictures, numbers: Sequence[Tensor], passage: Passage) -> Pictures:
+    def moved(self, own: Shown, numbers: Sequence[Tensor], passage: Passage) -> Shown:
         wanted = self._wanted(passage)
         rank, mine = passage.world.rank, {item: item for item in own.items}
-        leaving = [pictures[self.holders[pictures] == rank].tolist() for pictures in wanted]
+        leaving = [which[self.holders[which] == rank].tolist() for which in wanted]
         arriving = [
             wanted[rank][self.holders[wanted[rank]] == r].tolist() for r in range(len(wanted))
         ]
@@ -218,19 +220,19 @@ class _PictureFeatures(Traveller[Pictures]):
         # On the host, where rows are made of them.
         for i, own_bytes in zip(came, received.cpu().split([sizes[i] for i in came])):
             items[i] = _from_bytes(own_bytes, self.items[i])
-        return Pictures(numbers[0].long(), tuple(items))
+        return Shown(numbers[0].long(), tuple(items))
 
     def _wanted(self, passage: Passage) -> list[Tensor]:
-        """Return the pictures that each rank trains on: [p] int64 of each, ascending."""
+        """Return the items that each rank trains on: [p] int64 of each, ascending."""
         dp_ids = passage.dp_ids[self.rows]
         of_dp = {dp: self.shown[dp_ids == dp].unique() for dp in {*passage.dp_of_rank}}
         return [of_dp[dp] for dp in passage.dp_of_rank]
 
     def work(self, num_sequences: int) -> Tensor:
-        """Return as many tokens for a picture as stand for it, in each sequence that shows it.
+        """Return as many tokens for an item as stand for it, in each sequence that shows it.
 
         A tower has about a tenth of the language model's parameters and reads 4 to 16 patches for
-        one token of it: for one token of a picture it computes 0.4 to 1.6 times what the language
+        one token of it: for one token of an item it computes 0.4 to 1.6 times what the language
         model computes for it. One that sequences of a micro-batch share is computed once, and is
         counted with each: who shares it is not known before the plan is made.
         """
@@ -238,14 +240,14 @@ class _PictureFeatures(Traveller[Pictures]):
         return tokens.new_zeros(num_sequences).index_add(0, self.rows, tokens[self.shown])
 
 
-def _bytes_of(picture: Picture) -> Tensor:
-    """Return the bytes of a picture's features, one after the other: [picture.nbytes] uint8."""
-    parts = picture.features
+def _bytes_of(item: Item) -> Tensor:
+    """Return the bytes of an item's features, one after the other: [item.nbytes] uint8."""
+    parts = item.features
     return torch.cat([parts[k].contiguous().flatten().view(torch.uint8) for k in sorted(parts)])
 
 
-def _from_bytes(data: Tensor, form: Picture) -> Picture:
-    """Return the picture of a form whose bytes these are; memory of its own, aligned."""
+def _from_bytes(data: Tensor, form: Item) -> Item:
+    """Return the item of a form whose bytes these are; memory of its own, aligned."""
     names = sorted(form.features)
     parts = data.split([form.features[name].nbytes for name in names])
     features = {}
@@ -258,7 +260,7 @@ def _from_bytes(data: Tensor, form: Picture) -> Picture:
 _KINDS: dict[str, type[Traveller]] = {
     "kept_sets": _KeptSetBytes,
     "routes": _RouteRows,
-    "pictures": _PictureFeatures,
+    "shown": _ItemFeatures,
 }
 """{column of Tokens: how it travels}, in the order in which they do."""
 

@@ -35,6 +35,7 @@ _STAGE_OF: dict[str, Stage] = {
     "generate": "generation",
     "await other replicas": "generation",
     "await the replica's leader": "generation",
+    "take in engines": "generation",
     "await rollouts": "exchange",
     "exchange scalars": "exchange",
     "exchange tokens": "exchange",
@@ -45,6 +46,7 @@ _STAGE_OF: dict[str, Stage] = {
     "certificate": "update",
     "update": "update",
     "await peers": "push",
+    "copy what was drawn ahead": "push",
     "push": "push",
     "begin checkpoint": "save",
     "copy checkpoint": "save",
@@ -107,8 +109,25 @@ KINDS: dict[str, Kind] = {
     "supervised": Kind(2, {}, "demo_sft.yaml", samples=False),
 }
 
+_SURVIVES = {
+    "layout.survive-engines": "true",
+    "layout.trainer-ranks": 2,
+    # Engines that compute a sequence in other company may differ in the last digits.
+    "algorithm.correction": "none",
+}
+SURVIVING: dict[str, Kind] = {
+    "survives, lag 0": Kind(4, _SURVIVES | {"lag": 0}),
+    "survives, lag 1, three engines": Kind(5, _SURVIVES | {"lag": 1}),
+    "survives, game": Kind(4, _SURVIVES, "demo_game.yaml"),
+    "survives, lag 1, tp 2, vllm": Kind(
+        6, _SURVIVES | _VLLM | {"layout.inference-tp": 2, "lag": 1}
+    ),
+}
+"""Runs that go on without an engine."""
+EVERY_KIND = KINDS | SURVIVING
+
 DEFAULT = ("split of three, lag 1", "split, lag 1, vllm", "colocated", "colocated, vllm")
-"""Kinds of the eight cases that the default suite runs."""
+"""Kinds of the eight cases of which the default suite runs two."""
 
 TIMED = tuple(name for name, kind in KINDS.items() if kind.is_timed)
 
@@ -135,7 +154,7 @@ def draw_cases(kinds: Iterable[str], *, count: int, seed: str = SEED) -> list[Ca
     roles = _dealt(get_args(Role), count, dice)
     cases = []
     for number, stage in enumerate(stages):
-        able = [kind for kind in kinds if stage in KINDS[kind].stages]
+        able = [kind for kind in kinds if stage in EVERY_KIND[kind].stages]
         kind = min(able, key=lambda name: (used[name], dice.random()))
         used[kind] += 1
         cases.append(Case(number, kind, stage, deaths[number], roles[number]))
@@ -183,8 +202,8 @@ def stage_of(phase: str, step: int) -> Stage:
 
 
 def _has_role(rank: int, case: Case) -> bool:
-    flags = KINDS[case.kind].flags
-    is_split = KINDS[case.kind].samples and flags.get("layout.placement") != "colocated"
+    flags = EVERY_KIND[case.kind].flags
+    is_split = EVERY_KIND[case.kind].samples and flags.get("layout.placement") != "colocated"
     trains = not is_split or rank < flags.get("layout.trainer-ranks", 1)
     if case.role == "rank 0":
         return rank == 0

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from spmdrl.plain import record
 from spmdrl.report.glossary import values_of
 from spmdrl.types import Sums
 from spmdrl.world import World
-from spmdrl.world.comm import gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class _Pending:
     rollout_ranks: tuple[int, ...]
     began: float
     evaluated: dict[str, float]
+    members: list[int]
+    """Of the world, when it began."""
 
 
 class Saver:
@@ -106,7 +108,8 @@ class Saver:
 
         Raises: Refusal naming the nearest metric.
         """
-        keep.check_measured(self.cfg, values_of(evaluated))
+        if not self.world.is_alone:  # else the job has, long ago
+            keep.check_measured(self.cfg, values_of(evaluated))
 
     def _is_new_best(self, step: int, values: dict[str, float]) -> bool:
         options = self.cfg.checkpoint.keep
@@ -130,11 +133,12 @@ class Saver:
         evaluated: dict[str, float],
         is_last: bool,
     ) -> None:
-        began, partial = time.monotonic(), self._partial(step)
-        held = source.state_dict()
-        with self.world.watch.wait("begin checkpoint", step):
+        began, partial, members = time.monotonic(), self._partial(step), None
+        while members != self.world.members:  # else what is held was shared out anew
+            members, held = self.world.members, source.state_dict()
             problem = _os_error(_make_folder, partial) if self.world.rank == 0 else ""
-            shared = gather_objects((problem, held is not None), group=self.world.control)
+            told = (problem, held is not None)
+            shared = self.world.gather(told, wait="begin checkpoint", step=step)
         if shared[0][0]:
             self._give_up(step, shared[0][0], is_fatal=is_last)
             return
@@ -154,7 +158,7 @@ class Saver:
             _write, partial, self.world.rank, tensors=tensors, extra=extra
         )
         ranks = tuple(rank for rank, (_, holds) in enumerate(shared) if holds)
-        self._pending = _Pending(step, written, ranks, began, evaluated)
+        self._pending = _Pending(step, written, ranks, began, evaluated, self.world.members)
 
     def _settle(self, *, wait: bool = False, must_succeed: bool = False) -> None:
         pending = self._pending
@@ -163,15 +167,19 @@ class Saver:
         limit = self.cfg.checkpoint.write_timeout_s if wait else None
         if wait:
             self._wait_for_disk(pending, limit)
-        with self.world.watch.wait("checkpoint", pending.step, timeout_s=limit):
-            outcomes = gather_objects(_outcome(pending.written), group=self.world.control)
-            if None in outcomes:
-                return
-            failed = [f"rank {r}: {o.problem}" for r, o in enumerate(outcomes) if o.problem]
-            if not failed:
-                complete = self.world.rank == 0 and _os_error(self._complete, pending, outcomes)
-                shared = gather_objects(complete, group=self.world.control)
-                failed = [f"rank 0: {shared[0]}"] if shared[0] else []
+        gather = partial(self.world.gather, wait="checkpoint", step=pending.step, timeout_s=limit)
+        found = gather(_outcome(pending.written))
+        outcomes = [outcome for outcome in found if outcome is not None]
+        if len(outcomes) < len(found):
+            return
+        failed = [f"rank {r}: {o.problem}" for r, o in enumerate(outcomes) if o.problem]
+        is_lost = pending.members != self.world.members and pending.step < self.cfg.steps
+        if is_lost:
+            failed.append("an engine is gone, with its part of what was drawn ahead")
+        if not failed:
+            complete = self.world.rank == 0 and _os_error(self._complete, pending, outcomes)
+            shared = gather(complete)
+            failed = [f"rank 0: {shared[0]}"] if shared[0] else []
         self._pending = None
         if failed:
             is_fatal = must_succeed or not all(o.is_disk for o in outcomes)
@@ -197,7 +205,8 @@ class Saver:
             config=disk.plain(flatten(self.cfg)),
             model=_absolute(model.path),
             tokenizer=_absolute(model.tokenizer or model.path),
-            rollout_ranks=pending.rollout_ranks,
+            # Of the last step nothing is drawn ahead that an engine could take along.
+            rollout_ranks=pending.rollout_ranks if pending.members == self.world.members else (),
             files=files,
             evaluated=pending.evaluated,
             found_tokens=self.world.found_tokens,

@@ -1,0 +1,86 @@
+"""What joins the turns of episodes, for each source of data that has an environment."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from spmdrl.config import Config
+from spmdrl.data.attachments import files_of
+from spmdrl.environments.tool_calls import make_parser
+from spmdrl.rollout.conversation import Chat
+from spmdrl.workers.pool import RewardPool
+
+log = logging.getLogger(__name__)
+
+
+def make_chats(
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    pool: RewardPool,
+    *,
+    stops: Sequence[int],
+    is_first: bool,
+) -> dict[int, Chat]:
+    """Return {index of a source of data: what joins its episodes' turns}.
+
+    Args:
+        pool: knows what the environments offer.
+        stops: token ids that end a turn.
+        is_first: this replica is the one that warns.
+    Raises: Refusal as `Chat`.
+    """
+    made = {
+        field: _chat(
+            cfg, tokenizer, pool.environments[field], field, options, stops=stops, is_first=is_first
+        )
+        for field, options in cfg.environment_fields().items()
+    }
+    fields = [field for field, _ in cfg.environments()]
+    return {
+        i: made[field].beside(files_of(cfg.data, source.folder))
+        for i, (field, source) in enumerate(zip(fields, cfg.data.all_sources()))
+        if field in made
+    }
+
+
+def _chat(
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    facts: Mapping[str, Any],
+    field: str,
+    options: Mapping[str, Any],
+    *,
+    stops: Sequence[int],
+    is_first: bool,
+) -> Chat:
+    if facts["not_plain"] and is_first:
+        log.warning(
+            "%s: %s is no plain data. Episodes that a checkpoint finds under "
+            "way are kept as pickles, and a resume asks for --checkpoint.trust-pickles true; "
+            "docs/environments.md says how `save` and `restore` make it plain",
+            field,
+            facts["not_plain"],
+        )
+    parser = facts["tool_parser"]
+    chat = Chat(
+        tokenizer,
+        stop_token_ids=stops,
+        tools=facts["tools"],
+        parser=make_parser(parser, tokenizer) if parser else None,
+        rewrites=options.get("rewrites", "auto"),
+        prefix=cfg.data.generation_prefix,
+        field=field,
+    )
+    if chat.drops_reasoning and is_first:
+        log.warning(
+            "%s: the chat template leaves reasoning (<think>) out of "
+            "earlier turns; here what the policy wrote stays before its eyes, and it is "
+            "trained so. Whoever uses it later with this template shows it less. With "
+            "{rewrites: refuse} the run ends instead",
+            field,
+        )
+    return chat
