@@ -15,8 +15,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from spmdrl.given import Given, Shown, shown_by
 from spmdrl.kept_sets import KeptSets
-from spmdrl.pictures import Pictures
 
 Sums = dict[str, tuple[float, float]]
 """Named (numerator, denominator) pairs. Sums from any number of ranks and micro-batches add
@@ -52,16 +52,14 @@ class Prompt:
 
     index: int
     """Position of the row in its data source: stable across epochs, ranks and runs."""
-    tokens: tuple[int, ...]
-    """Prompt token ids, chat template applied."""
+    tokens: Given
+    """Prompt token ids, chat template applied, and what they show."""
     text: str
     """What was tokenised, for people and string-based rewards."""
     row: dict
     """The whole row as read; reward functions get its columns by name."""
     source: int = 0
     """Number of its source: of those in data.train, then those in data.eval."""
-    pictures: Pictures | None = None
-    """Of the tokens; None where the model does not see."""
     where: str = ""
     """Origin of the row for messages, e.g. `train.jsonl:12`; empty where it is not known."""
 
@@ -173,7 +171,7 @@ TOKEN_COLUMNS = {
 }
 """What every token has, from the engine to the loss, with its dtype."""
 
-_OPTIONAL_COLUMNS = ("routes", "kept_sets", "pictures")
+_OPTIONAL_COLUMNS = ("routes", "kept_sets", "shown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,19 +187,19 @@ class Tokens:
     the engine chose them; -1 where it did not say. None without model.moe.replay."""
     kept_sets: KeptSets | None = None
     """The ids among which each was drawn. None without top_k, top_p and min_p."""
-    pictures: Pictures | None = None
+    shown: Shown | None = None
     """What each token shows. None where no token of anyone shows anything."""
 
     @classmethod
-    def given(cls, ids: Sequence[int], *, pictures: Pictures | None = None) -> Tokens:
-        """Return tokens that the policy did not sample."""
+    def given(cls, ids: Sequence[int]) -> Tokens:
+        """Return tokens that the policy did not sample; of Given also what they show."""
         tokens = flat(ids, "int64")
         return Tokens(
             tokens=tokens,
             response_mask=torch.zeros_like(tokens, dtype=torch.bool),
             rollout_logprobs=torch.zeros_like(tokens, dtype=torch.float32),
             policy_versions=torch.full_like(tokens, -1),
-            pictures=pictures,
+            shown=shown_by(ids),
         )
 
     @classmethod
@@ -213,7 +211,7 @@ class Tokens:
             **columns,
             routes=join_routes([p.routes for p in parts], lengths),
             kept_sets=KeptSets.concat([p.kept_sets for p in parts], lengths),
-            pictures=Pictures.concat([p.pictures for p in parts], lengths),
+            shown=Shown.concat([p.shown for p in parts], lengths),
         )
 
     def at(self, order: Tensor) -> Tokens:
@@ -226,20 +224,22 @@ class Tokens:
         return {name: getattr(self, name) for name in (*TOKEN_COLUMNS, *_OPTIONAL_COLUMNS)}
 
     def plain(self) -> dict[str, Any]:
-        """Return all fields by name, kept sets and pictures as dictionaries; tensors are shared."""
-        sets, shown = self.kept_sets, self.pictures
+        """Return all fields by name, kept sets and what is shown as dictionaries; tensors are
+        shared."""
+        sets, shown = self.kept_sets, self.shown
         return vars(self) | {
             "kept_sets": None if sets is None else dict(vars(sets)),
-            "pictures": None if shown is None else shown.plain(),
+            "shown": None if shown is None else shown.plain(),
         }
 
 
 def unplain(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of which `Tokens.plain` made these; columns that are missing are None."""
+    plain = Shown.of_today(plain)
     return {
         **plain,
         "kept_sets": KeptSets.restored(plain.get("kept_sets")),
-        "pictures": Pictures.restored(plain.get("pictures")),
+        "shown": Shown.restored(plain.get("shown")),
     }
 
 

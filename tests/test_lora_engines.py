@@ -108,7 +108,9 @@ def _damage(stream: Any, engine: Any, *, world: Any) -> list[str]:
     return [str(refused.value)]
 
 
-@pytest.mark.parametrize("case", list(LAYOUTS))
+@pytest.mark.parametrize(
+    "case", [pytest.param("split", marks=pytest.mark.grid), "tp2", "tp of both"]
+)
 def test_engines_compute_with_adapters_of_their_own_bit_for_bit(case, tmp_path):
     dtype, layout = LAYOUTS[case]
     folder = make_folder(tmp_path, "qwen3")
@@ -128,7 +130,11 @@ def test_engines_compute_with_adapters_of_their_own_bit_for_bit(case, tmp_path):
             assert number == 28 and nonzero > 0
 
 
-@pytest.mark.parametrize("targets", [("q_proj", "down_proj"), "all-linear"], ids=["some", "all"])
+@pytest.mark.parametrize(
+    "targets",
+    [pytest.param(("q_proj", "down_proj"), marks=pytest.mark.grid), "all-linear"],
+    ids=["some", "all"],
+)
 def test_what_engines_sample_is_what_trainers_score(targets, tmp_path):
     folder = make_folder(tmp_path, "qwen3")
     layout = LayoutSettings(placement="colocated", world_size=1)

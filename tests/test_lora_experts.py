@@ -30,8 +30,8 @@ from worlds import another_trainer, in_world, with_trainer
 
 from spmdrl.config import Config
 from spmdrl.model.files.file_tensors import file_tensors
+from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
-from spmdrl.model.lora.targets import LoraForm
 from spmdrl.model.shards import Held
 
 RANK, ALPHA = 3, 12

@@ -16,8 +16,9 @@ from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.config import LoraSettings
 from spmdrl.model.lora.files import AdapterFolder, write_adapter
+from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters, initial_a, lora_form
-from spmdrl.model.lora.targets import LoraForm, targeted
+from spmdrl.model.lora.targets import targeted
 
 
 def test_a_matrices_start_as_pefts_do_keyed_by_seed_and_name():

@@ -12,8 +12,8 @@ from test_train import assert_same_end
 
 from spmdrl.commands.create_model import create_model
 from spmdrl.model.lora.files import write_adapter
+from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters, initial_a
-from spmdrl.model.lora.targets import LoraForm
 
 REWARD = (
     HELD

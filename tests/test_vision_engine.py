@@ -20,11 +20,10 @@ from spmdrl.config import Config, LayoutSettings
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.vllm_families import model_arguments
 from spmdrl.errors import Refusal
-from spmdrl.pictures import Pictures, ToldPictures
+from spmdrl.given import Given, ToldItems
 from spmdrl.plain import pack, unpack
 
 SIZES = ((70, 56), (100, 40), (30, 30))
-Row = tuple[tuple[int, ...], Pictures]
 
 
 def seeing_cfg(folder: Path | str, *, kind: str) -> Config:
@@ -34,7 +33,7 @@ def seeing_cfg(folder: Path | str, *, kind: str) -> Config:
     return changed(cfg, data={"max_prompt_tokens": 192})
 
 
-def message(folder: Path, images: list[int]) -> Row:
+def message(folder: Path, images: list[int]) -> Given:
     """Return the ids of a message with some images of noise, and what they show."""
     words = AutoTokenizer.from_pretrained(folder)
     shown = [[{"type": "text", "text": f" {i}: "}, {"type": "image"}] for i in images]
@@ -42,15 +41,7 @@ def message(folder: Path, images: list[int]) -> Row:
     text = words.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    ids, pictures = reader(folder).encode(text, [noise(*SIZES[i], seed=i) for i in images])
-    return tuple(ids), pictures
-
-
-def joined(*rows: Row) -> Row:
-    """Return rows one behind the other."""
-    columns = Pictures.concat([p for _, p in rows], [len(t) for t, _ in rows])
-    assert columns is not None
-    return tuple(token for tokens, _ in rows for token in tokens), columns
+    return reader(folder).encode(text, [noise(*SIZES[i], seed=i) for i in images])
 
 
 def tower_runs(engine: Any) -> list[int]:
@@ -71,12 +62,12 @@ def tower_runs(engine: Any) -> list[int]:
     return runs
 
 
-def draw(engine: Any, rows: list[Row], *, samples: int, turn: int = 0) -> dict[str, Any]:
+def draw(engine: Any, rows: list[Given], *, samples: int, turn: int = 0) -> dict[str, Any]:
     """Draw 8 tokens for each sample of each row, the first greedily."""
-    for n, (tokens, pictures) in enumerate(rows):
+    for n, prompt in enumerate(rows):
         for s in range(samples):
             warmth, key = float(s > 0), f"{n}.{s}.{turn}"
-            engine.add(Request(key, tokens, 8, warmth, s, (), pictures=pictures))
+            engine.add(Request(key, prompt, 8, warmth, s, ()))
     return finished(engine)
 
 
@@ -85,22 +76,20 @@ def gap(found: Tensor, right: Tensor) -> float:
     return float((found - right).abs().max())
 
 
-def gaps(engine: Any, model: Any, rows: list[Row], done: dict[str, Any]) -> dict[str, float]:
+def gaps(engine: Any, model: Any, rows: list[Given], done: dict[str, Any]) -> dict[str, float]:
     """Return largest differences to plain transformers, and drawn tokens that are not the likeliest
     where they should be."""
     whole, found = [], {"drawn": 0.0, "scored": 0.0, "unlikely": 0}
     for key, sample in done.items():
         n, s, _ = map(int, key.split("."))
-        tail = (sample.tokens, Pictures.none(len(sample.tokens)))
-        whole.append(joined(rows[n], tail))
-        right = plain_logprobs(model, *whole[-1])[-len(sample.tokens) :]
+        whole.append(rows[n] + sample.tokens)
+        right = plain_logprobs(model, whole[-1])[-len(sample.tokens) :]
         own = right.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
         found["drawn"] = max(found["drawn"], gap(torch.tensor(sample.logprobs), own))
         if s == 0:
             found["unlikely"] += int((right.argmax(1) != torch.tensor(sample.tokens)).sum())
-    scored = engine.score([row for row, _ in whole], pictures=[shown for _, shown in whole])
-    for scores, (tokens, pictures) in zip(scored, whole, strict=True):
-        right = plain_logprobs(model, tokens, pictures)
+    for scores, tokens in zip(engine.score(whole), whole, strict=True):
+        right = plain_logprobs(model, tokens)
         own = right.gather(1, torch.tensor(tokens)[1:, None])[:, 0]
         found["scored"] = max(found["scored"], gap(scores[1:], own))
     return found
@@ -118,12 +107,11 @@ def in_each(world: Any, folders: dict[str, str]) -> dict[str, Any]:
         runs = tower_runs(engine)
         rows = [message(folder, images) for images in ([0, 1], [2, 0, 2], [])]
         first = draw(engine, rows, samples=4)
-        once = {p.key: p.num_tokens for _, pictures in rows for p in pictures.items}
+        once = {p.key: p.num_tokens for row in rows for p in row.items}
         towers = sum(runs) - sum(once.values())  # three images, twelve samples
         found[family] = [gaps(engine, model, rows, first) | {"repeated": towers}]
         answered = [
-            joined(row, (first[f"{n}.0.0"].tokens, Pictures.none(8)), message(folder, [1]))
-            for n, row in enumerate(rows)
+            row + first[f"{n}.0.0"].tokens + message(folder, [1]) for n, row in enumerate(rows)
         ]
         second = draw(engine, answered, samples=2, turn=1)
         found[family].append(gaps(engine, model, answered, second))
@@ -159,12 +147,12 @@ def test_vllm_refuses_what_it_cannot_see_with(tmp_path, monkeypatch):
 def test_pictures_are_told_once(tmp_path):
     folder = seeing_model("internvl", tmp_path)
     rows = [message(folder, images) for images in ([0, 1], [1], [])]
-    said, heard = ToldPictures(), ToldPictures()
-    messages = [said.said(pictures) for _, pictures in (*rows, *rows)]
+    said, heard = ToldItems(), ToldItems()
+    messages = [said.said(row.shown) for row in (*rows, *rows)]
     assert [len(of["items"]) for of in messages] == [2, 0, 0, 0, 0, 0]
-    for of, (_, pictures) in zip(messages, (*rows, *rows), strict=True):
+    for of, row in zip(messages, (*rows, *rows), strict=True):
         meant = heard.meant(unpack(pack(of)))
-        assert meant.items == pictures.items and torch.equal(meant.places, pictures.places)
-        for own, right in zip(meant.items, pictures.items, strict=True):
+        assert Given(row, meant) == row and torch.equal(meant.places, row.shown.places)
+        for own, right in zip(meant.items, row.items, strict=True):
             assert torch.equal(own.features["pixel_values"], right.features["pixel_values"])
     assert said.said(None) is None and heard.meant(None) is None

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import io
 import re
+from typing import Any
 
 import numpy
 import pyarrow
@@ -25,17 +26,17 @@ from spmdrl import exchange_columns
 from spmdrl.check.fit import fit_problems
 from spmdrl.commands import view as viewer
 from spmdrl.config import Config, dump, inference_ranks
+from spmdrl.data.attachments import FEATURES, with_items
 from spmdrl.data.microbatch_plan import partition
-from spmdrl.exchange import exchange
+from spmdrl.exchange import exchange_rollouts
+from spmdrl.given import Item, Shown
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import model_shape
-from spmdrl.pictures import Picture, Pictures
 from spmdrl.plan.run import run_of
 from spmdrl.plan.text import _step_text
 from spmdrl.plan.trainer_memory import trainer_memory
 from spmdrl.rollout.episode import Episode, Group
 from spmdrl.rollout.packing import pack_step, rollouts_from_dict, rollouts_to_dict
-from spmdrl.rollout.recorded_pictures import FEATURES, with_pictures
 from spmdrl.rollout.recorder import SCHEMA
 from spmdrl.rollout.recordings import find_recorded, read_rollouts, read_table
 from spmdrl.rollout.saved import group_from_dict, group_to_dict
@@ -48,7 +49,7 @@ from tests import vlm
 # ---------------------------------------------------------------- a batch that shows
 
 
-def picture(number: int) -> Picture:
+def picture(number: int) -> Item:
     """Make one of a shape of its own, of features of two dtypes."""
     draw, tokens = torch.Generator().manual_seed(number), 1 + number % 2
     rows = 3 * tokens + number  # sizes of bytes that no wider dtype divides
@@ -56,7 +57,7 @@ def picture(number: int) -> Picture:
         "pixel_values": torch.rand(rows, 5, generator=draw).to(torch.float16),
         "grid": torch.tensor([[1, rows, 5]]),
     }
-    return Picture(f"key {number}", tokens, features)
+    return Item(f"key {number}", tokens, features)
 
 
 def numbers_of(group: int, sample: int) -> list[int]:
@@ -65,21 +66,21 @@ def numbers_of(group: int, sample: int) -> list[int]:
     return [[0, 6], [6, 5], [2, 20 + sample] if sample == 1 else [2], []][group]
 
 
-def pictures_of(group: int, sample: int) -> Pictures:
+def pictures_of(group: int, sample: int) -> Shown:
     length = len(texts.sequence(group, sample)["tokens"])
     shown = [picture(number) for number in numbers_of(group, sample)]
     count = sum(p.num_tokens for p in shown)
-    return Pictures.shown(pad(torch.ones(count).bool(), (0, length - count)), shown)
+    return Shown.by(pad(torch.ones(count).bool(), (0, length - count)), shown)
 
 
 def showing(keys: list[tuple[int, int]]) -> Rollouts:
     own = texts.rollouts(keys)
     lengths = own.scalars.lengths.tolist()
-    shown = Pictures.concat([pictures_of(*key) for key in keys], lengths)
+    shown = Shown.concat([pictures_of(*key) for key in keys], lengths)
     if shown is not None:  # every rank has group 2's, which some show to no token
         items = tuple(dict.fromkeys([*shown.items, picture(2)]))
-        shown = Pictures(shown.places, items)
-    return dataclasses.replace(own, pictures=shown)
+        shown = Shown(shown.places, items)
+    return dataclasses.replace(own, shown=shown)
 
 
 def deliver(cfg: Config) -> tuple[list[ExchangedBatch], list[list[int]], int]:
@@ -94,16 +95,16 @@ def deliver(cfg: Config) -> tuple[list[ExchangedBatch], list[list[int]], int]:
             mine = texts.share(world, "spread" if how in ("text", "silent") else how)
             own = showing(mine)
             if how == "text":
-                own = dataclasses.replace(own, pictures=Pictures.none(len(own.tokens)))
+                own = dataclasses.replace(own, shown=Shown.none(len(own.tokens)))
             if how == "silent" and silent:
-                own = dataclasses.replace(own, pictures=None)
-            batches.append(exchange(own, world, step=3))
+                own = dataclasses.replace(own, shown=None)
+            batches.append(exchange_rollouts(own, world, step=3))
             sizes.append([*counts])
             counts.clear()
         return batches, sizes, world.dp_index(world.rank) if world.is_trainer else -1
 
 
-def shown_by(pictures: Pictures) -> list[tuple[str, int] | None]:
+def shown_by(pictures: Shown) -> list[tuple[str, int] | None]:
     rows = [(p.key, row) for p in pictures.items for row in range(p.num_tokens)]
     return [None if at < 0 else rows[at] for at in pictures.places.tolist()]
 
@@ -113,26 +114,26 @@ def check_pictures(batch: ExchangedBatch) -> tuple[set[str], int]:
     keys: set[str] = set()
     num_silent = 0
     for mb in batch.microbatches:
-        assert mb.pictures is not None and len(mb.pictures) == len(mb.tokens)
-        shown = shown_by(mb.pictures)
+        assert mb.shown is not None and len(mb.shown) == len(mb.tokens)
+        shown = shown_by(mb.shown)
         cu = mb.cu_seqlens.tolist()
         for row, a, b in zip(mb.sequence_ids.tolist(), cu, cu[1:]):
             if row < 0:
-                assert shown == [None] and mb.pictures.items == ()
+                assert shown == [None] and mb.shown.items == ()
                 continue
             key = (int(batch.scalars.group_ids[row]), int(batch.scalars.sample_ids[row]))
             made = shown_by(pictures_of(*key))
             is_silent = any(made) and not any(shown[a:b])
             assert is_silent or shown[a:b] == made
             num_silent += is_silent
-        for item in mb.pictures.items:
+        for item in mb.shown.items:
             keys.add(item.key)
             made = picture(int(item.key.split()[1]))
             assert item.num_tokens == made.num_tokens
             for name, tensor in made.features.items():
                 assert item.features[name].dtype == tensor.dtype
                 assert torch.equal(item.features[name], tensor)
-        assert {p.key for p in mb.pictures.items} == {show[0] for show in shown if show}
+        assert {p.key for p in mb.shown.items} == {show[0] for show in shown if show}
     return keys, num_silent
 
 
@@ -154,7 +155,7 @@ def test_pictures_arrive_once_at_every_rank_that_trains_on_them(layout, sizes):
         for batches, counts, _ in results:
             batch = batches[which]
             if how == "text" or (how == "silent" and layout.world_size < 4):  # one leader
-                assert all(mb.pictures is None for mb in batch.microbatches)
+                assert all(mb.shown is None for mb in batch.microbatches)
                 assert not counts[which]
                 continue
             keys, num_silent = check_pictures(batch)
@@ -201,8 +202,7 @@ def test_the_planner_counts_the_pixels_that_a_processor_gives(family, tmp_path):
     model = build_meta_model(changed(Config().model, path=str(folder)))
     shape = model_shape(model)
     reader = vlm.reader(folder)
-    _, shown = reader.encode(reader.placeholder, [vlm.noise(60, 90)])
-    (one,) = shown.items
+    (one,) = reader.encode(reader.placeholder, [vlm.noise(60, 90)]).items
     pixels = one.features["pixel_values"].nbytes
     assert pixels == one.num_tokens * shape.tower.patches * shape.tower.patch_bytes
     cfg = texts.config(texts.lay("offline", 1))
@@ -210,8 +210,8 @@ def test_the_planner_counts_the_pixels_that_a_processor_gives(family, tmp_path):
     runs = [run_of(cfg, own, **means) for own in (shape, dataclasses.replace(shape, tower=None))]
     assert ["without a tower's work" in _step_text(run) for run in runs] == [True, False]
     found, blind = (trainer_memory(run, axes_of(cfg)) for run in runs)
-    assert found.total - blind.total == found.causes["pictures"] > 4 * 20 * pixels / one.num_tokens
-    assert "pictures" not in blind.causes
+    assert found.total - blind.total == found.causes["shown"] > 4 * 20 * pixels / one.num_tokens
+    assert "shown" not in blind.causes
 
 
 # ---------------------------------------------------------------- files and pages
@@ -229,22 +229,22 @@ def seeing_group(slot: int) -> Group:
     for sample in group.samples.values():
         places = torch.full_like(sample.trajectory.tokens, -1)
         items = (
-            [] if number is None else [dataclasses.replace(one_token(number), image=image(number))]
+            [] if number is None else [dataclasses.replace(one_token(number), view=image(number))]
         )
         places[1] = -1 if number is None else 0
         if sample.sample == 1 and items:
             items.append(one_token(3))  # of which no image is known
             places[5] = 1
-        seen = dataclasses.replace(sample.trajectory, pictures=Pictures(places, tuple(items)))
+        seen = dataclasses.replace(sample.trajectory, shown=Shown(places, tuple(items)))
         group.samples[sample.sample] = dataclasses.replace(sample, trajectory=seen)
     return group
 
 
-def one_token(number: int) -> Picture:
+def one_token(number: int) -> Item:
     return dataclasses.replace(picture(2 * number), num_tokens=1)
 
 
-def assert_same_pictures(a: Pictures, b: Pictures) -> None:
+def assert_same_pictures(a: Shown, b: Shown) -> None:
     assert shown_by(a) == shown_by(b)
     for left in a.items:
         right = next(item for item in b.items if item == left)
@@ -270,15 +270,15 @@ def test_recorded_pictures_come_back_bit_by_bit_each_once_in_its_group(tmp_path)
     )
     back = source.take(0)
     records.assert_same_rollouts(share, back)
-    assert_same_pictures(share.pictures, back.pictures)
+    assert_same_pictures(share.shown, back.shown)
     half = read_rollouts([file], part=1, num_parts=2)  # groups 1 and 3
     drawn = [sample for group in groups[1::2] for sample in group.drawn]
-    assert shown_by(half.pictures) == [
-        show for sample in drawn for show in shown_by(sample.trajectory.pictures)
+    assert shown_by(half.shown) == [
+        show for sample in drawn for show in shown_by(sample.trajectory.shown)
     ]
     blind = dict(model=dict(part="text"))
     source = records.replay_source(changed(source.cfg, **blind))
-    with refused("step 0 shows pictures, and the model is the text part alone"):
+    with refused("step 0 shows what a tower reads, and the model is the text part alone"):
         source.take(0)
 
 
@@ -286,9 +286,9 @@ def test_rollouts_without_pictures_are_recorded_as_before(tmp_path):
     share = records.record(records.config_of(tmp_path), 0, range(2))
     (file,) = find_recorded(tmp_path).files_of(0)
     assert read_table(file).column_names == SCHEMA.names
-    assert share.pictures is None and read_rollouts([file], part=0, num_parts=1).pictures is None
-    none = Pictures.none(len(share.tokens))
-    assert with_pictures(read_table(file), none).column_names == SCHEMA.names
+    assert share.shown is None and read_rollouts([file], part=0, num_parts=1).shown is None
+    none = Shown.none(len(share.tokens))
+    assert with_items(read_table(file), none).column_names == SCHEMA.names
 
 
 def test_nonsense_in_recorded_pictures_is_refused_with_the_file(tmp_path):
@@ -333,32 +333,42 @@ def test_the_viewer_shows_images_where_they_stand(tmp_path, capsys):
     assert viewer.main([*asked[:4], "3"]) == 0 and "[image" not in capsys.readouterr().out
 
 
-def test_what_was_made_ahead_and_what_is_under_way_is_saved_with_its_pictures(tmp_path):
+def as_named_before(state: Any) -> Any:
+    """Return a checkpoint's state by the names of a version that knew of pictures alone."""
+    if isinstance(state, (list, tuple)):
+        return type(state)(map(as_named_before, state))
+    if not isinstance(state, dict):
+        return state
+    names = {"shown": "pictures", "view": "image"}
+    return {names.get(name, name): as_named_before(own) for name, own in state.items()}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_what_was_made_ahead_and_what_is_under_way_is_saved_with_its_pictures(tmp_path, is_old):
     groups = [seeing_group(slot) for slot in range(3)]
     plain = dict(seconds=1.5, measured={}, dropped=[], num_carried=0)
     share = pack_step(groups, records.config_of(tmp_path), is_first=True, **plain)
-    prompt = dataclasses.replace(
-        groups[2].prompt, pictures=groups[2].samples[0].trajectory.pictures[torch.arange(3)]
-    )
+    first = groups[2].samples[0].trajectory
+    prompt = dataclasses.replace(groups[2].prompt, tokens=first.whole[:3])
     half = Episode(groups[2], 0, groups[2].samples.pop(0).trajectory)
     state = {"ahead": rollouts_to_dict(share), "group": group_to_dict(groups[2], [half])}
     file = io.BytesIO()
-    torch.save(state, file)
+    torch.save(as_named_before(state) if is_old else state, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     back = rollouts_from_dict(loaded["ahead"])
     records.assert_same_rollouts(share, back)
-    assert_same_pictures(share.pictures, back.pictures)
+    assert_same_pictures(share.shown, back.shown)
     again, (going_on,) = group_from_dict(
         loaded["group"], number=0, draw=groups[2].draw, prompt=prompt
     )
-    assert_same_pictures(going_on.trajectory.pictures, half.trajectory.pictures)
+    assert_same_pictures(going_on.trajectory.shown, half.trajectory.shown)
     for at, sample in again.samples.items():
-        assert_same_pictures(sample.trajectory.pictures, groups[2].samples[at].trajectory.pictures)
-        assert_same_pictures(sample.prompt.pictures, prompt.pictures)
-    (shown,) = prompt.pictures.items
-    kept = next(item for item in back.pictures.items if item == shown)
-    assert torch.equal(kept.image, shown.image)  # for what is recorded later
+        assert_same_pictures(sample.trajectory.shown, groups[2].samples[at].trajectory.shown)
+        assert_same_pictures(sample.prompt.tokens.shown, prompt.tokens.shown)
+    (shown,) = prompt.tokens.items
+    kept = next(item for item in back.shown.items if item == shown)
+    assert torch.equal(kept.view, shown.view)  # for what is recorded later
 
 
 # ---------------------------------------------------------------- models beside the policy

@@ -24,9 +24,10 @@ from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.load import build_meta_model, checkpoint_shapes, load_whole_model
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
+from spmdrl.model.senses import sight_of
+from spmdrl.model.shown_rows import features_of
+from spmdrl.model.towers import tower_blocks, tower_parameters
 from spmdrl.model.vision import eyes
-from spmdrl.model.vision.sight import features_of, sight_of
-from spmdrl.model.vision.towers import tower_blocks, tower_parameters
 
 
 @pytest.fixture(params=FAMILIES)
@@ -130,19 +131,15 @@ def test_pixels_are_copied_for_a_forward_pass_and_go_with_its_graph(tmp_path, mo
     )
     separate(hf_model.requires_grad_(True))
     scorer = Scorer(hf_model, chunk_tokens=64, temperature=1.0, tp_group=None)
-    slicing, (_, shown) = Slicing(sight=sight_of(hf_model, device="cpu")), sequences(folder)[0]
+    slicing, ids = Slicing(sight=sight_of(hf_model, device="cpu")), sequences(folder)[0]
     moved = microbatch(folder, [0]).to(torch.device("meta"))
-    assert moved.tokens.is_meta and moved.pictures.places.is_meta
-    assert (
-        moved.pictures.items[0].features["pixel_values"] is shown.items[0].features["pixel_values"]
-    )
+    assert moved.tokens.is_meta and moved.shown.places.is_meta
+    assert moved.shown.items[0].features["pixel_values"] is ids.items[0].features["pixel_values"]
     rows = []
     for number in (0, 3):
         own = microbatch(folder, [number])
         mask, lengths = own.response_mask, own.cu_seqlens.diff().tolist()
-        rows.append(
-            make_row(own.tokens, lengths, mask=mask, slicing=slicing, pictures=own.pictures)
-        )
+        rows.append(make_row(own.tokens, lengths, mask=mask, slicing=slicing, shown=own.shown))
     assert not copies  # what is prepared holds none
     with torch.no_grad():
         for row in rows:

@@ -73,9 +73,8 @@ def _trained(base: Any, cfg: Config) -> dict[str, Any] | None:
     if not world.is_trainer:
         return None
     folder, model = Path(cfg.model.path), trainer.policy.model
-    ids, shown = zip(*sequences(folder))
     scored = {
-        name: [row[1:] for row in model.score(ids, row_tokens=most, pictures=shown)]
+        name: [row[1:] for row in model.score(sequences(folder), row_tokens=most)]
         for name, most in (("packed", 1000), ("single", 1))
     }
     own: dict[str, Tensor] = {}

@@ -16,11 +16,11 @@ from worlds import another_trainer, with_trainer
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.model import model_problems
 from spmdrl.config import ModelSettings, OptimizerSettings
+from spmdrl.given import Given
 from spmdrl.model.load import load_whole_model
+from spmdrl.model.senses import noisy_sequence, plain_inputs, sight_of
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.vision.samples import noisy_sequence, plain_inputs
-from spmdrl.model.vision.sight import sight_of
-from spmdrl.model.vision.towers import tower_parameters
+from spmdrl.model.towers import tower_parameters
 from spmdrl.train.microbatches import prepare
 from spmdrl.train.optimizer import AdamW
 
@@ -60,8 +60,7 @@ def _values(trainer: Any) -> list[torch.Tensor]:
         trainer.cfg, trainer.world, path=trainer.cfg.model.path, is_trained=True, is_scalar=True
     )
     torch.nn.init.constant_(model.scorer.score.weight, 0.1)
-    ids, shown = zip(*sequences(Path(trainer.cfg.model.path)))
-    return model.score(ids, pictures=shown)
+    return model.score(sequences(Path(trainer.cfg.model.path)))
 
 
 def _measured(trainer: Any) -> dict[str, Any]:
@@ -110,10 +109,10 @@ def test_the_proof_of_its_rows_shows_it_a_picture(family, tmp_path):
     hf_model = load_whole_model(
         model, attention=None, dtype=torch.float32, device=torch.device("cpu")
     )
-    ids, shown = noisy_sequence(hf_model, longest=64)
+    ids = noisy_sequence(hf_model, longest=64)
     tokens, cpu = torch.tensor(ids)[None], torch.device("cpu")
     with torch.no_grad():
-        seen = hf_model(input_ids=tokens, **plain_inputs(hf_model, shown, cpu)).logits[0]
+        seen = hf_model(input_ids=tokens, **plain_inputs(hf_model, ids, cpu)).logits[0]
         blind = hf_model(input_ids=tokens).logits[0]
     assert float((seen - blind)[-1].abs().max()) > 1e-3
     assert noisy_sequence(hf_model, longest=8) is None
@@ -128,13 +127,13 @@ def test_values_are_those_of_transformers_states(measured):
 
     folder = measured["folder"]
     hf_model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    for (ids, shown), values in zip(sequences(folder), measured["values"]):
+    for ids, values in zip(sequences(folder), measured["values"]):
         tokens = torch.tensor(ids)[None]
         given = {}
-        if shown.items:
-            names = shown.items[0].features
-            given = {n: torch.cat([p.features[n] for p in shown.items]) for n in names}
-            given["mm_token_type_ids"] = (shown.places >= 0).int()[None]
+        if ids.items:
+            names = ids.items[0].features
+            given = {n: torch.cat([p.features[n] for p in ids.items]) for n in names}
+            given["mm_token_type_ids"] = torch.tensor([ids.are_shown]).int()
         with torch.no_grad():
             states = hf_model.model(input_ids=tokens, **given).last_hidden_state[0]
         torch.testing.assert_close(values, 0.1 * states.sum(-1), rtol=1e-5, atol=1e-5)
@@ -182,19 +181,18 @@ def test_a_token_that_the_policy_drew_shows_nothing(tmp_path):
     """Its id is that of pictures' tokens, as vLLM embeds it too."""
     folder = seeing_model("qwen2_5_vl", tmp_path / "model")
     own = reader(folder)
-    ids, shown = own.encode("no picture", [])
-    assert not shown.items and (shown.places < 0).all()
+    ids = own.encode("no picture", [])
+    assert not ids.items and not any(ids.are_shown)
     (alone,) = with_trainer(vision_config(folder, tmp_path), _drawn, own._image_token_id, ids)
     assert torch.equal(*alone)
 
 
-def _drawn(trainer: Any, image_token: int, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def _drawn(trainer: Any, image_token: int, ids: Given) -> tuple[torch.Tensor, torch.Tensor]:
     """Score a drawn image token beside a sequence with pictures, and where there are none."""
     model, drawn = trainer.policy.model, [*ids, image_token, image_token]
     others = sequences(Path(trainer.cfg.model.path))
-    seen = [others[0], (drawn, others[1][1][torch.zeros(len(drawn)).long()])]
-    rows, shown = zip(*seen)
-    return model.score(rows, row_tokens=1, pictures=shown)[1], model.score([drawn])[0]
+    silent = Given(drawn, others[1].shown[torch.zeros(len(drawn)).long()])
+    return model.score([others[0], silent], row_tokens=1)[1], model.score([drawn])[0]
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
@@ -206,10 +204,10 @@ def test_a_sequence_that_ends_within_a_picture_keeps_its_positions(family, tmp_p
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    sight, (ids, shown) = sight_of(hf_model, device="cpu"), sequences(folder)[0]
-    whole = sight.row(torch.tensor(ids), [len(ids)], shown).position_ids
+    sight, ids = sight_of(hf_model, device="cpu"), sequences(folder)[0]
+    whole = sight.row(torch.tensor(ids), [len(ids)], ids.shown).position_ids
     assert whole.shape == (3, len(ids)) and not torch.equal(whole[1], whole[2])
     for count in range(1, len(ids)):
-        own = shown[torch.arange(count)]
-        found = sight.row(torch.tensor(ids[:count]), [count], own).position_ids
+        own = ids[:count]
+        found = sight.row(torch.tensor(own), [count], own.shown).position_ids
         assert torch.equal(found.expand(3, -1), whole[:, :count]), count

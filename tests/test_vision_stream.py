@@ -30,9 +30,8 @@ def pushed(stream: Any, engine: Any, trainer: Any, rows: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"mode": stream.mode, "differing": [], "probes": []}
     found["towers"] = sum("visual" in name or "tower" in name for name in trainer.weights.names)
     found["frozen"] = len(trainer.weights.frozen)
-    tokens, pictures = [list(tokens) for tokens, _ in rows], [shown for _, shown in rows]
     found["bytes"] = [stream.push(0)["sync/bytes"][0]]
-    probes = [stream.probe(tokens, pictures)]
+    probes = [stream.probe(rows)]
     for version in (1, 2):
         change(trainer, 0.02 * version, but=trainer.weights.frozen)
         found["bytes"].append(stream.push(version)["sync/bytes"][0])
@@ -43,7 +42,7 @@ def pushed(stream: Any, engine: Any, trainer: Any, rows: Any) -> dict[str, Any]:
             right = dict(zip(held, parameters_loaded(engine, in_files(state, trainer))))
             found["differing"] += differing(held, right)
             found["checked"] = len(held)
-        probes.append(stream.probe(tokens, pictures))
+        probes.append(stream.probe(rows))
     found["probes"] = [probe["sync/probe_gap"] for probe in probes]
     return found
 

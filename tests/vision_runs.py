@@ -13,7 +13,7 @@ from torch import Tensor
 from vlm import noise, reader
 
 from spmdrl.config import Config
-from spmdrl.pictures import Pictures
+from spmdrl.given import Given, Shown, joined
 from spmdrl.types import Batch, Microbatch, Scalars, Tokens
 
 IMAGES = (noise(60, 40, seed=1), noise(84, 84, seed=2), noise(30, 80, seed=3))
@@ -35,8 +35,8 @@ class Plain:
 
 
 @cache
-def sequences(folder: Path) -> list[tuple[list[int], Pictures]]:
-    """Return the ids and pictures of the texts."""
+def sequences(folder: Path) -> list[Given]:
+    """Return the ids of the texts, with what they show."""
     own = reader(folder)
     images = [[IMAGES[i] for i in shown] for _, shown in TEXTS]
     return [own.encode(t.format(own.placeholder), i) for (t, _), i in zip(TEXTS, images)]
@@ -79,13 +79,13 @@ def vision_config(folder: Path, out: Path, **options: Any) -> Config:
 
 def microbatch(folder: Path, numbers: list[int], *, has_pictures: bool = True) -> Microbatch:
     """Pack sequences; none gives the dummy token."""
-    chosen = [sequences(folder)[i] for i in numbers] or [([0], Pictures.none(1))]
-    lengths = torch.tensor([len(ids) for ids, _ in chosen])
-    own = Tokens.concat([Tokens.given(ids, pictures=shown) for ids, shown in chosen])
+    chosen = [sequences(folder)[i] for i in numbers] or [Given([0], Shown.none(1))]
+    lengths = torch.tensor([len(ids) for ids in chosen])
+    own = Tokens.given(joined(chosen))
     positions = torch.cat([torch.arange(n) for n in lengths])
     columns = own.columns() | {"response_mask": positions > 0}
     if not has_pictures:
-        columns["pictures"] = None
+        columns["shown"] = None
     return Microbatch(
         **columns,
         position_ids=positions,
@@ -96,7 +96,7 @@ def microbatch(folder: Path, numbers: list[int], *, has_pictures: bool = True) -
 
 def batch(folder: Path, rows: list[list[int]]) -> Batch:
     """Return a rank's part of a batch of all texts: one update, a micro-batch for each row."""
-    lengths = torch.tensor([len(ids) for ids, _ in sequences(folder)])
+    lengths = torch.tensor([len(ids) for ids in sequences(folder)])
     count = torch.arange(len(lengths))
     scalars = Scalars(
         lengths=lengths,

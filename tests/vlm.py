@@ -16,9 +16,9 @@ from PIL import Image
 from ranks import forget_imports
 from torch import Tensor
 
-from spmdrl.data.processor import ImageReader
+from spmdrl.data.vision.processor import ImageReader
+from spmdrl.given import Shown, shown_by
 from spmdrl.model.vision.made import MADE, make_seeing_model
-from spmdrl.pictures import Pictures
 
 FAMILIES = tuple(MADE)
 TEXT = dict(
@@ -78,13 +78,13 @@ def torchvision_shown() -> Iterator[None]:
         forget_imports()
 
 
-def plain_logprobs(model: Any, tokens: Sequence[int], pictures: Pictures | None) -> Tensor:
+def plain_logprobs(model: Any, tokens: Sequence[int]) -> Tensor:
     """Return transformers' logprobs of the token behind each but the last, [T - 1, V] float32.
 
     Args:
         model: of AutoModelForImageTextToText.
-        pictures: of the first of the tokens, or of all.
     """
+    pictures = shown_by(tokens)
     ids, family = torch.tensor([list(tokens)]), model.config.model_type
     given, shown = {}, torch.zeros_like(ids)
     if pictures is not None and pictures.items:
@@ -100,7 +100,7 @@ def plain_logprobs(model: Any, tokens: Sequence[int], pictures: Pictures | None)
     return logits.float().log_softmax(-1)[:-1]
 
 
-def _in_order(pictures: Pictures) -> list[int]:
+def _in_order(pictures: Shown) -> list[int]:
     """Return the index of the item of each image of a text, repeated ones too."""
     starts = pictures.starts[:-1].tolist()
     return [starts.index(place) for place in pictures.places.tolist() if place in starts]

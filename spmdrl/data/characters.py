@@ -30,19 +30,10 @@ _CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] + '<eos>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# A message's content is text, or a list of texts and images.
-_IMAGE_MACRO = (
-    "{%- macro say(content) -%}{%- if content is string -%}{{- content -}}{%- else -%}"
-    "{%- for part in content -%}{%- if part['type'] == 'image' -%}{{- 'IMAGE' -}}{%- else -%}"
-    "{{- part['text'] -}}{%- endif -%}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
-)
 
 
 def character_tokenizer(
-    *,
-    chat_template: bool = False,
-    special: Mapping[str, str] = MappingProxyType({}),
-    image: str = "",
+    *, chat_template: bool = False, special: Mapping[str, str] = MappingProxyType({}), say: str = ""
 ) -> PreTrainedTokenizerFast:
     """Make a tokenizer with one token for each printable ASCII character, newline and tab.
 
@@ -52,7 +43,8 @@ def character_tokenizer(
     Args:
         chat_template: attach a template whose turns read `<|im_start|>role NEWLINE text <eos>`.
         special: {attribute of the tokenizer: a further token with an id of its own}.
-        image: text that the template writes for an image in a message; empty: it knows none.
+        say: a Jinja macro of that name, from a message's content to its text, for the template;
+            empty: content is text.
     Returns: a tokenizer with pad, bos, eos and unk tokens, its size a multiple of 8.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -76,8 +68,8 @@ def character_tokenizer(
     )
     if chat_template:
         words.chat_template = _CHAT_TEMPLATE
-    if chat_template and image:
-        words.chat_template = _IMAGE_MACRO.replace("IMAGE", image) + _CHAT_TEMPLATE.replace(
+    if chat_template and say:
+        words.chat_template = say + _CHAT_TEMPLATE.replace(
             "message['content'] + '<eos>'", "say(message['content']) + '<eos>'"
         )
     return words

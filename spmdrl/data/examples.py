@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.preference.unpaired import mismatched
 from spmdrl.config import Config
+from spmdrl.data.attachments import COLUMNS, files_of
 from spmdrl.data.hashed import hashed
-from spmdrl.data.images import IMAGE_COLUMNS, ImageFiles
 from spmdrl.data.imitation import Example, encode_example
 from spmdrl.data.prompts import Fit, cached_rows, make_order
 from spmdrl.data.rows import Messages, Need, label_of, pair_of
@@ -114,7 +114,7 @@ class ExampleSource:
             self.tokenizer,
             template=self.cfg.data.chat_template,
             where=self.rows.where(index),
-            files=ImageFiles(self.cfg.data.images, self.rows.folder(index)),
+            files=files_of(self.cfg.data, self.rows.folder(index)),
         )
 
 
@@ -146,7 +146,7 @@ class PairSource(ExampleSource):
 
     def _reply(self, index: int, prompt: str | Messages, response: str | Messages) -> Example:
         row = self.rows[index]
-        held = {name: row.get(name) for name in ("tools", *IMAGE_COLUMNS)}
+        held = {name: row.get(name) for name in ("tools", *COLUMNS)}
         return self._example(index, held | {"prompt": prompt, "completion": response})
 
 
@@ -191,8 +191,8 @@ def _longest(unit: Unit) -> int:
 
 def _identity(given: Example) -> int:
     """Return a number that prompts share which say and show the same."""
-    keys = [] if given.pictures is None else [item.key for item in given.pictures.items]
-    return hashed(repr((given.tokens, keys))) >> 1
+    keys = [item.key for item in given.tokens.items]
+    return hashed(repr(([*given.tokens], keys))) >> 1
 
 
 def _split(example: Example) -> tuple[Example, Example]:

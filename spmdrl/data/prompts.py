@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.images import ImageFiles, column_images, holds_images
-from spmdrl.data.processor import image_reader_of
+from spmdrl.data.attachments import column_of, files_of, holds_some, reads
 from spmdrl.data.prompt_order import Order, RowOrder, WeightedOrder
 from spmdrl.data.row_sampling import row_sampling
 from spmdrl.data.rows import prompt_of
 from spmdrl.data.sources import Chain, SourcesRows, in_file_order, load_rows
 from spmdrl.data.templates import encode_prompt
 from spmdrl.errors import Refusal
-from spmdrl.pictures import Pictures
+from spmdrl.given import Given
 from spmdrl.types import Prompt
 
 # So many first rows are tokenised at start; of a generated task no others are looked at, which are
@@ -81,9 +80,9 @@ class Fit:
         return own if len(kept) == len(scanned) else kept
 
     def _is_left(self, row: dict) -> bool:
-        """Return whether a row need not be tokenised at start: its bytes fit; or it holds images,
-        of which a file may have very many, and is checked when its turn comes."""
-        if holds_images(row):
+        """Return whether a row need not be tokenised at start: its bytes fit; or it holds
+        attachments, of which a file may have very many, and is checked when its turn comes."""
+        if holds_some(row):
             return self.overlong == "error"
         return _text_bytes(row) <= self.limit
 
@@ -104,8 +103,8 @@ def _text_bytes(row: dict) -> int:
 
 
 def cached_rows(rows: SourcesRows, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return of how many rows to keep what was made: few where it holds prepared images."""
-    return _CACHED_SEEN if image_reader_of(tokenizer) else rows.cache_size
+    """Return of how many rows to keep what was made: few where it holds what was prepared."""
+    return _CACHED_SEEN if reads(tokenizer) else rows.cache_size
 
 
 def make_order(cfg: Config, kept: Chain) -> RowOrder:
@@ -140,37 +139,34 @@ class _Encoder:
 
     def prompt(self, rows: SourcesRows, index: int) -> Prompt:
         """Return the prompt of a row."""
-        tokens, text, pictures, row = self._tokens(rows, index)
+        tokens, text, row = self._tokens(rows, index)
         if self._fit.overlong == "error":
             self._fit.check(rows, index, length=len(tokens))
         return Prompt(
             index=index,
-            tokens=tuple(tokens),
+            tokens=tokens,
             text=text,
             row=row,
-            pictures=pictures,
             source=rows.source(index),
             where=rows.where(index),
         )
 
-    def _tokens(
-        self, rows: SourcesRows, index: int
-    ) -> tuple[list[int], str, Pictures | None, dict]:
+    def _tokens(self, rows: SourcesRows, index: int) -> tuple[Given, str, dict]:
         row, where = rows[index], rows.where(index)
         row_sampling(row, self.cfg, where=where)  # refuses what cannot be
-        tokens, text, pictures = encode_prompt(
+        tokens, text = encode_prompt(
             prompt_of(row),
             self.tokenizer,
             template=self.cfg.data.chat_template,
             tools=row.get("tools"),
             where=where,
             prefix=self.cfg.data.generation_prefix,
-            images=column_images(row, where=where),
-            files=ImageFiles(self.cfg.data.images, rows.folder(index)),
+            held=column_of(row, where=where),
+            files=files_of(self.cfg.data, rows.folder(index)),
         )
         if not tokens:
             raise Refusal(f"{where}: the prompt {text!r:.40} has no tokens")
-        return tokens, text, pictures, row
+        return tokens, text, row
 
 
 def held_out_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -257,7 +257,7 @@ def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
     # The hub client raises many kinds; all mean "not readable".
     with refusing(f"hub dataset {name} (config {config}, split {split})", Exception):
         dataset = load_dataset(str(folder) if is_path else name, config, split=split)
-        # As stored: its own images would be decoded here, before their size is looked at.
+        # As stored: its own attachments would be decoded here, before their size is looked at.
         tables = dataset.with_format("arrow").iter(_LEAST_ROWS)
         rows = (row for table in tables for row in table.to_pylist())
         yield from ((f"{spec}: row {i}", row) for i, row in enumerate(rows, 1))

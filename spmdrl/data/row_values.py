@@ -7,7 +7,7 @@ import decimal
 from collections.abc import Mapping
 from typing import Any
 
-from spmdrl.data.images import IMAGE_COLUMNS
+from spmdrl.data.attachments import COLUMNS
 from spmdrl.errors import Refusal
 
 ROW_BYTES = 16 * 2**20
@@ -18,7 +18,7 @@ _PLAIN_BYTES = 8  # of a number; a container's own
 
 def plain_row(row: Any, *, place: str, most_bytes: int = ROW_BYTES) -> dict:
     """Return a row as texts, numbers, booleans, None, lists and mappings; dates and decimals, which
-    parquet has, become texts. Bytes stay where they are an image's.
+    parquet has, become texts. Bytes stay where they are an attachment's.
 
     Args:
         place: origin of the row, for messages.
@@ -31,7 +31,7 @@ def plain_row(row: Any, *, place: str, most_bytes: int = ROW_BYTES) -> dict:
     left, found = most_bytes, {}
     for column, value in row.items():
         walk = _Walk(f"{place}: column {shown(column)}", left, most_bytes)
-        walk.takes_bytes = column in IMAGE_COLUMNS
+        walk.takes_bytes = column in COLUMNS
         walk.text(column)
         found[column] = walk.plain(value, 0)
         left = walk.left
@@ -104,7 +104,7 @@ class _Walk:
         )
 
     def _held(self, key: str, value: Any, depth: int) -> Any:
-        if key == "bytes" and isinstance(value, bytes):  # as datasets stores an image
+        if key == "bytes" and isinstance(value, bytes):  # as datasets stores an attachment
             self._take(len(value))
             return value
         return self.plain(value, depth)

@@ -13,8 +13,8 @@ import random
 import string
 from typing import TYPE_CHECKING, Any, Protocol
 
+from spmdrl.data.attachments import Shapes
 from spmdrl.data.hashed import hashed, split_of
-from spmdrl.data.shapes import Shapes
 from spmdrl.errors import Refusal
 from spmdrl.imports import nearest, refusing
 

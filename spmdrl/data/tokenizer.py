@@ -12,17 +12,18 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from spmdrl.config import Config
+from spmdrl.data.attachments import give_reader
 from spmdrl.data.hub import find_on_hub
-from spmdrl.data.processor import ImageReader
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, refusing
-from spmdrl.pictures import SEEING
 
 
 def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that goes with the model, and for one that sees what reads its images.
+    """Load the tokenizer that goes with the model, and for one that sees what prepares
+    attachments.
 
-    Raises: Refusal when it cannot be read, or when nothing would end a response; see ImageReader.
+    Raises: Refusal when it cannot be read, or when nothing would end a response; see
+        give_reader.
     """
     name = cfg.model.tokenizer or cfg.model.path
     field = "model.tokenizer" if cfg.model.tokenizer else "model.path"
@@ -35,31 +36,8 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
             f"{field}: the tokenizer of {name!r} has no eos token, so no response "
             "would end; set sampling.stop_token_ids, or add an eos token to it"
         )
-    set_image_reader(cfg, tokenizer)
+    give_reader(cfg, tokenizer)
     return with_template_options(tokenizer, cfg.data.chat_template_kwargs)
-
-
-def set_image_reader(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a tokenizer what reads images, where the model has a tower that this run keeps.
-
-    Of families whose processors are not known it gets none: such models are not loaded.
-
-    Raises: Refusal as ImageReader.
-    """
-    folder = Path(cfg.model.path)
-    if cfg.model.part == "text" or (folder.is_dir() and not (folder / "config.json").is_file()):
-        return
-    try:
-        config = AutoConfig.from_pretrained(
-            cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
-        )
-    except Exception:  # a config that cannot be read is refused by name where the model is loaded
-        return
-    if getattr(config, "vision_config", None) is None or config.model_type not in SEEING:
-        return
-    tokenizer.image_reader = ImageReader(  # type: ignore[attr-defined]
-        cfg.model.path, tokenizer=tokenizer, image_token_id=config.image_token_id
-    )
 
 
 def with_template_options(

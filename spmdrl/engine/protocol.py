@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from spmdrl.config import NO_PENALTIES, Penalties
 from spmdrl.kept_sets import KeptSets
-from spmdrl.pictures import Pictures
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Request:
     key: str
     """Unique among unfinished requests."""
     prompt: tuple[int, ...]
-    """Token ids."""
+    """Token ids; Given where they show something."""
     max_tokens: int
     """Longest response in tokens."""
     temperature: float
@@ -58,8 +57,6 @@ class Request:
     """Of greedy ones too. What the prompt holds is its prompt, what is drawn its response."""
     stop: tuple[str, ...] = ()
     """Strings that end the response at the token that completes one."""
-    pictures: Pictures | None = None
-    """What the prompt's tokens show; None where the model does not see."""
     num_begun: int = 0
     """So many of the prompt's last ids are the begin of the response, drawn by an earlier request:
     a string of `stop` may begin there."""
@@ -141,13 +138,11 @@ class EngineProtocol(Protocol):
     def take_back(self) -> list[Completion]:
         """End the requests that go on, and return what `unfinished` does: nothing is left."""
 
-    def score(
-        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Pictures | None] | None = None
-    ) -> list[Tensor]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
 
         Args:
-            pictures: of each sequence; None where none shows anything.
+            sequences: token ids; Given where they show something.
         """
 
     def weights_changed(self, version: int) -> None:

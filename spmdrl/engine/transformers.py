@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from spmdrl.engine.stop_strings import make_stop_strings
 from spmdrl.engine.transformers_runner import ModelRunner, Sampled
 from spmdrl.engine.truncation import KeptRows
 from spmdrl.errors import Refusal
+from spmdrl.given import Given
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held
-from spmdrl.pictures import Pictures
 from spmdrl.world import World
 from spmdrl.world.comm import await_all
 from spmdrl.world.live_bytes import device_bytes
@@ -107,14 +107,14 @@ class TransformersEngine:
         free = self._runner.cache.num_slots - len(self._running)
         budget = self.cfg.engine.max_batched_tokens - len(self._running)
         admitted: list[Sampled] = []
-        prompts: set[tuple[Any, ...]] = set()
+        prompts: set[Given] = set()
         while self._waiting and len(admitted) < free:
             first = self._waiting[0]
-            if first.context not in prompts:
+            if (own := first.all_tokens) not in prompts:
                 if admitted and first.num_tokens > budget:
                     break
                 budget -= first.num_tokens
-                prompts.add(first.context)
+                prompts.add(own)
             admitted.append(self._waiting.popleft())
         return admitted
 
@@ -190,16 +190,14 @@ class TransformersEngine:
         self._waiting.clear()
         return found
 
-    def score(
-        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Pictures | None] | None = None
-    ) -> list[Tensor]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
 
         Raises: RuntimeError when requests are unfinished, as vLLM's engine does.
         """
         if self.is_busy:
             raise RuntimeError("score() while requests are unfinished; finish them first")
-        return self._runner.score(sequences, pictures or [None] * len(sequences))
+        return self._runner.score(sequences)
 
     # ---------------------------------------------------------------- weights
 

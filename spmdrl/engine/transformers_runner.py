@@ -19,6 +19,7 @@ from spmdrl.engine.kv_cache import KVCache, Work, register_attention
 from spmdrl.engine.protocol import Completion, Request, route_dtype
 from spmdrl.engine.truncation import KeptRows, kept_of
 from spmdrl.errors import Refusal
+from spmdrl.given import Given, joined
 from spmdrl.model.attention.kernels import pick_attention
 from spmdrl.model.attention.packing import Packing, make_packing, packs
 from spmdrl.model.attention.separation import separate
@@ -26,10 +27,9 @@ from spmdrl.model.blocks import base_of, experts_modules
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.scorer import head_form
-from spmdrl.model.vision.eyes import eyes_of
-from spmdrl.model.vision.sight import RowSight, sight_of
-from spmdrl.model.vision.towers import attends_both_ways
-from spmdrl.pictures import Pictures
+from spmdrl.model.senses import eyes_of, sight_of
+from spmdrl.model.shown_rows import RowSight
+from spmdrl.model.towers import attends_both_ways
 from spmdrl.types import flat
 
 log = logging.getLogger(__name__)
@@ -50,14 +50,14 @@ class Sampled:
     is_at_string: bool = False
     """A string of `request.stop` is complete."""
     lead: int = 0
-    """Rotary position of the next token, less the tokens before it: pictures take fewer."""
+    """Rotary position of the next token, less the tokens before it: those of an item take fewer."""
     kept: KeptRows | None = None
     """Among what each token was drawn, where the trainer is to know."""
 
     @property
-    def all_tokens(self) -> tuple[int, ...]:
+    def all_tokens(self) -> Given:
         """Prompt and response."""
-        return (*self.request.prompt, *self.tokens)
+        return joined([self.request.prompt, self.tokens])
 
     @property
     def num_tokens(self) -> int:
@@ -82,14 +82,6 @@ class Sampled:
             torch.cat(self.routes) if self.routes else None,
             None if self.kept is None else kept_of(self.kept, tokens, key=self.request.key),
         )
-
-    @property
-    def context(self) -> tuple[Any, ...]:
-        """Return what the next token is drawn after, to be compared: tokens and what they show."""
-        pictures = self.request.pictures
-        if pictures is None or not pictures.items:
-            return self.all_tokens, ()
-        return self.all_tokens, (tuple(pictures.places.tolist()), pictures.items)
 
     def went(self, routes: Tensor, *, first: int) -> None:
         """Take the routes [n, L, K] of the tokens from `first` on; those of tokens that are
@@ -187,31 +179,29 @@ class ModelRunner:
                 cache, the others nothing.
         """
         old = old if self._keeps else 0
-        prompts: dict[tuple[Any, ...], int] = {}  # {context: where its tokens begin in the row}
-        pictures: list[Pictures | None] = []  # of these
+        prompts: dict[Given, int] = {}  # {context: where its tokens begin in the row}
         tokens: list[int] = []
         positions: list[int] = []
         kept: list[int] = []
         slots: list[int] = []
         last: list[int] = []  # where in the row each sequence ends
         for slot, sequence in enumerate(sequences[old:], start=old):
-            own, context = sequence.all_tokens, sequence.context
-            if context not in prompts:
-                prompts[context] = len(tokens)
-                pictures.append(sequence.request.pictures)
+            own = sequence.all_tokens
+            if own not in prompts:
+                prompts[own] = len(tokens)
                 tokens += own
                 positions += range(len(own))
-            kept += range(prompts[context], prompts[context] + len(own))
+            kept += range(prompts[own], prompts[own] + len(own))
             slots += [slot] * len(own)
-            last.append(prompts[context] + len(own) - 1)
+            last.append(prompts[own] + len(own) - 1)
         num, lengths = len(tokens), [sequence.num_tokens for sequence in sequences[:old]]
         tokens += [sequence.tokens[-1] for sequence in sequences[:old]]
         positions += [length - 1 for length in lengths]
         row = range(num, len(tokens))
         at = self.tensor(positions)
         where = self.tensor([*row, *kept])
-        counts = [len(own) for own, _ in prompts]
-        seen = self._seen(tokens, [*counts, *[1] * old], [*pictures, *[None] * old])
+        counts = [len(own) for own in prompts]
+        seen = self._seen([*prompts, *((last,) for last in tokens[num:])])
         turned = self._turned(at, seen, sequences, old=old, last=last)
         work = Work(
             self.cache if self._keeps else None,
@@ -233,19 +223,12 @@ class ModelRunner:
                 sequence.went(found[end + 1 - count : end + 1], first=sequence.num_tokens - count)
         return logits
 
-    def _seen(
-        self, tokens: Sequence[int], lengths: Sequence[int], pictures: Sequence[Pictures | None]
-    ) -> RowSight | None:
+    def _seen(self, sequences: Sequence[Sequence[int]]) -> RowSight | None:
         """Return what the sequences of a row show; None where none shows anything."""
-        if self._sight is None or not any(own is not None and own.items for own in pictures):
+        row = joined(sequences)
+        if self._sight is None or row.shown is None or not row.items:
             return None
-        whole = [
-            Pictures.concat([own, None], [len(own), length - len(own)]) if own else None
-            for own, length in zip(pictures, lengths)
-        ]
-        shown = Pictures.concat(whole, lengths)
-        assert shown is not None
-        return self._sight.row(torch.tensor(tokens), lengths, shown)
+        return self._sight.row(torch.tensor(row), [len(own) for own in sequences], row.shown)
 
     def _turned(
         self,
@@ -304,10 +287,10 @@ class ModelRunner:
     def _packing(self, lengths: Sequence[int], seen: RowSight | None = None) -> Packing | None:
         if not lengths:
             return None
-        images = None if seen is None or seen.images is None else seen.images[: sum(lengths)]
+        spans = None if seen is None or seen.spans is None else seen.spans[: sum(lengths)]
         is_padded = self._kernel == "padded" or not self._keeps
         return make_packing(
-            lengths, self._device, padded=is_padded, chunk=self._separation.chunk, images=images
+            lengths, self._device, padded=is_padded, chunk=self._separation.chunk, spans=spans
         )
 
     def tensor(self, values: Sequence[int]) -> Tensor:
@@ -315,22 +298,15 @@ class ModelRunner:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     @torch.inference_mode()
-    def score(
-        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Pictures | None]
-    ) -> list[Tensor]:
-        """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
-
-        Args:
-            pictures: of each; None where it shows nothing.
-        """
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0."""
         scored: list[Tensor] = []
-        pairs = list(zip(sequences, pictures, strict=True))
         budget = head_chunk_tokens(self._cfg.model, self.hf_model)
-        for rows in packs(pairs, budget, size=lambda pair: len(pair[0])):
-            lengths = [len(row) for row, _ in rows]
-            tokens = [token for row, _ in rows for token in row]
+        for rows in packs(sequences, budget):
+            lengths = [len(row) for row in rows]
+            tokens = [token for row in rows for token in row]
             at = self.tensor([at for length in lengths for at in range(length)])
-            seen = self._seen(tokens, lengths, [shown for _, shown in rows])
+            seen = self._seen(rows)
             work = Work(
                 None,
                 self._kernel,

@@ -25,12 +25,11 @@ from spmdrl.engine.vllm_adapter import AdapterSlot
 from spmdrl.engine.vllm_arguments import engine_arguments
 from spmdrl.engine.vllm_families import model_arguments
 from spmdrl.engine.vllm_outputs import Outputs
-from spmdrl.engine.vllm_pictures import drop_embeddings, prompt_of
 from spmdrl.engine.vllm_plain import with_plain_weights
 from spmdrl.engine.vllm_trial import refusing_models, try_engine
-from spmdrl.pictures import Pictures
+from spmdrl.model.senses import drop_embeddings, prompt_of
 from spmdrl.world import World
-from spmdrl.world.comm import agree, await_all
+from spmdrl.world.comm import agree
 from spmdrl.world.live_bytes import device_bytes
 
 
@@ -103,14 +102,14 @@ class VllmEngine:
         if request.seed is None and self._seeds is not None:
             request = replace(request, seed=self._seeds.getrandbits(63))
         params = vllm_requests.sampling_params(request, returns_masks=self._outputs.returns_masks)
-        prompt = self._prompt(request.prompt, request.pictures)
+        prompt = self._prompt(request.prompt)
         request_id = self._llm.add_request(request.key, prompt, params, lora_request=self._lora)
         self._outputs.added(request, request_id)
 
-    def _prompt(self, tokens: Sequence[int], pictures: Pictures | None) -> dict[str, Any]:
+    def _prompt(self, tokens: Sequence[int]) -> dict[str, Any]:
         # The salt keeps it from what older weights computed for unfinished requests.
         model_config, salt = self._llm.vllm_config.model_config, str(self.version)
-        return prompt_of(tokens, pictures, salt=salt, model_config=model_config)
+        return prompt_of(tokens, salt=salt, model_config=model_config)
 
     def step(self) -> list[Completion]:
         """Run one scheduling step and return what finished in it."""
@@ -129,9 +128,7 @@ class VllmEngine:
         """Whether requests are unfinished."""
         return self._llm.has_unfinished_requests()
 
-    def score(
-        self, sequences: Sequence[Sequence[int]], pictures: Sequence[Pictures | None] | None = None
-    ) -> list[Tensor]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
 
         Raises: RuntimeError when requests are unfinished: scoring would mix with them.
@@ -139,8 +136,8 @@ class VllmEngine:
         if self.is_busy:
             raise RuntimeError("score() while requests are unfinished; finish them first")
         params = vllm_requests.scoring_params(returns_masks=self._outputs.returns_masks)
-        for i, (tokens, shown) in enumerate(zip(sequences, pictures or [None] * len(sequences))):
-            prompt = self._prompt(tokens, shown)
+        for i, tokens in enumerate(sequences):
+            prompt = self._prompt(tokens)
             self._llm.add_request(f"score-{i}", prompt, params, lora_request=self._lora)
         scored: dict[str, Tensor] = {}
         while self.is_busy:
@@ -239,14 +236,13 @@ class VllmEngine:
         """Free the engine and vLLM's groups. On every rank, before the process group goes."""
         if not self._has_groups:
             return
-        with self.world.watch.wait("close engines", -1):
-            await_all(group=self.world.control)
-            if self._llm is not None:
-                vllm_internals.close_llm(self._llm)
-                self._llm = self._slot = None
-                del self._outputs
-            vllm_internals.destroy_groups()
-            await_all(group=self.world.control)
+        self.world.meet(wait="close engines")
+        if self._llm is not None:
+            vllm_internals.close_llm(self._llm)
+            self._llm = self._slot = None
+            del self._outputs
+        vllm_internals.destroy_groups()
+        self.world.meet(wait="close engines")
         self._sockets.cleanup()
         self._has_groups = False
 

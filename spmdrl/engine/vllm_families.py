@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import Config
-from spmdrl.engine.vllm_pictures import lacking_to_see, seeing_arguments
 from spmdrl.errors import Refusal
-from spmdrl.model.load import load_hf_config
+from spmdrl.model.load import hf_config_of
+from spmdrl.model.senses import lacking_to_see, seeing_arguments
 from spmdrl.world.world import is_on_cpu
 
 _BACKEND = {"model_impl": "transformers"}  # vLLM's own, which runs transformers' modules
@@ -61,8 +61,7 @@ def model_arguments(cfg: Config) -> dict[str, Any]:
     Raises: Refusal for a model that vLLM computes otherwise than transformers, whatever it is
         told, or that it cannot run on these devices.
     """
-    model = cfg.model
-    config = load_hf_config(model.path, trust_remote_code=model.trust_remote_code, part=model.part)
+    config = hf_config_of(cfg.model)
     family = config.model_type
     if reason := _lacking(config, dtype=cfg.engine.dtype, on_cpu=is_on_cpu(cfg)):
         raise Refusal(f"engine.kind: vllm with a {family}: {reason}")
@@ -87,11 +86,6 @@ def _lacking(config: Any, *, dtype: str, on_cpu: bool) -> str:
         return (
             f"its n_groups is {config.n_groups}, and vLLM normalises each group of channels by "
             f"itself, transformers all of them together; {other}"
-        )
-    if family.startswith("qwen3_5") and importlib.util.find_spec("torchvision") is None:
-        return (
-            "vLLM's module for it imports torchvision, which is not installed; pip install the "
-            f"torchvision of this torch, or {other}"
         )
     if missing := lacking_to_see(family, on_cpu=on_cpu):
         return f"{missing}, or {other}"

@@ -110,7 +110,7 @@ def create_groups(
     parallel_state.set_custom_all_reduce(world.is_inference and has_custom_all_reduce)
     with set_current_vllm_config(VllmConfig()), _environment(told):
         parallel_state.init_distributed_environment(
-            world.world_size, world.rank, "env://", world.local_rank, world.backend
+            dist.get_world_size(), dist.get_rank(), "env://", world.local_rank, world.backend
         )
         parallel_state.initialize_model_parallel(tp)
     return sockets

@@ -19,10 +19,10 @@ from typing import Any
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.model.blocks import has_towers
 from spmdrl.model.files.quantised import QUANTISATION_KEYS, quantisation
 from spmdrl.model.files.reader import CheckpointReader, TextPart, text_config, text_part
 from spmdrl.model.load import model_folder
+from spmdrl.model.transformers_internals import has_towers
 
 _FORMAT = "spmdrl_plain"
 

@@ -18,7 +18,7 @@ import torch
 
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
-from spmdrl.model.load import load_hf_config
+from spmdrl.model.load import hf_config_of
 from spmdrl.world.watch import first_line
 
 _TOKENS = range(3, 12)
@@ -36,9 +36,7 @@ def refusing_models(cfg: Config) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of any library and kind
-        model = cfg.model
-        trusts, part = model.trust_remote_code, model.part
-        config = load_hf_config(model.path, trust_remote_code=trusts, part=part)
+        config = hf_config_of(cfg.model)
         why = _why(error, config.architectures or ())
         hint = (
             "set engine.dtype to bfloat16, or engine.kind to transformers"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spmdrl.imports import refusing
 from spmdrl.sandbox import NotProtected, check_protection, run_python
-from spmdrl.sandbox.request import Limits
+from spmdrl.sandbox.limits import Limits
 
 _MAX_ERROR_CHARS = 800
 

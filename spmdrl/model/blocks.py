@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spmdrl.errors import Refusal
-from spmdrl.model.transformers_internals import block_kinds, is_experts
+from spmdrl.model.transformers_internals import block_kinds, has_towers, is_experts
 
 
 def blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
@@ -30,13 +30,6 @@ def blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
             "it cannot be sharded"
         )
     return found
-
-
-def has_towers(config: Any) -> bool:
-    """Return whether a transformers config is of a model that takes more than text."""
-    return any(
-        getattr(config, name, None) is not None for name in ("vision_config", "audio_config")
-    )
 
 
 def _language_model(hf_model: nn.Module) -> str:

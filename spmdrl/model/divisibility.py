@@ -18,7 +18,7 @@ from spmdrl.model.attention.separation import separation_of
 from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures, of_layers
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import split_dim, style_problems, tp_styles
-from spmdrl.model.vision.towers import attends_both_ways
+from spmdrl.model.towers import attends_both_ways
 from spmdrl.world.axes import Axes
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -38,7 +38,7 @@ class ModelCounts:
     other: tuple[tuple[str, int], ...] = ()  # (weight and dim, size) that tp cuts besides
     unsliced: tuple[str, ...] = ()  # kinds of layers that need whole sequences
     mixers: tuple[str, ...] = ()  # kinds of those that compute one sequence per row
-    both_ways: bool = False  # tokens of a picture see each other
+    both_ways: bool = False  # tokens that show one thing see each other
     leak: str = ""  # why packed sequences would see each other
     tp_problem: str = ""  # why it cannot be tensor-parallel over however many ranks
 
@@ -169,9 +169,9 @@ def _cp_misfits(counts: ModelCounts, axes: Axes, *, context: str) -> Iterator[st
     ):
         yield (
             f"layout.cp: {cp} with a {counts.model_type} by model.kernels.context {context}: "
-            "tokens of a picture see each other, for which a rank needs whole sequences: take "
-            f"ulysses, and a cp that divides the {heads} / tp {tp} = {heads // tp} query heads: "
-            f"{divisors(heads // tp)}"
+            "tokens that show one thing see each other, for which a rank needs whole sequences: "
+            f"take ulysses, and a cp that divides the {heads} / tp {tp} = {heads // tp} query "
+            f"heads: {divisors(heads // tp)}"
         )
     elif context == "ulysses" and not heads % tp and heads // tp % cp:
         yield (

@@ -4,7 +4,7 @@ A multiply-add counts as two. Counted are the matmuls that the mathematics asks 
 tokens (of experts, those that a token goes to), attention over the pairs of tokens that see each
 other, and the output head on scored positions only. Elementwise work, padding and recomputation
 (activation checkpointing, the head's logits in its backward pass) do not count, nor does what a
-tower makes of pictures.
+tower makes of what it is shown.
 Source: arXiv 2204.02311, appendix B (model FLOPs utilisation); deviation: attention is causal
 here, so half of its pairs count.
 """

@@ -19,16 +19,26 @@ from spmdrl.config import Config, ModelSettings
 from spmdrl.data.hub import find_on_hub
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, refusing
-from spmdrl.model.blocks import has_towers, name_of
+from spmdrl.model.blocks import name_of
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.files.quantised import quantisation
 from spmdrl.model.files.reader import CheckpointReader, some, text_config, text_part
 from spmdrl.model.shards import Held, Part
-from spmdrl.model.transformers_internals import ignored_names, initialise, owners
-from spmdrl.model.vision.towers import build_seeing_model, check_family
+from spmdrl.model.towers import build_seeing_model, check_family
+from spmdrl.model.transformers_internals import has_towers, ignored_names, initialise, owners
 from spmdrl.world.torch_internals import is_persistent
 
 SCALAR_HEAD = "score.weight"
+
+
+def hf_config_of(model: ModelSettings, *, path: str = "") -> Any:
+    """Return the transformers config of a run's model, or of the model at `path` beside it.
+
+    Raises: Refusal as `load_hf_config`.
+    """
+    return load_hf_config(
+        path or model.path, trust_remote_code=model.trust_remote_code, part=model.part
+    )
 
 
 def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "all") -> Any:
@@ -103,14 +113,13 @@ def build_meta_model(
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    trusts = model.trust_remote_code
-    config = config or load_hf_config(model.path, trust_remote_code=trusts, part=model.part)
+    config = config or hf_config_of(model)
     kind = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
     build = partial(
         kind.from_config,
         dtype=torch.float32,
         attn_implementation=attention,
-        trust_remote_code=trusts,
+        trust_remote_code=model.trust_remote_code,
     )
     if has_towers(config):
         build = partial(build_seeing_model, attention=attention, is_scalar=is_scalar)

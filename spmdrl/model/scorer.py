@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from spmdrl.config import NO_PENALTIES, Penalties
 from spmdrl.errors import Refusal
+from spmdrl.given import Shown
 from spmdrl.kept_sets import KeptSets
 from spmdrl.model.blocks import base_of, blocks, name_of, replaced_forward
 from spmdrl.model.draw_rules import make_rules
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
+from spmdrl.model.senses import eyes_of
 from spmdrl.model.shards import to_local
-from spmdrl.model.vision.eyes import eyes_of
-from spmdrl.pictures import Pictures
 
 _LEVELS = (1.0, -1.0, 1e-4, 1e6, 3.0, -40.0)  # of the numbers that pass; 1e6 fills any cap
 _CLOSE = 1e-5
@@ -173,7 +173,7 @@ def make_row(
     routes: Tensor | None = None,
     kept_sets: KeptSets | None = None,
     drawn: Tensor | None = None,
-    pictures: Pictures | None = None,
+    shown: Shown | None = None,
 ) -> ScoredRow:
     """Return what the scorer needs to score the masked tokens of a packed row.
 
@@ -185,7 +185,7 @@ def make_row(
         routes: [T, L, K] on the CPU, to be replayed; None for none.
         kept_sets: among which ids each token was drawn, on the CPU; None: all of them.
         drawn: [T] bool on the CPU, tokens of responses, where penalties count them.
-        pictures: what the tokens show, on the CPU; None: nothing, on no rank.
+        shown: by the tokens, on the CPU; None: nothing, on no rank.
     Raises: Refusal when the mask holds a sequence's first token, which nothing predicts.
     """
     firsts = torch.tensor([0, *accumulate(lengths[:-1])])
@@ -198,13 +198,7 @@ def make_row(
     scored, device = mask.nonzero()[:, 0], slicing.device
     rules = partial(make_rules, tokens, lengths, kept_sets=kept_sets, drawn=drawn, device=device)
     own = make_slice(
-        tokens,
-        lengths,
-        scored=scored,
-        slicing=slicing,
-        routes=routes,
-        rules=rules,
-        pictures=pictures,
+        tokens, lengths, scored=scored, slicing=slicing, routes=routes, rules=rules, shown=shown
     )
     return ScoredRow(tokens.to(device), tuple(lengths), scored.to(device), own)
 
@@ -279,11 +273,11 @@ def _states(base: nn.Module, own: RowSlice, eyes: nn.Module | None) -> Tensor:
     """Return the last hidden states of the slice's tokens: [t, H].
 
     Args:
-        eyes: of a model that sees; it runs where the row has pictures on any rank.
+        eyes: of a model that sees; it runs where the row shows something on any rank.
     """
     given = {"input_ids": own.tokens[None]}
     if own.shown is not None:
-        assert eyes is not None, "only a model that sees is given pictures"
+        assert eyes is not None, "only to a model that sees anything is shown"
         given = eyes(base.get_input_embeddings()(own.tokens[None]), own.shown)  # type: ignore[operator]
     return base(
         **given,

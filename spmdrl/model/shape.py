@@ -20,8 +20,7 @@ from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks
 from spmdrl.model.divisibility import ModelCounts, counts_of
 from spmdrl.model.parallel.tp_plan import split_dim, tp_styles
-from spmdrl.model.vision.cost import TowerShape
-from spmdrl.model.vision.towers import sees
+from spmdrl.model.senses import TowerShape, shape_of_tower
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
         blocks=tuple(_block(n, m, styles=styles, config=config) for n, m in modules),
         root=tuple(root),
         counts=counts_of(hf_model),
-        tower=TowerShape.of(hf_model.config) if sees(hf_model) else None,
+        tower=shape_of_tower(hf_model),
     )
 
 

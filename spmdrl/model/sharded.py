@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.errors import Refusal
+from spmdrl.given import joined
 from spmdrl.model.attention.kernels import pick_attention, register_attention
 from spmdrl.model.attention.packing import packs
 from spmdrl.model.attention.separation import Separation, separate
@@ -32,23 +33,17 @@ from spmdrl.model.load import (
     model_folder,
     read_tensors,
 )
+from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters, adapted_weights, sent_adapter, train_adapters_only
 from spmdrl.model.lora.merge import deltas
-from spmdrl.model.lora.targets import LoraForm
 from spmdrl.model.parallel.context_parallel import register_context_attention
 from spmdrl.model.parallel.layout import give_storage, lay_out, reshard, slicing_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
 from spmdrl.model.scorer import Head, ScoredRow, Valuer, make_row, scorer_prefixes
+from spmdrl.model.senses import sight_of
 from spmdrl.model.shards import Delta, local_part, write
-from spmdrl.model.vision.sight import sight_of
-from spmdrl.model.vision.towers import (
-    attends_both_ways,
-    freeze_towers,
-    set_attention,
-    tower_parameters,
-)
-from spmdrl.pictures import Pictures
+from spmdrl.model.towers import attends_both_ways, freeze_towers, set_attention, tower_parameters
 from spmdrl.world import World
 from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import multiply_all, plain_name
@@ -223,30 +218,25 @@ class ShardedModel:
 
     @torch.no_grad()
     def score(
-        self,
-        tokens: Sequence[Sequence[int]],
-        *,
-        row_tokens: int | None = None,
-        pictures: Sequence[Pictures | None] | None = None,
+        self, tokens: Sequence[Sequence[int]], *, row_tokens: int | None = None
     ) -> list[Tensor]:
         """Score plain sequences at temperature 1; every trainer rank must call with the same.
 
         Args:
+            tokens: ids of each sequence, on the CPU; Given where they show something.
             row_tokens: the most tokens of a row that holds several sequences; by default
                 batch.tokens_per_microbatch.
-            pictures: what the sequences show, on the CPU; None: nothing.
         Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0. Of a
             scalar head its values, the first too.
         """
         scored: list[Tensor] = []
-        shown = iter(pictures or [None] * len(tokens))
         for pack in packs(tokens, row_tokens or self.world.tokens_per_microbatch):
-            lengths = [len(sequence) for sequence in pack]
+            lengths, given = [len(sequence) for sequence in pack], joined(pack)
             row = self.row(
-                torch.tensor([t for sequence in pack for t in sequence]),
+                torch.tensor(given),
                 lengths,
                 mask=torch.cat([torch.arange(n) > 0 for n in lengths]),
-                pictures=Pictures.concat([next(shown) for _ in pack], lengths),
+                shown=given.shown,
             )
             if isinstance(self.scorer, Valuer):
                 scored += self.values(row).cpu().split(lengths)
@@ -306,12 +296,7 @@ class SentWeights:
         adapters = self.model.adapters if self.model and not self.adapter else None
         return deltas(adapters, self.shards()) if adapters else {}
 
-    def score(
-        self,
-        sequences: Sequence[Sequence[int]],
-        *,
-        pictures: Sequence[Pictures | None] | None = None,
-    ) -> list[Tensor]:
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return per sequence [len] float32 logprobs at temperature 1, first 0; [] off the
-        trainers, which call it together. `pictures`: what the sequences show."""
-        return self.model.score(sequences, pictures=pictures) if self.model else []
+        trainers, which call it together."""
+        return self.model.score(sequences) if self.model else []

@@ -31,7 +31,7 @@ def shrunk(config: Any, *, kv_heads: int = 2) -> Any:
     """Return the config of a small text model of the same code.
 
     Args:
-        config: a transformers config; of one with a vision tower, the text part's is taken.
+        config: a transformers config; of one with a tower, the text part's is taken.
         kv_heads: key/value heads to keep where the real count is a multiple of it, for tensor
             parallelism of that many ranks; twice as many where each query head has its own.
     Returns: another config of the same class, float32, without quantisation.

@@ -8,6 +8,8 @@ tp_plan            PreTrainedModel._tp_plan                 once `tp_plan` has t
 ignored_names      _keys_to_ignore_on_load_unexpected       once it is public
 owners, initialise _init_weights, Tensor._is_hf_initialized once from_pretrained takes a meta model
 as_saved           core_model_loading.revert_weight_conversion  once it is documented
+released_names     vision_tower.vision_model of SigLIP's files   once saving keeps it
+has_towers, class_of  configs' vision_config, audio_config    never: documented
 is_experts, activated  experts modules' _apply_gate         once their functions' contract is public
 grouped_experts, grouped_linear  integrations.moe           once they are documented
 zero_idle_experts  integrations.moe._grouped_mm (patched)  once torch zeroes them on Blackwell
@@ -72,6 +74,11 @@ def as_saved(hf_model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
     """
     from transformers.core_model_loading import Transpose, revert_weight_conversion
 
+    towers = [
+        name.rpartition(".")[2]
+        for name, module in hf_model.named_modules()
+        if name and type(module).__name__ == "SiglipVisionModel"
+    ]
     told = Transpose.reverse_op
     always = property(lambda self: Transpose(self.dim1, self.dim0))
     Transpose.reverse_op = always
@@ -79,17 +86,44 @@ def as_saved(hf_model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
         saved = revert_weight_conversion(hf_model, dict(tensors))
     finally:
         Transpose.reverse_op = told
-    towers = [
-        name.rpartition(".")[2]
-        for name, module in hf_model.named_modules()
-        if name and type(module).__name__ == "SiglipVisionModel"
-    ]
+    return {_released(name, towers): tensor for name, tensor in saved.items()}
+
+
+def _released(name: str, towers: Iterable[str]) -> str:
+    """Return the name that released files have for a tensor, a part of which is left out of those
+    in SigLIP towers."""
     for tower in towers:
-        saved = {
-            re.sub(rf"^((?:.*\.)?{tower})\.(?!vision_model\.)", r"\1.vision_model.", name): tensor
-            for name, tensor in saved.items()
-        }
-    return saved
+        name = re.sub(rf"^((?:.*\.)?{tower})\.(?!vision_model\.)", r"\1.vision_model.", name)
+    return name
+
+
+def released_names(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Return {name in released files: name in these} of a SigLIP tower's tensors: transformers
+    leaves a part of it out where it saves a model that it did not load from such files.
+
+    Args:
+        config: what config.json holds.
+    """
+    tower = config.get("vision_config")
+    if not isinstance(tower, dict) or tower.get("model_type") != "siglip_vision_model":
+        return {}
+    found = {_released(name, ["vision_tower"]): name for name in names}
+    return {released: name for released, name in found.items() if released != name}
+
+
+def has_towers(config: Any) -> bool:
+    """Return whether a transformers config is of a model that takes more than text."""
+    return any(
+        getattr(config, name, None) is not None for name in ("vision_config", "audio_config")
+    )
+
+
+def class_of(config: Any) -> Any:
+    """Return the class by which transformers makes and loads a model with its head, of any kind."""
+    import transformers
+
+    name = "AutoModelForImageTextToText" if has_towers(config) else "AutoModelForCausalLM"
+    return getattr(transformers, name)
 
 
 def is_experts(module: nn.Module) -> bool:

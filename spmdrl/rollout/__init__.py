@@ -41,8 +41,7 @@ def model_limits(cfg: Config) -> dict[str, Any]:
 
     Raises: Refusal when its config.json cannot be read.
     """
-    from spmdrl.model.load import load_hf_config, max_positions
+    from spmdrl.model.load import hf_config_of, max_positions
 
-    own = cfg.model
-    hf = load_hf_config(own.path, trust_remote_code=own.trust_remote_code, part=own.part)
+    hf = hf_config_of(cfg.model)
     return {"max_positions": max_positions(hf), "vocab_size": hf.get_text_config().vocab_size}

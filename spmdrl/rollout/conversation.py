@@ -28,16 +28,14 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.config import ImageSettings
-from spmdrl.data.images import ImageFiles, inlined, split
-from spmdrl.data.templates import Seen, apply_template, render
+from spmdrl.data.attachments import AttachedFiles, Seen, files_of, inlined, split
+from spmdrl.data.templates import apply_template, render
 from spmdrl.environments.protocol import Message, Response, ToolCall
 from spmdrl.environments.tool_calls import Parser
 from spmdrl.errors import Refusal
-from spmdrl.pictures import Pictures
+from spmdrl.given import Given
 
 _REPLY = "spmdrl-stands-for-the-reply"
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
@@ -61,7 +59,7 @@ class Chat:
         rewrites: what to do about a template that changes earlier turns, see the module.
         prefix: text that each turn of the policy begins with; it is not sampled.
         field: of the config, which says what answers the policy, for messages.
-        files: where images of messages are, see `beside`.
+        files: where attachments of messages are, see `beside`.
     Raises (on construction): Refusal when there is no template, when it closes a reply by
         something that does not stop the engine, or when it rewrites earlier turns: with what
         it makes of them.
@@ -77,10 +75,10 @@ class Chat:
         rewrites: Literal["auto", "refuse", "keep"] = "auto",
         prefix: str = "",
         field: str = "rollout.environment",
-        files: ImageFiles | None = None,
+        files: AttachedFiles | None = None,
     ):
         self._prefix, self._where = prefix, field
-        self._files = files or ImageFiles(ImageSettings())
+        self._files = files or files_of()
         self.tokenizer, self.tools, self._parser = tokenizer, tools or None, parser
         self._stops = frozenset(stop_token_ids)
         # The samples of a group open alike, and openings are the long texts.
@@ -101,42 +99,33 @@ class Chat:
                 for messages in kinds:
                     self._check_rewriting(head, messages, may_drop=rewrites == "auto")
 
-    def beside(self, files: ImageFiles) -> Chat:
-        """Return the same, of rows whose images are there."""
+    def beside(self, files: AttachedFiles) -> Chat:
+        """Return the same, of rows whose attachments are there."""
         own = copy.copy(self)
         own._files = files
         return own
 
-    def opening(self, messages: list[Message]) -> tuple[list[int], Pictures | None]:
-        """Return the ids of an opened conversation, the head of the policy's turn included, and
-        what they show; None of a model that does not see.
+    def opening(self, messages: list[Message]) -> Given:
+        """Return the ids of an opened conversation, the head of the policy's turn included.
 
         A final assistant message is not closed: the policy continues it.
-        Raises: Refusal when the template refuses the messages, or an image cannot be used.
+        Raises: Refusal when the template refuses the messages, or an attachment cannot be used.
         """
-        bare, images = split(inlined(messages, (), where=self._where))
+        bare, held = split(inlined(messages, (), where=self._where))
         text = self._opening_text(bare)
-        ids, pictures = self._seen(text, images) if images else self._encoded_opening(text)
-        return list(ids), pictures
+        return self._seen(text, held) if held else self._encoded_opening(text)
 
-    def observed(
-        self, sampled: Sequence[int], messages: list[Message]
-    ) -> tuple[list[int], Pictures | None]:
-        """Return the ids to append behind what the policy sampled, up to its next turn, and what
-        they show; None of a model that does not see.
+    def observed(self, sampled: Sequence[int], messages: list[Message]) -> Given:
+        """Return the ids to append behind what the policy sampled, up to its next turn.
 
         Args:
             sampled: ids of the turn, as the engine gave them.
             messages: what the environment answered.
-        Raises: Refusal when the template refuses the messages, or an image cannot be used.
+        Raises: Refusal when the template refuses the messages, or an attachment cannot be used.
         """
-        bare, images = split(inlined(messages, (), where=self._where))
-        tokens, pictures = self._seen(self._joint(bare), images)
-        if not (sampled and sampled[-1] in self._stops):
-            return tokens, pictures
-        if pictures is not None:
-            pictures = pictures[torch.arange(1, len(tokens))]
-        return tokens[1:], pictures
+        bare, held = split(inlined(messages, (), where=self._where))
+        tokens = self._seen(self._joint(bare), held)
+        return tokens[1:] if sampled and sampled[-1] in self._stops else tokens
 
     def responses(
         self, turns: Sequence[Sequence[int]], *, are_truncated: Sequence[bool]
@@ -155,8 +144,8 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _seen(self, text: str, images: Sequence[Any] = ()) -> tuple[list[int], Pictures | None]:
-        return Seen(self.tokenizer, files=self._files, where=self._where).encoded(text, images)
+    def _seen(self, text: str, held: Sequence[Any] = ()) -> Given:
+        return Seen(self.tokenizer, files=self._files, where=self._where).encoded(text, held)
 
     def _opening_text(self, messages: list[Message]) -> str:
         return render(

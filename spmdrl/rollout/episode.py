@@ -12,7 +12,7 @@ from spmdrl.config import NO_PENALTIES, Config, Penalties
 from spmdrl.data.hashed import hashed
 from spmdrl.data.row_sampling import row_sampling
 from spmdrl.engine.protocol import UNTRUNCATED, Completion, Request, Truncation
-from spmdrl.pictures import Pictures
+from spmdrl.given import Given
 from spmdrl.types import Prompt, Tokens, unplain
 from spmdrl.workers.pool import RewardResult
 
@@ -76,10 +76,9 @@ class Trajectory(Tokens):
     """Of each finished turn: its reward from the environment, task units."""
 
     @classmethod
-    def begun(cls, prompt: Sequence[int], *, pictures: Pictures | None = None) -> Trajectory:
-        """Return a prompt, given by its ids and what these show, that nothing follows yet."""
-        given = Tokens.given(prompt, pictures=pictures)
-        return Trajectory(**given.columns(), num_given=len(prompt))
+    def begun(cls, prompt: Sequence[int]) -> Trajectory:
+        """Return a prompt that nothing follows yet."""
+        return Trajectory(**Tokens.given(prompt).columns(), num_given=len(prompt))
 
     @classmethod
     def restored(cls, plain: Mapping[str, Any]) -> Trajectory:
@@ -102,20 +101,18 @@ class Trajectory(Tokens):
         return self.tokens[self.num_given :].tolist()
 
     @property
-    def given_pictures(self) -> Pictures | None:
-        """Return what the prompt shows."""
-        shown = self.pictures
-        return None if shown is None else shown[torch.arange(self.num_given)]
+    def whole(self) -> Given:
+        """Return all tokens, as an engine is given them."""
+        return Given(self.tokens.tolist(), self.shown)
 
     @property
-    def given_ids(self) -> list[int]:
-        """Return the ids of the prompt."""
-        return self.tokens[: self.num_given].tolist()
+    def prompt(self) -> Given:
+        """Return the prompt."""
+        return self.whole[: self.num_given]
 
     def opened(self, prompt: Prompt, *, text: str) -> Prompt:
         """Return a prompt as an environment opened it, with this text."""
-        ids, shown = tuple(self.given_ids), self.given_pictures
-        return replace(prompt, tokens=ids, text=text, pictures=shown)
+        return replace(prompt, tokens=self.prompt, text=text)
 
     @property
     def num_following(self) -> int:
@@ -141,9 +138,9 @@ class Trajectory(Tokens):
             self._followed_by(drawn), is_truncated=completion.is_truncated, routes=routes
         )
 
-    def observed(self, ids: Sequence[int], *, pictures: Pictures | None = None) -> Trajectory:
+    def observed(self, ids: Sequence[int]) -> Trajectory:
         """Append what an environment said, and showed."""
-        return self._followed_by(Tokens.given(ids, pictures=pictures))
+        return self._followed_by(Tokens.given(ids))
 
     def ended(self, state: int) -> Trajectory:
         """Note that a turn, which answers this state, is finished and has earned nothing yet."""
@@ -261,8 +258,7 @@ class Episode:
         draw, is_greedy = self.group.draw, self.sample == GREEDY
         return Request(
             key=self.request_key,
-            prompt=tuple(self.trajectory.tokens.tolist()),
-            pictures=self.trajectory.pictures,
+            prompt=self.trajectory.whole,
             max_tokens=draw.max_tokens - self.trajectory.num_following,
             temperature=0.0 if is_greedy else draw.temperature,
             stop_token_ids=draw.stop_token_ids,

@@ -67,9 +67,11 @@ class StepFiller:
         most = -(-self.rules.lookahead // self.share.keepers) * self._per_group
         self.decisions = loop.decisions
         loop.idle = Idle(min(cfg.engine.max_num_seqs, most))
-        self._keep(Book())
-        self._ahead: dict[int, Rollouts] = {}  # by step: shares that are complete
-        self._next = 0  # first step without its share
+        self.keep(Book())
+        self.ahead: dict[int, Rollouts] = {}
+        """By step, this replica's shares that are complete."""
+        self.next = 0
+        """First step without its share."""
         self.waiting: dict[int, Group] = {}  # in no step yet, by number
         self._complete: list[int] = []  # those that became so, and are not in the book yet
         self._flat: list[int] = []  # the same, without a spread of rewards: to be replaced
@@ -89,13 +91,10 @@ class StepFiller:
         while True:
             is_pausing = self.decisions.pauses(must_pause)
             tickets = self._keep_book(engine.version, last=last, is_pausing=is_pausing)
-            if self._next > last or is_pausing:
+            if self.next > last or is_pausing:
                 break
-            for number, step, slot in tickets:
-                prompt = self.prompts.at(step, slot)
-                draw = self.draw.of_prompt(prompt, self.cfg)
-                group = Group(number, step, slot, prompt, engine.version, draw)
-                self.waiting[number] = group
+            for ticket in tickets:
+                group = self.waiting[ticket.number] = self.group(ticket, engine.version)
                 self.loop.admit(group)
             if self.loop.is_busy:
                 self.tick(engine)
@@ -114,7 +113,7 @@ class StepFiller:
 
     def take(self, step: int) -> Rollouts | None:
         """Hand over this replica's share of a step; None where it has none."""
-        return self._ahead.pop(step, None)
+        return self.ahead.pop(step, None)
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -129,8 +128,8 @@ class StepFiller:
             assert engine is not None, "groups are under way before the first generation"
             unfinished = self.loop.unfinished(engine)
         return {
-            "ahead": {k: rollouts_to_dict(rollouts) for k, rollouts in self._ahead.items()},
-            "next": self._next,
+            "ahead": {k: rollouts_to_dict(rollouts) for k, rollouts in self.ahead.items()},
+            "next": self.next,
             "opened": book.opened,
             "number": book.number,
             "complete": list(book.complete),
@@ -148,11 +147,11 @@ class StepFiller:
         check_environments(states, trusts_pickles=self.cfg.checkpoint.trust_pickles)
         self.prompts.load_state_dict(states[0]["planner"], step=step)
         found = resumed(states, step=step, share=self.share, costs_of=self.prompts.costs)
-        self._keep(found.book)
-        self._next = found.book.next
+        self.keep(found.book)
+        self.next = found.book.next
         for k in sorted({k for state in found.states for k in state["ahead"]}):
             parts = [state["ahead"][k] for state in found.states if k in state["ahead"]]
-            self._ahead[k] = concat_rollouts([rollouts_from_dict(part) for part in parts])
+            self.ahead[k] = concat_rollouts([rollouts_from_dict(part) for part in parts])
         for number, plain in found.groups:
             prompt = self.prompts.at(plain["step"], plain["slot"])
             group, episodes = group_from_dict(
@@ -166,7 +165,8 @@ class StepFiller:
 
     # ---------------------------------------------------------------- the book
 
-    def _keep(self, book: Book) -> None:
+    def keep(self, book: Book) -> None:
+        """Go on with this book."""
         practice = Practice(self.rules, self.prompts.deal, self.prompts.slots_of)
         share, self.book = self.share, OwnBook(book, practice)
         if share.is_shared:
@@ -193,10 +193,16 @@ class StepFiller:
         share of those that are wanted, and not more than the engine has places for."""
         if not self.share.is_shared:
             return sys.maxsize
-        wanted = self.rules.quota * (last - self._next) + self.rules.lookahead
+        wanted = self.rules.quota * (last - self.next) + self.rules.lookahead
         busy = sum(not group.is_complete for group in self.waiting.values())
         free = self.cfg.engine.max_num_seqs - self.loop.num_unsampled
         return max(0, min(-(-wanted // self.share.replicas) - busy, -(-free // self._per_group)))
+
+    def group(self, ticket: Ticket, version: int) -> Group:
+        """Return the group of a ticket, of which nothing is drawn."""
+        number, step, slot = ticket
+        prompt = self.prompts.at(step, slot)
+        return Group(number, step, slot, prompt, version, self.draw.of_prompt(prompt, self.cfg))
 
     def _note(self, group: Group) -> None:
         is_flat = self.schedule.dynamic and not has_spread(group.drawn)
@@ -206,31 +212,31 @@ class StepFiller:
         """Wait until another replica has changed the book: what is missing is with them."""
         if not self.share.is_shared:
             raise RuntimeError(
-                f"generate: nothing of step {self._next} may be drawn with the weights that are "
+                f"generate: nothing of step {self.next} may be drawn with the weights that are "
                 "here. Was a stream.push left out on this rank? What meets is for every rank"
             )
         if not self.decisions.waits():
             return
         began = time.perf_counter()
-        with self.world.watch.wait("await other replicas", self._next):
+        with self.world.watch.wait("await other replicas", self.next):
             while not must_pause() and not (self.book.is_due and self.book.follow()):
                 time.sleep(_LOOK_EVERY_S)
         self.loop.idle.add("replicas", time.perf_counter() - began)
 
     def _hand_over(self, closed: Mapping[int, Mapping[int, int]]) -> None:
         """Pack this replica's share of the steps that are closed."""
-        for step in sorted(step for step in closed if step >= self._next):
+        for step in sorted(step for step in closed if step >= self.next):
             groups = [
                 replace(self.waiting.pop(number), slot=slot)
                 for number, slot in sorted(closed[step].items(), key=lambda pair: pair[1])
                 if number in self.waiting
             ]
-            assert step == self._next
+            assert step == self.next
             score_step(self.loop, groups, step=step)
             self.decisions.closed(step, groups)
             assert all(step - g.version <= self.rules.max_staleness for g in groups)
             now = time.perf_counter()
-            self._ahead[step] = pack_step(
+            self.ahead[step] = pack_step(
                 groups,
                 self.cfg,
                 is_first=self.world.replica == 0,
@@ -240,9 +246,9 @@ class StepFiller:
                 num_carried=len(self.waiting),
             )
             if self.recorder is not None:
-                self.recorder.record(step, groups, self._ahead[step])
+                self.recorder.record(step, groups, self.ahead[step])
             self._seconds, self._since, self._dropped = 0.0, max(now, self._since), []
-            self._next += 1
+            self.next += 1
 
     def _check_dropped(self, num_dropped: int) -> None:
         limit = self.schedule.dynamic
@@ -252,7 +258,7 @@ class StepFiller:
         highest = max((r for r in rewards if r is not None), default=float("nan"))
         share = sum(r == highest for r in rewards) / len(rewards)
         raise RuntimeError(
-            f"step {self._next}: rollout.schedule.dynamic {limit} is used up: {num_dropped} "
+            f"step {self.next}: rollout.schedule.dynamic {limit} is used up: {num_dropped} "
             f"groups had the same reward in all samples ({share:.0%} of them {highest:g}, the "
             f"others less or none), and the step's {self.rules.quota} are not full. The prompts "
             "are too easy or too hard for the policy: change data.train, raise "

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from spmdrl.config import Penalties
 from spmdrl.engine.protocol import EngineProtocol, Request, Truncation
-from spmdrl.pictures import ToldPictures
+from spmdrl.given import Given, ToldItems, shown_by
 from spmdrl.plain import pack, unpack
 from spmdrl.world import World
 from spmdrl.world.secret import MARK_BYTES, Unauthentic, is_marked, mark
@@ -36,7 +36,7 @@ class Link:
         self.world = world
         self._has_followers = world.cfg.layout.inference_tp > 1
         self._count = 0  # messages so far, the same on all ranks of the replica
-        self._shown = ToldPictures()
+        self._shown = ToldItems()
 
     def step(self, requests: Sequence[Request]) -> None:
         """Tell the followers to add these requests and take an engine step. The leader does
@@ -68,15 +68,15 @@ class Link:
             "prompt": numpy.array(request.prompt, numpy.int64),
             "truncation": tuple(vars(request.truncation).values()),
             "penalties": tuple(vars(request.penalties).values()),
-            "pictures": self._shown.said(request.pictures),
+            "shown": self._shown.said(shown_by(request.prompt)),
         }
 
     def _meant(self, said: dict[str, Any]) -> Request:
+        shown = self._shown.meant(said.pop("shown"))
         own = {
-            "prompt": tuple(said["prompt"].tolist()),
+            "prompt": Given(said["prompt"].tolist(), shown),
             "truncation": Truncation(*said["truncation"]),
             "penalties": Penalties(*said["penalties"]),
-            "pictures": self._shown.meant(said["pictures"]),
         }
         return Request(**said | own)
 

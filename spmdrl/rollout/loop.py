@@ -79,7 +79,7 @@ class Loop:
         for sample in group.positions:
             if sample not in group.samples:
                 # Until an environment says else.
-                begun = Trajectory.begun(group.prompt.tokens, pictures=group.prompt.pictures)
+                begun = Trajectory.begun(group.prompt.tokens)
                 self.go_on(Episode(group, sample, begun, stage="open" if is_played else "draw"))
 
     def _chat_of(self, group: Group) -> Chat | None:
@@ -253,7 +253,7 @@ class Loop:
                 self._score([episode])
                 return None
         try:
-            tokens, pictures = (
+            tokens = (
                 chat.opening(list(result.messages))
                 if is_opening
                 else chat.observed(episode.turn, list(result.messages))
@@ -263,13 +263,13 @@ class Loop:
         if is_opening:
             if len(tokens) > self.cfg.data.max_prompt_tokens:
                 return _overlong(self.cfg, result, episode, length=len(tokens))
-            episode.trajectory = Trajectory.begun(tokens, pictures=pictures)
+            episode.trajectory = Trajectory.begun(tokens)
         elif so_far.num_following + len(tokens) >= episode.group.draw.max_tokens:
             episode.trajectory = replace(so_far, is_truncated=True)  # no room for another turn
             self._score([episode])
             return None
         else:
-            episode.trajectory = so_far.observed(tokens, pictures=pictures)
+            episode.trajectory = so_far.observed(tokens)
             episode.turn_start = episode.trajectory.num_following
         episode.stage = "draw"
         self._to_draw.append(episode)
@@ -279,7 +279,7 @@ class Loop:
         group, trajectory, text = episode.group, episode.trajectory, episode.text
         prompt = group.prompt
         if self._chat_of(group) is not None:
-            opening, text = self.texts([trajectory.given_ids, trajectory.response])
+            opening, text = self.texts([trajectory.prompt, trajectory.response])
             prompt = trajectory.opened(prompt, text=opening)
         finished = FinishedEpisode(group.slot, episode.sample, prompt, trajectory, text, reward)
         group.samples[episode.sample] = finished

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from spmdrl.config import Config, ShapingSettings, flatten
 from spmdrl.config.former import modernized
+from spmdrl.data.attachments import with_items
+from spmdrl.given import Shown
 from spmdrl.imports import refusing
-from spmdrl.pictures import Pictures
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
 from spmdrl.rollout.packing import cumulative, flat_episodes
-from spmdrl.rollout.recorded_pictures import with_pictures
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, Tokens
 
 FORMAT = 1
@@ -237,19 +237,19 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
     tokens, others = flat_episodes(greedy, rewards=own, greedy_rewards=own, part_names=())
     no_parts = scalars.reward_parts.new_zeros(len(greedy), scalars.reward_parts.shape[1])
     # What a table has not is null in its rows: the greedy ones have no routes, and no kept sets.
-    # Pictures are added to all, since a group's are in one of its rows.
+    # Items are added to all, since a group's are in one of its rows.
     rows = [
         _rows(step, drawn, share, scalars=scalars),
         _rows(
             step,
             greedy,
-            replace(tokens, routes=None, kept_sets=None, pictures=None),
+            replace(tokens, routes=None, kept_sets=None, shown=None),
             scalars=replace(others, reward_parts=no_parts),
         ),
     ]
     table = pa.concat_tables(rows, promote_options="default")
-    both = [share.pictures, tokens.pictures], [len(share.tokens), len(tokens.tokens)]
-    table = with_pictures(table, Pictures.concat(*both))
+    both = [share.shown, tokens.shown], [len(share.tokens), len(tokens.tokens)]
+    table = with_items(table, Shown.concat(*both))
     return table.sort_by([("group", "ascending"), ("sample", "ascending")])
 
 

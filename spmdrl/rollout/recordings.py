@@ -16,12 +16,12 @@ import pyarrow.parquet as parquet
 import torch
 from torch import Tensor
 
+from spmdrl.data.attachments import FEATURES, recorded_items
 from spmdrl.errors import Refusal
 from spmdrl.imports import parsed_json
 from spmdrl.kept_sets import KeptSets
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
-from spmdrl.rollout.recorded_pictures import FEATURES, recorded_pictures
 from spmdrl.rollout.recorder import (
     FILE_NAME,
     FOLDER,
@@ -123,7 +123,7 @@ def read_table(
     """Return the rows of a file, or those of one group, greedy ones too.
 
     Args:
-        without_features: leave out what towers read of pictures, which is large.
+        without_features: leave out what towers read, which is large.
     Raises: Refusal when the file cannot be read.
     """
     file = _open(path)
@@ -170,7 +170,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
             sets = _kept_sets(table, vocab)
             sets.check(rollouts.tokens)
             rollouts = replace(rollouts, kept_sets=sets)
-        rollouts = replace(rollouts, pictures=recorded_pictures(table))
+        rollouts = replace(rollouts, shown=recorded_items(table))
         return replace(rollouts, sums=add_sums(*sums), samples=shown)
 
 

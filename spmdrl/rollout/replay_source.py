@@ -74,10 +74,10 @@ class ReplaySource(Source):
                 f"{self.recorded.folder}: step {step} has a sequence of {longest} "
                 f"tokens, above the model's context of {self._max_positions}"
             )
-        if rollouts.pictures is not None and self.cfg.model.part == "text":
+        if rollouts.shown is not None and self.cfg.model.part == "text":
             raise Refusal(
-                f"{self.recorded.folder}: step {step} shows pictures, and the model is the text "
-                "part alone; replay it under model.part: all"
+                f"{self.recorded.folder}: step {step} shows what a tower reads, and the model "
+                "is the text part alone; replay it under model.part: all"
             )
         if highest >= self._vocab_size:
             raise Refusal(

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.data.examples import Unit, example_source
-from spmdrl.pictures import Pictures
+from spmdrl.given import joined
 from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
 from spmdrl.rollout.source import Source
 from spmdrl.types import Rollouts, Scalars, Sums, Tokens
@@ -56,10 +56,9 @@ def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
         for slot, unit in units
         for sample, (example, reward) in enumerate(zip(unit.examples, unit.rewards))
     ]
-    slots, samples, tokens, masks, shown, rewards = zip(*rows) if rows else [()] * 6
+    slots, samples, tokens, masks, rewards = zip(*rows) if rows else [()] * 5
     lengths, count = ints([len(row) for row in tokens]), len(rows)
-    pictures = Pictures.concat(shown, lengths.tolist())
-    given = Tokens.given([*chain(*tokens)], pictures=pictures)
+    given = Tokens.given(joined(tokens))
     mask = torch.tensor([*chain(*masks)], dtype=torch.bool)
     given = replace(given, response_mask=mask, policy_versions=torch.where(mask, version, -1))
     return Rollouts(

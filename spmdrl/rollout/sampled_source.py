@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -11,15 +11,13 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algorithms import registry
 from spmdrl.config import Config, EvaluateSettings, SamplingSettings
-from spmdrl.data.images import ImageFiles
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.tokenizer import end_token_ids
 from spmdrl.engine.protocol import EngineProtocol, Truncation
-from spmdrl.environments.tool_calls import make_parser
 from spmdrl.errors import Refusal
-from spmdrl.pictures import Pictures
+from spmdrl.given import Given
 from spmdrl.rewards.samples import Scope
-from spmdrl.rollout.conversation import Chat
+from spmdrl.rollout.chats import make_chats
 from spmdrl.rollout.episode import Draw, FinishedEpisode, Group
 from spmdrl.rollout.filling import StepFiller
 from spmdrl.rollout.idle import Idle
@@ -30,9 +28,11 @@ from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.source import Source
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import warn_if_all_failed
+from spmdrl.rollout.survivor import Survivor
 from spmdrl.types import Batch, Rollouts
 from spmdrl.workers.pool import RewardPool
 from spmdrl.world import World
+from spmdrl.world.comm import gather_objects
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,10 @@ class SampledSource(Source):
         self._stops = end_token_ids(cfg, tokenizer)
         self._engine: EngineProtocol | None = None
         self._version = -1  # of the weights that requests under way began with
+        self._taken: tuple[int, Rollouts] | None = None  # and not known to be with the trainers
+        self._first, self._must_make_up = 0, False  # first step that they do not have
+        if world.survival is not None:
+            world.survival.settle.append(self._share_out)
         if world.inference_tp_rank != 0:
             return
         self.pool = RewardPool(cfg, steps_per_epoch=self.prompts.steps_per_epoch)
@@ -81,8 +85,11 @@ class SampledSource(Source):
                 "engine replicas has a share of one; set it to group, or have one replica"
             )
         draw = self._draw("train", cfg.sampling, samples=cfg.batch.group_size)
-        self.loop = self._make_loop(tokenizer)
+        is_first = world.replica == 0
+        chats = make_chats(cfg, tokenizer, self.pool, stops=self._stops, is_first=is_first)
+        self.loop = Loop(cfg, tokenizer=tokenizer, pool=self.pool, link=self.link, chats=chats)
         self.filler = StepFiller(cfg, world, loop=self.loop, prompts=self.prompts, draw=draw)
+        self._survivor = Survivor(self.filler, is_new=world.is_alone)
 
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
         """Make this replica's share of every step up to `until`, with the engine's weights.
@@ -102,6 +109,7 @@ class SampledSource(Source):
             if engine.version != self._version and not keeps:
                 self._take_back(engine)
             self._version = engine.version
+            self._make_up()
             if not engine.is_busy:
                 # From an empty prefix cache, so that the numbers are a function of weights and
                 # step alone and a resumed run repeats them.
@@ -119,23 +127,27 @@ class SampledSource(Source):
 
     def take(self, step: int) -> Rollouts:
         """Hand over this rank's rollouts of `step`; ranks that are no leader hold none."""
-        return (self.filler and self.filler.take(step)) or empty_rollouts()
+        self._make_up()
+        found = self.filler and self.filler.take(step)
+        self._taken = (step, found) if found else None
+        return found or empty_rollouts()
 
     def observe(self, batch: Batch, *, step: int) -> None:
         """Take in what the whole batch of `step` came to, for the prompts to come."""
+        self._taken, self._first = None, step + 1
         if self.filler is not None:
             self.filler.prompts.planner.observe(batch.scalars, step=step)
 
-    def probe_tokens(self) -> tuple[list[tuple[int, ...]], list[Pictures | None]]:
+    def probe_tokens(self) -> list[Given]:
         """Return the first prompts of the data, those with more than one token, and one sequence of
-        their tokens that is as long as a sample can be, or 4096; and what each shows."""
+        their tokens that is as long as a sample can be, or 4096, and shows nothing."""
         prompts = [p for p in self.prompts.at(0)[:_PROBE_PROMPTS] if len(p.tokens) > 1]
         if not prompts:
-            return [], []
+            return []
         longest = self.cfg.longest_sequence - 1
         tokens = cycle(token for prompt in prompts for token in prompt.tokens)
-        long = tuple(islice(tokens, min(longest, _PROBE_TOKENS)))
-        return [*(p.tokens for p in prompts), long], [*(p.pictures for p in prompts), None]
+        long = Given(islice(tokens, min(longest, _PROBE_TOKENS)))
+        return [*(p.tokens for p in prompts), long]
 
     def evaluate(self, engine: EngineProtocol, *, step: int) -> list[FinishedEpisode]:
         """Sample this replica's held-out prompts; its leader gets the samples.
@@ -187,11 +199,13 @@ class SampledSource(Source):
 
     def start(self, step: int) -> None:
         """Take note of the step that the run begins with; see Decisions."""
+        self._first = step
         if self.filler is not None:
             self.loop.decisions.start(self.cfg, self.world, version=step)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was made ahead and what is under way, as plain values; leaders only."""
+        self._make_up()
         return None if self.filler is None else self.filler.state_dict(self._engine)
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
@@ -203,6 +217,53 @@ class SampledSource(Source):
         """End the reward workers."""
         if self.filler is not None:
             self.pool.close()
+
+    # ---------------------------------------------------------------- engines that are gone
+
+    def keep_copies(self, step: int) -> None:
+        """Keep what all replicas have drawn ahead: when one is lost behind the push to come, nobody
+        has the weights any more that it was drawn with."""
+        if self.world.survival is None or not self.cfg.lag:
+            return
+
+        def turn() -> list[list[Any]]:
+            own = self._survivor.copies() if self.filler else []
+            with self.world.watch.wait("copy what was drawn ahead", step):
+                return gather_objects(own, group=self.world.control)
+
+        found = self.world.survive(turn, step=step)
+        if self.filler is not None:
+            self._survivor.keep_copies([share for shares in found for share in shares])
+
+    def _share_out(self, is_whole: bool) -> None:
+        """Share out what engines that are gone had drawn; all ranks meet here, see Survival.
+
+        It is drawn at once where engines still have the weights that it was drawn with, so that it
+        becomes the same; and else before this replica generates or hands over anything.
+        """
+        told = gather_objects(
+            (self._first, self.filler and self._survivor.held(self._taken)),
+            group=self.world.control,
+        )
+        held, first = [own for _, own in told if own], max(step for step, _ in told)
+        has_lost = self.filler is not None and self._survivor.share_out(held, first=first)
+        # A leader speaks for its replica's other ranks, which follow it.
+        speaking = gather_objects((self.world.replica, has_lost), group=self.world.control)
+        self._must_make_up = (self.world.replica, True) in speaking and self.world.is_inference
+        if is_whole:
+            self._make_up()
+
+    def _make_up(self) -> None:
+        if not self._must_make_up:
+            return
+        assert self._engine is not None, "an engine is lost after the first generation"
+        with self.world.watch.phase("generate", self._engine.version):
+            if self.filler is None:
+                self.link.follow(self._engine)
+            else:
+                self._survivor.make_up(self._engine)
+                self.link.end()
+        self._must_make_up = False
 
     def _draw(
         self, purpose: str, how: SamplingSettings | EvaluateSettings, *, samples: int
@@ -223,56 +284,3 @@ class SampledSource(Source):
             has_greedy=purpose == "train" and "greedy_rewards" in registry.inputs_of(advantage),
             must_score=cfg.rewards.on_failure == "fail",
         )
-
-    def _make_loop(self, tokenizer: PreTrainedTokenizerBase) -> Loop:
-        made = {
-            field: self._make_chat(tokenizer, field=field, options=options)
-            for field, options in self.cfg.environment_fields().items()
-        }
-        fields = [field for field, _ in self.cfg.environments()]
-        images = self.cfg.data.images
-        chats = {
-            i: made[field].beside(ImageFiles(images, source.folder))
-            for i, (field, source) in enumerate(zip(fields, self.cfg.data.all_sources()))
-            if field in made
-        }
-        return Loop(self.cfg, tokenizer=tokenizer, pool=self.pool, link=self.link, chats=chats)
-
-    def _make_chat(
-        self, tokenizer: PreTrainedTokenizerBase, *, field: str, options: Mapping[str, Any]
-    ) -> Chat:
-        """Return what joins the turns of episodes with an environment.
-
-        Args:
-            field: of the config, that has it.
-            options: its name and options.
-        Raises: Refusal as `Chat`.
-        """
-        facts, is_first = self.pool.environments[field], self.world.replica == 0
-        if facts["not_plain"] and is_first:
-            log.warning(
-                "%s: %s is no plain data. Episodes that a checkpoint finds under "
-                "way are kept as pickles, and a resume asks for --checkpoint.trust-pickles true; "
-                "docs/environments.md says how `save` and `restore` make it plain",
-                field,
-                facts["not_plain"],
-            )
-        parser = facts["tool_parser"]
-        chat = Chat(
-            tokenizer,
-            stop_token_ids=self._stops,
-            tools=facts["tools"],
-            parser=make_parser(parser, tokenizer) if parser else None,
-            rewrites=options.get("rewrites", "auto"),
-            prefix=self.cfg.data.generation_prefix,
-            field=field,
-        )
-        if chat.drops_reasoning and is_first:
-            log.warning(
-                "%s: the chat template leaves reasoning (<think>) out of "
-                "earlier turns; here what the policy wrote stays before its eyes, and it is "
-                "trained so. Whoever uses it later with this template shows it less. With "
-                "{rewrites: refuse} the run ends instead",
-                field,
-            )
-        return chat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from typing import Any
 
 from spmdrl.environments.plain_state import PICKLED, PLAIN
@@ -95,12 +95,7 @@ def group_from_dict(
         group.samples[s["sample"]] = FinishedEpisode(
             group.slot,
             s["sample"],
-            replace(
-                prompt,
-                tokens=tuple(trajectory.tokens[: trajectory.num_given].tolist()),
-                text=s["prompt"],
-                pictures=trajectory.given_pictures,
-            ),
+            trajectory.opened(prompt, text=s["prompt"]),
             trajectory,
             s["text"],
             RewardResult(**s["reward"]),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.pictures import Pictures
+from spmdrl.given import Given
 from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.outcomes import ProblemOutcome
 from spmdrl.types import Batch, Rollouts
@@ -28,13 +28,15 @@ class Source:
         """Hand over this rank's share of the batch of `step`."""
         raise NotImplementedError
 
+    def keep_copies(self, step: int) -> None:
+        """Have every engine hold what the others have drawn ahead, where one may be lost."""
+
     def observe(self, batch: Batch, *, step: int) -> None:
         """Take in what the whole batch of `step` came to, for the choice of later prompts."""
 
-    def probe_tokens(self) -> tuple[list[tuple[int, ...]], list[Pictures | None]]:
-        """Return a few sequences for engine and trainer to score, and what each shows; the same on
-        every rank."""
-        return [], []
+    def probe_tokens(self) -> list[Given]:
+        """Return a few sequences for engine and trainer to score, the same on every rank."""
+        return []
 
     def evaluate(self, engine: EngineProtocol, *, step: int) -> list[FinishedEpisode]:
         """Return the samples of this rank's share of the held-out problems."""

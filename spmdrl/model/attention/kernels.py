@@ -112,10 +112,10 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) ->
         k_rows, v_rows = (
             _rows(x, group.key_start, group.key_length, count=group.count) for x in (keys, values)
         )
-        images = packing.images
-        if images is not None:
-            images = _rows(images, group.start, group.length, count=group.count)
-        outputs.append(_attend(rows, k_rows, v_rows, how, images).flatten(0, 1))
+        spans = packing.spans
+        if spans is not None:
+            spans = _rows(spans, group.start, group.length, count=group.count)
+        outputs.append(_attend(rows, k_rows, v_rows, how, spans).flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return unpad(padded, packing)
 
@@ -123,7 +123,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) ->
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
     """By torch's varlen kernel (CUDA, bfloat16)."""
     assert how.softcap is None, "pick_attention never pairs varlen with softcap"
-    assert packing.images is None, "pick_attention never pairs varlen with pictures seen both ways"
+    assert packing.spans is None, "pick_attention never pairs varlen with spans"
     ends, longest = _bounds(packing)
     wide = widened(v, q)
     if how.sinks is None:
@@ -136,7 +136,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) ->
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
     """By flash-attn 2 (CUDA, bfloat16); with sinks, which it does not know, by torch's own."""
-    assert packing.images is None, "pick_attention never pairs flash with pictures seen both ways"
+    assert packing.spans is None, "pick_attention never pairs flash with spans"
     if how.sinks is not None:
         return _varlen(q, k, v, packing, how)
     from flash_attn import flash_attn_varlen_func
@@ -173,18 +173,18 @@ def _rows(x: Tensor, start: int, length: int, *, count: int) -> Tensor:
     return x[start : start + count * length].unflatten(0, (count, length))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing, images: Tensor | None = None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing, spans: Tensor | None = None) -> Tensor:
     """Attend causally over [B, L, H, D] rows of equal length; returns [B, L, Hq, D].
 
     Where keys are longer, the queries are their last tokens.
 
     Args:
-        images: [B, L], pictures whose tokens see each other; see Packing.
+        spans: [B, L], whose tokens see each other; see Packing.
     """
     length, keys = q.shape[1], k.shape[1]
     window = None if how.window is None or how.window >= keys else how.window
-    if images is not None:
-        return _sdpa(q, k, v, _seen_with(images, window)[:, None], scale=how.scale_of(q))
+    if spans is not None:
+        return _sdpa(q, k, v, _seen_with(spans, window)[:, None], scale=how.scale_of(q))
     if how.softcap is not None or (keys <= SHORT and not q.is_cuda):
         visible = _is_visible(length, keys, window=window, device=q.device)
         return _attend_by_matmul(q, k, v, visible, how)
@@ -259,11 +259,11 @@ def _is_visible(length: int, keys: int, *, window: int | None, device: torch.dev
     return seen if window is None else seen.triu(before + 1 - window)
 
 
-def _seen_with(images: Tensor, window: int | None) -> Tensor:
-    """Return [B, L, L] bool: what each token sees before it, and of its own picture."""
-    length = images.shape[1]
-    is_own = (images[:, :, None] == images[:, None]) & (images[:, None] >= 0)
-    before = _is_visible(length, length, window=None, device=images.device)
+def _seen_with(spans: Tensor, window: int | None) -> Tensor:
+    """Return [B, L, L] bool: what each token sees before it, and of its own span."""
+    length = spans.shape[1]
+    is_own = (spans[:, :, None] == spans[:, None]) & (spans[:, None] >= 0)
+    before = _is_visible(length, length, window=None, device=spans.device)
     seen = before | is_own
     return seen if window is None else seen.triu(1 - window)
 
@@ -323,19 +323,19 @@ def pick_attention(
     """Return the kernel for `model.kernels.attention`: padded, varlen or flash.
 
     Args:
-        both_ways: the tokens of a picture see each other, which the padded one alone can do.
+        both_ways: there are spans whose tokens see each other, which the padded one alone can do.
     Raises: Refusal when the one asked for cannot serve this device, dtype or model.
     """
     if both_ways and has_softcap:
         raise Refusal(
-            "model: tokens of a picture see each other in it, and its attention caps its logits "
-            "(attn_logit_softcapping): no kernel here does both; set model.part to text"
+            "model: tokens that show one thing see each other in it, and its attention caps its "
+            "logits (attn_logit_softcapping): no kernel here does both; set model.part to text"
         )
     if both_ways and wanted != "padded":
         if wanted != "auto":
             raise Refusal(
-                f"model.kernels.attention: {wanted} looks back alone, and the tokens of a picture "
-                "see each other in this model; set it to auto or padded"
+                f"model.kernels.attention: {wanted} looks back alone, and tokens that show one "
+                "thing see each other in this model; set it to auto or padded"
             )
         return "padded"
     fits_kernels = device.type == "cuda" and dtype == torch.bfloat16

@@ -48,9 +48,9 @@ class Packing:
     groups."""
     chunked: Packing | None = None
     """The same tokens, each chunk a sequence of its own."""
-    images: Tensor | None = None
-    """[R] int64, number of the picture that each padded row shows a part of, which all of its
-    tokens see; -1 for none, and where rows pad. None: all tokens look back alone."""
+    spans: Tensor | None = None
+    """[R] int64, number of the span that each padded row is in, whose tokens see each other both
+    ways; -1 for none, and where rows pad. None: all tokens look back alone."""
 
     @property
     def of_keys(self) -> Packing:
@@ -78,7 +78,7 @@ def make_packing(
     padded: bool,
     key_lengths: Sequence[int] | None = None,
     chunk: int | None = None,
-    images: Tensor | None = None,
+    spans: Tensor | None = None,
 ) -> Packing:
     """Return the packing of sequences that lie one after another.
 
@@ -89,9 +89,9 @@ def make_packing(
         key_lengths: tokens of each sequence's keys, of which the last are its queries' own; None
             where they are the same tokens.
         chunk: tokens of the chunks that some of the model's layers attend within; None without.
-        images: [T] int64 on the CPU, see Packing.images; of padded layouts alone.
+        spans: [T] int64 on the CPU, see Packing.spans; of padded layouts alone.
     """
-    assert images is None or (padded and key_lengths is None), "pictures are seen by padding"
+    assert spans is None or (padded and key_lengths is None), "spans are seen by padding"
     assert chunk is None or key_lengths is None, "slices of chunks are refused"
     chunked = None
     if chunk is not None:
@@ -114,11 +114,11 @@ def make_packing(
         )
         for own, start, key_start in zip(members, starts, key_starts)
     )
-    if images is not None:
-        images = images.to(device)
+    if spans is not None:
+        spans = spans.to(device)
         none = torch.full_like(packing.pad_index, -1)
-        images = none.index_copy(0, packing.unpad_index, images)
-    return replace(packing, groups=groups, keys=keys, chunked=chunked, images=images)
+        spans = none.index_copy(0, packing.unpad_index, spans)
+    return replace(packing, groups=groups, keys=keys, chunked=chunked, spans=spans)
 
 
 def _alike(lengths: Tensor, key_lengths: Tensor) -> list[Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import parsed_json, refusing
-from spmdrl.model.blocks import base_of, has_towers, name_of
+from spmdrl.model.blocks import base_of, name_of
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.quantised import quantisation, quantised_tensors
+from spmdrl.model.transformers_internals import class_of, has_towers, released_names
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def text_part(path: str) -> TextPart | None:
     Raises: Refusal for a model whose text model transformers does not have by itself, or cannot
         be told from the rest.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
     if not has_towers(config):
@@ -57,7 +57,7 @@ def text_part(path: str) -> TextPart | None:
     what = f"model.part: text of a {config.model_type} ({path}) cannot be told from the rest"
     with refusing(what, Exception, names_kind=True):  # of classes of any kind
         with torch.device("meta"):
-            whole = AutoModelForImageTextToText.from_config(config)
+            whole = class_of(config).from_config(config)
         own = text_config(config)
         own.tie_word_embeddings = _is_tied(whole)
         with torch.device("meta"):
@@ -126,7 +126,7 @@ class CheckpointReader:
         found = (self._file_of.keys() | self._quantised.keys()) - hidden
         self.rest: set[str] = set()
         """Names of tensors that are no part of what is shown."""
-        self.named = _released_names(config, found) if part == "all" else {}
+        self.named = released_names(config, found) if part == "all" else {}
         """{name of a tensor: that in the files}, where they differ."""
         self._names = (found - {*self.named.values()}) | self.named.keys()
         if part == "text" and (text := text_part(str(folder))):
@@ -245,16 +245,6 @@ def _quantisation(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Return the quantization_config that a folder's config has, or {}. Raises: Refusal."""
     with refusing(f"model.path: {folder / 'config.json'} cannot be used", *_KINDS):
         return quantisation(config)
-
-
-def _released_names(config: dict[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Return {name in released files: name in these} of a SigLIP tower's tensors: transformers
-    leaves a part of it out where it saves a model that it did not load from such files."""
-    tower = config.get("vision_config")
-    if not isinstance(tower, dict) or tower.get("model_type") != "siglip_vision_model":
-        return {}
-    pattern = re.compile(r"^((?:.*\.)?vision_tower)\.(?!vision_model\.)")
-    return {pattern.sub(r"\1.vision_model.", name): name for name in names if pattern.match(name)}
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:

@@ -27,7 +27,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
-from spmdrl.model.lora.targets import LoraForm
+from spmdrl.model.lora.form import LoraForm
 from spmdrl.world.comm import gather_objects
 
 if TYPE_CHECKING:

@@ -1,7 +1,4 @@
-"""What adapters of a model are like, and which of its layers get some.
-
-Source: arXiv 2106.09685, section 4.1; rank-stabilised scale: 2312.03732.
-"""
+"""Which layers of a model get adapters, of which shapes, and what engines are sent of them."""
 
 from __future__ import annotations
 
@@ -16,30 +13,13 @@ from torch import nn
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.lora.expert_adapters import adaptable
+from spmdrl.model.lora.form import LoraForm
 
 log = logging.getLogger(__name__)
 
 Targets = dict[str, tuple[nn.Module, str]]
 """{name: (module, its parameter)}: a linear layer or the embedding by its own name, with `weight`;
 a parameter of fused experts by the parameter's name."""
-
-
-@dataclass(frozen=True)
-class LoraForm:
-    """What adapters of a model are like."""
-
-    rank: int
-    alpha: float
-    targets: str | tuple[str, ...]
-    use_rslora: bool = False
-    init: str = "kaiming"
-    path: str = ""
-    """Folder that they start from; empty: from random numbers."""
-
-    @property
-    def scale(self) -> float:
-        """The factor of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.given import Shown
 from spmdrl.model.attention.packing import Packing, make_packing
 from spmdrl.model.draw_rules import DrawRules
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
-from spmdrl.model.vision.sight import Shown, Sight
-from spmdrl.pictures import Pictures
+from spmdrl.model.shown_rows import Sight, SliceShown
 from spmdrl.world.torch_internals import tree_map
 
 
@@ -47,7 +47,7 @@ class Slicing:
     device: torch.device | str = "cpu"
     """Of the slice."""
     sight: Sight | None = None
-    """How the model's tokens stand for pictures; None of one that does not see."""
+    """How the model's tokens show things; None of one that does not see."""
 
     @property
     def unit(self) -> int:
@@ -96,7 +96,7 @@ class RowSlice:
     everywhere."""
     rules: DrawRules | None = None
     """How the `targets` were drawn, besides by a temperature; None: not at all."""
-    shown: Shown | None = None
+    shown: SliceShown | None = None
     """What the tokens show; None: nothing, on no rank."""
 
     def join(self, values: Tensor, at: Tensor, *, count: int) -> Tensor:
@@ -127,7 +127,7 @@ def make_slice(
     slicing: Slicing,
     routes: Tensor | None = None,
     rules: Callable[[Tensor], DrawRules | None] = lambda scored: None,
-    pictures: Pictures | None = None,
+    shown: Shown | None = None,
 ) -> RowSlice:
     """Return a rank's slice of a packed row.
 
@@ -138,25 +138,25 @@ def make_slice(
         slicing: which slice.
         routes: [row, L, K] on the CPU, to be replayed; None for none.
         rules: from the positions of scored tokens to how they were drawn.
-        pictures: what the tokens show, on the CPU; None: nothing, on no rank.
+        shown: by the tokens, on the CPU; None: nothing, on no rank.
     """
     missing, device = -len(tokens) % slicing.unit, slicing.device
     if missing:
         lengths = [*lengths, missing]
-    position_ids, images = torch.cat([torch.arange(length) for length in lengths]), None
+    position_ids, spans = torch.cat([torch.arange(length) for length in lengths]), None
     row = F.pad(tokens, (0, missing))
     rows = torch.arange(len(row))
-    if pictures is not None:
-        assert slicing.sight is not None, "only a model that sees is given pictures"
-        sight = slicing.sight.row(row, lengths, pictures)
-        position_ids, images = sight.position_ids, sight.images
+    if shown is not None:
+        assert slicing.sight is not None, "only to a model that sees anything is shown"
+        sight = slicing.sight.row(row, lengths, shown)
+        position_ids, spans = sight.position_ids, sight.spans
     whole = make_packing(
-        lengths, device, padded=slicing.is_padded, chunk=slicing.chunk, images=images
+        lengths, device, padded=slicing.is_padded, chunk=slicing.chunk, spans=spans
     )
     packing: Packing | SlicedPacking = whole
     if slicing.group is not None:
-        spans = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
-        rows = torch.cat([torch.arange(begin, end) for begin, end in spans])
+        chunks = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
+        rows = torch.cat([torch.arange(begin, end) for begin, end in chunks])
         packing = _sliced(whole, lengths, slicing)
     place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
     own = (place >= 0).nonzero()[:, 0]
@@ -177,7 +177,7 @@ def make_slice(
         group=slicing.group,
         routes=routes,
         rules=rules(scored[own]),
-        shown=None if pictures is None else sight.shown(rows, kept),
+        shown=None if shown is None else sight.shown(rows, kept),
     )
 
 

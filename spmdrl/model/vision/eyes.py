@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.model.blocks import base_of
-from spmdrl.model.vision.sight import Shown, features_of
-from spmdrl.model.vision.towers import sees, towers_of
+from spmdrl.model.shown_rows import SliceShown, features_of
+from spmdrl.model.towers import towers_of
 
 
 class Eyes(nn.Module):
@@ -27,7 +27,7 @@ class Eyes(nn.Module):
         # In a tuple: as a child it would bring the language model along.
         self._whole: Any = (hf_model.get_submodule(base_of(hf_model)[0].rpartition(".")[0]),)
 
-    def forward(self, embeddings: Tensor, shown: Shown) -> dict[str, Any]:
+    def forward(self, embeddings: Tensor, shown: SliceShown) -> dict[str, Any]:
         """Return what the language model is given instead of ids.
 
         Args:
@@ -52,8 +52,3 @@ class Eyes(nn.Module):
 def _joined(parts: Iterable[Tensor]) -> Tensor:
     """Return the rows [E, H] of the parts of pictures, [.., H] each, one after the other."""
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-
-
-def eyes_of(hf_model: nn.Module) -> Eyes | None:
-    """Return tower and projector of a model; None of one that does not see."""
-    return Eyes(hf_model) if sees(hf_model) else None

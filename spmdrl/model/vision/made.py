@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 PATCH = 14
 """Pixels of a patch's side, in all that are made here."""
 
+# A message's content is text, or a list of texts and images.
+_SAY = (
+    "{%- macro say(content) -%}{%- if content is string -%}{{- content -}}{%- else -%}"
+    "{%- for part in content -%}{%- if part['type'] == 'image' -%}{{- 'IMAGE' -}}{%- else -%}"
+    "{{- part['text'] -}}{%- endif -%}{%- endfor -%}{%- endif -%}{%- endmacro -%}"
+)
+
 _QWEN = dict(
     vision_start_token="<|vision_start|>",
     vision_end_token="<|vision_end|>",
@@ -86,7 +93,9 @@ def make_seeing_model(
     from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
     made, folder = MADE[family], Path(folder)
-    words = character_tokenizer(chat_template=True, special=made.special, image=made.text)
+    words = character_tokenizer(
+        chat_template=True, special=made.special, say=_SAY.replace("IMAGE", made.text)
+    )
     ends = dict(
         bos_token_id=words.bos_token_id,
         eos_token_id=words.eos_token_id,

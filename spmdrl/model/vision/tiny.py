@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmdrl.model.blocks import has_towers
 from spmdrl.model.shrink import shrunk, tiny_model
+from spmdrl.model.transformers_internals import has_towers
 from spmdrl.model.vision.made import make_seeing_model
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def tiny_of(config: Any, folder: Path, *, kv_heads: int) -> PreTrainedModel:
     """Write a small model of the same code into a folder; of one that sees, with its tower.
 
     Args:
-        config: of transformers; one with a tower is of a family in vision/towers.py.
+        config: of transformers; one with a tower is of a family in towers.py.
         kv_heads: see `shrunk`.
     Returns: the model as transformers holds it: float32, in evaluation mode.
     Raises: Refusal when the small model is not of the same kinds of layers.

@@ -7,8 +7,10 @@ and the images for people as PNG.
 
 from __future__ import annotations
 
+import base64
 import io
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +18,9 @@ import numpy
 import pyarrow as pa
 import torch
 
-from spmdrl.pictures import Picture, Pictures
-from spmdrl.rollout.packing import cumulative
+from spmdrl.data.vision.images import FEATURES
+from spmdrl.given import Item, Shown
 
-FEATURES = "picture_features"
 _SHOWN = pa.field("picture_keys", pa.list_(pa.string()))
 _PLACES = pa.field("picture_places", pa.list_(pa.int32()))
 _FORMS = pa.field("picture_forms", pa.list_(pa.string()))
@@ -31,7 +32,7 @@ _IMAGES = pa.field("picture_images", pa.list_(pa.binary()))
 _FIELDS = (_SHOWN, _PLACES, _FORMS, _FEATURES, _IMAGES)
 
 
-def with_pictures(table: pa.Table, pictures: Pictures | None) -> pa.Table:
+def with_pictures(table: pa.Table, pictures: Shown | None) -> pa.Table:
     """Return a table of sequences with what their tokens show; as it was where they show nothing.
 
     Args:
@@ -40,9 +41,9 @@ def with_pictures(table: pa.Table, pictures: Pictures | None) -> pa.Table:
     if pictures is None or not pictures.items:
         return table
     columns: list[list[Any]] = [[] for _ in _FIELDS]
-    seen: set[tuple[int, Picture]] = set()
-    starts = cumulative(torch.tensor(table["length"].to_pylist())).tolist()
-    for group, begin, end in zip(table["group"].to_pylist(), starts, starts[1:]):
+    seen: set[tuple[int, Item]] = set()
+    ends = torch.tensor(table["length"].to_pylist()).cumsum(0).tolist()
+    for group, begin, end in zip(table["group"].to_pylist(), [0, *ends], ends):
         own = pictures[torch.arange(begin, end)]
         new = [item for item in own.items if (group, item) not in seen]
         seen |= {(group, item) for item in new}
@@ -55,7 +56,7 @@ def with_pictures(table: pa.Table, pictures: Pictures | None) -> pa.Table:
     return table
 
 
-def _packed(picture: Picture) -> tuple[str, bytes, bytes]:
+def _packed(picture: Item) -> tuple[str, bytes, bytes]:
     """Return a picture's form, its features' bytes, and its image as PNG."""
     features = {name: own.contiguous() for name, own in picture.features.items()}
     forms = {name: (str(own.dtype)[6:], [*own.shape]) for name, own in features.items()}
@@ -64,17 +65,17 @@ def _packed(picture: Picture) -> tuple[str, bytes, bytes]:
     return json.dumps(form), b"".join(flat), _png(picture)
 
 
-def _png(picture: Picture) -> bytes:
+def _png(picture: Item) -> bytes:
     from PIL import Image
 
-    if picture.image is None:
+    if picture.view is None:
         return b""
     written = io.BytesIO()
-    Image.fromarray(picture.image.numpy()).save(written, "PNG")
+    Image.fromarray(picture.view.numpy()).save(written, "PNG")
     return written.getvalue()
 
 
-def recorded_pictures(table: pa.Table) -> Pictures | None:
+def recorded_pictures(table: pa.Table) -> Shown | None:
     """Return what the tokens of a table's sequences show; None where none shows anything.
 
     Args:
@@ -83,8 +84,8 @@ def recorded_pictures(table: pa.Table) -> Pictures | None:
     """
     if _SHOWN.name not in table.column_names or not table.num_rows:
         return None
-    known: dict[str, Picture] = {}
-    parts: list[Pictures | None] = []
+    known: dict[str, Item] = {}
+    parts: list[Shown | None] = []
     lengths = table["length"].to_pylist()
     for row, length in zip(table.select([f.name for f in _FIELDS]).to_pylist(), lengths):
         shown, places, forms, features, _images = row.values()
@@ -95,40 +96,60 @@ def recorded_pictures(table: pa.Table) -> Pictures | None:
             found = _unpacked(json.loads(form), data)
             known.setdefault(found.key, found)
         items = tuple(known[key] for key in shown)
-        own = Pictures(torch.tensor(places, dtype=torch.int64), items)
+        own = Shown(torch.tensor(places, dtype=torch.int64), items)
         low, high = own.places.aminmax()
         if len(own) != length or low < -1 or high >= own.starts[-1]:
             raise ValueError(f"places of {len(own)} tokens in {len(items)} pictures, of {length}")
         parts.append(own)
-    return Pictures.concat(parts, lengths)
+    return Shown.concat(parts, lengths)
 
 
-def _unpacked(form: Mapping[str, Any], data: bytes) -> Picture:
+def _unpacked(form: Mapping[str, Any], data: bytes) -> Item:
     sizes = {name: _like(*own).nbytes for name, own in form["features"].items()}
     parts = torch.from_numpy(numpy.frombuffer(data, numpy.uint8).copy()).split([*sizes.values()])
     features = {
         name: part.clone().view(_like(*own).dtype).view(own[1])
         for (name, own), part in zip(form["features"].items(), parts)
     }
-    return Picture(form["key"], form["num_tokens"], features)
+    return Item(form["key"], form["num_tokens"], features)
 
 
 def _like(dtype: str, shape: list[int]) -> torch.Tensor:
     return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
 
-def shown_images(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, bytes | None]]:
+class Preview(bytes):
+    """What people are shown of a picture: PNG; empty where its image is not known."""
+
+    @property
+    def label(self) -> str:
+        """Return a mark for it among text."""
+        if not self:
+            return "image"
+        width, height = struct.unpack(">II", self[16:24])
+        return f"image {width} x {height}"
+
+    @property
+    def html(self) -> str:
+        """Return it as a part of a page."""
+        if not self:
+            return f"[{self.label}]"
+        name, data = self.label, base64.b64encode(self).decode()
+        return f'<img alt="{name}" title="{name}" src="data:image/png;base64,{data}">'
+
+
+def picture_previews(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, Preview | None]]:
     """Return what is to be seen at the tokens of each row of a group.
 
-    Returns: {position: PNG of the picture that begins there, b"" where its image is not known; None
-        for the rest of its tokens}; empty of rows that show nothing.
+    Returns: {position: the picture that begins there; None for the rest of its tokens}; empty of
+        rows that show nothing.
     """
-    known: dict[str, tuple[int, bytes]] = {}
+    known: dict[str, tuple[int, Preview]] = {}
     for row in rows:
         for form, png in zip(row.get(_FORMS.name) or (), row.get(_IMAGES.name) or ()):
             told = json.loads(form)
-            known[told["key"]] = told["num_tokens"], png
-    found: list[dict[int, bytes | None]] = []
+            known[told["key"]] = told["num_tokens"], Preview(png)
+    found: list[dict[int, Preview | None]] = []
     for row in rows:
         pngs, start = {}, 0
         for key in row.get(_SHOWN.name) or ():

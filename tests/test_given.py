@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from spmdrl.pictures import Picture, Pictures
+from spmdrl.given import Given, Item, Shown
 from tests import vlm
 
 COUNTS = [2, 3, 1]
 
 
-def _picture(number: int) -> Picture:
+def _picture(number: int) -> Item:
     rows = torch.full((COUNTS[number], 2), float(number))
-    return Picture(f"p{number}", COUNTS[number], {"pixel_values": rows})
+    return Item(f"p{number}", COUNTS[number], {"pixel_values": rows})
 
 
-def _pictures(numbers: list[int], *, gap: int) -> tuple[Pictures, list[tuple[int, int] | None]]:
+def _pictures(numbers: list[int], *, gap: int) -> tuple[Shown, list[tuple[int, int] | None]]:
     """Return pictures with `gap` plain tokens before each, and what each token shows."""
     shows: list[tuple[int, int] | None] = []
     for number in numbers:
         shows += [None] * gap + [(number, row) for row in range(COUNTS[number])]
     mask = torch.tensor([show is not None for show in shows], dtype=torch.bool)
-    return Pictures.shown(mask, [_picture(number) for number in numbers]), shows
+    return Shown.by(mask, [_picture(number) for number in numbers]), shows
 
 
-def _shows(pictures: Pictures) -> list[tuple[int, int] | None]:
+def _shows(pictures: Shown) -> list[tuple[int, int] | None]:
     rows = [(int(p.key[1:]), row) for p in pictures.items for row in range(p.num_tokens)]
     return [None if at < 0 else rows[at] for at in pictures.places.tolist()]
 
@@ -40,7 +42,7 @@ NUMBERS = st.lists(st.integers(0, 2), max_size=4)
 def test_joined_and_cut_tokens_show_what_they_showed(parts, data):
     made = [_pictures(numbers, gap=gap) for numbers, gap in parts]
     shows = [show for _, own in made for show in own]
-    joined = Pictures.concat([own for own, _ in made], [len(own) for _, own in made])
+    joined = Shown.concat([own for own, _ in made], [len(own) for _, own in made])
     assert _shows(joined) == shows
     assert len({item.key for item in joined.items}) == len(joined.items)
     indices = st.lists(st.integers(0, max(0, len(shows) - 1)), max_size=6 if shows else 0)
@@ -49,15 +51,29 @@ def test_joined_and_cut_tokens_show_what_they_showed(parts, data):
     assert _shows(cut) == [shows[i] for i in order]
     used = {show[0] for i in order if (show := shows[i])}
     assert {int(item.key[1:]) for item in cut.items} == used
-    again = Pictures.restored(joined.plain())
+    again = Shown.restored(joined.plain())
     assert _shows(again) == shows and again.items == joined.items
 
 
+@given(st.lists(st.tuples(NUMBERS, st.integers(0, 2)), min_size=1, max_size=4), st.data())
+def test_ids_keep_what_they_show_in_sums_and_slices(parts, data):
+    made = [_pictures(numbers, gap=gap) for numbers, gap in parts]
+    rows = [Given(range(len(shows)), own) for own, shows in made]
+    whole, shows = sum(rows, (9,)), [None, *(show for _, own in made for show in own)]
+    assert [*whole] == [9, *(one for row in rows for one in row)] and _shows(whole.shown) == shows
+    begin, end = (data.draw(st.integers(-len(whole), len(whole))) for _ in range(2))
+    cut = whole[begin:end]
+    assert [*cut] == [*whole][begin:end] and _shows(cut.shown) == shows[begin:end]
+    assert Given(cut) == cut and hash(Given(cut)) == hash(cut)
+    assert (cut == tuple(cut)) == (not cut.items) == (not any(cut.are_shown))
+    assert pickle.loads(pickle.dumps(cut)) == cut
+
+
 def test_tokens_that_are_not_as_many_as_pictures_have_are_refused():
-    with pytest.raises(ValueError, match="1 tokens stand for pictures that have 2"):
-        Pictures.shown(torch.tensor([True, False]), [_picture(0)])
-    assert Pictures.concat([None, None], [1, 2]) is None
-    assert _shows(Pictures.concat([None, Pictures.none(2)], [1, 2])) == [None] * 3
+    with pytest.raises(ValueError, match="1 tokens stand for items that have 2"):
+        Shown.by(torch.tensor([True, False]), [_picture(0)])
+    assert Shown.concat([None, None], [1, 2]) is None
+    assert _shows(Shown.concat([None, Shown.none(2)], [1, 2])) == [None] * 3
 
 
 @pytest.mark.parametrize("family", vlm.FAMILIES)
@@ -70,12 +86,12 @@ def test_ids_and_features_are_those_of_the_models_own_processor(family, tmp_path
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": content[:-1]}], tokenize=False, add_generation_prompt=True
     )
-    ids, pictures = reader.encode(text, images)
+    ids = reader.encode(text, images)
     theirs = reader._processor(text=[text], images=[images], return_tensors="pt")
-    assert ids == theirs["input_ids"][0].tolist()
-    assert len(pictures.items) == 2 and pictures.items[0] != pictures.items[1]
-    shown = [pictures.items[i] for i in (0, 1, 0)]
-    for name in pictures.items[0].features:
+    assert [*ids] == theirs["input_ids"][0].tolist()
+    assert len(ids.items) == 2 and ids.items[0] != ids.items[1]
+    shown = [ids.items[i] for i in (0, 1, 0)]
+    for name in ids.items[0].features:
         joined = torch.cat([picture.features[name] for picture in shown])
         assert torch.equal(joined, theirs[name])
     with pytest.raises(ValueError, match="2 images, and 3 placeholders"):

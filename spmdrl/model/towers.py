@@ -1,4 +1,5 @@
-"""Models that see: which are known, and where tower, projector and language model lie in them."""
+"""Models that take more than text: which are known, and where tower, projector and language model
+lie in them."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ import torch
 from torch import nn
 
 from spmdrl.config import ModelSettings
+from spmdrl.data.attachments import SEEING
 from spmdrl.errors import Refusal
-from spmdrl.model.blocks import base_of, has_towers
-from spmdrl.model.transformers_internals import block_kinds
-from spmdrl.pictures import SEEING
+from spmdrl.model.blocks import base_of
+from spmdrl.model.transformers_internals import block_kinds, class_of, has_towers
 
 
 def check_family(config: Any, *, path: str) -> None:
@@ -25,7 +26,7 @@ def check_family(config: Any, *, path: str) -> None:
     """
     if config.model_type not in SEEING:
         raise Refusal(
-            f"model.path: {path} is a {config.model_type} with a vision tower; those that can be "
+            f"model.path: {path} is a {config.model_type} with a tower; those that can be "
             f"trained as they are: {', '.join(SEEING)}; set model.part to text to train its text "
             "part alone"
         )
@@ -35,7 +36,7 @@ _BOTH_WAYS = ("gemma3",)
 
 
 def attends_both_ways(hf_model: nn.Module) -> bool:
-    """Return whether the tokens of a picture attend to each other in both directions."""
+    """Return whether tokens that show one thing attend to each other in both directions."""
     return sees(hf_model) and hf_model.config.model_type in _BOTH_WAYS  # type: ignore[union-attr]
 
 
@@ -52,12 +53,8 @@ def build_seeing_model(config: Any, *, attention: str | None, is_scalar: bool) -
         attention: of the language model; None for transformers' own choice. The tower has that.
     Returns: a transformers model, all parameters float32, on torch's default device.
     """
-    from transformers import AutoModelForImageTextToText
-
     chosen = None if attention is None else {"text_config": attention}
-    hf_model = AutoModelForImageTextToText.from_config(
-        config, dtype=torch.float32, attn_implementation=chosen
-    )
+    hf_model = class_of(config).from_config(config, dtype=torch.float32, attn_implementation=chosen)
     if is_scalar:
         hf_model.lm_head = None
         hf_model.score = nn.Linear(config.get_text_config().hidden_size, 1, bias=False)

@@ -20,10 +20,12 @@ from spmdrl.imports import refusing
 if TYPE_CHECKING:  # what looks for images alone, as workers do, needs none of it
     from PIL.Image import Image
 
-    from spmdrl.config import ImageSettings
+    from spmdrl.config.data import ImageSettings
 
-IMAGE_COLUMNS = ("images", "image")
+COLUMNS = ("images", "image")
 """verl's and TRL's, by whose order places in text are filled."""
+FEATURES = "picture_features"
+"""Column of recorded rollouts with what towers read, which is large."""
 MARK = "<image>"
 """The place of an image in text, as verl writes it."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
@@ -37,14 +39,14 @@ _GREY_16 = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 # --------------------------------------------------------------------------- where they stand
 
 
-def column_images(row: Mapping[str, Any], *, where: str) -> list[Any]:
+def column_of(row: Mapping[str, Any], *, where: str) -> list[Any]:
     """Return the images of a row's own column, in order; those in its messages stand there.
 
     A text in `image` is one where it has the form of one: the name of a container image is none.
 
     Raises: Refusal where both columns hold some, and for what is no image.
     """
-    found = {name: _listed(row.get(name)) for name in IMAGE_COLUMNS}
+    found = {name: _listed(row.get(name)) for name in COLUMNS}
     if not isinstance(row.get("image"), list) and not all(map(_looks_like_one, found["image"])):
         found["image"] = []
     if found["images"] and found["image"]:
@@ -83,7 +85,7 @@ def inlined(messages: list[dict], images: Sequence[Any], *, where: str) -> list[
     before its first user message, which is TRL's rule.
 
     Args:
-        images: of the row's column, see `column_images`.
+        images: of the row's column, see `column_of`.
     Raises: Refusal for parts that cannot be shown, and when images and places differ in number.
     """
     if images and not any(map(_has_place, messages)):
@@ -166,7 +168,7 @@ def _with_leading_places(messages: Sequence[dict], count: int) -> list[dict]:
     return [*messages[:first], opened, *messages[first + 1 :]]
 
 
-def holds_images(row: Mapping[str, Any]) -> bool:
+def holds_some(row: Mapping[str, Any]) -> bool:
     """Return whether images may stand in a row: in a column of its own, or in messages."""
     talks = [value for value in row.values() if isinstance(value, list)]
     messages = [m for talk in talks for m in talk if isinstance(m, dict)]

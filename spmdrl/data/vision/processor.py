@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from spmdrl.errors import Refusal
+from spmdrl.given import Given, Item, Shown
 from spmdrl.imports import refusing
-from spmdrl.pictures import Picture, Pictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PreTrainedTokenizerBase
+
+    from spmdrl.config import Config
 
 _KEPT_BYTES = 2**30
 """Of prepared images, so that an epoch does not prepare a small set anew."""
@@ -55,7 +57,7 @@ class ImageReader:
         self._how = json.dumps(
             self._processor.image_processor.to_dict(), sort_keys=True, default=str
         )
-        self._known: OrderedDict[str, tuple[Picture, str]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[Item, str]] = OrderedDict()
         self._known_bytes = 0
 
     @property
@@ -63,7 +65,7 @@ class ImageReader:
         """Return what stands for an image in text, before it is expanded."""
         return self._processor.image_token
 
-    def encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], Pictures]:
+    def encode(self, text: str, images: Sequence[Image]) -> Given:
         """Return the ids of a text, its placeholders expanded, and what they show.
 
         Args:
@@ -84,11 +86,11 @@ class ImageReader:
         ids = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
         is_shown = torch.tensor(ids, dtype=torch.int64) == self._image_token_id
         pictures = [picture for picture, _ in prepared]
-        shown = Pictures.shown(is_shown, pictures)
+        given = Given(ids, Shown.by(is_shown, pictures))
         _check_apart(is_shown, pictures)
-        return ids, shown
+        return given
 
-    def _prepare(self, image: Image) -> tuple[Picture, str]:
+    def _prepare(self, image: Image) -> tuple[Item, str]:
         """Return an image as the tower takes it, and the text that stands for it."""
         digest = hashlib.sha256(f"{self._how} {image.mode} {image.size}".encode())
         digest.update(image.tobytes())
@@ -101,7 +103,7 @@ class ImageReader:
         ids = self._tokenizer(replacement, add_special_tokens=False)["input_ids"]
         named = {k: v for k, v in features.items() if k not in _COUNTS}
         count = ids.count(self._image_token_id)
-        found = Picture(key, count, named, _small(image)), replacement
+        found = Item(key, count, named, _small(image)), replacement
         self._known[key] = found
         self._known_bytes += found[0].held_bytes
         while self._known_bytes > _KEPT_BYTES:
@@ -109,7 +111,7 @@ class ImageReader:
         return found
 
 
-def _check_apart(is_shown: Tensor, pictures: Sequence[Picture]) -> None:
+def _check_apart(is_shown: Tensor, pictures: Sequence[Item]) -> None:
     """Refuse pictures side by side, which towers' families tell apart by what is between them."""
     at = is_shown.nonzero()[:, 0]
     ends = torch.tensor([p.num_tokens for p in pictures[:-1]], dtype=torch.int64).cumsum(0)
@@ -158,6 +160,35 @@ def _load_processor(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
     return kind(image_processor=images, tokenizer=tokenizer, **length)
 
 
+def give_image_reader(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, *, families: Collection[str]
+) -> None:
+    """Give a tokenizer what reads images, where the model has a tower that this run keeps.
+
+    Of families whose processors are not known it gets none: such models are not loaded.
+
+    Args:
+        families: model types whose images it prepares.
+    Raises: Refusal as ImageReader.
+    """
+    folder = Path(cfg.model.path)
+    if cfg.model.part == "text" or (folder.is_dir() and not (folder / "config.json").is_file()):
+        return
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
+        )
+    except Exception:  # a config that cannot be read is refused by name where the model is loaded
+        return
+    if getattr(config, "vision_config", None) is None or config.model_type not in families:
+        return
+    tokenizer.image_reader = ImageReader(  # type: ignore[attr-defined]
+        cfg.model.path, tokenizer=tokenizer, image_token_id=config.image_token_id
+    )
+
+
 def image_reader_of(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
     """Return what reads images for a tokenizer's model; None for a model that does not see."""
     return getattr(tokenizer, "image_reader", None)
@@ -180,13 +211,12 @@ def placeholder_text(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def encode(
     text: str, tokenizer: PreTrainedTokenizerBase, *, images: Sequence[Image] = (), where: str
-) -> tuple[list[int], Pictures | None]:
+) -> Given:
     """Return the ids of rendered text, no special tokens added, and what they show.
 
     Args:
         images: of its placeholders, in order.
         where: origin of the text, for messages.
-    Returns: ids; and their pictures, None of a model that does not see.
     Raises: Refusal for images of a model that does not see, or a wrong number of them.
     """
     reader = image_reader_of(tokenizer)
@@ -195,4 +225,4 @@ def encode(
             return reader.encode(text, images)
     if images:
         raise Refusal(f"{where}: it holds {len(images)} images, and the model does not see")
-    return tokenizer(text, add_special_tokens=False)["input_ids"], None
+    return Given(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.pictures import SEEING, Picture, Pictures
+from spmdrl.data.attachments import SEEING
+from spmdrl.given import Item, Shown, shown_by
 
 _PARTS = {"gemma3": "num_patches", "internvl": "image_num_patches"}
 """{model type: argument of vLLM's class with the images that a picture was cut into}"""
@@ -41,6 +42,12 @@ def seeing_arguments(family: str, *, on_cpu: bool) -> dict[str, Any]:
 
 def lacking_to_see(family: str, *, on_cpu: bool) -> str:
     """Return what vLLM lacks for a model that sees, and what helps; empty for nothing."""
+    has_torchvision = importlib.util.find_spec("torchvision") is not None
+    if family.startswith("qwen3_5") and not has_torchvision:  # its text part too
+        return (
+            "vLLM's module for it imports torchvision, which is not installed; pip install the "
+            "torchvision of this torch"
+        )
     if family not in SEEING:
         return ""
     if on_cpu and family == "gemma3":
@@ -48,7 +55,7 @@ def lacking_to_see(family: str, *, on_cpu: bool) -> str:
             "tokens of one image attend to each other in both directions, and vLLM's attention on "
             "the CPU knows no such mask: compute on CUDA"
         )
-    if importlib.util.find_spec("torchvision") is None:
+    if not has_torchvision:
         return (
             "vLLM's classes for models that see import torchvision, which is not installed; on the "
             "CPU `make .venv/torchvision` and put that folder on PYTHONPATH, elsewhere pip install "
@@ -57,19 +64,17 @@ def lacking_to_see(family: str, *, on_cpu: bool) -> str:
     return ""
 
 
-def prompt_of(
-    tokens: Sequence[int], pictures: Pictures | None, *, salt: str, model_config: Any
-) -> dict[str, Any]:
+def prompt_of(tokens: Sequence[int], *, salt: str, model_config: Any) -> dict[str, Any]:
     """Return a prompt as vLLM's engine takes it.
 
     Args:
-        tokens: all ids, several of them for each picture.
-        pictures: what they show; None where the model does not see.
+        tokens: all ids, several of them for each picture; Given where they show some.
         salt: neither keys and values nor what the tower makes of a picture are shared with prompts
             of another one.
         model_config: vLLM's.
     Raises: ValueError for a picture that is cut.
     """
+    pictures = shown_by(tokens)
     if pictures is None or not pictures.items:
         return {"prompt_token_ids": list(tokens), "cache_salt": salt}
     from vllm.inputs.engine import mm_input
@@ -90,7 +95,7 @@ def prompt_of(
     )
 
 
-def _occurrences(pictures: Pictures) -> Iterator[tuple[list[int], Picture]]:
+def _occurrences(pictures: Shown) -> Iterator[tuple[list[int], Item]]:
     """Yield the positions of the tokens of each picture, each time that it is shown."""
     starts = pictures.starts.tolist()
     for picture, first, last in zip(pictures.items, starts, starts[1:]):
@@ -115,7 +120,7 @@ def _shown_among(at: Sequence[int]) -> Tensor | None:
     return among
 
 
-def _item(picture: Picture, model_config: Any) -> Any:
+def _item(picture: Item, model_config: Any) -> Any:
     """Return a picture as vLLM hands it to its class for the model."""
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig as Field

@@ -1,0 +1,295 @@
+"""What a model is given: token ids, and what they show, from data to engine and trainer.
+
+A token may stand for a part of something that is no text and that a tower of the model reads: an
+item. Items are what the model's own processor made of an image; nothing here depends on that.
+
+Letters: T tokens, P items, E rows of embeddings: what the model's tower makes of the items, one row
+for each token that stands for a part of one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, overload
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One thing that tokens show, as the model's processor prepared it. Two of one key are the
+    same."""
+
+    key: str
+    """Digest of the thing and of how it was prepared."""
+    num_tokens: int
+    """Tokens that stand for it, which is also the rows of its embedding."""
+    features: Mapping[str, Tensor]
+    """{argument of the tower: tensor [rows of its own, ...]}; those of several items follow one
+    another. On the CPU."""
+    view: Tensor | None = None
+    """[height, width, 3] uint8, RGB, on the CPU: what people are shown of it, small; None where it
+    is not known. It does not go to trainers."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Item) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @staticmethod
+    def restored(plain: Mapping[str, Any]) -> Item:
+        """Undo `vars`; in checkpoints of 0.1 the view is named `image`."""
+        return Item(**{"view" if name == "image" else name: v for name, v in plain.items()})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its features."""
+        return sum(tensor.nbytes for tensor in self.features.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all that it holds, the view for people too."""
+        return self.nbytes + (0 if self.view is None else self.view.nbytes)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The items that T tokens show, each once, and which row of their embeddings each token is."""
+
+    places: Tensor
+    """[T] int64, row among the embeddings of `items`, one after the other; -1 for a token that
+    shows nothing."""
+    items: tuple[Item, ...]
+    """[P], without repetition, in the order in which tokens first show them."""
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def starts(self) -> Tensor:
+        """Return where the rows of each item begin, and the end: [P + 1] int64."""
+        counts = torch.tensor([0, *(item.num_tokens for item in self.items)])
+        return counts.cumsum(0)
+
+    @property
+    def repeated(self) -> list[Item]:
+        """Return the items in the order of the tokens that show them, as often as they do."""
+        begins = dict(zip(self.starts.tolist(), self.items))
+        return [begins[place] for place in self.places.tolist() if place in begins]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all features."""
+        return sum(item.nbytes for item in self.items)
+
+    @classmethod
+    def none(cls, count: int) -> Shown:
+        """Return what `count` tokens show that show nothing."""
+        return cls(torch.full((count,), -1), ())
+
+    @classmethod
+    def by(cls, is_shown: Tensor, items: Sequence[Item]) -> Shown:
+        """Return what tokens show where those of an item follow one another.
+
+        Args:
+            is_shown: [T] bool, tokens that stand for a part of an item.
+            items: in the order of their tokens; one may come twice.
+        Raises: ValueError when the tokens are not as many as the items have.
+        """
+        expected, found = sum(p.num_tokens for p in items), int(is_shown.sum())
+        if expected != found:
+            raise ValueError(f"{found} tokens stand for items that have {expected}")
+        own = tuple(dict.fromkeys(items))
+        starts, at, rows = (
+            cls(torch.empty(0), own).starts,
+            {},
+            [torch.empty(0, dtype=torch.int64)],
+        )
+        for item, start in zip(own, starts.tolist()):
+            at[item] = torch.arange(start, start + item.num_tokens)
+        rows += [at[item] for item in items]
+        places = torch.full(is_shown.shape, -1)
+        places[is_shown] = torch.cat(rows)
+        return cls(places, own)
+
+    @staticmethod
+    def of_today(columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of tokens in a checkpoint by today's names; in those of 0.1 what is
+        shown is named `pictures`."""
+        return {"shown" if name == "pictures" else name: v for name, v in columns.items()}
+
+    @staticmethod
+    def restored(plain: Mapping[str, Any] | None) -> Shown | None:
+        """Undo `plain`; None for none."""
+        if plain is None:
+            return None
+        return Shown(plain["places"], tuple(map(Item.restored, plain["items"])))
+
+    def plain(self) -> dict[str, Any]:
+        """Return all fields, as dictionaries; tensors are shared."""
+        items = [vars(item) | {"features": dict(item.features)} for item in self.items]
+        return {"places": self.places, "items": items}
+
+    @staticmethod
+    def concat(parts: Sequence[Shown | None], lengths: Sequence[int]) -> Shown | None:
+        """Join what consecutive tokens show, `lengths` of them each; None shows nothing.
+
+        Returns: None where all parts are None.
+        """
+        if not any(part is not None for part in parts):
+            return None
+        items = tuple(dict.fromkeys(item for part in parts if part for item in part.items))
+        starts = dict(zip(items, Shown(torch.empty(0), items).starts.tolist()))
+        places = []
+        for part, length in zip(parts, lengths):
+            part = part or Shown.none(length)
+            assert len(part) == length, f"{len(part)} tokens show something, where {length} are"
+            places.append(part.placed(starts))
+        return Shown(torch.cat(places), items)
+
+    def __getitem__(self, order: Tensor) -> Shown:
+        """Return what the tokens at `order` [n] int64 show, without the items that none shows."""
+        places = self.places[order]
+        used = torch.bucketize(places[places >= 0].cpu(), self.starts[1:], right=True).unique()
+        items = tuple(self.items[i] for i in used.tolist())
+        own = Shown(places, self.items)
+        return Shown(own.placed(dict(zip(items, Shown(places, items).starts.tolist()))), items)
+
+    def placed(self, starts: Mapping[Item, int]) -> Tensor:
+        """Return the places where each item's rows begin elsewhere; those left out keep none."""
+        if not self.items:
+            return self.places
+        device = self.places.device
+        shifts = [starts.get(item, 0) - own for item, own in zip(self.items, self.starts.tolist())]
+        counts = torch.tensor([item.num_tokens for item in self.items])
+        shift = torch.tensor(shifts).repeat_interleave(counts).to(device)
+        is_shown = self.places >= 0
+        return torch.where(is_shown, self.places + shift[self.places.clamp(min=0)], self.places)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Shown:
+        """Return the same with the places on a device; features, which are large, stay on the host
+        until a tower reads them."""
+        return Shown(self.places.to(device, non_blocking=non_blocking), self.items)
+
+    def cpu(self) -> Shown:
+        """Return the same with the places on the CPU."""
+        return self.to("cpu")
+
+
+class Given(tuple[int, ...]):
+    """Token ids and what they show: a prompt, a turn, a sequence. To whoever asks for no more it is
+    the tuple of its ids.
+
+    Slices and sums keep what is shown; `tuple`, `list` and `*` of one are the ids alone.
+
+    Args:
+        ids: T token ids.
+        shown: by these; None of a model without a tower. By default what `ids` show already.
+    """
+
+    shown: Shown | None
+
+    def __new__(cls, ids: Iterable[int] = (), shown: Shown | None = None) -> Given:
+        """Make one; see the class."""
+        own = super().__new__(cls, ids)
+        own.shown = shown_by(ids) if shown is None else shown
+        assert own.shown is None or len(own.shown) == len(own)
+        return own
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """Return the items that are shown."""
+        return () if self.shown is None else self.shown.items
+
+    @property
+    def are_shown(self) -> list[bool]:
+        """Return of each token whether it stands for a part of an item."""
+        return [False] * len(self) if self.shown is None else (self.shown.places >= 0).tolist()
+
+    @overload
+    def __getitem__(self, at: SupportsIndex) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Given: ...
+    def __getitem__(self, at: SupportsIndex | slice) -> int | Given:
+        if not isinstance(at, slice):
+            return super().__getitem__(at)
+        ids = super().__getitem__(at)
+        if self.shown is None:
+            return Given(ids)
+        return Given(ids, self.shown[torch.arange(len(self))[at]])
+
+    def __add__(self, other: Sequence[int]) -> Given:  # type: ignore[override]
+        return joined([self, other])
+
+    def __radd__(self, other: Sequence[int]) -> Given:
+        return joined([other, self])
+
+    def __eq__(self, other: object) -> bool:
+        if super().__eq__(other) is not True:
+            return False
+        return _told_apart(self) == _told_apart(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
+def _told_apart(ids: object) -> tuple[Any, ...]:
+    """Return what token ids show, to be compared."""
+    shown = shown_by(ids)
+    return (shown.items, shown.places.tolist()) if shown and shown.items else ()
+
+
+def shown_by(ids: object) -> Shown | None:
+    """Return what token ids show; None of a plain sequence."""
+    return getattr(ids, "shown", None)
+
+
+def joined(parts: Sequence[Sequence[int]]) -> Given:
+    """Return sequences one after another, with what they show."""
+    shown = Shown.concat([shown_by(part) for part in parts], [len(part) for part in parts])
+    return Given((one for part in parts for one in part), shown)
+
+
+_REMEMBERED = 256
+
+
+class ToldItems:
+    """Items that are told one after another, each once: `said` at one end, `meant` at the other.
+
+    Both ends remember the same ones, the latest, since they hear of the same ones in one order.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, Item] = OrderedDict()
+
+    def said(self, shown: Shown | None) -> dict[str, Any] | None:
+        """Return what is shown as plain data, without items that were said before."""
+        if shown is None:
+            return None
+        new = [item for item in shown.items if item.key not in self._known]
+        self._remember(shown)
+        keys = {"keys": [item.key for item in shown.items]}
+        return Shown(shown.places, tuple(new)).plain() | keys
+
+    def meant(self, said: Mapping[str, Any] | None) -> Shown | None:
+        """Return what was said."""
+        if said is None:
+            return None
+        new = {item["key"]: Item(**item) for item in said["items"]}
+        items = tuple(new.get(key) or self._known[key] for key in said["keys"])
+        shown = Shown(said["places"], items)
+        self._remember(shown)
+        return shown
+
+    def _remember(self, shown: Shown) -> None:
+        for item in shown.items:
+            self._known[item.key] = item
+            self._known.move_to_end(item.key)
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
