@@ -1,4 +1,4 @@
-"""The curves of one or more runs in one picture: reward, evaluation, loss, length, KL, time."""
+"""The curves of one or more runs in one chart: reward, evaluation, loss, length, KL, time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def smooth(values: list[float], *, window: int) -> list[float]:
 
 
 def draw(runs: dict[str, Rows], *, out: Path) -> bool:
-    """Draw reward, length, KL, entropy and time of {label: rows} into the picture `out`.
+    """Draw reward, length, KL, entropy and time of {label: rows} into the chart `out`.
 
     Pale lines are steps, strong ones their running mean, dots evaluations on held-out rows.
     Panels without data are left out. Returns False, and draws nothing, when none has any.

@@ -251,15 +251,15 @@ class Report:
             self._tracker.close(ending, timeout_s=_ABANDON_S)
 
     def _close_outputs(self, status: Status) -> None:
-        picture = self.folder / "curves.png"
-        has_picture = draw({self.folder.name: self._metrics.rows()}, out=picture)
+        chart = self.folder / "curves.png"
+        has_chart = draw({self.folder.name: self._metrics.rows()}, out=chart)
         if self._tracker:
-            if has_picture:
-                self._tracker.artifact(picture)
+            if has_chart:
+                self._tracker.artifact(chart)
             self._tracker.artifact(self.folder / "config.yaml")
             self._tracker.close(status)
         if summary := self._progress.summary():
             self.console.line(f"{status}: {summary}")
         self.console.line(f"metrics and logs: {self._metrics.path}, {self.attempt_folder}")
-        if has_picture:
-            self.console.line(f"curves: {picture}")
+        if has_chart:
+            self.console.line(f"curves: {chart}")

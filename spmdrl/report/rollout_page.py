@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Sequence
 from html import escape
+from typing import TYPE_CHECKING
 
 from spmdrl.errors import Refusal
 from spmdrl.report.rollout_text import title
-from spmdrl.report.rollout_view import Answer, View, size_of
+from spmdrl.report.rollout_view import Answer, View
+
+if TYPE_CHECKING:
+    from spmdrl.data.attachments import Preview
 
 _FAINTEST_NATS = -5.0
 """A token this unlikely, or less, has the strongest colour."""
@@ -102,7 +105,7 @@ def _response(one: Answer, view: View, *, color: str, largest: float) -> list[st
 
 
 def prompt_part(one: Answer) -> str:
-    """Return what a response answers, with the images that it shows."""
+    """Return what a response answers, with what it shows."""
     return f"<pre>{''.join(map(_part, one.prompt))}</pre>"
 
 
@@ -112,14 +115,9 @@ def tokens_part(one: Answer, paint: Paint) -> str:
     return f"<pre>{''.join(spans)}</pre>"
 
 
-def _part(part: str | bytes) -> str:
-    """Return text, or an image given as PNG."""
-    if isinstance(part, str):
-        return escape(part)
-    if not part:
-        return "[image]"
-    name, data = f"image{size_of(part)}", base64.b64encode(part).decode()
-    return f'<img alt="{name}" title="{name}" src="data:image/png;base64,{data}">'
+def _part(part: str | Preview) -> str:
+    """Return text, or what is shown."""
+    return escape(part) if isinstance(part, str) else part.html
 
 
 def _token(one: Answer, at: int, paint: Paint) -> str:

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from spmdrl.report.rollout_view import Answer, Summary, View, size_of, summaries
+from spmdrl.report.rollout_view import Answer, Summary, View, summaries
 
 if TYPE_CHECKING:
+    from spmdrl.data.attachments import Preview
     from spmdrl.rollout.recordings import Recorded
 
 SORTS: dict[str, Callable[[Summary], float]] = {
@@ -91,8 +92,8 @@ def _token_lines(sequence: Answer) -> list[str]:
     lines = [f"    {'at':>5} {'id':>7} {'logprob':>9} {'version':>7}  token"]
     for at in range(sequence.start, len(row["tokens"])):
         piece = repr(sequence.pieces[at]) if sequence.pieces else ""
-        png = sequence.shows.get(at)
-        piece += "" if png is None else _part(png)
+        item = sequence.shows.get(at)
+        piece += "" if item is None else _part(item)
         token = f"    {at:>5} {row['tokens'][at]:>7}"
         lines.append(
             f"{token} {row['rollout_logprobs'][at]:>9.4f} {row['policy_versions'][at]:>7}  {piece}"
@@ -102,9 +103,9 @@ def _token_lines(sequence: Answer) -> list[str]:
     return lines
 
 
-def _part(part: str | bytes) -> str:
-    """Return text, or a mark for an image given as PNG."""
-    return part if isinstance(part, str) else f"[image{size_of(part)}]"
+def _part(part: str | Preview) -> str:
+    """Return text, or a mark for what is shown."""
+    return part if isinstance(part, str) else f"[{part.label}]"
 
 
 def _indented(text: str) -> str:

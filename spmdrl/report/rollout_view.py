@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from spmdrl.imports import attempt
 if TYPE_CHECKING:
     import pyarrow
 
+    from spmdrl.data.attachments import Preview
     from spmdrl.rollout.recordings import Recorded
 
 
@@ -30,10 +30,10 @@ class Answer:
     """None where it is not known, or the response is the greedy one."""
     pieces: list[str] | None
     """Text of each token; None without a tokenizer."""
-    shows: dict[int, bytes | None]
-    """What is to be seen at tokens, see `recorded_pictures.shown_images`."""
-    prompt: list[str | bytes]
-    """What was given: text, and images between as PNG; before it without a tokenizer."""
+    shows: dict[int, Preview | None]
+    """What is to be seen at tokens, see `previews_of`."""
+    prompt: list[str | Preview]
+    """What was given: text, and what it shows between; before it without a tokenizer."""
 
     @property
     def start(self) -> int:
@@ -219,7 +219,7 @@ def _answers(
     Args:
         known: advantages, {(group, sample): advantage}.
     """
-    from spmdrl.rollout.recorded_pictures import shown_images
+    from spmdrl.data.attachments import previews_of
 
     return [
         Answer(
@@ -229,34 +229,26 @@ def _answers(
             shows,
             _prompt(row, shows, decode),
         )
-        for row, shows in zip(rows, shown_images(rows))
+        for row, shows in zip(rows, previews_of(rows))
     ]
 
 
 def _prompt(
-    row: dict[str, Any], shows: dict[int, bytes | None], decode: Callable[[list[int]], str] | None
-) -> list[str | bytes]:
+    row: dict[str, Any], shows: dict[int, Preview | None], decode: Callable[[list[int]], str] | None
+) -> list[str | Preview]:
     given = row["response_mask"].index(True) if True in row["response_mask"] else None
-    begins = [(at, png) for at, png in shows.items() if png is not None]
-    begins = [(at, png) for at, png in begins if given is None or at < given]
+    begins = [(at, item) for at, item in shows.items() if item is not None]
+    begins = [(at, item) for at, item in begins if given is None or at < given]
     if decode is None or not begins:
-        return [*(png for _, png in begins), row["prompt"]]
-    parts: list[str | bytes] = []
+        return [*(item for _, item in begins), row["prompt"]]
+    parts: list[str | Preview] = []
     start = 0
-    for at, png in begins:
-        parts += [decode(row["tokens"][start:at]), png]
+    for at, item in begins:
+        parts += [decode(row["tokens"][start:at]), item]
         start = next(
             t for t in range(at + 1, len(row["tokens"]) + 1) if shows.get(t, b"") is not None
         )
     return [*parts, decode(row["tokens"][start:given])]
-
-
-def size_of(png: bytes) -> str:
-    """Return the size of an image for people; nothing where it is not known."""
-    if not png:
-        return ""
-    width, height = struct.unpack(">II", png[16:24])
-    return f" {width} x {height}"
 
 
 def _decoder(cfg: Config | None, name: str, *, trusts: bool) -> Callable[[list[int]], str]:

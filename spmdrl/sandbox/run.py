@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from spmdrl.sandbox.request import Limits
+from spmdrl.sandbox.limits import Limits
 from spmdrl.sandbox.supervisor import ProgramResult, launch
 from spmdrl.sandbox.ways import chosen_way, protection
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from spmdrl.sandbox.limits import Limits, Way
 from spmdrl.sandbox.removal import own_folder
-from spmdrl.sandbox.request import Limits, Way, as_bytes, library_path, make_request
+from spmdrl.sandbox.request import as_bytes, library_path, make_request
 
 Status = Literal["ok", "error", "signal", "timeout", "output"]
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
-from spmdrl.sandbox.request import Limits, Way
+from spmdrl.sandbox.limits import Limits, Way
 from spmdrl.sandbox.seccomp import seccomp_filter
 from spmdrl.sandbox.supervisor import LaunchError, launch
 
