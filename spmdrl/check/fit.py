@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,12 +22,13 @@ from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import build_meta_model, check_buffers, check_weights
 from spmdrl.model.lora.files import AdapterFolder
+from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import adapted_weights, lora_form
-from spmdrl.model.lora.targets import LoraForm, adapter_shapes, has_embedding
+from spmdrl.model.lora.targets import adapter_shapes, has_embedding
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.routers import WEIGHTS, check_balance, unknown_router
 from spmdrl.model.scorer import head_form
-from spmdrl.model.vision.towers import sees, tower_parameters
+from spmdrl.model.towers import sees, tower_parameters
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of
 from spmdrl.world.gpus import check_driver
@@ -113,23 +115,24 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
 def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
     """Yield what asks for a tower that is not there, and what is not done with one."""
     model, kind = cfg.model, hf_model.config.model_type  # type: ignore[union-attr]
-    is_asked = {"train": model.train != "all", "vision_lr": bool(model.vision_lr)}
-    for name in (name for name, is_set in is_asked.items() if is_set and not sees(hf_model)):
+    asked: dict[str, Any] = {} if model.train == "all" else {"train": model.train}
+    for name, value in ({} if sees(hf_model) else (asked | model.own_rates)).items():
         yield (
-            f"model.{name}: {getattr(model, name)} with a {kind}, which has no tower (model.path "
+            f"model.{name}: {value} with a {kind}, which has no tower (model.path "
             f"{model.path}, model.part {model.part}); leave it out"
         )
     if sees(hf_model) and not cfg.batch.tokens_per_microbatch:
         yield (
             f"batch.tokens_per_microbatch: 0 with a {kind}, which sees: sizes are tried on rows of "
-            "text, and what its tower keeps of pictures would come on top; set a number (python -m "
+            "text, and what its tower keeps would come on top; set a number (python -m "
             f"spmdrl plan names the largest that fits), or model.part to text (model.path "
             f"{model.path})"
         )
     if sees(hf_model) and model.kernels.compile:
         yield (
-            f"model.kernels.compile: true with a {kind}, which sees: rows with pictures were never "
-            f"proved compiled; set it to false, or model.part to text (model.path {model.path})"
+            f"model.kernels.compile: true with a {kind}, which sees: rows that show something were "
+            "never proved compiled; set it to false, or model.part to text (model.path "
+            f"{model.path})"
         )
     if model.lora.pushes_adapter and adapted_weights(hf_model, model.lora) & tower_parameters(
         hf_model
@@ -146,8 +149,8 @@ def _kind_problem(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]
     kinds = [getattr(m.config, "model_type", "") for m in (policy, hf_model) if m is not None]
     if policy is not None and sees(policy) and len({*kinds}) > 1:
         yield (
-            f"{at}: is a {kinds[1]} beside a policy that sees, a {kinds[0]}: rows hold pictures as "
-            "the policy's processor prepared them; take a model of the policy's kind"
+            f"{at}: is a {kinds[1]} beside a policy that sees, a {kinds[0]}: what rows show is as "
+            "the policy's processor prepared it; take a model of the policy's kind"
         )
 
 
@@ -161,7 +164,7 @@ def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
     if is_seen and cfg.model.reference.cache:
         problems.append(
             "model.reference.cache: true, and the policy sees: logprobs are found by tokens, which "
-            "rows with other images may share; set it to false, or model.part to text"
+            "rows that show other things may share; set it to false, or model.part to text"
         )
     paths = {
         "model.reference.path": cfg.model.reference.path,
@@ -181,8 +184,9 @@ def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
             problems += _axes_problems(cfg, counts, at=f"({field} {path})", is_policy=False)
             if is_seen and not sees(hf_model):
                 problems.append(
-                    f"{field} {path}: it does not see, and the policy does: of an image it would "
-                    "read the placeholders alone; take one that sees, or set model.part to text"
+                    f"{field} {path}: it does not see, and the policy does: of what is shown "
+                    "it would read the placeholders alone; take one that sees, or set model.part "
+                    "to text"
                 )
     return problems + _teacher_problems(cfg)
 

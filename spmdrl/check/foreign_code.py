@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from spmdrl.config import Config
+from spmdrl.errors import Refusal
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.workers.environment_jobs import BUILT_IN
 
@@ -32,6 +34,44 @@ def named_code(cfg: Config) -> list[str]:
                 found.append(f"{name}: {value}")
     options = {k: v for k, v in cfg.engine.options.items() if not isinstance(v, (bool, int, float))}
     return found + [f"engine.options.{name}: {value}" for name, value in options.items()]
+
+
+METHODS = ("advantage", "loss", "correction", "kl")
+"""Fields of `algorithm` that name a function, each with options of its own beside it."""
+
+
+def check_methods_trusted(
+    cfg: Config, file: Path, *, trust_run: bool, trust_remote_code: bool
+) -> None:
+    """Refuse the code that training on what a run recorded would run, where nobody allowed it.
+
+    Args:
+        file: that holds the config, which may be somebody else's.
+        trust_run: the methods that the config names may run. trust_remote_code: Python code of the
+            model's folder may.
+    Raises: Refusal naming the code, and the flags that allow it.
+    """
+    named = [(kind, getattr(cfg.algorithm, kind)) for kind in METHODS]
+    code = [f"algorithm.{kind}: {name}" for kind, name in named if ":" in name and not trust_run]
+    refuse_code(code, file, of_model=cfg.model.trust_remote_code and not trust_remote_code)
+
+
+def refuse_code(code: list[str], file: Path, *, of_model: bool, otherwise: str = "") -> None:
+    """Refuse the code that a config names, where nobody allowed it.
+
+    Args:
+        code: fields that name some, each as `field: value`, to be allowed by --trust-run.
+        file: that holds the config. of_model: the code of the model's folder is not allowed too.
+        otherwise: what may be done instead of allowing it.
+    Raises: Refusal naming the code, and the flags that allow it.
+    """
+    hints = ["--trust-run"] * bool(code) + ["--trust-remote-code"] * of_model
+    if hints:
+        raise Refusal(
+            f"{file} may be somebody else's, and would run code here:\n  "
+            + "\n  ".join([*code, *["model.trust_remote_code: true"] * of_model])
+            + f"\nLook at it, then allow it by {' and '.join(hints)}{otherwise}"
+        )
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -36,16 +36,17 @@ def _part_problems(cfg: Config) -> Iterator[str]:
             "model.part: text with model.trust_remote_code: which tensors are the text model's is "
             "read off transformers' own classes; take one of them out"
         )
-    if model.train == "language" and model.vision_lr:
-        yield (
-            f"model.vision_lr: {model.vision_lr:g} with model.train language, which leaves tower "
-            "and projector as they are; leave one of them out"
-        )
-    if model.vision_lr and not cfg.optimizer.lr:
-        yield (
-            f"model.vision_lr: {model.vision_lr:g} with optimizer.lr 0, whose schedule it follows; "
-            "set optimizer.lr above 0"
-        )
+    for name, rate in model.own_rates.items():
+        if model.train == "language":
+            yield (
+                f"model.{name}: {rate:g} with model.train language, which leaves tower and "
+                "projector as they are; leave one of them out"
+            )
+        if not cfg.optimizer.lr:
+            yield (
+                f"model.{name}: {rate:g} with optimizer.lr 0, whose schedule it follows; set "
+                "optimizer.lr above 0"
+            )
     if model.part == "text" and cfg.objective.is_scalar:
         yield (
             f"model.part: text with the objective {cfg.algorithm.objective}, whose model has a "

@@ -51,7 +51,7 @@ def _step_text(run: Run) -> str:
         f"tokens (mean; longest {run.longest}), {run.batch.updates_per_step} "
         f"update{'s' * (run.batch.updates_per_step > 1)}"
         + (f", {run.batch.epochs} times" if run.batch.epochs > 1 else "")
-        + ("; seconds are without a tower's work on pictures" if run.shape.tower else "")
+        + ("; seconds are without a tower's work" if run.shape.tower else "")
     )
 
 

@@ -61,7 +61,7 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
         "optimizer": int(run.moment_bytes * trained - spared),
         "other models": critic + run.frozen_models * c * state * (run.master_bytes > 0),
         "gradients to be reduced": _unreduced(run, axes),
-        "pictures": _picture_bytes(run, axes, tokens=own_tokens * axes.cp),
+        "shown": _shown_bytes(run, axes, tokens=own_tokens * axes.cp),
     }
     moments = {
         "where the head's backward pass begins": _at_head(run, axes, saved=saved),
@@ -82,11 +82,11 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     return Memory({name: size for name, size in causes.items() if size}, moment, resting=resting)
 
 
-def _picture_bytes(run: Run, axes: Axes, *, tokens: int) -> int:
-    """Return what pictures take at most, if all tokens of prompts stand for some.
+def _shown_bytes(run: Run, axes: Axes, *, tokens: int) -> int:
+    """Return what a tower takes at most, if all tokens of prompts stand for what it reads.
 
-    That is the pixels of a row and what a trained tower keeps of them, on each rank of tp and cp;
-    and on a CPU the pixels of all rows of a step, which wait on the host.
+    That is the features of a row and what a trained tower keeps of them, on each rank of tp and cp;
+    and on a CPU the features of all rows of a step, which wait on the host.
 
     Args:
         tokens: of a row, on all ranks of cp together.

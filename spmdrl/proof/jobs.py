@@ -8,8 +8,7 @@ sequences of many lengths, and on one batch of them for an update.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,9 @@ from spmdrl.config import Config
 from spmdrl.credit import per_token
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
-from spmdrl.model.vision.samples import plain_class, plain_inputs, shown_in
-from spmdrl.pictures import Pictures
+from spmdrl.given import Given, joined
+from spmdrl.model.senses import num_plain_ids, plain_inputs, shown_in
+from spmdrl.model.transformers_internals import class_of
 from spmdrl.roles import make_trainer
 from spmdrl.sync.stream import WeightStream
 from spmdrl.types import Batch, Microbatch, Scalars
@@ -38,27 +38,15 @@ _TRAINED = (9, 5, 30, 12, 7, 2, 24, 11)
 _FIRST = 3  # id behind those of padding, beginning and end
 
 
-@dataclass(frozen=True)
-class ScoredRows:
-    """Sequences, and what each shows; None throughout of a model that does not see."""
-
-    ids: list[list[int]]
-    shown: list[Pictures | None]
-
-    @classmethod
-    def of(cls, hf_model: nn.Module, rows: Iterable[Sequence[int]]) -> ScoredRows:
-        """Put a picture into each that has room for one, where a model sees."""
-        seen = [shown_in(hf_model, row, seed=at) for at, row in enumerate(rows)]
-        return cls([ids for ids, _ in seen], [shown for _, shown in seen])
-
-    def __iter__(self) -> Iterator[tuple[list[int], Pictures | None]]:
-        return iter(zip(self.ids, self.shown))
-
-
-def _rows(trainer: Any) -> ScoredRows:
+def _rows(trainer: Any) -> list[Given]:
     """Return the sequences that are scored."""
     hf_model = trainer.policy.model.hf_model
-    return ScoredRows.of(hf_model, drawn_rows(_vocabulary(hf_model)))
+    return showing(hf_model, drawn_rows(num_plain_ids(hf_model)))
+
+
+def showing(hf_model: nn.Module, rows: Iterable[Sequence[int]]) -> list[Given]:
+    """Put an item of noise into each sequence that has room for one, where a model sees."""
+    return [shown_in(hf_model, row, seed=at) for at, row in enumerate(rows)]
 
 
 def drawn_rows(vocabulary: int) -> list[list[int]]:
@@ -67,50 +55,51 @@ def drawn_rows(vocabulary: int) -> list[list[int]]:
     return [torch.randint(_FIRST, vocabulary, (n,), generator=generator).tolist() for n in ROWS]
 
 
-def _vocabulary(hf_model: Any) -> int:
-    """Return how many ids to draw from: those that stand for no picture."""
-    own = hf_model.config
-    return min(own.get_text_config().vocab_size, getattr(own, "image_token_id", 2**31))
-
-
 def batch_of(world: Any, hf_model: nn.Module) -> tuple[Batch, Tensor]:
     """Return this rank's part of one batch, and each sequence's advantage [S] float64.
 
     The batch is the same whatever the layout; a dp rank takes every so manieth sequence.
     """
-    count, lengths = len(_TRAINED), torch.tensor(_TRAINED)
+    count = len(_TRAINED)
     own = list(range(world.dp_index(world.rank), count, world.dp_size))
     half = -(-len(own) // 2)
-    ids = torch.arange(count)
-    scalars = Scalars(
-        lengths=lengths,
-        response_lengths=lengths - (lengths + 2) // 3,
+    rows = showing(hf_model, (_sequence(i, num_plain_ids(hf_model)) for i in range(count)))
+    parts = tuple(_microbatch(part, rows) for part in (own[:half], own[half:]))
+    advantages = torch.linspace(-1.0, 1.5, count).double()
+    ids = torch.zeros(count, dtype=torch.int64)
+    return Batch(scalars=scalars_of(_TRAINED), updates=(parts,), update_ids=ids), advantages
+
+
+def scalars_of(lengths: Sequence[int]) -> Scalars:
+    """Return the scalars of sequences of so many tokens, of which the first third is a prompt:
+    groups of two, one that is not valid, one that is truncated."""
+    ids, own = torch.arange(len(lengths)), torch.tensor(lengths)
+    return Scalars(
+        lengths=own,
+        response_lengths=own - (own + 2) // 3,
         group_ids=ids // 2,
         sample_ids=ids % 2,
-        rewards=torch.zeros(count).double(),
+        rewards=torch.zeros(len(ids)).double(),
         is_truncated=ids == 6,
         is_valid=ids != 4,
         min_versions=torch.zeros_like(ids),
     )
-    rows = ScoredRows.of(hf_model, (_sequence(i, _vocabulary(hf_model)) for i in range(count)))
-    parts = tuple(_microbatch(part, rows) for part in (own[:half], own[half:]))
-    advantages = torch.linspace(-1.0, 1.5, count).double()
-    return Batch(scalars=scalars, updates=(parts,), update_ids=torch.zeros_like(ids)), advantages
 
 
-def _microbatch(ids: list[int], rows: ScoredRows) -> Microbatch:
+def _microbatch(ids: list[int], rows: list[Given]) -> Microbatch:
     lengths = torch.tensor([_TRAINED[i] for i in ids])
     mask = torch.cat([torch.arange(n) >= (n + 2) // 3 for n in lengths])
     drawn = [-3 - torch.rand(_TRAINED[i], generator=_generator(i)) for i in ids]
+    given = joined([rows[i] for i in ids])
     return Microbatch(
-        tokens=torch.tensor([token for i in ids for token in rows.ids[i]]),
+        tokens=torch.tensor(given),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
         response_mask=mask,
         rollout_logprobs=torch.where(mask, torch.cat(drawn), 0.0),
         policy_versions=torch.where(mask, 0, -1),
         sequence_ids=torch.tensor(ids),
-        pictures=Pictures.concat([rows.shown[i] for i in ids], lengths.tolist()),
+        shown=given.shown,
     )
 
 
@@ -152,7 +141,7 @@ def alone(cfg: Config, export_to: str, reference: str) -> Measured:
     trainer: Any = make_trainer(cfg, world)
     rows, plain = _rows(trainer), _plain(cfg.model.path)
     packed = _packed(trainer, rows)
-    expected = [_plain_logprobs(plain, *row).detach() for row in rows]
+    expected = [_plain_logprobs(plain, row).detach() for row in rows]
     found = {
         "packed": gap(packed, expected),
         "single": gap(_singly(trainer, rows), expected),
@@ -196,7 +185,7 @@ def adapters(cfg: Config, export_to: str) -> Measured:
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
     rows, plain = _rows(trainer), _plain(cfg.model.path)
-    expected = [_plain_logprobs(plain, *row).detach() for row in rows]
+    expected = [_plain_logprobs(plain, row).detach() for row in rows]
     first, saver = _packed(trainer, rows), Checkpointer(cfg, world)
     for step in range(UPDATES):
         _update(trainer, step)
@@ -270,41 +259,41 @@ def _plain(folder: str) -> nn.Module:
     from transformers import AutoConfig
 
     return (
-        plain_class(AutoConfig.from_pretrained(folder))
+        class_of(AutoConfig.from_pretrained(folder))
         .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         .eval()
     )
 
 
-def _rounding(folder: str, rows: ScoredRows) -> float:
+def _rounding(folder: str, rows: list[Given]) -> float:
     """Return how far plain transformers in bfloat16 is from itself in float32, in the mean."""
     plain = _plain(folder)
     with torch.no_grad():
-        exact = [_plain_logprobs(plain, *row) for row in rows]
+        exact = [_plain_logprobs(plain, row) for row in rows]
         plain.bfloat16()
-        return gap([_plain_logprobs(plain, *row) for row in rows], exact)[0]
+        return gap([_plain_logprobs(plain, row) for row in rows], exact)[0]
 
 
-def _plain_logprobs(model: nn.Module, row: Sequence[int], shown: Pictures | None) -> Tensor:
+def _plain_logprobs(model: nn.Module, row: Sequence[int]) -> Tensor:
     """Return [len] float64 logprobs by a plain model, the first 0."""
     tokens = torch.tensor(row)
-    given = {} if shown is None else plain_inputs(model, shown, tokens.device)
+    given = plain_inputs(model, row, tokens.device)
     logits = model(input_ids=tokens[None], use_cache=False, **given).logits[0].double()
     logprobs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
     return nn.functional.pad(logprobs, (1, 0))
 
 
-def _gradient_gap(trainer: Any, plain: nn.Module, rows: ScoredRows) -> Measured:
+def _gradient_gap(trainer: Any, plain: nn.Module, rows: list[Given]) -> Measured:
     """Return how far the gradients of a sum of logprobs differ, relative to the largest of each
     tensor, and whose do most."""
-    model, lengths = trainer.policy.model, [len(row) for row in rows.ids]
-    tokens = torch.tensor([token for row in rows.ids for token in row])
+    model, lengths = trainer.policy.model, [len(row) for row in rows]
+    given = joined(rows)
     mask = torch.cat([torch.arange(n) > 0 for n in lengths])
     signs = torch.cos(torch.arange(int(mask.sum())).double())
-    pictures = Pictures.concat(rows.shown, lengths)
-    logprobs, _ = model.forward(model.row(tokens, lengths, mask=mask, pictures=pictures))
+    row = model.row(torch.tensor(given), lengths, mask=mask, shown=given.shown)
+    logprobs, _ = model.forward(row)
     (logprobs.double() * signs).sum().backward()
-    expected = torch.cat([_plain_logprobs(plain, *row)[1:] for row in rows])
+    expected = torch.cat([_plain_logprobs(plain, row)[1:] for row in rows])
     (expected * signs).sum().backward()
     theirs = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
     largest = max(float(g.abs().max()) for g in theirs.values())
@@ -350,37 +339,32 @@ def _export_gap(trainer: Any, cfg: Config, export_to: str) -> tuple[float, float
     )
     rows, plain = _rows(trainer), _plain(export_to)
     with torch.no_grad():
-        expected = [_plain_logprobs(plain, *row) for row in rows]
+        expected = [_plain_logprobs(plain, row) for row in rows]
     # One at a time: what packing does wrong is another line's.
     return gap(_singly(trainer, rows), expected)
 
 
-def _packed(trainer: Any, rows: ScoredRows) -> list[Tensor]:
-    return trainer.weights.score(rows.ids, pictures=rows.shown)
+def _packed(trainer: Any, rows: list[Given]) -> list[Tensor]:
+    return trainer.weights.score(rows)
 
 
-def _singly(trainer: Any, rows: ScoredRows) -> list[Tensor]:
-    return [trainer.weights.score([ids], pictures=[shown])[0] for ids, shown in rows]
+def _singly(trainer: Any, rows: list[Given]) -> list[Tensor]:
+    return [trainer.weights.score([row])[0] for row in rows]
 
 
-def _engine_s(generator: EngineProtocol, rows: ScoredRows) -> list[Tensor]:
-    return generator.score(rows.ids, pictures=rows.shown)
+def _engine_s(generator: EngineProtocol, rows: list[Given]) -> list[Tensor]:
+    return generator.score(rows)
 
 
-def _sampled_gap(generator: EngineProtocol, trainer: Any, rows: ScoredRows) -> tuple[float, float]:
+def _sampled_gap(generator: EngineProtocol, trainer: Any, rows: list[Given]) -> tuple[float, float]:
     """Draw responses, several at once, and compare their logprobs with the trainer's."""
     prompts = {str(i): row for i, row in enumerate(rows)}
-    for key, (prompt, shown) in prompts.items():
-        asked = Request(key, tuple(prompt), _SAMPLED, 1.0, int(key), stop_token_ids=())
-        generator.add(replace(asked, pictures=shown))
+    for key, prompt in prompts.items():
+        generator.add(Request(key, prompt, _SAMPLED, 1.0, int(key), stop_token_ids=()))
     drawn: list[Completion] = []
     while len(drawn) < len(prompts):
         drawn += generator.step()
-    begun = [prompts[one.key] for one in drawn]
-    whole = [[*ids, *one.tokens.tolist()] for (ids, _), one in zip(begun, drawn)]
-    parts = [[len(ids), len(one.tokens)] for (ids, _), one in zip(begun, drawn)]
-    both = [Pictures.concat([shown, None], own) for (_, shown), own in zip(begun, parts)]
-    scored = _packed(trainer, ScoredRows(whole, both))
+    scored = _packed(trainer, [prompts[one.key] + one.tokens.tolist() for one in drawn])
     # What `gap` leaves out is the first: one number of the prompt's end stands there.
     ours = [nn.functional.pad(one.logprobs.float(), (1, 0)) for one in drawn]
     theirs = [nn.functional.pad(s[-len(d.tokens) :], (1, 0)) for s, d in zip(scored, drawn)]

@@ -24,8 +24,8 @@ from spmdrl.config import (
 )
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
+from spmdrl.model.senses import tiny_of
 from spmdrl.model.shrink import CHUNK
-from spmdrl.model.vision.tiny import tiny_of
 from spmdrl.proof import jobs
 from spmdrl.proof.jobs import PACKED, ROWS
 from spmdrl.proof.ranks import RankError, on_ranks
@@ -214,18 +214,6 @@ class Proof:
             layout=replace(cfg.layout, placement="colocated"),
             engine=from_tree({"engine": settings}).engine,
         )
-
-
-def real_config(model: str, *, trust_remote_code: bool = False, part: str = "all") -> Any:
-    """Return the transformers config of a folder or hub model, by default with its tower.
-
-    Args:
-        part: model.part.
-    Raises: Refusal when it cannot be read.
-    """
-    from spmdrl.model.load import load_hf_config
-
-    return load_hf_config(model, trust_remote_code=trust_remote_code, part=part)
 
 
 # ---------------------------------------------------------------------------- verdicts

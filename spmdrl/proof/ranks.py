@@ -41,15 +41,11 @@ class RankError(Exception):
         return self.kind == "Refusal" and "spmdrl" in self.text.rpartition("File ")[2]
 
 
-def on_ranks(
-    world_size: int, target: Callable[..., Any], *args: Any, log: Path, timeout_s: float
-) -> list[Any]:
-    """Return what `target(*args)` gives on each of `world_size` fresh ranks.
+def start_rank(environment: dict[str, str], target: Callable[..., Any], *args: Any) -> BaseProcess:
+    """Start `target(*args)` in a process with this environment that has done slow imports.
 
-    Args:
-        target: of a module, so that it can be named to another process.
-        log: file that takes what the ranks print.
-    Raises: RankError of the first rank that fails; all processes are gone by then.
+    It is a fork of one that has done nothing else: a fresh process spends 5 s of a core on the
+    imports of a trainer, and 15 s on those of an engine.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spmdrl.proof.preloaded"])
@@ -57,14 +53,42 @@ def on_ranks(
     paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
     with mock.patch.dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS="1"):
         forkserver.ensure_running()
-    results, port = context.Queue(), _free_port()
+    process = context.Process(target=_with_environment, args=(environment, target, *args))
+    process.daemon = True
+    process.start()
+    return process
+
+
+def _with_environment(environment: dict[str, str], target: Callable[..., Any], *args: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*args)
+
+
+def on_ranks(
+    world_size: int,
+    target: Callable[..., Any],
+    *args: Any,
+    timeout_s: float,
+    log: Path | None = None,
+    port: int | None = None,
+) -> list[Any]:
+    """Return what `target(*args)` gives on each of `world_size` fresh ranks.
+
+    Args:
+        target: of a module, so that it can be named to another process.
+        log: file that takes what the ranks print; None: where this process prints.
+        port: of TCP, at which they meet; None: one that is free.
+    Raises: RankError of the first rank that fails; all processes are gone by then.
+    """
+    results = multiprocessing.get_context("forkserver").Queue()
+    port = port or _free_port()
     processes: list[BaseProcess] = []
     try:
         for rank in range(world_size):
-            environment = launch_env(rank, world_size, port)
-            own = (environment, str(log), results, rank, target, args)
-            processes.append(context.Process(target=_be_rank, args=own, daemon=True))
-            processes[-1].start()
+            environment = os.environ | launch_env(rank, world_size, port)
+            own = (log, results, rank, target, args)
+            processes.append(start_rank(environment, _be_rank, *own))
         return _gather(processes, results, deadline=time.monotonic() + timeout_s)
     finally:
         for process in processes:
@@ -81,21 +105,29 @@ def _gather(processes: list[BaseProcess], results: Any, *, deadline: float) -> l
             _check_alive(processes, results, values, deadline=deadline)
             continue
         if error is not None:
-            raise RankError(*error)
-        values[rank] = pickle.loads(value)
-    return [values[rank] for rank in range(len(processes))]
+            kind, message, text = error
+            raise RankError(kind, message, text + _killed(processes))
+        values[rank] = value
+    return [pickle.loads(values[rank]) for rank in range(len(processes))]
+
+
+def _killed(processes: list[BaseProcess]) -> str:
+    # A rank that raises ends with status 0.
+    found = [rank for rank, process in enumerate(processes) if process.exitcode]
+    return f"ranks {found} died without a result" if found else ""
 
 
 def _check_alive(
     processes: list[BaseProcess], results: Any, values: dict[int, Any], *, deadline: float
 ) -> None:
     if time.monotonic() > deadline:
-        raise RankError("Timeout", "no answer in time", "")
+        missing = [rank for rank in range(len(processes)) if rank not in values]
+        raise RankError("Timeout", f"no answer in time from ranks {missing}", "")
     lost = [r for r, p in enumerate(processes) if not p.is_alive() and r not in values]
     if lost and results.empty():
         time.sleep(0.5)  # what it sent may still be on its way
         if results.empty():
-            raise RankError("Killed", f"ranks {lost} died without a word", "")
+            raise RankError("Killed", f"ranks {lost} died without a result", "")
 
 
 def _free_port() -> int:
@@ -118,18 +150,14 @@ def launch_env(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _be_rank(
-    environment: dict[str, str],
-    log: str,
-    results: Any,
-    rank: int,
-    target: Callable[..., Any],
-    args: tuple[Any, ...],
+    log: Path | None, results: Any, rank: int, target: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    os.environ.update(environment)
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    if log:
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
     try:
+        # Plain pickle copies tensors; the queue's own would pass handles of a dying process.
         results.put((rank, pickle.dumps(target(*args)), None))
     except BaseException as error:
         text = traceback.format_exc()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from spmdrl.config import Config
 from spmdrl.imports import versions
-from spmdrl.model.blocks import has_towers
+from spmdrl.model.transformers_internals import has_towers
 from spmdrl.world import World
 
 Verdict = Literal["proved", "refused", "WRONG"]
@@ -125,11 +125,9 @@ def tell_unchecked(cfg: Config, world: World) -> None:
     was found wrong."""
     if world.rank:
         return
-    from spmdrl.model.load import load_hf_config
+    from spmdrl.model.load import hf_config_of
 
-    own = cfg.model
-    hf_config = load_hf_config(own.path, trust_remote_code=own.trust_remote_code, part=own.part)
-    model_type = _type_of(hf_config)
+    model_type = _type_of(hf_config_of(cfg.model))
     if said := unchecked(model_type, [*read(own_records()), *read(SHIPPED)]):
         log.warning("%s: python -m spmdrl check %s", said, cfg.model.path)
 

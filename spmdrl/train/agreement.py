@@ -16,20 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config
+from spmdrl.given import Given, Shown, joined
 from spmdrl.imports import attempt
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import packs
 from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import blocks, experts_modules
-from spmdrl.model.load import build_meta_model, load_hf_config, load_whole_model
+from spmdrl.model.load import build_meta_model, hf_config_of, load_whole_model
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
+from spmdrl.model.senses import noisy_sequence, plain_inputs, sight_of
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.shrink import first_layers
-from spmdrl.model.vision.samples import noisy_sequence, plain_inputs
-from spmdrl.model.vision.sight import sight_of
-from spmdrl.model.vision.towers import set_attention, with_text_config
-from spmdrl.pictures import Pictures
+from spmdrl.model.towers import set_attention, with_text_config
 from spmdrl.types import Sums
 from spmdrl.world import World
 from spmdrl.world.comm import agree
@@ -65,20 +64,18 @@ def check_agreement(model: ShardedModel, cfg: Config, world: World) -> Sums:
     """
     longest = cfg.longest_sequence
     vocabulary = _vocabulary(model.hf_model)
-    rows, shown = with_picture(
+    rows = with_shown(
         drawn(lengths_of(longest), vocabulary=vocabulary), model.hf_model, longest=longest
     )
     dtype = getattr(torch, cfg.model.compute_dtype)
     limit = _LIMITS.get(dtype, _LIMIT)
-    packed = model.score(rows, pictures=shown)
-    others, _ = with_picture(
+    packed = model.score(rows)
+    others = with_shown(
         drawn(lengths_of(longest), vocabulary=vocabulary, seed=1), model.hf_model, longest=longest
     )
-    swapped = model.score(
-        [o if at % 2 else r for at, (r, o) in enumerate(zip(rows, others))], pictures=shown
-    )
+    swapped = model.score([o if at % 2 else r for at, (r, o) in enumerate(zip(rows, others))])
     leak = worst(packed[::2], swapped[::2])
-    single = worst(packed, model.score(rows, row_tokens=1, pictures=shown))
+    single = worst(packed, model.score(rows, row_tokens=1))
     with agree(group=world.trainer_control, kind=RuntimeError):
         # Rows of one shape are computed alike to the last bit, but for experts, which get others.
         exact = limit if experts_modules(model.hf_model) else _LIMITS[torch.float32]
@@ -114,17 +111,12 @@ def drawn(lengths: Sequence[int], *, vocabulary: int, seed: int = 0) -> list[lis
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def with_picture(
-    rows: list[list[int]], hf_model: nn.Module, *, longest: int
-) -> tuple[list[list[int]], list[Pictures | None]]:
-    """Add a sequence with a picture, of a model that sees.
-
-    Returns: rows, and what each shows; None throughout of a model that does not see.
-    """
+def with_shown(rows: list[list[int]], hf_model: nn.Module, *, longest: int) -> list[Given]:
+    """Add a sequence that shows something, of a model that sees."""
     seen = noisy_sequence(hf_model, longest=longest)
     if seen is None:
-        return rows, [None] * len(rows)
-    return [*rows, seen[0]], [*(Pictures.none(len(row)) for row in rows), seen[1]]
+        return [Given(row) for row in rows]
+    return [*(Given(row, Shown.none(len(row))) for row in rows), seen]
 
 
 def worst(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
@@ -140,8 +132,7 @@ def _plain_gap(cfg: Config, world: World) -> float | None:
     """
     model, device = cfg.model, world.device
     register_attention()
-    trusts = model.trust_remote_code
-    whole = load_hf_config(model.path, trust_remote_code=trusts, part=model.part)
+    whole = hf_config_of(model)
     small, _ = attempt(lambda: first_layers(whole.get_text_config()), Exception)
     # Else of a layout of layers that is not known.
     config = with_text_config(whole, small or whole.get_text_config())
@@ -154,11 +145,11 @@ def _plain_gap(cfg: Config, world: World) -> float | None:
     hf_model = load_whole_model(
         model, attention=None, dtype=torch.float32, device=device, config=config
     )
-    rows = drawn(lengths_of(longest), vocabulary=_vocabulary(hf_model), seed=1)
-    rows, shown = with_picture(rows, hf_model, longest=longest)
+    random = drawn(lengths_of(longest), vocabulary=_vocabulary(hf_model), seed=1)
+    rows = with_shown(random, hf_model, longest=longest)
     with torch.no_grad():
-        plain = [_by_transformers(hf_model, *one, device=device) for one in zip(rows, shown)]
-        gap = worst(_packed(hf_model, rows, shown, device=device), plain)
+        plain = [_by_transformers(hf_model, row, device=device) for row in rows]
+        gap = worst(_packed(hf_model, rows, device=device), plain)
     if not gap <= (limit := _LIMITS[torch.float32]):
         raise RuntimeError(
             f"model.path {model.path}: packed rows of {type(hf_model).__name__} disagree with "
@@ -170,34 +161,22 @@ def _plain_gap(cfg: Config, world: World) -> float | None:
     return gap
 
 
-def _by_transformers(
-    hf_model: nn.Module, row: list[int], shown: Pictures | None, *, device: torch.device
-) -> Tensor:
-    tokens = torch.tensor(row, device=device)
-    given = {} if shown is None else plain_inputs(hf_model, shown, device)
+def _by_transformers(hf_model: nn.Module, row: Given, *, device: torch.device) -> Tensor:
+    tokens, given = torch.tensor(row, device=device), plain_inputs(hf_model, row, device)
     logits = hf_model(input_ids=tokens[None], use_cache=False, **given).logits[0, :-1].float()
     own = torch.log_softmax(logits, dim=-1).gather(1, tokens[1:, None])[:, 0]
     return torch.cat([own.new_zeros(1), own]).cpu()
 
 
-def _packed(
-    hf_model: nn.Module,
-    rows: list[list[int]],
-    shown: list[Pictures | None],
-    *,
-    device: torch.device,
-) -> list[Tensor]:
+def _packed(hf_model: nn.Module, rows: list[Given], *, device: torch.device) -> list[Tensor]:
     sight = sight_of(hf_model, device=device)
     slicing = Slicing(chunk=separate(hf_model).chunk, device=device, sight=sight)
     set_attention(hf_model, "spmdrl_padded")
     scorer = Scorer(hf_model, chunk_tokens=1024, temperature=1.0, tp_group=None)
     found: list[Tensor] = []
-    each = iter(shown)
     for pack in packs(rows, len(rows[0])):
-        lengths = [len(row) for row in pack]
+        lengths, given = [len(row) for row in pack], joined(pack)
         mask = torch.cat([torch.arange(n) > 0 for n in lengths])
-        tokens = torch.tensor([token for row in pack for token in row])
-        pictures = Pictures.concat([next(each) for _ in pack], lengths)
-        row = make_row(tokens, lengths, mask=mask, slicing=slicing, pictures=pictures)
+        row = make_row(torch.tensor(given), lengths, mask=mask, slicing=slicing, shown=given.shown)
         found += row.spread(scorer(row)[0]).cpu().split(lengths)
     return found

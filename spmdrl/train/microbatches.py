@@ -93,7 +93,7 @@ def prepare(
                         mask=loss_mask,
                         routes=host.routes,
                         kept_sets=host.kept_sets,
-                        pictures=host.pictures,
+                        shown=host.shown,
                         drawn=host.response_mask if has_penalties else None,
                     ),
                     loss_mask=loss_mask.to(device),

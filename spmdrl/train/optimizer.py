@@ -250,7 +250,7 @@ class AdamW:
                     state[moment][name] = self._like(name, kept.codes[: kept.count])
                     scales[name] = self._like(name, kept.scale_of_each())
             state |= {f"{moment}_scales": scales} if scales else {}
-        return state | {"updates": self._updates.clone()}
+        return state | {"updates": self._updates}
 
     def _like(self, name: str, kept: Tensor) -> Tensor:
         return like(self.parameters[name], kept.view(self.local[name].shape))

@@ -15,7 +15,7 @@ from torch import Tensor
 from spmdrl.config import Config, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.vision.towers import tower_parameters
+from spmdrl.model.towers import tower_parameters
 from spmdrl.train.loss_scale import LossScale
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch
 from spmdrl.train.muon import Muon, block_matrices
@@ -184,7 +184,7 @@ class TrainedModel:
         """Return model and optimizer state as nested dicts of DTensors that share live storage.
 
         Names are the model's own for its parameters. Loading into the tensors in place restores
-        them up to the optimizer's update count, which `load_state_dict` sets.
+        all but copies (scales of 8 bits and of the loss), which `load_state_dict` takes.
         """
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         scale = self.loss_scale.state_dict()
@@ -229,7 +229,7 @@ def _optimizer(
     kept, embedding = cfg.model.memory, model.hf_model.get_input_embeddings().weight
     matrices = block_matrices(model.hf_model, shards) if options.kind == "muon" else set()
     make = partial(Muon, matrices=matrices) if matrices else AdamW
-    own_rate = cfg.model.vision_lr if name == "policy" else 0.0
+    own_rate = sum(cfg.model.own_rates.values()) if name == "policy" else 0.0
     seeing = tower_parameters(model.hf_model) if own_rate else set()
     return make(
         shards,

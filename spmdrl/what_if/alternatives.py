@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spmdrl.check.foreign_code import METHODS
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, flatten, from_tree
 from spmdrl.config.tree import leaves
@@ -15,8 +16,6 @@ from spmdrl.errors import Refusal
 
 AS_RUN = "as run"
 """Name of the run's own settings."""
-METHODS = ("advantage", "loss", "correction", "kl")
-"""Fields of `algorithm` that name a function, each with options of its own beside it."""
 
 
 @dataclass(frozen=True)

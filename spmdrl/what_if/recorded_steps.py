@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmdrl.certificate.recorded import check_checkpoint, check_files
+from spmdrl.check.foreign_code import check_methods_trusted
 from spmdrl.checkpoint import manifest as disk
-from spmdrl.checkpoint.restore import config_differences
 from spmdrl.config import Config, load_yaml
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder
 from spmdrl.report.jsonl import read_rows
-from spmdrl.rollout.recordings import Recorded, find_recorded, ranges, read_header
-from spmdrl.what_if.alternatives import METHODS
+from spmdrl.rollout.recordings import Recorded, find_recorded, ranges
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ def open_run(
     """
     cfg = load_yaml(folder / "config.yaml", may_be_former=True)
     _check_kind(cfg, folder)
-    _check_trust(cfg, folder, trust_run=trust_run, trust_remote_code=trust_remote_code)
+    check_methods_trusted(
+        cfg, folder / "config.yaml", trust_run=trust_run, trust_remote_code=trust_remote_code
+    )
     recorded = find_recorded(folder)
     saved = {
         disk.step_of(path): path
@@ -71,22 +73,6 @@ def _check_kind(cfg: Config, folder: Path) -> None:
         )
 
 
-def _check_trust(cfg: Config, folder: Path, *, trust_run: bool, trust_remote_code: bool) -> None:
-    """Refuse code that the run's config names and the command line did not allow."""
-    named = [(kind, getattr(cfg.algorithm, kind)) for kind in METHODS]
-    code = [f"algorithm.{kind}: {name}" for kind, name in named if ":" in name]
-    code, hints = ([], []) if trust_run else (code, ["--trust-run"] * bool(code))
-    if cfg.model.trust_remote_code and not trust_remote_code:
-        code.append("model.trust_remote_code: true")
-        hints.append("--trust-remote-code")
-    if code:
-        raise Refusal(
-            f"{folder / 'config.yaml'} may be somebody else's, and would run code here:\n  "
-            + "\n  ".join(code)
-            + f"\nLook at it, then allow it by {' and '.join(hints)}"
-        )
-
-
 def chosen_steps(run: RecordedRun, asked: Sequence[int]) -> list[int]:
     """Return the steps to look at, ascending: those asked for, or the newest one that can be.
 
@@ -105,48 +91,9 @@ def chosen_steps(run: RecordedRun, asked: Sequence[int]) -> list[int]:
         )
     steps = sorted(set(asked)) or [max(run.weights)]
     for step in steps:
-        _check_files(run, step)
-        _check_weights(run, run.weights[step])
+        check_files(run.recorded.files_of(step), run.cfg, run=run.folder, step=step)
+        check_checkpoint(run.weights[step], run.cfg, run=run.folder)
     return steps
-
-
-def _check_files(run: RecordedRun, step: int) -> None:
-    """Refuse a recording that another run, or another attempt at this one, wrote."""
-    files = run.recorded.files_of(step)
-    for replica, path in enumerate(files):
-        header = read_header(path)
-        told = {
-            "step": step,
-            "replica": replica,
-            "replicas": len(files),
-            "model": run.cfg.model.path,
-            "seed": run.cfg.seed,
-            "lag": run.cfg.lag,
-        }
-        for name, expected in told.items():
-            if header.get(name) != expected:
-                raise Refusal(
-                    f"{path} is not of this run: its {name} is {header.get(name)!r}, that of "
-                    f"{run.folder / 'config.yaml'} is {expected!r}"
-                    if name in ("model", "seed", "lag")
-                    else f"{path} was renamed: it says {name} {header.get(name)!r}, its name "
-                    f"{expected!r}"
-                )
-
-
-def _check_weights(run: RecordedRun, checkpoint: Path | None) -> None:
-    """Refuse a checkpoint that is not whole, or of another config than the run's."""
-    if checkpoint is None:
-        return
-    content = disk.read_manifest(checkpoint)
-    if differences := config_differences(content.config, run.cfg):
-        raise Refusal(
-            f"{checkpoint} was written under another config than {run.folder / 'config.yaml'}, so "
-            f"that its step did not train as that says: {differences[0]}"
-            + (f" ({len(differences)} fields differ)" if len(differences) > 1 else "")
-        )
-    if problems := disk.damages(checkpoint, content):
-        raise Refusal(f"{checkpoint} cannot be used: {problems[0]}")
 
 
 def recorded_metrics(run: RecordedRun, step: int) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from spmdrl.algorithms import registry
-from spmdrl.checkpoint.restore import restore
+from spmdrl.certificate.recorded import go_to, take_batch
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
-from spmdrl.exchange import exchange
 from spmdrl.imports import refusing
 from spmdrl.roles import make_trainer
 from spmdrl.rollout import model_limits
@@ -152,14 +151,12 @@ def _asked(cfg: Config) -> set[str]:
 
 def _load(run: RecordedRun, step: int, *, trainer: Trainer, source: ReplaySource) -> Batch:
     """Give the trainer the step's weights, and return the step's batch."""
-    world, checkpoint = trainer.world, run.weights[step]
+    checkpoint = run.weights[step]
     if checkpoint is not None:
-        saved = replace(run.cfg.checkpoint, resume=str(checkpoint))
         # The run's own settings: what differs here is not of its course.
-        cfg = replace(trainer.cfg, algorithm=run.cfg.algorithm, checkpoint=saved)
-        restore(cfg, world, policy=trainer, source=source)
-    batch = exchange(source.take(step), world, step=step)
-    return trainer.annotate(batch, step=step)
+        cfg = replace(trainer.cfg, algorithm=run.cfg.algorithm, checkpoint=run.cfg.checkpoint)
+        go_to(checkpoint, cfg, trainer=trainer, source=source)
+    return take_batch(trainer, source, step=step)
 
 
 def _found(

@@ -21,7 +21,7 @@ from spmdrl.config.data import Split
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.files.reader import CheckpointReader
-from spmdrl.model.load import SCALAR_HEAD, load_hf_config, max_positions, model_folder
+from spmdrl.model.load import SCALAR_HEAD, hf_config_of, max_positions, model_folder
 from spmdrl.model.parallel.layout import reshard
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.rewards.signatures import part_names, reward_models
@@ -118,15 +118,15 @@ class RewardModels:
         model cannot read it."""
         model, host = self._models[position], on_host(microbatch)
         tokens, lengths = host.tokens, host.cu_seqlens.diff().tolist()
-        shown = host.pictures
+        shown = host.shown
         is_long = [False] * len(lengths)
         if (reencoder := self._reencoders.get(position)) is not None:
             sequences, is_long = reencoder.sequences(host, scalars, split=split)
             tokens, lengths = packed(sequences)
-            assert shown is None, "refused: images are not put into another model's words"
+            assert shown is None, "refused: another model's words show nothing"
         # Not the policy's packing: the two may need different attention.
         none = torch.zeros_like(tokens, dtype=torch.bool)
-        row = model.row(tokens, lengths, mask=none, pictures=shown)
+        row = model.row(tokens, lengths, mask=none, shown=shown)
         ends = (torch.tensor(lengths).cumsum(0) - 1).to(self.world.device)
         found = model.values(row).index_select(0, ends)
         return found.masked_fill(torch.tensor(is_long, device=found.device), TOO_LONG)
@@ -258,10 +258,7 @@ def check_reward_model(
         head, or one that cannot read the policy's sequences: fewer tokens, shorter sequences,
         or another tokenizer (its tokenizer.json) that nothing can be put into.
     """
-    hf, policy = (
-        load_hf_config(p, trust_remote_code=cfg.model.trust_remote_code, part=cfg.model.part)
-        for p in (path, cfg.model.path)
-    )
+    hf, policy = hf_config_of(cfg.model, path=path), hf_config_of(cfg.model)
     is_other = folder is not None and bool(other_tokens(cfg, folder))
     if hf.get_text_config().vocab_size < policy.get_text_config().vocab_size and not is_other:
         raise Refusal(

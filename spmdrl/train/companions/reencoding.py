@@ -16,11 +16,11 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.config.data import Split
-from spmdrl.data.images import holds_images
-from spmdrl.data.processor import image_reader_of
+from spmdrl.data.attachments import holds_some, reads
+from spmdrl.data.plain_ids import encode_plain
 from spmdrl.data.rows import prompt_of
 from spmdrl.data.sources import load_rows
-from spmdrl.data.templates import apply_template, encode_plain
+from spmdrl.data.templates import apply_template
 from spmdrl.data.tokenizer import load_tokenizer, read_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.types import Microbatch, Scalars
@@ -77,10 +77,10 @@ class Reencoder:
             self._rows[split] = load_rows(self.cfg, split=split)
         rows = self._rows[split]
         row = rows[index]
-        if holds_images(row):
+        if holds_some(row):
             raise Refusal(
-                f"{rows.where(index)}: holds images, and a reward model with another tokenizer is "
-                "shown none; take one with the policy's tokenizer"
+                f"{rows.where(index)}: holds more than text, and a reward model with another "
+                "tokenizer is shown text alone; take one with the policy's tokenizer"
             )
         prompt, prefix = _conversation(self.cfg, prompt_of(row)), self.cfg.data.generation_prefix
         if isinstance(prompt, str):
@@ -154,10 +154,10 @@ def check_other_tokenizer(cfg: Config, folder: Path, *, vocab_size: int, row: di
         raise Refusal(
             f"its tokenizer has the token {highest}, and it embeds {vocab_size}; give it its own"
         )
-    if image_reader_of(load_tokenizer(cfg)) is not None:
+    if reads(load_tokenizer(cfg)):
         raise Refusal(
-            "its tokenizer is not the policy's, which sees, and images are not put into its words; "
-            "take one with the policy's tokenizer, or set model.part to text"
+            "its tokenizer is not the policy's, which sees, and what that is shown is not put into "
+            "its words; take one with the policy's tokenizer, or set model.part to text"
         )
     if environments := cfg.environment_fields("train"):
         raise Refusal(

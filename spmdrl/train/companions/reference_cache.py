@@ -159,11 +159,11 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
     assert isinstance(source, PairSource), "only losses on pairs ask for a reference"
     known, found, seen = set(table.keys.tolist()), {}, set()
     for index in source.rows_of_run()[world.dp_index(world.rank) :: world.dp_size]:
-        for tokens, mask, pictures in source.unit(index).examples:
-            if pictures is not None and pictures.items:
+        for tokens, mask in source.unit(index).examples:
+            if tokens.items:
                 raise Refusal(
-                    f"{source.rows.where(index)}: holds images, and what is kept of the reference "
-                    "is found by its tokens alone; leave model.reference.cache out"
+                    f"{source.rows.where(index)}: shows more than text, and what is kept of "
+                    "the reference is found by its tokens alone; leave model.reference.cache out"
                 )
             row, own = torch.tensor(tokens), torch.tensor(mask)
             if own[0]:

@@ -18,7 +18,7 @@ from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.model.head import HeadOptions, chunks, scaled_logits
-from spmdrl.model.load import load_hf_config
+from spmdrl.model.load import hf_config_of
 from spmdrl.model.parallel.tensor_parallel import enter, gather_last
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
@@ -103,9 +103,7 @@ def check_teacher(cfg: Config) -> None:
     Raises: Refusal.
     """
     own, other = (
-        load_hf_config(path, trust_remote_code=cfg.model.trust_remote_code, part=cfg.model.part)
-        .get_text_config()
-        .vocab_size
+        hf_config_of(cfg.model, path=path).get_text_config().vocab_size
         for path in (cfg.model.path, cfg.model.teacher)
     )
     if own != other:
