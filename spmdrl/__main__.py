@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import signal
 import sys
 from difflib import get_close_matches
 from pathlib import Path
@@ -11,11 +12,15 @@ from pathlib import Path
 from spmdrl.imports import attempt
 
 _COMMANDS = {path.stem: path for path in sorted(Path(__file__).parent.glob("commands/[a-z]*.py"))}
+_OTHERS = ("check", "evaluate", "launch", "verify")
+"""Commands that talk to other processes: one of these may leave, and that is to be said."""
 
 
 def main() -> int | None:
     """Run the named command with the rest of the arguments; return 2 for one that is unknown."""
     name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else "help"
+    if name not in _OTHERS or {"-h", "--help"} & {*sys.argv}:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
     if name in _COMMANDS:
         sys.argv[:2] = [f"python -m spmdrl {name}"]
         return _run(name)

@@ -20,7 +20,7 @@ from spmdrl.config.data import Split
 from spmdrl.config.fields import replay_folder
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.errors import Refusal
-from spmdrl.exchange import exchange
+from spmdrl.exchange import exchange_rollouts
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.outcomes import (
@@ -68,9 +68,11 @@ def evaluate(source: Source, engine: EngineProtocol, *, trainer: ModelScorer, st
     """
     world, cfg = trainer.world, trainer.world.cfg
     every = cfg.evaluate.every_steps
-    if not every or (step % every and step != cfg.steps):
+    if not every or (step % every and step != cfg.steps) or world.is_alone:
         return {}
-    outcomes = sample(source, engine, trainer=trainer, world=world, step=step)
+    outcomes = world.survive(
+        lambda: sample(source, engine, trainer=trainer, world=world, step=step), step=step
+    )
     if outcomes and world.rank == 0:
         found = Result(step, outcomes)
         write(evaluation_file(cfg.output_dir, step), cfg, found, model=cfg.output_dir)
@@ -117,7 +119,7 @@ def _with_scores(
         replace(s, slot=s.slot * most + s.sample, reward=RewardResult(s.reward.key, 0.0))
         for s in samples
     ]
-    batch = exchange(pack(blank, sums={}, num_shown=0), world, step=step)
+    batch = exchange_rollouts(pack(blank, sums={}, num_shown=0), world, step=step)
     found = trainer.scores(batch, step=step, split="eval")
     teller = world.trainer_ranks[0]
     mine = {i: score.tolist() for i, score in found.items()} if world.rank == teller else {}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 import yaml
 
-from spmdrl.config import Config, ImageSettings, ModelSettings
+from spmdrl.config import Config, ModelSettings
 from spmdrl.data.rows import Messages, ground_truth_of, prompt_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.errors import Refusal
@@ -132,25 +132,25 @@ def _answers(
 ) -> Iterator[str]:
     import torch
 
-    from spmdrl.data.images import ImageFiles, column_images
+    from spmdrl.data.attachments import column_of, files_of
     from spmdrl.data.templates import encode_prompt
-    from spmdrl.model.vision.samples import plain_inputs
+    from spmdrl.model.senses import plain_inputs
 
     torch.manual_seed(seed)
     model, tokenizer = _load(folder)
     for index, row in enumerate(rows):
-        tokens, _, pictures = encode_prompt(
+        tokens, _ = encode_prompt(
             prompt_of(row),
             tokenizer,
             template="auto",
             tools=row.get("tools"),
             where=f"question {index}",
-            images=column_images(row, where=f"question {index}"),
-            files=ImageFiles(ImageSettings(), images_in),
+            held=column_of(row, where=f"question {index}"),
+            files=files_of(folder=images_in),
         )
         if not tokens:
             raise Refusal(f"question {index} has no tokens; give it some text")
-        shown = {} if pictures is None else plain_inputs(model, pictures, model.device)
+        shown = plain_inputs(model, tokens, model.device)
         response = _response(
             model, tokens, shown=shown, max_tokens=max_tokens, temperature=temperature
         )
@@ -161,15 +161,16 @@ def _load(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     """Return a folder's model and tokenizer; those of one that sees, with its image reader."""
     from transformers import AutoConfig
 
-    from spmdrl.data.tokenizer import read_tokenizer, set_image_reader
-    from spmdrl.model.vision.samples import plain_class
+    from spmdrl.data.attachments import give_reader
+    from spmdrl.data.tokenizer import read_tokenizer
+    from spmdrl.model.transformers_internals import class_of
 
     what = f"no model can be loaded from {folder}"
     with refusing(what, Exception, names_kind=True):  # of files that may hold anything
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        model = plain_class(config).from_pretrained(folder, trust_remote_code=False).eval()
+        model = class_of(config).from_pretrained(folder, trust_remote_code=False).eval()
     tokenizer = read_tokenizer(str(folder))
-    set_image_reader(Config(model=ModelSettings(path=str(folder))), tokenizer)
+    give_reader(Config(model=ModelSettings(path=str(folder))), tokenizer)
     return model, tokenizer
 
 
@@ -178,7 +179,7 @@ def _shown(prompt: str | Messages) -> str:
 
 
 def _response(
-    model: Any, tokens: list[int], *, shown: dict[str, Any], max_tokens: int, temperature: float
+    model: Any, tokens: Sequence[int], *, shown: dict[str, Any], max_tokens: int, temperature: float
 ) -> list[int]:
     import torch
 

@@ -1,9 +1,9 @@
-"""Print the page of all methods, or of all metrics, from what the code says of them.
+"""Print the page of all methods, from what the code says of them, or that of all metrics.
 
     python -m spmdrl catalogue > docs/algorithms.md
-    python -m spmdrl catalogue metrics > docs/metrics.md
+    python -m spmdrl catalogue metrics
 
-For whoever adds or changes one: the pages are made anew, never edited.
+For whoever adds or changes a method: that page is made anew, never edited.
 """
 
 from __future__ import annotations
@@ -128,14 +128,14 @@ def _cell(text: str) -> str:
 
 
 def catalogue(of: Annotated[Literal["methods", "metrics"], tyro.conf.Positional] = "methods"):
-    """Print the page of all methods, or of all metrics, from what the code says of them.
+    """Print the page of all methods, from what the code says of them, or that of all metrics.
 
     Args:
         of: which page.
     """
-    from spmdrl.report import glossary
+    from spmdrl.report.glossary import PAGE
 
-    print(page() if of == "methods" else glossary.page(), end="")
+    print(page() if of == "methods" else PAGE.read_text(encoding="utf-8"), end="")
 
 
 def main() -> None:

@@ -69,11 +69,11 @@ def check(
     if not model or families:
         raise Refusal("name a folder or hub model, or --families, one of both")
     from spmdrl.config import load_yaml
-    from spmdrl.proof.prove import real_config
+    from spmdrl.model.load import load_hf_config
     from spmdrl.proof.record import keep as keep_record
     from spmdrl.proof.record import own_records
 
-    hf_config = real_config(model, trust_remote_code=trust_remote_code, part=part)
+    hf_config = load_hf_config(model, trust_remote_code=trust_remote_code, part=part)
     mesh = load_yaml(layout).layout if layout else None
     record = _checked(model, hf_config, layout=mesh, options=options)
     keep_record(record, own_records())

@@ -169,7 +169,7 @@ def _is_tied(architecture: Architecture, tied: bool | None) -> bool:
 
 
 def _seeing_model(family: str, folder: Path | str, **sizes: Any) -> Path:
-    from spmdrl.model.vision.made import make_seeing_model
+    from spmdrl.model.senses import make_seeing_model
 
     make_seeing_model(family, folder, **sizes)
     return Path(folder)

@@ -1,4 +1,4 @@
-"""Draw the curves of one or more runs into one picture.
+"""Draw the curves of one or more runs into one chart.
 
 python -m spmdrl curves RUN [RUN ...] --out curves.png
 """
@@ -20,11 +20,11 @@ _OUT = Path("curves.png")
 
 
 def curves(runs: Annotated[list[Path], tyro.conf.Positional], *, out: Path = _OUT) -> str:
-    """Draw the curves of one or more runs into one picture.
+    """Draw the curves of one or more runs into one chart.
 
     Args:
         runs: output_dir of each.
-        out: picture to write; .png, .svg or .pdf by its ending.
+        out: chart to write; .png, .svg or .pdf by its ending.
     Returns: what is to be printed.
     Raises: Refusal for what cannot be read, drawn or written.
     """
@@ -36,7 +36,7 @@ def curves(runs: Annotated[list[Path], tyro.conf.Positional], *, out: Path = _OU
         with refusing(f"{path} cannot be read", OSError, hint="; name the output_dir of a run"):
             rows[run.name if run.name not in rows else str(run)] = read_rows(path)
     # Of an ending that it does not know, matplotlib says which it does.
-    with refusing(f"--out {out}: no picture can be written there", OSError, ValueError):
+    with refusing(f"--out {out}: no chart can be written there", OSError, ValueError):
         has_any = draw(rows, out=out)
     if not has_any:
         raise Refusal("nothing to draw: the runs have no steps yet")

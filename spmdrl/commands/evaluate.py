@@ -16,7 +16,6 @@ run. A run's config may be somebody else's: code that it names is run with --tru
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import sys
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tyro
 
 from spmdrl import config
-from spmdrl.check.foreign_code import named_code
+from spmdrl.check.foreign_code import named_code, refuse_code
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, load_yaml
 from spmdrl.config.help import field_docs
@@ -130,16 +129,8 @@ def _trusted(asked: Config, flags: Sequence[str], *, file: str, chosen: Evaluate
     says_code = any(name.startswith("model.trust_remote_code") for name in told)
     code = [] if chosen.trust_run else named_code(asked)
     code = [text for text in code if not (told and text.startswith(told))]
-    hints = ["--trust-run"] if code else []
-    if asked.model.trust_remote_code and not (says_code or chosen.trust_remote_code):
-        code.append("model.trust_remote_code: true")
-        hints.append("--trust-remote-code")
-    if code:
-        raise Refusal(
-            f"{file} may be somebody else's, and would run code here:\n  "
-            + "\n  ".join(code)
-            + f"\nLook at it, then allow it by {' and '.join(hints)}, or set these fields yourself"
-        )
+    of_model = asked.model.trust_remote_code and not (says_code or chosen.trust_remote_code)
+    refuse_code(code, Path(file), of_model=of_model, otherwise=", or set these fields yourself")
     if says_code:
         return asked
     return replace(asked, model=replace(asked.model, trust_remote_code=chosen.trust_remote_code))
@@ -317,9 +308,9 @@ def _show(request: CommandLine, result: Result) -> None:
 def main() -> None:
     """Do what the command line says, and end this process."""
     status = _main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # peers may be gone: no thread or group of theirs may keep this process
+    from spmdrl.world.leaving import end_process  # here: it comes with torch
+
+    end_process(status)
 
 
 def _main() -> int:

@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import operator
-import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,7 +101,6 @@ class Question:
 def main(argv: list[str] | None = None) -> int:
     """Print the plan and return the exit status: 0, 1 when nothing fits, 2 for bad input."""
     if argv is None:  # the program
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
         logging.disable(logging.WARNING)
     prog = "python -m spmdrl plan"
     own, rest = tyro.cli(PlanFlags, prog=prog, args=argv, return_unknown_args=True)

@@ -11,7 +11,6 @@ A run records them by rollout.record; see docs/rollouts.md.
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -89,8 +88,6 @@ def view(
 
 def main(argv: list[str] | None = None) -> int:
     """Show what the command line asks for; return the exit status."""
-    if argv is None:  # the program
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
     kinds = (Refusal, OSError)
     text, error = attempt(lambda: tyro.cli(view, prog="python -m spmdrl view", args=argv), kinds)
     print(error or text, file=sys.stderr if error else sys.stdout)

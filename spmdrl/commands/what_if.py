@@ -91,7 +91,6 @@ def main(argv: list[str] | None = None) -> int:
     """Print what the command line asks for and return the exit status: 2 for what is refused, 1 for
     an error, such as one of a function of the user's."""
     if argv is None:  # the program
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
     try:
         print(tyro.cli(what_if, prog="python -m spmdrl what_if", args=argv))

@@ -5,7 +5,7 @@ flags into a Config, and a Config into YAML. Nothing of ours is imported here, n
 answers at once.
 """
 
-from spmdrl.config.data import DataSettings, ImageSettings, SourceSettings
+from spmdrl.config.data import DataSettings, SourceSettings
 from spmdrl.config.fields import (
     BatchSettings,
     CheckpointSettings,

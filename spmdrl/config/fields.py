@@ -67,6 +67,11 @@ class LayoutSettings:
     """What carries messages: `auto` takes NCCL between GPUs, gloo between CPUs. `gloo` with device
     cuda stages every message through the host: slow and exact. It lets several ranks share one GPU,
     which NCCL refuses, and so a split run be tried on it."""
+    survive_engines: bool = False
+    """Go on without an engine whose process is gone: its prompts are drawn again, by the same
+    keys, on those that are left. Split placement with two engines or more; start the ranks by
+    `python -m spmdrl launch --survive-engines`, or by srun --kill-on-bad-exit=0: torchrun ends all
+    when one ends."""
     wait_timeout_s: Deadline = 600.0
     """Seconds that one named cross-rank wait may take before the job reports who is missing
     and ends. Longer than the slowest generation phase."""
@@ -192,9 +197,12 @@ class ReportSettings:
     """Steps in a row that must show it before the log warns that nothing is learnt (no spread of
     rewards, a gradient of 0), entropy collapses, responses hit the limit or the gap between engine
     and trainer grows; 0: no such warnings."""
-    certificate: Natural = 100
-    """Write fingerprints of all numbers of every N-th step, and of the last one, to
-    certificate.jsonl, by which `diff` and `verify` compare runs; 0 switches it off."""
+    certificate: Natural = 1
+    """Write digests of all numbers of every N-th step, and of the last one, to certificate.jsonl,
+    by which `diff` and `verify` compare runs; 0 switches it off."""
+    certificate_norms: Natural = 100
+    """Of every N-th step, and of the last one, norms too where it is certified: by these, runs on
+    two layouts compare, which are equal to rounding alone; 0: never."""
     mlflow: MlflowSettings = field(default_factory=MlflowSettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
 

@@ -159,3 +159,8 @@ class ModelSettings:
     moe: MoeSettings = field(default_factory=MoeSettings)
     memory: MemorySettings = field(default_factory=MemorySettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
+
+    @property
+    def own_rates(self) -> dict[str, float]:
+        """{field: peak learning rate} of towers, where they have one of their own."""
+        return {"vision_lr": self.vision_lr} if self.vision_lr else {}
