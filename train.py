@@ -62,19 +62,19 @@ def train(cfg: Config, world: World) -> int:
     trainer.size_microbatches()  # meets: by trying, if the config leaves it open
     agreed = trainer.check_agreement()  # meets: trainers; rows are computed right, or stop
     pushed = stream.push(version=state.step)  # meets: proves the path before the first step
-    probed = stream.probe(*source.probe_tokens())  # meets: engine and trainer agree, or stop
+    probed = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
     sizes = derived(cfg, tokens=world.tokens_per_microbatch)
     report.start(sizes, step=state.step, sums=add_sums(agreed, pushed, probed))
     certificate = Certificate(cfg, world, trainer, step=state.step, aside=report.attempt_folder)
     evaluated = evaluate(source, engine, trainer=trainer, step=state.step)  # meets: if due
     report.evaluation(state.step, evaluated)
     checkpoints.check(evaluated)  # what checkpoint.keep compares is measured
-    world.started()  # from here on a signal saves first
 
     is_stopping = False
-    for step in range(state.step, cfg.steps):
+    for step in range(world.started(state.step), cfg.steps):  # from here on a signal saves first
+        world.take_in(step)  # meets: engines in the place of lost ones, if any are there
         source.generate(engine, until=step)  # meets: engine's ranks; all engines, if they steal
-        batch = exchange(source.take(step), world, step=step)  # meets: rollouts to trainers
+        batch = exchange(source, world, step=step)  # meets: rollouts to trainers
         source.observe(batch, step=step)  # lengths and rewards so far, for the prompts to come
         source.generate(engine, until=step + cfg.lag)  # meets: as above; beside the update
         stream.release()  # colocated: the engines' memory is the update's, until the push
@@ -86,6 +86,7 @@ def train(cfg: Config, world: World) -> int:
         world.announce_updated(step)  # engines in flight look for it in `generate`, and pause
         certificate.add(step, batch, advantages, updated)  # meets: trainers, if due
         is_stopping = world.agree_to_stop(step)  # meets: Ctrl-C or SIGTERM on any rank stops all
+        source.keep_copies(step)  # meets: what was drawn ahead, where an engine may be lost
         pushed = stream.push(version=step + 1)  # meets: shards to engines
         sums = add_sums(batch_sums(batch), updated, pushed)
         report.step(step, sums, seconds=world.watch.take_seconds(), samples=batch.samples)
