@@ -1,10 +1,14 @@
 """Count the lines of code of two revisions, in one layout.
 
     python benchmarks/code_lines.py 0a5ae62 HEAD
+    python benchmarks/code_lines.py a6aaf8e HEAD --rooms
 
 Docstrings, comments and blank lines do not count. Both trees are laid out by the same `ruff format`
 first, since a formatter's habits are worth more lines than most changes. Beside the lines stand the
 number of `try:` blocks outside tests, and of syntax-tree nodes in thousands, which no layout moves.
+
+With --rooms the lines of spmdrl/ by room, and those of files that hold nothing but what the older
+revision could not do (FEATURES, by hand). What such a feature adds to other files is not in them.
 """
 
 from __future__ import annotations
@@ -26,6 +30,40 @@ _NO_CODE = {
 }  # fmt: skip
 
 _WITH_DOCS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+FEATURES = {
+    "models that see": "model/vision/* data/vision/* data/attachments.py given.py model/senses.py "
+    "model/shown_rows.py model/towers.py",
+    "certificates, compared and taken again": "certificate/* commands/diff.py commands/verify.py",
+    "other methods on recorded steps": "what_if/* commands/what_if.py",
+    "proof of a model on a small one of its code": "proof/* commands/check.py model/shrink.py "
+    "model/families.py",
+    "masks, sinks and packing of any family": "model/attention/mask_spans.py "
+    "model/attention/separation.py model/attention/sinks.py",
+    "a schedule decided again": "rollout/decision*.py",
+    "truncated and penalised sampling, stop strings": "kept_sets.py engine/penalties.py "
+    "engine/stop_strings.py engine/truncation.py engine/vllm_kept_sets.py model/draw_rules.py "
+    "check/sampling.py data/row_sampling.py",
+    "no pickles between ranks, all of it sealed": "plain.py world/secret.py "
+    "world/sealed_store.py environments/plain_state.py",
+    "workers and programs that leave nothing": "workers/keeper.py workers/surroundings.py "
+    "sandbox/removal.py",
+    "a lost rank, full host, taken folder named": "world/board.py world/neighbours.py "
+    "world/where.py world/flight.py world/host_memory.py world/gpus.py world/folder_lock.py",
+    "numbers out of range refused by name": "config/ranges.py config/yaml_text.py check/ranges.py",
+    "several sources, rows left on disk, fetching": "data/sources.py data/streamed.py "
+    "check/sources.py commands/fetch_problems.py",
+    "rewards of groups and steps in one call": "rollout/step_scores.py workers/joining.py",
+    "Muon, float16, several epochs": "train/muon.py train/loss_scale.py check/optimizer.py "
+    "check/epochs.py",
+    "reward models of another tokenizer": "train/companions/reencoding.py",
+    "quantised files": "model/files/quantised.py engine/vllm_plain.py",
+    "what vLLM cannot run, said before": "engine/vllm_families.py engine/vllm_trial.py",
+    "foreign code refused, disagreement at start": "check/foreign_code.py train/agreement.py",
+    "advice, other programs' names, a launcher": "report/advice.py report/learnt.py "
+    "config/elsewhere.py algorithms/combinations.py commands/launch.py",
+    "five preference methods more": "algorithms/preference/sorted_pairs.py",
+}
+"""{what spmdrl could not do at a6aaf8e: files that hold nothing else}"""
 
 
 def code_lines(text: str) -> int:
@@ -59,6 +97,13 @@ def measure(revision: str) -> Counter[str]:
             text, top = path.read_text(), path.relative_to(folder).parts[0]
             found[f"code lines, {top}"] += code_lines(text)
             found["code lines, all"] += code_lines(text)
+            if top == "spmdrl":
+                inside = path.relative_to(Path(folder) / top)
+                found[f"room {inside.parts[0]}"] += code_lines(text)
+                for feature, files in FEATURES.items():
+                    if any(map(inside.match, files.split())):
+                        found[f"feature: {feature}"] += code_lines(text)
+                        found["features, all"] += code_lines(text)
             nodes = [*ast.walk(ast.parse(text))]
             found["syntax nodes, thousands"] += len(nodes)
             if top != "tests":
@@ -70,10 +115,16 @@ def measure(revision: str) -> Counter[str]:
 def main() -> None:
     """Print both revisions and the ratio of the second to the first."""
     before, after = map(measure, sys.argv[1:3])
-    print(f"{'':28}{sys.argv[1]:>10}{sys.argv[2]:>10}{'ratio':>8}")
-    for name in sorted(before | after):
+    shown = [
+        name
+        for name in sorted(before | after)
+        if "--rooms" in sys.argv or not name.startswith(("room ", "feature"))
+    ]
+    width = max(map(len, shown)) + 1
+    print(f"{'':{width}}{sys.argv[1]:>10}{sys.argv[2]:>10}{'ratio':>8}")
+    for name in shown:
         ratio = f"{after[name] / before[name]:.2f}" if before[name] else ""
-        print(f"{name:28}{before[name]:>10}{after[name]:>10}{ratio:>8}")
+        print(f"{name:{width}}{before[name]:>10}{after[name]:>10}{ratio:>8}")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def work(folder: Path, given: dict, layout: dict) -> None:
     import torch.distributed as dist
 
     from spmdrl import config
-    from spmdrl.exchange import exchange
+    from spmdrl.exchange import exchange_rollouts
     from spmdrl.rollout.packing import empty_rollouts, pack_step
     from spmdrl.world import World
     from spmdrl.world.comm import gather_objects
@@ -100,7 +100,7 @@ def work(folder: Path, given: dict, layout: dict) -> None:
         times.append(time.perf_counter())
         dist.barrier(group=world.control)  # a rank that packs nothing does not count the wait
         began = time.perf_counter()
-        batch = exchange(own, world, step=step)
+        batch = exchange_rollouts(own, world, step=step)
         seconds = [b - a for a, b in zip(times, times[1:])] + [time.perf_counter() - began]
         check(options, gather_objects(totals(batch), group=world.control))
         found.append([max(of) for of in zip(*gather_objects(seconds, group=world.control))])

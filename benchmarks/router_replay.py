@@ -26,7 +26,7 @@ from spmdrl.config import Config, MoeSettings
 from spmdrl.credit import per_token
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
-from spmdrl.exchange import exchange
+from spmdrl.exchange import exchange_rollouts
 from spmdrl.roles import make_trainer
 from spmdrl.rollout.episode import Trajectory
 from spmdrl.rollout.packing import cumulative
@@ -124,7 +124,7 @@ def measure(options: Options) -> dict[str, Any]:
     engine = make_engine(world.cfg, world)
     prompts, completions = sampled(options, engine)
     found: dict[str, Any] = {"tokens": sum(len(c.tokens) for c in completions)}
-    batch = exchange(packed(prompts, completions), world, step=0)
+    batch = exchange_rollouts(packed(prompts, completions), world, step=0)
     for dtype in options.trainer_dtypes:
         cfg = make_config(options, dtype)
         trainer = make_trainer(cfg, replace(world, cfg=cfg))

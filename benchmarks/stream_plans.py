@@ -256,7 +256,8 @@ def list_messages(plan: Any, table: Any, wants: Any) -> tuple[float, int]:
         device=meta,
         source=lambda name, box: Value(shard[: box.numel].view(box.shape)),
         targets=targets,
-        groups={plan.replicas: dist.group.WORLD} if plan.replicas else {},
+        group=dist.group.WORLD,
+        gathers={plan.replicas: dist.group.WORLD} if plan.replicas else {},
     )
     seconds, used = time.process_time() - began, memory("VmRSS") - before
     del transfer
