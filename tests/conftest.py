@@ -74,7 +74,7 @@ def _leave_nothing(_remember_watches: None) -> Iterator[None]:
     """Let no watch live longer than its test, and no test change what a broken pipe does."""
     yield
     for watch in list(_watches):
-        watch._closed.set()
+        watch.closed.set()
     # Else the first worker that dies in a later test ends pytest without a word.
     assert signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN, "a test changed SIGPIPE"
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import built
 import torch
+from built import changed
 from comparing import full_parameters
 from torch import Tensor
 from worlds import ON_CPU, with_trainer
 
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import (
     BatchSettings,
     Config,
@@ -24,7 +24,9 @@ from spmdrl.config import (
     from_tree,
 )
 from spmdrl.credit import advantages_of, per_token
+from spmdrl.exchange import dummy_microbatch
 from spmdrl.model.load import build_meta_model
+from spmdrl.proof import jobs
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
 
 LENGTHS = (9, 5, 16, 12, 7, 2, 20, 11)
@@ -63,26 +65,11 @@ def config(
     )
 
 
-def changed(settings: Any, **fields: Any) -> Any:
-    """Return settings with other values; of a section, a mapping of the fields that differ."""
-    own = {name: getattr(settings, name) for name in fields}
-    return replace(
-        settings,
-        **{
-            name: changed(own[name], **value)
-            if is_dataclass(own[name]) and isinstance(value, Mapping)
-            else value
-            for name, value in fields.items()
-        },
-    )
-
-
 def small_model(
     where: Path, name: str = "model", *, hf_config: dict | None = None, **options: Any
 ) -> Path:
     """Write a model of two narrow layers; `hf_config` are fields of its config.json."""
-    sizes = dict(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48)
-    folder = create_model(where / name, **sizes | options)
+    folder = built.small_model(where / name, **options)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | (hf_config or {})))
     return folder
@@ -101,18 +88,7 @@ def sequence(index: int) -> Tensor:
 
 def scalars() -> Scalars:
     """Of all sequences: groups of two, one invalid, one truncated."""
-    count, lengths = len(LENGTHS), torch.tensor(LENGTHS)
-    flags = torch.arange(count)
-    return Scalars(
-        lengths=lengths,
-        response_lengths=lengths - (lengths + 2) // 3,
-        group_ids=flags // 2,
-        sample_ids=flags % 2,
-        rewards=torch.zeros(count).double(),
-        is_truncated=flags == 6,
-        is_valid=flags != 4,
-        min_versions=torch.zeros_like(flags),
-    )
+    return jobs.scalars_of(LENGTHS)
 
 
 def advantages() -> Tensor:
@@ -130,16 +106,7 @@ def update(trainer: object, own: Batch, *, step: int, values: Tensor | None = No
 def microbatch(ids: list[int]) -> Microbatch:
     """Pack sequences; no sequence gives the dummy token."""
     if not ids:
-        zero = torch.zeros(1, dtype=torch.int64)
-        return Microbatch(
-            tokens=zero,
-            position_ids=zero,
-            cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
-            response_mask=zero.bool(),
-            rollout_logprobs=zero.float(),
-            policy_versions=zero - 1,
-            sequence_ids=zero - 1,
-        )
+        return dummy_microbatch(torch.device("cpu"))
     lengths = torch.tensor([LENGTHS[i] for i in ids])
     positions = torch.cat([torch.arange(n) for n in lengths])
     mask = torch.cat([torch.arange(n) >= (n + 2) // 3 for n in lengths])

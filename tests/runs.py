@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from ranks import fork_rank, free_port, launch_env
+from ranks import free_port
+
+from spmdrl.proof.ranks import launch_env, start_rank
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(  # flags that make any demo config small enough for a test
@@ -72,7 +74,7 @@ def start(config: str, world_size: int, **flags: Any) -> Run:
     """Start ranks that no launcher watches: each is told its place, as srun tells it."""
     printed, port = _file(), free_port()
     processes = [
-        fork_rank(
+        start_rank(
             os.environ | launch_env(rank, world_size, port),
             _be_rank,
             arguments(config, world_size, **flags),

@@ -30,7 +30,13 @@ def two_shards(tmp_path_factory) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize(
-    "layout", [dict(world_size=1), dict(world_size=4), dict(world_size=4, tp=2)], ids=str
+    "layout",
+    [
+        dict(world_size=1),
+        pytest.param(dict(world_size=4), marks=pytest.mark.grid),
+        dict(world_size=4, tp=2),
+    ],
+    ids=str,
 )
 def test_a_checkpoint_of_two_shards_resumes_bit_equal_on_any_layout(two_shards, layout):
     folder, saved = two_shards
@@ -80,7 +86,7 @@ def _policy(trainer: Any, is_new: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "on, layout",
     [
-        (dict(world_size=2), dict(world_size=1)),
+        pytest.param(dict(world_size=2), dict(world_size=1), marks=pytest.mark.grid),
         (dict(world_size=4, cp=2, tp=2), dict(world_size=2, cp=2)),
     ],
     ids=str,
@@ -163,7 +169,9 @@ def test_random_generators_go_on_where_they_were_on_each_rank(tmp_path):
 # ------------------------------------------------------------------ killed while saving
 
 
-@pytest.mark.parametrize("point", ["writing", "write_manifest", "rename"])
+@pytest.mark.parametrize(
+    "point", ["writing", pytest.param("write_manifest", marks=pytest.mark.kill), "rename"]
+)
 def test_a_kill_in_the_middle_of_a_save_leaves_the_older_checkpoint(tmp_path, point):
     cfg = config(tmp_path, world_size=2)
     with pytest.raises(AssertionError, match="died without a result"):

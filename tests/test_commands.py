@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -40,3 +42,15 @@ def test_commands_are_listed_and_a_wrong_name_is_answered_with_the_nearest():
         assert 20 < len(line) < 90 and line.endswith(".") and "spmdrl" not in line
     wrong = spmdrl("exprot")
     assert wrong.returncode == 2 and "did you mean export?" in wrong.stderr
+
+
+@pytest.mark.parametrize("words", [("verify", "--help"), ("help",)])
+def test_what_nobody_reads_to_its_end_ends_without_a_word(words):
+    read, write = os.pipe()
+    os.close(read)  # as `| head` that has left
+    command = [sys.executable, "-m", "spmdrl", *words]
+    try:
+        found = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    finally:
+        os.close(write)
+    assert found.returncode == -signal.SIGPIPE and found.stderr == ""

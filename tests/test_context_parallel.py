@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from comparing import plain_scores
 from policy_runs import config
-from ranks import launch_env
 from runs import arguments, call
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -25,6 +24,7 @@ from spmdrl.model.parallel import context_parallel
 from spmdrl.model.parallel.context_parallel import METHODS, by_rank, in_row_order
 from spmdrl.model.parallel.ring_attention import DENSE, FLASH, Tile, plan_rounds
 from spmdrl.model.parallel.row_slices import RowSlice, Slicing, chunk_spans, make_slice
+from spmdrl.proof.ranks import launch_env
 from spmdrl.world.axes import Axes
 
 CPU, SIZE = torch.device("cpu"), 4

@@ -154,12 +154,12 @@ def test_a_model_that_sees_is_made_with_its_processor(architecture, tmp_path):
     assert "preprocessor_config.json" in names
     assert all((folder / n).read_bytes() == (again / n).read_bytes() for n in names)
     read = reader(folder)
-    ids, pictures = read.encode(f"{read.placeholder} what?", [noise(60, 40)])
+    ids = read.encode(f"{read.placeholder} what?", [noise(60, 40)])
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     assert model.config.text_config.num_hidden_layers == SMALL["layers"]
-    given = dict(pictures.items[0].features)
+    given = dict(ids.items[0].features)
     if "qwen" in architecture:
-        given["mm_token_type_ids"] = (pictures.places >= 0)[None].long()
+        given["mm_token_type_ids"] = torch.tensor([ids.are_shown]).long()
     logits = model(input_ids=torch.tensor([ids]), **given).logits
     assert torch.isfinite(logits).all() and logits.shape[1] == len(ids)
 

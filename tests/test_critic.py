@@ -99,7 +99,9 @@ def one(folder, tmp_path_factory) -> dict:
     return result | {"checkpoint": out / "checkpoints" / "step_3"}
 
 
-@pytest.fixture(scope="module", params=[{}, {"tp": 2}], ids=["dp", "tp"])
+@pytest.fixture(
+    scope="module", params=[pytest.param({}, marks=pytest.mark.grid), {"tp": 2}], ids=["dp", "tp"]
+)
 def two(request, folder, one, tmp_path_factory) -> list[dict]:
     cfg = critic_config(
         folder, tmp_path_factory.mktemp("two"), world_size=2, updates=2, **request.param
@@ -107,6 +109,7 @@ def two(request, folder, one, tmp_path_factory) -> list[dict]:
     return with_trainer(cfg, _train, 3, one["checkpoint"])
 
 
+@pytest.mark.grid
 def test_muon_trains_the_value_models_matrices_alike_on_every_mesh(folder, tmp_path):
     cfg = changed(
         critic_config(folder, tmp_path / "one"),

@@ -262,7 +262,7 @@ def _replaced(cfg: Config, **changes: object) -> Config:
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
 def test_only_what_peers_cause_is_said_of_peers(error: Exception, is_peers: bool) -> None:
-    assert watch._is_peer_error(error) == is_peers
+    assert watch.is_peer_error(error) == is_peers
 
 
 def test_a_wait_may_have_a_deadline_of_its_own(monkeypatch) -> None:
@@ -270,10 +270,10 @@ def test_a_wait_may_have_a_deadline_of_its_own(monkeypatch) -> None:
     monkeypatch.setattr(Watch, "_die", lambda self, why: died.append(why))
     one = Watch(dist.HashStore(), rank=0, world_size=1, timeout_s=0.1)
     with one.wait("checkpoint", 3, timeout_s=60.0):
-        one._closed.wait(1.3)  # the thread looks once a second
+        one.closed.wait(1.3)  # the thread looks once a second
     assert not died
     with one.wait("exchange", 3):
-        one._closed.wait(1.3)  # the thread looks once a second
+        one.closed.wait(1.3)  # the thread looks once a second
     one.close()
     assert died and died[0] == "deadline of 0 s passed"
 
@@ -290,7 +290,12 @@ def test_a_save_that_is_waited_for_has_its_own_deadline() -> None:
         waits.append((name, timeout_s))
         raise Waited
 
-    saver = Saver(cfg, SimpleNamespace(watch=SimpleNamespace(wait=wait)))
+    def gather(own: object, *, wait: str, step: int, timeout_s: float | None) -> None:
+        waits.append((wait, timeout_s))
+        raise Waited
+
+    watch = SimpleNamespace(wait=wait)
+    saver = Saver(cfg, SimpleNamespace(watch=watch, members=[0], gather=gather))
     saver._pending = SimpleNamespace(step=4, written=Future())
     saver._pending.written.set_result({})
     for settle in (saver.finish, saver._settle):

@@ -194,7 +194,7 @@ def test_generated_rows_train_the_answer_and_eos():
     source = SupervisedSource(config("task:addition", size=64, per_step=8), PLAIN)
     rows = source.units_at(3)
     assert rows == SupervisedSource(config("task:addition", size=64, per_step=8), PLAIN).units_at(3)
-    for ((tokens, mask, _),) in (unit.examples for unit in rows):
+    for ((tokens, mask),) in (unit.examples for unit in rows):
         question, answer = PLAIN.decode(tokens).removesuffix("<eos>").split("=")
         assert eval(question) == int(answer)  # our own digits
         assert trained_texts(tokens, mask, PLAIN) == [answer + "<eos>"]
@@ -238,7 +238,7 @@ def test_supervised_context_is_what_generation_starts_from(tmp_path):
     file = jsonl(tmp_path, [{"messages": [USER, REPLY]}])
     prompt = PromptSource(config(file, per_step=1), CHAT).at(0)[0]
     (unit,) = SupervisedSource(config(file, per_step=1), CHAT).units_at(0)
-    ((tokens, mask, _),) = unit.examples
+    ((tokens, mask),) = unit.examples
     assert tuple(tokens[: mask.index(True)]) == prompt.tokens
 
 
@@ -276,7 +276,7 @@ def test_a_merge_across_the_border_does_not_leak_into_the_mask():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
     assert tokenizer("cab")["input_ids"] == [4, 3]
     tokens, mask = encode({"prompt": "ca", "completion": "b"}, tokenizer)
-    assert tokens == [*tokenizer("ca")["input_ids"], 2, 0]
+    assert [*tokens] == [*tokenizer("ca")["input_ids"], 2, 0]
     assert mask == [False, False, True, True]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from built import changed, examples, good, made, refused, small_model
 from hypothesis import strategies as st
+from ragged import scalars_of
 from ranks import run_ranks
 
 from spmdrl import config
@@ -24,7 +25,7 @@ from spmdrl.data.prompt_order import WeightedOrder
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.sources import Chain
 from spmdrl.rollout.recordings import find_recorded, read_table
-from spmdrl.types import Batch, Prompt, Scalars
+from spmdrl.types import Batch, Prompt
 from spmdrl.workers.pool import RewardPool
 
 PLAIN = character_tokenizer()
@@ -323,19 +324,10 @@ def test_an_advantage_of_parts_weighs_the_sources_own_functions_too(tmp_path):
     cfg = rewards_of(tmp_path, rewards=rewards, algorithm={"advantage": "gdpo"})
     assert not validate(cfg)
     parts = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-    yes, ones = torch.ones(4, dtype=torch.bool), torch.ones(4, dtype=torch.int64)
-    scalars = Scalars(
-        lengths=2 * ones,
-        response_lengths=ones,
-        group_ids=torch.tensor([0, 0, 1, 1]),
-        sample_ids=torch.tensor([0, 1, 0, 1]),
-        rewards=parts @ torch.tensor([3.0, 1.0], dtype=torch.float64),
-        is_truncated=~yes,
-        is_valid=yes,
-        min_versions=0 * ones,
-        reward_parts=parts,
-    )
-    found = sequence_advantages(Batch(scalars, updates=(), update_ids=0 * ones), cfg=cfg)
+    rewards = parts @ torch.tensor([3.0, 1.0], dtype=torch.float64)
+    scalars = scalars_of(rewards, [0, 0, 1, 1], reward_parts=parts)
+    own = Batch(scalars, updates=(), update_ids=torch.zeros(4, dtype=torch.int64))
+    found = sequence_advantages(own, cfg=cfg)
     # 3 and -3 of the first group, 3 - 1 and 1 - 3 of the second, over their spread.
     assert found.tolist() == pytest.approx([x / 6.5**0.5 for x in (3, -3, 2, -2)], rel=1e-5)
 

@@ -49,32 +49,32 @@ def differ(one: Path, other: Path) -> bool:
     return any(not torch.equal(first[name], second[name]) for name in first if name != "newest")
 
 
-def check_kind(kind: str, timed: TimedRuns, **more: str) -> None:
+def check_kind(kind: str, timed: TimedRuns, *, shows_time: bool = True, **more: str) -> None:
     """A run, a late one of its schedule, the same taken up again in the middle; and a late one by
     itself, which shows that time decides."""
-    name = "_".join([*kind.split(), *more.values()])
+    name = "_".join([*kind.split(), *more.values(), str(shows_time)])
     once = timed.run(kind, f"{name}_once", late_s=0.0, **more)
     again = timed.run(kind, f"{name}_again", late_s=LATE_S, again=once.name, **more)
     assert_same_run(once, again)
     timed.back_to(again.name, 2)
     timed.run(kind, again.name, late_s=LATE_S / 2, again=once.name, **more)
     assert_same_run(once, again)
-    assert differ(once, timed.run(kind, f"{name}_free", late_s=LATE_S, **more))
+    if shows_time:
+        assert differ(once, timed.run(kind, f"{name}_free", late_s=LATE_S, **more))
 
 
-@pytest.mark.parametrize("kind", ["environment", pytest.param("stolen", marks=pytest.mark.kill)])
-def test_a_run_that_follows_a_schedule_is_the_same_though_answers_come_late(kind, timed):
+def test_a_run_that_follows_a_schedule_is_the_same_though_answers_come_late(timed):
+    check_kind("environment", timed, shows_time=False)
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("kind", ["environment", "stolen", "in flight", "over-sampled", "dynamic"])
+def test_so_is_one_of_any_kind_where_time_decides(kind, timed):
     check_kind(kind, timed)
 
 
 @pytest.mark.kill
-@pytest.mark.parametrize("kind", ["in flight", "over-sampled", "dynamic"])
-def test_so_are_those_of_one_replica(kind, timed):
-    check_kind(kind, timed)
-
-
-@pytest.mark.kill
-@pytest.mark.parametrize("kind", ["stolen", "in flight"])
+@pytest.mark.parametrize("kind", ["stolen", "in flight", "in flight, engine of two ranks"])
 def test_so_are_those_of_vllm(kind, timed):
     check_kind(kind, timed, **{"engine.kind": "vllm"})
 

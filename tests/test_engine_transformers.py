@@ -216,7 +216,9 @@ def _rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("schedule", [{}, {"in_flight": True, "kv_cache": "keep"}])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param({}, marks=pytest.mark.grid), {"in_flight": True, "kv_cache": "keep"}]
+)
 def test_three_steps_without_vllm_while_another_rank_trains(schedule, model, tmp_path):
     cfg = _run_config(
         model,

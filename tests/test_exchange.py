@@ -10,7 +10,7 @@ from built import changed, made, started
 from ranks import run_ranks
 
 from spmdrl.config import Config, LayoutSettings, inference_ranks
-from spmdrl.exchange import exchange
+from spmdrl.exchange import exchange_rollouts
 from spmdrl.kept_sets import KeptSets
 from spmdrl.types import Batch as ExchangedBatch
 from spmdrl.types import Rollouts, Scalars
@@ -106,7 +106,7 @@ HOWS = ("spread", "last has all")
 
 def deliver(cfg: Config) -> tuple[list[ExchangedBatch], int]:
     with started(cfg) as world:
-        batches = [exchange(rollouts(share(world, how)), world, step=3) for how in HOWS]
+        batches = [exchange_rollouts(rollouts(share(world, how)), world, step=3) for how in HOWS]
         return batches, world.dp_index(world.rank) if world.is_trainer else -1
 
 
@@ -153,7 +153,7 @@ def test_every_sequence_arrives_whole_at_one_dp_index(layout, sizes):
     for (spread, single), _ in results:  # the batch does not depend on who generated what
         for one, other in zip(sum(spread.updates, ()), sum(single.updates, ()), strict=True):
             own, others = dict(vars(one)), dict(vars(other))
-            for name in ("routes", "kept_sets", "pictures"):
+            for name in ("routes", "kept_sets", "shown"):
                 assert own.pop(name) is None and others.pop(name) is None
             assert all(torch.equal(a, b) for a, b in zip(own.values(), others.values()))
 
@@ -176,7 +176,7 @@ def deliver_routes(cfg: Config, dtype: torch.dtype) -> tuple[list[ExchangedBatch
             if mine and world.rank != silent:
                 parts = [routes_of(*key, dtype) for key in mine]
                 own = dataclasses.replace(own, routes=torch.cat(parts))
-            batches.append(exchange(own, world, step=3))
+            batches.append(exchange_rollouts(own, world, step=3))
         return batches, world.dp_index(world.rank) if world.is_trainer else -1
 
 
@@ -231,7 +231,7 @@ def deliver_sets(cfg: Config) -> tuple[list[ExchangedBatch], int]:
                 parts = [sets_of(*key) for key in mine]
                 sets = KeptSets.concat(parts, [len(part) for part in parts])
                 own = dataclasses.replace(own, kept_sets=sets)
-            batches.append(exchange(own, world, step=3))
+            batches.append(exchange_rollouts(own, world, step=3))
         return batches, world.dp_index(world.rank) if world.is_trainer else -1
 
 
@@ -337,7 +337,7 @@ def fail(cfg: Config) -> dict[str, str]:
                 cfg, batch=dict(tokens_per_microbatch=40 if fault == "long" else 64)
             )
             try:
-                exchange(faulty(world, fault), world, step=7)
+                exchange_rollouts(faulty(world, fault), world, step=7)
                 messages[fault] = "accepted"
             except (ValueError, RuntimeError) as error:
                 messages[fault] = f"{type(error).__name__}: {error}"

@@ -126,15 +126,11 @@ def test_vllm_answers_as_transformers_does_from_an_export(run, tmp_path):
 
 
 @once
-def test_the_two_commands_export_a_run_and_ask_the_folder(run, tmp_path):
-    folder, _ = run
-    out = tmp_path / "out"
-    for command in (
-        f"export {folder} --out {out}",
-        f"ask {out} --task task:addition --task-option digits=2 -n 3 --max-response-tokens 4",
-    ):
-        done = call("-m", "spmdrl", *command.split())
-        assert done.returncode == 0, done.stderr
+def test_the_command_asks_the_folder_of_an_export(run, tmp_path):
+    out = export(run[0], out=tmp_path / "out")
+    command = f"ask {out} --task task:addition --task-option digits=2 -n 3 --max-response-tokens 4"
+    done = call("-m", "spmdrl", *command.split())
+    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4 and re.match(r"\d\d\+\d\d=  ->  .*\(reward 0; right: \d+\)", lines[0])
     assert lines[-1] == "mean reward 0.000 over 3 problems"

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from plan_runs import FAMILIES, scoring, tiny_model
+from ragged import scalars_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from spmdrl.algorithms.reduce import loss_lengths
@@ -23,7 +24,6 @@ from spmdrl.model.flops import (
 from spmdrl.model.scorer import Scorer
 from spmdrl.model.shape import model_shape
 from spmdrl.report.glossary import lookup, values_of
-from spmdrl.types import Scalars
 from spmdrl.world.hardware import GPUS, known_gpu
 
 LENGTHS = [48, 48, 48]
@@ -97,15 +97,13 @@ def test_pairs_are_those_of_a_causal_band(window):
 def test_flops_of_a_step_count_every_token_and_score_the_loss_tokens():
     shape = model_shape(tiny_model("llama"))
     flags = torch.arange(4)
-    scalars = Scalars(
-        lengths=torch.tensor([10, 20, 30, 40]),
-        response_lengths=torch.tensor([4, 8, 12, 16]),
-        group_ids=flags // 2,
-        sample_ids=flags % 2,
-        rewards=torch.zeros(4).double(),
+    scalars = scalars_of(
+        [0.0] * 4,
+        flags // 2,
+        response_lengths=[4, 8, 12, 16],
+        prompt_length=torch.tensor([6, 12, 18, 24]),
         is_truncated=flags == 3,
         is_valid=flags != 0,
-        min_versions=torch.zeros_like(flags),
     )
     scored = int(loss_lengths(scalars, mask_truncated=True).sum())
     asked = dict(lengths=scalars.lengths, num_scored=scored)

@@ -13,11 +13,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from ranks import fork_rank
 from runs import TINY, run
 
 from spmdrl.check.dry_run import problems
 from spmdrl.config import Config
+from spmdrl.proof.ranks import start_rank
 from spmdrl.world import folder_lock
 from spmdrl.world.folder_lock import NAME, folder_problems, own_folder
 
@@ -50,7 +50,7 @@ def _rank_0(monkeypatch) -> None:
 @contextmanager
 def holder(folder: Path, *, forks: bool = False) -> Iterator[BaseProcess]:
     """Give another process that has the folder."""
-    process = fork_rank(dict(os.environ), partial(hold, folder, forks=forks))
+    process = start_rank(dict(os.environ), partial(hold, folder, forks=forks))
     try:
         until(folder.with_name("is held").exists)
         until(lambda: len(list(folder.parent.glob("child *"))) == 2 * forks)

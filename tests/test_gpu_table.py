@@ -40,15 +40,18 @@ def test_an_unknown_part_is_refused_with_those_there_are():
     assert "--parts grop: not a part; known: tests, grpo" in done.stderr
 
 
-def test_parts_run_small_on_the_cpu():
-    done = run("--rehearse", "--parts", "parity", "update_1b", "push")
+@pytest.mark.parametrize(
+    "part, found",
+    [
+        ("parity", "met      update, no liger: cosine 0.99"),
+        pytest.param("update_1b", "update at tiny, as it is: ", marks=pytest.mark.grid),
+        pytest.param("push", "of plain", marks=pytest.mark.grid),
+    ],
+)
+def test_parts_run_small_on_the_cpu(part, found):
+    done = run("--rehearse", "--parts", part)
     assert done.returncode == 0, done.stdout + done.stderr
-    for found in (
-        "met      update, no liger: cosine 0.99",
-        "update at tiny, as it is: ",
-        "of plain",
-    ):
-        assert found in done.stdout, done.stdout
+    assert found in done.stdout, done.stdout
 
 
 def test_what_fails_or_does_not_end_is_a_row(tmp_path):

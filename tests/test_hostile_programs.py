@@ -14,7 +14,7 @@ import pytest
 from pool_runs import wait_until
 
 from spmdrl.sandbox import LaunchError, protection, ways
-from spmdrl.sandbox.request import Limits
+from spmdrl.sandbox.limits import Limits
 from spmdrl.sandbox.supervisor import launch
 
 pytestmark = [

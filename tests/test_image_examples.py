@@ -41,14 +41,14 @@ def opened(kind, folder, rows, **data):
 def check_shown(words, example, images):
     """The pictures of an example are those of its image tokens, in order."""
     read = words.image_reader
-    ids, expected = read.encode(" ".join([read.placeholder] * len(images)), images)
-    stands_for = {ids[i] for i in (expected.places >= 0).nonzero().flatten().tolist()}
+    ids = read.encode(" ".join([read.placeholder] * len(images)), images)
+    stands_for = {one for one, is_shown in zip(ids, ids.are_shown) if is_shown}
     is_shown = [token in stands_for for token in example.tokens]
-    assert (example.pictures.places >= 0).tolist() == is_shown
-    assert example.pictures.items == expected.items
-    shown, places = (p.places[p.places >= 0] for p in (example.pictures, expected))
+    assert example.tokens.are_shown == is_shown
+    assert example.tokens.items == ids.items
+    shown, places = (p.shown.places[p.shown.places >= 0] for p in (example.tokens, ids))
     assert torch.equal(shown, places)
-    assert not any(m and p >= 0 for m, p in zip(example.mask, example.pictures.places.tolist()))
+    assert not any(m and own for m, own in zip(example.mask, example.tokens.are_shown))
 
 
 def said(words, example):
@@ -80,12 +80,11 @@ def test_supervised_rows_of_each_form_show_their_images_and_train_the_replies(fa
     assert replies[:3] == ["r<eos>", "r<eos>", "one <image><eos>two<eos>"]
     assert replies[4] == "r<eos>" and "ee " in replies[3] and replies[3].endswith(" there<eos>")
     packed = pack_units(list(enumerate(units)), version=3)
-    assert packed.pictures.items == units[0].examples[0].pictures.items + (
-        units[1].examples[0].pictures.items
-    )
+    of_rows = [unit.examples[0].tokens for unit in units]
+    assert packed.shown.items == of_rows[0].items + of_rows[1].items
     begin, end = packed.cu_seqlens[2:4].tolist()
-    own = packed.pictures[torch.arange(begin, end)]
-    assert torch.equal(own.places, units[2].examples[0].pictures.places)
+    own = packed.shown[torch.arange(begin, end)]
+    assert torch.equal(own.places, of_rows[2].shown.places)
 
 
 def test_pairs_and_labels_show_the_image_of_their_prompt(tmp_path):

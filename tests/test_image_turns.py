@@ -11,9 +11,9 @@ import torch
 from built import made
 from vlm import FAMILIES, noise, seeing_model
 
-from spmdrl.config import ImageSettings
-from spmdrl.data.images import ImageFiles
+from spmdrl.config.data import ImageSettings
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.data.vision.images import ImageFiles
 from spmdrl.environments.protocol import image_part, opening_messages
 from spmdrl.errors import Refusal
 from spmdrl.rollout.conversation import Chat
@@ -40,13 +40,12 @@ def test_turns_with_images_are_what_the_processor_makes_of_the_whole(family, tmp
     opening = opening_messages(row)
     answer = [{"role": "user", "content": [{"type": "text", "text": "look"}, image_part(png(2))]}]
     again = [{"role": "user", "content": [image_part(png(0)), {"type": "text", "text": "!"}]}]
-    ids, pictures = chat.opening(opening)
-    made_so_far = Trajectory.begun(ids, pictures=pictures)
+    ids = chat.opening(opening)
+    made_so_far = Trajectory.begun(ids)
     reply, end = words("ab", add_special_tokens=False)["input_ids"], words.eos_token_id
     for sampled, messages in (([*reply, end], answer), (reply, again)):
         made_so_far = made_so_far.observed(sampled)  # which shows nothing, as what is sampled
-        more, shown = chat.observed(sampled, messages)
-        made_so_far = made_so_far.observed(more, pictures=shown)
+        made_so_far = made_so_far.observed(chat.observed(sampled, messages))
     bare = [{"type": "image"}]
     whole = [
         {"role": "user", "content": [*texts("one "), *bare, *texts(" or "), *bare, *texts("?")]},
@@ -57,14 +56,12 @@ def test_turns_with_images_are_what_the_processor_makes_of_the_whole(family, tmp
     ]
     text = words.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
     images = [noise(60, 40, seed=i) for i in (0, 1, 2, 0)]
-    expected, expected_pictures = words.image_reader.encode(text, images)
-    assert made_so_far.tokens.tolist() == expected
-    assert made_so_far.pictures.items == expected_pictures.items
-    assert torch.equal(made_so_far.pictures.places, expected_pictures.places)
-    given = made_so_far.given_pictures
-    assert len(given) == len(ids) and given.items == expected_pictures.items[:2]
-    back = Trajectory.restored(made_so_far.plain())
-    assert torch.equal(back.pictures.places, expected_pictures.places)
+    expected = words.image_reader.encode(text, images)
+    assert made_so_far.whole == expected and made_so_far.tokens.tolist() == [*expected]
+    assert made_so_far.shown.items == expected.items and len(expected.items) == 3
+    assert torch.equal(made_so_far.shown.places, expected.shown.places)
+    assert made_so_far.prompt == ids and ids.items == expected.items[:2]
+    assert Trajectory.restored(made_so_far.plain()).whole == expected
 
 
 def texts(text):
@@ -93,6 +90,6 @@ def test_images_of_turns_are_refused_as_those_of_rows_are(tmp_path):
     uri = f"data:image/png;base64,{base64.b64encode(png(0)).decode()}"
     in_file = shown({"type": "image", "image": "a.png"}, of=beside)
     inline = shown({"type": "image_url", "image_url": {"url": uri}})
-    assert in_file[0] == inline[0] and in_file[1].items == inline[1].items
+    assert in_file == inline and in_file.items == inline.items
     with pytest.raises(Refusal, match="is not in the folder of the data file"):
         shown({"type": "image", "image": "/etc/passwd"}, of=beside)

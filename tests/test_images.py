@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from vlm import noise, seeing_model
 
-from spmdrl.config import ImageSettings
+from spmdrl.config.data import ImageSettings
 from spmdrl.data.characters import character_tokenizer
-from spmdrl.data.images import ImageFiles
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.data.vision.images import ImageFiles
 from spmdrl.errors import Refusal
 
 SPOKEN = [{"role": "user", "content": "see <image>?"}]
@@ -92,10 +92,10 @@ def test_every_form_of_one_image_gives_the_same_prompt(folder, tmp_path):
         dict(messages=with_part({"type": "image", "url": uri})),
     ]
     found = prompts(folder, jsonl(tmp_path, *rows))
-    assert len({p.tokens for p in found}) == len({p.pictures.items for p in found}) == 1
+    assert len({p.tokens for p in found}) == len({p.tokens.items for p in found}) == 1
     assert "see <|vision_start|><|image_pad|><|vision_end|>?" in found[0].text
-    (picture,) = found[0].pictures.items
-    assert int((found[0].pictures.places >= 0).sum()) == picture.num_tokens
+    (picture,) = found[0].tokens.items
+    assert sum(found[0].tokens.are_shown) == picture.num_tokens
 
 
 def test_parquet_holds_bytes_as_datasets_stores_them(folder, tmp_path):
@@ -115,7 +115,7 @@ def test_parquet_holds_bytes_as_datasets_stores_them(folder, tmp_path):
     one, two = prompts(folder, tmp_path / "rows.parquet")
     (spoken,) = prompts(folder, jsonl(tmp_path, dict(prompt=SPOKEN, images=["a.png"])))
     assert one.tokens == two.tokens == spoken.tokens
-    assert one.pictures.items == two.pictures.items == spoken.pictures.items
+    assert one.tokens.items == two.tokens.items == spoken.tokens.items
     assert one.row["images"][0]["bytes"] == PNG
 
 
@@ -131,7 +131,7 @@ def test_images_of_a_hub_layout_are_not_decoded_before_they_are_checked(folder, 
         (tmp_path / name / "data").mkdir(parents=True)
         made_rows.to_parquet(tmp_path / name / "data/train-00000-of-00001.parquet")
     (one,) = prompts(folder, tmp_path / "good")
-    assert len(one.pictures.items) == 1
+    assert len(one.tokens.items) == 1
     with pytest.raises(Refusal, match="row 1: image 1: .*900000000 pixels.* above data.images.max"):
         prompts(folder, tmp_path / "bomb")
 
@@ -148,14 +148,14 @@ def test_several_images_stand_among_text_in_order_and_without_a_place_they_come_
         dict(prompt="text <image> only", images=uris[:1]),
     ]
     three, led, text = prompts(folder, jsonl(tmp_path, *rows))
-    first, second = three.pictures.items
+    first, second = three.tokens.items
     counts = [first.num_tokens, second.num_tokens]
-    rows_shown = three.pictures.places[three.pictures.places >= 0].tolist()
+    rows_shown = three.tokens.shown.places[three.tokens.shown.places >= 0].tolist()
     assert rows_shown == [*range(sum(counts)), *range(counts[0])]
-    assert led.pictures.items == (first, second)
+    assert led.tokens.items == (first, second)
     assert led.text.index("<|vision_end|>q") > led.text.index("<|image_pad|>")
     assert text.text == "text <|vision_start|><|image_pad|><|vision_end|> only"
-    assert text.pictures.items == (first,)
+    assert text.tokens.items == (first,)
 
 
 def test_images_with_nothing_between_them_are_refused_by_file_and_line(tmp_path):
@@ -177,11 +177,11 @@ def test_text_of_a_model_that_sees_shows_nothing_and_of_one_that_does_not_has_no
         tmp_path, dict(prompt="a literal <image> here"), dict(prompt=SPOKEN, image="img:1")
     )
     for prompt in prompts(folder, path):
-        assert not prompt.pictures.items and len(prompt.pictures) == len(prompt.tokens)
+        assert not prompt.tokens.items and len(prompt.tokens.shown) == len(prompt.tokens)
         assert "<image>" in prompt.text
     cfg = config(folder, path)
     blind = PromptSource(cfg, character_tokenizer(chat_template=True))
-    assert blind.of([0])[0].pictures is None
+    assert blind.of([0])[0].tokens.shown is None
 
 
 # --------------------------------------------------------------------------- pixels

@@ -20,7 +20,7 @@ HOMES = (
 IMPORTING_VLLM = (
     *HOMES,
     "spmdrl/environments/tool_calls.py",
-    "spmdrl/engine/vllm_pictures.py",  # processed inputs, which its multimodal processors yield
+    "spmdrl/model/vision/for_vllm.py",  # processed inputs, which its multimodal processors yield
     "spmdrl/engine/vllm_plain.py",
     "spmdrl/engine/vllm_requests.py",
     "spmdrl/proof/preloaded.py",

@@ -1,7 +1,7 @@
 """Runs that lose a rank at any moment: the others end in time and say whom they miss, and the run,
 started again, ends as one that was never killed.
 
-By default eight cases on a machine that may be busy; `pytest -m kill` draws fifty, an hour, and
+By default two cases on a machine that may be busy; `pytest -m kill` draws fifty, an hour, and
 holds the times that docs/runs.md gives; and sixteen of runs in which time decides. KILL_SEED=1
 draws others.
 """
@@ -24,10 +24,23 @@ import pytest
 from built import small_model
 from dying_rank import SHORT_S, Moment, be_rank
 from filelock import FileLock
-from kill_table import CASES, DEFAULT, KINDS, SEED, TIMED, Case, draw_cases, draw_moment, stage_of
-from ranks import fork_rank, free_port, launch_env
+from kill_table import (
+    CASES,
+    DEFAULT,
+    EVERY_KIND,
+    KINDS,
+    SEED,
+    TIMED,
+    Case,
+    draw_cases,
+    draw_moment,
+    stage_of,
+)
+from ranks import free_port
 from runs import TINY, arguments
 from test_train import final_weights
+
+from spmdrl.proof.ranks import launch_env, start_rank
 
 STEPS = 4
 REWARD = """
@@ -105,7 +118,7 @@ class Ranks:
         *,
         again: Path | None = None,
     ):
-        what, self.folder, self.out = KINDS[kind], folder, folder / "out"
+        what, self.folder, self.out = EVERY_KIND[kind], folder, folder / "out"
         shutil.rmtree(folder / "diary", ignore_errors=True)
         self.diary = folder / "diary"
         self.diary.mkdir(parents=True)
@@ -120,7 +133,7 @@ class Ranks:
         argv = arguments(what.config, what.ranks, **flags | dict(what.flags))
         port = free_port()
         self._processes = [
-            fork_rank(
+            start_rank(
                 os.environ | launch_env(rank, what.ranks, port), be_rank, argv, self.diary, moment
             )
             for rank in range(what.ranks)
@@ -228,7 +241,7 @@ def diary_of(folder: Path, rank: int) -> list[dict[str, Any]]:
 def places_of(folder: Path, kind: str) -> dict[int, list[dict[str, Any]]]:
     """Return of each rank of a whole run the first entry of each place, with its seconds."""
     found: dict[int, list[dict[str, Any]]] = {}
-    for rank in range(KINDS[kind].ranks):
+    for rank in range(EVERY_KIND[kind].ranks):
         open_at: dict[tuple[str, int], float] = {}
         seconds: dict[tuple[str, int], float] = {}
         for line in diary_of(folder / "diary", rank):
@@ -310,17 +323,19 @@ def check(case: Case, runs: Runs, folder: Path, limits: Limits) -> None:
     assert_same_end(whole / "out", folder / "out")
 
 
-def _one_of_each_kind() -> list[Any]:
-    """Return eight cases, of which the default suite takes the first of each kind."""
+def _one_of_each_placement() -> list[Any]:
+    """Return eight cases, of which the default suite takes the first split and the first colocated
+    one."""
     cases, seen = [], set()
     for case in draw_cases(DEFAULT, count=8, seed="eight"):
-        marks = [pytest.mark.kill] * (case.kind in seen)
+        placement = case.kind.split(",")[0].split()[0]
+        marks = [pytest.mark.kill] * (placement in seen)
         cases.append(pytest.param(case, marks=marks, id=str(case)))
-        seen.add(case.kind)
+        seen.add(placement)
     return cases
 
 
-@pytest.mark.parametrize("case", _one_of_each_kind())
+@pytest.mark.parametrize("case", _one_of_each_placement())
 def test_a_run_that_loses_a_rank_says_so_and_ends_as_if_it_had_not(case, runs, tmp_path):
     check(case, runs, tmp_path, WIDE)
 

@@ -101,7 +101,7 @@ def _find(trainer: Any, room: int) -> dict:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.grid),
         pytest.param({"advantage": "gae", "kl_coef": 0.01}, marks=pytest.mark.grid),
         {"world_size": 2},
         pytest.param(

@@ -20,7 +20,7 @@ from spmdrl.check.settings import validate
 from spmdrl.config import Config
 from spmdrl.config.fields import least_tokens, sequences_together, useful_tokens
 from spmdrl.credit import advantages_of
-from spmdrl.exchange import exchange
+from spmdrl.exchange import exchange_rollouts
 from spmdrl.types import Batch, Rollouts, Scalars
 from spmdrl.world import World
 
@@ -91,7 +91,7 @@ def _config(folder: Path, where: Path, loss: str, *, budget: int = 40, **layout:
 
 def _step(trainer: Any, *, step: int) -> tuple[Batch, dict]:
     cfg, world = trainer.cfg, trainer.world
-    batch = trainer.annotate(exchange(_rollouts(world), world, step=step), step=step)
+    batch = trainer.annotate(exchange_rollouts(_rollouts(world), world, step=step), step=step)
     found = advantages_of(batch, cfg=cfg, world=world, step=step)
     return batch, trainer.update(batch, found, step=step)
 
@@ -119,7 +119,7 @@ def _by_hand(world: World, cfg: Config) -> dict:
     trainer = make_trainer(cfg, world)
     for step in range(2):
         _step(trainer, step=step)
-    before = exchange(_rollouts(world), world, step=2)
+    before = exchange_rollouts(_rollouts(world), world, step=2)
     rho = _logps(trainer, trainer.annotate(before, step=2))
     sums = _step(trainer, step=2)[1]
     best, worst = rho[torch.tensor(PAIRS)].unbind(1)

@@ -62,20 +62,20 @@ _RING, _GATHER = ({"kernels": {"context": method}} for method in ("ring", "gathe
 _AUX = {"moe": {"balance": "aux", "coef": 0.5}}
 _REWARD_MODEL = {"objective": "reward_model", "loss": "bradley_terry"}
 ROWS = {
-    "qwen3": Row(("shard4", "replicate2 shard2", "cp4", "shard2 cp2", "cp2 tp2", "replicate2 tp2")),
+    "qwen3": Row(("replicate2 shard2", "shard2 cp2", "cp2 tp2")),
     "qwen3, uneven heads": Row(("cp4",), sizes=_UNEVEN),
-    "qwen3, gather": Row(("cp2 tp2", "replicate2 cp2"), model=_GATHER),
-    "qwen3, ring": Row(("cp4", "shard2 cp2"), sizes=_UNEVEN, model=_RING),
+    "qwen3, gather": Row(("cp2 tp2",), model=_GATHER),
+    "qwen3, ring": Row(("cp4",), sizes=_UNEVEN, model=_RING),
     # Values with another head dim than keys.
     "deepseek_v3, ring, checkpointing": Row(
         ("cp2 ep2",), architecture="deepseek_v3", model=_RING | _RECOMPUTED
     ),
     "qwen2, tied, checkpointing": Row(
-        ("cp2 tp2", "shard2 tp2"), architecture="qwen2", sizes={"tied": True}, model=_RECOMPUTED
+        ("shard2 tp2",), architecture="qwen2", sizes={"tied": True}, model=_RECOMPUTED
     ),
-    "llama": Row(("shard2 tp2", "tp4"), architecture="llama", sizes={"kv_heads": 4}),
+    "llama": Row(("tp4",), architecture="llama", sizes={"kv_heads": 4}),
     "gemma2": Row(  # caps low enough, and a window short enough, to matter
-        ("shard2 cp2", "cp2 tp2"),
+        ("cp2 tp2",),
         architecture="gemma2",
         hf_config={
             "sliding_window": 6,
@@ -90,15 +90,16 @@ ROWS = {
         hf_config={"sliding_window": 6, "attn_logit_softcapping": 0.5},
         model=_RECOMPUTED,
     ),
+    "gemma3, tied": Row(("shard2 tp2",), architecture="gemma3", sizes={"tied": True}),
     "mistral": Row(("replicate2 cp2",), architecture="mistral", hf_config={"sliding_window": 6}),
     "dpo": Row(("cp2 tp2",), options={"objective": "preference", "loss": "dpo"}),
-    "critic": Row(("cp2 tp2", "shard2 cp2"), options={"advantage": "gae"}),
+    "critic": Row(("shard2 cp2",), options={"advantage": "gae"}),
     "reward model": Row(("cp2 tp2",), options=_REWARD_MODEL),
-    "sft": Row(("replicate2 cp2",), options={"objective": "sft"}),
+    "sft": Row(("shard4",), options={"objective": "sft"}),
     "distillation": Row(("cp2 tp2",), options={"objective": "distill", "loss": "divergence"}),
     "prime": Row(("cp4",), options={"advantage": "prime"}),
     "lora": Row(
-        ("shard2 tp2", "cp2 tp2", "replicate2 tp2"),
+        ("cp2 tp2", "replicate2 tp2"),
         model={"lora": {"rank": 3, "alpha": 12}},
         options={"kl_coef": 0.1},
     ),
@@ -116,7 +117,7 @@ ROWS = {
         ("shard2 tp2 ep2",), architecture="deepseek_v3", model={"lora": {"rank": 3}}
     ),
     "lora, qwen3_moe, experts": Row(
-        ("cp2 ep2", "replicate2 tp2"),
+        ("cp2 ep2",),
         architecture="qwen3_moe",
         model=_RECOMPUTED | {"lora": {"rank": 3, "alpha": 12}},
         options={"kl_coef": 0.1},
@@ -127,18 +128,16 @@ ROWS = {
         sizes={"moe_experts": 2},
         model={"lora": {"rank": 3, "targets": ["experts"]}},
     ),
-    "qwen3_moe": Row(("shard4 ep4", "cp2 tp2 ep4", "shard2 tp2"), architecture="qwen3_moe"),
+    "qwen3_moe": Row(("shard4 ep4", "cp2 tp2 ep4"), architecture="qwen3_moe"),
     "qwen3_moe, fewer experts than ranks": Row(  # each is cut by rows
         ("shard4 ep2",), architecture="qwen3_moe", sizes={"moe_experts": 2}
     ),
-    "qwen3_moe, balancing loss": Row(
-        ("shard4", "shard2 tp2 ep2"), architecture="qwen3_moe", model=_AUX
-    ),
+    "qwen3_moe, balancing loss": Row(("shard2 tp2 ep2",), architecture="qwen3_moe", model=_AUX),
     "mixtral, checkpointing": Row(
         ("replicate2 tp2 ep2",), architecture="mixtral", model=_RECOMPUTED | _AUX
     ),
     # Sinks by heads (tp, ulysses) and by tokens (gather, ring); experts with biases.
-    "gpt_oss": Row(("cp2 tp2 ep4", "shard2 tp2"), model=_AUX, **_GPT_OSS),
+    "gpt_oss": Row(("cp2 tp2 ep4",), model=_AUX, **_GPT_OSS),
     "gpt_oss, ring, checkpointing": Row(("cp2 ep2",), model=_RING | _RECOMPUTED, **_GPT_OSS),
     "gpt_oss, gather": Row(("cp4",), model=_GATHER, **_GPT_OSS),
     "lora, gpt_oss": Row(("shard2 tp2 ep2",), model={"lora": {"rank": 3}}, **_GPT_OSS),

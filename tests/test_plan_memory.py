@@ -19,8 +19,9 @@ from policy_runs import changed
 from worlds import in_world
 
 from spmdrl.config import Config, MemorySettings
+from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
-from spmdrl.model.lora.targets import LoraForm, adapter_numel
+from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.activations import Kernels, RowPart, padded_groups, saved_bytes
 from spmdrl.plan.engine_memory import cache_bytes_per_token, engine_memory, engine_weight_bytes
@@ -49,10 +50,16 @@ def _run(cfg: object, shape: ModelShape) -> Run:
     [
         ("qwen3", dict(world_size=2, dtype="bfloat16")),
         ("qwen3", dict(world_size=2, tp=2, recomputes=True)),
-        ("qwen3_moe", dict(world_size=2, ep=2, dtype="bfloat16", recomputes=True)),
+        pytest.param(
+            "qwen3_moe",
+            dict(world_size=2, ep=2, dtype="bfloat16", recomputes=True),
+            marks=pytest.mark.grid,
+        ),
         ("qwen3_moe", dict(world_size=2, tp=2, dtype="bfloat16", recomputes=True)),
         ("gemma2", dict(world_size=3)),
-        ("qwen3", dict(world_size=2, memory={"reshard": "never"})),
+        pytest.param(
+            "qwen3", dict(world_size=2, memory={"reshard": "never"}), marks=pytest.mark.grid
+        ),
     ],
     ids=["fsdp", "tp", "ep", "experts under tp", "uneven", "never resharded"],
 )
@@ -64,7 +71,7 @@ def test_ranks_hold_what_the_plan_says(family, layout, tmp_path):
     "layout",
     [
         dict(world_size=2, cp=2),
-        dict(world_size=2, cp=2, context="gather"),
+        pytest.param(dict(world_size=2, cp=2, context="gather"), marks=pytest.mark.grid),
         dict(world_size=4, cp=4, recomputes=True),
     ],
     ids=["ulysses", "gather", "repeated keys"],

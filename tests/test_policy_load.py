@@ -116,7 +116,7 @@ def test_a_tower_of_an_unknown_family_is_refused(tmp_path):
         )
     )
     with pytest.raises(
-        ValueError, match="a mistral3 with a vision tower.*qwen3_vl_moe; set model.part to text"
+        ValueError, match="a mistral3 with a tower.*qwen3_vl_moe; set model.part to text"
     ):
         meta_model(folder)
 

@@ -31,26 +31,7 @@ def _assert_same_training(ours: dict, reference: dict, what: str) -> None:
     assert_near(ours["parameters"], reference["parameters"], what, rtol=1e-5, atol=2e-6)
 
 
-# (world_size, dp_replicate, tp): dp_shard takes what is left
-LAYOUTS = {
-    "qwen3": [(2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2)],
-    "gemma3": [(2, 1, 2)],  # tied, q_norm and k_norm
-    "qwen2": [(2, 1, 2)],
-}  # biases
-
-
-@pytest.mark.parametrize("architecture", LAYOUTS)
-def test_every_mesh_trains_like_one_process(architecture, tmp_path):
-    tied = {"qwen2": True}.get(architecture)
-    folder = small_model(tmp_path, architecture=architecture, tied=tied)
-    reference = train(config(folder, tmp_path))[0]
-    assert reference["sums"][0]["policy/grad_norm"][0] > 0.2, "the test wants clipping to act"
-    for world_size, dp_replicate, tp in LAYOUTS[architecture]:
-        cfg = config(folder, tmp_path, world_size=world_size, dp_replicate=dp_replicate, tp=tp)
-        for rank, result in enumerate(train(cfg)):
-            _assert_same_training(result, reference, f"{architecture} {cfg.layout} rank {rank}")
-
-
+# Every mesh trains like one process in test_parity_grid.py.
 def test_several_updates_with_entropy_bonus_do_not_depend_on_the_mesh(tmp_path):
     folder = small_model(tmp_path)
     options = dict(

@@ -245,7 +245,7 @@ def batch_of_pairs(cfg: Config, world: object, *, step: int) -> object:
     """Read, pack, exchange: the batch of a step as train.py makes it."""
     world.cfg = cfg
     source = RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
-    return exchange(source.take(step), world, step=step)
+    return exchange(source, world, step=step)
 
 
 def train_on_pairs(cfg: Config, world: object, *, steps: int, trainer: object = None) -> dict:

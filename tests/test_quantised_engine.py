@@ -60,7 +60,7 @@ def _bits(tensor: Tensor) -> tuple[str, bytes]:
     return str(plain.dtype), plain.view(torch.uint8).numpy().tobytes()
 
 
-@pytest.mark.parametrize("inference_tp", [pytest.param(1, marks=pytest.mark.grid), 2])
+@pytest.mark.parametrize("inference_tp", [1, pytest.param(2, marks=pytest.mark.grid)])
 def test_an_fp8_engine_holds_after_a_push_what_a_fresh_one_makes_of_the_weights(
     inference_tp, tmp_path
 ):

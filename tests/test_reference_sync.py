@@ -201,7 +201,7 @@ def _run(argv: list[str], killed_after: str) -> list[int]:
     "name, options",
     [
         ("dpo", ["--model.reference.sync_every", "2", "--model.reference.sync_mix", "0.5"]),
-        ("reward_model", []),
+        pytest.param("reward_model", [], marks=pytest.mark.kill),
     ],
 )
 def test_a_killed_and_resumed_offline_run_ends_bit_identical(name, options, tmp_path):

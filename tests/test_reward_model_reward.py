@@ -440,7 +440,9 @@ def _good(functions: tuple[str, ...], **changes: object) -> Config:
 def _parsed(folders: dict, scorer: object, *flags: str) -> Config:
     path, policy = str(ROOT / "configs" / "demo_grpo.yaml"), str(folders["policy"])
     rewards = ["--rewards.functions", "task:addition", f"model:{scorer}"]
-    return parse([*flags, "--config", path, "--model.path", policy, *rewards])
+    # The file's own folder may hold a run.
+    own = ["--output-dir", f"{policy}_run", "--model.path", policy]
+    return parse([*flags, "--config", path, *own, *rewards])
 
 
 def test_a_missing_folder_is_refused_before_anything_starts(folders, capsys):
@@ -543,7 +545,7 @@ def _train_scorer(cfg: Config) -> None:
     with training(cfg) as (world, trainer):
         source = RowSource(cfg, world, tokenizer=load_tokenizer(cfg))
         for step in range(cfg.steps):
-            own = trainer.annotate(exchange(source.take(step), world, step=step), step=step)
+            own = trainer.annotate(exchange(source, world, step=step), step=step)
             trainer.update(own, advantages_of(own, cfg=cfg, world=world, step=step), step=step)
         saver = Checkpointer(cfg, world)
         saver.maybe_save(cfg.steps, trainer, source)

@@ -62,13 +62,13 @@ def test_ids_decode_to_the_templates_rendering_and_samples_are_untouched(family,
     @examples(80, conversations(family))
     def check(conversation):
         head, turns = conversation
-        prompt, whole, drawn = chat.opening(head)[0], list(head), []
+        prompt, whole, drawn = chat.opening(head), list(head), []
         made = Trajectory.begun(prompt)
         for n, (sampled, how, answer) in enumerate(turns):
             tokens = [*([] if how == "empty" else sampled), *([end] if how != "cut" else [])]
             drawn.append((made.num_following, tokens))
             made = made.sampled(completion(tokens, is_truncated=how == "cut"))
-            made = made.observed(chat.observed(tokens, answer)[0])
+            made = made.observed(chat.observed(tokens, answer))
             whole += [{"role": "assistant", "content": f"reply-number-{n}"}, *answer]
         rendered = chat.tokenizer.apply_chat_template(
             whole, tools=TOOLS if with_tools else None, tokenize=False, add_generation_prompt=True
@@ -113,15 +113,15 @@ def test_ids_are_those_of_the_whole_text_where_the_policy_splits_as_the_tokenize
         [{"role": "user", "content": "the other, then"}],
     )
     reply = "then on"
-    tokens = chat.opening(head)[0]
+    tokens = chat.opening(head)
     for _ in range(3):
         sampled = [*chat.tokenizer(reply, add_special_tokens=False)["input_ids"], end]
-        tokens += sampled + chat.observed(sampled, answer)[0]
+        tokens += sampled + chat.observed(sampled, answer)
     turns = [{"role": "assistant", "content": reply}, *answer]
     text = chat.tokenizer.apply_chat_template(
         [*head, *turns * 3], tokenize=False, add_generation_prompt=True
     )
-    assert tokens == chat.tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [*tokens] == chat.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_a_turn_that_ended_by_another_stop_token_is_closed_by_it():
@@ -130,27 +130,24 @@ def test_a_turn_that_ended_by_another_stop_token_is_closed_by_it():
     chat = Chat(tokenizer, stop_token_ids=[tokenizer.eos_token_id, eom])
     answer = [{"role": "tool", "content": "7"}]
     assert chat.observed([5, eom], answer) == chat.observed([5, tokenizer.eos_token_id], answer)
-    assert chat.observed([5], answer)[0] == [
-        tokenizer.eos_token_id,
-        *chat.observed([eom], answer)[0],
-    ]
+    assert [*chat.observed([5], answer)] == [tokenizer.eos_token_id, *chat.observed([eom], answer)]
 
 
 def test_a_final_assistant_message_is_continued():
     chat = chat_of("qwen")
     opened = chat.opening(
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": "So"}]
-    )[0]
+    )
     assert chat.tokenizer.decode(opened).endswith("<|im_start|>assistant\nSo")
 
 
 def test_the_character_tokenizer_of_the_demos_serves():
     words = character_tokenizer(chat_template=True)
     chat = Chat(words, stop_token_ids=[words.eos_token_id])
-    tokens = chat.opening([{"role": "user", "content": "go"}])[0]
+    tokens = chat.opening([{"role": "user", "content": "go"}])
     tokens += [words.eos_token_id] + chat.observed(
         [words.eos_token_id], [{"role": "user", "content": "higher"}]
-    )[0]
+    )
     assert words.decode(tokens) == (
         "<|im_start|>user\ngo<eos>\n<|im_start|>assistant\n<eos>\n"
         "<|im_start|>user\nhigher<eos>\n<|im_start|>assistant\n"
@@ -196,8 +193,8 @@ def test_kept_conversations_go_on_from_what_was_sampled():
     assert chat.observed(sampled, more) == plain.observed(sampled, more)
     words = chat_tokenizer("mistral")
     chat = Chat(words, stop_token_ids=[words.eos_token_id], tools=TOOLS, rewrites="keep")
-    assert "[AVAILABLE_TOOLS]" in words.decode(chat.opening(more)[0])
-    assert words.decode(chat.observed([1], more)[0]) == "</s>[INST]more[/INST]"
+    assert "[AVAILABLE_TOOLS]" in words.decode(chat.opening(more))
+    assert words.decode(chat.observed([1], more)) == "</s>[INST]more[/INST]"
 
 
 def test_a_template_that_forgets_replies_is_refused():
@@ -251,7 +248,7 @@ def test_every_turn_begins_with_the_prefix_and_options_reach_the_template():
 
     def told(**options) -> str:
         chat = Chat(words, stop_token_ids=[end], **options)
-        return words.decode([*chat.opening(more)[0], 1, end, *chat.observed([1, end], more)[0]])
+        return words.decode([*chat.opening(more), 1, end, *chat.observed([1, end], more)])
 
     plain = told()
     assert told(prefix="<go>") == plain.replace("assistant\n", "assistant\n<go>")

@@ -67,6 +67,7 @@ def check_metrics(out: Path, rows: list[dict]) -> None:
         assert 0 <= logged["policy/router_disagreement"] < 0.2
 
 
+@pytest.mark.kill
 def test_a_killed_and_resumed_run_with_replay_ends_bit_identical(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

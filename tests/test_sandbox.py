@@ -17,7 +17,7 @@ import pytest
 from pool_runs import wait_until
 
 from spmdrl.sandbox import LaunchError, protection, run_python, ways
-from spmdrl.sandbox.request import Limits, Way
+from spmdrl.sandbox.limits import Limits, Way
 from spmdrl.sandbox.seccomp import seccomp_filter
 from spmdrl.sandbox.supervisor import launch
 

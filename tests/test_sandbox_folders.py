@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.sandbox import LaunchError, removal, ways
-from spmdrl.sandbox.request import Limits, Way
+from spmdrl.sandbox.limits import Limits, Way
 from spmdrl.sandbox.supervisor import launch
 
 MAKERS = {

@@ -247,7 +247,7 @@ def test_what_a_stranger_writes_is_named_once_and_replaced(store, caplog) -> Non
 
 
 def test_strangers_end_no_run_and_announce_no_update(store, monkeypatch) -> None:
-    monkeypatch.setattr(Watch, "_leave", lambda self, text, **_: None)
+    monkeypatch.setattr(Watch, "leave", lambda self, text, **_: None)
     sealed = SealedStore(store)
     for key in ("watch/cause", "watch/ended", "watch/1", "updated/3"):
         store.set(key, json.dumps({"rank": 1, "error": "nothing"}))

@@ -13,9 +13,9 @@ from vlm import seeing_model
 
 from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.prompts import PromptSource, held_out_prompts
-from spmdrl.data.shapes import _COLOURS, Shapes
 from spmdrl.data.tasks import make_task
 from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.data.vision.shapes import _COLOURS, Shapes
 from spmdrl.errors import Refusal
 
 MIXED = dict(kind="digits+count+colour+form+compare", most=4, side=84, forms=3, jitter=2)
@@ -174,5 +174,5 @@ def test_a_model_that_sees_gets_a_picture_in_each_prompt(tmp_path):
     )
     words = load_tokenizer(cfg)
     for prompt in [*PromptSource(cfg, words).at(0), *held_out_prompts(cfg, words)]:
-        (picture,) = prompt.pictures.items
-        assert picture.num_tokens == 9 == int((prompt.pictures.places >= 0).sum())
+        (picture,) = prompt.tokens.items
+        assert picture.num_tokens == 9 == sum(prompt.tokens.are_shown)

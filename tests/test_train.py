@@ -133,10 +133,10 @@ def test_saving_at_every_step_never_meets_the_update(model, tmp_path):
         "demo_sft.yaml",
         2,
         **TINY["sft"],
-        **{"model.path": model, "output-dir": tmp_path, "steps": 30, "checkpoint.every-steps": 1},
+        **{"model.path": model, "output-dir": tmp_path, "steps": 12, "checkpoint.every-steps": 1},
     )
-    assert [row["step"] for row in metrics(tmp_path)] == list(range(30))
-    assert max(int(p.name.split("_")[1]) for p in tmp_path.glob("checkpoints/step_*")) == 30
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(12))
+    assert max(int(p.name.split("_")[1]) for p in tmp_path.glob("checkpoints/step_*")) == 12
 
 
 def test_sigterm_saves_before_leaving_and_the_run_goes_on_from_there(model, tmp_path):
@@ -161,6 +161,7 @@ def test_a_checkpoint_resumes_on_another_layout_but_not_with_another_config(mode
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 3]
 
 
+@pytest.mark.kill  # on ranks alone in test_world.py, and with their launcher in test_launcher.py
 def test_a_killed_rank_is_named_and_ends_the_run(model, tmp_path):
     import psutil
 
@@ -286,7 +287,8 @@ def test_dry_run_needs_no_launcher_and_no_weights(tmp_path, capsys):
     sees = str(create_model(tmp_path / "sees", architecture="qwen2_5_vl"))
     for path in paths:
         made = "demonstrations.jsonl" in path.read_text()
-        argv = ["--config", str(path), "--dry-run", "--model.path", model]
+        own = str(tmp_path / path.stem)  # the folder of the file may hold a run
+        argv = ["--config", str(path), "--dry-run", "--output-dir", own, "--model.path", model]
         if "task:shapes" in path.read_text():  # the engine that asks for no torchvision
             argv[-1:] = [sees, "--engine.kind", "transformers"]
         argv += ["--data.train", str(demonstrations)] if made else []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from built import changed, made, refused
-from ranks import free_port, launch_env
+from ranks import free_port
 from report_world import SmallWorld, group  # noqa: F401
 from runs import ROOT, TINY, finish, metrics, run, torchrun, wait_for_step
 
@@ -24,9 +24,10 @@ from spmdrl.commands.ask import ask
 from spmdrl.config import flatten
 from spmdrl.errors import RAISED, Refusal, described
 from spmdrl.imports import attempt, construct, import_file, import_object, is_missing_folder
+from spmdrl.proof.ranks import launch_env
 from spmdrl.report.derived import derived
+from spmdrl.world.check_launch import check_launch
 from spmdrl.world.launch import Launch, tell_refused
-from spmdrl.world.world import _check_launch
 
 RANK = """
 import os, sys, time
@@ -42,7 +43,7 @@ def work(world):
     if mode == "start-up":
         block()
     if mode == "signals":
-        world.started()
+        world.started(0)
         spmdrl.world.leaving.time = Clock()
         block()
     if mode == "same":
@@ -322,7 +323,7 @@ def test_a_name_under_a_folder_that_exists_is_no_hub_name(tmp_path, monkeypatch)
 )
 def test_the_layout_that_is_proposed_can_be_had(layout, size, says):
     with refused(says):
-        _check_launch(made(layout=layout), Launch(0, size, 0, "a", 1, "torchrun"))
+        check_launch(made(layout=layout), Launch(0, size, 0, "a", 1, "torchrun"))
 
 
 def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model, tmp_path):

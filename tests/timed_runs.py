@@ -58,9 +58,11 @@ ALL = TINY["rl"] | {
 }
 IN_FLIGHT = {"lag": 2, "rollout.schedule.in-flight": "true", "rollout.schedule.balance": "even"}
 OVER_SAMPLED = {"lag": 1, "rollout.schedule.over-sample": "1.5"}
+TWO_RANKS = {"layout.trainer-ranks": 2, "layout.inference-tp": 2}
 KINDS: dict[str, tuple[int, Mapping[str, Any]]] = {
     "in flight": (2, IN_FLIGHT),
     "over-sampled": (2, OVER_SAMPLED),
+    "in flight, engine of two ranks": (4, IN_FLIGHT | TWO_RANKS),
     "stolen": (3, IN_FLIGHT | OVER_SAMPLED | {"lag": 2, "rollout.schedule.balance": "steal"}),
     "environment": (2, {"lag": 1}),
     "dynamic": (2, {"lag": 1, "rollout.schedule.dynamic": 30, "batch.group-size": 2}),
