@@ -16,7 +16,7 @@ ORDER = tuple(
     tuple(level.split("="))
     for level in [
         "errors",
-        "kept_sets=pictures",
+        "kept_sets=given",
         "types=imports=plain",
         "config",
         "algorithms",
