@@ -114,7 +114,13 @@ def _gather(processes: list[BaseProcess], results: Any, *, deadline: float) -> l
 def _killed(processes: list[BaseProcess]) -> str:
     # A rank that raises ends with status 0.
     found = [rank for rank, process in enumerate(processes) if process.exitcode]
-    return f"ranks {found} died without a result" if found else ""
+    return _say_dead(found, processes) if found else ""
+
+
+def _say_dead(found: list[int], processes: list[BaseProcess]) -> str:
+    # Exit statuses tell a fault of memory from an end that a watch or the system made.
+    ends = ", ".join(f"rank {rank}: {processes[rank].exitcode}" for rank in found)
+    return f"ranks {found} died without a result (exit status of {ends})"
 
 
 def _check_alive(
@@ -127,7 +133,7 @@ def _check_alive(
     if lost and results.empty():
         time.sleep(0.5)  # what it sent may still be on its way
         if results.empty():
-            raise RankError("Killed", f"ranks {lost} died without a result", "")
+            raise RankError("Killed", _say_dead(lost, processes), "")
 
 
 def _free_port() -> int:
