@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from worlds import in_world
 from spmdrl.check.layout import layout_problems
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
-from spmdrl.proof.ranks import launch_env
+from spmdrl.proof.ranks import RankError, launch_env, on_ranks
 from spmdrl.world import World
 from spmdrl.world import launch as launch_module
 from spmdrl.world.comm import agree, gather_objects, gather_problems
@@ -337,3 +338,16 @@ def test_ranks_at_different_lines_are_named_on_all_of_them():
     assert re.search(r"each of the ranks 0, 2 \(\S+\) at `await peers` of step 3", said)
     assert re.search(r"rank 1 \(\S+\) at `gather evaluation` of step 3", said)
     assert "# meets" in said and "condition" in said
+
+
+def crashes(cfg: Config) -> None:
+    World.start(cfg)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_crash_of_native_code_says_where_python_stood(tmp_path):
+    cfg = Config(layout=LayoutSettings(placement="offline", world_size=1, device="cpu"))
+    with pytest.raises(RankError, match="exit status of rank 0: -11"):
+        on_ranks(1, crashes, cfg, timeout_s=200, log=tmp_path / "log", port=free_port())
+    said = (tmp_path / "log").read_text()
+    assert "Segmentation fault" in said and f'"{__file__}", line' in said and "in crashes" in said

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import socket
+import sys
 import uuid
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -87,6 +89,7 @@ class World(Meetings):
         Raises: Refusal, before any group exists, when the launcher's world does not match
             the layout; RuntimeError when ranks do not have the same config.
         """
+        faulthandler.enable(sys.__stderr__ or 2)  # a crash of native code says its Python lines
         launch = read_launch()
         check_launch(cfg, launch)
         check_driver(cfg)
