@@ -108,12 +108,12 @@ def _cache(room: int, run: Run, *, per_token: int) -> tuple[int, int, int]:
     """Return the bytes of the cache, and how many sequences of the longest and of mean length it
     holds. The transformers engine gives each of them room for the longest."""
     if run.engine.kind == "transformers":
-        slots = min(run.engine.max_num_seqs, room // (per_token * run.longest))
-        return slots * run.longest * per_token, slots, slots
+        slots = min(run.engine.max_num_seqs, room // (per_token * run.cfg.longest_sequence))
+        return slots * run.cfg.longest_sequence * per_token, slots, slots
     block = 16 if run.on_gpu else 128  # tokens that vLLM hands out together
     blocks = room // (block * per_token)
     mean = max(1, math.ceil((run.prompt_tokens + run.response_tokens) / block))
-    longest = min(run.engine.max_num_seqs, blocks // -(-run.longest // block))
+    longest = min(run.engine.max_num_seqs, blocks // -(-run.cfg.longest_sequence // block))
     return (
         blocks * block * per_token,
         longest,

@@ -116,8 +116,8 @@ def lora_numel(run: Run, axes: Axes) -> int:
 
 def bucket_count(run: Run, axes: Axes, *, nbytes: float) -> int:
     """Return the number of buckets in which an engine rank takes `nbytes`."""
-    if run.bucket_bytes:
-        return max(1, math.ceil(nbytes / run.bucket_bytes))
+    if run.cfg.stream.bucket_bytes:
+        return max(1, math.ceil(nbytes / run.cfg.stream.bucket_bytes))
     own, is_gathered = _messages(axes), axes.replicas > 1
     return best_count(nbytes, _link(run, axes), messages=own, is_gathered=is_gathered)
 

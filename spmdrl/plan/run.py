@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from spmdrl.config import BatchSettings, Config, EngineSettings
-from spmdrl.config.fields import least_tokens
+from spmdrl.config import Config, EngineSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.parallel.recompute import has
@@ -27,36 +26,24 @@ from spmdrl.world.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu, known_gpu
 class Run:
     """What a config asks for, whatever the layout. Hashed by identity: its fields are many."""
 
+    cfg: Config
     shape: ModelShape
-    batch: BatchSettings
     engine: EngineSettings
     kernels: Kernels
     on_gpu: bool
-    context: str  # model.kernels.context
     master_bytes: int  # of a weight, and of its gradient; 0 where all models' are on the host
-    reshard: str  # model.memory.reshard
-    reduces_last: bool  # gradients of all micro-batches at once
-    ahead: int  # blocks whose weights are asked for early
     moment_bytes: float  # of AdamW's two moments on the device; 0 where they are on the host
-    has_muon: bool  # which keeps one moment, in float32, of the matrices that it trains
-    is_rl: bool
     overlaps: bool  # generation of a later batch beside the update
     sequences: int  # per step
     prompt_tokens: float  # mean
     response_tokens: float  # mean
-    longest: int  # prompt and response, tokens
-    least: int  # tokens of a micro-batch that holds the longest sequence, or pair
-    longest_response: int
     forwards: int  # passes over a batch besides the training passes
     frozen_models: int  # reference, teacher, reward models, as large as the policy
     trained_models: int  # besides the policy: 1 with a critic
-    critic_epochs: int  # of those, over a batch
     lora_numel: int  # elements of all adapters; 0 trains all weights
-    pushes_adapter: bool  # they alone travel to the engines, which compute with them
     chunk_tokens: int  # positions whose logits exist at once
     engine_sleeps: bool  # its memory is lent to the update, colocated
     engine_bytes: int  # of one element of its weights and cache
-    bucket_bytes: int
 
     @property
     def tokens(self) -> float:
@@ -84,45 +71,31 @@ def run_of(
         lora_numel: elements of all adapters, see model/lora/layers.py.
     Raises: Refusal for an unknown method.
     """
-    batch, is_rl, is_pair = cfg.batch, cfg.objective.samples, cfg.objective.trains_on_pairs
-    group = batch.group_size if is_rl else 2 if is_pair else 1
-    longest_response = cfg.sampling.max_response_tokens
+    objective, memory, lora = cfg.objective, cfg.model.memory, cfg.model.lora
+    group = cfg.batch.group_size if objective.samples else 2 if objective.trains_on_pairs else 1
     columns = needed_columns(cfg)
-    memory, lora = cfg.model.memory, cfg.model.lora
     own_reference = "ref_logprobs" in columns and not (lora.is_on and not cfg.model.reference.path)
     is_away = on_gpu and has(memory.offload, "optimizer")
     has_none = on_gpu and has(memory.offload, "parameters")
     return Run(
-        master_bytes=0 if has_none else _item_bytes(memory.master_dtype),
-        reshard=memory.reshard,
-        context=cfg.model.kernels.context,
-        reduces_last=memory.reduce == "last",
-        ahead=0 if memory.prefetch == "auto" else memory.prefetch,
-        moment_bytes=0 if is_away else 2 * _moment_bytes(memory.optimizer_dtype),
-        has_muon=cfg.optimizer.kind == "muon",
+        cfg=cfg,
         shape=shape,
-        batch=batch,
         engine=cfg.engine,
         kernels=_kernels(cfg, on_gpu=on_gpu),
         on_gpu=on_gpu,
-        is_rl=is_rl,
+        master_bytes=0 if has_none else _item_bytes(memory.master_dtype),
+        moment_bytes=0 if is_away else 2 * _moment_bytes(memory.optimizer_dtype),
         overlaps=cfg.lag > 0 and cfg.layout.roles.overlaps,
-        sequences=batch.prompts_per_step * group,
+        sequences=cfg.batch.prompts_per_step * group,
         prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
-        response_tokens=response_tokens or longest_response / 2,
-        longest=cfg.longest_sequence,
-        least=least_tokens(cfg),
-        longest_response=longest_response,
+        response_tokens=response_tokens or cfg.sampling.max_response_tokens / 2,
         forwards=len(columns & _PASSES),
-        frozen_models=own_reference + ("teacher_logprobs" in columns) + cfg.objective.needs_teacher,
+        frozen_models=own_reference + ("teacher_logprobs" in columns) + objective.needs_teacher,
         trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
-        critic_epochs=cfg.critic.epochs or batch.epochs,
         lora_numel=lora_numel,
-        pushes_adapter=lora.pushes_adapter,
         chunk_tokens=chunk_tokens,
         engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
         engine_bytes=_item_bytes(cfg.engine.dtype),
-        bucket_bytes=cfg.stream.bucket_bytes,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from spmdrl.config.fields import least_tokens
 from spmdrl.model.divisibility import misfits
 from spmdrl.plan.engine_memory import engine_memory
 from spmdrl.plan.memory import USABLE_FRAC, Memory
@@ -62,9 +63,10 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, tokens: int = 0) -> Plan:
         if axes.roles.shares_devices:
             trainer_room = room - engine.resting
     most = most_tokens(run, alone, room=trainer_room)
-    parts = axes.dp_size * run.batch.updates_per_step
-    filled = -(-run.sequences // parts) * run.longest
-    tokens = tokens or run.batch.tokens_per_microbatch or min(max(most, run.least), filled)
+    parts = axes.dp_size * run.cfg.batch.updates_per_step
+    filled = -(-run.sequences // parts) * run.cfg.longest_sequence
+    most_useful = min(max(most, least_tokens(run.cfg)), filled)
+    tokens = tokens or run.cfg.batch.tokens_per_microbatch or most_useful
     trainer = trainer_memory(run, alone, tokens=tokens)
     seconds = step_seconds(
         run, axes, rates=rates, tokens=tokens, slots=engine.width if engine else 0
@@ -104,8 +106,8 @@ def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str
     if not plan.engine.sequences:
         what = "engine.gpu_memory_frac" if run.on_gpu else "engine.cpu_kv_cache_gib"
         yield (
-            f"an engine rank has no room for one sequence of {run.longest} tokens beside "
-            f"{_gib(plan.engine.causes['engine weights'])} of weights; raise "
+            f"an engine rank has no room for one sequence of {run.cfg.longest_sequence} tokens "
+            f"beside {_gib(plan.engine.causes['engine weights'])} of weights; raise "
             f"layout.inference_tp{'' if is_short else f' or {what}'}"
         )
 
@@ -149,8 +151,8 @@ class _Change:
 def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
     """Yield what may be changed, the least first within a field."""
     axes = plan.axes
-    if plan.tokens > run.least:
-        tokens = plan.most_tokens or run.least
+    if plan.tokens > (least := least_tokens(run.cfg)):
+        tokens = plan.most_tokens or least
         yield _Change("batch.tokens_per_microbatch", str(tokens), tokens=tokens)
     if not run.kernels.recomputes:
         yield _Change("model.memory.activation_checkpointing", "full", recomputes=True)
@@ -181,7 +183,7 @@ def is_possible(axes: Axes, run: Run) -> bool:
     """Return whether ranks can be laid out so, and the model on them."""
     kind = run.engine.kind
     return not any(rank_problems(axes, engine_kind=kind)) and not any(
-        misfits(run.shape.counts, axes, context=run.context, engine_kind=kind)
+        misfits(run.shape.counts, axes, context=run.cfg.model.kernels.context, engine_kind=kind)
     )
 
 
@@ -192,9 +194,10 @@ def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
     shards are of whole nodes.
     """
     tps = [n for n in _POWERS if n <= min(gpus_per_node, gpus)]
-    engine_tps = [n for n in _POWERS if n <= min(4 * gpus_per_node, gpus)] if run.is_rl else [1]
+    most = min(4 * gpus_per_node, gpus) if run.cfg.objective.samples else 1
+    engine_tps = [n for n in _POWERS if n <= most]
     eps = [n for n in _POWERS if n <= gpus] if run.shape.counts.experts else [1]
-    cps = [n for n in _POWERS if n == 1 or run.longest // n >= 2048]
+    cps = [n for n in _POWERS if n == 1 or run.cfg.longest_sequence // n >= 2048]
     for placement, trainers in _splits(run, gpus=gpus, gpus_per_node=gpus_per_node):
         sizes = itertools.product(_POWERS, tps, cps, eps, engine_tps)
         for replicate, tp, cp, ep, inference_tp in sizes:
@@ -205,7 +208,7 @@ def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
 
 
 def _splits(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[tuple[str, int]]:
-    if not run.is_rl:
+    if not run.cfg.objective.samples:
         yield "offline", gpus
         return
     yield "colocated", gpus

@@ -75,15 +75,15 @@ def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, 
     own = forward_flops(
         shape, lengths=torch.tensor([length]), num_scored=int(run.response_tokens)
     ).total
-    epochs = run.batch.epochs
+    epochs = run.cfg.batch.epochs
     passes = run.forwards + epochs * (4 if run.kernels.recomputes else 3)
-    passes += 3 * run.trained_models * run.critic_epochs
+    passes += 3 * run.trained_models * (run.cfg.critic.epochs or epochs)
     compute = run.sequences * own * passes / axes.trainers / rates.flops
     flows = trainer_flows(run, axes, tokens=tokens)
     hidden = {f.name: f.seconds(rates) for f in flows if f.hides}
     open_ = {f.name: f.seconds(rates) for f in flows if not f.hides}
     steps = (
-        run.batch.optimizer_steps
+        run.cfg.batch.optimizer_steps
         * shards_numel(shape, axes)
         * _OPTIMIZER_BYTES
         / (rates.gpu.memory_bytes_per_s * rates.memory_frac)
@@ -101,7 +101,7 @@ def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float,
     tp, each = axes.inference_tp, run.sequences / axes.replicas
     width = max(1.0, min(slots, each))
     steps = max(1.0, each * run.response_tokens / width) + (
-        run.longest_response - run.response_tokens
+        run.cfg.sampling.max_response_tokens - run.response_tokens
     )
     mean_width = max(1.0, each * run.response_tokens / steps)
     bandwidth = rates.gpu.memory_bytes_per_s * rates.memory_frac
@@ -122,9 +122,8 @@ def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float,
     reading = parts["reading weights"] + parts["reading the KV cache"]
     if matmuls > reading:
         parts |= {"matmuls": matmuls, "reading weights": 0.0, "reading the KV cache": 0.0}
-    prefill = (
-        2 * shape.active_numel * run.batch.prompts_per_step * run.prompt_tokens / axes.replicas / tp
-    )
+    prompts = run.cfg.batch.prompts_per_step / axes.replicas
+    prefill = 2 * shape.active_numel * prompts * run.prompt_tokens / tp
     limit = max(parts, key=lambda name: parts[name])
     if steps > 2 * each * run.response_tokens / width:
         limit += ", few sequences at once"

@@ -48,9 +48,9 @@ def _step_text(run: Run) -> str:
     """Return what one step works on."""
     return (
         f"{run.sequences} sequences of {run.prompt_tokens:g} + {run.response_tokens:g} "
-        f"tokens (mean; longest {run.longest}), {run.batch.updates_per_step} "
-        f"update{'s' * (run.batch.updates_per_step > 1)}"
-        + (f", {run.batch.epochs} times" if run.batch.epochs > 1 else "")
+        f"tokens (mean; longest {run.cfg.longest_sequence}), {run.cfg.batch.updates_per_step} "
+        f"update{'s' * (run.cfg.batch.updates_per_step > 1)}"
+        + (f", {run.cfg.batch.epochs} times" if run.cfg.batch.epochs > 1 else "")
         + ("; seconds are without a tower's work" if run.shape.tower else "")
     )
 
@@ -94,7 +94,7 @@ def brief(plan: Plan, *, run: Run, rates: Rates) -> Iterator[str]:
 
 def _memory_lines(plan: Plan, run: Run) -> Iterator[str]:
     yield f"Memory of a rank, GiB (of {plan.room / _GIB:.1f} that it may use)"
-    auto = "" if run.batch.tokens_per_microbatch else " (auto)"
+    auto = "" if run.cfg.batch.tokens_per_microbatch else " (auto)"
     own = f"trainer, {plan.trainer.moment}, micro-batch of {plan.tokens} tokens{auto}"
     yield from _cause_lines(own, plan.trainer)
     if plan.engine is not None:
@@ -130,7 +130,7 @@ def _second_lines(plan: Plan, run: Run) -> Iterator[str]:
             yield f"  {name:<10} {getattr(own, name):9.2f}  limited by {own.limits[name]}"
     beside = "  (generate beside update)" if own.overlaps else ""
     rate = run.sequences * run.response_tokens / own.step if own.step else 0.0
-    what = f", {rate:,.0f} sampled tokens/s" if run.is_rl else ""
+    what = f", {rate:,.0f} sampled tokens/s" if run.cfg.objective.samples else ""
     yield f"  step       {own.step:9.2f}{beside}{what}"
 
 

@@ -34,8 +34,8 @@ class Flow:
 
 def microbatches(run: Run, axes: Axes, *, tokens: int) -> int:
     """Return the micro-batches of a dp rank in one step, all updates together."""
-    each = run.tokens / axes.dp_size / run.batch.updates_per_step
-    return run.batch.updates_per_step * max(1, math.ceil(each / tokens))
+    each = run.tokens / axes.dp_size / run.cfg.batch.updates_per_step
+    return run.cfg.batch.updates_per_step * max(1, math.ceil(each / tokens))
 
 
 def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
@@ -51,16 +51,16 @@ def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
 
 def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     """Yield what sharding and replicating weights sends in `count` micro-batches."""
-    shape, updates, n = run.shape, run.batch.optimizer_steps, axes.fsdp
-    epochs = run.batch.epochs
+    shape, n, memory = run.shape, axes.fsdp, run.cfg.model.memory
+    updates, epochs = run.cfg.batch.optimizer_steps, run.cfg.batch.epochs
     blocks, state = len(shape.blocks), shards_numel(shape, axes)
     trained = lora_numel(run, axes) if run.lora_numel else state
     apart = expert_shards_numel(shape, axes)  # gathered among the ranks that ep leaves
     sent = (n - 1) * (state - apart) + (axes.replica // axes.ep - 1) * apart
     reduced = (n - 1) * trained if run.lora_numel and sent else sent
     # Forward, backward unless what was gathered is still there; forward alone.
-    gathers = count * (epochs * (1 if run.reshard == "never" else 2) + run.forwards)
-    reduces = updates if run.reduces_last else count * epochs
+    gathers = count * (epochs * (1 if memory.reshard == "never" else 2) + run.forwards)
+    reduces = updates if memory.reduce == "last" else count * epochs
     c, span = run.kernels.compute_bytes, axes.span("fsdp")
     yield Flow("FSDP gathers", gathers * c * sent, gathers * blocks, span, hides=True)
     yield Flow("FSDP reduces", reduces * 4 * reduced, reduces * blocks, span, hides=True)
@@ -74,7 +74,7 @@ def _activation_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     shape, c = run.shape, run.kernels.compute_bytes
     own = run.tokens / axes.dp_size / axes.cp  # tokens of this rank in a step
     # Forward, again where it is computed again, backward.
-    passes = run.forwards + run.batch.epochs * (3 if run.kernels.recomputes else 2)
+    passes = run.forwards + run.cfg.batch.epochs * (3 if run.kernels.recomputes else 2)
     calls = 2 * len(shape.blocks) * passes * count
     times, share = _tp_passes(shape) * passes, 2 * (axes.tp - 1) / axes.tp
     sent = times * share * own * shape.hidden * c
@@ -115,7 +115,7 @@ def push_flows(run: Run, axes: Axes) -> list[Flow]:
     if not axes.engines:
         return []
     whole = engine_weight_bytes(run, axes)
-    if run.pushes_adapter:  # of a layer that tp cuts, every rank has one matrix whole
+    if run.cfg.model.lora.pushes_adapter:  # of a layer that tp cuts, every rank has one whole
         whole = run.engine_bytes * run.lora_numel
     flows = []
     if axes.roles.overlaps:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from spmdrl.config.fields import least_tokens
 from spmdrl.model.attention.packing import PaddedGroup
 from spmdrl.model.divisibility import context_method
 from spmdrl.model.shape import Block, ModelShape
@@ -46,14 +47,15 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     """
     shape = run.shape
     c = run.kernels.compute_bytes
-    own_tokens = -(-(tokens or run.batch.tokens_per_microbatch) // axes.cp)
+    own_tokens = -(-(tokens or run.cfg.batch.tokens_per_microbatch) // axes.cp)
     work = _work(run, axes, tokens=own_tokens)
     share = run.response_tokens / (run.prompt_tokens + run.response_tokens)
     saved = saved_bytes(shape, work, num_scored=int(own_tokens * share))
     state = shards_numel(shape, axes)
     trained = lora_numel(run, axes) if run.lora_numel else state
     master = _ADAPTER if run.lora_numel else run.master_bytes
-    spared = muon_numel(shape, axes) * (run.moment_bytes - _MOMENTUM) if run.has_muon else 0
+    has_muon = run.cfg.optimizer.kind == "muon"
+    spared = muon_numel(shape, axes) * (run.moment_bytes - _MOMENTUM) if has_muon else 0
     critic = int(run.trained_models * (state * (2 * run.master_bytes + run.moment_bytes) - spared))
     causes = {
         "weights": c * state + master * trained if run.lora_numel else master * state,
@@ -103,7 +105,7 @@ def _shown_bytes(run: Run, axes: Axes, *, tokens: int) -> int:
 
 def _unreduced(run: Run, axes: Axes) -> int:
     """Return the bytes of what micro-batches add up before it is reduced, float32."""
-    if not run.reduces_last:
+    if run.cfg.model.memory.reduce == "each":
         return 0
     if run.lora_numel:
         return _ADAPTER * lora_numel(run, axes) * axes.fsdp
@@ -116,7 +118,7 @@ def _work(run: Run, axes: Axes, *, tokens: int) -> RowPart:
     groups: tuple[PaddedGroup, ...] = ()
     if run.kernels.is_padded:
         row = tokens * axes.cp
-        longest = min(run.longest, row)
+        longest = min(run.cfg.longest_sequence, row)
         lengths = [longest] * (row // longest) + [row % longest] * (row % longest > 0)
         groups = padded_groups(lengths)
     return RowPart(run.kernels, tokens, cut_of(run, axes), groups)
@@ -127,7 +129,7 @@ def cut_of(run: Run, axes: Axes) -> Cut:
     if axes.cp == 1:
         return Cut(axes.tp, axes.ep)
     heads = min(block.attention.heads for block, _ in run.shape.kinds) // axes.tp
-    method = context_method(run.context, heads=heads, cp=axes.cp)
+    method = context_method(run.cfg.model.kernels.context, heads=heads, cp=axes.cp)
     return Cut(axes.tp, axes.ep, axes.cp, method)
 
 
@@ -148,7 +150,7 @@ def _kept(run: Run, axes: Axes) -> int:
     numel = gathered_numel(shape.root, axes)
     for block, count in shape.kinds:
         numel += count * gathered_numel(block.weights, axes)
-        numel -= 0 if run.reshard == "never" else count * _shared(block, axes)
+        numel -= 0 if run.cfg.model.memory.reshard == "never" else count * _shared(block, axes)
     return numel * run.kernels.compute_bytes
 
 
@@ -166,7 +168,7 @@ def _at_head(run: Run, axes: Axes, *, saved: SavedBytes) -> dict[str, int]:
     # The weight's gradient in float32; in bfloat16 also a chunk's share, or the sum.
     gradient = rows * shape.hidden * (4 + (c if c < 4 else 0))
     gradient = 0 if run.lora_numel else gradient
-    last = c * _shared(shape.blocks[-1], axes) if run.reshard == "auto" else 0
+    last = c * _shared(shape.blocks[-1], axes) if run.cfg.model.memory.reshard == "auto" else 0
     return {
         "activations": saved.blocks + saved.rest,
         "head": logits + gradient,
@@ -181,7 +183,8 @@ def _in_attention(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> dic
         at_once = _at_last_block(run, axes, saved, work)
         stream = work.tokens * (4 + c) * shape.hidden
     else:  # gathered: this block, and once more as it came, in one piece
-        shared = 0 if run.reshard == "never" else max(_shared(b, axes) for b, _ in shape.kinds)
+        is_kept = run.cfg.model.memory.reshard == "never"
+        shared = 0 if is_kept else max(_shared(b, axes) for b, _ in shape.kinds)
         at_once, stream = {"gathered by FSDP": _kept(run, axes) + 2 * c * shared}, 0
     unkept = max(
         unkept_bytes(b.attention, work) - mlp_bytes(b, work, hidden=shape.hidden)
@@ -196,9 +199,10 @@ def _at_last_block(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> di
     # Gathered: this block and the next, on its way in one piece. Of the block before, gradients
     # and their float32 copy are still being reduced; the head's gradient waits for the end.
     gathered = _kept(run, axes)
-    if run.reshard != "never":
+    if run.cfg.model.memory.reshard != "never":
         most = max(_shared(block, axes) for block, _ in shape.kinds)
-        gathered += (3 + max(0, run.ahead - 1)) * c * most
+        ahead = run.cfg.model.memory.prefetch
+        gathered += (3 + (0 if ahead == "auto" else max(0, ahead - 1))) * c * most
     reduced = 0 if run.lora_numel or c == 4 else (c + 4) * numel
     head = 0 if run.lora_numel else c * _head_rows(shape, axes) * shape.hidden
     return {
@@ -241,7 +245,7 @@ def most_tokens(run: Run, axes: Axes, *, room: int) -> int:
     def fits(tokens: int) -> bool:
         return trainer_memory(run, axes, tokens=tokens).total <= room
 
-    step, least = 256, max(run.least, axes.cp)
+    step, least = 256, max(least_tokens(run.cfg), axes.cp)
     if not fits(least):
         return 0
     low = high = -(-least // step)  # in steps
