@@ -29,11 +29,6 @@ class Alternative:
     """What differs, as given: {field of algorithm: value}; {} for the run's own."""
 
 
-def as_run(cfg: Config) -> Alternative:
-    """Return the run's own settings as an alternative."""
-    return Alternative(AS_RUN, cfg, {})
-
-
 def alternatives(
     cfg: Config,
     *,

@@ -6,9 +6,6 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import Tensor
 
 from spmdrl.algorithms import registry
 from spmdrl.certificate.recorded import go_to, take_batch
@@ -21,7 +18,7 @@ from spmdrl.rollout.replay_source import ReplaySource
 from spmdrl.train.objectives.objective_loss import needed_columns
 from spmdrl.train.trainer import Trainer
 from spmdrl.types import Batch, Scalars
-from spmdrl.what_if.alternatives import Alternative, as_run
+from spmdrl.what_if.alternatives import AS_RUN, Alternative
 from spmdrl.what_if.measures import cosine
 from spmdrl.what_if.probe import Probe, probe
 from spmdrl.what_if.recorded_steps import RecordedRun, recorded_metrics
@@ -35,18 +32,12 @@ _LOOSE = 0.1  # of 8 or 11 bits, packed otherwise, perhaps on another device
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one alternative does at one step; the parts of Probe that are shown."""
+class Outcome(Probe):
+    """What one alternative does at one step; its gradients are let go of."""
 
     alternative: Alternative
-    metrics: dict[str, float]
     cosine: float
     """Of the angle to the run's own gradient."""
-    clipped: float
-    masked: float
-    ess: float
-    pushes: Tensor
-    token_pushes: dict[int, list[float]]
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,7 @@ def look_again(
     Raises: Refusal for what cannot be done right: a model that is needed and not there, a step
         whose own gradient norm is not what the run reported.
     """
-    everyone = [as_run(run.cfg), *alternatives]
+    everyone = [Alternative(AS_RUN, run.cfg, {}), *alternatives]
     columns = _columns(run.cfg, everyone)
     with tempfile.TemporaryDirectory() as folder:
         cfg = alone(run.cfg, output_dir=folder, alternatives=everyone)
@@ -168,15 +159,12 @@ def _found(
     for other in everyone:
         with refusing(f"step {step}, alternative {other.name}", Refusal):
             found = own if other is everyone[0] else probe(trainer, batch, other, step=step)
-        fields: dict[str, Any] = {name: getattr(found, name) for name in _SHOWN}
+        shown = vars(found) | {"gradients": {}}
         angle = cosine(found.gradients, own.gradients)
-        outcomes.append(Outcome(alternative=other, cosine=angle, **fields))
+        outcomes.append(Outcome(**shown, alternative=other, cosine=angle))
     checkpoint = run.weights[step]
     weights = run.cfg.model.path if checkpoint is None else str(checkpoint)
     return StepFound(step, weights, batch.scalars, outcomes, recorded, notes)
-
-
-_SHOWN = ("metrics", "clipped", "masked", "ess", "pushes", "token_pushes")
 
 
 def _compared(run: RecordedRun, step: int, own: Probe) -> tuple[dict[str, float], list[str]]:
