@@ -158,18 +158,8 @@ def alone(cfg: Config, export_to: str, reference: str) -> Measured:
 
 
 def mesh(cfg: Config, reference: str) -> Measured:
-    """Compare two updates on some layout with those of one rank."""
-    world = World.start(cfg)
-    trainer: Any = make_trainer(cfg, world)
-    for step in range(UPDATES):
-        _update(trainer, step)
-    found = {"parameters": _parameter_gap(trainer, reference)}
-    world.close()
-    return found
-
-
-def resumed(cfg: Config, reference: str) -> Measured:
-    """Go on from a checkpoint of another layout; compare with who was never interrupted."""
+    """Compare updates on some layout with those of one rank: two, or what is left of them behind a
+    checkpoint of another layout."""
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
     state = Checkpointer(cfg, world).restore(trainer, NoSource())

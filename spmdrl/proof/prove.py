@@ -95,7 +95,7 @@ class Proof:
         two = self._two()
         saved = f"{self.folder}/alone/checkpoints/step_1"
         resuming = replace(two, checkpoint=CheckpointSettings(resume=saved))
-        yield self._line("resume on dp 2", jobs.resumed, resuming, _parameters)
+        yield self._line("resume on dp 2", jobs.mesh, resuming, _resumed)
         lora = self._config("lora", model={"lora": {"rank": 4}})
         yield self._line("LoRA", jobs.adapters, lora, _adapters, str(self.folder / "merged"))
         if self._layout is not None:
@@ -158,7 +158,7 @@ class Proof:
         _, refused = attempt(lambda: check_fit(cfg))
         if refused is not None:
             return Line(name, "refused", _short(refused), time.monotonic() - began)
-        if job in (jobs.mesh, jobs.resumed):
+        if job is jobs.mesh:
             args = (*args, self._reference)
         found, error = self._run(job, cfg, *args)
         return _judged(name, found, error, judge, time.monotonic() - began)
@@ -252,8 +252,12 @@ def _export(found: jobs.Measured) -> tuple[bool, str]:
 
 def _parameters(found: jobs.Measured) -> tuple[bool, str]:
     gap = found["parameters"]
-    is_right = gap <= NEAR and found.get("step", 1) == 1
-    return is_right, f"{gap:.1e} of the largest change after {jobs.UPDATES} updates"
+    return gap <= NEAR, f"{gap:.1e} of the largest change after {jobs.UPDATES} updates"
+
+
+def _resumed(found: jobs.Measured) -> tuple[bool, str]:
+    is_right, note = _parameters(found)
+    return is_right and found["step"] == 1, note
 
 
 def _adapters(found: jobs.Measured) -> tuple[bool, str]:
