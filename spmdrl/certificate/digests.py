@@ -44,17 +44,13 @@ _KEPT = 2**16
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
+@lru_cache(maxsize=128)
 def odd_weights(first: int, count: int, *, dim: int, device: torch.device) -> Tensor:
     """Return [count] int64, odd, of the indices from `first` on of a dim.
 
     Args:
         dim: counted from the last, 0: of words in it.
     """
-    return _odd_weights(first, count, dim, device)
-
-
-@lru_cache(maxsize=128)
-def _odd_weights(first: int, count: int, dim: int, device: torch.device) -> Tensor:
     at = torch.arange(first, first + count, device=device)
     return mixed(at + (dim << 48)).bitwise_or_(1)
 
