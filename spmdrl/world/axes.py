@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from spmdrl.config import Config, trainer_ranks
 from spmdrl.config.placements import PLACEMENTS, Placement
@@ -72,17 +72,8 @@ class Axes:
 
 def axes_of(cfg: Config) -> Axes:
     """Return the layout that a config describes."""
-    layout = cfg.layout
-    return Axes(
-        placement=layout.placement,
-        world_size=layout.world_size,
-        trainers=len(trainer_ranks(cfg)),
-        dp_replicate=layout.dp_replicate,
-        cp=layout.cp,
-        tp=layout.tp,
-        ep=layout.ep,
-        inference_tp=layout.inference_tp,
-    )
+    own = {f.name: getattr(cfg.layout, f.name) for f in fields(Axes) if f.name != "trainers"}
+    return Axes(trainers=len(trainer_ranks(cfg)), **own)
 
 
 def rank_problems(axes: Axes, *, engine_kind: str) -> Iterator[str]:
