@@ -21,18 +21,29 @@ from spmdrl.world.torch_internals import set_group_timeout, split_no_groups
 from spmdrl.world.watch import PeersMissing, first_line
 
 
-@dataclass(frozen=True)
+@dataclass
 class WorldGroups:
-    """The groups and meshes of World, each described there."""
+    """The groups and meshes of a World."""
 
     control: dist.ProcessGroup
+    """gloo group over all ranks, for small messages."""
     everyone: dist.ProcessGroup
+    """Group over all ranks that carries tensors."""
     trainer_control: dist.ProcessGroup
+    """gloo group over the trainer ranks, for the few numbers of an update."""
     saving: dist.ProcessGroup
+    """gloo group over the trainer ranks for the thread that writes checkpoints and nothing else:
+    two threads in one group would meet each other's collectives."""
     replica_control: dist.ProcessGroup | None
+    """gloo group over the ranks of this rank's engine replica; None where that is one rank."""
     mesh: DeviceMesh
+    """Trainer mesh with axes MESH_AXES; ranks that do not train have no place in it."""
     sharding: DeviceMesh
+    """The same ranks with axes dp_replicate, fsdp (dp_shard and cp in one) and tp, over which
+    parameters are sharded."""
     experts: DeviceMesh | None
+    """The same ranks with axes dp_replicate, efsdp and ep, over which experts are sharded; None
+    without expert or tensor parallelism."""
 
 
 def meet(launch: Launch, *, shared: Path | None, within: timedelta) -> dist.Store:

@@ -14,7 +14,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
@@ -23,7 +22,7 @@ from spmdrl.world.awaited import Awaited
 from spmdrl.world.check_launch import check_launch
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
-from spmdrl.world.groups import join_world, make_groups, make_groups_alone, meet
+from spmdrl.world.groups import WorldGroups, join_world, make_groups, make_groups_alone, meet
 from spmdrl.world.host_memory import MemoryWatch
 from spmdrl.world.launch import Launch, ask_cublas_to_repeat, is_orphaned, read_launch
 from spmdrl.world.leaving import obey_signals
@@ -36,7 +35,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class World(Meetings):
+class World(WorldGroups, Meetings):
     """One rank's view of the job. Made by `World.start`, ended by `close`."""
 
     cfg: Config
@@ -47,27 +46,8 @@ class World(Meetings):
     backend: str
     """What carries tensors between ranks: nccl, or gloo."""
     watch: Watch
-    control: dist.ProcessGroup
-    """gloo group over all ranks, for small messages."""
-    everyone: dist.ProcessGroup
-    """Group over all ranks that carries tensors."""
-    trainer_control: dist.ProcessGroup
-    """gloo group over the trainer ranks, for the few numbers of an update."""
-    saving: dist.ProcessGroup
-    """gloo group over the trainer ranks for the thread that writes checkpoints and nothing else:
-    two threads in one group would meet each other's collectives."""
-    mesh: DeviceMesh
-    """Trainer mesh with axes MESH_AXES; ranks that do not train have no place in it."""
-    sharding: DeviceMesh
-    """The same ranks with axes dp_replicate, fsdp (dp_shard and cp in one) and tp, over which
-    parameters are sharded."""
-    experts: DeviceMesh | None
-    """The same ranks with axes dp_replicate, efsdp and ep, over which experts are sharded; None
-    without expert or tensor parallelism."""
     store: SealedStore
     """Key-value store of the job, for what a rank may learn without waiting for it."""
-    replica_control: dist.ProcessGroup | None = None
-    """gloo group over the ranks of this rank's engine replica; None where that is one rank."""
     stop_requested: bool = field(default=False)
     """A signal asked for it: save at the next step boundary, then leave."""
     is_started: bool = field(default=False)
