@@ -9,8 +9,6 @@ from spmdrl.checkpoint.restore import TrainState, restore
 from spmdrl.checkpoint.save import Saver
 from spmdrl.checkpoint.state import Saved, SavedSource
 
-__all__ = ["Checkpointer", "Saved", "SavedSource", "TrainState"]
-
 
 class Checkpointer(Saver):
     """Saves and restores one job. Every method is called by every rank, in one order."""

@@ -27,13 +27,3 @@ What is not a boundary:
 from spmdrl.sandbox.run import NotProtected, check_protection, run_python
 from spmdrl.sandbox.supervisor import LaunchError, ProgramResult
 from spmdrl.sandbox.ways import Protection, protection
-
-__all__ = [
-    "LaunchError",
-    "NotProtected",
-    "ProgramResult",
-    "Protection",
-    "check_protection",
-    "protection",
-    "run_python",
-]

@@ -1,5 +1,3 @@
 """One job over all ranks: what the launcher said, the groups and meshes, waits with names."""
 
 from spmdrl.world.world import World
-
-__all__ = ["World"]
