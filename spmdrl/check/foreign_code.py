@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import Config
+from spmdrl.config import Config, load_yaml
 from spmdrl.errors import Refusal
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.workers.environment_jobs import BUILT_IN
@@ -30,7 +30,7 @@ def named_code(cfg: Config) -> list[str]:
     for field, options in environments.items():
         for name, value in _leaves(options, field):
             is_ours = name == f"{field}.name" and value in BUILT_IN
-            if not is_ours and (_is_code(value) or name.endswith(".name") or _is_unprotected(name)):
+            if not is_ours and (_is_code(value) or name.endswith((".name", ".allow_unprotected"))):
                 found.append(f"{name}: {value}")
     options = {k: v for k, v in cfg.engine.options.items() if not isinstance(v, (bool, int, float))}
     return found + [f"engine.options.{name}: {value}" for name, value in options.items()]
@@ -40,20 +40,22 @@ METHODS = ("advantage", "loss", "correction", "kl")
 """Fields of `algorithm` that name a function, each with options of its own beside it."""
 
 
-def check_methods_trusted(
-    cfg: Config, file: Path, *, trust_run: bool, trust_remote_code: bool
-) -> None:
-    """Refuse the code that training on what a run recorded would run, where nobody allowed it.
+def trusted_config(run: Path, *, trust_run: bool, trust_remote_code: bool) -> Config:
+    """Return the config of a run, which may be somebody else's, to train on what that recorded.
 
     Args:
-        file: that holds the config, which may be somebody else's.
+        run: output_dir.
         trust_run: the methods that the config names may run. trust_remote_code: Python code of the
             model's folder may.
-    Raises: Refusal naming the code, and the flags that allow it.
+    Raises: Refusal naming the code that nobody allowed, and the flags that allow it; as
+        `load_yaml`.
     """
+    cfg = load_yaml(run / "config.yaml", may_be_former=True)
     named = [(kind, getattr(cfg.algorithm, kind)) for kind in METHODS]
     code = [f"algorithm.{kind}: {name}" for kind, name in named if ":" in name and not trust_run]
-    refuse_code(code, file, of_model=cfg.model.trust_remote_code and not trust_remote_code)
+    of_model = cfg.model.trust_remote_code and not trust_remote_code
+    refuse_code(code, run / "config.yaml", of_model=of_model)
+    return cfg
 
 
 def refuse_code(code: list[str], file: Path, *, of_model: bool, otherwise: str = "") -> None:
@@ -92,7 +94,3 @@ def _is_code(value: Any) -> bool:
     """Whether a value can be `module:NAME` or `path/file.py:NAME`, alone or in a list of names."""
     texts = str(value).split(",") if isinstance(value, str) else []
     return any(":" in text and not _TASK.fullmatch(text) for text in texts)
-
-
-def _is_unprotected(name: str) -> bool:
-    return name.endswith(".allow_unprotected")

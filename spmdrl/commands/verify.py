@@ -41,15 +41,11 @@ def verify(
     from spmdrl.certificate.lines import read
     from spmdrl.certificate.replay import plan_ways, replayed
     from spmdrl.certificate.report import compared
-    from spmdrl.check.foreign_code import check_methods_trusted
-    from spmdrl.config import load_yaml
+    from spmdrl.check.foreign_code import trusted_config
     from spmdrl.world.launch import launch_alone
 
     found = read(run)
-    cfg = load_yaml(run / "config.yaml", may_be_former=True)
-    check_methods_trusted(
-        cfg, run / "config.yaml", trust_run=trust_run, trust_remote_code=trust_remote_code
-    )
+    cfg = trusted_config(run, trust_run=trust_run, trust_remote_code=trust_remote_code)
     ways, recorded = plan_ways(found, cfg, asked=steps)
     launch_alone()
     again = compared(found, replayed(found, cfg, ways, recorded), rounding=rounding)

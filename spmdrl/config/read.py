@@ -104,7 +104,7 @@ def load_yaml(path: str | Path, *, may_be_former: bool = False) -> Config:
     tree = plain_data(_text_of(path), file=str(path)) or {}
     if not isinstance(tree, dict):
         raise Refusal(f"config file {path}: expected a mapping of fields, got {shown(tree)}")
-    return _config(tree, where=f"config file {path}", may_be_former=may_be_former)
+    return from_tree(tree, where=f"config file {path}", may_be_former=may_be_former)
 
 
 def _text_of(path: Path) -> str:
@@ -119,12 +119,15 @@ def _text_of(path: Path) -> str:
         raise Refusal(f"config file {path} cannot be read: {error.strerror}") from None
 
 
-def from_tree(tree: Mapping[str, Any], *, where: str = "config") -> Config:
-    """Return the config of nested mappings, as YAML has them. Raises: as `load_yaml`."""
-    return _config(tree, where=where)
+def from_tree(
+    tree: Mapping[str, Any], *, where: str = "config", may_be_former: bool = False
+) -> Config:
+    """Return the config of nested mappings, as YAML has them.
 
-
-def _config(tree: Mapping[str, Any], *, where: str, may_be_former: bool = False) -> Config:
+    Args:
+        where: they stand, for messages. may_be_former: as of `load_yaml`.
+    Raises: as `load_yaml`.
+    """
     found: dict[str, Any] = {}
     problems: list[str] = []
     flat = leaves(tree, problems=problems)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.certificate.recorded import check_checkpoint, check_files
-from spmdrl.check.foreign_code import check_methods_trusted
+from spmdrl.check.foreign_code import trusted_config
 from spmdrl.checkpoint import manifest as disk
-from spmdrl.config import Config, load_yaml
+from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder
 from spmdrl.report.jsonl import read_rows
@@ -42,11 +42,12 @@ def open_run(
     Raises: Refusal where there is no config, no recorded step, or none with its weights; for an
         objective without advantages; for code of the run's that is not trusted.
     """
-    cfg = load_yaml(folder / "config.yaml", may_be_former=True)
-    _check_kind(cfg, folder)
-    check_methods_trusted(
-        cfg, folder / "config.yaml", trust_run=trust_run, trust_remote_code=trust_remote_code
-    )
+    cfg = trusted_config(folder, trust_run=trust_run, trust_remote_code=trust_remote_code)
+    if not cfg.objective.has_advantages:
+        raise Refusal(
+            f"{folder}: its objective is {cfg.algorithm.objective}; what-if compares losses on "
+            "advantages of sampled rollouts, those of the objective rl"
+        )
     recorded = find_recorded(folder)
     saved = {
         disk.step_of(path): path
@@ -63,14 +64,6 @@ def open_run(
             "checkpoint.keep.last large enough"
         )
     return RecordedRun(folder, cfg, recorded, dict(sorted(found.items())))
-
-
-def _check_kind(cfg: Config, folder: Path) -> None:
-    if not cfg.objective.has_advantages:
-        raise Refusal(
-            f"{folder}: its objective is {cfg.algorithm.objective}; what-if compares losses on "
-            "advantages of sampled rollouts, those of the objective rl"
-        )
 
 
 def chosen_steps(run: RecordedRun, asked: Sequence[int]) -> list[int]:
