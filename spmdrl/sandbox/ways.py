@@ -8,6 +8,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 
+from spmdrl.imports import attempt
 from spmdrl.sandbox.limits import Limits, Way
 from spmdrl.sandbox.seccomp import seccomp_filter
 from spmdrl.sandbox.supervisor import LaunchError, launch
@@ -79,12 +80,11 @@ def chosen_way() -> tuple[Way, Protection]:
         return Way(), Protection(text=f"the sandbox needs Linux, this is {sys.platform}")
     failed = []
     for name, way in ways():
-        found = _tried_or_why(way, name=name)
-        if isinstance(found, Protection):
-            if found.is_enough:
-                return way, found
-            found = f"works, but a program in it can still use {_open_doors(found)}"
-        failed.append(f"{name}: {found}")
+        found, error = attempt(functools.partial(tried, way, name=name), LaunchError)
+        if found and found.is_enough:
+            return way, found
+        doors = f"works, but a program in it can still use {_open_doors(found)}" if found else ""
+        failed.append(f"{name}: {doors or error}")
     return _weakest("; ".join(failed))
 
 
@@ -110,17 +110,10 @@ def _weakest(reasons: str) -> tuple[Way, Protection]:
     )
     beside, root = seccomp_filter(has_own_pids=False), os.geteuid() == 0
     for way in (Way(drop_uid=root, seccomp=beside), Way(drop_uid=root), Way(seccomp=beside), Way()):
-        found = _tried_or_why(way, name=text)
-        if not isinstance(found, str):
+        found, _ = attempt(functools.partial(tried, way, name=text), LaunchError)
+        if found:
             return way, found
     return Way(), Protection(text=text)
-
-
-def _tried_or_why(way: Way, *, name: str) -> Protection | str:
-    try:
-        return tried(way, name=name)
-    except LaunchError as error:
-        return str(error)
 
 
 def tried(way: Way, *, name: str) -> Protection:
