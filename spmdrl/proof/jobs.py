@@ -140,7 +140,7 @@ def alone(cfg: Config, export_to: str, reference: str) -> Measured:
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
     rows, plain = _rows(trainer), _plain(cfg.model.path)
-    packed = _packed(trainer, rows)
+    packed = trainer.weights.score(rows)
     expected = [_plain_logprobs(plain, row).detach() for row in rows]
     found = {
         "packed": gap(packed, expected),
@@ -176,13 +176,13 @@ def adapters(cfg: Config, export_to: str) -> Measured:
     trainer: Any = make_trainer(cfg, world)
     rows, plain = _rows(trainer), _plain(cfg.model.path)
     expected = [_plain_logprobs(plain, row).detach() for row in rows]
-    first, saver = _packed(trainer, rows), Checkpointer(cfg, world)
+    first, saver = trainer.weights.score(rows), Checkpointer(cfg, world)
     for step in range(UPDATES):
         _update(trainer, step)
         saver.maybe_save(step + 1, trainer, NoSource())
     found = {
         "before": gap(first, expected),
-        "moved": gap(_packed(trainer, rows), first),
+        "moved": gap(trainer.weights.score(rows), first),
         "export": _export_gap(trainer, cfg, export_to),
     }
     world.close()
@@ -196,20 +196,20 @@ def engine(cfg: Config) -> Measured:
     generator = make_engine(cfg, world)
     trainer: Any = make_trainer(cfg, world)
     rows = _rows(trainer)
-    found: Measured = {"loaded": gap(_engine_s(generator, rows), _packed(trainer, rows))}
+    found: Measured = {"loaded": gap(generator.score(rows), trainer.weights.score(rows))}
     stream = WeightStream(trainer.weights, generator, world)
     found |= {"mode": stream.mode, "why": [line for line in said.lines if "falling back" in line]}
     stream.release()
     stream.push(version=0)
-    first = _engine_s(generator, rows)
-    found["before"] = gap(first, _packed(trainer, rows))
+    first = generator.score(rows)
+    found["before"] = gap(first, trainer.weights.score(rows))
     for step in range(UPDATES):
         stream.release()
         _update(trainer, step)
         stream.push(version=step + 1)
     stream.verify(UPDATES)
-    last = _engine_s(generator, rows)
-    found |= {"after": gap(last, _packed(trainer, rows)), "moved": gap(last, first)}
+    last = generator.score(rows)
+    found |= {"after": gap(last, trainer.weights.score(rows)), "moved": gap(last, first)}
     found["sampled"] = _sampled_gap(generator, trainer, rows)
     if cfg.engine.dtype == "bfloat16":
         found["rounding"] = _rounding(cfg.model.path, rows)
@@ -334,16 +334,8 @@ def _export_gap(trainer: Any, cfg: Config, export_to: str) -> tuple[float, float
     return gap(_singly(trainer, rows), expected)
 
 
-def _packed(trainer: Any, rows: list[Given]) -> list[Tensor]:
-    return trainer.weights.score(rows)
-
-
 def _singly(trainer: Any, rows: list[Given]) -> list[Tensor]:
     return [trainer.weights.score([row])[0] for row in rows]
-
-
-def _engine_s(generator: EngineProtocol, rows: list[Given]) -> list[Tensor]:
-    return generator.score(rows)
 
 
 def _sampled_gap(generator: EngineProtocol, trainer: Any, rows: list[Given]) -> tuple[float, float]:
@@ -354,7 +346,7 @@ def _sampled_gap(generator: EngineProtocol, trainer: Any, rows: list[Given]) -> 
     drawn: list[Completion] = []
     while len(drawn) < len(prompts):
         drawn += generator.step()
-    scored = _packed(trainer, [prompts[one.key] + one.tokens.tolist() for one in drawn])
+    scored = trainer.weights.score([prompts[one.key] + one.tokens.tolist() for one in drawn])
     # What `gap` leaves out is the first: one number of the prompt's end stands there.
     ours = [nn.functional.pad(one.logprobs.float(), (1, 0)) for one in drawn]
     theirs = [nn.functional.pad(s[-len(d.tokens) :], (1, 0)) for s, d in zip(scored, drawn)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -97,27 +97,17 @@ def _type_of(hf_config: Any) -> str:
 
 def keep(record: Record, path: Path) -> None:
     """Put a record into a file, in the place of what was known of the model."""
-    others = [one for one in read(path) if one.model != record.model]
+    lines = {one.model: json.dumps(asdict(one)) + "\n" for one in [*read(path), record]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(asdict(one)) + "\n" for one in sorted([*others, record], key=_name)]
     partial = path.with_name(path.name + ".partial")
-    partial.write_text("".join(lines))
+    partial.write_text("".join(text for _, text in sorted(lines.items())))
     partial.replace(path)
-
-
-def _name(record: Record) -> str:
-    return record.model
 
 
 def read(path: Path) -> list[Record]:
     """Return the records of a file; none where there is no such file."""
-    return list(_read(path)) if path.is_file() else []
-
-
-def _read(path: Path) -> Iterator[Record]:
-    for text in path.read_text().splitlines():
-        fields = json.loads(text)
-        yield Record(**fields | {"lines": tuple(Line(**line) for line in fields["lines"])})
+    plain = map(json.loads, path.read_text().splitlines() if path.is_file() else ())
+    return [Record(**own | {"lines": tuple(Line(**x) for x in own["lines"])}) for own in plain]
 
 
 def tell_unchecked(cfg: Config, world: World) -> None:

@@ -50,7 +50,7 @@ def _text(records: Sequence[Record]) -> str:
 
 def _row(record: Record, reasons: list[str]) -> list[str]:
     lines = {line.name: line for line in record.lines}
-    whole = lines["model"] if lines.get("model") else None
+    whole = lines.get("model")
     if whole is not None and whole.verdict != "proved":
         cells = [_cell(whole, reasons)] + [""] * (len(_COLUMNS) - 1)
     else:
@@ -65,13 +65,8 @@ def _cell(line: Line, reasons: list[str]) -> str:
     if "which has no experts" in line.note:
         return "-"
     text = line.note.split(" (model.path ")[0].removeprefix("model.path ").strip()
-    text = _without_folders(text)
+    text = " ".join(word for word in text.split() if not word.startswith("/"))
     reason = f"{line.name}: {text[:_SHORT]}{' ...' if len(text) > _SHORT else ''}"
     if reason not in reasons:
         reasons.append(reason)
     return f"{line.verdict} ({reasons.index(reason) + 1})"
-
-
-def _without_folders(text: str) -> str:
-    words = [word for word in text.split() if "/" not in word or not word.startswith("/")]
-    return " ".join(words)
