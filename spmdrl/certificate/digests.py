@@ -100,10 +100,6 @@ class _Segment:
         """Blocks of all rows."""
         return self.rows * self.per_row
 
-    def is_whole(self, *, per_block: int) -> bool:
-        """Return whether nothing is to be copied to put zeros around its rows."""
-        return self.rows == 1 or self.end - self.begin == self.count * per_block
-
     def weights(self, device: torch.device) -> Tensor:
         """Return [count] int64, odd, of its blocks."""
         across = torch.arange(self.per_row, device=device)
@@ -164,13 +160,6 @@ class Digester:
                 view = as_bits(views[one.view])
                 found += one.filled(view, per_block=self._per_block, device=self._device)
             yield found
-
-    def are_live(self, views: Sequence[Tensor]) -> bool:
-        """Return whether all that `pieces` yields of them shares their memory, zeros apart."""
-        segments = [one for chunk in self._chunks for one in chunk]
-        are_whole = all(one.is_whole(per_block=self._per_block) for one in segments)
-        here = (view.device.type == self._device.type for view in views)
-        return are_whole and all(here) and all(view.is_contiguous() for view in views)
 
     def digests(self, pieces: Iterable[Sequence[Tensor]], *, count: int) -> Tensor:
         """Return [count] int64, the share of some pieces in the digest of each of the tensors."""

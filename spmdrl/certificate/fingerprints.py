@@ -110,11 +110,6 @@ class TensorGroup:
         """Yield the elements of this rank's parts as its digester takes them."""
         return self.digester.pieces([view for *_, view in self.views(locals_)])
 
-    def live_pieces(self, locals_: Sequence[Tensor]) -> list[list[Tensor]] | None:
-        """Return the same once and for all, where it shares the parts' memory."""
-        views = [view for *_, view in self.views(locals_)]
-        return list(self.digester.pieces(views)) if self.digester.are_live(views) else None
-
     def views(self, locals_: Sequence[Tensor]) -> list[tuple[str, bool, Box, Tensor]]:
         """Return of each box the tensor's name, whether this rank counts it, itself and what shows
         it in this rank's parts, which are in the order of `names`."""
@@ -150,23 +145,14 @@ class Tally:
         self._none = torch.zeros(1 + SKETCHES, dtype=torch.float64)
         self._sequences: dict[str, Tensor] = {}
 
-    def add(
-        self,
-        group: TensorGroup,
-        locals_: Sequence[Tensor],
-        *,
-        number: int = 0,
-        pieces: Iterable[Sequence[Tensor]] | None = None,
-    ) -> None:
+    def add(self, group: TensorGroup, locals_: Sequence[Tensor], *, number: int = 0) -> None:
         """Add this rank's parts of a group's tensors.
 
         Args:
-            pieces: what `group.pieces` said of these very parts, in live memory.
             number: of tensors that share a name: each is added with a factor of its own, so that
                 it matters which was which.
         """
-        pieces = group.pieces(locals_) if pieces is None else pieces
-        digests = group.digester.digests(pieces, count=len(group.names))
+        digests = group.digester.digests(group.pieces(locals_), count=len(group.names))
         self._shares.append((group.names, (digests + group.counts) * factor_of(number)))
         self._held |= zip(group.names, group.held)
         if not (self._is_near and group.is_near):

@@ -63,7 +63,7 @@ class State:
     ):
         self._read, self._world = read, world
         self._section, self._is_near = section, is_near
-        self._live: list[tuple[TensorGroup, list[Tensor], list[list[Tensor]] | None]] | None = None
+        self._live: list[tuple[TensorGroup, list[Tensor]]] | None = None
         self._copies: list[str] = []
 
     def add_to(self, tally: Tally) -> None:
@@ -73,13 +73,11 @@ class State:
             # Both are held: no copy of the one has the address of the other's.
             self._copies = [name for name in first if not _shares(first[name], second[name])]
             live = {name: own for name, own in first.items() if name not in self._copies}
-            self._live = [(*own, own[0].live_pieces(own[1])) for own in self._groups(live)]
-        for group, locals_, pieces in self._live:
-            tally.add(group, locals_, pieces=pieces)
-        if self._copies:
-            now = tensor_leaves(self._read())
-            for group, locals_ in self._groups({name: now[name] for name in self._copies}):
-                tally.add(group, locals_)
+            self._live = self._groups(live)
+        now = tensor_leaves(self._read()) if self._copies else {}
+        copies = self._groups({name: now[name] for name in self._copies})
+        for group, locals_ in [*self._live, *copies]:
+            tally.add(group, locals_)
 
     def _groups(self, tensors: Mapping[str, Tensor]) -> list[tuple[TensorGroup, list[Tensor]]]:
         return [
