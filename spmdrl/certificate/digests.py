@@ -25,7 +25,7 @@ pieces that stay in the processor's cache, so that small tensors take no longer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -152,21 +152,15 @@ class Digester:
         total = sum(segment.count for chunk in self._chunks for segment in chunk)
         self._known = [self._weights(c) for c in self._chunks] if total <= _KEPT else []
 
-    def pieces(self, views: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield the elements of these views, chunk after chunk, as `digests` takes them."""
-        for chunk in self._chunks:
-            found = []
+    def digests(self, views: Sequence[Tensor], *, count: int) -> Tensor:
+        """Return [count] int64, the share of these views in the digest of each of the tensors."""
+        found = torch.zeros(count, dtype=torch.int64, device=self._device)
+        for number, chunk in enumerate(self._chunks):
+            weights, tensors = self._known[number] if self._known else self._weights(chunk)
+            own: list[Tensor] = []
             for one in chunk:
                 view = as_bits(views[one.view])
-                found += one.filled(view, per_block=self._per_block, device=self._device)
-            yield found
-
-    def digests(self, pieces: Iterable[Sequence[Tensor]], *, count: int) -> Tensor:
-        """Return [count] int64, the share of some pieces in the digest of each of the tensors."""
-        found = torch.zeros(count, dtype=torch.int64, device=self._device)
-        for number, own in enumerate(pieces):
-            known = self._known[number] if self._known else self._weights(self._chunks[number])
-            weights, tensors = known
+                own += one.filled(view, per_block=self._per_block, device=self._device)
             found.index_add_(0, tensors, _block_sums(own).mul_(weights))
         return found
 

@@ -8,7 +8,7 @@ are apart. They take several times as long as the digest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -106,10 +106,6 @@ class TensorGroup:
         self.counts = torch.tensor(counts, device=world.device)
         """[n] int64, what the number of elements adds to each digest."""
 
-    def pieces(self, locals_: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """Yield the elements of this rank's parts as its digester takes them."""
-        return self.digester.pieces([view for *_, view in self.views(locals_)])
-
     def views(self, locals_: Sequence[Tensor]) -> list[tuple[str, bool, Box, Tensor]]:
         """Return of each box the tensor's name, whether this rank counts it, itself and what shows
         it in this rank's parts, which are in the order of `names`."""
@@ -152,13 +148,15 @@ class Tally:
             number: of tensors that share a name: each is added with a factor of its own, so that
                 it matters which was which.
         """
-        digests = group.digester.digests(group.pieces(locals_), count=len(group.names))
+        views = group.views(locals_)
+        own = [view for *_, view in views]
+        digests = group.digester.digests(own, count=len(group.names))
         self._shares.append((group.names, (digests + group.counts) * factor_of(number)))
         self._held |= zip(group.names, group.held)
         if not (self._is_near and group.is_near):
             return
         self._near |= {name: self._none for name in group.names if name not in self._near}
-        for name, speaks, box, view in group.views(locals_):
+        for name, speaks, box, view in views:
             if speaks:
                 near = _near(view, box, device=self._world.device)
                 self._near[name] = self._near[name] + near.cpu()
