@@ -280,17 +280,32 @@ def _axes_problems(cfg: Config, counts: ModelCounts, *, at: str, is_policy: bool
         )
 
 
-def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> list[str]:
-    """Return why the policy can have no such adapters: targets that match nothing, a folder that
+def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> Iterator[str]:
+    """Yield why the policy can have no such adapters: targets that match nothing, a folder that
     holds none, or one of another model; or why they cannot be those of an engine."""
     if not cfg.model.lora.is_on:
-        return []
+        return
     form, error = attempt(lambda: _form_of(cfg, hf_model))
     if form is None:
-        return [str(error)]
-    if not cfg.model.lora.pushes_adapter:
-        return []
-    return _push_problems(cfg, hf_model, form=form, counts=counts)
+        yield str(error)
+    elif not cfg.model.lora.pushes_adapter:
+        return
+    elif form.rank > MAX_RANK:  # of a folder
+        yield (
+            f"model.lora.push: adapter with rank {form.rank} of {form.path}: vLLM has "
+            f"adapters up to rank {MAX_RANK}; take merged"
+        )
+    elif has_embedding(hf_model, form):
+        yield (
+            "model.lora.push: adapter with targets that name the embedding, of which "
+            "vLLM takes no adapter; take merged, or leave it out"
+        )
+    elif counts.experts:  # on the CPU there is no Triton, and the path is not proved on CUDA
+        yield (
+            f"model.lora.push: adapter with a {counts.model_type}: with LoRA of "
+            "its own vLLM computes experts by Triton kernels only; take merged "
+            f"(model.path {cfg.model.path})"
+        )
 
 
 def _form_of(cfg: Config, hf_model: nn.Module) -> LoraForm:
@@ -299,28 +314,6 @@ def _form_of(cfg: Config, hf_model: nn.Module) -> LoraForm:
     if form.path:
         AdapterFolder(Path(form.path)).check(shapes)
     return form
-
-
-def _push_problems(
-    cfg: Config, hf_model: nn.Module, *, form: LoraForm, counts: ModelCounts
-) -> list[str]:
-    if form.rank > MAX_RANK:  # of a folder
-        return [
-            f"model.lora.push: adapter with rank {form.rank} of {form.path}: vLLM has "
-            f"adapters up to rank {MAX_RANK}; take merged"
-        ]
-    if has_embedding(hf_model, form):
-        return [
-            "model.lora.push: adapter with targets that name the embedding, of which "
-            "vLLM takes no adapter; take merged, or leave it out"
-        ]
-    if counts.experts:  # on the CPU there is no Triton, and the path is not proved on CUDA
-        return [
-            f"model.lora.push: adapter with a {counts.model_type}: with LoRA of "
-            "its own vLLM computes experts by Triton kernels only; take merged "
-            f"(model.path {cfg.model.path})"
-        ]
-    return []
 
 
 def _router_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> list[str]:

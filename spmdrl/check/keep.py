@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from spmdrl.config.fields import Config
 from spmdrl.imports import attempt, nearest
 
 
-def keep_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with checkpoint.keep, as far as it shows before the first evaluation."""
+def keep_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with checkpoint.keep, as far as it shows before the first evaluation."""
     keep = cfg.checkpoint.keep
-    if not keep.best:
-        return (
-            [f"checkpoint.keep.mode: {keep.mode} without best, the metric that it is about"]
-            if keep.mode != "max"
-            else []
-        )
-    return [f"checkpoint.keep.best: {problem}" for problem in _metric_problems(cfg, keep.best)]
+    if keep.best:
+        yield from (f"checkpoint.keep.best: {text}" for text in _metric_problems(cfg, keep.best))
+    elif keep.mode != "max":
+        yield f"checkpoint.keep.mode: {keep.mode} without best, the metric that it is about"
 
 
-def _metric_problems(cfg: Config, name: str) -> list[str]:
+def _metric_problems(cfg: Config, name: str) -> Iterator[str]:
     from spmdrl.report.glossary import lookup
 
     known = _usual_metrics(cfg.evaluate.samples)
     if not name.startswith("eval/") or not attempt(lambda: lookup(name))[0]:
-        return [f"expected a metric of the evaluation, got {name!r}{nearest(name, known)}"]
-    if name.split("_at_")[0] in ("eval/pass", "eval/maj") and name not in known:
-        return [
+        yield f"expected a metric of the evaluation, got {name!r}{nearest(name, known)}"
+    elif name.split("_at_")[0] in ("eval/pass", "eval/maj") and name not in known:
+        yield (
             f"{name} is not measured with evaluate.samples {cfg.evaluate.samples}"
             f"{nearest(name, known)}"
-        ]
-    if not cfg.layout.roles.has_engines:
-        return [
+        )
+    elif not cfg.layout.roles.has_engines:
+        yield (
             f"{name} is measured by sampling held-out problems, and under placement "
             "offline nothing samples; take it out"
-        ]
-    if not cfg.evaluate.every_steps:
-        return [
+        )
+    elif not cfg.evaluate.every_steps:
+        yield (
             f"{name}, but evaluate.every_steps is 0, so nothing measures it; set that "
             "(a new best is saved when it is found, whatever checkpoint.every_steps says)"
-        ]
-    return []
+        )
 
 
 def _usual_metrics(samples: int) -> list[str]:

@@ -74,10 +74,9 @@ def _list_problems(cfg: Config, split: Split) -> Iterator[str]:
             )
         if source.task_options and not is_generated(source.path):
             yield f"{where}.task_options: {source.path} is no generated task; leave it out"
-        if source.rewards and not cfg.objective.samples:
-            yield f"{where}.rewards: nothing is sampled under this objective; leave it out"
-        if source.environment and not cfg.objective.samples:
-            yield f"{where}.environment: nothing is sampled under this objective; leave it out"
+        for field in ("rewards", "environment"):
+            if getattr(source, field) and not cfg.objective.samples:
+                yield f"{where}.{field}: nothing is sampled under this objective; leave it out"
         if source.weight and split == "eval":
             yield f"{where}.weight: evaluation takes each row of each source; leave it out"
     if twice := {name for name in names if names.count(name) > 1}:
