@@ -174,54 +174,49 @@ def _online_problems(cfg: Config) -> Iterator[str]:
         )
 
 
-def _entropy_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with an entropy that is held at a target."""
+def _entropy_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with an entropy that is held at a target."""
     coef, control = cfg.algorithm.entropy_coef, cfg.algorithm.entropy_control
     place = "algorithm.entropy_control"
     if not (control.target or control.delta):
-        unused = [n for n, v in (("lower", 0.0), ("upper", 1.0)) if getattr(control, n) != v]
-        return [
-            f"{place}.{name}: {getattr(control, name)} without target and delta; leave it out"
-            for name in unused
-        ]
-    if not (control.target and control.delta):
-        return [
+        for name, default in (("lower", 0.0), ("upper", 1.0)):
+            if (value := getattr(control, name)) != default:
+                yield f"{place}.{name}: {value} without target and delta; leave it out"
+    elif not (control.target and control.delta):
+        yield (
             f"{place}.{'delta' if control.target else 'target'}: is missing; an entropy that is "
             "held at a target takes both target, nats, and delta, the step of the coefficient"
-        ]
-    if not control.lower <= control.upper:
-        return [f"{place}: must be 0 <= lower <= upper, got {control.lower}, {control.upper}"]
-    if not control.lower <= coef <= control.upper:
-        return [
+        )
+    elif not control.lower <= control.upper:
+        yield f"{place}: must be 0 <= lower <= upper, got {control.lower}, {control.upper}"
+    elif not control.lower <= coef <= control.upper:
+        yield (
             f"{place}: algorithm.entropy_coef starts at {coef}, outside lower, upper "
             f"[{control.lower}, {control.upper}]"
-        ]
-    return []
+        )
 
 
-def _kl_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with a KL that is held at a target."""
+def _kl_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with a KL that is held at a target."""
     coef, control = cfg.algorithm.kl_coef, cfg.algorithm.kl_control
-    place = "algorithm.kl_control"
+    place, num_samples = "algorithm.kl_control", cfg.batch.prompts_per_step * cfg.batch.group_size
     if not (control.target or control.horizon):
-        return []
+        return
     if not (control.target and control.horizon):
-        return [
+        yield (
             f"{place}.{'horizon' if control.target else 'target'}: is missing; a KL that is held "
             "at a target takes both target, nats per token, and horizon, samples"
-        ]
-    if not coef > 0:
-        return [
+        )
+    elif not coef > 0:
+        yield (
             f"{place}.target: {control.target} with algorithm.kl_coef {coef}, which is what is "
             "moved toward the target and never leaves 0; set it above 0"
-        ]
-    num_samples = cfg.batch.prompts_per_step * cfg.batch.group_size
-    if num_samples >= 5 * control.horizon:
-        return [
+        )
+    elif num_samples >= 5 * control.horizon:
+        yield (
             f"{place}.horizon: {control.horizon:g} is too short for {num_samples} samples a step: "
             f"the coefficient could reach 0; use more than {num_samples / 5:g}"
-        ]
-    return []
+        )
 
 
 def _shaping_problems(cfg: Config) -> list[str]:

@@ -57,29 +57,32 @@ def _schedule_problems(cfg: Config) -> Iterator[str]:
             )
 
 
-def record_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with rollout.record, each as `field: what, value seen`."""
+def record_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with rollout.record, each as `field: what, value seen`."""
     every, folder = cfg.rollout.record.every, cfg.rollout.record.replay
+    again = cfg.rollout.replay_schedule
     if every and folder:
-        return [
+        yield (
             f"rollout.record.every: {every} with replay {folder}, which samples nothing new to "
             "record; leave one of them out"
-        ]
-    own = Path(cfg.output_dir).resolve()
-    again = cfg.rollout.replay_schedule
-    if again and not is_timed(cfg):
-        return [
+        )
+    elif again and not is_timed(cfg):
+        yield (
             f"rollout.replay_schedule: {again}, but time decides nothing in this run: its engines "
             "neither work ahead nor have an environment, and it repeats by itself; leave it out"
-        ]
-    if again and own in (Path(again).resolve(), Path(again).resolve().parent):
-        return [
+        )
+    elif again and _is_own(cfg, again):
+        yield (
             f"rollout.replay_schedule: {again} is of this very output_dir, which a resumed run "
             "follows by itself; leave it out, or set another output_dir"
-        ]
-    if folder and own in (Path(folder).resolve(), Path(folder).resolve().parent):
-        return [
+        )
+    elif folder and _is_own(cfg, folder):
+        yield (
             f"rollout.record.replay: {folder} is of this very output_dir, whose checkpoints and "
             "metrics are of the recorded run; set another output_dir"
-        ]
-    return []
+        )
+
+
+def _is_own(cfg: Config, folder: str) -> bool:
+    there = Path(folder).resolve()
+    return Path(cfg.output_dir).resolve() in (there, there.parent)
