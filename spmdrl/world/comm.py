@@ -88,10 +88,11 @@ def gather_sizes(payload: bytes, *, group: dist.ProcessGroup) -> list[int]:
     """
     name, step = WAIT.get()
     greeting = _GREETING.pack(len(payload), step, name.encode())
-    rows = _gather_rows(greeting, _GREETING.size, group=group)
+    rows = list(_gather_rows(greeting, [_GREETING.size] * group.size(), group=group))
     if len({row[_SIZE_BYTES:] for row in rows}) > 1:
         place = f"{socket.gethostname()}: {users_place()}".encode(errors="replace")
-        places = _gather_rows(place[:_PLACE_BYTES], _PLACE_BYTES, group=group)
+        sizes = [_PLACE_BYTES] * len(rows)
+        places = list(_gather_rows(place[:_PLACE_BYTES], sizes, group=group))
         raise Refusal(_apart(rows, places, group=group))
     return [_GREETING.unpack(row)[0] for row in rows]
 
@@ -107,13 +108,14 @@ def any_of(own: bool, *, group: dist.ProcessGroup) -> bool:
     return any(gather_sizes(b"1" * own, group=group))
 
 
-def _gather_rows(own: bytes, size: int, *, group: dist.ProcessGroup) -> list[bytes]:
-    """Return `size` bytes of every rank, in rank order."""
-    count = group.size()
-    gathered = torch.empty(count * size, dtype=torch.uint8)
-    padded = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8)
+def _gather_rows(own: bytes, sizes: Sequence[int], *, group: dist.ProcessGroup) -> Iterator[bytes]:
+    """Yield so many bytes of every rank, in rank order; of what is shorter, zeros behind it."""
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    gathered = torch.empty(len(sizes) * len(padded), dtype=torch.uint8)
     all_gather_single(gathered, padded, group=group)
-    return [row.numpy().tobytes() for row in gathered.chunk(count)]
+    for row, size in zip(gathered.chunk(len(sizes)), sizes):
+        yield row[:size].numpy().tobytes()
 
 
 def _apart(rows: Sequence[bytes], places: Sequence[bytes], *, group: dist.ProcessGroup) -> str:
@@ -143,15 +145,8 @@ def gather_bytes(payload: bytes, sizes: Sequence[int], *, group: dist.ProcessGro
             raise Unauthentic(_refusal(rank, f"{size} bytes are announced", group))
     if len(sizes) == 1:
         return [payload]
-    longest = MARK_BYTES + max(sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
     own = mark(f"{place} {group.rank()}", payload) + payload
-    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    gathered = torch.empty(len(sizes) * longest, dtype=torch.uint8)
-    all_gather_single(gathered, padded, group=group)
-    rows = [
-        row[: MARK_BYTES + s].numpy().tobytes() for row, s in zip(gathered.chunk(len(sizes)), sizes)
-    ]
+    rows = _gather_rows(own, [MARK_BYTES + size for size in sizes], group=group)
     return [_checked(row, rank, place=place, group=group) for rank, row in enumerate(rows)]
 
 
