@@ -242,7 +242,8 @@ def test_seconds_follow_from_rates(shapes):
     # 6 * parameters * tokens and a third more for recomputation; attention comes on top.
     floor = 8 * (shape.active_numel - shape.vocab * shape.hidden) * run.tokens / 4 / rates.flops
     assert floor < own.update < 1.35 * floor
-    beside = step_seconds(replace(run, overlaps=True), axes, rates=rates, tokens=16384, slots=256)
+    ahead = replace(run, cfg=replace(run.cfg, lag=1))
+    beside = step_seconds(ahead, axes, rates=rates, tokens=16384, slots=256)
     assert own.step == pytest.approx(own.generate + own.update + own.push)
     assert beside.step == pytest.approx(max(own.generate, own.update) + own.push)
 
@@ -268,12 +269,12 @@ def test_every_layout_of_the_search_is_one_that_the_config_takes(shapes):
 
 def test_the_best_layout_fits_and_none_that_fits_is_faster(shapes):
     run, rates = _run(shapes["qwen3-8b"]), rates_of("H100")
-    best, nearest = best_plans(run, gpus=8, rates=rates, overlaps=True)
+    run = replace(run, cfg=replace(run.cfg, lag=1))
+    best, nearest = best_plans(run, gpus=8, rates=rates)
     assert best and all(not p.problems and p.rank_bytes <= p.room for p in best)
     assert nearest is not None and nearest.problems
     for trainers in (2, 4, 6):
-        own, axes = replace(run, overlaps=True), Axes("split", 8, trainers)
-        plan = make_plan(own, axes, rates=rates)
+        plan = make_plan(run, Axes("split", 8, trainers), rates=rates)
         assert plan.problems or plan.seconds.step >= best[0].seconds.step - 0.01
 
 

@@ -92,7 +92,6 @@ class PlanFlags:
 class Question:
     """What is asked: a run of a model, and what it runs on."""
 
-    cfg: config.Config
     run: Run
     rates: Rates
     gpus: int  # 0: the layout of the config
@@ -149,7 +148,7 @@ def ask(own: PlanFlags, rest: list[str]) -> Question:
         lora_numel=adapter_numel(hf_model, lora_form(lora)) if lora.is_on else 0,
         chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
     )
-    return Question(cfg, run, rates, own.gpus)
+    return Question(run, rates, own.gpus)
 
 
 def _rates(own: PlanFlags) -> Rates:
@@ -231,13 +230,11 @@ def answer(question: Question, *, top: int) -> tuple[Question, Plan, list[Plan]]
     Raises: Refusal when there is no layout of so many ranks.
     """
     run, rates = question.run, question.rates
-    own = axes_of(question.cfg)
+    own = axes_of(run.cfg)
     best: list[Plan] = []
     plan: Plan | None = None
     if top or question.gpus:
-        best, plan = best_plans(
-            run, gpus=question.gpus or own.world_size, rates=rates, overlaps=question.cfg.lag > 0
-        )
+        best, plan = best_plans(run, gpus=question.gpus or own.world_size, rates=rates)
     if not question.gpus:
         plan = make_plan(run, own, rates=rates)
     elif best:

@@ -33,7 +33,6 @@ class Run:
     on_gpu: bool
     master_bytes: int  # of a weight, and of its gradient; 0 where all models' are on the host
     moment_bytes: float  # of AdamW's two moments on the device; 0 where they are on the host
-    overlaps: bool  # generation of a later batch beside the update
     sequences: int  # per step
     prompt_tokens: float  # mean
     response_tokens: float  # mean
@@ -85,7 +84,6 @@ def run_of(
         on_gpu=on_gpu,
         master_bytes=0 if has_none else _item_bytes(memory.master_dtype),
         moment_bytes=0 if is_away else 2 * _moment_bytes(memory.optimizer_dtype),
-        overlaps=cfg.lag > 0 and cfg.layout.roles.overlaps,
         sequences=cfg.batch.prompts_per_step * group,
         prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
         response_tokens=response_tokens or cfg.sampling.max_response_tokens / 2,

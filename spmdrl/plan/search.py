@@ -234,27 +234,20 @@ def distinct(plans: list[Plan]) -> list[Plan]:
     return list(found.values())
 
 
-def best_plans(
-    run: Run, *, gpus: int, rates: Rates, overlaps: bool
-) -> tuple[list[Plan], Plan | None]:
+def best_plans(run: Run, *, gpus: int, rates: Rates) -> tuple[list[Plan], Plan | None]:
     """Return the plans that fit, fastest step first, and of those that do not the nearest.
 
     A micro-batch has the run's tokens, or as many as fit if these are fewer. Where the GPU is
     shared by both roles, smaller parts of it for the engine are tried too.
-
-    Args:
-        overlaps: whether generation runs ahead under split placement (lag above 0).
     """
     own_frac = run.engine.gpu_memory_frac
     fracs = {min(frac, own_frac) for frac in _SHARED_FRACS} if run.on_gpu else {own_frac}
     shared = [
-        replace(run, overlaps=False, engine=replace(run.engine, gpu_memory_frac=frac))
-        for frac in sorted(fracs)
+        replace(run, engine=replace(run.engine, gpu_memory_frac=frac)) for frac in sorted(fracs)
     ]
-    alone = [replace(run, overlaps=overlaps)]
     found, nearest = [], None
     for axes in layouts(run, gpus=gpus, gpus_per_node=rates.gpus_per_node):
-        for own in shared if axes.roles.shares_devices else alone:
+        for own in shared if axes.roles.shares_devices else [run]:
             plan = make_plan(own, axes, rates=rates)
             if 0 < plan.most_tokens < plan.tokens:
                 plan = make_plan(own, axes, rates=rates, tokens=plan.most_tokens)

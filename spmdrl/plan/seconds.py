@@ -60,7 +60,7 @@ def step_seconds(run: Run, axes: Axes, *, rates: Rates, tokens: int, slots: int)
         generate,
         update,
         sum(push.values()),
-        run.overlaps and bool(axes.engines),
+        run.cfg.lag > 0 and axes.roles.overlaps,
         {
             "generate": of_generate,
             "update": of_update,
