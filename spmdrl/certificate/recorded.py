@@ -12,6 +12,7 @@ from spmdrl.checkpoint.restore import config_differences, restore
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.exchange import exchange
+from spmdrl.imports import is_missing_folder
 from spmdrl.rollout.recordings import read_header
 from spmdrl.rollout.replay_source import ReplaySource
 from spmdrl.types import Batch
@@ -39,6 +40,19 @@ def check_files(files: Sequence[Path], cfg: Config, *, run: Path, step: int) -> 
                     f"{path} is not of this run: its {name} is {header.get(name)!r}, that of "
                     f"{run / 'config.yaml'} is {own!r}"
                 )
+
+
+def weights_of(run: Path, cfg: Config) -> dict[int, Path | None]:
+    """Return {step: checkpoint with the weights that it trained}, the newest first; None: those
+    that the run began with.
+
+    Args:
+        cfg: of the run.
+    """
+    saved: dict[int, Path | None] = {
+        disk.step_of(path): path for path in disk.complete_checkpoints(disk.checkpoints_folder(run))
+    }
+    return saved if is_missing_folder(cfg.model.path) else saved | {0: saved.get(0)}
 
 
 def check_checkpoint(checkpoint: Path | None, cfg: Config, *, run: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,11 @@ from typing import Any
 from spmdrl.certificate.compare import made_differences, rounds, shapes
 from spmdrl.certificate.lines import Certified, Line, has_norms
 from spmdrl.certificate.made_with import config_of, made_with
-from spmdrl.certificate.recorded import check_checkpoint, check_files, go_to, take_batch
+from spmdrl.certificate.recorded import check_checkpoint, check_files, go_to, take_batch, weights_of
 from spmdrl.certificate.witness import Witness
-from spmdrl.checkpoint import manifest as disk
 from spmdrl.config import Config, trainer_ranks
 from spmdrl.credit import advantages_of
 from spmdrl.errors import Refusal
-from spmdrl.imports import is_missing_folder
 from spmdrl.roles import make_trainer
 from spmdrl.rollout import model_limits
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges
@@ -54,10 +52,10 @@ def plan_ways(
         a checkpoint or recording of another run, layout or model.
     """
     recorded = find_recorded(run.run)
-    saved = disk.complete_checkpoints(disk.checkpoints_folder(run.run))  # newest first
+    starts = weights_of(run.run, cfg)
     ways, reasons = [], []
     for step in sorted(asked or run.steps):
-        way = _way(step, run, cfg, recorded=recorded, saved=saved)
+        way = _way(step, run, starts, recorded=recorded)
         if isinstance(way, Reached):
             ways.append(way)
         else:
@@ -70,21 +68,16 @@ def plan_ways(
 
 
 def _way(
-    step: int, run: Certified, cfg: Config, *, recorded: Recorded, saved: Sequence[Path]
+    step: int, run: Certified, starts: Mapping[int, Path | None], *, recorded: Recorded
 ) -> Reached | str:
     if step not in run.steps:
         return f"it is not certified; certified are {ranges(run.steps)}"
-    begins = [(disk.step_of(path), path) for path in saved if disk.step_of(path) <= step]
-    starts: list[tuple[int, Path | None]] = [*begins]
-    if not is_missing_folder(cfg.model.path):
-        starts.append((0, None))
-    for start, checkpoint in starts:
+    before = [start for start in starts if start <= step]  # newest first
+    for start in before:
         if all(s in recorded.steps for s in range(start, step + 1)):
-            return Reached(step, start, checkpoint)
-    missing = sorted(
-        set(range(max((s for s, _ in starts), default=0), step + 1)) - {*recorded.steps}
-    )
-    known = ranges([s for s, _ in starts]) or "no step"
+            return Reached(step, start, starts[start])
+    missing = {*range(before[0] if before else 0, step + 1)} - {*recorded.steps}
+    known = ranges(before) or "no step"
     return f"weights there are of {known}, and from there steps {ranges(missing)} are not recorded"
 
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spmdrl.certificate.recorded import check_checkpoint, check_files
+from spmdrl.certificate.recorded import check_checkpoint, check_files, weights_of
 from spmdrl.check.foreign_code import trusted_config
-from spmdrl.checkpoint import manifest as disk
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
-from spmdrl.imports import is_missing_folder
 from spmdrl.report.jsonl import read_rows
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges
 
@@ -49,21 +47,17 @@ def open_run(
             "advantages of sampled rollouts, those of the objective rl"
         )
     recorded = find_recorded(folder)
-    saved = {
-        disk.step_of(path): path
-        for path in disk.complete_checkpoints(disk.checkpoints_folder(folder))
-    }
-    weights = {step: saved[step] for step in recorded.steps if step in saved}
-    begins = {} if 0 in weights or is_missing_folder(cfg.model.path) else {0: None}
-    found = {s: p for s, p in (begins | weights).items() if s in recorded.steps}
+    starts = weights_of(folder, cfg)
+    found = {step: starts[step] for step in sorted(recorded.steps) if step in starts}
     if not found:
+        saved = [step for step, path in starts.items() if path]
         raise Refusal(
             f"{folder}: no recorded step has a checkpoint right before it: recorded are steps "
             f"{ranges(recorded.steps)}, checkpoints there are of {ranges(saved) or 'no step'}. "
             "Let checkpoint.every_steps be a multiple of rollout.record.every, and "
             "checkpoint.keep.last large enough"
         )
-    return RecordedRun(folder, cfg, recorded, dict(sorted(found.items())))
+    return RecordedRun(folder, cfg, recorded, found)
 
 
 def chosen_steps(run: RecordedRun, asked: Sequence[int]) -> list[int]:
