@@ -88,42 +88,33 @@ class PlanFlags:
     """For programs: bytes and seconds."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is asked: a run of a model, and what it runs on."""
-
-    run: Run
-    rates: Rates
-    gpus: int  # 0: the layout of the config
-
-
 def main(argv: list[str] | None = None) -> int:
     """Print the plan and return the exit status: 0, 1 when nothing fits, 2 for bad input."""
     if argv is None:  # the program
         logging.disable(logging.WARNING)
     prog = "python -m spmdrl plan"
     own, rest = tyro.cli(PlanFlags, prog=prog, args=argv, return_unknown_args=True)
-    found, error = attempt(lambda: answer(ask(own, rest), top=0 if own.brief else own.top))
+    found, error = attempt(lambda: answer(own, *ask(own, rest)))
     if found is None:
         print(error, file=sys.stderr)
         return 2
-    question, plan, best = found
+    run, rates, plan, best = found
     if own.json:
-        plain, *others = (as_dict(each, rates=question.rates) for each in (plan, *best))
-        told = {"plan": plain, "best": others, "rates": rates_dict(question.rates)}
+        plain, *others = (as_dict(each, rates=rates) for each in (plan, *best))
+        told = {"plan": plain, "best": others, "rates": rates_dict(rates)}
         print(json.dumps(told, indent=2))
     elif own.brief:
-        print("\n".join(brief(plan, run=question.run, rates=question.rates)))
+        print("\n".join(brief(plan, run=run, rates=rates)))
     else:
-        print("\n".join(page(plan, best, run=question.run, rates=question.rates)))
+        print("\n".join(page(plan, best, run=run, rates=rates)))
     sys.stdout.flush()
-    for line in _refusal(question, plan):
+    for line in _refusal(own.gpus, run, rates, plan):
         print(line, file=sys.stderr)
     return 1 if plan.problems else 0
 
 
-def ask(own: PlanFlags, rest: list[str]) -> Question:
-    """Read the config and the model's shape.
+def ask(own: PlanFlags, rest: list[str]) -> tuple[Run, Rates]:
+    """Return what is asked: a run of a model, and the rates of what it runs on.
 
     Raises: Refusal for what cannot be planned, or is no field.
     """
@@ -148,7 +139,7 @@ def ask(own: PlanFlags, rest: list[str]) -> Question:
         lora_numel=adapter_numel(hf_model, lora_form(lora)) if lora.is_on else 0,
         chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
     )
-    return Question(run, rates, own.gpus)
+    return run, rates
 
 
 def _rates(own: PlanFlags) -> Rates:
@@ -156,17 +147,17 @@ def _rates(own: PlanFlags) -> Rates:
 
     Raises: Refusal for a GPU that is not in the table, or is another than the measured one.
     """
-    measured = read_measured(own.measured) if own.measured else None
+    gpu, measured = read_measured(own.measured) if own.measured else ("", {})
     changed = {field: getattr(own, flag) * unit for flag, (field, unit) in _RATES.items()}
-    rates = rates_of(own.gpu or (measured.gpu if measured else "H100"), **changed)
+    rates = rates_of(own.gpu or gpu or "H100", **changed)
     rates = replace(rates, gpus_per_node=own.gpus_per_node)
-    if measured and rates.gpu.name != measured.gpu:
+    if gpu and rates.gpu.name != gpu:
         raise Refusal(
-            f"--gpu {own.gpu}: {own.measured} was measured on {measured.gpu}, and the rates of one "
+            f"--gpu {own.gpu}: {own.measured} was measured on {gpu}, and the rates of one "
             "GPU say nothing of another; leave one of the two flags out"
         )
     if measured:
-        rates = rates.known(measured.rates, source=measured.source)
+        rates = rates.known(measured, source=f"measured: {own.measured}")
     if own.matmul_frac is not None:
         rates = rates.known({"matmul_frac": own.matmul_frac}, source="--matmul-frac")
     return rates
@@ -224,48 +215,46 @@ def _refuse(problems: list[str], *, has_layout: bool) -> None:
         raise Refusal("\n".join(own))
 
 
-def answer(question: Question, *, top: int) -> tuple[Question, Plan, list[Plan]]:
-    """Return the question, the plan of the config's layout, or of the best one, and the best few.
+def answer(own: PlanFlags, run: Run, rates: Rates) -> tuple[Run, Rates, Plan, list[Plan]]:
+    """Return what is asked, the plan of the config's layout, or of the best one, and the best few.
 
     Raises: Refusal when there is no layout of so many ranks.
     """
-    run, rates = question.run, question.rates
-    own = axes_of(run.cfg)
+    axes, top = axes_of(run.cfg), 0 if own.brief else own.top
     best: list[Plan] = []
     plan: Plan | None = None
-    if top or question.gpus:
-        best, plan = best_plans(run, gpus=question.gpus or own.world_size, rates=rates)
-    if not question.gpus:
-        plan = make_plan(run, own, rates=rates)
+    if top or own.gpus:
+        best, plan = best_plans(run, gpus=own.gpus or axes.world_size, rates=rates)
+    if not own.gpus:
+        plan = make_plan(run, axes, rates=rates)
     elif best:
         plan = best[0]
     if plan is None:
         raise Refusal(
-            f"--gpus {question.gpus}: no layout of so many ranks suits the model and "
+            f"--gpus {own.gpus}: no layout of so many ranks suits the model and "
             "this kind of run; rl needs one at least"
         )
-    return question, plan, distinct(best)[:top]
+    return run, rates, plan, distinct(best)[:top]
 
 
-def _refusal(question: Question, plan: Plan) -> list[str]:
+def _refusal(gpus: int, run: Run, rates: Rates, plan: Plan) -> list[str]:
     """Return why a plan cannot run and what to change; nothing when it can."""
     if not plan.problems:
         return []
     lines = [f"does not fit: {problem}" for problem in plan.problems]
-    changes = remedies(question.run, plan, rates=question.rates)
+    changes = remedies(run, plan, rates=rates)
     lines.append(
         f"would fit: {'; or '.join(changes)}"
         if changes
         else "neither one change nor two are enough; "
         + (
             "take more GPUs, or GPUs with more memory"
-            if question.gpus
+            if gpus
             else "--gpus N looks for a layout of N ranks"
         )
     )
-    if question.gpus:
+    if gpus:
         lines.append(
-            f"no layout of {question.gpus} ranks fits; the nearest is shown: "
-            f"{layout_text(plan.axes)}"
+            f"no layout of {gpus} ranks fits; the nearest is shown: {layout_text(plan.axes)}"
         )
     return lines

@@ -193,22 +193,9 @@ def rates_of(name: str, **changed: float) -> Rates:
     return Rates(replace(GPUS[name], **own))
 
 
-@dataclass(frozen=True)
-class MeasuredRates:
-    """The rates of one file."""
-
-    path: str
-    gpu: str  # of the table
-    rates: dict[str, float]  # by the names of the fields of Rates
-
-    @property
-    def source(self) -> str:
-        """What a page says of them."""
-        return f"measured: {self.path}"
-
-
-def read_measured(path: str) -> MeasuredRates:
-    """Read the rates of a file of benchmarks/results/gpu.
+def read_measured(path: str) -> tuple[str, dict[str, float]]:
+    """Return the GPU of the table that a file of benchmarks/results/gpu is of, and its rates, by
+    the names of the fields of Rates.
 
     Raises: Refusal for another kind of file, a rate that is unknown or cannot be, a GPU that
         is not in the table.
@@ -230,7 +217,7 @@ def read_measured(path: str) -> MeasuredRates:
         )
     for name, value in rates.items():
         _check_rate(path, name, value)
-    return MeasuredRates(path, gpu.name, rates)
+    return gpu.name, rates
 
 
 def _told(path: str) -> dict[str, Any]:
