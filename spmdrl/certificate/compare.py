@@ -64,12 +64,11 @@ def made_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Differe
         "machine": "machine's",
     }
     for section, word in words.items():
-        for name in a[section].keys() | b[section].keys():
+        for name in sorted(a[section].keys() | b[section].keys()):
             pair = tuple(part[section].get(name, "none") for part in (a, b))
             if pair[0] != pair[1]:
                 found.append(Difference(f"{word} {name}", section, name, values=pair))
-    order = list(words)
-    return sorted(found, key=lambda one: (order.index(one.section), one.name))
+    return found
 
 
 def shapes(one: Difference, *, schedule: str) -> bool:

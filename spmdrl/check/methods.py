@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmdrl.check.epochs import epoch_problems
+from spmdrl.config.data import SPLITS
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.errors import Refusal, place_of
@@ -32,11 +33,10 @@ def method_problems(cfg: Config) -> list[str]:
         return [*problems, *epoch_problems(cfg)]
     if not cfg.objective.samples:
         return [*problems, *_loss_problems(cfg)]
-    sources = [("data.train", source) for source in cfg.data.sources("train")]
-    sources += [("data.eval", source) for source in cfg.data.sources("eval")]
     ungraded = [
-        f"{field} ({source.path})"
-        for field, source in sources
+        f"data.{split} ({source.path})"
+        for split in SPLITS
+        for source in cfg.data.sources(split)
         if not cfg.functions_of(source)
         and not source.is_generated
         and not cfg.environment_of(source)
