@@ -80,6 +80,7 @@ class VllmEngine:
         cfg = self.cfg
         vllm_patches_models.patch_models()
         if on_cpu:
+            vllm_patches_cpu.inspect_models_here()
             vllm_patches_cpu.keep_linear_weights_live()
             vllm_patches_cpu.keep_convolutions_live()
             vllm_patches_cpu.rotate_every_head()

@@ -1,8 +1,9 @@
-"""Patches of vLLM's CPU build, without which its weights cannot be written in place.
+"""Patches of vLLM's CPU build, most of which let its weights be written in place.
 
 Serves vLLM 0.24 to 0.33; what says so, 0.32 and 0.33 only. Per line: the name here, what it
 patches, and when it can go.
 
+inspect_models_here        model_executor.models.registry._run_in_subprocess    once asked for
 keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_gemm
                                                             once CPU linears may stay unpacked
 keep_convolutions_live     _custom_ops.causal_conv1d_fwd_cpu, causal_conv1d_update_cpu (0.32, 0.33)
@@ -23,6 +24,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def inspect_models_here() -> None:
+    """Look at a model's class in this process, which loads it in any case.
+
+    vLLM asks a fresh process, lest a GPU be touched in this one: 10 s of a core for each class that
+    its cache does not know, on every rank.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
 
 
 def keep_linear_weights_live() -> None:
