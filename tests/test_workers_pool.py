@@ -319,7 +319,7 @@ def test_workers_start_lazily_without_torch_and_end_with_close(tmp_path):
         ("def f(answer, gold): pass", ["(answer, gold)", "compute_score(", "completions", "entry"]),
         ("def f(completions, environments): pass", ["environments", "default"]),
         ("def f(solution_str, ground_truth, judge): pass", ["judge"]),
-        ("def g(): pass", ["no function 'f'", "it has g"]),
+        ("def g(): pass", ["no function 'f'", "known: g"]),
         ("import nothing_here", ["ModuleNotFoundError", "nothing_here"]),
         ("import sys; sys.exit(4)", ["SystemExit"]),
     ],

@@ -7,7 +7,6 @@ INPUTS; those with a default are its options.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import types
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from spmdrl.algorithms.combinations import combination
 from spmdrl.algorithms.result_form import form_problem
-from spmdrl.errors import RAISED, Refusal, described, place_of, with_line
-from spmdrl.imports import import_file
+from spmdrl.errors import RAISED, Refusal, described, place_of
+from spmdrl.imports import attempt, import_object, nearest
 
 Method = Callable[..., Any]
 """A function of the registry, or one's own with parameters of the same names."""
@@ -57,7 +56,6 @@ _TRIAL_PLACES = {
 }
 _TRIAL_LENGTHS = torch.tensor([2, 1])
 _OF_PAIRS = ("preference", "reward_model")
-_IMPORTABLE = "; it must be importable from the folder of train.py or from PYTHONPATH"
 _LARGEST = 10**9  # of an option; beyond that lie mistakes alone
 _PAIRS = "chosen_lengths rejected_lengths"
 _PER_TOKEN = "loss_mask cu_seqlens old_logprobs rollout_logprobs"
@@ -112,41 +110,20 @@ def get(kind: Kind, name: str) -> Method:
 def _found(kind: Kind, name: str) -> Method | str:
     """Return a method, or why there is none."""
     if ":" in name:
-        return _imported(name)
+        function, error = attempt(lambda: import_object(name, kind="function"))
+        return function or str(error)
     if known := _built_in(kind).get(name):
         return known
     if known_as := combination(name):
         return f"unknown {kind} {name!r}: {known_as}"
     other = [k for k in MODULES if k != kind and name in names(k)]
-    hint = _nearest(name, names(kind))
+    hint = nearest(name, names(kind))
     if other:
         hint = f", which is a method of the kind {other[0]}; known: {', '.join(names(kind))}"
     return (
         f"unknown {kind} {name!r}{hint}; or name a function of your own as "
         "path/file.py:function or module:function"
     )
-
-
-def _imported(name: str) -> Method | str:
-    module_name, _, attribute = name.rpartition(":")
-    is_file = module_name.endswith(".py")
-    try:
-        module = import_file(module_name) if is_file else importlib.import_module(module_name)
-    except RAISED as error:  # importing runs the user's code, which can raise anything
-        where = "" if is_file else _IMPORTABLE
-        return f"cannot import {module_name!r} of {name!r}: {with_line(error)}{where}"
-    function = getattr(module, attribute, None)
-    if callable(function):
-        return function
-    known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-    return f"{module_name} has no function {attribute!r}{_nearest(attribute, known)}"
-
-
-def _nearest(name: str, known: typing.Iterable[str]) -> str:
-    known = list(known)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    guess = f"; did you mean {near[0]}?" if near else ""
-    return f"{guess}; known: {', '.join(known) or '(none)'}"
 
 
 def inputs_of(function: Method) -> tuple[str, ...]:
@@ -215,7 +192,7 @@ def call(function: Method, inputs: Mapping[str, Tensor], options: Named) -> Any:
     if unknown:
         raise Refusal(
             f"{function.__name__} has no option {unknown[0]!r}"
-            f"{_nearest(unknown[0], options_of(function))}"
+            f"{nearest(unknown[0], options_of(function))}"
         )
     return function(**{name: inputs[name] for name in wanted}, **options)
 
@@ -256,7 +233,7 @@ def _option_problem(function: Method, option: str, value: Any) -> str:
     known = options_of(function)
     if option not in known:
         return (
-            f"unknown option of {function.__name__}{_nearest(option, known)}; options of a config "
+            f"unknown option of {function.__name__}{nearest(option, known)}; options of a config "
             "go to whatever function is used: {} for none"
         )
     is_number = isinstance(value, (int, float)) and value not in (float("inf"), -float("inf"))
@@ -265,7 +242,7 @@ def _option_problem(function: Method, option: str, value: Any) -> str:
     hint = typing.get_type_hints(function).get(option, type(known[option]))
     if typing.get_origin(hint) is Literal:
         choices = typing.get_args(hint)
-        return "" if value in choices else f"{value!r} is no choice{_nearest(str(value), choices)}"
+        return "" if value in choices else f"{value!r} is no choice{nearest(str(value), choices)}"
     union = typing.get_origin(hint) in (Union, types.UnionType)
     accepted = typing.get_args(hint) if union else (hint,)
     if type(value) in accepted or (type(value) is int and float in accepted):
