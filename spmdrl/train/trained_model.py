@@ -108,14 +108,9 @@ class TrainedModel:
         )
         if not (totals.is_finite or is_overflow):
             folder = "skipped" if self.name == "policy" else f"skipped_{self.name}"
-            dump_skipped(
-                microbatches,
-                totals,
-                folder=Path(self.cfg.output_dir) / folder,
-                step=step,
-                update=number,
-                rank=self.world.rank,
-            )
+            name = f"step_{step}{f'_{number}' if number else ''}_rank_{self.world.rank}.pt"
+            file = Path(self.cfg.output_dir) / folder / name
+            dump_skipped(microbatches, totals, file, step=step, update=number)
         self.optimizer.zero_grad()
         sums = self._sums(totals, lr=lr, is_first=number == 0)
         if self.loss_scale.is_on:
