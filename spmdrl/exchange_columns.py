@@ -179,11 +179,7 @@ class _ItemFeatures(Traveller[Shown]):
             for key, num_tokens, form in forms:
                 if key not in known:
                     known[key] = len(known), rank
-                    meta = {
-                        k: torch.empty(shape, dtype=dtype, device="meta")
-                        for k, (dtype, shape) in form.items()
-                    }
-                    items.append(Item(key, num_tokens, meta))
+                    items.append(Item.formed(key, num_tokens, form))
             numbers = torch.tensor([known[key][0] for key, _, _ in forms])
             of_rows.append(rows[rank][sequences])
             of_items.append(numbers[which])
@@ -213,13 +209,13 @@ class _ItemFeatures(Traveller[Shown]):
             leaving=[sum(sizes[i] for i in part) for part in leaving],
             arriving=[sum(sizes[i] for i in part) for part in arriving],
         )
-        sent = [_bytes_of(mine[self.items[i]]) for part in leaving for i in part]
+        sent = [mine[self.items[i]].as_bytes() for part in leaving for i in part]
         received = of_bytes.moved(torch.cat([torch.empty(0, dtype=torch.uint8), *sent]))
         came = [i for part in arriving for i in part]
         items = [*self.items]  # those that did not come are shown by no token here
         # On the host, where rows are made of them.
         for i, own_bytes in zip(came, received.cpu().split([sizes[i] for i in came])):
-            items[i] = _from_bytes(own_bytes, self.items[i])
+            items[i] = self.items[i].of_bytes(own_bytes)
         return Shown(numbers[0].long(), tuple(items))
 
     def _wanted(self, passage: Passage) -> list[Tensor]:
@@ -238,23 +234,6 @@ class _ItemFeatures(Traveller[Shown]):
         """
         tokens = torch.tensor([item.num_tokens for item in self.items])
         return tokens.new_zeros(num_sequences).index_add(0, self.rows, tokens[self.shown])
-
-
-def _bytes_of(item: Item) -> Tensor:
-    """Return the bytes of an item's features, one after the other: [item.nbytes] uint8."""
-    parts = item.features
-    return torch.cat([parts[k].contiguous().flatten().view(torch.uint8) for k in sorted(parts)])
-
-
-def _from_bytes(data: Tensor, form: Item) -> Item:
-    """Return the item of a form whose bytes these are; memory of its own, aligned."""
-    names = sorted(form.features)
-    parts = data.split([form.features[name].nbytes for name in names])
-    features = {}
-    for name, part in zip(names, parts):
-        like = form.features[name]
-        features[name] = part.clone().view(like.dtype).view(like.shape)
-    return replace(form, features=features)
 
 
 _KINDS: dict[str, type[Traveller]] = {

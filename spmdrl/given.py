@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex, overload
 
 import torch
@@ -44,6 +44,26 @@ class Item:
     def restored(plain: Mapping[str, Any]) -> Item:
         """Undo `vars`; in checkpoints of 0.1 the view is named `image`."""
         return Item(**{"view" if name == "image" else name: v for name, v in plain.items()})
+
+    @staticmethod
+    def formed(
+        key: str, num_tokens: int, forms: Mapping[str, tuple[torch.dtype, Sequence[int]]]
+    ) -> Item:
+        """Return one of whose features, on the meta device, dtypes and shapes alone are known."""
+        meta = {n: torch.empty(shape, dtype=d, device="meta") for n, (d, shape) in forms.items()}
+        return Item(key, num_tokens, meta)
+
+    def of_bytes(self, data: Tensor) -> Item:
+        """Return the one of this form whose bytes these are; memory of its own, aligned."""
+        parts = data.split([like.nbytes for like in self.features.values()])
+        pairs = zip(self.features.items(), parts)
+        features = {name: x.clone().view(own.dtype).view(own.shape) for (name, own), x in pairs}
+        return replace(self, features=features)
+
+    def as_bytes(self) -> Tensor:
+        """Return its features' bytes, one after the other: [nbytes] uint8."""
+        parts = self.features.values()
+        return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts])
 
     @property
     def nbytes(self) -> int:

@@ -22,7 +22,6 @@ from PIL import Image
 from ranks import run_ranks
 from torch.nn.functional import pad
 
-from spmdrl import exchange_columns
 from spmdrl.check.fit import fit_problems
 from spmdrl.commands import view as viewer
 from spmdrl.config import Config, dump, inference_ranks
@@ -87,8 +86,8 @@ def deliver(cfg: Config) -> tuple[list[ExchangedBatch], list[list[int]], int]:
     """Exchange pictures of sequences that are spread over ranks; of one rank alone; text of a model
     that sees; and pictures where the first leader has a model that does not."""
     batches, sizes, counts = [], [], []
-    take = exchange_columns._from_bytes
-    exchange_columns._from_bytes = lambda data, form: counts.append(len(data)) or take(data, form)
+    take = Item.of_bytes
+    Item.of_bytes = lambda form, data: counts.append(len(data)) or take(form, data)
     with started(cfg) as world:
         silent = world.rank == inference_ranks(cfg)[0]
         for how in ("spread", "last has all", "text", "silent"):

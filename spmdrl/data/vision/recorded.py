@@ -58,11 +58,9 @@ def with_pictures(table: pa.Table, pictures: Shown | None) -> pa.Table:
 
 def _packed(picture: Item) -> tuple[str, bytes, bytes]:
     """Return a picture's form, its features' bytes, and its image as PNG."""
-    features = {name: own.contiguous() for name, own in picture.features.items()}
-    forms = {name: (str(own.dtype)[6:], [*own.shape]) for name, own in features.items()}
+    forms = {name: (str(own.dtype)[6:], [*own.shape]) for name, own in picture.features.items()}
     form = {"key": picture.key, "num_tokens": picture.num_tokens, "features": forms}
-    flat = [own.flatten().view(torch.uint8).numpy().tobytes() for own in features.values()]
-    return json.dumps(form), b"".join(flat), _png(picture)
+    return json.dumps(form), picture.as_bytes().numpy().tobytes(), _png(picture)
 
 
 def _png(picture: Item) -> bytes:
@@ -105,17 +103,9 @@ def recorded_pictures(table: pa.Table) -> Shown | None:
 
 
 def _unpacked(form: Mapping[str, Any], data: bytes) -> Item:
-    sizes = {name: _like(*own).nbytes for name, own in form["features"].items()}
-    parts = torch.from_numpy(numpy.frombuffer(data, numpy.uint8).copy()).split([*sizes.values()])
-    features = {
-        name: part.clone().view(_like(*own).dtype).view(own[1])
-        for (name, own), part in zip(form["features"].items(), parts)
-    }
-    return Item(form["key"], form["num_tokens"], features)
-
-
-def _like(dtype: str, shape: list[int]) -> torch.Tensor:
-    return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    forms = {name: (getattr(torch, dtype), own) for name, (dtype, own) in form["features"].items()}
+    found = Item.formed(form["key"], form["num_tokens"], forms)
+    return found.of_bytes(torch.from_numpy(numpy.frombuffer(data, numpy.uint8).copy()))
 
 
 class Preview(bytes):
