@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from spmdrl.given import Given, Item, Shown, shown_by
 from spmdrl.model.blocks import base_of
 from spmdrl.model.shown_rows import features_of
 from spmdrl.model.towers import sees
+from spmdrl.model.vision.sight import made_picture
 
 _AROUND = 4
 """Tokens before and behind the picture."""
@@ -64,20 +66,9 @@ def num_plain_ids(hf_model: nn.Module) -> int:
 
 
 def _noise(hf_model: nn.Module, generator: torch.Generator, *, key: str) -> Item:
-    config: Any = hf_model.config
-    vision, whole = config.vision_config, base_of(hf_model)[0].rpartition(".")[0]
-    if hasattr(hf_model.get_submodule(whole), "get_rope_index"):
-        side = vision.spatial_merge_size
-        grid = torch.tensor([[1, 2 * side, 3 * side]])
-        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        pixels = torch.randn(6 * side**2, width, generator=generator)
-        return Item(key, 6, {"pixel_values": pixels, "image_grid_thw": grid})
-    side = vision.image_size
-    size = (side, side) if isinstance(side, int) else tuple(side)
-    pixels = torch.randn(1, vision.num_channels, *size, generator=generator)
-    names = ("mm_tokens_per_image", "image_seq_length")
-    count = next(getattr(config, name) for name in names if hasattr(config, name))
-    return Item(key, count, {"pixel_values": pixels})
+    whole = hf_model.get_submodule(base_of(hf_model)[0].rpartition(".")[0])
+    draw = partial(torch.randn, generator=generator)
+    return made_picture(key, hf_model.config, whole, cells=(2, 3), draw=draw)
 
 
 def plain_inputs(

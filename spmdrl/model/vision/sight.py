@@ -5,7 +5,7 @@ Letters: T tokens of a row, P pictures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -78,16 +78,31 @@ class PictureSight:
     @cached_property
     def blank(self) -> Item:
         """Return a small picture of which nothing is used."""
-        vision = self._config.vision_config
-        if hasattr(self._whole, "get_rope_index"):
-            merge, channels = vision.spatial_merge_size, vision.in_channels
-            width = channels * vision.temporal_patch_size * vision.patch_size**2
-            grid = torch.tensor([[1, merge, merge]])
-            features = {"pixel_values": torch.zeros(merge**2, width), "image_grid_thw": grid}
-            return Item("", 1, features)
-        side = vision.image_size
-        size = (side, side) if isinstance(side, int) else tuple(side)
-        return Item("", 0, {"pixel_values": torch.zeros(1, vision.num_channels, *size)})
+        return made_picture("", self._config, self._whole, cells=(1, 1), draw=torch.zeros)
+
+
+def made_picture(
+    key: str, config: Any, whole: nn.Module, *, cells: tuple[int, int], draw: Callable[..., Tensor]
+) -> Item:
+    """Return a picture of pixels that are drawn, given their shape.
+
+    Args:
+        config: of a model that sees.
+        whole: its tower, projector and language model.
+        cells: rows and columns of its tokens, in a model that takes pictures of any size.
+    """
+    vision, (rows, columns) = config.vision_config, cells
+    if hasattr(whole, "get_rope_index"):
+        side = vision.spatial_merge_size
+        width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        grid = torch.tensor([[1, rows * side, columns * side]])
+        pixels = draw(rows * columns * side**2, width)
+        return Item(key, rows * columns, {"pixel_values": pixels, "image_grid_thw": grid})
+    side = vision.image_size
+    size = (side, side) if isinstance(side, int) else tuple(side)
+    names = ("mm_tokens_per_image", "image_seq_length")
+    count = next(getattr(config, name) for name in names if hasattr(config, name))
+    return Item(key, count, {"pixel_values": draw(1, vision.num_channels, *size)})
 
 
 def _spans(places: Tensor, lengths: Sequence[int]) -> Tensor:
