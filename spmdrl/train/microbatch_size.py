@@ -106,43 +106,40 @@ def make_rows(
     return batch, Advantages((ones,), (tuple(map(torch.zeros_like, ones)),))
 
 
-def find_tokens(
-    rehearse: Rehearse, world: World, *, columns: Collection[str], vocab: int, shares: int
-) -> int:
-    """Return the tokens of the largest micro-batch that fits; every trainer rank calls it.
+class SizeProbe:
+    """Tries rows on a trainer rank, in step with the others.
 
     Args:
         columns, vocab: see `make_rows`.
-        shares: ranks that have this one's memory together.
-    Returns: at least the longest sequence (pair), at most an update's share of a dp rank; above
-        the former a multiple of 256, unless it is the latter. The same on every trainer rank.
-    Raises: Refusal when not even the longest sequence (pair) fits; RuntimeError, on one rank,
-        when it ran out of a GPU's memory in the middle, of which the others are told.
     """
-    devices = [world.device] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        return _Probe(rehearse, world, columns=columns, vocab=vocab, shares=shares).run()
 
-
-class _Probe:
-    """Tries rows on a trainer rank, in step with the others."""
-
-    def __init__(
-        self, rehearse: Rehearse, world: World, *, columns: Collection[str], vocab: int, shares: int
-    ):
-        self._rehearse, self._world, self._shares = rehearse, world, shares
+    def __init__(self, rehearse: Rehearse, world: World, *, columns: Collection[str], vocab: int):
+        self._rehearse, self._world = rehearse, world
         self._columns, self._vocab = columns, vocab
         self._least, self._most = least_tokens(world.cfg), useful_tokens(world.cfg)
         self._unit = sequences_together(world.cfg)
         self._room = 0.0
 
-    def run(self) -> int:
-        """Return the tokens that fit on every trainer rank."""
+    def find(self, shares: int) -> int:
+        """Return the tokens of the largest micro-batch that fits; every trainer rank calls it.
+
+        Args:
+            shares: ranks that have this one's memory together.
+        Returns: at least the longest sequence (pair), at most an update's share of a dp rank; above
+            the former a multiple of 256, unless it is the latter. The same on every trainer rank.
+        Raises: Refusal when not even the longest sequence (pair) fits; RuntimeError, on one rank,
+            when it ran out of a GPU's memory in the middle, of which the others are told.
+        """
+        devices = [self._world.device] if self._world.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            return self._found(shares)
+
+    def _found(self, shares: int) -> int:
         longest = self._least // self._unit
         # Small rows first: FSDP2 and the libraries set themselves up in them, and they say
         # whether the longest sequence can be tried at all.
         quarter, half = (self._measure(self._unit, max(2, longest // n)) for n in (4, 2))
-        self._room = ROOM_FRAC * free_bytes(self._world.device) / self._shares
+        self._room = ROOM_FRAC * free_bytes(self._world.device) / shares
         constant, slope = line(quarter, half) if half.tokens > quarter.tokens else (half.bytes, 0)
         self._check(constant + slope * self._least)
         points = [half, self._measure(self._unit, longest)]

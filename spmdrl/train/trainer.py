@@ -22,7 +22,7 @@ from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.make import make_companions
 from spmdrl.train.companions.model_rewards import RewardModels
-from spmdrl.train.microbatch_size import find_tokens
+from spmdrl.train.microbatch_size import SizeProbe
 from spmdrl.train.microbatches import PreparedMicrobatch, prepare
 from spmdrl.train.objectives.objective_loss import loss_class, named_methods
 from spmdrl.train.trained_model import TrainedModel, in_epochs
@@ -178,15 +178,10 @@ class Trainer:
         """Find the token budget of a micro-batch where the config leaves it open, by 0; call on
         every rank, once what is to be trained was loaded.
 
-        Raises: see `find_tokens`.
+        Raises: see `SizeProbe.find`.
         """
-
-        def find(shares: int) -> int:
-            return find_tokens(
-                self._rehearse, self.world, vocab=self._vocab, columns=self.columns, shares=shares
-            )
-
-        agree_on_tokens(self.world, find)
+        probe = SizeProbe(self._rehearse, self.world, vocab=self._vocab, columns=self.columns)
+        agree_on_tokens(self.world, probe.find)
 
     def _rehearse(self, batch: Batch, advantages: Advantages) -> None:
         updates = self._prepare(batch, advantages)
