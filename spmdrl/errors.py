@@ -84,7 +84,9 @@ def users_line(error: BaseException) -> str:
     empty where there is none."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}" if error.filename else ""
-    return _place_of(traceback.extract_tb(error.__traceback__))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_users(frame.filename)]
+    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
 
 
 def place_of(function: Callable[..., Any]) -> str:
@@ -111,11 +113,6 @@ def users_place(thread: int | None = None) -> str:
     return (
         f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}" if frame else ""
     )
-
-
-def _place_of(frames: traceback.StackSummary) -> str:
-    own = [frame for frame in frames if _is_users(frame.filename)]
-    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
 
 
 def users_traceback(error: BaseException) -> str:

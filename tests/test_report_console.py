@@ -118,7 +118,7 @@ def test_a_terminal_keeps_one_progress_line_below_the_text():
     shown.progress("first")
     shown.progress("second")
     shown.line("a message")
-    shown.clear()
+    shown.progress("")
     assert stream.getvalue() == ("first\r\x1b[Ksecond\r\x1b[Ka message\nsecond\r\x1b[K")
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config
-from spmdrl.errors import Refusal
+from spmdrl.imports import attempt
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.types import Sums
 from spmdrl.world.hardware import known_gpu
@@ -96,11 +96,10 @@ def training_flops(
 
 def countable_shape(hf_model: nn.Module) -> ModelShape | None:
     """Return the shape of a model; None, with a word in the log, where its build is unknown."""
-    try:
-        return model_shape(hf_model)
-    except Refusal as error:
+    shape, error = attempt(lambda: model_shape(hf_model))
+    if error:
         log.info("perf/trainer_flops is not counted: %s", error)
-        return None
+    return shape
 
 
 def trained_flops(

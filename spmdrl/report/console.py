@@ -252,12 +252,6 @@ class Console:
             erase, self._live = self._erase(), text[:WIDTH]
             self._write(erase + self._live)
 
-    def clear(self) -> None:
-        """Take the progress line away."""
-        with self._lock:
-            erase, self._live = self._erase(), ""
-            self._write(erase)
-
     def _erase(self) -> str:
         return "\r\x1b[K" if self._live else ""
 

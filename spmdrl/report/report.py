@@ -239,7 +239,7 @@ class Report:
         Returns: the run's exit status, see `learnt.exit_status`.
         """
         if self.rank == 0:
-            self.console.clear()
+            self.console.progress("")
             self._close_outputs(status)
         code = exit_status(self.cfg, self._world, is_whole=status == "finished")
         self._log.close()

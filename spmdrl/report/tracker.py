@@ -90,7 +90,8 @@ class MlflowTracker:
         _import_mlflow()
         self._thread = threading.Thread(target=self._run, daemon=True, name="spmdrl-mlflow")
         self._thread.start()
-        atexit.register(self._close_at_exit)
+        # The program left without closing: it crashed.
+        atexit.register(self.close, "failed", timeout_s=10.0)
 
     # ---------------------------------------------------------------- for the loop
 
@@ -121,7 +122,7 @@ class MlflowTracker:
         """Send what waits, end the MLflow run with `status`; give up after `timeout_s`."""
         if self._closing.is_set():
             return
-        atexit.unregister(self._close_at_exit)
+        atexit.unregister(self.close)
         self._status = status
         with self._wake:
             self._closing.set()
@@ -132,9 +133,6 @@ class MlflowTracker:
             log.error("MLflow at %s did not take %s; metrics.jsonl has them", self.uri, what)
         elif self._thread.is_alive() or self._failing:
             log.error("MLflow at %s has all metrics, but not how the run ended", self.uri)
-
-    def _close_at_exit(self) -> None:
-        self.close("failed", timeout_s=10.0)  # the program left without closing: it crashed
 
     def _put(self, item: Any) -> None:
         with self._wake:

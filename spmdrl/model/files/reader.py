@@ -122,7 +122,9 @@ class CheckpointReader:
         self._files: dict[str, Any] = {}
         self._file_of = self._read_index()
         config = _config_of(folder)
-        self._quantised, hidden = quantised_tensors(_quantisation(folder, config), self._file_of)
+        with refusing(f"model.path: {folder / 'config.json'} cannot be used", *_KINDS):
+            own = quantisation(config)
+        self._quantised, hidden = quantised_tensors(own, self._file_of)
         found = (self._file_of.keys() | self._quantised.keys()) - hidden
         self.rest: set[str] = set()
         """Names of tensors that are no part of what is shown."""
@@ -239,12 +241,6 @@ def _config_of(folder: Path) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError("it holds no mapping")
         return found
-
-
-def _quantisation(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config that a folder's config has, or {}. Raises: Refusal."""
-    with refusing(f"model.path: {folder / 'config.json'} cannot be used", *_KINDS):
-        return quantisation(config)
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:
