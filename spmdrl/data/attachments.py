@@ -27,12 +27,14 @@ from spmdrl.data.vision.images import (
 )
 from spmdrl.data.vision.shapes import Shapes
 from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
     from spmdrl.config import Config
+    from spmdrl.data.vision.processor import ImageReader
     from spmdrl.data.vision.recorded import Preview
     from spmdrl.given import Given, Shown
 
@@ -69,11 +71,14 @@ def give_reader(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     give_image_reader(cfg, tokenizer, families=SEEING)
 
 
+def _reader_of(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
+    """Return what `give_reader` gave; None for a model that does not see."""
+    return getattr(tokenizer, "image_reader", None)
+
+
 def reads(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a tokenizer's model is shown more than text."""
-    from spmdrl.data.vision.processor import image_reader_of
-
-    return image_reader_of(tokenizer) is not None
+    return _reader_of(tokenizer) is not None
 
 
 def with_items(table: pa.Table, shown: Shown | None) -> pa.Table:
@@ -134,15 +139,16 @@ class Seen:
 
     def encoded_of(self, text: str, opened: Sequence[Any]) -> Given:
         """Return what `encoded` does, of attachments that are opened."""
-        from spmdrl.data.vision.processor import encode
+        from spmdrl.given import Given
 
-        return encode(text, self.tokenizer, images=opened, where=self.where)
+        if (reader := _reader_of(self.tokenizer)) is None:
+            return Given(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        with refusing(self.where, ValueError):
+            return reader.encode(text, opened)
 
     def count(self, text: str) -> int:
         """Return how many attachments stand in rendered text."""
-        from spmdrl.data.vision.processor import image_reader_of
-
-        reader = image_reader_of(self.tokenizer)
+        reader = _reader_of(self.tokenizer)
         return 0 if reader is None else text.count(reader.placeholder)
 
     def check(self, held: Sequence[Any]) -> None:
@@ -162,12 +168,10 @@ class Seen:
         Raises: Refusal as `encoded`, and for attachments and places that differ in number.
         """
         from spmdrl.data.plain_ids import encode_plain
-        from spmdrl.data.vision.processor import placeholder_text
         from spmdrl.given import Given
 
         self.check(held)
-        if not reads(self.tokenizer):
+        if (reader := _reader_of(self.tokenizer)) is None:
             return Given(encode_plain(text + end, self.tokenizer)), text + end
-        mark = placeholder_text(self.tokenizer)
-        text = marked(text, held, placeholder=mark, where=self.where) + end
+        text = marked(text, held, placeholder=reader.written(), where=self.where) + end
         return encode_plain("", self.tokenizer) + self.encoded(text, held), text

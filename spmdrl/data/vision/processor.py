@@ -13,7 +13,6 @@ import numpy
 import torch
 from torch import Tensor
 
-from spmdrl.errors import Refusal
 from spmdrl.given import Given, Item, Shown
 from spmdrl.imports import refusing
 
@@ -64,6 +63,20 @@ class ImageReader:
     def placeholder(self) -> str:
         """Return what stands for an image in text, before it is expanded."""
         return self._processor.image_token
+
+    def written(self) -> str:
+        """Return what stands for an image in text, marks around it included, as the chat template
+        writes it; without one, the processor's own placeholder."""
+        if not self._tokenizer.chat_template:
+            return self.placeholder
+        begin, end = "spmdrl-begin", "spmdrl-end"
+        parts = [{"type": "text", "text": begin}, {"type": "image"}, {"type": "text", "text": end}]
+        said = [{"role": "user", "content": parts}]
+        what = "the chat template refuses a message with an image"
+        with refusing(what, Exception, names_kind=True):
+            text = self._tokenizer.apply_chat_template(said, tokenize=False)
+        found = text.partition(begin)[2].partition(end)[0].strip()
+        return found if self.placeholder in found else self.placeholder
 
     def encode(self, text: str, images: Sequence[Image]) -> Given:
         """Return the ids of a text, its placeholders expanded, and what they show.
@@ -187,42 +200,3 @@ def give_image_reader(
     tokenizer.image_reader = ImageReader(  # type: ignore[attr-defined]
         cfg.model.path, tokenizer=tokenizer, image_token_id=config.image_token_id
     )
-
-
-def image_reader_of(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
-    """Return what reads images for a tokenizer's model; None for a model that does not see."""
-    return getattr(tokenizer, "image_reader", None)
-
-
-def placeholder_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return what stands for an image in text, marks around it included, as the chat template
-    writes it; without one, the processor's own placeholder."""
-    reader = image_reader_of(tokenizer)
-    assert reader is not None, "asked of models that see"
-    if not tokenizer.chat_template:
-        return reader.placeholder
-    begin, end = "spmdrl-begin", "spmdrl-end"
-    content = [{"type": "text", "text": begin}, {"type": "image"}, {"type": "text", "text": end}]
-    with refusing("the chat template refuses a message with an image", Exception, names_kind=True):
-        text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
-    found = text.partition(begin)[2].partition(end)[0].strip()
-    return found if reader.placeholder in found else reader.placeholder
-
-
-def encode(
-    text: str, tokenizer: PreTrainedTokenizerBase, *, images: Sequence[Image] = (), where: str
-) -> Given:
-    """Return the ids of rendered text, no special tokens added, and what they show.
-
-    Args:
-        images: of its placeholders, in order.
-        where: origin of the text, for messages.
-    Raises: Refusal for images of a model that does not see, or a wrong number of them.
-    """
-    reader = image_reader_of(tokenizer)
-    if reader is not None:
-        with refusing(where, ValueError):
-            return reader.encode(text, images)
-    if images:
-        raise Refusal(f"{where}: it holds {len(images)} images, and the model does not see")
-    return Given(tokenizer(text, add_special_tokens=False)["input_ids"])
