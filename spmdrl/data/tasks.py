@@ -11,7 +11,8 @@ import functools
 import importlib.util
 import random
 import string
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from spmdrl.data.attachments import Shapes
 from spmdrl.data.hashed import hashed, split_of
@@ -54,20 +55,19 @@ def make_task(spec: str, options: dict[str, Any], *, size: int = 1) -> Task:
         return ReasoningGym(name, options, size=size)
     if name not in _TASKS:
         raise Refusal(f"{spec}: unknown task{nearest(name, list(_TASKS))}")
-    known = _TASKS[name].OPTIONS
+    known = {own.name: str(own.type) for own in fields(_TASKS[name])}
     for option, value in options.items():
         if option not in known:
             raise Refusal(
                 f"data.task_options.{option}: {spec} has no such option"
                 f"{nearest(option, list(known))}"
             )
-        if type(value) is not known[option]:
-            raise Refusal(
-                f"data.task_options.{option}: expected {known[option].__name__}, got {value!r}"
-            )
+        if type(value).__name__ != known[option]:
+            raise Refusal(f"data.task_options.{option}: expected {known[option]}, got {value!r}")
     return _TASKS[name](**options)
 
 
+@dataclass(kw_only=True)
 class Addition:
     """Sums of two numbers, `123+456=` with answer `579`; differences too if asked for.
 
@@ -79,35 +79,23 @@ class Addition:
     above 0, the share of the digits of those rows that are each one too high instead (0 for 9).
     """
 
-    OPTIONS = {
-        "digits": int,
-        "subtraction": bool,
-        "partial": bool,
-        "mistakes": float,
-        "slips": float,
-    }
+    digits: int = 3
+    subtraction: bool = False
+    partial: bool = False
+    mistakes: float = 0.0
+    slips: float = 0.0
 
-    def __init__(
-        self,
-        *,
-        digits: int = 3,
-        subtraction: bool = False,
-        partial: bool = False,
-        mistakes: float = 0.0,
-        slips: float = 0.0,
-    ):
-        for name, share in (("mistakes", mistakes), ("slips", slips)):
+    def __post_init__(self) -> None:
+        for name, share in (("mistakes", self.mistakes), ("slips", self.slips)):
             if not 0.0 <= share <= 1.0:
                 raise Refusal(f"data.task_options.{name}: must be a share from 0 to 1, got {share}")
-        if slips and not mistakes:
+        if self.slips and not self.mistakes:
             raise Refusal(
-                f"data.task_options.slips: {slips} of the digits of no rows; say with mistakes "
-                "which share of the rows has them"
+                f"data.task_options.slips: {self.slips} of the digits of no rows; say with "
+                "mistakes which share of the rows has them"
             )
-        self.mistakes, self.slips = mistakes, slips
-        if not 1 <= digits <= 100:
-            raise Refusal(f"data.task_options.digits: must be from 1 to 100, got {digits}")
-        self.digits, self.subtraction, self.partial = digits, subtraction, partial
+        if not 1 <= self.digits <= 100:
+            raise Refusal(f"data.task_options.digits: must be from 1 to 100, got {self.digits}")
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:
         """Return problem `index`; see the class."""
@@ -145,6 +133,7 @@ class Addition:
         return same / max(len(given), len(right))
 
 
+@dataclass(kw_only=True)
 class AdditionPairs(Addition):
     """Addition with answers to compare: `chosen` is right, `rejected` wrong in one digit.
 
@@ -154,7 +143,7 @@ class AdditionPairs(Addition):
     `slips`.
     """
 
-    OPTIONS = {name: kind for name, kind in Addition.OPTIONS.items() if name != "slips"}
+    slips: ClassVar[float] = 0.0  # type: ignore[misc]  # no option
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:
         """Return problem `index`; see the class."""
@@ -176,6 +165,7 @@ class AdditionPairs(Addition):
         }
 
 
+@dataclass(kw_only=True)
 class GuessNumberTask:
     """Secrets for the game of environments.guess_number. As a task without that environment it is
     a guess in the dark.
@@ -186,22 +176,18 @@ class GuessNumberTask:
     small range, a policy that trains for long learns never to guess those.
     """
 
-    OPTIONS = {"low": int, "high": int, "prompt": str, "held_out": bool}
+    low: int = 1
+    high: int = 100
+    held_out: bool = True
+    prompt: str = "Guess my number from {low} to {high}."
 
-    def __init__(
-        self,
-        *,
-        low: int = 1,
-        high: int = 100,
-        held_out: bool = True,
-        prompt: str = "Guess my number from {low} to {high}.",
-    ):
+    def __post_init__(self) -> None:
+        low, high, prompt = self.low, self.high, self.prompt
         if high - low < 4:
             raise Refusal(
                 "data.task_options.high: must be at least low + 4, so that some "
                 f"secrets can be held out, got {low} and {high}"
             )
-        self.low, self.high, self.held_out = low, high, held_out
         what = f"data.task_options.prompt: {prompt!r} may hold {{low}} and {{high}} only"
         with refusing(what, ValueError, names_kind=True):
             for _, name, form, conversion in string.Formatter().parse(prompt):

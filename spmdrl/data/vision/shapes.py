@@ -76,6 +76,7 @@ class Scene:
     """What a careless answer would be."""
 
 
+@dataclass(kw_only=True)
 class Shapes:
     """Questions about drawn scenes. Each has the column `images`, PNG bytes, and a prompt that
     begins with its place.
@@ -98,40 +99,22 @@ class Shapes:
         noise: show noise in place of every scene: a control, in which nothing can be seen.
     """
 
-    OPTIONS = {
-        "kind": str,
-        "side": int,
-        "most": int,
-        "cells": int,
-        "colours": int,
-        "forms": int,
-        "dark": bool,
-        "jitter": int,
-        "least": int,
-        "mistakes": float,
-        "noise": bool,
-    }
+    kind: str = "count"
+    side: int = 56
+    most: int = 3
+    cells: int = 4
+    colours: int = 3
+    forms: int = 1
+    dark: bool = False
+    jitter: int = 0
+    least: int = 0
+    mistakes: float = 0.0
+    noise: bool = False
 
-    def __init__(
-        self,
-        *,
-        kind: str = "count",
-        side: int = 56,
-        most: int = 3,
-        cells: int = 4,
-        colours: int = 3,
-        forms: int = 1,
-        dark: bool = False,
-        jitter: int = 0,
-        least: int = 0,
-        mistakes: float = 0.0,
-        noise: bool = False,
-    ):
-        self.kinds = kind.split("+")
-        self.side, self.most, self.cells, self.jitter, self.least = side, most, cells, jitter, least
-        self.paints, self.ground = (_BRIGHT, "black") if dark else (_COLOURS, "white")
-        self.colours, self.forms = list(self.paints)[:colours], _FORMS[:forms]
-        self.mistakes, self.noise = mistakes, noise
+    def __post_init__(self) -> None:
+        self.kinds = self.kind.split("+")
+        self.paints, self.ground = (_BRIGHT, "black") if self.dark else (_COLOURS, "white")
+        self.hues, self.outlines = list(self.paints)[: self.colours], _FORMS[: self.forms]
         what = "data.task_options"
         for one in self.kinds:
             if one not in _KINDS:
@@ -139,12 +122,11 @@ class Shapes:
         ranges = dict(
             side=(8, _MAX_SIDE), most=(1, 64), cells=(1, 64), colours=(1, 6), forms=(1, 3)
         )
-        given = dict(side=side, most=most, cells=cells, colours=colours, forms=forms)
         for name, (low, high) in ranges.items():
-            if not low <= given[name] <= high:
-                raise Refusal(f"{what}.{name}: must be from {low} to {high}, got {given[name]}")
-        if not 0.0 <= mistakes <= 1.0:
-            raise Refusal(f"{what}.mistakes: must be a share from 0 to 1, got {mistakes}")
+            if not low <= (given := getattr(self, name)) <= high:
+                raise Refusal(f"{what}.{name}: must be from {low} to {high}, got {given}")
+        if not 0.0 <= self.mistakes <= 1.0:
+            raise Refusal(f"{what}.mistakes: must be a share from 0 to 1, got {self.mistakes}")
         self._check_room(what)
 
     def _check_room(self, what: str) -> None:
@@ -152,8 +134,8 @@ class Shapes:
             raise Refusal(
                 f"{what}.most: {self.most} shapes do not stand on {self.cells} x {self.cells} cells"
             )
-        if "compare" in self.kinds and (len(self.colours) < 2 or self.most < 1):
-            raise Refusal(f"{what}.colours: comparing takes two, got {len(self.colours)}")
+        if "compare" in self.kinds and (self.colours < 2 or self.most < 1):
+            raise Refusal(f"{what}.colours: comparing takes two, got {self.colours}")
         if self.least and self.jitter:
             raise Refusal(f"{what}.jitter: with least things stand anywhere anyway; leave it out")
         for kind in self.kinds:
@@ -225,22 +207,23 @@ class Shapes:
         count = draw.randint(1, self.most)
         cells = draw.sample(range(self.cells**2), count)
         things = tuple(
-            self._thing(kind, cell=cell, form=draw.choice(self.forms), draw=draw) for cell in cells
+            self._thing(kind, cell=cell, form=draw.choice(self.outlines), draw=draw)
+            for cell in cells
         )
         if kind == "compare":
             return self._compared(things, draw)
         asked = "count"
         if kind == "colour":
-            asked = draw.choice(self.colours)
+            asked = draw.choice(self.hues)
         elif kind == "form":
-            asked = draw.choice(self.forms)
+            asked = draw.choice(self.outlines)
         found = sum(asked in ("count", one.colour, one.form) for one in things)
         slip = found % self.most + 1 if self.most > 1 else 1 - found
         return Scene(things, asked, str(found), str(slip))
 
     def _compared(self, things: tuple[Thing, ...], draw: random.Random) -> Scene:
         """Ask of which of two colours there are more, one repainted where they are even."""
-        first, second = draw.sample(self.colours, 2)
+        first, second = draw.sample(self.hues, 2)
         last = things[-1]
         if _balance(things, first, second) == 0:
             colour = second if last.colour == first else first
@@ -256,7 +239,7 @@ class Shapes:
             low = room // 2 - whole // 2
             high = low + whole - 1 - room  # a pixel between neighbours
         shift = (draw.randint(low, high), draw.randint(low, high))
-        return Thing(cell, shift, draw.choice(self.colours), form, room)
+        return Thing(cell, shift, draw.choice(self.hues), form, room)
 
     # ---------------------------------------------------------------- pixels
 
