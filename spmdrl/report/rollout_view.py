@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from spmdrl.config import Config
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
     from spmdrl.data.attachments import Preview
     from spmdrl.rollout.recordings import Recorded
+
+_GROUP = itemgetter("group")
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,9 @@ class Summary:
 
 def summaries(recorded: Recorded, step: int) -> list[Summary]:
     """Return the groups of a step, by number. Raises: Refusal for a step that is not there."""
-    table = _sequences(recorded, step)
-    groups: dict[int, list[dict[str, Any]]] = {}
-    for row in table.to_pylist():
-        groups.setdefault(row["group"], []).append(row)
     found = []
-    for number in sorted(groups):
-        rows = groups[number]
+    for number, group in groupby(_sequences(recorded, step).to_pylist(), key=_GROUP):
+        rows = list(group)
         rewards = [row["reward"] for row in rows if row["is_valid"]]
         found.append(
             Summary(
@@ -199,13 +199,10 @@ def read_groups(
     if needs_text:
         decode, error = attempt(lambda: _decoder(cfg, tokenizer, trusts=trust_remote_code))
         notes += [f"tokens are shown as ids: {error}"] if error else []
-    rows.sort(key=lambda row: row["sample"])
-    groups: dict[int, list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["group"], []).append(row)
+    rows.sort(key=itemgetter("group", "sample"))
     return [
-        View(step, number, header, _answers(groups[number], known or {}, decode), notes)
-        for number in sorted(groups)
+        View(step, number, header, _answers(list(own), known or {}, decode), notes)
+        for number, own in groupby(rows, key=_GROUP)
     ]
 
 

@@ -40,19 +40,13 @@ def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
         box: the part of the checkpoint tensor that it shows.
         shape: of the whole checkpoint tensor.
     """
-    total = 0
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    total, strides = 0, torch.empty(tuple(shape), device="meta").stride()
     for part, values in _strips(view, box):
         bits = values.contiguous().view(_INTEGERS[values.element_size()]).to(torch.int64)
         at = torch.zeros((), dtype=torch.int64, device=view.device)
         for dim, stride in enumerate(strides):
-            index = (
-                torch.arange(part.start[dim], part.start[dim] + part.shape[dim], device=view.device)
-                * stride
-            )
-            at = at + index.view([-1] + [1] * (len(shape) - dim - 1))
+            index = torch.arange(part.shape[dim], device=view.device) + part.start[dim]
+            at = at + (index * stride).view([-1] + [1] * (len(shape) - dim - 1))
         total += int((_mix(_mix(at + 1) + bits)).sum())
     return total % 2**64
 
