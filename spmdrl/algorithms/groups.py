@@ -81,15 +81,8 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Gr
     high = _largest(torch.where(is_valid, rewards, -torch.inf), index, len(ids))
     low = -_largest(torch.where(is_valid, -rewards, -torch.inf), index, len(ids))
     has_spread = (counts >= 2) & (high - low > ROUNDING * torch.maximum(high.abs(), low.abs()))
-    return Groups(
-        index=index,
-        rewards=rewards,
-        is_valid=is_valid,
-        counts=counts,
-        means=means,
-        stds=torch.where(has_spread, stds, 0.0),
-        has_spread=has_spread,
-    )
+    stds = torch.where(has_spread, stds, 0.0)
+    return Groups(index, rewards, is_valid, counts, means, stds, has_spread)
 
 
 def best_and_worst(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Tensor:

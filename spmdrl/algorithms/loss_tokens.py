@@ -70,14 +70,8 @@ def loss_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> LossTokens:
     counts = counts.index_add(0, sequence, torch.ones_like(sequence))
     ends = counts.cumsum(0)
     places = torch.arange(len(sequence), device=index.device)
-    return LossTokens(
-        index=index,
-        sequence=sequence,
-        position=places - (ends - counts)[sequence],
-        last=ends[sequence] - 1,
-        counts=counts,
-        num_tokens=loss_mask.numel(),
-    )
+    position, last = places - (ends - counts)[sequence], ends[sequence] - 1
+    return LossTokens(index, sequence, position, last, counts, loss_mask.numel())
 
 
 def discounted_sums(values: Tensor, *, discounts: Tensor | float, last: Tensor) -> Tensor:

@@ -142,14 +142,7 @@ class _Encoder:
         tokens, text, row = self._tokens(rows, index)
         if self._fit.overlong == "error":
             self._fit.check(rows, index, length=len(tokens))
-        return Prompt(
-            index=index,
-            tokens=tokens,
-            text=text,
-            row=row,
-            source=rows.source(index),
-            where=rows.where(index),
-        )
+        return Prompt(index, tokens, text, row, rows.source(index), rows.where(index))
 
     def _tokens(self, rows: SourcesRows, index: int) -> tuple[Given, str, dict]:
         row, where = rows[index], rows.where(index)

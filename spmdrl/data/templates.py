@@ -81,11 +81,12 @@ def apply_template(
     tools: list | None,
     where: str,
     template: str = "auto",
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
+    **options: bool,
 ) -> str:
     """Return a conversation as text by the tokenizer's chat template.
 
+    Args:
+        options: of `apply_chat_template`, such as add_generation_prompt.
     Raises: Refusal when the template is missing, switched off, or refuses the messages.
     """
     if template == "never":
@@ -101,10 +102,4 @@ def apply_template(
         )
     # Templates are programs: jinja's errors, and TypeError, KeyError.
     with refusing(f"{where}: the chat template refuses the messages", Exception, names_kind=True):
-        return tokenizer.apply_chat_template(
-            messages,
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-        )
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)

@@ -77,12 +77,8 @@ def exchange_totals(totals: Totals, norm_share: Tensor, *, world: World) -> Glob
     stats = {name: tuple(pair.flatten().tolist()) for name, pair in found.items()}
     if histogram is not None:
         stats |= gap_sums(histogram[0])
-    return GlobalTotals(
-        grad_norm=math.sqrt(square) if square >= 0 else math.nan,
-        loss=loss,
-        num_tokens=num_tokens,
-        stats=stats,
-    )
+    grad_norm = math.sqrt(square) if square >= 0 else math.nan
+    return GlobalTotals(grad_norm, loss, num_tokens, stats)
 
 
 def dump_skipped(
