@@ -250,15 +250,11 @@ def list_messages(plan: Any, table: Any, wants: Any) -> tuple[float, int]:
     targets = [(w.box, torch.empty(w.box.shape, dtype=w.dtype, device=meta)) for w in wants]
     shard = torch.empty(2**40, dtype=torch.float32, device=meta)
     before, began = memory("VmRSS"), time.process_time()
-    transfer = Transfer(
-        plan,
-        table,
-        device=meta,
-        source=lambda name, box: Value(shard[: box.numel].view(box.shape)),
-        targets=targets,
-        group=dist.group.WORLD,
-        gathers={plan.replicas: dist.group.WORLD} if plan.replicas else {},
-    )
+    held = SimpleNamespace(value=lambda name, box: Value(shard[: box.numel].view(box.shape)))
+    live = SimpleNamespace(table=table, held=held)
+    world = SimpleNamespace(wire=meta, everyone=dist.group.WORLD)
+    gathers = {plan.replicas: dist.group.WORLD} if plan.replicas else {}
+    transfer = Transfer(plan, live, world, targets=targets, gathers=gathers)
     seconds, used = time.process_time() - began, memory("VmRSS") - before
     del transfer
     dist.destroy_process_group()

@@ -38,15 +38,9 @@ def _arrived(computed: tuple[str, ...], bucket_bytes: int) -> list[str]:
         return Value(part, (lambda: torch.full(box.shape, 0.5)) if name in computed else None)
 
     targets = [(want.box, torch.full(want.box.shape, -1.0)) for want in wants]
-    Transfer(
-        plan,
-        FileTable(parts),
-        device=torch.device("cpu"),
-        source=source,
-        targets=targets if rank == 1 else [],
-        group=dist.group.WORLD,
-        gathers={},
-    ).run()
+    live = SimpleNamespace(table=FileTable(parts), held=SimpleNamespace(value=source))
+    world = SimpleNamespace(wire=torch.device("cpu"), everyone=dist.group.WORLD)
+    Transfer(plan, live, world, targets=targets if rank == 1 else [], gathers={}).run()
     return (
         []
         if rank == 0

@@ -84,15 +84,8 @@ class ReloadedTensors:
             wants = push if self._world.is_inference else []
             # New memory each time: vLLM keeps tensors until their layer is complete.
             whole = [torch.empty(w.box.shape, dtype=w.dtype, device=device) for w in wants]
-            Transfer(
-                plan,
-                self._live.table,
-                device=self._world.wire,
-                source=self._live.held.value,
-                targets=[(want.box, tensor) for want, tensor in zip(wants, whole)],
-                group=self._world.everyone,
-                gathers=self._gathers,
-            ).run()
+            targets = [(want.box, tensor) for want, tensor in zip(wants, whole)]
+            Transfer(plan, self._live, self._world, targets=targets, gathers=self._gathers).run()
             if self._sums is not None:
                 self._sums += [checksum(t, w.box, shape=w.box.shape) for w, t in zip(wants, whole)]
             yield from zip([want.name for want in wants], whole)

@@ -70,11 +70,9 @@ class TracedTensors:
         if self._transfer is None:
             self._transfer = Transfer(
                 self.plan,
-                self._live.table,
-                device=self._world.wire,
-                source=self._live.held.value,
+                self._live,
+                self._world,
                 targets=[(copy.box, copy.view) for copy in self._copies],
-                group=self._world.everyone,
                 gathers=self._gathers,
             )
         self._transfer.run()

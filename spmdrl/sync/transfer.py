@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.model.shards import Box, Value, narrow
+from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.pieces import Piece, pieces_of
 from spmdrl.sync.plan import Slices, StreamPlan
-from spmdrl.sync.tables import FileTable
 from spmdrl.world import World
 from spmdrl.world.torch_internals import all_gather_single, copy_all
 
@@ -43,33 +43,28 @@ class Transfer:
 
     Args:
         plan: of this rank.
-        table: of the file tensors.
-        device: of the buffers.
-        source: gives what this rank holds in a box of a file tensor.
+        live: what this rank holds now; a transfer is made anew when that has moved.
         targets: per want of this rank, its box and the live view to write; empty where nothing is
             wanted.
-        group: of all ranks, for tensors.
         gathers: from make_gather_groups.
     """
 
     def __init__(
         self,
         plan: StreamPlan,
-        table: FileTable,
+        live: LiveShards,
+        world: World,
         *,
-        device: torch.device,
-        source: Callable[[str, Box], Value],
         targets: Sequence[tuple[Box, Tensor]],
-        group: dist.ProcessGroup,
         gathers: dict[tuple[int, ...], dist.ProcessGroup | None],
     ):
-        self._plan, self._table = plan, table
-        self._source, self._targets = source, targets
-        self._everyone, self._group = group, gathers.get(plan.replicas)
+        self._plan, self._table, self._source = plan, live.table, live.held.value
+        self._everyone, self._group = world.everyone, gathers.get(plan.replicas)
+        self._targets = targets
         send, receive = plan.bucket_bytes
         buffers = range(min(2, plan.num_buckets))
-        self._sent = [_bytes(send, device) for _ in buffers]
-        self._received = [_bytes(receive, device) for _ in buffers]
+        self._sent = [_bytes(send, world.wire) for _ in buffers]
+        self._received = [_bytes(receive, world.wire) for _ in buffers]
         self._buckets = [self._list(k) for k in range(plan.num_buckets)]
 
     def run(self) -> None:
