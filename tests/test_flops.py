@@ -21,6 +21,7 @@ from spmdrl.model.flops import (
     utilisation,
     visible_pairs,
 )
+from spmdrl.model.head import HeadOptions
 from spmdrl.model.scorer import Scorer
 from spmdrl.model.shape import model_shape
 from spmdrl.report.glossary import lookup, values_of
@@ -39,7 +40,7 @@ def _scorer(family: str) -> tuple[Any, Scorer, Any]:
     model.set_attn_implementation("spmdrl_padded")
     if hasattr(model.config, "num_local_experts"):
         model.set_experts_implementation("eager")  # the counter knows no grouped matmul
-    scorer = Scorer(model, chunk_tokens=29, temperature=1.0, tp_group=None)
+    scorer = Scorer(model, HeadOptions(29))
     return model, scorer, scoring(LENGTHS, first_scored=11, vocab=model.config.vocab_size)
 
 

@@ -14,6 +14,7 @@ from spmdrl.config import ModelSettings
 from spmdrl.model.attention.kernels import pick_attention, register_attention
 from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.attention.separation import separate
+from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.scorer import ScoredRow, Scorer, make_row
 
@@ -41,7 +42,7 @@ def plain_scorer(folder: Path) -> tuple[torch.nn.Module, Scorer]:
         device=torch.device("cpu"),
     ).requires_grad_()
     separate(hf_model)
-    return hf_model, Scorer(hf_model, chunk_tokens=16, temperature=1.0, tp_group=None).eval()
+    return hf_model, Scorer(hf_model, HeadOptions(16)).eval()
 
 
 def _rows() -> list[torch.Tensor]:

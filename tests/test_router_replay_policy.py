@@ -23,6 +23,7 @@ from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import experts_modules
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.files.reader import CheckpointReader
+from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import build_meta_model, compute_buffers, model_folder, read_tensors
 from spmdrl.model.parallel import recompute
 from spmdrl.model.routers import WEIGHTS, RouterReplay
@@ -154,7 +155,7 @@ def replaying_scorer(folder: Path, family: str, *, checkpointing: str) -> tuple[
     read_tensors(CheckpointReader(model_folder(str(folder))), live_tensors(hf_model), parts)
     compute_buffers(hf_model)
     recompute.checkpoint(hf_model, checkpointing)
-    scorer = Scorer(hf_model, chunk_tokens=16, temperature=1.0, tp_group=None).eval()
+    scorer = Scorer(hf_model, HeadOptions(16)).eval()
     layers = [m for m in hf_model.modules() if hasattr(m, "gate") and hasattr(m, "experts")]
     RouterReplay(scorer, [layer.gate for layer in layers], model_type=family)
     seen: list[Tensor] = []

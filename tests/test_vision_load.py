@@ -21,6 +21,7 @@ from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import base_of, blocks
 from spmdrl.model.files.file_tensors import file_tensors
+from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import build_meta_model, checkpoint_shapes, load_whole_model
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
@@ -130,7 +131,7 @@ def test_pixels_are_copied_for_a_forward_pass_and_go_with_its_graph(tmp_path, mo
         device=torch.device("cpu"),
     )
     separate(hf_model.requires_grad_(True))
-    scorer = Scorer(hf_model, chunk_tokens=64, temperature=1.0, tp_group=None)
+    scorer = Scorer(hf_model, HeadOptions(64))
     slicing, ids = Slicing(sight=sight_of(hf_model, device="cpu")), sequences(folder)[0]
     moved = microbatch(folder, [0]).to(torch.device("meta"))
     assert moved.tokens.is_meta and moved.shown.places.is_meta

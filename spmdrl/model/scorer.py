@@ -16,10 +16,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmdrl.config import NO_PENALTIES, Penalties
 from spmdrl.errors import Refusal
 from spmdrl.given import Shown
 from spmdrl.kept_sets import KeptSets
@@ -208,35 +206,18 @@ class Scorer(nn.Module):
 
     Args:
         hf_model: a transformers causal LM; its base model and head are used, its forward not.
-        chunk_tokens: positions whose logits exist at once.
-        temperature: of the distribution that is scored.
-        penalties: likewise, of tokens with a history.
-        tp_group: ranks among which the head's rows are sharded; None when they are not.
+        options: how logits become the distribution that is scored; scale and softcap are the
+            model's own, whatever these say.
     Raises: Refusal for a model whose head makes logits in another way; see head_form.
     """
 
-    def __init__(
-        self,
-        hf_model: nn.Module,
-        *,
-        chunk_tokens: int,
-        temperature: float,
-        penalties: Penalties = NO_PENALTIES,
-        tp_group: dist.ProcessGroup | None,
-    ):
+    def __init__(self, hf_model: nn.Module, options: HeadOptions):
         super().__init__()
         form, head = head_form(hf_model), hf_model.get_output_embeddings()
         (_, self.base), self.eyes = base_of(hf_model), eyes_of(hf_model)
         self._is_tied = bool(hf_model.config.tie_word_embeddings)
         self.lm_head = _own_part(head) if self._is_tied else head
-        self.head_options = HeadOptions(
-            chunk_tokens=chunk_tokens,
-            temperature=temperature,
-            penalties=penalties,
-            group=tp_group,
-            scale=form.scale,
-            softcap=form.softcap,
-        )
+        self.head_options = replace(options, scale=form.scale, softcap=form.softcap)
 
     def forward(self, row: ScoredRow, head: Head | None = None) -> Any:
         """Return logprobs and entropy of the slice's scored tokens, each [n] float32, nats.

@@ -22,6 +22,7 @@ from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import packs
 from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import blocks, experts_modules
+from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import build_meta_model, hf_config_of, load_whole_model
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
@@ -172,7 +173,7 @@ def _packed(hf_model: nn.Module, rows: list[Given], *, device: torch.device) -> 
     sight = sight_of(hf_model, device=device)
     slicing = Slicing(chunk=separate(hf_model).chunk, device=device, sight=sight)
     set_attention(hf_model, "spmdrl_padded")
-    scorer = Scorer(hf_model, chunk_tokens=1024, temperature=1.0, tp_group=None)
+    scorer = Scorer(hf_model, HeadOptions(1024))
     found: list[Tensor] = []
     for pack in packs(rows, len(rows[0])):
         lengths, given = [len(row) for row in pack], joined(pack)

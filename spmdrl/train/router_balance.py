@@ -23,34 +23,24 @@ from spmdrl.config import MoeSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.lora.expert_adapters import counts
 from spmdrl.model.routers import RoutedLayer, RouterReplay, check_balance, routed_layers
+from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.microbatches import PreparedMicrobatch
 from spmdrl.types import Sums
-from spmdrl.world import World
 
 
 class Routers:
     """The routers of one trained model; of a dense one, nothing.
 
     Args:
-        hf_model: the transformers model, whatever was made of its parameters.
-        scorer: the module that its forward passes begin with.
-        options: the config's model.moe.
-        world: this rank's view of the job.
+        model: whose they are.
         name: first part of the metrics' names.
-    Raises: Refusal when the options are for experts or routers that the model does not have.
+    Raises: Refusal when model.moe is for experts or routers that the model does not have.
     """
 
-    def __init__(
-        self,
-        hf_model: nn.Module,
-        *,
-        scorer: nn.Module,
-        options: MoeSettings,
-        world: World,
-        name: str,
-    ):
+    def __init__(self, model: ShardedModel, *, name: str):
+        hf_model, options = model.hf_model, model.cfg.model.moe
         self._balance, self._coef, self._rate = options.balance, options.coef, options.rate
-        self._world, self._name, self._layers = world, name, routed_layers(hf_model)
+        self._world, self._name, self._layers = model.world, name, routed_layers(hf_model)
         if name == "policy" and options != MoeSettings() and not self._layers:
             raise Refusal(
                 f"model.moe: balance {options.balance}, replay {options.replay} with a "
@@ -61,7 +51,7 @@ class Routers:
         # A value model's experts are not those that the engine chose from.
         self._replay = (
             RouterReplay(
-                scorer,
+                model.scorer,
                 [layer.router for layer in self._layers],
                 model_type=hf_model.config.model_type,
             )

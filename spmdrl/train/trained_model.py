@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from spmdrl.config import Config, OptimizerSettings
+from spmdrl.config import OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.towers import tower_parameters
@@ -23,7 +23,6 @@ from spmdrl.train.optimizer import AdamW, copies, learning_rate, square_sum
 from spmdrl.train.router_balance import Routers
 from spmdrl.train.step import GlobalTotals, Totals, dump_skipped, exchange_totals
 from spmdrl.types import Sums, add_sums
-from spmdrl.world import World
 from spmdrl.world.torch_internals import multiply_all, plain_name
 
 
@@ -32,35 +31,22 @@ class TrainedModel:
 
     Args:
         model: with trainable parameters.
-        cfg, world: the config and this rank's view of the job.
         options: of the optimizer.
         name: first part of the metrics' names: `policy`, `value` or `prm`.
     Raises: Refusal when model.memory.offload asks for what this device cannot do.
     """
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        *,
-        cfg: Config,
-        world: World,
-        options: OptimizerSettings,
-        name: str = "policy",
-    ):
-        self.model, self.cfg, self.world, self.options = model, cfg, world, options
-        self.name = name
+    def __init__(self, model: ShardedModel, options: OptimizerSettings, *, name: str = "policy"):
+        self.model, self.options, self.name = model, options, name
+        self.cfg, self.world = cfg, world = model.cfg, model.world
         self.on_gradients: Callable[..., None] | None = None
         """Called before each optimizer step with this rank's gradients by name, not yet clipped,
         and its `step` and `number` among the batch's updates; it leaves them as they are."""
         shards = {name: p for name, p in model.named_shards().items() if p.requires_grad}
         kept = cfg.model.memory
         check_offload(kept.offload, world.device)
-        self.optimizer = _optimizer(
-            model, shards, cfg=cfg, options=options, name=name, device=world.device
-        )
-        self.routers = Routers(
-            model.hf_model, scorer=model.scorer, options=cfg.model.moe, world=world, name=name
-        )
+        self.optimizer = _optimizer(model, shards, options, name=name)
+        self.routers = Routers(model, name=name)
         self.loss_scale = LossScale(options.loss_scale, is_on=cfg.model.compute_dtype == "float16")
         self._reduces_last = kept.reduce == "last"
         trainers = len(world.trainer_ranks)
@@ -212,15 +198,10 @@ class TrainedModel:
 
 
 def _optimizer(
-    model: ShardedModel,
-    shards: Mapping[str, Tensor],
-    *,
-    cfg: Config,
-    options: OptimizerSettings,
-    name: str,
-    device: torch.device,
+    model: ShardedModel, shards: Mapping[str, Tensor], options: OptimizerSettings, *, name: str
 ) -> AdamW:
     """Return the optimizer of a model's shards, as the config's sections say."""
+    cfg, device = model.cfg, model.world.device
     kept, embedding = cfg.model.memory, model.hf_model.get_input_embeddings().weight
     matrices = block_matrices(model.hf_model, shards) if options.kind == "muon" else set()
     make = partial(Muon, matrices=matrices) if matrices else AdamW

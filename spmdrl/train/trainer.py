@@ -74,7 +74,7 @@ class Trainer:
             lora=lora_form(cfg.model.lora) if cfg.model.lora.is_on else None,
         )
         weights.model = model
-        self.policy = TrainedModel(model, cfg=cfg, world=world, options=cfg.optimizer)
+        self.policy = TrainedModel(model, cfg.optimizer)
         self.companions = make_companions(cfg, world, policy=model, columns=self.columns)
         self._reward_models = RewardModels(cfg, world)
         self._kept: dict[str, Coefficients | AdapterRecord | Companion] = {

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 
 from spmdrl.config import Config, MemorySettings
 from spmdrl.model.blocks import base_of, blocks, experts_modules
-from spmdrl.model.head import head_chunk_tokens
+from spmdrl.model.head import HeadOptions, head_chunk_tokens
 from spmdrl.model.parallel import recompute, tensor_parallel
 from spmdrl.model.parallel.expert_parallel import apply_ep, replicated, shard_experts
 from spmdrl.model.parallel.row_slices import Slicing
@@ -77,14 +77,13 @@ def lay_out(
     if hasattr(hf_model, "score"):
         scorer = Valuer(hf_model)
     else:
-        chunk_tokens = head_chunk_tokens(cfg.model, hf_model)
-        scorer = Scorer(
-            hf_model,
-            chunk_tokens=chunk_tokens,
-            tp_group=tp_group,
+        options = HeadOptions(
+            head_chunk_tokens(cfg.model, hf_model),
             temperature=temperature,
             penalties=cfg.sampling.penalties,
+            group=tp_group,
         )
+        scorer = Scorer(hf_model, options)
     others = [hf_model.get_submodule(name) for name in towers]
     apply_fsdp(scorer, hf_blocks, world, memory=spared, dtype=dtype, others=others)
     return scorer, whole

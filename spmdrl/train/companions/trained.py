@@ -47,7 +47,7 @@ class TrainedCompanion(Companion):
             self.model = ShardedModel(cfg, world, path=path, is_trained=True, is_scalar=is_scalar)
         _check_fit(self.model, policy)
         options = replace(cfg.optimizer, lr=cfg.critic.lr)
-        self.trained = TrainedModel(self.model, cfg=cfg, world=world, name=name, options=options)
+        self.trained = TrainedModel(self.model, options, name=name)
 
     def update(self, updates: Sequence[Sequence[PreparedMicrobatch]], *, step: int) -> Sums:
         """Take an optimizer step for each of the batch's updates; see TrainedModel.
