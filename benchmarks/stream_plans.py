@@ -167,9 +167,7 @@ def plan_world(world: World) -> None:
     holders = Holders([(range(world.trainers), cuts)], table)
     sums = numpy.zeros((size, tp, 2), numpy.int64)
     for at, own in enumerate(said):
-        cells = routes_to(
-            Wants.unpack(unpack(own)[0]), receivers[at], holders=holders, table=table, turn=at
-        )
+        cells = routes_to(Wants.unpack(unpack(own)[0]), receivers[at], holders=holders, turn=at)
         sums[:, at] = route_sums(cells, cells.source, size)
     greeting = 4 * 32 + 200  # bytes, packed
     gathered = sum(map(len, (held, *said))) + size * (greeting + sums[0].nbytes + 200)

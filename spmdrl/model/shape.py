@@ -8,6 +8,7 @@ models come along, for sizes without a network.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -113,10 +114,7 @@ class ModelShape:
     @cached_property
     def kinds(self) -> tuple[tuple[Block, int], ...]:
         """(block, how many look like it), in order of first appearance."""
-        counts: dict[Block, int] = {}
-        for block in self.blocks:
-            counts[block] = counts.get(block, 0) + 1
-        return tuple(counts.items())
+        return tuple(Counter(self.blocks).items())
 
 
 def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:

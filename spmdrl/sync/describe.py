@@ -89,12 +89,7 @@ class Described:
         for packed in unpack(self._wanted[receiver]):
             wants = Wants.unpack(packed)
             cells = routes_to(
-                wants,
-                self.receivers[receiver],
-                holders=self._holders,
-                table=self._table,
-                turn=receiver,
-                source=source,
+                wants, self.receivers[receiver], holders=self._holders, turn=receiver, source=source
             )
             if is_checked:
                 self._check_whole(cells, wants)

@@ -104,6 +104,7 @@ class Holders:
 
     def __init__(self, said: Sequence[tuple[Sequence[int], Description]], table: FileTable):
         grids: dict[tuple[tuple[TensorCut, int], ...], int] = {}
+        self.table = table
         self.grids: list[Grid] = []
         self.grid_of = numpy.full(len(table.tensors), -1)
         """[live tensors]: index in `grids`, -1 where nobody holds it."""

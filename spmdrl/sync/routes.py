@@ -52,24 +52,18 @@ class OwnRoutes:
 
 
 def routes_to(
-    wants: Wants,
-    ranks: Sequence[int],
-    *,
-    holders: Holders,
-    table: FileTable,
-    turn: int,
-    source: int | None = None,
+    wants: Wants, ranks: Sequence[int], *, holders: Holders, turn: int, source: int | None = None
 ) -> Cells:
     """Return who sends what to a receiver, in the order of lines: by source, wider dtypes first.
 
     Args:
         wants: of the receiver.
         ranks: of the receiver, ascending. Those among them that hold a cell keep it from others.
-        holders, table: of all tensors.
+        holders: of all tensors.
         turn: index of the receiver, so that small things are dealt to other ranks each time.
         source: return what this rank sends alone.
     """
-    found, sharers = _found(wants, ranks, holders=holders, table=table, source=source)
+    found, sharers = _found(wants, ranks, holders=holders, source=source)
     order = (*found.start.T[::-1], found.want, found.source)
     found = found.rows(numpy.lexsort(order))
     sizes = numpy.array([len(own) for own in sharers], numpy.int64)
@@ -87,9 +81,10 @@ def routes_to(
 
 
 def _found(
-    wants: Wants, ranks: Sequence[int], *, holders: Holders, table: FileTable, source: int | None
+    wants: Wants, ranks: Sequence[int], *, holders: Holders, source: int | None
 ) -> tuple[Cells, list[tuple[int, ...]]]:
     """Return the cells of the wants, and who shares them: `source` is an index in the latter."""
+    table = holders.table
     start, stop = _in_tensors(wants, table)
     grid_of, near = holders.grid_of[table.tensor[wants.file]], frozenset(ranks)
     found = [_cells(wants, table, start[:0, 0], box=(start[:0], stop[:0]), line=start[:0, 0])]

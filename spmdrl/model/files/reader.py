@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -91,17 +92,9 @@ def _located(whole: nn.Module, text: nn.Module) -> TextPart:
     if missing:
         raise Refusal(f"{len(missing)} of its tensors are not in the whole, {missing[0]} first")
     below = [names[n] for n, part in parts.items() if part.tensor.startswith(f"{prefix}.")]
-    return TextPart(names, _common(below), _is_tied(whole), type(text).__name__)
-
-
-def _common(names: list[str]) -> str:
-    """Return the parts with which all names begin, with a dot at the end; empty for none."""
-    shared = []
-    for parts in zip(*(name.split(".") for name in names)):
-        if len({*parts}) > 1:
-            break
-        shared.append(parts[0])
-    return "".join(f"{part}." for part in shared)
+    shared = os.path.commonprefix([name.split(".") for name in below])
+    start = "".join(f"{part}." for part in shared)
+    return TextPart(names, start, _is_tied(whole), type(text).__name__)
 
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
