@@ -62,12 +62,11 @@ def start_ranks(program: Sequence[str], *, ranks: int, replacements: int = 0) ->
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
     try:
-        while (bad := _await(processes)) and replacements:
-            replacements -= 1
-            print(f"rank {bad} is started anew, to join as an engine", file=sys.stderr, flush=True)
-            processes[bad] = started(bad, **{JOINS: "1"})
-        while _await(processes):
-            pass
+        while bad := await_some(processes):
+            for rank in bad[:replacements]:
+                print(f"rank {rank} is started anew, to join as an engine", file=sys.stderr)
+                processes[rank] = started(rank, **{JOINS: "1"})
+            replacements -= len(bad[:replacements])
         status = processes[0].returncode
         return status if status >= 0 else 128 - status
     finally:
@@ -75,9 +74,9 @@ def start_ranks(program: Sequence[str], *, ranks: int, replacements: int = 0) ->
             process.kill()
 
 
-def _await(processes: Sequence[subprocess.Popen]) -> int:
-    """Wait until a rank ends badly, and return it; or until rank 0 has ended, and the others had
-    their time to: 0."""
+def await_some(processes: Sequence[subprocess.Popen]) -> list[int]:
+    """Wait until ranks end badly, and return them; or until rank 0 has ended, and the others had
+    their time to: none."""
     ended, deadline = {r for r, process in enumerate(processes) if process.returncode}, math.inf
     while True:
         statuses = [process.poll() for process in processes]
@@ -86,11 +85,11 @@ def _await(processes: Sequence[subprocess.Popen]) -> int:
             print(f"rank {rank} {_ended(statuses[rank] or 0)}", file=sys.stderr, flush=True)
             ended.add(rank)
         if bad and statuses[0] is None:
-            return bad[0]
+            return bad
         if statuses[0] is not None:
             deadline = min(deadline, time.monotonic() + _AFTER_RANK_0_S)
             if None not in statuses or time.monotonic() > deadline:
-                return 0
+                return []
         time.sleep(_LOOK_EVERY_S)
 
 
