@@ -72,6 +72,8 @@ class SampledSource(Source):
         self._first, self._must_make_up = 0, False  # first step that they do not have
         if world.survival is not None:
             world.survival.settle.append(self._share_out)
+            if cfg.lag:
+                world.survival.arrive.append(self._keep_copies)  # who has joined has none
         if world.inference_tp_rank != 0:
             return
         self.pool = RewardPool(cfg, steps_per_epoch=self.prompts.steps_per_epoch)
@@ -212,6 +214,9 @@ class SampledSource(Source):
         """Share out what was saved over this job's leaders, whatever their number."""
         if self.filler is not None:
             self.filler.load_state_dict(states, step)
+            shares = [share for state in states for share in sorted(state["ahead"].items())]
+            if self.world.survival is not None:
+                self._survivor.keep_copies(shares)
 
     def close(self) -> None:
         """End the reward workers."""
@@ -226,12 +231,12 @@ class SampledSource(Source):
         if self.world.survival is None or not self.cfg.lag:
             return
 
-        def turn() -> list[list[Any]]:
-            own = self._survivor.copies() if self.filler else []
-            with self.world.watch.wait("copy what was drawn ahead", step):
-                return gather_objects(own, group=self.world.control)
+        self.world.survive(lambda: self._keep_copies(step), step=step)
 
-        found = self.world.survive(turn, step=step)
+    def _keep_copies(self, step: int) -> None:
+        own = self._survivor.copies() if self.filler else []
+        with self.world.watch.wait("copy what was drawn ahead", step):
+            found = gather_objects(own, group=self.world.control)
         if self.filler is not None:
             self._survivor.keep_copies([share for shares in found for share in shares])
 
@@ -250,13 +255,13 @@ class SampledSource(Source):
         # A leader speaks for its replica's other ranks, which follow it.
         speaking = gather_objects((self.world.replica, has_lost), group=self.world.control)
         self._must_make_up = (self.world.replica, True) in speaking and self.world.is_inference
-        if is_whole:
+        if is_whole and self._engine is not None:  # else before the first generation
             self._make_up()
 
     def _make_up(self) -> None:
         if not self._must_make_up:
             return
-        assert self._engine is not None, "an engine is lost after the first generation"
+        assert self._engine is not None, "the first generation comes before"
         with self.world.watch.phase("generate", self._engine.version):
             if self.filler is None:
                 self.link.follow(self._engine)

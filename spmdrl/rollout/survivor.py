@@ -39,7 +39,9 @@ class Survivor:
         if taken is not None:
             filler.ahead.setdefault(*taken)
         slots = {step: sorted(_slots_of(own)) for step, own in filler.ahead.items()}
-        return {"next": filler.next, "slots": slots, "planner": filler.prompts.state_dict()}
+        copies = [(step, sorted(_slots_of(own))) for step, own in self._copies]
+        planner = filler.prompts.state_dict()
+        return {"next": filler.next, "slots": slots, "copies": copies, "planner": planner}
 
     def copies(self) -> list[Any]:
         """Return what this replica has drawn ahead, by step, as plain values."""
@@ -67,15 +69,17 @@ class Survivor:
         quota = len(every[replica::replicas])
         filler.rules = replace(filler.rules, quota=quota, lookahead=quota)  # none is over-sampled
         filler.next = max(own["next"] for own in told)
+        # A replica may be behind another at the end of a turn, and have what was trained on.
+        filler.ahead = {step: own for step, own in filler.ahead.items() if step >= first}
         held = {
             step: {slot for own in told for slot in own["slots"].get(step, ())}
             for step in range(first, filler.next)
         }
-        for number, (step, rollouts) in enumerate(self._copies):
-            if step in held and not held[step] & _slots_of(rollouts):
-                held[step] |= _slots_of(rollouts)
-                if number % replicas == replica:
-                    self._add(step, rollouts)
+        for number, ((step, slots), holders) in enumerate(_offers(told).items()):
+            if step in held and not held[step].intersection(slots):
+                held[step].update(slots)
+                if holders[number % len(holders)] == replica:
+                    self._adopt(step, set(slots))
         missing = {step: sorted(set(every) - slots) for step, slots in held.items()}
         costs = {step: filler.prompts.costs(step) for step, slots in missing.items() if slots}
         dealt = deal_again(missing, costs_of=costs, parts=replicas)
@@ -107,9 +111,23 @@ class Survivor:
             self._add(step, rollouts)
             del self._lost[step]
 
+    def _adopt(self, step: int, slots: set[int]) -> None:
+        found = (own for at, own in self._copies if at == step and _slots_of(own) == slots)
+        self._add(step, next(found))
+
     def _add(self, step: int, rollouts: Rollouts) -> None:
         ahead = self._filler.ahead
         ahead[step] = concat_rollouts([*([ahead[step]] if step in ahead else []), rollouts])
+
+
+def _offers(told: Sequence[Mapping[str, Any]]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """Return {(step, slots): the replicas that have a copy of them}, larger ones first: a replica
+    that has just joined has none, and one that is behind another may have older ones."""
+    offers: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for replica, own in enumerate(told):
+        for step, slots in own["copies"]:
+            offers.setdefault((step, tuple(slots)), []).append(replica)
+    return {key: offers[key] for key in sorted(offers, key=lambda key: (key[0], -len(key[1]), key))}
 
 
 def _slots_of(rollouts: Rollouts) -> set[int]:
