@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ class _Pending:
     rollout_ranks: tuple[int, ...]
     began: float
     evaluated: dict[str, float]
-    members: list[int]
-    """Of the world, when it began."""
+    members: int
+    """How many ranks began it."""
 
 
 class Saver:
@@ -69,6 +69,8 @@ class Saver:
         self.root = disk.checkpoints_folder(cfg.output_dir)
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="spmdrl-checkpoint")
+        if world.survival is not None:  # those that come know of no save under way
+            world.survival.ready.append(lambda: self._settle(wait=True))
 
     def maybe_save(
         self,
@@ -99,9 +101,10 @@ class Saver:
         if not is_due and not self._is_new_best(step, values):
             return
         self._settle(wait=True)
-        self._begin(step, policy, source, evaluated=values, is_last=is_last)
-        if is_last:
-            self.finish()
+        is_lost = True
+        while is_lost:
+            self._begin(step, policy, source, evaluated=values, is_last=is_last)
+            is_lost = is_last and self._settle(wait=True, must_succeed=True)
 
     def check(self, evaluated: Sums) -> None:
         """Refuse a `checkpoint.keep.best` that the first evaluation did not measure.
@@ -133,8 +136,9 @@ class Saver:
         evaluated: dict[str, float],
         is_last: bool,
     ) -> None:
-        began, partial, members = time.monotonic(), self._partial(step), None
-        while members != self.world.members:  # else what is held was shared out anew
+        began, partial = time.monotonic(), self._partial(step)
+        members, shared = self.world.members, list[tuple[str, bool]]()
+        while len(shared) != len(members):  # else what is held was shared out anew
             members, held = self.world.members, source.state_dict()
             problem = _os_error(_make_folder, partial) if self.world.rank == 0 else ""
             told = (problem, held is not None)
@@ -158,12 +162,14 @@ class Saver:
             _write, partial, self.world.rank, tensors=tensors, extra=extra
         )
         ranks = tuple(rank for rank, (_, holds) in enumerate(shared) if holds)
-        self._pending = _Pending(step, written, ranks, began, evaluated, self.world.members)
+        self._pending = _Pending(step, written, ranks, began, evaluated, len(members))
 
-    def _settle(self, *, wait: bool = False, must_succeed: bool = False) -> None:
+    def _settle(self, *, wait: bool = False, must_succeed: bool = False) -> bool:
+        """Complete the save under way, if all ranks have written or are to be waited for; return
+        whether it is given up because an engine was lost meanwhile."""
         pending = self._pending
         if pending is None:
-            return
+            return False
         limit = self.cfg.checkpoint.write_timeout_s if wait else None
         if wait:
             self._wait_for_disk(pending, limit)
@@ -171,9 +177,13 @@ class Saver:
         found = gather(_outcome(pending.written))
         outcomes = [outcome for outcome in found if outcome is not None]
         if len(outcomes) < len(found):
-            return
+            return False
         failed = [f"rank {r}: {o.problem}" for r, o in enumerate(outcomes) if o.problem]
-        is_lost = pending.members != self.world.members and pending.step < self.cfg.steps
+        # As all ranks were told: one may know of a loss already that another is to see next.
+        is_smaller = len(found) < pending.members
+        if is_smaller:  # of the last step nothing is drawn ahead that an engine could take along
+            pending = replace(pending, rollout_ranks=())
+        is_lost = is_smaller and pending.step < self.cfg.steps
         if is_lost:
             failed.append("an engine is gone, with its part of what was drawn ahead")
         if not failed:
@@ -182,8 +192,9 @@ class Saver:
             failed = [f"rank 0: {shared[0]}"] if shared[0] else []
         self._pending = None
         if failed:
-            is_fatal = must_succeed or not all(o.is_disk for o in outcomes)
+            is_fatal = (must_succeed and not is_lost) or not all(o.is_disk for o in outcomes)
             self._give_up(pending.step, "; ".join(dict.fromkeys(failed)), is_fatal=is_fatal)
+        return is_lost
 
     def _wait_for_disk(self, pending: _Pending, limit: float | None) -> None:
         # A wait of its own: at the deadline the rank with the slow disk is told from its peers.
@@ -205,8 +216,7 @@ class Saver:
             config=disk.plain(flatten(self.cfg)),
             model=_absolute(model.path),
             tokenizer=_absolute(model.tokenizer or model.path),
-            # Of the last step nothing is drawn ahead that an engine could take along.
-            rollout_ranks=pending.rollout_ranks if pending.members == self.world.members else (),
+            rollout_ranks=pending.rollout_ranks,
             files=files,
             evaluated=pending.evaluated,
             found_tokens=self.world.found_tokens,
