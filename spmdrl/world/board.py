@@ -14,6 +14,7 @@ from spmdrl.world.where import lost_store_text
 
 T = TypeVar("T")
 _CAUSE, _ENDED, _LOST = "watch/cause", "watch/ended", "watch/lost"
+OUT = "a rank of its engine is gone, and so is the engine"
 
 
 class Board:
@@ -90,9 +91,19 @@ class Board:
         """Undo `tell_lost`."""
         self._stored(lambda: self._store.delete_key(f"{_LOST}/{rank}"), False)
 
-    def cause(self) -> str:
+    def tell_out(self, rank: int) -> None:
+        """Let a rank end whose engine has lost another: it may wait for that one by itself."""
+        self._set(_out(rank), "")
+
+    def cause(self, *, may_be_out: bool = False) -> str:
         """Return `rank R ended with ...` of the rank that failed first, or who is missing; empty
-        for none."""
+        for none.
+
+        Args:
+            may_be_out: look whether this rank alone is to end, see `tell_out`.
+        """
+        if may_be_out and self._stored(lambda: self._store.check([_out(self._rank)]), False):
+            return OUT
         if not self._stored(lambda: self._store.check([_CAUSE, _ENDED]), False):
             return ""
         first = json.loads(self._stored(lambda: self._store.get(_CAUSE), b"") or "{}")
@@ -115,3 +126,7 @@ class Board:
             except (dist.DistError, RuntimeError):
                 self.has_store = False
         return otherwise
+
+
+def _out(rank: int) -> str:
+    return f"watch/out/{rank}"

@@ -51,6 +51,10 @@ class Neighbours:
         self._told.update(own)
         return own
 
+    def knows(self, rank: int) -> bool:
+        """Whether a rank is on this machine and was not seen to be dead."""
+        return rank in self._born
+
     def forget(self, rank: int) -> None:
         """Learn anew which process a rank is."""
         self._born.pop(rank, None)

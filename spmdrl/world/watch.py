@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from spmdrl.errors import said, users_place
+from spmdrl.errors import RewardFailed, said, users_place
 from spmdrl.world.board import Board
 from spmdrl.world.flight import leave_record
 from spmdrl.world.neighbours import Neighbours, own_process
@@ -62,6 +62,7 @@ class Watch:
         timeout_s: deadline of one wait, seconds; may be changed between waits.
         keeper: rank in whose process the store lives and ends; None: in the launcher's.
         is_orphaned: whether the launcher, in whose hands the job was, is gone.
+        may_lose: ranks without which the job goes on.
         flight_folder: where to leave this rank's last collectives when a wait came to no end.
     """
 
@@ -74,6 +75,7 @@ class Watch:
         timeout_s: float,
         keeper: int | None = None,
         is_orphaned: Callable[[], bool] = lambda: False,
+        may_lose: Collection[int] = (),
         flight_folder: Path | None = None,
     ):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
@@ -84,12 +86,12 @@ class Watch:
         self.totals: dict[str, float] = {}
         """The same since the start."""
         self.board, self._keeper = Board(store, rank, keeper=keeper), keeper
-        self._flight_folder, self.is_orphaned = flight_folder, is_orphaned
-        self._process, self._main, self._is_leaving = own_process(), threading.get_ident(), False
-        self._neighbours = Neighbours(self._process)
+        self._flight_folder, self.is_orphaned, self._is_leaving = flight_folder, is_orphaned, False
+        self._process, self._main = own_process(), threading.get_ident()
+        self.neighbours = Neighbours(self._process)
         self._dead: dict[int, str] = {}  # what is known of those beside this rank
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
-        self.may_lose, self.lost = frozenset[int](), frozenset[int]()
+        self.may_lose, self.lost = frozenset(may_lose), frozenset[int]()
         """Ranks without which the job goes on; those of them that are gone."""
         self.is_done_again = False
         """What this rank does now is done again where one of them is gone."""
@@ -153,7 +155,7 @@ class Watch:
     def wait_for(self, members: Collection[int]) -> None:
         """Wait for these ranks alone; one that was lost before is another process."""
         for rank in self.lost & frozenset(members):
-            self._neighbours.forget(rank)
+            self.neighbours.forget(rank)
         self.lost = frozenset(range(self.world_size)) - frozenset(members)
         self._dead = {i: f"rank {i} was lost before, and is not waited for" for i in self.lost}
 
@@ -221,11 +223,12 @@ class Watch:
 
     def look_beside(self) -> None:
         """Tell all ranks of those on this machine whose processes have died without a word."""
-        for rank in self._neighbours.dead():
+        for rank in self.neighbours.dead():
             state = self.board.read([rank])[0]
             self._dead[rank] = death_text(rank, state, self._process["host"])
-            if not ((state and ("left" in state or "error" in state)) or self._is_leaving):
-                self.board.tell_dead(rank, self._dead[rank], is_fatal=rank not in self.may_lose)
+            is_fatal = rank not in self.may_lose
+            if not (self._is_leaving or _has_said(state, may_leave=is_fatal)):
+                self.board.tell_dead(rank, self._dead[rank], is_fatal=is_fatal)
 
     def _find_missing(self) -> str:
         """Say who is missing after a collective has failed; the thread may end us before."""
@@ -250,12 +253,12 @@ class Watch:
             waited = time.time() - place.since if place.waits else 0.0
             states: list[dict | None] = []
             if not beats % self._beats_per_look:
-                if waited > _DEAD_AFTER_S or not self._neighbours.are_known:
+                if waited > _DEAD_AFTER_S or not self.neighbours.are_known:
                     states = self.board.read(range(self.world_size))
-                    self._neighbours.learn(states)
+                    self.neighbours.learn(states)
             self.look_beside()
             self.board.learn_keeper(anew=self.world_size <= _FEW_RANKS)
-            cause = self.board.cause()
+            cause = self.board.cause(may_be_out=self.rank in self.may_lose)
             if not self.board.has_store and not self._is_leaving:
                 cause = cause or self.board.lost_text()
             if cause and not self.closed.is_set():  # the store may have answered late
@@ -349,11 +352,19 @@ _LOCAL_TEXTS = ("cuda error", "out of memory")
 def is_peer_error(error: Exception) -> bool:
     """Return whether a failed collective says that another rank is gone, and not that this one
     lacks memory or asked for what cannot be."""
+    if isinstance(error, RewardFailed):
+        return False  # a user's code may have timed out
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
     text = str(error).lower()
     is_local = any(words in text for words in _LOCAL_TEXTS)
     return not is_local and any(words in text for words in _PEER_TEXTS)
+
+
+def _has_said(state: dict | None, *, may_leave: bool) -> bool:
+    """Return whether a rank that wrote this last has said all there is of its end. Of one that
+    others go on without it is not enough that it has left: they wait for it."""
+    return state is not None and ("error" in state or (may_leave and "left" in state))
 
 
 def _silent(states: Sequence[dict | None]) -> set[int]:

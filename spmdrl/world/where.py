@@ -103,10 +103,8 @@ def death_text(rank: int, state: dict | None, host: str) -> str:
     """Say that the process of a rank is dead, which wrote this last."""
     place = Place(**state["place"]) if state else "its start"
     process = f"its process {state['pid']}" if state else "its process"
-    return (
-        f"rank {rank} is missing: {process} on {host} ended without a word (killed, or crashed), "
-        f"last seen in {place}"
-    )
+    how = "has left" if state and "left" in state else "ended without a word (killed, or crashed)"
+    return f"rank {rank} is missing: {process} on {host} {how}, last seen in {place}"
 
 
 def lost_store_text(keeper: int | None, state: dict | None) -> str:
