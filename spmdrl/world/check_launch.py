@@ -15,6 +15,11 @@ def check_launch(cfg: Config, launch: Launch) -> None:
             f"{launch.world_size} ranks; start {cfg.layout.world_size} or {_other_way(cfg, launch)}"
         )
     layout = cfg.layout
+    if launch.joins and not layout.survive_engines:
+        raise Refusal(
+            f"rank {launch.rank} cannot join a job: layout.survive_engines is false; give it the "
+            "job's own config, or unset SPMDRL_JOINS"
+        )
     if launch.joins and (launch.rank < layout.trainer_ranks or layout.inference_tp > 1):
         raise Refusal(
             f"rank {launch.rank} cannot join a job: engines of one rank can, and rank "

@@ -31,6 +31,10 @@ class Member(Protocol):
     is_started: bool
     stop_requested: bool
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank is to join a job, whose others do not wait for it."""
+
 
 def obey_signals(world: Member) -> None:
     """Have a thread act on SIGINT, SIGTERM and SIGUSR1 as they arrive.
@@ -114,13 +118,16 @@ def ended(error: BaseException, world: Member | None) -> int:
         tell_launcher(described(error))
     if world is not None:
         world.watch.claim_ending(wait=True)
+        is_own = is_own and not world.is_alone
         if is_own and not world.watch.board.claim_cause(text):
             print(f"[rank {rank}] ends for the same reason", file=sys.stderr, flush=True)
             return 1
     _show(error, rank, has_world=world is not None)
     if world is not None:
         world.watch.close_early("failed")
-        if is_own:
+        if world.is_alone:
+            world.watch.say_leaving()
+        elif is_own:
             world.watch.tell_end(text)
         else:
             world.watch.tell_missing(f"rank {rank} says: {error}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import socket
 import sys
 import uuid
@@ -32,6 +33,7 @@ from spmdrl.world.survival import Survival
 from spmdrl.world.watch import Watch, store_timeout
 
 T = TypeVar("T")
+_CONFIG = "config"
 
 
 @dataclass
@@ -107,7 +109,7 @@ class World(WorldGroups, Meetings):
                 store=store,
                 **vars(groups),
             )
-            world._check_same_config()
+            _check_same_config(world, joins=launch.joins)
             if cfg.layout.survive_engines:
                 with watch.wait("create groups", -1):
                     world.survival = Survival(
@@ -249,23 +251,13 @@ class World(WorldGroups, Meetings):
 
     def close(self) -> None:
         """Leave the job in step with the others. Engines must be closed before."""
+        if self.survival is not None:
+            self.survival.close()
         self.watch.say_leaving()
         self.meet(wait="leave")
         self.watch.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-
-    def _check_same_config(self) -> None:
-        with self.watch.wait("compare configs", -1):
-            configs = gather_objects(flatten(self.cfg), group=self.control)
-        for rank, other in enumerate(configs):
-            differing = [k for k, v in configs[0].items() if other[k] != v]
-            if differing:
-                name = differing[0]
-                raise RuntimeError(
-                    f"rank {rank} has {name} = {other[name]!r}, rank 0 has {configs[0][name]!r}; "
-                    "every rank must be started with the same config file and flags"
-                )
 
 
 def _join(
@@ -284,6 +276,7 @@ def _join(
         timeout_s=within_s,
         keeper=None if launch.keeps_store else 0,
         is_orphaned=is_orphaned,
+        may_lose=inference_ranks(cfg) if launch.joins else (),  # the job has begun long ago
         flight_folder=Path(cfg.output_dir) / "flight",
     )
     with watch.start_up(), watch.wait("meet", -1):
@@ -297,6 +290,25 @@ def _join(
         else:
             join_world(backend, launch, store=store, device=device, timeout=timeout)
     return watch, sealed, store
+
+
+def _check_same_config(world: World, *, joins: bool) -> None:
+    own = json.loads(json.dumps(flatten(world.cfg), default=str))
+    with world.watch.wait("compare configs", -1):
+        if joins:
+            configs = {0: json.loads(world.store.get(_CONFIG)), world.rank: own}
+        else:
+            configs = dict(enumerate(gather_objects(own, group=world.control)))
+    if world.rank == 0:
+        world.store.set(_CONFIG, json.dumps(own))  # for those that join
+    for rank, other in configs.items():
+        differing = [k for k, v in configs[0].items() if other[k] != v]
+        if differing:
+            name = differing[0]
+            raise RuntimeError(
+                f"rank {rank} has {name} = {other[name]!r}, rank 0 has {configs[0][name]!r}; "
+                "every rank must be started with the same config file and flags"
+            )
 
 
 def is_on_cpu(cfg: Config) -> bool:
