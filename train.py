@@ -121,6 +121,7 @@ def main() -> int:
     from spmdrl.report.learnt import exit_status
     from spmdrl.world import World
     from spmdrl.world.folder_lock import own_folder
+    from spmdrl.world.launch import tell_status
     from spmdrl.world.leaving import ended
 
     world = None
@@ -134,7 +135,10 @@ def main() -> int:
                 return status
             check_inputs(cfg, world)  # meets: data, rewards, checkpoints, as --dry-run does
             tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
-            return train(cfg, world)
+            status = train(cfg, world)
+            if world.rank == 0:
+                tell_status(status)
+            return status
     except (Exception, SystemExit) as error:
         return ended(error, world)  # says why, here and to the other ranks
 

@@ -192,6 +192,15 @@ def tell_refused(reason: str) -> None:
             file.write(f"{reason}\n".encode(errors="backslashreplace"))
 
 
+def tell_status(status: int) -> None:
+    """Leave rank 0's exit status where slurm/attempt.sh looks for it: srun's own is that of the
+    rank which ended worst, an engine's that was lost too."""
+    path = os.environ.get("SPMDRL_STATUS")
+    if path:
+        with open(path, "w") as file:
+            file.write(f"{status}\n")
+
+
 def tell_once(text: str, *, of_rank: str = "") -> None:
     """Print what several ranks come to alike: one of them on each machine does, the first of it
     where that comes to it soon; the others say that it is so for them.
