@@ -118,6 +118,9 @@ _SURVIVES = {
 SURVIVING: dict[str, Kind] = {
     "survives, lag 0": Kind(4, _SURVIVES | {"lag": 0}),
     "survives, lag 1, three engines": Kind(5, _SURVIVES | {"lag": 1}),
+    "survives, lag 2, tp, top_p": Kind(
+        4, _SURVIVES | {"layout.tp": 2, "lag": 2, "sampling.top-p": 0.9}
+    ),
     "survives, game": Kind(4, _SURVIVES, "demo_game.yaml"),
     "survives, lag 1, tp 2, vllm": Kind(
         6, _SURVIVES | _VLLM | {"layout.inference-tp": 2, "lag": 1}

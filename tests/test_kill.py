@@ -110,13 +110,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        kind: str,
-        folder: Path,
-        shared: Path,
-        moment: Moment | None = None,
-        *,
-        again: Path | None = None,
+        self, kind: str, folder: Path, shared: Path, *moments: Moment, again: Path | None = None
     ):
         what, self.folder, self.out = EVERY_KIND[kind], folder, folder / "out"
         shutil.rmtree(folder / "diary", ignore_errors=True)
@@ -134,7 +128,7 @@ class Ranks:
         port = free_port()
         self._processes = [
             start_rank(
-                os.environ | launch_env(rank, what.ranks, port), be_rank, argv, self.diary, moment
+                os.environ | launch_env(rank, what.ranks, port), be_rank, argv, self.diary, moments
             )
             for rank in range(what.ranks)
         ]

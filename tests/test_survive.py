@@ -1,47 +1,46 @@
 """Runs that go on without an engine whose process is gone: nothing is lost, nothing drawn twice.
 
-By default an engine dies in generation, and one that `launch` started; `pytest -m kill
+By default an engine dies in generation, another as groups are made without it; `pytest -m kill
 tests/test_survive.py` has more, and ten moments by chance (KILL_SEED=1 draws others).
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from built import changed, good, made
 from dying_rank import Moment
 from kill_table import SEED, SURVIVING, Case, Stage, draw_cases, draw_moment
-from runs import ROOT, TINY, arguments
-from test_kill import ALL, Ranks, Runs, diary_of, places_of, rows_of, runs  # noqa: F401
+from test_kill import Ranks, Runs, diary_of, places_of, rows_of, runs  # noqa: F401
 from test_train import final_weights
 
 from spmdrl.check.settings import validate
-from spmdrl.errors import Refusal
+from spmdrl.config import Config, LayoutSettings
+from spmdrl.errors import Refusal, RewardFailed
+from spmdrl.rollout.survivor import _offers
+from spmdrl.world.absent import Absent
 from spmdrl.world.check_launch import check_launch
 from spmdrl.world.launch import SPARES, read_launch
+from spmdrl.world.leaving import ended
+from spmdrl.world.watch import PeersMissing, is_peer_error
 
-_GOES_ON_S = 5.0
+GOES_ON_S = 5.0
 """Seconds from a death until the first rank goes on, on a machine that is not busy."""
-_BUSY = 6.0
+BUSY = 6.0
 STAGES: tuple[Stage, ...] = ("generation", "exchange", "push", "save", "evaluation", "teardown")
-FEW = [("survives, lag 1, three engines", "generation")]
 
 
-def run_without(kind: str, folder: Path, shared: Path, moment: Moment) -> Ranks:
-    """Run until all ranks have ended: well, but for those of the engine that dies."""
-    ranks, flags = Ranks(kind, folder, shared, moment), SURVIVING[kind].flags
+def run_without(kind: str, folder: Path, shared: Path, *moments: Moment) -> Ranks:
+    """Run until all ranks have ended: well, but for those of the engines that die."""
+    ranks, flags = Ranks(kind, folder, shared, *moments), SURVIVING[kind].flags
     size, trainers = flags.get("layout.inference-tp", 1), flags["layout.trainer-ranks"]
-    engine = (moment.rank - trainers) // size
+    engines = {(moment.rank - trainers) // size for moment in moments}
     every = range(SURVIVING[kind].ranks)
-    left = [rank for rank in every if rank < trainers or (rank - trainers) // size != engine]
+    left = [rank for rank in every if rank < trainers or (rank - trainers) // size not in engines]
     deadline = time.monotonic() + 500
     try:
         while not ranks.are_over(left):
@@ -49,24 +48,25 @@ def run_without(kind: str, folder: Path, shared: Path, moment: Moment) -> Ranks:
             assert not any(ranks.exits[rank] for rank in left), ranks.everything()
             time.sleep(0.05)
         assert [ranks.exits[rank] for rank in left] == [0] * len(left), ranks.everything()
-        assert (ranks.diary / "deed.json").exists(), f"nobody died\n{ranks.everything()}"
+        deeds = len([*ranks.diary.glob("deed*.json")])
+        assert deeds == len(moments), f"{deeds} have died\n{ranks.everything()}"
         return ranks
     finally:
         ranks.kill()
 
 
-def check_same_end(kind: str, moment: Moment, runs: Runs, folder: Path) -> None:
-    """A run that loses an engine ends with the weights and metrics of one that does not."""
-    whole = runs.whole(kind) / "out"
-    print(f"seed {SEED}, {kind}: {moment}")
-    killed = run_without(kind, folder, runs.folder, moment)
+def check_same_end(kind: str, runs: Runs, folder: Path, *moments: Moment) -> None:
+    """A run that loses engines ends with the weights and metrics of one that does not."""
+    whole, moment = runs.whole(kind) / "out", moments[0]
+    print(f"seed {SEED}, {kind}: {moments}")
+    killed = run_without(kind, folder, runs.folder, *moments)
     deed = json.loads((killed.diary / "deed.json").read_text())
     lines = diary_of(killed.diary, 0)
     on = [line["at"] for line in lines if line.get("leave") == "go on without an engine"]
     took = [at - deed["at"] for at in on]
     print("went on after", took, "s")
     assert took or moment.phase == "leave"  # at the very end nobody is waited for
-    assert all(seconds < _GOES_ON_S * _BUSY for seconds in took)
+    assert all(seconds < GOES_ON_S * BUSY for seconds in took)
     assert not on or f"rank {moment.rank} is missing" in killed.printed(0)
     assert_equal(whole, folder / "out")
     (rows, evaluated), (again, evaluated_again) = rows_of(whole), rows_of(folder / "out")
@@ -98,17 +98,12 @@ def engine_dies(kind: str, stage: Stage, whole: Path) -> Moment:
     return draw_moment(case, places)
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage"),
-    [
-        pytest.param(kind, stage, marks=[pytest.mark.kill] * ((kind, stage) not in FEW))
-        for kind in SURVIVING
-        for stage in STAGES
-    ],
-)
+@pytest.mark.kill
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", SURVIVING)
 def test_a_run_that_loses_an_engine_ends_as_one_that_does_not(kind, stage, runs, tmp_path):
     moment = engine_dies(kind, stage, runs.whole(kind))
-    check_same_end(kind, moment, runs, tmp_path)
+    check_same_end(kind, runs, tmp_path, moment)
 
 
 @pytest.mark.kill
@@ -116,85 +111,31 @@ def test_a_run_that_loses_an_engine_ends_as_one_that_does_not(kind, stage, runs,
 def test_an_engine_may_die_at_any_moment(case, runs, tmp_path):
     if case.stage not in STAGES:
         case = Case(case.number, case.kind, "generation", "kill", "an engine")
-    check_same_end(
-        case.kind, engine_dies(case.kind, case.stage, runs.whole(case.kind)), runs, tmp_path
-    )
+    moment = engine_dies(case.kind, case.stage, runs.whole(case.kind))
+    check_same_end(case.kind, runs, tmp_path, moment)
 
 
-HELD = """
-import time
-from pathlib import Path
-
-def varied(prompts, completions, **columns):
-    while Path({gate!r}).exists():
-        time.sleep(0.02)
-    return [sum(map(ord, completion)) % 7 / 7 for completion in completions]
-"""
-
-
-def launched(folder: Path, shared: Path, engine: str, *options: str) -> subprocess.Popen:
-    """Return a run of one trainer and two engines that `launch` starts; its rewards wait while
-    there is a file `gate` in the folder."""
-    folder.mkdir()
-    (folder / "held.py").write_text(HELD.format(gate=str(folder / "gate")))
-    flags = TINY["rl"] | ALL | {"steps": 8, "lag": 0, "engine.kind": engine}
-    flags |= {"layout.trainer-ranks": 1, "layout.survive-engines": "true"}
-    flags |= {"checkpoint.every-steps": 8, "algorithm.correction": "none"}
-    flags |= {"model.path": shared / "dense", "rewards.timeout-s": 300.0}
-    flags |= {"rewards.functions": f"{folder / 'held.py'}:varied", "output-dir": folder / "out"}
-    program = arguments("demo_grpo.yaml", 3, **flags)
-    command = [sys.executable, "-m", "spmdrl", "launch", "--survive-engines", "--nproc-per-node=3"]
-    return subprocess.Popen(
-        [*command, *options, *program], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
+SECOND = {
+    "two steps later": Moment(3, "generate", 3),
+    "with it": Moment(3, "generate", 1),
+    "as it closes its connections": Moment(3, "go on without an engine", -1),
+    "as it makes groups": Moment(3, "make groups", 1),
+    "as it draws what is lost": Moment(3, "generate", 1, behind="go on without an engine"),
+    "as it plans anew": Moment(3, "push", None, behind="go on without an engine"),
+}
+"""When another engine is lost."""
+FEW_SECOND = ("as it makes groups",)
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.kill)])
-def test_a_killed_engine_is_replaced_and_the_run_ends_the_same(engine, runs, tmp_path):
-    whole, other = tmp_path / "whole", tmp_path / "other"
-    with launched(whole, runs.folder, engine) as run:
-        said = run.communicate(timeout=400)[1]
-    assert run.returncode == 0, said
-    with launched(other, runs.folder, engine, "--replace-engines=1") as run:
-        try:
-            until(lambda: len(rows_so_far(other / "out")) >= 3, run)
-            (other / "gate").touch()
-            process_of(run, rank=1).kill()
-            until(lambda: "waits for the job to take it in" in logs(other / "out", rank=1), run)
-            (other / "gate").unlink()
-            said = run.communicate(timeout=300)[1]
-        finally:
-            run.terminate()
-    assert run.returncode == 0, said
-    assert "rank 1 was ended by SIGKILL" in said
-    first = logs(other / "out", rank=0)
-    assert first.count("an engine is gone") == 1 and "rank 1 joins as an engine" in first
-    assert_equal(whole / "out", other / "out")
-
-
-def until(condition: Callable[[], bool], run: subprocess.Popen) -> None:
-    """Wait for something that a run does."""
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert run.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def logs(folder: Path, *, rank: int) -> str:
-    """Return what a rank has logged, in all its processes."""
-    return "".join(path.read_text() for path in folder.glob(f"logs/*/rank_{rank}*"))
-
-
-def rows_so_far(folder: Path) -> list[str]:
-    """Return the lines of a run's metrics."""
-    path = folder / "metrics.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def process_of(run: subprocess.Popen, *, rank: int) -> psutil.Process:
-    """Return the process of a rank of a launcher."""
-    children = psutil.Process(run.pid).children()
-    return next(child for child in children if child.environ().get("RANK") == str(rank))
+@pytest.mark.parametrize(
+    "second",
+    [pytest.param(when, marks=[pytest.mark.kill] * (when not in FEW_SECOND)) for when in SECOND],
+)
+def test_two_engines_may_be_lost_the_second_as_one_goes_on_without_the_first(
+    second, runs, tmp_path
+):
+    moments = Moment(2, "generate", 1), SECOND[second]
+    check_same_end("survives, lag 1, three engines", runs, tmp_path, *moments)
 
 
 SURVIVES = dict(world_size=3, trainer_ranks=1, survive_engines=True)
@@ -223,3 +164,96 @@ def test_a_launcher_that_ends_all_ranks_is_refused():
     with pytest.raises(Refusal, match="torchrun ends all ranks when one ends"):
         check_launch(cfg, read_launch(place | {"TORCHELASTIC_RUN_ID": "x"}))
     check_launch(cfg, read_launch(place | {"TORCHELASTIC_RUN_ID": "x", SPARES: "1"}))
+
+
+def test_a_reward_that_timed_out_is_no_lost_engine():
+    assert is_peer_error(RuntimeError("gloo: Connection closed by peer"))
+    assert not is_peer_error(RewardFailed("no result of f within rewards.timeout_s = 1 s"))
+
+
+def test_who_has_joined_makes_no_copy_count_that_it_does_not_have():
+    """As the replicas tell it: two have copies, one of them older ones; one has joined."""
+    old, new = [(4, [0, 3])], [(4, [0, 3, 5]), (4, [1])]
+    told = [{"copies": old + new}, {"copies": new}, {"copies": []}]
+    assert _offers(told) == {(4, (0, 3, 5)): [0, 1], (4, (0, 3)): [0], (4, (1,)): [0, 1]}
+
+
+class _Heard:
+    """What a watch has heard of others."""
+
+    def __init__(self) -> None:
+        self.beats, self.board, self.neighbours = {1: 0.0, 2: 0.0, 3: 0.0}, self, self
+
+    def look_beside(self) -> None:
+        """Nobody is."""
+
+    def knows(self, rank: int) -> bool:
+        return rank == 3
+
+    def lost(self, ranks: list[int]) -> dict[int, str]:
+        return {}
+
+    def read(self, ranks: list[int]) -> list[dict[str, float]]:
+        return [{"beat": self.beats[rank]} for rank in ranks]
+
+
+def test_who_is_silent_is_gone_whatever_the_clock_of_its_machine_says(monkeypatch):
+    now, heard = [1000.0], _Heard()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    absent = Absent(heard)
+    assert absent.among([1, 2, 3]) == {}
+    for _ in range(8):
+        now[0] += 1.0
+        heard.beats[1] += 1.0  # an hour behind would be the same
+        found = absent.among([1, 2, 3])
+    assert found == {2: "rank 2 is missing: no sign of life for 8 s"}
+
+
+class _Silent:
+    """A rank, and what it tells others but for its errors."""
+
+    rank, is_started, stop_requested, may_lose = 2, False, False, (2, 3)
+
+    def __init__(self, *, is_alone: bool, tp: int = 1):
+        self.watch, self.said, self.is_alone = self, list[str](), is_alone
+        self.cfg = Config(layout=LayoutSettings(inference_tp=tp))
+
+    def claim_ending(self, *, wait: bool) -> None:
+        assert wait
+
+    def close_early(self, ending: str) -> None:
+        self.said.append(ending)
+
+    def say_leaving(self) -> None:
+        self.said.append("leaves")
+
+
+def test_what_ends_a_process_that_waits_to_join_ends_nothing_else(capfd):
+    alone = _Silent(is_alone=True)
+    assert ended(Refusal("no such model"), alone) == 2
+    assert ended(PeersMissing("rank 0 is missing"), alone) == 1
+    assert alone.said == ["failed", "leaves"] * 2
+    assert "[rank 2] no such model" in capfd.readouterr().err
+
+
+def test_who_has_lost_another_rank_of_its_engine_ends_nothing_else(capfd):
+    left = _Silent(is_alone=False, tp=2)
+    assert ended(RuntimeError("gloo: Connection closed by peer"), left) == 1
+    assert ended(PeersMissing("rank 3 is missing"), left) == 1
+    assert left.said == ["failed", "leaves"] * 2
+    for other, error in [
+        (_Silent(is_alone=False), PeersMissing("rank 0 is missing")),
+        (_Silent(is_alone=False, tp=2), RewardFailed("no result within rewards.timeout_s = 1 s")),
+    ]:
+        other.claim_cause = other.tell_end = other.tell_missing = lambda text: True
+        other.board = other
+        ended(error, other)
+        assert other.said == ["failed"]
+
+
+def test_to_join_a_job_takes_a_config_with_which_it_goes_on():
+    place = dict(RANK="2", WORLD_SIZE="3", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    joins = read_launch(place | {"SPMDRL_JOINS": "1"})
+    with pytest.raises(Refusal, match="rank 2 cannot join a job: layout.survive_engines is false"):
+        check_launch(changed(made(), layout=SURVIVES | dict(survive_engines=False)), joins)
+    check_launch(changed(made(), layout=SURVIVES), joins)
