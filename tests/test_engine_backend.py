@@ -29,7 +29,7 @@ def built_around_engines(world: Any) -> dict[str, Any]:
     return {"streams": found, "name": name}
 
 
-@pytest.mark.parametrize("placement", ["split", "colocated"])
+@pytest.mark.parametrize("placement", [pytest.param("split", marks=pytest.mark.grid), "colocated"])
 def test_the_transformers_backend_leaves_classes_to_trainers(placement, tmp_path):
     folder = tiny_folder(tmp_path / "m", "olmo2", num_key_value_heads=2)
     size = {"split": dict(world_size=2, trainer_ranks=1), "colocated": dict(world_size=1)}

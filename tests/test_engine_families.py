@@ -117,8 +117,8 @@ def pushed(engine: Any, world: Any, *, folder: Path, found: list[float]) -> dict
     }
 
 
-DAILY = {"phi", "deepseek_v2", "mamba2", "minimax_m2", "qwen3_next"}
-"""One of each kind: vLLM's backend with a head's bias, a reload, states, routers, bfloat16."""
+DAILY = {"deepseek_v2", "mamba2", "minimax_m2"}
+"""A reload, states, routers; the others have kinds of their own too, in the grid."""
 
 
 @pytest.mark.parametrize(

@@ -317,19 +317,13 @@ def check(case: Case, runs: Runs, folder: Path, limits: Limits) -> None:
     assert_same_end(whole / "out", folder / "out")
 
 
-def _one_of_each_placement() -> list[Any]:
-    """Return eight cases, of which the default suite takes the first split and the first colocated
-    one."""
-    cases, seen = [], set()
-    for case in draw_cases(DEFAULT, count=8, seed="eight"):
-        placement = case.kind.split(",")[0].split()[0]
-        marks = [pytest.mark.kill] * (placement in seen)
-        cases.append(pytest.param(case, marks=marks, id=str(case)))
-        seen.add(placement)
-    return cases
+_EIGHT = [
+    pytest.param(case, marks=[pytest.mark.kill] * (number > 0), id=str(case))
+    for number, case in enumerate(draw_cases(DEFAULT, count=8, seed="eight"))
+]
 
 
-@pytest.mark.parametrize("case", _one_of_each_placement())
+@pytest.mark.parametrize("case", _EIGHT)
 def test_a_run_that_loses_a_rank_says_so_and_ends_as_if_it_had_not(case, runs, tmp_path):
     check(case, runs, tmp_path, WIDE)
 

@@ -94,6 +94,7 @@ def test_a_killed_and_resumed_run_with_replay_ends_bit_identical(model, tmp_path
     assert_same_end(whole, killed)
 
 
+@pytest.mark.grid
 def test_turns_of_a_game_are_replayed_as_one_sequence(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     game, out = yaml.safe_load((ROOT / "configs" / "demo_game.yaml").read_text()), tmp_path / "out"

@@ -125,6 +125,7 @@ def test_a_node_trains_and_another_generates_as_on_one_node(folder, tiny_model):
     assert_trained_alike(two / "out", folder / "one", 3)
 
 
+@pytest.mark.grid
 def test_a_node_without_power_ends_the_other_whichever_keeps_the_store(folder, tiny_model):
     flags = TINY["sft"] | {"model.path": tiny_model, "steps": 20000, "layout.wait-timeout-s": 15}
     folders = [folder / f"without_{lost}" for lost in (0, 1)]
@@ -163,6 +164,7 @@ def short_folder() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.grid
 @pytest.mark.slurm
 def test_slurm_trains_on_a_node_and_generates_on_another(folder, short_folder, tiny_model):
     checkout, state = folder / "checkout", short_folder
