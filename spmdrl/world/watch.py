@@ -81,10 +81,8 @@ class Watch:
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self.before_exit: list[Callable[[Ending], None]] = []
         """Called when the process ends before its work is done; each must be quick."""
-        self.seconds: dict[str, float] = {}
-        """Per phase and wait, since `take_seconds`."""
-        self.totals: dict[str, float] = {}
-        """The same since the start."""
+        self.seconds, self.totals = dict[str, float](), dict[str, float]()
+        """Per phase and wait: since `take_seconds`, and since the start."""
         self.board, self._keeper = Board(store, rank, keeper=keeper), keeper
         self._flight_folder, self.is_orphaned, self._is_leaving = flight_folder, is_orphaned, False
         self._process, self._main = own_process(), threading.get_ident()
@@ -226,9 +224,8 @@ class Watch:
         for rank in self.neighbours.dead():
             state = self.board.read([rank])[0]
             self._dead[rank] = death_text(rank, state, self._process["host"])
-            is_fatal = rank not in self.may_lose
-            if not (self._is_leaving or _has_said(state, may_leave=is_fatal)):
-                self.board.tell_dead(rank, self._dead[rank], is_fatal=is_fatal)
+            if not (self._is_leaving or _has_said(state, is_spared=rank in self.may_lose)):
+                self.board.tell_dead(rank, self._dead[rank], is_fatal=rank not in self.may_lose)
 
     def _find_missing(self) -> str:
         """Say who is missing after a collective has failed; the thread may end us before."""
@@ -361,10 +358,10 @@ def is_peer_error(error: Exception) -> bool:
     return not is_local and any(words in text for words in _PEER_TEXTS)
 
 
-def _has_said(state: dict | None, *, may_leave: bool) -> bool:
+def _has_said(state: dict | None, *, is_spared: bool) -> bool:
     """Return whether a rank that wrote this last has said all there is of its end. Of one that
     others go on without it is not enough that it has left: they wait for it."""
-    return state is not None and ("error" in state or (may_leave and "left" in state))
+    return state is not None and ("error" in state or ("left" in state and not is_spared))
 
 
 def _silent(states: Sequence[dict | None]) -> set[int]:
