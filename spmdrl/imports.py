@@ -123,16 +123,20 @@ def refusing(
     hint: str = "",
     kind: type[Exception] = Refusal,
     names_kind: bool = False,
+    passes_refusals: bool = False,
 ) -> Iterator[None]:
     """Turn errors of these kinds into one of `kind` that says first what cannot be used, and last
     what to do.
 
     Args:
         names_kind: say which kind it was, and at which line of the user's code: of what runs that.
+        passes_refusals: a Refusal says all of it itself.
     """
     try:
         yield
     except kinds as error:
+        if passes_refusals and isinstance(error, Refusal):
+            raise
         text = with_line(error) if names_kind else said(error)
         raise kind(f"{what}: {text}{hint}") from error
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,8 @@ import spmdrl.checkpoint.manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
 from spmdrl.config.former import modernized
-from spmdrl.errors import Refusal, with_line
-from spmdrl.imports import attempt
+from spmdrl.errors import Refusal
+from spmdrl.imports import attempt, refusing
 from spmdrl.world import World
 from spmdrl.world.comm import gather_objects, gather_problems
 
@@ -186,7 +184,7 @@ def resume_problems(cfg: Config) -> list[str]:
     if problem or cfg.checkpoint.allow_config_change:
         return [problem] if problem else []
     for folder in folders:
-        content, _ = attempt(functools.partial(disk.read_manifest, folder))
+        content, _ = attempt(partial(disk.read_manifest, folder))
         if content is not None:
             text = _difference_text(content, cfg, folder=folder)
             return [f"{text}\n{_ADVICE}"] if text else []
@@ -234,26 +232,14 @@ def _load(
     if world.is_trainer:
         policy.load_state_dict(state)
     kinds = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
-    with _refusing_content(f"{folder}: its rollouts_*.pt", kinds):
+    hint = "; they were changed, or are of another version"
+    fitting = partial(refusing, hint=hint, names_kind=True, passes_refusals=True)
+    with fitting(f"{folder}: its rollouts_*.pt do not hold what they should", *kinds):
         source.load_state_dict(held, content.step)
     if is_same:
-        with _refusing_content(str(own), kinds):
+        with fitting(f"{own} do not hold what they should", *kinds):
             set_rng_state(rng)
     return ""
-
-
-@contextlib.contextmanager
-def _refusing_content(what: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Say of which file it is that what was read does not fit; a refusal says so itself."""
-    try:
-        yield
-    except Refusal:
-        raise
-    except kinds as error:
-        raise Refusal(
-            f"{what} do not hold what they should: {with_line(error)}; they were changed, or are "
-            "of another version"
-        ) from error
 
 
 def _read_tensors(state: dict[str, Any], reader: disk.TensorReader, world: World) -> None:
@@ -293,9 +279,9 @@ def _clear(cfg: Config, damaged: dict[Path, str], *, is_speaker: bool) -> None:
     root = disk.checkpoints_folder(cfg.output_dir)
     if root.is_dir():  # the best one may have been set aside, or be another by a new metric
         keep.link_best(root, cfg.checkpoint.keep)
-    for partial in sorted(root.glob("step_*.partial")):
-        log.warning("removing %s: the job that wrote it ended before it was complete", partial)
-        disk.remove(partial)
+    for left in sorted(root.glob("step_*.partial")):
+        log.warning("removing %s: the job that wrote it ended before it was complete", left)
+        disk.remove(left)
 
 
 # --------------------------------------------------------------------------- comparing

@@ -194,12 +194,9 @@ def read_cases(ground_truth: Any, *, entry_point: str | None = None) -> list[Cas
     Raises: Refusal showing the known shapes for any other, and for none at all.
     """
     kinds = (TypeError, AttributeError, KeyError, ValueError)
-    try:
+    what = f"the tests {ground_truth!r:.80} cannot be read"
+    with refusing(what, *kinds, passes_refusals=True):  # what stands within a known shape
         cases = _known_cases(_from_json(ground_truth), entry_point)
-    except Refusal:
-        raise
-    except kinds as error:  # what stands within a known shape
-        raise Refusal(f"the tests {ground_truth!r:.80} cannot be read: {error}") from error
     if not cases:
         raise Refusal(
             f"the tests {ground_truth!r:.80} have none of the known shapes, or there "
