@@ -58,22 +58,16 @@ def verify(
 
 def main() -> None:
     """Do what the command line says, and end this process."""
-    status = _main()
-    from spmdrl.world.leaving import end_process  # here: it comes with torch
-
-    end_process(status)
-
-
-def _main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
     try:
         text, repeats = tyro.cli(verify, prog="python -m spmdrl verify")
     except Exception as error:
-        from spmdrl.world.leaving import ended
+        from spmdrl.world.leaving import end_process, ended  # here: it comes with torch
 
-        return ended(error, None)  # says why, here and to the other ranks
+        end_process(ended(error, None))  # says why, here and to the other ranks
     from spmdrl.world.launch import known_rank
+    from spmdrl.world.leaving import end_process
 
     if known_rank() == "0":
         print(text)
-    return 0 if repeats else 1
+    end_process(0 if repeats else 1)

@@ -35,10 +35,6 @@ class Deadlines:
         """Return how long a job may run before its worker is killed, seconds."""
         return self.timeout_s + (_SILENT_S if worker.concurrency > 1 else 0.0)
 
-    def is_late(self, worker: WorkerProcess, *, at: float) -> bool:
-        """Return whether a worker is to be killed, by what was known of it `at` a time."""
-        return worker.running_s(at) > self.kill_after_s(worker)
-
     def stuck_after_s(self, worker: WorkerProcess) -> float:
         """Return how long the job at the head may run before the worker is stuck, seconds."""
         if worker.concurrency > 1 or not worker.jobs:

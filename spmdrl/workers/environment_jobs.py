@@ -78,7 +78,8 @@ class EnvironmentServer:
         self._kind = type(first)
         with refusing(f"{field}.name: {name}", BadValue):
             pack(first)
-        self.not_plain = why_not_plain(first)
+        _, error = attempt(lambda: text_of(first), (NotPlain, RecursionError))
+        self.not_plain = str(error or "")
         prepare = getattr(first, "prepare", None)
         if callable(prepare):
             prepare()
@@ -143,12 +144,6 @@ def _state_of(environment: Any) -> int:
     if not callable(name):
         return -1
     return hashed(str(ran(name())), num_bytes=6)
-
-
-def why_not_plain(environment: Any) -> str:
-    """Return what of an environment is no plain data; empty for nothing."""
-    _, error = attempt(lambda: text_of(environment), (NotPlain, RecursionError))
-    return str(error) if error else ""
 
 
 def pack(environment: Any, *, kind: type | None = None) -> bytes:

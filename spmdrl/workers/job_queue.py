@@ -142,7 +142,7 @@ class JobQueue:
             wrote = f"the worker process wrote what is no result: {worker.fault}"
             self._replace(worker, failure="error", message=wrote)
             return
-        if self._deadlines.is_late(worker, at=looked):
+        if worker.running_s(looked) > self._deadlines.kill_after_s(worker):
             called = worker.called(worker.suspects()[0])
             why = no_result(self._deadlines.timeout_s, called=called)
             self._replace(worker, failure="timeout", message=why)

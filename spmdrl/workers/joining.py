@@ -122,21 +122,15 @@ def _joined(found: Sequence[RewardResult], *, least: float | None) -> RewardResu
     failed = next((result for result in found if result.failure), None)
     if failed is not None:
         return replace(failed, seconds=max(seconds, failed.seconds))
-    value = sum_of([result.value for result in found])
-    if value is None and least is None:
+    values = [result.value for result in found if result.value is not None]
+    if not values and least is None:
         return RewardResult(None, seconds=seconds, failure="bad_value", message=NONE_APPLIES)
-    joined = RewardResult(None, least if value is None else value, seconds=seconds)
+    joined = RewardResult(None, sum(values) if values else least, seconds=seconds)
     for result in found:
         joined.parts.update(result.parts)
         joined.metrics.update(result.metrics)
         joined.extras.update(result.extras)
     return joined
-
-
-def sum_of(values: Sequence[float | None]) -> float | None:
-    """Return the sum of the values that are there; None of none."""
-    own = [value for value in values if value is not None]
-    return sum(own) if own else None
 
 
 def _of_each(call: Call, done: Done) -> list[RewardResult]:

@@ -39,6 +39,7 @@ _MIN_WINDOW, _MAX_WINDOW = 2, 256
 _WINDOW_S = 0.25
 _GRACE_S = 1.0
 _KILL_S = 10.0
+_RESULTS = {RewardSample: RewardResult, RewardList: ListResult}
 
 
 @dataclass
@@ -63,11 +64,6 @@ class QueuedJob:
     is done in a worker that does nothing else."""
     deaths: int = 0
     """Workers that ended at it, perhaps of what an earlier job had left in them."""
-
-    @property
-    def result_kind(self) -> type:
-        """Return what its result is."""
-        return {RewardSample: RewardResult, RewardList: ListResult}.get(self.kind, TurnResult)
 
 
 class WorkerProcess:
@@ -203,7 +199,9 @@ class WorkerProcess:
         """Return the job that is done, which must be one under way."""
         begun = self.suspects() if self.concurrency == 1 else self.jobs.values()
         job = next((job for job in begun if job.id == done.id), None)
-        if job is None or (done.result and type(done.result) is not job.result_kind):
+        if job is None or (
+            done.result and type(done.result) is not _RESULTS.get(job.kind, TurnResult)
+        ):
             raise BadReport("a result of no job that is under way")
         del self.jobs[job.id]
         self.num_done += 1
