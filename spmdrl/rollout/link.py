@@ -6,20 +6,23 @@ is known to the leader alone. It decides what enters the engine, and they repeat
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy
+import torch
+import torch.distributed as dist
 
 from spmdrl.config import Penalties
 from spmdrl.engine.protocol import EngineProtocol, Request, Truncation
 from spmdrl.given import Given, ToldItems, shown_by
-from spmdrl.plain import pack, record, unpack
+from spmdrl.plain import pack, unpack
 from spmdrl.world import World
-from spmdrl.world.comm import bytes_from
+from spmdrl.world.secret import MARK_BYTES, Unauthentic, is_marked, mark
 
-record(Truncation)
-record(Penalties)
+_END = -1
+_SIZE = struct.Struct("<q")
 
 
 class Link:
@@ -32,41 +35,71 @@ class Link:
     def __init__(self, world: World):
         self.world = world
         self._has_followers = world.cfg.layout.inference_tp > 1
+        self._count = 0  # messages so far, the same on all ranks of the replica
         self._shown = ToldItems()
 
     def step(self, requests: Sequence[Request]) -> None:
         """Tell the followers to add these requests and take an engine step. The leader does
         the same right after."""
-        self._tell([self._said(request) for request in requests] if self._has_followers else [])
+        if self._has_followers:
+            payload = pack([self._said(request) for request in requests]) if requests else b""
+            self._announce(len(payload))
+            if payload:
+                self._send(payload)
 
     def end(self) -> None:
         """Tell the followers that this generation is over."""
-        self._tell(None)
-
-    def _tell(self, said: list[dict[str, Any]] | None) -> None:
         if self._has_followers:
-            bytes_from(0, pack(said), group=self.world.replica_control)
+            self._announce(_END)
 
     def follow(self, engine: EngineProtocol) -> None:
         """Do as the leader says until it ends; what finishes is the leader's business.
 
         Raises: Unauthentic for words that are not the leader's.
         """
-        while (requests := self._told()) is not None:
-            for said in requests:
-                engine.add(self._meant(said))
+        while (size := _SIZE.unpack(self._receive(_SIZE.size))[0]) != _END:
+            if size:
+                for said in unpack(self._receive(size)):
+                    engine.add(self._meant(said))
             engine.step()
-
-    def _told(self) -> list[dict[str, Any]] | None:
-        with self.world.watch.wait("await the replica's leader", -1):
-            return unpack(bytes_from(0, b"", group=self.world.replica_control))
 
     def _said(self, request: Request) -> dict[str, Any]:
         return vars(request) | {
             "prompt": numpy.array(request.prompt, numpy.int64),
+            "truncation": tuple(vars(request.truncation).values()),
+            "penalties": tuple(vars(request.penalties).values()),
             "shown": self._shown.said(shown_by(request.prompt)),
         }
 
     def _meant(self, said: dict[str, Any]) -> Request:
         shown = self._shown.meant(said.pop("shown"))
-        return Request(**said | {"prompt": Given(said["prompt"].tolist(), shown)})
+        own = {
+            "prompt": Given(said["prompt"].tolist(), shown),
+            "truncation": Truncation(*said["truncation"]),
+            "penalties": Penalties(*said["penalties"]),
+        }
+        return Request(**said | own)
+
+    def _announce(self, size: int) -> None:
+        self._send(_SIZE.pack(size))
+
+    def _send(self, message: bytes) -> None:
+        self._count += 1
+        data = bytearray(mark(f"link {self._count}", message) + message)
+        self._broadcast(torch.frombuffer(data, dtype=torch.uint8))
+
+    def _receive(self, size: int) -> bytes:
+        self._count += 1
+        marked = torch.empty(MARK_BYTES + size, dtype=torch.uint8)
+        with self.world.watch.wait("await the replica's leader", -1):
+            self._broadcast(marked)
+        data = marked.numpy().tobytes()
+        if not is_marked(f"link {self._count}", data[MARK_BYTES:], data[:MARK_BYTES]):
+            raise Unauthentic(
+                f"rank {self.world.rank}: a word of the replica's leader bears no mark of the "
+                "job's secret; see docs/security.md"
+            )
+        return data[MARK_BYTES:]
+
+    def _broadcast(self, message: torch.Tensor) -> None:
+        dist.broadcast(message, group=self.world.replica_control, group_src=0)
