@@ -125,6 +125,10 @@ SURVIVING: dict[str, Kind] = {
     "survives, lag 1, tp 2, vllm": Kind(
         6, _SURVIVES | _VLLM | {"layout.inference-tp": 2, "lag": 1}
     ),
+    "survives, cp, critic": Kind(
+        4, _SURVIVES | {"layout.cp": 2, "batch.group-size": 1, "lag": 1}, "demo_ppo.yaml"
+    ),
+    "survives, ep": Kind(4, _SURVIVES | {"layout.ep": 2, "lag": 1}, model="moe"),
 }
 """Runs that go on without an engine."""
 EVERY_KIND = KINDS | SURVIVING

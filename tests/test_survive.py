@@ -150,6 +150,11 @@ SURVIVES = dict(world_size=3, trainer_ranks=1, survive_engines=True)
         (dict(rollout=dict(schedule=dict(dynamic=3.0))), "rollout.schedule.dynamic: 3.0"),
         (dict(rollout=dict(record=dict(every=1))), "rollout.record.every: 1"),
         (dict(model=dict(lora=dict(rank=8))), "model.lora.rank: 8"),
+        (dict(model=dict(moe=dict(replay=True))), "model.moe.replay: True"),
+        (
+            dict(engine=dict(options=dict(quantization="fp8_per_channel"))),
+            "engine.options: {'quantization': 'fp8_per_channel'}",
+        ),
     ],
 )
 def test_what_was_not_tried_is_refused_by_name(changes, why):

@@ -134,6 +134,12 @@ def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
             "never proved compiled; set it to false, or model.part to text (model.path "
             f"{model.path})"
         )
+    if sees(hf_model) and cfg.layout.survive_engines:
+        yield (
+            f"layout.survive_engines: true with a {kind}, which sees; whether a run goes on with "
+            "it after a loss was not tried: set it to false, or model.part to text (model.path "
+            f"{model.path})"
+        )
     if model.lora.pushes_adapter and adapted_weights(hf_model, model.lora) & tower_parameters(
         hf_model
     ):

@@ -64,6 +64,8 @@ def _survival_problems(cfg: Config) -> Iterator[str]:
         "rollout.schedule.balance": schedule.balance == "steal",
         "rollout.record.every": cfg.rollout.record.every,
         "model.lora.rank": cfg.model.lora.rank,
+        "model.moe.replay": cfg.model.moe.replay,
+        "engine.options": cfg.engine.options.keys() & {"quantization", "speculative_config"},
         "batch.tokens_per_microbatch": not cfg.batch.tokens_per_microbatch,
         "rewards.functions": reward_models(cfg.rewards.functions),
     }
