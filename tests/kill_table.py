@@ -126,7 +126,9 @@ SURVIVING: dict[str, Kind] = {
         6, _SURVIVES | _VLLM | {"layout.inference-tp": 2, "lag": 1}
     ),
     "survives, cp, critic": Kind(
-        4, _SURVIVES | {"layout.cp": 2, "batch.group-size": 1, "lag": 1}, "demo_ppo.yaml"
+        4,
+        _SURVIVES | {"layout.cp": 2, "batch.group-size": 1, "critic.warmup_steps": 1, "lag": 1},
+        "demo_ppo.yaml",
     ),
     "survives, ep": Kind(4, _SURVIVES | {"layout.ep": 2, "lag": 1}, model="moe"),
 }
