@@ -49,7 +49,7 @@ lint: venv
 	$(BIN)/python -m mypy
 
 test: venv .venv/torchao .venv/liger .venv/torchvision
-	$(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0
 
 grid: venv .venv/torchao .venv/torchvision
 	$(BIN)/python -m pytest -n 2 -m grid
