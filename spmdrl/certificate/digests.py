@@ -33,6 +33,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from spmdrl.algorithms.splitmix import mixed
 from spmdrl.model.shards import Box
 
 _WORDS = 64
@@ -58,29 +59,6 @@ def odd_weights(first: int, count: int, *, dim: int, device: torch.device) -> Te
 def factor_of(number: int) -> int:
     """Return an odd int64 of a number, 1 of 0: for tensors that count one after the other."""
     return int(mixed(torch.tensor(number))) | 1 if number else 1
-
-
-def mixed(values: Tensor) -> Tensor:
-    """Return 64 bits that look drawn of each int64.
-
-    Source: Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators (splitmix64).
-    """
-    z = values + _GAMMA
-    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
-        # Of int64 a shift brings in the sign, which the mask takes out again.
-        z ^= (z >> shift).bitwise_and_(2 ** (64 - shift) - 1)
-        z *= factor
-    return z
-
-
-def signed(value: int) -> int:
-    """Return an integer modulo 2**64, as int64 has it."""
-    return (value + 2**63) % 2**64 - 2**63
-
-
-_GAMMA = signed(0x9E3779B97F4A7C15)
-_FIRST = signed(0xBF58476D1CE4E5B9)
-_SECOND = signed(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.certificate.digests import Digester, Sequences, factor_of, mixed, signed, whole
+from spmdrl.algorithms.splitmix import mixed, signed
+from spmdrl.certificate.digests import Digester, Sequences, factor_of, whole
 from spmdrl.model.cuts import cut_of
 from spmdrl.model.shards import Box, held_boxes, local_part
 from spmdrl.world import World

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from spmdrl.algorithms.splitmix import GAMMA, mixed, uniform
 from spmdrl.engine.protocol import Truncation
 from spmdrl.engine.truncation import truncate
 from spmdrl.kept_sets import KeptSets
 
-# splitmix64 (Steele, Lea and Flood 2014), as signed 64-bit numbers; products wrap mod 2^64.
-_GOLDEN, _A, _B = -7046029254386353131, -4658895280553007687, -7723592293110705685
 _ELEMENTS_AT_ONCE = 2**24  # of logits: bounds the temporaries of a draw, 24 bytes for each
 _UNIT = 2.0**52  # a probability of 1 as a whole number
 
@@ -28,19 +27,7 @@ def numbers(seeds: Tensor, positions: Tensor) -> Tensor:
         positions: [N] int64, of the token in its response.
     Returns: [N] float64, multiples of 2^-53.
     """
-    mixed = _mix(_mix(seeds) + (positions + 1) * _GOLDEN)
-    return _shifted(mixed, 11).double() * 2.0**-53
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shifted(x, 30)) * _A
-    x = (x ^ _shifted(x, 27)) * _B
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """Shift as unsigned numbers."""
-    return (x >> by) & (2 ** (64 - by) - 1)
+    return uniform(mixed(mixed(seeds - GAMMA) + positions * GAMMA))
 
 
 def draw(

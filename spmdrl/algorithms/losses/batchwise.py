@@ -22,6 +22,7 @@ from spmdrl.algorithms.masked import (
     making,
     masked_mean,
 )
+from spmdrl.algorithms.splitmix import mixed, uniform
 from spmdrl.errors import Refusal
 
 __all__ = ["clip_cov", "kl_cov", "m2po"]
@@ -228,20 +229,10 @@ def kl_cov(
 def lots(token_keys: Tensor, version: Tensor) -> Tensor:
     """Draw a number in [0, 1) for each token from its key and the version: [T] float64.
 
-    splitmix64's finaliser, twice: the version moves to a far part of its sequence, so that
-    tokens with the same keys get other lots in the next step.
+    Mixed twice: the version moves to a far part of the sequence, so that tokens with the same
+    keys get other lots in the next step.
     """
-    bits = _mix(_mix(version.long()) + token_keys.long())
-    return (bits >> 11 & (1 << 53) - 1).double() * 2.0**-53
-
-
-def _mix(bits: Tensor) -> Tensor:
-    # Constants of 2**64 arithmetic, which int64 tensors do modulo wrap-around; their shift
-    # keeps the sign, so that the mask makes it a logical one.
-    bits = bits + (0x9E3779B97F4A7C15 - (1 << 64))
-    bits = (bits ^ (bits >> 30 & (1 << 34) - 1)) * (0xBF58476D1CE4E5B9 - (1 << 64))
-    bits = (bits ^ (bits >> 27 & (1 << 37) - 1)) * (0x94D049BB133111EB - (1 << 64))
-    return bits ^ (bits >> 31 & (1 << 33) - 1)
+    return uniform(mixed(mixed(version.long()) + token_keys.long()))
 
 
 def _mean(values: Tensor) -> Tensor:
