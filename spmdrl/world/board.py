@@ -88,7 +88,7 @@ class Board:
         }
 
     def tell_returned(self, rank: int) -> None:
-        """Undo `tell_lost`."""
+        """Undo `tell_dead` of a rank that others go on without."""
         self._stored(lambda: self._store.delete_key(f"{_LOST}/{rank}"), False)
 
     def tell_out(self, rank: int) -> None:

@@ -26,7 +26,7 @@ def check_launch(cfg: Config, launch: Launch) -> None:
             f"{launch.rank} with layout.trainer_ranks {layout.trainer_ranks} and "
             f"layout.inference_tp {layout.inference_tp} is none; start the whole job anew"
         )
-    if cfg.layout.survive_engines and not launch.spares:
+    if layout.survive_engines and not launch.spares:
         raise Refusal(
             f"layout.survive_engines: {launch.launcher} ends all ranks when one ends; start them "
             "by `python -m spmdrl launch --survive-engines`, or by srun --kill-on-bad-exit=0"
