@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.engine.protocol import Truncation
+from spmdrl.imports import refusing
 from spmdrl.kept_sets import KeptSets
 
 
@@ -65,13 +66,10 @@ def checked(sets: KeptSets | None, tokens: Tensor, *, key: str) -> KeptSets | No
 
     Raises: RuntimeError naming the request.
     """
-    try:
+    hint = "; leave sampling.top_p, top_k and min_p out"
+    with refusing(f"request {key}", ValueError, kind=RuntimeError, hint=hint):
         if sets is not None:
             sets.check(tokens)
         elif len(tokens):
             raise ValueError(f"no kept set of its {len(tokens)} tokens")
-    except ValueError as error:
-        raise RuntimeError(
-            f"request {key}: {error}; leave sampling.top_p, top_k and min_p out"
-        ) from error
     return sets

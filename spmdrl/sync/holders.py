@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy
 
 from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
 from spmdrl.model.cuts import TensorCut
 from spmdrl.sync.tables import Array, FileTable
 
@@ -114,10 +115,8 @@ class Holders:
                 by_cut: dict[TensorCut, list[int]] = {}
                 for cut, i in key:
                     by_cut.setdefault(cut, []).extend(said[i][0])
-                try:
+                with refusing(f"weight stream: {name}", Refusal):
                     self.grids.append(Grid(list(_on_ranks(by_cut)), table.depth))
-                except Refusal as error:
-                    raise Refusal(f"weight stream: {name}: {error}") from error
                 grids[key] = len(grids)
             if key:
                 self.grid_of[number] = grids[key]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.errors import Refusal
+from spmdrl.imports import attempt
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
 from spmdrl.model.shards import Box
@@ -67,15 +68,14 @@ class ReloadedTensors:
         self._live.refresh()
         tensors = self._whole_tensors()
         with agree(group=self._world.control, kind=RuntimeError):
-            try:
-                if self._world.is_inference:
-                    self._engine.reload_weights(tensors)
-            except Exception as error:
+            error = None
+            if self._world.is_inference:
+                _, error = attempt(lambda: self._engine.reload_weights(tensors), Exception)
+            for _ in tensors:  # the others wait in these exchanges
+                pass
+            if error:
                 text = f"vLLM could not reload the weights: {type(error).__name__}: {error}"
                 raise RuntimeError(text) from error
-            finally:
-                for _ in tensors:  # the others wait in these exchanges
-                    pass
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor whole (on inference ranks), a plan's worth at a time."""
@@ -135,26 +135,27 @@ def _changed_by_reload(engine: EngineProtocol, names: Names, world: World) -> li
     before = parameter_checksums(model)
     flip_bits(model, before)
     flipped = parameter_checksums(model)
-    try:
-        engine.reload_weights(
-            (name, reader.read(name, start=(0,) * len(shape), shape=tuple(shape)))
-            for name, (shape, _) in names.items()
-        )
-    except Exception as error:  # anything that loading and repacking may do
-        failed = [first_line(error)]
-    else:
-        failed = []
+    tensors = (
+        (name, reader.read(name, start=(0,) * len(shape), shape=tuple(shape)))
+        for name, (shape, _) in names.items()
+    )
+    # Loading and repacking may raise anything.
+    _, error = attempt(lambda: engine.reload_weights(tensors), Exception)
     after, parameters = parameter_checksums(model), dict(model.named_parameters())
     changed = [name for name in before if before[name] != after[name]]
     left = [name for name in changed if after[name] == flipped[name]]
     flip_bits(model, left)
     # Buffers may be the engine's own, of no tensor of the files.
     constants = set(left) - parameters.keys()
-    return failed or [
-        f"{name}: the reload does not write it" if name in left else name
-        for name in changed
-        if name not in constants
-    ]
+    return (
+        [first_line(error)]
+        if error
+        else [
+            f"{name}: the reload does not write it" if name in left else name
+            for name in changed
+            if name not in constants
+        ]
+    )
 
 
 def _grouped(names: Names, most: int) -> list[list[Want]]:

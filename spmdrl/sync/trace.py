@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.imports import attempt
 from spmdrl.model.files.file_tensors import live_tensors
 from spmdrl.model.shards import Box, box_within, extent
 from spmdrl.world.torch_internals import (
@@ -69,10 +70,10 @@ def trace_loader(
         for name, (shape, dtype) in names.items()
     }
     watcher = _Watcher(model, placeholders)
-    try:
-        with torch.no_grad(), watcher:
-            load(iter(placeholders.items()))
-    except Exception as error:  # anything a model's loader may do; falling back is the answer
+    with torch.no_grad(), watcher:
+        # A model's loader may raise anything; falling back is the answer.
+        _, error = attempt(lambda: load(iter(placeholders.items())), Exception)
+    if error:
         watcher.trace.reasons.append(
             f"load_weights of {type(model).__name__} on the live model failed at "
             f"{watcher.last}: {first_line(error)}"

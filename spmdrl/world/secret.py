@@ -20,6 +20,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
 from spmdrl.world.launch import SECRET, Launch, told_secret
 
 MARK_BYTES = 32
@@ -110,11 +111,9 @@ def _folder(launch: Launch, shared: Path | None) -> Path:
     folder = Path(tempfile.gettempdir()) / f"spmdrl-{os.getuid()}"
     if launch.nodes > 1 and shared is not None:
         folder = shared / ".secret"
-    try:
+    with refusing(f"the job's secret cannot be kept in {folder}", OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
-    except OSError as error:
-        raise Refusal(f"the job's secret cannot be kept in {folder}: {error}") from error
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
         raise Refusal(
@@ -125,12 +124,10 @@ def _folder(launch: Launch, shared: Path | None) -> Path:
 
 
 def _write(path: Path, secret: str) -> Path:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.write(file, secret.encode())
-        os.fsync(file)
-    finally:
-        os.close(file)
+    with open(path, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        file.write(secret)
+        file.flush()
+        os.fsync(file.fileno())
     return path
 
 
