@@ -47,10 +47,11 @@ FEATURES = {
     "world/sealed_store.py environments/plain_state.py",
     "workers and programs that leave nothing": "workers/keeper.py workers/surroundings.py "
     "sandbox/removal.py",
-    "a lost rank, full host, taken folder named": "world/board.py world/neighbours.py "
-    "world/where.py world/flight.py world/host_memory.py world/gpus.py world/folder_lock.py",
-    "engines that die, and others in their place": "world/absent.py world/check_launch.py "
-    "world/door.py world/regroup.py world/start_ranks.py world/survival.py rollout/survivor.py",
+    "a lost rank, full host, taken folder named": "world/lost_peers/board.py "
+    "world/lost_peers/neighbours.py world/lost_peers/place.py world/lost_peers/last_collectives.py "
+    "world/machine/host_memory.py world/machine/gpus.py world/folder_lock.py",
+    "engines that die, and others in their place": "world/lost_engines/* world/check_launch.py "
+    "world/start_ranks.py rollout/survivor.py",
     "numbers out of range refused by name": "config/ranges.py config/yaml_text.py check/ranges.py",
     "several sources, rows left on disk, fetching": "data/sources.py data/streamed.py "
     "check/sources.py commands/fetch_problems.py",

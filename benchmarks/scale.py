@@ -32,8 +32,8 @@ from spmdrl.data.microbatch_plan import Partition, partition
 from spmdrl.rollout.balance import deal
 from spmdrl.rollout.book import Book, Move, Practice, SharedBook
 from spmdrl.rollout.staleness import make_rules
-from spmdrl.world.awaited import Awaited
-from spmdrl.world.watch import Watch
+from spmdrl.world.lost_peers.awaited import Awaited
+from spmdrl.world.lost_peers.watch import Watch
 
 _BUDGET = 32768
 _QUADRATIC_TOKENS = 24576

@@ -36,8 +36,8 @@ from spmdrl.plan.traffic import push_flows
 from spmdrl.world import World
 from spmdrl.world.axes import axes_of
 from spmdrl.world.comm import gather_objects
-from spmdrl.world.hardware import CPU_LINK, Gpu
 from spmdrl.world.launch import read_launch
+from spmdrl.world.machine.hardware import CPU_LINK, Gpu
 
 
 @dataclass(frozen=True)

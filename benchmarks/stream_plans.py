@@ -29,7 +29,7 @@ from spmdrl.config import Config, LayoutSettings
 from spmdrl.model.shape import SHAPES
 from spmdrl.model.shards import Box
 from spmdrl.plain import unpack
-from spmdrl.world.hardware import GPUS, gpu_link
+from spmdrl.world.machine.hardware import GPUS, gpu_link
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Options:
 
 def work(folder: Path, flags: list[str]) -> int:
     """Be a rank of train.py that writes down when it has gone on, and taken in an engine."""
-    from spmdrl.world.survival import Survival
+    from spmdrl.world.lost_engines.going_on import Survival
 
     moments: dict[str, list[tuple[float, float]]] = {"_go_on": [], "_take_in": []}
 

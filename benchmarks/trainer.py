@@ -43,8 +43,8 @@ from spmdrl.roles import make_trainer
 from spmdrl.train.trainer import Trainer
 from spmdrl.types import Batch, Microbatch
 from spmdrl.world import World
-from spmdrl.world.hardware import known_gpu
 from spmdrl.world.launch import launch_alone
+from spmdrl.world.machine.hardware import known_gpu
 
 LR, MAX_NORM = 1e-5, 1.0
 

@@ -56,7 +56,7 @@ _watches: weakref.WeakSet[Any] = weakref.WeakSet()
 def _remember_watches() -> Iterator[None]:
     """Know each Watch of this process: one that a test leaves behind would end pytest itself, as it
     ends a rank, when the store of its job goes."""
-    from spmdrl.world.watch import Watch
+    from spmdrl.world.lost_peers.watch import Watch
 
     first = Watch.__init__
 

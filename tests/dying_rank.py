@@ -159,7 +159,7 @@ def be_rank(argv: list[str], folder: Path, moments: Sequence[Moment]) -> None:
 
 def _keep(diary: Diary) -> None:
     """Have each watch of this process keep a diary."""
-    from spmdrl.world.watch import Watch
+    from spmdrl.world.lost_peers.watch import Watch
 
     make = Watch.__init__
 

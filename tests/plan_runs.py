@@ -20,9 +20,9 @@ from spmdrl.engine import make_engine
 from spmdrl.model.scorer import make_row
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.shards import local_part
-from spmdrl.train.optimizer import AdamW
+from spmdrl.train.adamw import AdamW
 from spmdrl.world import World
-from spmdrl.world.live_bytes import LiveBytes
+from spmdrl.world.machine.live_bytes import LiveBytes
 
 _WINDOWS: dict[str, Any] = {
     "sliding_window": 32,

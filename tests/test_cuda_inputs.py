@@ -15,8 +15,8 @@ from spmdrl.check.engine_options import build_problems
 from spmdrl.check.fit import check_fit
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, EngineSettings, LayoutSettings
-from spmdrl.world import gpus
 from spmdrl.world.launch import Launch
+from spmdrl.world.machine import gpus
 
 GIB = 2**30
 GPU = torch.device("cuda", 1)

@@ -18,7 +18,7 @@ from spmdrl.checkpoint.state import rng_state, set_rng_state
 from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.provenance import describe_environment
 from spmdrl.sync.planning import _link
-from spmdrl.world.live_bytes import free_bytes, peak_bytes
+from spmdrl.world.machine.live_bytes import free_bytes, peak_bytes
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))

@@ -29,9 +29,9 @@ from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.parallel import layout
 from spmdrl.model.parallel.recompute import pins_exactly
 from spmdrl.model.parallel.ring_attention import FLASH, plan_rounds
-from spmdrl.world import watch
+from spmdrl.world.lost_peers import watch
+from spmdrl.world.lost_peers.watch import Watch
 from spmdrl.world.torch_internals import pin_exactly
-from spmdrl.world.watch import Watch
 
 ROOT = Path(__file__).parents[1]
 META, CUDA = torch.device("meta"), torch.device("cuda")

@@ -19,8 +19,8 @@ from worlds import another_trainer, with_trainer
 from spmdrl.check.model import model_problems
 from spmdrl.config import MemorySettings, OptimizerSettings
 from spmdrl.model.shards import local_part
-from spmdrl.train import optimizer
-from spmdrl.train.optimizer import AdamW
+from spmdrl.train import adamw as optimizer
+from spmdrl.train.adamw import AdamW
 
 _model = functools.partial(small_model, hidden_size=64, heads=2, intermediate=96)
 EIGHT = {"optimizer_dtype": "int8"}

@@ -25,7 +25,7 @@ from spmdrl.model.head import HeadOptions
 from spmdrl.model.scorer import Scorer
 from spmdrl.model.shape import model_shape
 from spmdrl.report.glossary import lookup, values_of
-from spmdrl.world.hardware import GPUS, known_gpu
+from spmdrl.world.machine.hardware import GPUS, known_gpu
 
 LENGTHS = [48, 48, 48]
 """Equal, so that nothing is padded, and short, so that attention is plain matmuls: the counter

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.world import host_memory as memory
-from spmdrl.world.host_memory import HostMemory, MemoryWatch
+from spmdrl.world.machine import host_memory as memory
+from spmdrl.world.machine.host_memory import HostMemory, MemoryWatch
 
 GIB = 2**30
 

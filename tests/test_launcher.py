@@ -15,9 +15,10 @@ import torch.distributed as dist
 from runs import HELD, TINY, Run, finish, kill_all, run, torchrun, wait_for, wait_for_step
 from test_train import assert_same_end
 
-from spmdrl.world import launch, neighbours
-from spmdrl.world.neighbours import Neighbours, own_process
-from spmdrl.world.watch import Watch
+from spmdrl.world import launch
+from spmdrl.world.lost_peers import neighbours
+from spmdrl.world.lost_peers.neighbours import Neighbours, own_process
+from spmdrl.world.lost_peers.watch import Watch
 
 REWARDS = (
     HELD

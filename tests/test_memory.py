@@ -19,8 +19,8 @@ from spmdrl.check.model import model_problems
 from spmdrl.config import Config, LayoutSettings, MemorySettings, ModelSettings, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has, move_buffers
 from spmdrl.model.shards import local_part
-from spmdrl.train import optimizer
-from spmdrl.train.optimizer import AdamW, stochastic_round
+from spmdrl.train import adamw as optimizer
+from spmdrl.train.adamw import AdamW, stochastic_round
 
 WAYS = {
     "none": {},

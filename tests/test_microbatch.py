@@ -25,7 +25,7 @@ from spmdrl.model.shards import local_part
 from spmdrl.train import microbatch_size as microbatch
 from spmdrl.train.microbatch_size import Point, fitting_tokens
 from spmdrl.types import Advantages
-from spmdrl.world.live_bytes import peak_bytes
+from spmdrl.world.machine.live_bytes import peak_bytes
 
 
 def _config(where: Path, **options: object) -> Config:

@@ -31,7 +31,7 @@ from worlds import in_world, make_trainer
 
 from spmdrl.config import BatchSettings, Config
 from spmdrl.model.divisibility import ModelCounts, misfits
-from spmdrl.train.optimizer import like
+from spmdrl.train.adamw import like
 from spmdrl.types import Batch
 from spmdrl.world.axes import Axes
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from spmdrl.config import LayoutSettings
 from spmdrl.data.attachments import SEEING
-from spmdrl.data.vision.processor import ImageReader
+from spmdrl.data.vision.image_tokens import ImageReader
 from spmdrl.model.families import FAMILIES, WITH_TOWERS, family_config, family_names
 from spmdrl.model.vision.tiny import tiny_of
 from spmdrl.proof import jobs, prove

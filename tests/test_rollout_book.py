@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spmdrl.config import ScheduleSettings
 from spmdrl.rollout.balance import deal, deal_again
 from spmdrl.rollout.book import Book, Move, OwnBook, Practice, SharedBook, Ticket
-from spmdrl.rollout.resume import Share, resumed
+from spmdrl.rollout.resumed_work import Share, resumed
 from spmdrl.rollout.staleness import horizon, make_rules
 
 COSTS = st.lists(st.integers(0, 50), min_size=1, max_size=24)

@@ -20,8 +20,8 @@ from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max,
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config, ShapingSettings
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.rollout.dropped import DroppedLog
 from spmdrl.rollout.episode import GREEDY, Draw, Episode, FinishedEpisode, Group, Trajectory
+from spmdrl.rollout.failed_rewards import DroppedLog
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
 from spmdrl.rollout.saved import group_from_dict, group_to_dict

@@ -22,11 +22,11 @@ from spmdrl.check.settings import validate
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal, RewardFailed
 from spmdrl.rollout.survivor import _offers
-from spmdrl.world.absent import Absent
 from spmdrl.world.check_launch import check_launch
 from spmdrl.world.launch import SPARES, read_launch
 from spmdrl.world.leaving import ended
-from spmdrl.world.watch import PeersMissing, is_peer_error
+from spmdrl.world.lost_engines.absent import Absent
+from spmdrl.world.lost_peers.watch import PeersMissing, is_peer_error
 
 GOES_ON_S = 5.0
 """Seconds from a death until the first rank goes on, on a machine that is not busy."""

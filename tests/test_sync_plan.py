@@ -20,7 +20,7 @@ from spmdrl.sync.pieces import pieces_of
 from spmdrl.sync.plan import Traffic
 from spmdrl.sync.prove import checksum
 from spmdrl.sync.tables import DTYPES, FileTable, Want
-from spmdrl.world.hardware import CPU_LINK, GPUS, gpu_link
+from spmdrl.world.machine.hardware import CPU_LINK, GPUS, gpu_link
 
 BOUNDED = settings(max_examples=80, deadline=None, derandomize=True)
 SIZES = st.integers(1024, 20_000)

@@ -16,8 +16,8 @@ from vlm import FAMILIES, seeing_model
 from worlds import ON_CPU, in_world, make_trainer
 
 from spmdrl.config import Config
+from spmdrl.train.adamw import like
 from spmdrl.train.microbatches import PreparedMicrobatch, prepare
-from spmdrl.train.optimizer import like
 
 LAYOUTS = {
     "one": {"placement": "split", "trainer_ranks": 1},

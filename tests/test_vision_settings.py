@@ -21,8 +21,8 @@ from spmdrl.model.load import load_whole_model
 from spmdrl.model.senses import noisy_sequence, plain_inputs, sight_of
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.towers import tower_parameters
+from spmdrl.train.adamw import AdamW
 from spmdrl.train.microbatches import prepare
-from spmdrl.train.optimizer import AdamW
 
 TOWER_TARGETS = {"rank": 2, "targets": ["visual.blocks.0.attn.qkv", "q_proj"]}
 SETTINGS: dict[str, dict[str, Any]] = {

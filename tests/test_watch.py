@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spmdrl.world import watch as watch_module
-from spmdrl.world.awaited import Awaited
-from spmdrl.world.neighbours import Neighbours
-from spmdrl.world.watch import Watch
+from spmdrl.world.lost_peers import watch as watch_module
+from spmdrl.world.lost_peers.awaited import Awaited
+from spmdrl.world.lost_peers.neighbours import Neighbours
+from spmdrl.world.lost_peers.watch import Watch
 
 
 class CountedStore:

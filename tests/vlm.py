@@ -16,9 +16,9 @@ from PIL import Image
 from ranks import forget_imports
 from torch import Tensor
 
-from spmdrl.data.vision.processor import ImageReader
+from spmdrl.data.vision.image_tokens import ImageReader
 from spmdrl.given import Shown, shown_by
-from spmdrl.model.vision.made import MADE, make_seeing_model
+from spmdrl.model.vision.random_models import MADE, make_seeing_model
 
 FAMILIES = tuple(MADE)
 TEXT = dict(

@@ -31,7 +31,7 @@ from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.run import Rates, run_of
 from spmdrl.plan.seconds import step_seconds
 from spmdrl.world.axes import axes_of
-from spmdrl.world.hardware import Gpu, known_gpu
+from spmdrl.world.machine.hardware import Gpu, known_gpu
 
 _AIM = 0.98  # of LLM.generate's tokens/s: not below, but for the noise of two processes
 _PROMPT = 256

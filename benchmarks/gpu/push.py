@@ -14,7 +14,7 @@ import tyro
 
 from benchmarks.gpu.rows import Row, attempt, judged
 from benchmarks.start import torchrun
-from spmdrl.world.hardware import Gpu, known_gpu
+from spmdrl.world.machine.hardware import Gpu, known_gpu
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from spmdrl.model.scorer import head_form
 from spmdrl.model.towers import sees, tower_parameters
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of
-from spmdrl.world.gpus import check_driver
+from spmdrl.world.machine.gpus import check_driver
 from spmdrl.world.world import is_on_cpu
 
 

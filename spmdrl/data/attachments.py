@@ -25,7 +25,7 @@ from spmdrl.data.vision.images import (
     portable,
     split,
 )
-from spmdrl.data.vision.shapes import Shapes
+from spmdrl.data.vision.shapes_task import Shapes
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from spmdrl.config import Config
-    from spmdrl.data.vision.processor import ImageReader
+    from spmdrl.data.vision.image_tokens import ImageReader
     from spmdrl.data.vision.recorded import Preview
     from spmdrl.given import Given, Shown
 
@@ -66,7 +66,7 @@ def give_reader(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 
     Raises: Refusal when there is no processor, or none that can be used.
     """
-    from spmdrl.data.vision.processor import give_image_reader
+    from spmdrl.data.vision.image_tokens import give_image_reader
 
     give_image_reader(cfg, tokenizer, families=SEEING)
 

@@ -30,7 +30,7 @@ from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held
 from spmdrl.world import World
 from spmdrl.world.comm import await_all
-from spmdrl.world.live_bytes import device_bytes
+from spmdrl.world.machine.live_bytes import device_bytes
 
 
 class TransformersEngine:

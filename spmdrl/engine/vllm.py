@@ -30,7 +30,7 @@ from spmdrl.engine.vllm_trial import refusing_models, try_engine
 from spmdrl.model.senses import drop_embeddings, prompt_of
 from spmdrl.world import World
 from spmdrl.world.comm import agree
-from spmdrl.world.live_bytes import device_bytes
+from spmdrl.world.machine.live_bytes import device_bytes
 
 
 class VllmEngine:

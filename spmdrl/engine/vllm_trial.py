@@ -19,7 +19,7 @@ from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.imports import versions
 from spmdrl.model.load import hf_config_of
-from spmdrl.world.watch import first_line
+from spmdrl.world.lost_peers.watch import first_line
 
 _TOKENS = range(3, 12)
 _SHOWN = 400  # characters of what vLLM says

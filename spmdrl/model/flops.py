@@ -21,7 +21,7 @@ from spmdrl.config import Config
 from spmdrl.imports import attempt
 from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.types import Sums
-from spmdrl.world.hardware import known_gpu
+from spmdrl.world.machine.hardware import known_gpu
 
 log = logging.getLogger(__name__)
 

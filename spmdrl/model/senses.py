@@ -11,7 +11,6 @@ from torch import nn
 
 from spmdrl.model.shown_rows import Sight
 from spmdrl.model.towers import sees
-from spmdrl.model.vision.cost import TowerShape
 from spmdrl.model.vision.eyes import Eyes
 from spmdrl.model.vision.for_vllm import (
     drop_embeddings,
@@ -19,9 +18,10 @@ from spmdrl.model.vision.for_vllm import (
     prompt_of,
     seeing_arguments,
 )
-from spmdrl.model.vision.made import make_seeing_model
+from spmdrl.model.vision.image_memory import TowerShape
+from spmdrl.model.vision.image_positions import PictureSight
+from spmdrl.model.vision.random_models import make_seeing_model
 from spmdrl.model.vision.samples import noisy_sequence, num_plain_ids, plain_inputs, shown_in
-from spmdrl.model.vision.sight import PictureSight
 from spmdrl.model.vision.tiny import tiny_of
 
 

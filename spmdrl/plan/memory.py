@@ -17,7 +17,7 @@ from spmdrl.model.shape import Block, ModelShape, Weight
 from spmdrl.plan.run import Run
 from spmdrl.sync.bucket_size import best_count, overhead_s
 from spmdrl.world.axes import Axes
-from spmdrl.world.hardware import CPU_LINK, GPUS, LinkCost, gpu_link
+from spmdrl.world.machine.hardware import CPU_LINK, GPUS, LinkCost, gpu_link
 
 CUDA_CONTEXT = int(1.5 * 2**30)
 """CUDA's context and NCCL's buffers, assumed."""

@@ -19,7 +19,7 @@ from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.activations import Kernels
 from spmdrl.train.objectives.objective_loss import needed_columns
-from spmdrl.world.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu, known_gpu
+from spmdrl.world.machine.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu, known_gpu
 
 
 @dataclass(frozen=True, eq=False)

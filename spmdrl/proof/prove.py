@@ -30,7 +30,7 @@ from spmdrl.proof import jobs
 from spmdrl.proof.jobs import PACKED, ROWS
 from spmdrl.proof.ranks import RankError, on_ranks
 from spmdrl.proof.record import Line, Verdict
-from spmdrl.world.watch import first_line
+from spmdrl.world.lost_peers.watch import first_line
 
 EXACT = 2e-6
 """Mean difference of logprobs, nats, up to which two computations in float32 are the same."""

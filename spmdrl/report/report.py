@@ -25,7 +25,7 @@ from spmdrl.report.tracker import MlflowTracker, Status
 from spmdrl.rollout.outcomes import evaluation_file
 from spmdrl.types import Sums, as_pair
 from spmdrl.world import World
-from spmdrl.world.watch import Ending
+from spmdrl.world.lost_peers.watch import Ending
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from spmdrl.engine.protocol import Completion, EngineProtocol
 from spmdrl.errors import Refusal, RewardFailed
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.decisions import Decisions
-from spmdrl.rollout.dropped import DroppedLog
 from spmdrl.rollout.episode import (
     Episode,
     FinishedEpisode,
@@ -33,6 +32,7 @@ from spmdrl.rollout.episode import (
     place,
     sample_seed,
 )
+from spmdrl.rollout.failed_rewards import DroppedLog
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
 from spmdrl.workers.messages import OVERLONG, Failure

@@ -10,7 +10,7 @@ from spmdrl.config import Config
 from spmdrl.data.prompt_plan import PromptPlanner
 from spmdrl.data.prompts import PromptSource
 from spmdrl.rollout.balance import deal
-from spmdrl.rollout.resume import Share
+from spmdrl.rollout.resumed_work import Share
 from spmdrl.rollout.staleness import horizon
 from spmdrl.types import Prompt, Sums
 

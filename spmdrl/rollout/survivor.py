@@ -12,7 +12,7 @@ from spmdrl.rollout.balance import deal_again
 from spmdrl.rollout.book import Book, Ticket
 from spmdrl.rollout.filling import StepFiller
 from spmdrl.rollout.packing import concat_rollouts, pack_step, rollouts_from_dict, rollouts_to_dict
-from spmdrl.rollout.resume import Share
+from spmdrl.rollout.resumed_work import Share
 from spmdrl.types import Rollouts
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 
 from spmdrl.sync.plan import Traffic, count_buckets
-from spmdrl.world.hardware import LinkCost
+from spmdrl.world.machine.hardware import LinkCost
 
 LARGEST = 512 * 2**20
 """Bytes: of each, a rank has two."""

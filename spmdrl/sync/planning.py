@@ -35,7 +35,7 @@ from spmdrl.sync.routes import OwnRoutes
 from spmdrl.sync.tables import Array, FileTable, Want
 from spmdrl.world import World
 from spmdrl.world.comm import agree, bytes_from, gather_objects, gather_problems
-from spmdrl.world.hardware import CPU_LINK, GPUS, LinkCost, gpu_link, known_gpu
+from spmdrl.world.machine.hardware import CPU_LINK, GPUS, LinkCost, gpu_link, known_gpu
 
 log = logging.getLogger(__name__)
 

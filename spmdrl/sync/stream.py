@@ -19,12 +19,12 @@ from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
 from spmdrl.model.sharded import SentWeights
 from spmdrl.sync.adapter import trace_adapter
+from spmdrl.sync.in_place import TracedTensors
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.plan import StreamPlan
 from spmdrl.sync.prove import layout_problems, probe_gap, shown
 from spmdrl.sync.reload import ReloadedTensors
 from spmdrl.sync.trace import Copy, trace_loader
-from spmdrl.sync.traced import TracedTensors
 from spmdrl.types import Sums
 from spmdrl.world import World
 from spmdrl.world.comm import await_all, gather_problems

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from spmdrl.imports import attempt
 from spmdrl.model.files.file_tensors import live_tensors
 from spmdrl.model.shards import Box, box_within, extent
+from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.torch_internals import (
     LOCAL_SCALAR,
     TorchDispatchMode,
@@ -26,7 +27,6 @@ from spmdrl.world.torch_internals import (
     storage_id,
     tree_leaves,
 )
-from spmdrl.world.watch import first_line
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
 from spmdrl.world import World
-from spmdrl.world.live_bytes import free_bytes, peak_bytes
+from spmdrl.world.machine.live_bytes import free_bytes, peak_bytes
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from spmdrl.config import OptimizerSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.shards import Box, held_boxes, local_part, narrow, write
-from spmdrl.train.optimizer import AdamW, like
+from spmdrl.train.adamw import AdamW, like
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic: the steepest at 0 whose values stay near 1. Keller Jordan, 2024."""

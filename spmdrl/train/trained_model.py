@@ -16,10 +16,10 @@ from spmdrl.config import OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.towers import tower_parameters
+from spmdrl.train.adamw import AdamW, copies, learning_rate, square_sum
 from spmdrl.train.loss_scale import LossScale
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch
 from spmdrl.train.muon import Muon, block_matrices
-from spmdrl.train.optimizer import AdamW, copies, learning_rate, square_sum
 from spmdrl.train.router_balance import Routers
 from spmdrl.train.step import GlobalTotals, Totals, dump_skipped, exchange_totals
 from spmdrl.types import Sums, add_sums

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from spmdrl.errors import Refusal, users_place
 from spmdrl.plain import pack, unpack
 from spmdrl.world.launch import SECRET
+from spmdrl.world.lost_peers.place import WAIT, names_of
 from spmdrl.world.secret import MARK_BYTES, Unauthentic, is_marked, mark
 from spmdrl.world.torch_internals import all_gather_single
-from spmdrl.world.where import WAIT, names_of
 
 _MOST_BYTES = 1 << 40
 _GREETING = struct.Struct("<qq48s")  # bytes to come, step and name of the wait

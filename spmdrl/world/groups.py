@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmdrl.config import Config, inference_ranks, trainer_ranks
 from spmdrl.world.launch import Launch
+from spmdrl.world.lost_peers.watch import PeersMissing, first_line
 from spmdrl.world.mesh import make_expert_mesh, make_meshes
 from spmdrl.world.ports import listen
 from spmdrl.world.secret import agree_on_secret, mark, remove_files
 from spmdrl.world.torch_internals import set_group_timeout, split_no_groups
-from spmdrl.world.watch import PeersMissing, first_line
 
 
 @dataclass

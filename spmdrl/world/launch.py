@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import psutil
 
 from spmdrl.errors import Refusal
-from spmdrl.world.neighbours import birth
+from spmdrl.world.lost_peers.neighbours import birth
 
 _TOLD_CHARS = 2000
 _TOLD_S, _SOONER_S = 60.0, 5.0

@@ -17,7 +17,7 @@ from spmdrl.config import Config
 from spmdrl.errors import Refusal, RewardFailed, described, users_line, users_traceback
 from spmdrl.imports import attempt
 from spmdrl.world.launch import known_rank, tell_launcher, tell_once, tell_refused
-from spmdrl.world.watch import PeersMissing, Watch, first_line, is_peer_error
+from spmdrl.world.lost_peers.watch import PeersMissing, Watch, first_line, is_peer_error
 
 _ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
 _WHOLE = logging.getLogger("traceback")  # no child of ours: the console shows what those say

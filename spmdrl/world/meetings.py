@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from spmdrl.world.comm import any_of, await_all, gather_objects
-from spmdrl.world.survival import Survival
-from spmdrl.world.watch import Watch
+from spmdrl.world.lost_engines.going_on import Survival
+from spmdrl.world.lost_peers.watch import Watch
 
 T = TypeVar("T")
 

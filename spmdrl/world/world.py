@@ -19,18 +19,18 @@ from torch import Tensor
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
 from spmdrl.errors import Refusal
-from spmdrl.world.awaited import Awaited
 from spmdrl.world.check_launch import check_launch
 from spmdrl.world.comm import gather_objects
-from spmdrl.world.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
 from spmdrl.world.groups import WorldGroups, join_world, make_groups, make_groups_alone, meet
-from spmdrl.world.host_memory import MemoryWatch
 from spmdrl.world.launch import Launch, ask_cublas_to_repeat, is_orphaned, read_launch
 from spmdrl.world.leaving import obey_signals
+from spmdrl.world.lost_engines.going_on import Survival
+from spmdrl.world.lost_peers.awaited import Awaited
+from spmdrl.world.lost_peers.watch import Watch, store_timeout
+from spmdrl.world.machine.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
+from spmdrl.world.machine.host_memory import MemoryWatch
 from spmdrl.world.meetings import Meetings
 from spmdrl.world.sealed_store import SealedStore
-from spmdrl.world.survival import Survival
-from spmdrl.world.watch import Watch, store_timeout
 
 T = TypeVar("T")
 _CONFIG = "config"

@@ -25,8 +25,8 @@ from spmdrl.model.attention.kernels import CHOOSING, Temperature
 from spmdrl.model.attention.mask_spans import Other, Span, UnknownMask, block_inputs
 from spmdrl.model.attention.packing import Packing, pad, unpad
 from spmdrl.model.blocks import blocks
+from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.torch_internals import tree_leaves, tree_map
-from spmdrl.world.watch import first_line
 
 _MIXES = {"attention_mask", "past_key_values", "past_key_value", "layer_past", "cache_params"}
 """Parameters that a module has if its tokens see others."""

@@ -13,7 +13,7 @@ from spmdrl.given import Given, Item, Shown, shown_by
 from spmdrl.model.blocks import base_of
 from spmdrl.model.shown_rows import features_of
 from spmdrl.model.towers import sees
-from spmdrl.model.vision.sight import made_picture
+from spmdrl.model.vision.image_positions import made_picture
 
 _AROUND = 4
 """Tokens before and behind the picture."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmdrl.model.shrink import shrunk, tiny_model
 from spmdrl.model.transformers_internals import has_towers
-from spmdrl.model.vision.made import make_seeing_model
+from spmdrl.model.vision.random_models import make_seeing_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +46,7 @@ def _like(real: dict[str, Any], *, small: dict[str, Any], text: dict[str, Any]) 
     """Return the fields of a small config with what the real one says besides sizes and tokens.
 
     Args:
-        small: fields as made.py has them.
+        small: fields as random_models.py has them.
         text: fields of the text model, shrunk.
     """
     made, rope = small["text_config"], text["rope_parameters"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 if TYPE_CHECKING:
-    from spmdrl.world.watch import Watch
+    from spmdrl.world.lost_peers.watch import Watch
 
 log = logging.getLogger(__name__)
 

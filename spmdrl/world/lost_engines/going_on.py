@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from spmdrl.config import Config, LayoutSettings
-from spmdrl.world.absent import Absent
-from spmdrl.world.board import OUT
 from spmdrl.world.comm import await_all, gather_objects
-from spmdrl.world.door import Door
-from spmdrl.world.regroup import LiveGroups
+from spmdrl.world.lost_engines.absent import Absent
+from spmdrl.world.lost_engines.regroup import LiveGroups
+from spmdrl.world.lost_engines.replacements import Door
+from spmdrl.world.lost_peers.board import OUT
+from spmdrl.world.lost_peers.place import names_of
+from spmdrl.world.lost_peers.watch import EngineLost, PeersMissing, Watch, is_peer_error
 from spmdrl.world.sealed_store import SealedStore
-from spmdrl.world.watch import EngineLost, PeersMissing, Watch, is_peer_error
-from spmdrl.world.where import names_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

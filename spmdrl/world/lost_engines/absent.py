@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from spmdrl.world.watch import Watch
+from spmdrl.world.lost_peers.watch import Watch
 
 _SILENT_S = 6.0
 """Of a rank whose machine is gone with all that could tell of it; others' beats are 1 s apart."""

@@ -26,11 +26,11 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from spmdrl.errors import RewardFailed, said, users_place
-from spmdrl.world.board import Board
-from spmdrl.world.flight import leave_record
-from spmdrl.world.neighbours import Neighbours, own_process
+from spmdrl.world.lost_peers.board import Board
+from spmdrl.world.lost_peers.last_collectives import leave_record
+from spmdrl.world.lost_peers.neighbours import Neighbours, own_process
+from spmdrl.world.lost_peers.place import Place, death_text, in_wait, place_after, report_text
 from spmdrl.world.sealed_store import SealedStore
-from spmdrl.world.where import Place, death_text, in_wait, place_after, report_text
 
 Ending = Literal["stopped", "failed"]
 EXIT_CODE = 13

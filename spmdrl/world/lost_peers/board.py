@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from spmdrl.world.lost_peers.place import lost_store_text
 from spmdrl.world.sealed_store import SealedStore
-from spmdrl.world.where import lost_store_text
 
 T = TypeVar("T")
 _CAUSE, _ENDED, _LOST = "watch/cause", "watch/ended", "watch/lost"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.world.host_memory import host_memory
+from spmdrl.world.machine.host_memory import host_memory
 from spmdrl.world.torch_internals import TorchDispatchMode, tree_leaves
 
 

@@ -16,9 +16,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from spmdrl.world.lost_peers.watch import EngineLost
 from spmdrl.world.sealed_store import SealedStore
 from spmdrl.world.torch_internals import drop_group, make_group
-from spmdrl.world.watch import EngineLost
 
 _MEET_WITHIN = timedelta(seconds=60)
 _LOOK_EVERY_S = 0.2

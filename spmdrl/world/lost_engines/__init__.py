@@ -1,0 +1,1 @@
+"""Going on without inference ranks that are gone (`layout.survive_engines`)."""
