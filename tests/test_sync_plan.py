@@ -16,9 +16,9 @@ from planned import at, boxes_in_files, check_both_sides, plan_all, random_mesh_
 from spmdrl.model.cuts import CutAxis, TensorCut
 from spmdrl.model.shards import Box, Part
 from spmdrl.sync.bucket_size import LARGEST, best_count, choose_buckets, overhead_s
+from spmdrl.sync.checksums import checksum
 from spmdrl.sync.pieces import pieces_of
 from spmdrl.sync.plan import Traffic
-from spmdrl.sync.prove import checksum
 from spmdrl.sync.tables import DTYPES, FileTable, Want
 from spmdrl.world.machine.hardware import CPU_LINK, GPUS, gpu_link
 

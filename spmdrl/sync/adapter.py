@@ -17,8 +17,8 @@ from spmdrl.model.lora.targets import SentAdapter
 from spmdrl.model.shards import Part
 from spmdrl.sync.in_place import TracedTensors
 from spmdrl.sync.live_shards import LiveShards
-from spmdrl.sync.prove import shown
 from spmdrl.sync.trace import Trace, trace_loader
+from spmdrl.sync.verify import shown
 from spmdrl.world import World
 from spmdrl.world.comm import gather_problems
 

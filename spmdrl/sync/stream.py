@@ -22,9 +22,9 @@ from spmdrl.sync.adapter import trace_adapter
 from spmdrl.sync.in_place import TracedTensors
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.plan import StreamPlan
-from spmdrl.sync.prove import layout_problems, probe_gap, shown
 from spmdrl.sync.reload import ReloadedTensors
 from spmdrl.sync.trace import Copy, trace_loader
+from spmdrl.sync.verify import layout_problems, probe_gap, shown
 from spmdrl.types import Sums
 from spmdrl.world import World
 from spmdrl.world.comm import await_all, gather_problems

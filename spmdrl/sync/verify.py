@@ -1,25 +1,22 @@
-"""Prove that a traced path is right: layout before the first push, checksums after one."""
+"""Verify what engines hold: the layout before the first push, checksums and logprobs after one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.model.files.file_tensors import live_tensors
 from spmdrl.model.files.reader import CheckpointReader
-from spmdrl.model.shards import Box
+from spmdrl.sync.checksums import INTEGERS, checksum, sums_sent
+from spmdrl.sync.live_shards import LiveShards
+from spmdrl.sync.plan import StreamPlan
 from spmdrl.sync.trace import Copy
 from spmdrl.types import Sums
 from spmdrl.world import World
 from spmdrl.world.comm import gather_objects
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd constants of splitmix64, as signed 64-bit numbers; int64 arithmetic wraps mod 2^64.
-_A, _B, _C = -7046029254386353131, -4658895280553007687, -7723592293110705685
-_ELEMENTS_AT_ONCE = 2**20  # bounds the int64 temporaries of a checksum: 8 MB each
 _SHOWN = 8  # problems spelled out in a message
 
 
@@ -27,65 +24,6 @@ def shown(lines: Sequence[str]) -> str:
     """Return problems as lines of a message, the first few of them."""
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "\n".join([f"  - {line}" for line in lines[:_SHOWN]] + more)
-
-
-def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
-    """Return a hash of the bits in `view`, additive over disjoint boxes mod 2^64.
-
-    Each element is mixed with its position in the whole tensor before it is added, so the sum
-    does not depend on how the tensor is cut or where its parts lie, but does on their order.
-
-    Args:
-        view: box.shape, any dtype and strides.
-        box: the part of the checkpoint tensor that it shows.
-        shape: of the whole checkpoint tensor.
-    """
-    total, strides = 0, torch.empty(tuple(shape), device="meta").stride()
-    for part, values in _strips(view, box):
-        bits = values.contiguous().view(_INTEGERS[values.element_size()]).to(torch.int64)
-        at = torch.zeros((), dtype=torch.int64, device=view.device)
-        for dim, stride in enumerate(strides):
-            index = torch.arange(part.shape[dim], device=view.device) + part.start[dim]
-            at = at + (index * stride).view([-1] + [1] * (len(shape) - dim - 1))
-        total += int((_mix(_mix(at + 1) + bits)).sum())
-    return total % 2**64
-
-
-def parameter_checksums(model: nn.Module) -> dict[str, int]:
-    """Return a checksum of each parameter and persistent buffer of an engine's model."""
-    return {
-        name: checksum(p.detach(), Box.whole(p.shape), shape=p.shape)
-        for name, p in live_tensors(model).items()
-    }
-
-
-def flip_bits(model: nn.Module, names: Collection[str]) -> None:
-    """Invert every bit of some parameters and persistent buffers; a second time undoes it."""
-    seen: set[int] = set()
-    for name, tensor in live_tensors(model).items():
-        if name in names and tensor.numel() and tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())  # tied ones are flipped once
-            bits = tensor.detach()
-            bits = bits if bits.dtype == torch.bool else bits.view(_INTEGERS[bits.itemsize])
-            torch.bitwise_not(bits, out=bits)
-
-
-def _strips(view: Tensor, box: Box) -> Iterator[tuple[Box, Tensor]]:
-    if not box.shape or not box.numel:
-        yield box, view
-        return
-    rows = max(1, _ELEMENTS_AT_ONCE * box.shape[0] // box.numel)
-    for first in range(0, box.shape[0], rows):
-        values = view[first : first + rows]
-        yield Box((box.start[0] + first, *box.start[1:]), tuple(values.shape)), values
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Scramble int64 values (splitmix64 with arithmetic shifts: only equality matters here)."""
-    x = x * _A
-    x = (x ^ (x >> 30)) * _B
-    x = (x ^ (x >> 27)) * _C
-    return x ^ (x >> 31)
 
 
 def layout_problems(copies: Sequence[Copy], reader: CheckpointReader) -> list[str]:
@@ -117,8 +55,31 @@ def layout_problems(copies: Sequence[Copy], reader: CheckpointReader) -> list[st
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    integer = _INTEGERS[b.element_size()]
+    integer = INTEGERS[b.element_size()]
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def differences(
+    copies: Sequence[Copy], plan: StreamPlan, live: LiveShards, world: World
+) -> list[str]:
+    """Compare checksums of what trainers hold with what engines hold, slice by slice.
+
+    Args:
+        copies: the places in this rank's engine, the wants of the plan; empty where there is none.
+    Returns: on every rank, what differs: engine, tensor and both sums. Every rank calls.
+    """
+    counts = gather_objects(len(copies), group=world.control)
+    sums = sums_sent(plan, live, most=max(counts), world=world)
+    problems = []
+    for copy, total in zip(copies, sums):
+        held = checksum(copy.view, copy.box, shape=live.parts[copy.name].shape)
+        if held != total:
+            problems.append(
+                f"engine of rank {world.rank}: {copy.name} has checksum {held:016x}, "
+                f"the trainers sent {total:016x}"
+            )
+    every = gather_objects(problems, group=world.control)
+    return [line for lines in every for line in lines]
 
 
 def probe_gap(
