@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from worlds import with_trainer
 
 from spmdrl.config import OptimizerSettings
-from spmdrl.train.adamw import learning_rate
+from spmdrl.train.schedule import learning_rate
 
 
 def _assert_same_training(ours: dict, reference: dict, what: str) -> None:

@@ -21,7 +21,7 @@ from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config, ShapingSettings
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.rollout.episode import GREEDY, Draw, Episode, FinishedEpisode, Group, Trajectory
-from spmdrl.rollout.failed_rewards import DroppedLog
+from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
 from spmdrl.rollout.saved import group_from_dict, group_to_dict
@@ -195,7 +195,7 @@ def test_the_first_dropped_sample_of_each_kind_is_logged_then_counts(caplog):
     for part in ("step 7: left out:", "data row 41, sample ", "error after 0.5 s: KeyError"):
         assert part in record.getMessage()
     caplog.clear()
-    dropped, (sample, *_) = DroppedLog(), draw_all(Pool())[0]
+    dropped, (sample, *_) = FailedRewardLog(), draw_all(Pool())[0]
     for number in range(150):
         for name in ("f: KeyError: ", "f: ValueError: "):
             failed = RewardResult("k", failure="error", message=f"{name}{number}")

@@ -1,4 +1,5 @@
-"""Which checkpoints stay: the last ones, and the best by a metric of the in-loop evaluation.
+"""Which checkpoints stay and which are removed: the last ones stay, and the best by a metric of the
+in-loop evaluation.
 
 Every manifest has the evaluation of its own weights, so which is best follows from the complete
 checkpoints that are there, at any moment. `checkpoints/best` is a link to it, for people and other
@@ -82,6 +83,20 @@ def kept(root: Path, keep: KeepSettings) -> list[Path]:
     best = best_of(folders, keep)
     newest = folders[: keep.last]
     return newest if best is None or best in newest else [*newest, best]
+
+
+def prune(root: Path, keep: KeepSettings) -> None:
+    """Remove the checkpoints that do not stay. Raises: OSError."""
+    link_best(root, keep)  # first: it never names what is gone
+    stay = kept(root, keep)
+    for old in disk.complete_checkpoints(root):
+        if old in stay:
+            continue
+        # Renamed first, so that a kill in the middle leaves nothing that looks complete.
+        doomed = old.with_name(old.name + ".partial")
+        disk.remove(doomed)
+        os.rename(old, doomed)
+        disk.remove(doomed)
 
 
 def link_best(root: Path, keep: KeepSettings) -> None:

@@ -234,22 +234,9 @@ class Saver:
         disk.sync_folder(self.root)
         size = sum(entry.size for entry in files.values())
         log.info("saved %s (%.1f MB, %.1f s)", final, size / 1e6, time.monotonic() - pending.began)
-        problem = _os_error(self._prune)
+        problem = _os_error(keep.prune, self.root, self.cfg.checkpoint.keep)
         if problem:
             log.warning("an old checkpoint could not be removed: %s", problem)
-
-    def _prune(self) -> None:
-        options = self.cfg.checkpoint.keep
-        keep.link_best(self.root, options)  # first: it never names what is gone
-        stay = keep.kept(self.root, options)
-        for old in disk.complete_checkpoints(self.root):
-            if old in stay:
-                continue
-            # Renamed first, so that a kill in the middle leaves nothing that looks complete.
-            doomed = old.with_name(old.name + ".partial")
-            disk.remove(doomed)
-            os.rename(old, doomed)
-            disk.remove(doomed)
 
     def _give_up(self, step: int, problem: str, *, is_fatal: bool) -> None:
         kept = disk.complete_checkpoints(self.root)

@@ -13,8 +13,8 @@ _MOST_KINDS = 20
 _OTHER = "another kind"
 
 
-class DroppedLog:
-    """Logs the first dropped sample of each kind in full, then how many there were of the kind:
+class FailedRewardLog:
+    """Logs the first sample of each kind in full, then how many there were of the kind:
     at 10, 100, 1000 and so on. For one replica."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ from spmdrl.rollout.episode import (
     place,
     sample_seed,
 )
-from spmdrl.rollout.failed_rewards import DroppedLog
+from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
 from spmdrl.workers.messages import OVERLONG, Failure
@@ -67,7 +67,7 @@ class Loop:
         self.pool, self.link, self.chats = pool, link, chats
         self.decisions = Decisions()  # of time
         self.idle = Idle()  # takes the seconds in which the engine was not full
-        self.dropped = DroppedLog()
+        self.failed_rewards = FailedRewardLog()
         self._to_draw: list[Episode] = []
         self._drawing: dict[str, Episode] = {}  # by request
         self._outside: dict[Hashable, Episode] = {}  # with the workers, by key
@@ -285,7 +285,7 @@ class Loop:
         group.samples[episode.sample] = finished
         _check_scored(finished, group)
         if reward.failure:
-            self.dropped.note(finished, where=place(group))
+            self.failed_rewards.note(finished, where=place(group))
             self._ends.close_if_whole(group)
         return group
 

@@ -1,4 +1,4 @@
-"""AdamW on this rank's shards, its schedule, and the one gradient norm that clips them.
+"""AdamW on this rank's shards.
 
 Everything here is elementwise on local shards, so that no step goes through DTensor dispatch
 and one fused kernel serves parameters of any mesh.
@@ -7,7 +7,6 @@ and one fused kernel serves parameters of any mesh.
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,65 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from spmdrl.config import OptimizerSettings
 from spmdrl.model.attention.packing import packs
 from spmdrl.model.shards import held_boxes, local_part, write
 from spmdrl.train.eight_bits import LEAST, Quantised
-from spmdrl.world.torch_internals import fused_adamw, norms_of, sharded_like
+from spmdrl.world.torch_internals import fused_adamw, sharded_like
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _CHUNK = 2**24
 """Elements that are converted, or brought from the host, at once: 64 MiB of each tensor."""
-
-
-def learning_rate(options: OptimizerSettings, step: int, *, steps: int) -> float:
-    """Return the learning rate of a step: a pure function, so that a resume needs no state.
-
-    Args:
-        options: schedule, peak, warm-up.
-        step: from 0.
-        steps: of the whole run.
-    """
-    warmup_steps, min_lr_frac = options.warmup_steps, options.min_lr_frac
-    if step < warmup_steps:
-        return options.lr * (step + 1) / warmup_steps
-    if options.schedule == "constant":
-        return options.lr
-    done = (step - warmup_steps) / max(1, steps - warmup_steps)
-    done = min(1.0, done)
-    left = 1 - done if options.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return options.lr * (min_lr_frac + (1 - min_lr_frac) * left)
-
-
-def copies(parameter: Tensor, *, num_trainers: int) -> int:
-    """Return how many trainer ranks hold the same part of a parameter."""
-    parts = 1
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        for axis, placement in enumerate(parameter.placements):
-            parts *= 1 if isinstance(placement, Replicate) else mesh.size(axis)
-    return num_trainers // parts
-
-
-def square_sum(gradients: Mapping[str, Tensor], copies_of: Mapping[str, int]) -> Tensor:
-    """Return this rank's share of the squared global gradient norm.
-
-    The shares of all trainer ranks add up to it under any mesh: a part that several ranks
-    hold counts once.
-
-    Args:
-        gradients: {name: local gradient}; their norms are taken in float32.
-        copies_of: {name: ranks that hold the same part}.
-    Returns: [] float64.
-    """
-    names = [name for name, g in gradients.items() if g.numel()]
-    if not names:
-        return torch.zeros((), dtype=torch.float64)
-    norms = torch.stack(norms_of([gradients[name] for name in names], 2, torch.float32)).double()
-    shares = torch.tensor([1.0 / copies_of[name] for name in names], dtype=torch.float64)
-    return (norms.square() * shares.to(norms.device)).sum()
 
 
 @dataclass(frozen=True)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy
-import torch
 from torch import Tensor
 
 from spmdrl.config import OptimizerSettings
-from spmdrl.model.parallel.recompute import check_offload, has
+from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.towers import tower_parameters
-from spmdrl.train.adamw import AdamW, copies, learning_rate, square_sum
+from spmdrl.train.gradient_norm import copies, square_sum
 from spmdrl.train.loss_scale import LossScale
+from spmdrl.train.make_optimizer import make_optimizer
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch
-from spmdrl.train.muon import Muon, block_matrices
 from spmdrl.train.router_balance import Routers
+from spmdrl.train.schedule import learning_rate
 from spmdrl.train.step import GlobalTotals, Totals, dump_skipped, exchange_totals
 from spmdrl.types import Sums, add_sums
-from spmdrl.world.torch_internals import multiply_all, plain_name
+from spmdrl.world.torch_internals import multiply_all
 
 
 class TrainedModel:
@@ -45,7 +43,7 @@ class TrainedModel:
         shards = {name: p for name, p in model.named_shards().items() if p.requires_grad}
         kept = cfg.model.memory
         check_offload(kept.offload, world.device)
-        self.optimizer = _optimizer(model, shards, options, name=name)
+        self.optimizer = make_optimizer(model, shards, options, name=name)
         self.routers = Routers(model, name=name)
         self.loss_scale = LossScale(options.loss_scale, is_on=cfg.model.compute_dtype == "float16")
         self._reduces_last = kept.reduce == "last"
@@ -195,28 +193,6 @@ class TrainedModel:
             | sums
             | {f"{name}/loss": (totals.loss, 1.0), f"{name}/grad_norm": (totals.grad_norm, 1.0)}
         )
-
-
-def _optimizer(
-    model: ShardedModel, shards: Mapping[str, Tensor], options: OptimizerSettings, *, name: str
-) -> AdamW:
-    """Return the optimizer of a model's shards, as the config's sections say."""
-    cfg, device = model.cfg, model.world.device
-    kept, embedding = cfg.model.memory, model.hf_model.get_input_embeddings().weight
-    matrices = block_matrices(model.hf_model, shards) if options.kind == "muon" else set()
-    make = partial(Muon, matrices=matrices) if matrices else AdamW
-    own_rate = sum(cfg.model.own_rates.values()) if name == "policy" else 0.0
-    seeing = tower_parameters(model.hf_model) if own_rate else set()
-    return make(
-        shards,
-        options=options,
-        no_decay={n for n, p in shards.items() if p is embedding},
-        dtype=getattr(torch, kept.optimizer_dtype),
-        key=f"{cfg.seed}/{name}",
-        is_on_host=has(kept.offload, "optimizer"),
-        device=device,
-        factors={plain_name(n): own_rate / options.lr for n in seeing},
-    )
 
 
 Update = TypeVar("Update")

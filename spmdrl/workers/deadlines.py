@@ -1,8 +1,8 @@
 """When a job is late, or keeps its worker so long that another stands in for it.
 
-A job that runs alone is killed with its worker at the deadline; one that runs beside others is
-left to itself (`concurrent`), and its worker is killed only where nothing comes of that. A result
-that came late, though nobody looked in time, is late all the same.
+A job that runs alone is killed with its worker at the deadline (by `job_queue`); one that runs
+beside others is left to itself (`concurrent`), and its worker is killed only where nothing comes of
+that. A result that came late, though nobody looked in time, is late all the same.
 """
 
 from __future__ import annotations
