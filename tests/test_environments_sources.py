@@ -370,6 +370,7 @@ def gone_on(cfg: Config) -> list[dict[str, Any]]:
     return [
         {
             "source": prompts[plain["slot"]].source,
+            "stage": episode["stage"],
             "turns": len(episode["trajectory"]["states"]),
             "before": episode["trajectory"]["tokens"].tolist(),
             "after": sample.trajectory.tokens.tolist(),
@@ -389,7 +390,10 @@ def test_episodes_under_way_of_each_source_are_taken_up_from_a_checkpoint(chat_m
     assert games and len(sums) == 6
     assert any(game["turns"] for game in games)
     for one in found:
-        assert one["after"][: len(one["before"])] == one["before"] != one["after"]
+        assert one["after"][: len(one["before"])] == one["before"]
+        # All tokens of one that is scored, or that its environment has just ended, are drawn.
+        assert one["after"] != one["before"] or one["stage"] in ("answer", "score")
+    assert any(one["stage"] == "draw" for one in games)
     assert all(game["parts"].keys() == {"environment", "letters"} for game in games)
     assert all(own["parts"].keys() == {"addition"} for own in sums)
 
