@@ -21,6 +21,8 @@ SEEN   := runs/see$(OTHER)
 
 # One thread per rank: more ranks than cores on small machines, and torchrun would set it anyway.
 export OMP_NUM_THREADS ?= 1
+# Else every rank that starts compiles the package anew: 2 s of 8.
+unexport PYTHONDONTWRITEBYTECODE
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 
 .PHONY: venv lint test grid models kill gpu demo game tools see clean
