@@ -22,7 +22,7 @@ from spmdrl.check.settings import parse
 from spmdrl.config import Config
 
 if TYPE_CHECKING:
-    from spmdrl.world import World
+    from spmdrl.world.world import World
 
 
 def train(cfg: Config, world: World) -> int:
@@ -119,10 +119,10 @@ def main() -> int:
     from spmdrl.checkpoint.restore import already_finished
     from spmdrl.proof.record import tell_unchecked
     from spmdrl.report.learnt import exit_status
-    from spmdrl.world import World
     from spmdrl.world.folder_lock import own_folder
     from spmdrl.world.launch import tell_status
     from spmdrl.world.leaving import ended
+    from spmdrl.world.world import World
 
     world = None
     try:

@@ -151,7 +151,7 @@ def work(folder: Path, given: dict, model: str) -> None:
     from spmdrl.config import RolloutSettings, ScheduleSettings
     from spmdrl.data.tokenizer import load_tokenizer
     from spmdrl.engine import make_engine
-    from spmdrl.world import World
+    from spmdrl.world.world import World
 
     options = Options(**given)
     cfg = config_of(options, model, folder)

@@ -24,8 +24,8 @@ from spmdrl import config
 from spmdrl.config import Config
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Request
-from spmdrl.world import World
 from spmdrl.world.launch import launch_alone
+from spmdrl.world.world import World
 
 LOADS = {"512 of 4": (64, 8, 4), "64 of 128": (64, 1, 128)}
 """{name: (prompts, samples of each, tokens of a response)}"""

@@ -61,8 +61,8 @@ def work(folder: Path, given: dict, layout: dict) -> None:
     from spmdrl import config
     from spmdrl.exchange import exchange_rollouts
     from spmdrl.rollout.packing import empty_rollouts, pack_step
-    from spmdrl.world import World
     from spmdrl.world.comm import gather_objects
+    from spmdrl.world.world import World
 
     options = Options(**given)
     cfg = config.Config(

@@ -32,8 +32,8 @@ from spmdrl.rollout.episode import Trajectory
 from spmdrl.rollout.packing import cumulative
 from spmdrl.train.trainer import Trainer
 from spmdrl.types import Batch, Rollouts, Tokens
-from spmdrl.world import World
 from spmdrl.world.launch import launch_alone
+from spmdrl.world.world import World
 
 PROMPT, RESPONSE = 16, 112
 

@@ -33,11 +33,11 @@ from spmdrl import config
 from spmdrl.config import Config, StreamSettings
 from spmdrl.plan.run import Rates, run_of
 from spmdrl.plan.traffic import push_flows
-from spmdrl.world import World
 from spmdrl.world.axes import axes_of
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.launch import read_launch
 from spmdrl.world.machine.hardware import CPU_LINK, Gpu
+from spmdrl.world.world import World
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,9 @@ from spmdrl.model.shape import model_shape
 from spmdrl.roles import make_trainer
 from spmdrl.train.trainer import Trainer
 from spmdrl.types import Batch, Microbatch
-from spmdrl.world import World
 from spmdrl.world.launch import launch_alone
 from spmdrl.world.machine.hardware import known_gpu
+from spmdrl.world.world import World
 
 LR, MAX_NORM = 1e-5, 1.0
 

@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from spmdrl.imports import attempt
+from spmdrl.world.launch import known_rank
 
 _COMMANDS = {path.stem: path for path in sorted(Path(__file__).parent.glob("commands/[a-z]*.py"))}
 _OTHERS = ("check", "evaluate", "launch", "verify")
@@ -46,8 +47,6 @@ def _run(name: str) -> int | None:
     command = importlib.import_module(f"spmdrl.commands.{name}")
     status, error = attempt(command.main)
     if error is not None:
-        from spmdrl.world.launch import known_rank  # here: it comes with torch
-
         raise SystemExit(f"{name}: {error}" if known_rank() in ("0", "?") else 1) from error
     return status
 

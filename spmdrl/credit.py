@@ -21,7 +21,7 @@ from spmdrl.algorithms.token_advantages import combine_moments, mean_and_std, mo
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.types import Advantages, Batch, Microbatch
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 Inputs = dict[str, Tensor]
 """What a method may ask for of one micro-batch, by name."""

@@ -17,8 +17,8 @@ from spmdrl.errors import Refusal, RewardFailed
 from spmdrl.exchange_columns import Passage, Traveller, agreed, tell
 from spmdrl.plain import pack, unpack
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, add_sums
-from spmdrl.world import World
 from spmdrl.world.comm import gather_bytes, gather_sizes
+from spmdrl.world.world import World
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from spmdrl.given import Item, Shown
 from spmdrl.kept_sets import KeptSets
 from spmdrl.types import Tokens
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 Column = TypeVar("Column")
 

@@ -10,9 +10,9 @@ from spmdrl.config import Config
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.sharded import SentWeights
 from spmdrl.types import Batch
-from spmdrl.world import World
 from spmdrl.world.comm import agree
 from spmdrl.world.found_microbatch_size import agree_on_tokens
+from spmdrl.world.world import World
 
 if TYPE_CHECKING:
     from spmdrl.train.trainer import Trainer

@@ -41,7 +41,7 @@ def good(**fields: Any) -> Config:
 @contextlib.contextmanager
 def started(cfg: Config) -> Iterator[Any]:
     """Yield this rank's world."""
-    from spmdrl.world import World
+    from spmdrl.world.world import World
 
     world = World.start(cfg)
     yield world

@@ -31,7 +31,7 @@ from worlds import ON_CPU
 from spmdrl.checkpoint import Checkpointer
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.config import CheckpointSettings, Config, KeepSettings, ModelSettings
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 
 def config(

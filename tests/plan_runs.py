@@ -21,8 +21,8 @@ from spmdrl.model.scorer import make_row
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.shards import local_part
 from spmdrl.train.adamw import AdamW
-from spmdrl.world import World
 from spmdrl.world.machine.live_bytes import LiveBytes
+from spmdrl.world.world import World
 
 _WINDOWS: dict[str, Any] = {
     "sliding_window": 32,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from spmdrl.config import Config
 from spmdrl.report.report import Report
 from spmdrl.types import Sums
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 
 class FreeWatch:

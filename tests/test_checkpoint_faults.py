@@ -30,7 +30,7 @@ from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import _clear, candidate_folders, config_differences
 from spmdrl.config import Config, flatten
 from spmdrl.imports import attempt
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 # ------------------------------------------------------------------ damage
 

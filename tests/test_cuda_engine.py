@@ -38,7 +38,7 @@ def _twice(cfg: Config) -> dict[str, Any]:
     import torch.distributed as dist
 
     from spmdrl.engine import make_engine
-    from spmdrl.world import World
+    from spmdrl.world.world import World
 
     random.seed(5), np.random.seed(6), torch.manual_seed(7)
     found: dict[str, Any] = {"drawn": [], "is_up": [], "reloaded_in_config": [], "is_same": []}

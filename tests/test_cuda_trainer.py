@@ -220,7 +220,7 @@ def test_a_torch_that_cannot_pin_exactly_says_so(monkeypatch, caplog) -> None:
 
 
 def _deterministic(cfg: Config) -> tuple[bool, bool]:
-    from spmdrl.world import World
+    from spmdrl.world.world import World
 
     world = World.start(cfg)
     found = torch.are_deterministic_algorithms_enabled()

@@ -347,7 +347,7 @@ def test_rewards_of_sources_that_cannot_be_are_refused(tmp_path):
 
 
 def _trained(cfg: Config) -> None:
-    from spmdrl.world import World
+    from spmdrl.world.world import World
     from train import train
 
     train(cfg, World.start(cfg))

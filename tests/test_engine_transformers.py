@@ -22,7 +22,7 @@ from spmdrl.check.settings import validate
 from spmdrl.config import Config, MemorySettings
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.seeded_draws import draw, numbers
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 # --------------------------------------------------------------------------- draws
 

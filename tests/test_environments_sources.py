@@ -240,7 +240,7 @@ def end_of_turn(model: str) -> str:
 def trained(cfg: Config) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Run train.py; return what its engine was asked, and what it drew, by request."""
     from spmdrl.engine.transformers import TransformersEngine
-    from spmdrl.world import World
+    from spmdrl.world.world import World
     from train import train
 
     asked, drawn = {}, {}

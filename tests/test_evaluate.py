@@ -166,7 +166,7 @@ STEPS = 2
 
 
 def _trained(cfg: Config) -> None:
-    from spmdrl.world import World
+    from spmdrl.world.world import World
     from train import train
 
     train(cfg, World.start(cfg))

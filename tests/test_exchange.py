@@ -14,7 +14,7 @@ from spmdrl.exchange import exchange_rollouts
 from spmdrl.kept_sets import KeptSets
 from spmdrl.types import Batch as ExchangedBatch
 from spmdrl.types import Rollouts, Scalars
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 
 def config(layout: LayoutSettings, **batch: int) -> Config:

@@ -28,7 +28,7 @@ from spmdrl.algorithms import registry
 from spmdrl.check.settings import validate
 from spmdrl.config import Config
 from spmdrl.config.objectives import OBJECTIVES
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 STEPS = 3
 # Differ within a group; one in some ten samples cannot be rewarded and is left out.

@@ -22,7 +22,7 @@ from spmdrl.config.fields import least_tokens, sequences_together, useful_tokens
 from spmdrl.credit import advantages_of
 from spmdrl.exchange import exchange_rollouts
 from spmdrl.types import Batch, Rollouts, Scalars
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 
 @examples(60, seed=st.integers(0, 10_000), groups=st.integers(1, 6), levels=st.integers(1, 4))

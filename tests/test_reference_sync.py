@@ -179,7 +179,7 @@ def test_options_are_checked_by_name_range_and_use():
 def _run(argv: list[str], killed_after: str) -> list[int]:
     """Run train.py in this process, killed once a checkpoint is there; return the steps taken."""
     from spmdrl.train.trainer import Trainer
-    from spmdrl.world import World
+    from spmdrl.world.world import World
 
     sys.path.insert(0, str(ROOT))
     from train import train

@@ -28,7 +28,7 @@ from spmdrl.engine.protocol import Request
 from spmdrl.rollout.book import Book, Move, Practice, SharedBook
 from spmdrl.rollout.link import Link
 from spmdrl.rollout.staleness import make_rules
-from spmdrl.world import World, comm, groups, secret
+from spmdrl.world import comm, groups, secret
 from spmdrl.world.comm import agree, bytes_from, gather_objects
 from spmdrl.world.launch import SECRET, Launch
 from spmdrl.world.lost_peers.awaited import Awaited
@@ -36,6 +36,7 @@ from spmdrl.world.lost_peers.watch import Watch
 from spmdrl.world.ports import listen
 from spmdrl.world.sealed_store import SealedStore
 from spmdrl.world.secret import Unauthentic
+from spmdrl.world.world import World
 
 LAYOUT = LayoutSettings(world_size=2, trainer_ranks=1, device="cpu", startup_timeout_s=200)
 CFG = Config(layout=LAYOUT)

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 WORLD_PROGRAM = """
 import torch, torch.distributed as dist
 from spmdrl.config import Config, LayoutSettings
-from spmdrl.world import World
+from spmdrl.world.world import World
 world = World.start(Config(layout=LayoutSettings(world_size=2, trainer_ranks=1, device="cpu")))
 total = torch.tensor(world.rank + 1)
 dist.all_reduce(total)

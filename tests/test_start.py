@@ -27,7 +27,7 @@ from spmdrl.imports import problems_in_child
 from spmdrl.rewards.columns import function_problems, row_kinds
 from spmdrl.rollout import make_source
 from spmdrl.workers.environment_jobs import check_environment
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 PLAIN = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(80)]
 CHAT = {"prompt": [{"role": "user", "content": "hi"}]}

@@ -36,7 +36,7 @@ import spmdrl.world.leaving
 import torch.distributed as dist
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
-from spmdrl.world import World
+from spmdrl.world.world import World
 from spmdrl.world.leaving import ended
 
 def work(world):

@@ -20,11 +20,10 @@ from spmdrl.check.layout import layout_problems
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
 from spmdrl.proof.ranks import RankError, launch_env, on_ranks
-from spmdrl.world import World
 from spmdrl.world import launch as launch_module
 from spmdrl.world.comm import agree, gather_objects, gather_problems
 from spmdrl.world.launch import Launch, first_host, read_launch
-from spmdrl.world.world import pick_backend, pick_device
+from spmdrl.world.world import World, pick_backend, pick_device
 
 
 def test_torchrun_and_slurm_variables_are_read():
@@ -221,7 +220,7 @@ sys.path.insert(0, {root!r})
 import torch.distributed as dist
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
-from spmdrl.world import World
+from spmdrl.world.world import World
 from spmdrl.world.comm import agree, gather_objects, gather_problems
 layout = LayoutSettings(world_size=3, trainer_ranks=2, device="cpu", wait_timeout_s=4)
 world = World.start(Config(output_dir=sys.argv[2], layout=layout))
@@ -288,7 +287,7 @@ sys.path.insert(0, {root!r})
 import torch, torch.distributed as dist
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
-from spmdrl.world import World
+from spmdrl.world.world import World
 world = World.start(Config(layout=LayoutSettings(world_size=2, trainer_ranks=1, device="cpu")))
 total = torch.ones(1)
 dist.all_reduce(total)

@@ -12,7 +12,7 @@ from spmdrl.config import Config, LayoutSettings
 from spmdrl.engine import make_engine
 from spmdrl.roles import make_trainer
 from spmdrl.sync.stream import WeightStream
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 ON_CPU = LayoutSettings(
     placement="offline", world_size=1, device="cpu", startup_timeout_s=300, wait_timeout_s=200

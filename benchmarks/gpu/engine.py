@@ -64,8 +64,8 @@ def ours(options: Options) -> list[float]:
     """Return the seconds of each round of our engine."""
     from spmdrl.engine import make_engine
     from spmdrl.engine.protocol import Request
-    from spmdrl.world import World
     from spmdrl.world.launch import launch_alone
+    from spmdrl.world.world import World
 
     dtype: Literal["bfloat16", "float32"] = "float32" if options.device == "cpu" else "bfloat16"
     cfg = Config(

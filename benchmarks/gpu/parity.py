@@ -29,8 +29,8 @@ from spmdrl.credit import per_token
 from spmdrl.exchange import dummy_microbatch
 from spmdrl.roles import make_trainer
 from spmdrl.types import Batch, Microbatch
-from spmdrl.world import World
 from spmdrl.world.launch import launch_alone
+from spmdrl.world.world import World
 
 LENGTHS = (37, 128, 3, 250, 90, 64, 199, 5)
 _BF16_ANGLE, _BF16_LENGTH = 0.995, 0.02  # least cosine, most relative difference in bfloat16

@@ -34,10 +34,10 @@ from spmdrl.model.shape import ModelShape, model_shape
 from spmdrl.plan.run import run_of
 from spmdrl.plan.trainer_memory import trainer_memory
 from spmdrl.roles import make_trainer
-from spmdrl.world import World
 from spmdrl.world.axes import axes_of
 from spmdrl.world.launch import launch_alone
 from spmdrl.world.machine.hardware import known_gpu
+from spmdrl.world.world import World
 
 _AIM_OF_BARE, _AIM_MFU = 0.95, 0.5
 _MEMORY_OFF = 0.15  # of the planner's figure

@@ -21,7 +21,7 @@ from spmdrl.algorithms.splitmix import mixed, signed
 from spmdrl.certificate.digests import Digester, Sequences, factor_of, whole
 from spmdrl.model.cuts import cut_of
 from spmdrl.model.shards import Box, held_boxes, local_part
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 SKETCHES = 4
 """Sums with random signs. Of a difference in one element each gives the very size; of one in many,

@@ -19,7 +19,7 @@ import spmdrl
 from spmdrl.config import Config, flatten
 from spmdrl.imports import attempt
 from spmdrl.report.provenance import describe_environment
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 _CODE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):\w+")
 """`path/file.py:NAME` and `module:NAME`."""

@@ -27,8 +27,8 @@ from spmdrl.rollout import model_limits
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges
 from spmdrl.rollout.replay_source import ReplaySource
 from spmdrl.types import Advantages, Batch, Sums
-from spmdrl.world import World
 from spmdrl.world.launch import read_launch
+from spmdrl.world.world import World
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from spmdrl.certificate.fingerprints import Tally, TensorGroup, by_size
 from spmdrl.checkpoint.state import tensor_leaves
 from spmdrl.model.shards import local_part
 from spmdrl.types import TOKEN_COLUMNS, Advantages, Batch, Sums
-from spmdrl.world import World
 from spmdrl.world.torch_internals import sharded_like
+from spmdrl.world.world import World
 
 if TYPE_CHECKING:
     from spmdrl.train.trained_model import TrainedModel

@@ -14,7 +14,7 @@ from spmdrl.certificate.witness import Witness
 from spmdrl.config import Config
 from spmdrl.report.jsonl import JsonLines
 from spmdrl.types import Advantages, Batch, Sums
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 if TYPE_CHECKING:
     from spmdrl.roles import Bystander

@@ -36,8 +36,8 @@ from spmdrl.rollout import model_limits
 from spmdrl.rollout.decision_log import check_schedule
 from spmdrl.rollout.replay_source import check_recorded
 from spmdrl.workers.environment_jobs import check_environment
-from spmdrl.world import World
 from spmdrl.world.axes import axes_of
+from spmdrl.world.world import World
 
 _SHARE_OF_START = 0.8
 """Of layout.startup_timeout_s, which ends the ranks' wait: what a user's code may take of it."""

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from spmdrl.config import flatten
 from spmdrl.config.fields import Config, LayoutSettings, replay_folder
 from spmdrl.rewards.signatures import reward_models
+from spmdrl.world.axes import axes_of, rank_problems
 
 
 def layout_problems(cfg: Config) -> Iterator[str]:
     """Yield what is wrong with the section `layout`, each as `field: what, value seen`."""
-    from spmdrl.world.axes import axes_of, rank_problems  # here: it comes with torch
-
     layout = cfg.layout
     yield from rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)
     yield from _backend_problems(layout)

@@ -21,6 +21,7 @@ from spmdrl.config.tree import flatten
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder
 from spmdrl.rewards.signatures import reward_models
+from spmdrl.world.launch import tell_once, tell_refused
 
 
 def parse(argv: list[str] | None = None) -> Config:
@@ -40,8 +41,6 @@ def parse(argv: list[str] | None = None) -> Config:
         path, flags = take_config_flag(argv)
         refuse(problems, path=path, flags=flags)
     except Refusal as error:
-        from spmdrl.world.launch import tell_once, tell_refused  # here: it comes with torch
-
         tell_refused(str(error))
         tell_once(str(error))
         raise SystemExit(2) from None

@@ -19,8 +19,8 @@ from spmdrl.config import Config, flatten
 from spmdrl.config.former import modernized
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, refusing
-from spmdrl.world import World
 from spmdrl.world.comm import gather_objects, gather_problems
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

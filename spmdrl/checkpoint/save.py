@@ -31,7 +31,7 @@ from spmdrl.imports import attempt
 from spmdrl.plain import record
 from spmdrl.report.glossary import values_of
 from spmdrl.types import Sums
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from spmdrl.rewards.signatures import reward_models
 
 if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
     from spmdrl.evaluate import Result
-    from spmdrl.world import World
+    from spmdrl.world.world import World
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,9 +318,9 @@ def _main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
     if {"-h", "--help"} & set(sys.argv[1:]):
         parse(["--help"], world_size=1)
-    from spmdrl.world import World
     from spmdrl.world.launch import launch_alone, read_launch
     from spmdrl.world.leaving import ended
+    from spmdrl.world.world import World
 
     launch_alone()
     world = None

@@ -25,6 +25,7 @@ import tyro
 
 from spmdrl.config import ModelSettings
 from spmdrl.errors import Refusal
+from spmdrl.world.launch import known_rank
 
 if TYPE_CHECKING:
     from spmdrl.checkpoint.manifest import Manifest
@@ -124,7 +125,5 @@ def _moved(made: Path, out: Path) -> Path:
 def main() -> None:
     """Run from the command line; where several ranks do, the first one speaks."""
     folder = tyro.cli(functools.partial(export, is_shared=True), prog="python -m spmdrl export")
-    from spmdrl.world.launch import known_rank  # here: it comes with torch
-
     if known_rank() in ("0", "?"):
         print(folder)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from spmdrl.config import Config
     from spmdrl.engine.protocol import EngineProtocol
-    from spmdrl.world import World
+    from spmdrl.world.world import World
 
 
 def make_engine(cfg: Config, world: World) -> EngineProtocol:

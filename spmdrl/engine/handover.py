@@ -11,7 +11,7 @@ import logging
 
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.types import Sums
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

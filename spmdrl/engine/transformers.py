@@ -28,9 +28,9 @@ from spmdrl.errors import Refusal
 from spmdrl.given import Given
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held
-from spmdrl.world import World
 from spmdrl.world.comm import await_all
 from spmdrl.world.machine.live_bytes import device_bytes
+from spmdrl.world.world import World
 
 
 class TransformersEngine:

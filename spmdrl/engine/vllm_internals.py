@@ -39,8 +39,8 @@ from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.world import World
 from spmdrl.world.torch_internals import count_compile_threads
+from spmdrl.world.world import World
 
 _INSTALL_HINT = (
     ". On a GPU machine `pip install vllm==0.32.0`; on the CPU "

@@ -44,9 +44,9 @@ from spmdrl.model.scorer import Head, ScoredRow, Valuer, make_row, scorer_prefix
 from spmdrl.model.senses import sight_of
 from spmdrl.model.shards import Delta, local_part, write
 from spmdrl.model.towers import attends_both_ways, freeze_towers, set_attention, tower_parameters
-from spmdrl.world import World
 from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import multiply_all, plain_name
+from spmdrl.world.world import World
 
 
 class ShardedModel:

@@ -27,7 +27,7 @@ from spmdrl.model.transformers_internals import class_of
 from spmdrl.roles import make_trainer
 from spmdrl.sync.stream import WeightStream
 from spmdrl.types import Batch, Microbatch, Scalars
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 ROWS = (5, 70, 33, 2, 9, 40)
 """Tokens of the sequences that are scored: some beyond every window and chunk of a small model, and

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from spmdrl.config import Config
 from spmdrl.imports import versions
 from spmdrl.model.transformers_internals import has_towers
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 Verdict = Literal["proved", "refused", "WRONG"]
 

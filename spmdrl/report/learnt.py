@@ -9,8 +9,8 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.report.jsonl import JsonLines
-from spmdrl.world import World
 from spmdrl.world.launch import tell_launcher, tell_refused
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

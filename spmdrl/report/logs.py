@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TextIO
 
 from spmdrl.report.console import Console
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 _FORMAT = "%(asctime)s %(levelname).1s rank %(rank)s %(name)s: %(message)s"
 

@@ -24,8 +24,8 @@ from spmdrl.report.provenance import save_environment
 from spmdrl.report.tracker import MlflowTracker, Status
 from spmdrl.rollout.outcomes import evaluation_file
 from spmdrl.types import Sums, as_pair
-from spmdrl.world import World
 from spmdrl.world.lost_peers.watch import Ending
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from spmdrl.config import Config
     from spmdrl.rollout.source import Source
-    from spmdrl.world import World
+    from spmdrl.world.world import World
 
 
 def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase) -> Source:

@@ -40,7 +40,7 @@ from spmdrl.rollout.decision_log import (
 from spmdrl.rollout.episode import Episode, Group
 from spmdrl.workers.messages import Failure, RewardResult, TurnResult
 from spmdrl.workers.pool import RewardPool
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from spmdrl.rollout.step_prompts import StepPrompts
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import has_spread
 from spmdrl.types import Rollouts
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 _LOOK_EVERY_S = 0.002
 

@@ -18,8 +18,8 @@ from spmdrl.config import Penalties
 from spmdrl.engine.protocol import EngineProtocol, Request, Truncation
 from spmdrl.given import Given, ToldItems, shown_by
 from spmdrl.plain import pack, unpack
-from spmdrl.world import World
 from spmdrl.world.secret import MARK_BYTES, Unauthentic, is_marked, mark
+from spmdrl.world.world import World
 
 _END = -1
 _SIZE = struct.Struct("<q")

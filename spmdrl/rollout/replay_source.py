@@ -16,7 +16,7 @@ from spmdrl.rollout.recorder import kept_fields
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges, read_header, read_rollouts
 from spmdrl.rollout.source import Source
 from spmdrl.types import Rollouts
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from spmdrl.given import joined
 from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
 from spmdrl.rollout.source import Source
 from spmdrl.types import Rollouts, Scalars, Sums, Tokens
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 
 class RowSource(Source):

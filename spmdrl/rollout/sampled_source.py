@@ -31,8 +31,8 @@ from spmdrl.rollout.sums import warn_if_all_failed
 from spmdrl.rollout.survivor import Survivor
 from spmdrl.types import Batch, Rollouts
 from spmdrl.workers.pool import RewardPool
-from spmdrl.world import World
 from spmdrl.world.comm import gather_objects
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from spmdrl.sync.in_place import TracedTensors
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.trace import Trace, trace_loader
 from spmdrl.sync.verify import shown
-from spmdrl.world import World
 from spmdrl.world.comm import gather_problems
+from spmdrl.world.world import World
 
 
 def trace_adapter(

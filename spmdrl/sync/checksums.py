@@ -13,7 +13,7 @@ from spmdrl.model.shards import Box
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.pieces import pieces_of
 from spmdrl.sync.plan import StreamPlan
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd constants of splitmix64, as signed 64-bit numbers; int64 arithmetic wraps mod 2^64.

@@ -11,7 +11,7 @@ from spmdrl.sync.tables import Want
 from spmdrl.sync.trace import Copy
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.sync.verify import differences
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 
 class TracedTensors:

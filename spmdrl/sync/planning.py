@@ -33,9 +33,9 @@ from spmdrl.sync.plan import StreamPlan, Traffic, count_buckets, cut_routes
 from spmdrl.sync.plan_files import Kept, PlanFiles
 from spmdrl.sync.routes import OwnRoutes
 from spmdrl.sync.tables import Array, FileTable, Want
-from spmdrl.world import World
 from spmdrl.world.comm import agree, bytes_from, gather_objects, gather_problems
 from spmdrl.world.machine.hardware import CPU_LINK, GPUS, LinkCost, gpu_link, known_gpu
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

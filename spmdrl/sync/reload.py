@@ -20,9 +20,9 @@ from spmdrl.sync.planning import make_plans
 from spmdrl.sync.tables import Want
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.sync.verify import shown
-from spmdrl.world import World
 from spmdrl.world.comm import agree, gather_objects, gather_problems
 from spmdrl.world.lost_peers.watch import first_line
+from spmdrl.world.world import World
 
 Names = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """{name in the safetensors files: (shape, dtype)}."""

@@ -26,8 +26,8 @@ from spmdrl.sync.reload import ReloadedTensors
 from spmdrl.sync.trace import Copy, trace_loader
 from spmdrl.sync.verify import layout_problems, probe_gap, shown
 from spmdrl.types import Sums
-from spmdrl.world import World
 from spmdrl.world.comm import await_all, gather_problems
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from spmdrl.model.shards import Box, Value, narrow
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.pieces import Piece, pieces_of
 from spmdrl.sync.plan import Slices, StreamPlan
-from spmdrl.world import World
 from spmdrl.world.torch_internals import all_gather_single, copy_all
+from spmdrl.world.world import World
 
 _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger ones travel alone
 

@@ -14,8 +14,8 @@ from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.plan import StreamPlan
 from spmdrl.sync.trace import Copy
 from spmdrl.types import Sums
-from spmdrl.world import World
 from spmdrl.world.comm import gather_objects
+from spmdrl.world.world import World
 
 _SHOWN = 8  # problems spelled out in a message
 

@@ -31,8 +31,8 @@ from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.shrink import first_layers
 from spmdrl.model.towers import set_attention, with_text_config
 from spmdrl.types import Sums
-from spmdrl.world import World
 from spmdrl.world.comm import agree
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

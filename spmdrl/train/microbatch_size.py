@@ -19,8 +19,8 @@ from spmdrl.config.fields import least_tokens, sequences_together, useful_tokens
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
-from spmdrl.world import World
 from spmdrl.world.machine.live_bytes import free_bytes, peak_bytes
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.mismatch import gap_sums
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats, on_host
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

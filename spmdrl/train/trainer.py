@@ -27,8 +27,8 @@ from spmdrl.train.microbatches import PreparedMicrobatch, prepare
 from spmdrl.train.objectives.objective_loss import loss_class, named_methods
 from spmdrl.train.trained_model import TrainedModel, in_epochs
 from spmdrl.types import Advantages, Batch, Sums, add_sums
-from spmdrl.world import World
 from spmdrl.world.found_microbatch_size import agree_on_tokens
+from spmdrl.world.world import World
 
 
 class Trainer:

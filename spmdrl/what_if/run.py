@@ -22,8 +22,8 @@ from spmdrl.what_if.alternatives import AS_RUN, Alternative
 from spmdrl.what_if.measures import cosine
 from spmdrl.what_if.probe import Probe, probe
 from spmdrl.what_if.recorded_steps import RecordedRun, recorded_metrics
-from spmdrl.world import World
 from spmdrl.world.launch import launch_alone
+from spmdrl.world.world import World
 
 _TRAINED = {"values": "value model", "prm_logprobs": "process reward model"}
 """Column: the model that it comes from, which the run must have trained."""

@@ -1,3 +1,1 @@
 """One job over all ranks: what the launcher said, the groups and meshes, waits with names."""
-
-from spmdrl.world.world import World

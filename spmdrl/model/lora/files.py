@@ -31,7 +31,7 @@ from spmdrl.model.lora.form import LoraForm
 from spmdrl.world.comm import gather_objects
 
 if TYPE_CHECKING:
-    from spmdrl.world import World
+    from spmdrl.world.world import World
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WRAPPED = "base_model.model.", ".base_layer"

@@ -29,8 +29,8 @@ from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, Valuer
 from spmdrl.model.towers import sees, tower_blocks
 from spmdrl.model.transformers_internals import apply_liger, zero_idle_experts
-from spmdrl.world import World
 from spmdrl.world.torch_internals import pin_exactly
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

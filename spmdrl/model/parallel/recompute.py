@@ -23,7 +23,6 @@ from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks
 from spmdrl.model.shards import local_part
 from spmdrl.model.towers import tower_blocks
-from spmdrl.world import World
 from spmdrl.world.torch_internals import (
     CheckpointImpl,
     Wrapper,
@@ -33,6 +32,7 @@ from spmdrl.world.torch_internals import (
     tree_leaves,
     write_count,
 )
+from spmdrl.world.world import World
 
 KEPT = frozenset(
     {

@@ -10,7 +10,7 @@ from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.process_reward_model import ProcessRewardModel
 from spmdrl.train.companions.reference import Cached, Frozen, Synced, WithoutAdapters
 from spmdrl.train.companions.value_model import ValueModel
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 
 def make_companions(

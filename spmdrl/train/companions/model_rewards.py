@@ -33,7 +33,7 @@ from spmdrl.train.companions.reencoding import (
 )
 from spmdrl.train.microbatches import on_host
 from spmdrl.types import Batch, Microbatch, Scalars, Sums, add_sums
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

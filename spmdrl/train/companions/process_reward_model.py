@@ -14,7 +14,7 @@ from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.companions.trained import TrainedCompanion
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 
 class ProcessRewardModel(TrainedCompanion):

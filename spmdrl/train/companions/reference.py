@@ -15,7 +15,7 @@ from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.shards import local_part
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.reference_cache import cached_logprobs, look_up
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 
 class Frozen(Companion):

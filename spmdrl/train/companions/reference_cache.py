@@ -35,8 +35,8 @@ from spmdrl.train.companions.reference_table import (
     table_file,
     write_table,
 )
-from spmdrl.world import World
 from spmdrl.world.comm import agree, gather_objects
+from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 

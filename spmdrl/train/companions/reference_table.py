@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spmdrl.imports import refusing
-from spmdrl.world import World
 from spmdrl.world.comm import gather_objects
+from spmdrl.world.world import World
 
 _NAMES = ("keys", "offsets", "values")
 

@@ -16,7 +16,7 @@ from spmdrl.train.companions.companion import Companion
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.trained_model import TrainedModel
 from spmdrl.types import Sums
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 
 class TrainedCompanion(Companion):

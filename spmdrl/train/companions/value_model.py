@@ -16,7 +16,7 @@ from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.companions.trained import TrainedCompanion
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.types import Sums
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 
 class ValueModel(TrainedCompanion):

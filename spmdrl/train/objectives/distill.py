@@ -24,7 +24,7 @@ from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 Given = tuple[Tensor, Tensor, Tensor | None]
 """What a head gets: states before the scored tokens [n, H], and rows of the vocabulary, [V, H] with

@@ -16,7 +16,7 @@ from spmdrl.model.sharded import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch, Stats
 from spmdrl.types import Batch
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 Known = Mapping[str, Tensor]
 """Scalars of the whole batch, [] each: what `statistics` returned, and `version`, int64, the

@@ -26,7 +26,7 @@ from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss, gather_columns
 from spmdrl.types import Batch, Microbatch, Scalars
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 _SIDES = ("chosen", "rejected")
 _STATISTICS = {"kl", "mean_log_ratio"}

@@ -20,7 +20,7 @@ from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss, gather_columns
 from spmdrl.types import Microbatch
-from spmdrl.world import World
+from spmdrl.world.world import World
 
 _OF_MODELS = {"ref_logprobs", "teacher_logprobs", "values", "prm_logprobs", "square_probs"}
 
