@@ -145,12 +145,12 @@ def _asked(name: str) -> tuple:
     settings = METHODS[name]
     if settings.get("kl_in") == "reward" and name != "ppo":
         return "kl off the reward", settings["advantage"]
+    if name in ("adaptive kl", "adaptive entropy bonus", "top entropy tokens"):
+        return ("top entropy and moving coefficients",)
     if name in MIXTURES:
         return (name,)
     kind, _, method = name.partition(" ")
-    own = settings.get("correction") if kind == "loss" else None
-    asked = registry.asked_by(registry.get(kind, method))
-    return kind, tuple(sorted(asked)), settings.get("aggregation"), own
+    return kind, tuple(sorted(registry.asked_by(registry.get(kind, method))))
 
 
 DEFAULT = [*{_asked(name): name for name in reversed(METHODS)}.values()][::-1]

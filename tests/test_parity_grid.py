@@ -40,7 +40,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Row:
-    """What is trained, and on which meshes by default."""
+    """What is trained, and on which meshes by default: on none what others stand for there."""
 
     meshes: tuple[str, ...]
     architecture: str = "qwen3"
@@ -62,7 +62,7 @@ _RING, _GATHER = ({"kernels": {"context": method}} for method in ("ring", "gathe
 _AUX = {"moe": {"balance": "aux", "coef": 0.5}}
 _REWARD_MODEL = {"objective": "reward_model", "loss": "bradley_terry"}
 ROWS = {
-    "qwen3": Row(("replicate2 shard2", "shard2 cp2", "cp2 tp2")),
+    "qwen3": Row(("replicate2 shard2", "shard2 cp2")),
     "qwen3, uneven heads": Row(("cp4",), sizes=_UNEVEN),
     "qwen3, gather": Row(("cp2 tp2",), model=_GATHER),
     "qwen3, ring": Row(("cp4",), sizes=_UNEVEN, model=_RING),
@@ -84,35 +84,31 @@ ROWS = {
         },
     ),
     "gemma2, gather, checkpointing": Row(
-        ("cp4",),
+        (),
         architecture="gemma2",
         sizes=_UNEVEN,
         hf_config={"sliding_window": 6, "attn_logit_softcapping": 0.5},
         model=_RECOMPUTED,
     ),
-    "gemma3, tied": Row(("shard2 tp2",), architecture="gemma3", sizes={"tied": True}),
-    "mistral": Row(("replicate2 cp2",), architecture="mistral", hf_config={"sliding_window": 6}),
+    "gemma3, tied": Row((), architecture="gemma3", sizes={"tied": True}),
+    "mistral": Row((), architecture="mistral", hf_config={"sliding_window": 6}),
     "dpo": Row(("cp2 tp2",), options={"objective": "preference", "loss": "dpo"}),
     "critic": Row(("shard2 cp2",), options={"advantage": "gae"}),
     "reward model": Row(("cp2 tp2",), options=_REWARD_MODEL),
     "sft": Row(("shard4",), options={"objective": "sft"}),
     "distillation": Row(("cp2 tp2",), options={"objective": "distill", "loss": "divergence"}),
     "prime": Row(("cp4",), options={"advantage": "prime"}),
-    "lora": Row(
-        ("cp2 tp2", "replicate2 tp2"),
-        model={"lora": {"rank": 3, "alpha": 12}},
-        options={"kl_coef": 0.1},
-    ),
+    "lora": Row(("cp2 tp2",), model={"lora": {"rank": 3, "alpha": 12}}, options={"kl_coef": 0.1}),
     "lora, embedding": Row(
-        ("cp2 tp2",), model={"lora": {"rank": 3, "targets": ["embed_tokens", "down_proj"]}}
+        (), model={"lora": {"rank": 3, "targets": ["embed_tokens", "down_proj"]}}
     ),
     "lora, qwen2, checkpointing": Row(
-        ("shard2 tp2",),
+        (),
         architecture="qwen2",
         model=_RECOMPUTED
         | {"lora": {"rank": 16, "targets": ["q_proj", "o_proj"], "use_rslora": True}},
     ),
-    "lora, reward model": Row(("shard2 tp2",), model={"lora": {"rank": 4}}, options=_REWARD_MODEL),
+    "lora, reward model": Row((), model={"lora": {"rank": 4}}, options=_REWARD_MODEL),
     "lora, deepseek_v3": Row(  # adapters on attention, dense layers and all experts
         ("shard2 tp2 ep2",), architecture="deepseek_v3", model={"lora": {"rank": 3}}
     ),
@@ -123,28 +119,26 @@ ROWS = {
         options={"kl_coef": 0.1},
     ),
     "lora, qwen3_moe, fewer experts than ranks": Row(
-        ("shard4 ep2",),
+        (),
         architecture="qwen3_moe",
         sizes={"moe_experts": 2},
         model={"lora": {"rank": 3, "targets": ["experts"]}},
     ),
-    "qwen3_moe": Row(("shard4 ep4", "cp2 tp2 ep4"), architecture="qwen3_moe"),
+    "qwen3_moe": Row(("cp2 tp2 ep4",), architecture="qwen3_moe"),
     "qwen3_moe, fewer experts than ranks": Row(  # each is cut by rows
         ("shard4 ep2",), architecture="qwen3_moe", sizes={"moe_experts": 2}
     ),
-    "qwen3_moe, balancing loss": Row(("shard2 tp2 ep2",), architecture="qwen3_moe", model=_AUX),
+    "qwen3_moe, balancing loss": Row((), architecture="qwen3_moe", model=_AUX),
     "mixtral, checkpointing": Row(
         ("replicate2 tp2 ep2",), architecture="mixtral", model=_RECOMPUTED | _AUX
     ),
     # Sinks by heads (tp, ulysses) and by tokens (gather, ring); experts with biases.
     "gpt_oss": Row(("cp2 tp2 ep4",), model=_AUX, **_GPT_OSS),
     "gpt_oss, ring, checkpointing": Row(("cp2 ep2",), model=_RING | _RECOMPUTED, **_GPT_OSS),
-    "gpt_oss, gather": Row(("cp4",), model=_GATHER, **_GPT_OSS),
-    "lora, gpt_oss": Row(("shard2 tp2 ep2",), model={"lora": {"rank": 3}}, **_GPT_OSS),
+    "gpt_oss, gather": Row((), model=_GATHER, **_GPT_OSS),
+    "lora, gpt_oss": Row((), model={"lora": {"rank": 3}}, **_GPT_OSS),
     "deepseek_v3, balancing bias": Row(
-        ("cp2 ep2", "tp4 ep4"),
-        architecture="deepseek_v3",
-        model={"moe": {"balance": "bias", "rate": 0.02}},
+        ("tp4 ep4",), architecture="deepseek_v3", model={"moe": {"balance": "bias", "rate": 0.02}}
     ),
 }
 DEFAULT = [(row, mesh) for row in ROWS for mesh in ROWS[row].meshes]

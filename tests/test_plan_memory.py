@@ -72,7 +72,7 @@ def test_ranks_hold_what_the_plan_says(family, layout, tmp_path):
     [
         dict(world_size=2, cp=2),
         pytest.param(dict(world_size=2, cp=2, context="gather"), marks=pytest.mark.grid),
-        dict(world_size=4, cp=4, recomputes=True),
+        pytest.param(dict(world_size=4, cp=4, recomputes=True), marks=pytest.mark.grid),
     ],
     ids=["ulysses", "gather", "repeated keys"],
 )

@@ -261,11 +261,7 @@ def test_every_mesh_replays_like_one_process(family, tmp_path):
         others, known = sums["policy/router_disagreement"]
         # Random routes are the router's own with a probability of 1 / 28.
         assert known == recorded and 0.8 < others / known < 1
-    for layout in (
-        {"world_size": 4, "cp": 2, "ep": 2},
-        {"world_size": 2, "ep": 2},
-        {"world_size": 2, "tp": 2},
-    ):
+    for layout in ({"world_size": 4, "cp": 2, "ep": 2}, {"world_size": 2, "tp": 2}):
         results = run_ranks(
             layout["world_size"], trained, _config(folder, tmp_path, family, **layout), layers
         )

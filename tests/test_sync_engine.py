@@ -218,7 +218,7 @@ LAYOUTS = {  # layout, architecture, the engine's dtype, fields of the model
 
 
 # What the others join is there apart in the rest.
-_IN_GRID = {"split_3_1", "split_tp2_and_2_replicas", "colocated_4_tp2_tp2"}
+_IN_GRID = {"split_1_1", "split_3_1", "split_tp2_and_2_replicas", "colocated_4_tp2_tp2"}
 
 
 @pytest.mark.parametrize(
