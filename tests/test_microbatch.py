@@ -17,9 +17,10 @@ from worlds import another_trainer, with_trainer
 
 from spmdrl.check.settings import parse, validate
 from spmdrl.commands.create_model import create_model
-from spmdrl.config import Config
+from spmdrl.config import AlgorithmSettings, BatchSettings, Config
 from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.credit import per_token
+from spmdrl.data.microbatch_plan import partition
 from spmdrl.model.routers import BIAS
 from spmdrl.model.shards import local_part
 from spmdrl.train import microbatch_size as microbatch
@@ -57,6 +58,33 @@ def test_bounds_follow_from_the_config(tmp_path):
     assert useful_tokens(cfg) == 100 * 8 // 2 // 2 * 100  # samples, dp, updates, tokens
     pairs = changed(cfg, algorithm={"objective": "preference"})
     assert least_tokens(pairs) == 200 and useful_tokens(pairs) == 100 // 2 // 2 * 200
+
+
+@pytest.mark.parametrize("objective", ["rl", "online_preference", "preference", "sft"])
+@pytest.mark.parametrize("prompts, updates, dp_size", [(5, 2, 2), (3, 1, 2), (7, 3, 4), (8, 2, 2)])
+def test_the_largest_share_is_what_a_dp_rank_gets(objective, prompts, updates, dp_size):
+    cfg = Config(
+        algorithm=AlgorithmSettings(objective=objective),
+        batch=BatchSettings(prompts_per_step=prompts, group_size=8, updates_per_step=updates),
+    )
+    samples, pairs = cfg.objective.samples, cfg.objective.trains_on_pairs
+    group = 8 if samples else 2 if pairs else 1
+    group_ids = torch.arange(prompts).repeat_interleave(group)
+    lengths = torch.full_like(group_ids, cfg.longest_sequence)
+    plan = partition(
+        lengths,
+        group_ids=group_ids,
+        dp_size=dp_size,
+        tokens_per_microbatch=10**9,
+        num_updates=updates,
+        whole_groups=pairs,
+    )
+    shares = [
+        int(lengths[(plan.update_ids == update) & (plan.dp_ids == rank)].sum())
+        for update in range(updates)
+        for rank in range(dp_size)
+    ]
+    assert max(shares) == useful_tokens(cfg, dp_size=dp_size)
 
 
 # ------------------------------------------------------------------ real ranks

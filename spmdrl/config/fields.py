@@ -316,14 +316,19 @@ def least_tokens(cfg: Config) -> int:
     return cfg.longest_sequence * sequences_together(cfg)
 
 
-def useful_tokens(cfg: Config) -> int:
-    """Return the tokens of a dp rank's share of one update, were all its sequences the longest:
-    a larger micro-batch would stay empty."""
+def useful_tokens(cfg: Config, *, dp_size: int = 0) -> int:
+    """Return the tokens of a dp rank's share of the largest update, were all its sequences the
+    longest: a larger micro-batch would stay empty. Groups go to updates whole.
+
+    Args:
+        dp_size: parts of a batch; 0 takes the layout's.
+    """
     layout, batch = cfg.layout, cfg.batch
     is_alone = cfg.objective.samples and not cfg.objective.trains_on_pairs
-    units = batch.prompts_per_step * (batch.group_size if is_alone else 1)
-    parts = len(trainer_ranks(cfg)) // (layout.cp * layout.tp) * batch.updates_per_step
-    return -(-units // max(1, parts)) * least_tokens(cfg)
+    groups = -(-batch.prompts_per_step // batch.updates_per_step)
+    units = groups * (batch.group_size if is_alone else 1)
+    dp_size = dp_size or len(trainer_ranks(cfg)) // (layout.cp * layout.tp)
+    return -(-units // max(1, dp_size)) * least_tokens(cfg)
 
 
 def replay_folder(cfg: Config) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spmdrl.config.fields import least_tokens
+from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.model.divisibility import misfits
 from spmdrl.plan.engine_memory import engine_memory
 from spmdrl.plan.memory import USABLE_FRAC, Memory
@@ -63,8 +63,7 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, tokens: int = 0) -> Plan:
         if axes.roles.shares_devices:
             trainer_room = room - engine.resting
     most = most_tokens(run, alone, room=trainer_room)
-    parts = axes.dp_size * run.cfg.batch.updates_per_step
-    filled = -(-run.sequences // parts) * run.cfg.longest_sequence
+    filled = useful_tokens(run.cfg, dp_size=axes.dp_size)
     most_useful = min(max(most, least_tokens(run.cfg)), filled)
     tokens = tokens or run.cfg.batch.tokens_per_microbatch or most_useful
     trainer = trainer_memory(run, alone, tokens=tokens)

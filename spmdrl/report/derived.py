@@ -18,7 +18,6 @@ def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
     group = batch.group_size if is_rl else 2 if cfg.objective.trains_on_pairs else 1
     sequences = batch.prompts_per_step * group
     longest = cfg.longest_sequence
-    most = int(sequences * longest / axes.dp_size / batch.updates_per_step)
     pairs = {
         "sequences per step": f"{batch.prompts_per_step} {'prompts' if is_rl else 'rows'} * "
         f"{group} = {sequences}",
@@ -27,7 +26,7 @@ def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
         + (f", {batch.epochs} times" if batch.epochs > 1 else ""),
         "tokens per step": f"at most {sequences} * {longest} = {sequences * longest:,}",
         "sequences per dp rank": _share(sequences, axes.dp_size),
-        "micro-batches per dp rank": _microbatches(cfg, most, found=tokens),
+        "micro-batches per dp rank": _microbatches(cfg, useful_tokens(cfg), found=tokens),
     }
     if axes.engines:
         pairs["steps of generation ahead"] = f"{cfg.lag}" + (
