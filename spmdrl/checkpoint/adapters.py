@@ -13,9 +13,10 @@ from spmdrl.checkpoint.weights import SavedWeights
 from spmdrl.config import ModelSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
+from spmdrl.model.files.digests import file_digest
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.files import LAYER_A, base_digest, file_digest, write_adapter
+from spmdrl.model.lora.files import LAYER_A, base_digest, write_adapter
 from spmdrl.model.lora.merge import low_rank_product
 from spmdrl.model.lora.targets import pair_names
 from spmdrl.model.shards import Box, Part, narrow

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
+from spmdrl.model.files.digests import shared_digests
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
 from spmdrl.model.lora.form import LoraForm
-from spmdrl.world.comm import gather_objects
 
 if TYPE_CHECKING:
     from spmdrl.world.world import World
@@ -301,14 +301,8 @@ class AdapterRecord:
     """
 
     def __init__(self, form: LoraForm, folder: Path, world: World):
-        names = sorted(CheckpointReader(folder).files())
-        mine = {
-            name: file_digest(folder / name)
-            for name in names[world.rank :: len(world.trainer_ranks)]
-        }
-        with world.watch.wait("read the base weights", -1):
-            shared = gather_objects(mine, group=world.trainer_control)
-        digests = {name: digest for part in shared for name, digest in part.items()}
+        names = CheckpointReader(folder).files()
+        digests = shared_digests(folder, names, world, field="model.path")
         self._folder, self._form, self._base = folder, form, base_digest(digests)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -346,9 +340,3 @@ def base_digest(digests: Mapping[str, str]) -> int:
     """
     text = json.dumps(sorted(digests.items()))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def file_digest(path: Path) -> str:
-    """Return the sha256 of a file, hex. Raises: OSError."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,11 +20,10 @@ from spmdrl.config import Config
 from spmdrl.data.examples import PairSource, example_source
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import Refusal
-from spmdrl.imports import refusing
 from spmdrl.model.attention.packing import packs
+from spmdrl.model.files.digests import shared_digests
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
-from spmdrl.model.lora.files import file_digest
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel, scoring_temperature
 from spmdrl.train.companions.reference_table import (
@@ -35,7 +34,7 @@ from spmdrl.train.companions.reference_table import (
     table_file,
     write_table,
 )
-from spmdrl.world.comm import agree, gather_objects
+from spmdrl.world.comm import agree
 from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
@@ -130,21 +129,12 @@ def _parts(cfg: Config, world: World, *, path: str) -> dict[str, str]:
             "config.json",
             *(p.name for p in folder.glob("*.py")),
         }
-        mine = sorted(names)[world.rank :: len(world.trainer_ranks)]
-        digests = {name: _file_digest(folder / name) for name in mine}
-    with world.watch.wait("read the reference", -1):
-        every = gather_objects(digests, group=world.trainer_control)
-    files = sorted((name, digest) for part in every for name, digest in part.items())
+    files = sorted(shared_digests(folder, names, world, field="model.reference.path").items())
     return {
         "weights": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
         "compute dtype": cfg.model.compute_dtype,
         "temperature": repr(float(scoring_temperature(cfg))),
     }
-
-
-def _file_digest(path: Path) -> str:
-    with refusing(f"model.reference.path: cannot read {path}", OSError):
-        return file_digest(path)
 
 
 def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
