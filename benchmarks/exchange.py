@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from start import begin, commit, header, in_ranks, row
+from start import begin, header, in_ranks, row
 
 CASES = {
     "1 rank": dict(placement="colocated", world_size=1),
@@ -44,7 +43,6 @@ class Options:
 
 def main(options: Options) -> None:
     """Run every case in ranks of its own, and print a table."""
-    print(f"commit {commit()}, python {sys.version.split()[0]}")
     header("ranks", *(f"{stretch} s" for stretch in STRETCHES), "all s", "from", "to")
     for name, layout in CASES.items():
         found = in_ranks(layout["world_size"], __file__, asdict(options), layout)

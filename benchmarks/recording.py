@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.start import ROOT, as_flags, begin, commit, conditions, header, in_ranks, row
+from benchmarks.start import ROOT, as_flags, begin, conditions, header, in_ranks, row
 
 NORMS_EVERY = 8
 _FIRST = 4  # steps before it warm up
@@ -138,7 +138,7 @@ def main(options: Options) -> None:
     }
     header("steps", "number", "s", "CPU s", "update ms", "line ms", "rollouts ms", "bytes")
     own = {kind: _row(kind, some, found) for kind, some in kinds.items()}
-    conditions(commit=commit(), load=os.getloadavg(), **own)
+    conditions(**own)
 
 
 def _row(kind: str, steps: list[int], found: dict[str, Any]) -> dict[str, float]:

@@ -26,6 +26,8 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from start import say_commit
+
 from spmdrl.config import Config, DataSettings, RewardsSettings
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardPool
@@ -123,6 +125,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.5)
     args = parser.parse_args()
     counts = Counter(kinds_of(args, faulty=args.faulty))
+    say_commit()
     print(
         f"{args.samples} samples of {args.cost_ms:g} ms, {dict(counts)}; {args.workers} workers, "
         f"deadline {args.timeout_s:g} s"

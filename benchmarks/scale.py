@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -26,7 +25,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from job_store import PROCESSES, CountedStore, Host, clients, connect, connect_all
-from start import commit, header, row
+from start import header, row
 
 from spmdrl.data.microbatch_plan import Partition, partition
 from spmdrl.rollout.balance import deal
@@ -56,10 +55,7 @@ class Options:
 
 def main(options: Options) -> None:
     """Print the table of each section that is asked for."""
-    print(
-        f"commit {commit()}, python {platform.python_version()}, torch {torch.__version__}, "
-        f"{os.cpu_count()} cores"
-    )
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores")
     torch.set_num_threads(1)
     for name in options.sections:
         print(f"\n## {name}\n", flush=True)

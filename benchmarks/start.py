@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -127,8 +129,15 @@ def row(*cells: object) -> None:
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
+@functools.cache
+def say_commit() -> None:
+    """Print once what is measured."""
+    print(f"commit {commit()}, python {platform.python_version()}, load {os.getloadavg()}\n")
+
+
 def header(*names: object) -> None:
-    """Print the head of a Markdown table."""
+    """Print the head of a Markdown table; before the first one, what is measured."""
+    say_commit()
     row(*names)
     row(*("---" for _ in names))
 
@@ -137,4 +146,5 @@ def conditions(**more: Any) -> None:
     """Print what figures depend on, and the figures, for whoever reads them by program."""
     import torch
 
-    print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads(), **more}))
+    own = {"commit": commit(), "load": os.getloadavg(), "torch": torch.__version__}
+    print(json.dumps({**own, "threads": torch.get_num_threads(), **more}))

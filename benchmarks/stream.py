@@ -28,6 +28,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 import tyro
+from start import say_commit
 
 from spmdrl import config
 from spmdrl.config import Config, StreamSettings
@@ -210,6 +211,7 @@ def main() -> None:
     cfg = make_config(options, world_size=launch.world_size, folder=folder)
     found = measure(options, cfg, folder=folder)
     if launch.rank == 0:
+        say_commit()
         print(f"{'':16}{'seconds':>10}{'GB/s':>10}")
         for name in ("push", "plain"):
             print(f"{name:16}{found[name + '_s']:10.4f}{found[name + '_gb_per_s']:10.3f}")

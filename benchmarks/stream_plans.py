@@ -24,6 +24,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from start import header
 
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.model.shape import SHAPES
@@ -270,7 +271,7 @@ if __name__ == "__main__":
     parser.add_argument("--world", choices=[world.name for world in WORLDS])
     options = parser.parse_args()
     if not options.world:
-        print("|", " | ".join(HEADS), "|\n" + "| --- " * len(HEADS) + "|", flush=True)
+        header(*HEADS)
     for world in WORLDS:
         if options.world == world.name:
             plan_world(world)

@@ -30,7 +30,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.start import ROOT, as_flags, begin, commit, conditions, header, row
+from benchmarks.start import ROOT, as_flags, begin, conditions, header, row
 
 ENGINES, SAMPLES, VICTIM = 3, 24, 2
 _WARM = 3  # steps that do not count, at the start and behind each change
@@ -165,8 +165,6 @@ def main(options: Options) -> None:
         cells = f"{seconds:.3f}", f"{1 / seconds:.3f}", f"{before / seconds:.3f}"
         row(name, len(steps), *cells, f"{other_s:.3f}")
     conditions(
-        commit=commit(),
-        load=os.getloadavg(),
         seconds_to_go_on=round(went_on, 3),
         seconds_to_take_in=round(joined - began, 3),
         slowest_step_s=round(max(own["perf/step_s"] for own in found["rows"][stretch:]), 3),

@@ -21,6 +21,7 @@ import torch
 import tyro
 from datasets import Dataset
 from schedules import Workload
+from start import say_commit
 from transformers import LogitsProcessor, LogitsProcessorList, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -142,6 +143,7 @@ def main(options: Options) -> None:
     trainer.train()
     counted = clock.ends[options.first - 1 :]
     seconds = statistics.fmean(b - a for a, b in zip(counted, counted[1:]))
+    say_commit()
     print(
         f"TRL: {options.size / seconds:.1f} sequences/s, {seconds:.3f} s a step, mean length "
         f"{statistics.fmean(lengths):.1f}, {options.threads} threads, "
