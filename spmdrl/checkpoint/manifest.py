@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, refusing
 from spmdrl.plain import record
+from spmdrl.world.torch_internals import INDEX_CLASSES
 
 NAME = "manifest.json"
 POLICY = "policy"
@@ -259,29 +260,11 @@ class TensorReader(FileSystemReader):
         return metadata
 
 
-_INDEX_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
-        "StorageMeta",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "pathlib._local": {"PosixPath", "PurePosixPath"},
-}
-
-
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of DCP's index, or refuse."""
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _INDEX_CLASSES.get(module, ()):
+        if is_dtype or name in INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
 

@@ -25,6 +25,7 @@ multiply_all, copy_all, norms_of  _foreach_mul_, _copy_, _norm  once they are pu
 fused_adamw               _fused_adamw_                     once it is public
 flight_record             distributed_c10d._dump_nccl_trace, _dump_fr_trace    once public
 all_gather_single         all_gather_into_tensor            with 2.12, the last to call it so
+INDEX_CLASSES             checkpoint.filesystem._StorageInfo ...    once DCP's index is no pickle
 varlen                    varlen_attn(is_causal=)           with 2.11, the last to have it
 """
 
@@ -72,6 +73,23 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 FLASH_FORWARD = torch.ops.aten._flash_attention_forward
 _ROUND_PINNED = "pinned_max_round_threshold_mb"
 FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
+INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "StorageMeta",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "pathlib._local": {"PosixPath", "PurePosixPath"},
+}
+"""{module: what the pickled index of a checkpoint by DCP may name of it}, dtypes besides."""
 multiply_all = torch._foreach_mul_
 copy_all = torch._foreach_copy_
 norms_of = torch._foreach_norm
