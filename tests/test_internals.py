@@ -28,7 +28,8 @@ IMPORTING_VLLM = (
 # Whose underscored attributes are ours, or Python's.
 OWN = {"self", "cls", "own", "world", "os", "sys"}
 PUBLIC = {"_asdict", "_fields", "_make", "_replace"}  # of a NamedTuple
-FIELDS = {"_no_split_modules", "_tp_plan", "_apply_gate"}
+ASKING = {"getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller"}
+FIELDS = {"_no_split_modules", "_tp_plan", "_apply_gate", "_can_record_outputs"}
 
 
 def _imported(node: ast.AST) -> list[str]:
@@ -37,18 +38,25 @@ def _imported(node: ast.AST) -> list[str]:
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
+def _is_private(name: str) -> bool:
+    return name[:1] == "_" and name[:2] != "__"
+
+
 def _private(node: ast.AST) -> Iterator[str]:
     """Yield what a piece of a file other than HOMES should not say."""
     for name in _imported(node):
         library, *rest = name.split(".")
         if library in ("torch", "transformers", "liger_kernel") and any(p[0] == "_" for p in rest):
             yield f"imports {name}"
-    is_private = isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__"
+    is_private = isinstance(node, ast.Attribute) and _is_private(node.attr)
     if is_private and node.attr not in PUBLIC:
         if not (isinstance(node.value, ast.Name) and node.value.id in OWN):
             yield ast.unparse(node)
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in FIELDS:
         yield node.value
+    if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ASKING:
+        said = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        yield from (f"asks for {a}" for a in said if isinstance(a, str) and _is_private(a))
 
 
 def test_private_names_of_libraries_stand_in_one_file_each():

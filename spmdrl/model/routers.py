@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import base_of, experts_modules
 from spmdrl.model.scorer import ScoredRow
+from spmdrl.model.transformers_internals import router_class
 
 BIAS = "e_score_correction_bias"
 
@@ -52,12 +53,9 @@ class RoutedLayer:
 def routed_layers(hf_model: nn.Module) -> list[RoutedLayer]:
     """Return the layers with experts, first to last."""
     experts = list(experts_modules(hf_model).values())
-    recorders = getattr(base_of(hf_model)[1], "_can_record_outputs", None) or {}
-    recorder = recorders.get("router_logits")
-    kind = getattr(recorder, "target_class", None)
+    kind = router_class(base_of(hf_model)[1])
     found = [m for m in hf_model.modules() if kind is not None and type(m) is kind]
-    known = len(found) == len(experts) and getattr(recorder, "index", 0) == 0
-    routers = found if known else [None] * len(experts)
+    routers = found if len(found) == len(experts) else [None] * len(experts)
     biases = [
         buffer
         for module in hf_model.modules()

@@ -13,6 +13,7 @@ has_towers, class_of  configs' vision_config, audio_config    never: documented
 is_experts, activated  experts modules' _apply_gate         once their functions' contract is public
 grouped_experts, grouped_linear  integrations.moe           once they are documented
 zero_idle_experts  integrations.moe._grouped_mm (patched)  once torch zeroes them on Blackwell
+router_class       PreTrainedModel._can_record_outputs      once a model tells its routers in public
 attention_implementation  config._attn_implementation_internal   once masks can be asked for
 apply_liger        liger_kernel's _apply_liger_kernel_to_instance   once it is public
 """
@@ -134,6 +135,13 @@ def is_experts(module: nn.Module) -> bool:
 def activated(experts: Any, rows: Tensor) -> Tensor:
     """Return what an expert makes between its projections: [S, I] of [S, 2 I], or of [S, I]."""
     return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+
+
+def router_class(base: nn.Module) -> type | None:
+    """Return the class of a model's routers, which return their logits first; None where
+    transformers does not say it, or has them return logits at another place."""
+    recorder = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits")
+    return getattr(recorder, "target_class", None) if getattr(recorder, "index", 0) == 0 else None
 
 
 def grouped_experts(
