@@ -74,9 +74,8 @@ class DataSettings:
     """Rows that prompts (or supervised examples) come from."""
 
     train: PathText | tuple[SourceSettings, ...] = ""
-    """JSONL or parquet file, a hub dataset name, or a generated task: `task:addition`,
-    `reasoning_gym:NAME`; or a list of several, e.g. [{path: a.jsonl, weight: 3}, {path:
-    task:addition, size: 1000, weight: 1}], see docs/data.md. Required."""
+    """JSONL or parquet file, hub dataset name, or generated task (`task:addition`,
+    `reasoning_gym:NAME`); or a list of several, with weights and more: docs/data.md. Required."""
     eval: PathText | tuple[SourceSettings, ...] = ""
     """Held-out rows for evaluation, same forms; empty switches evaluation off."""
     columns: dict[str, str] = field(default_factory=dict)
@@ -97,9 +96,8 @@ class DataSettings:
     max_row_mib: Annotated[float, above(0, 4096)] = 16.0
     """Largest row, MiB of its texts; a larger one is refused before all of it is read."""
     stream_above_mib: Annotated[float, within(0, 10**9)] = 1024.0
-    """A .jsonl or .parquet file above this size, MiB, stays on disk: a row takes 8 bytes of memory
-    (24 with its places in two shuffled epochs), and is checked when its turn comes; at start the
-    first 256 are."""
+    """A .jsonl or .parquet file above this size, MiB, stays on disk: a row takes 8 to 24 bytes of
+    memory, and is checked in its turn, at start the first 256 are; see docs/data.md."""
     images: ImageSettings = field(default_factory=ImageSettings)
     chat_template_kwargs: NestedOptions = field(default_factory=dict)
     """What the chat template is given besides the messages, wherever it is applied, as in

@@ -37,9 +37,8 @@ class LayoutSettings:
     """Which ranks train, which generate, and how each role is split."""
 
     placement: Literal["split", "colocated", "offline"] = "split"
-    """`split`: ranks [0, trainer_ranks) train, the others generate. `colocated`: every rank
-    does both in turns. `offline`: every rank trains on a dataset, or on recorded rollouts; no
-    engine is built."""
+    """`split`: ranks [0, trainer_ranks) train, the others generate. `colocated`: every rank does
+    both in turns. `offline`: all train, on a dataset or recorded rollouts; no engine is built."""
     world_size: Ranks = 2
     """Number of ranks. Must equal what the launcher started; written down here so that a
     layout can be checked without starting one."""
@@ -52,9 +51,8 @@ class LayoutSettings:
     """Context-parallel ranks: each computes a slice of every packed row, so that sequences may
     be as long as these ranks together hold. They also share the shards of dp_shard."""
     ep: Ranks = 1
-    """Expert-parallel ranks of a mixture of experts, taken from the dp_shard * cp * tp ranks: each
-    has some of the experts of a layer, and tokens travel to them. Must divide dp_shard * cp * tp
-    and the number of experts."""
+    """Expert-parallel ranks of a mixture of experts, each with some of a layer's experts; tokens
+    travel to them. Must divide the experts and dp_shard * cp * tp, whose ranks these are."""
     tp: Ranks = 1
     """Tensor-parallel ranks of the policy, by the model's own plan. Between attention and MLP they
     shard the tokens (sequence parallelism) if blocks are those two and norms; else a log tells.

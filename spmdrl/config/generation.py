@@ -32,10 +32,8 @@ class EngineSettings:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of the engine's weights; trainer shards are cast to it by the sender."""
     gpu_memory_frac: InsideUnit = 0.85
-    """Share of GPU memory for weights and KV cache; CUDA only. Colocated, the engine has it while
-    it generates, beside the trainers' weights and optimizer state: leave room for these. During
-    updates it sleeps (vLLM with options {enable_sleep_mode: true}, the default there; transformers
-    frees its cache), unless requests are unfinished (over_sample), and its memory is theirs."""
+    """Share of GPU memory for weights and KV cache; CUDA only. Colocated, leave room beside it for
+    the trainers' weights and optimizer state; see docs/engines.md."""
     cpu_kv_cache_gib: Positive = 0.5
     """KV cache size on the CPU, GiB per rank."""
     max_num_seqs: Annotated[int, within(1, 10**6)] = 256
@@ -45,10 +43,8 @@ class EngineSettings:
     """Token budget of one engine step."""
     options: NestedOptions = field(default_factory=dict)
     """Further arguments of vLLM's engine alone, by their names in `EngineArgs`, e.g.
-    {enforce_eager: true} (no CUDA graphs and no compilation; always so on the CPU) or
-    {enable_prefix_caching: false} (by default the samples of a prompt share its prefill).
-    {quantization: fp8_per_channel} makes an engine of another precision of the weights sent; the
-    gap to the trainers then needs algorithm.correction, and a higher stream.max_logprob_gap."""
+    {enforce_eager: true} (no CUDA graphs, no compilation; always so on the CPU); see
+    docs/engines.md."""
     seed_per_request: bool = True
     """Key every sample by (seed, step, prompt, sample): same tokens whatever rank draws them.
     Costs vLLM about 8% of throughput at 256 sequences, and `transformers` nothing."""
@@ -132,12 +128,8 @@ class RolloutSettings:
     """How responses come about beyond one answer per prompt and one burst per step."""
 
     environment: NestedOptions = field(default_factory=dict)
-    """What answers the policy, for episodes of several turns: the name (built in: tools,
-    guess_number, task, gym, verifiers; or `module:Class`, `path/file.py:Class`) and its options,
-    e.g. {name: guess_number, high: 20}; see docs/environments.md. Empty: every response is
-    final. A source of data.train or data.eval may have its own instead. A turn has
-    rewards.timeout_s; {rewrites: keep} is for chat templates that would change earlier turns.
-    sampling.max_response_tokens bounds a whole episode behind its opening."""
+    """What answers the policy in episodes of several turns: a name and its options, e.g. {name:
+    guess_number, high: 20}; see docs/environments.md. Empty: every response is final."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
     replay_schedule: PathText = ""
@@ -179,18 +171,13 @@ class RewardsSettings:
     """Reward functions and the processes that run them."""
 
     functions: tuple[PathText, ...] = ()
-    """Each `module:function` or `path/file.py:function`, in verl's or TRL's signature; a
-    generated task (`task:addition`), for its grader; or `model:PATH`, a reward model with a
-    scalar head: its reward is the value after the last token, of the sampled tokens or, with
-    another tokenizer than the policy's, of what they say. Models are sharded like the policy, on
-    the trainer ranks. Empty means the generated task's own grader."""
+    """Each `module:function` or `path/file.py:function`, a generated task (`task:addition`), or
+    `model:PATH`, a reward model; see docs/rewards.md. Empty: the generated task's grader."""
     weights: tuple[Real, ...] = ()
     """One weight per function; empty means 1 each."""
     scope: Literal["auto", "sample", "group", "step"] = "auto"
-    """What functions that take lists (TRL's `completions`, verl's `solution_strs`) get in one call:
-    a `sample` in lists of one, all samples of a `group`, so that they can be compared, or of a
-    `step`, for which the engine waits and has to be one replica. auto: the group. A call that fails
-    costs all its samples. A function's own attribute `scope` comes first."""
+    """What functions of lists get in one call: a `sample` in lists of one, a whole `group`, or a
+    `step`. auto: the group. A function's own attribute `scope` comes first; see docs/rewards.md."""
     workers: Annotated[int, within(1, 4096)] = 1
     """Worker processes per engine replica. Where some fail or are stuck, half as many stand by
     and at most as many stand in."""
@@ -202,6 +189,5 @@ class RewardsSettings:
     limit: what libraries need differs, and a worker is the kernel's victim before the trainer."""
     on_failure: Literal["fail", "drop"] = "fail"
     """A reward that raises, hangs or is not a finite number: end the run, or drop the sample, all
-    of a group where it was called with them (counted, a group keeps the rest; a step that drops all
-    samples ends the run)."""
+    of a group where it was called with them; see docs/rewards.md."""
     shaping: ShapingSettings = field(default_factory=ShapingSettings)

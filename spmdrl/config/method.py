@@ -133,9 +133,8 @@ class MuonSettings:
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What they are computed in."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """Factor on the learning rate of a matrix [m, n]: 0.2 sqrt(max(m, n)), a step as large as
-    AdamW's, so that its learning rates serve; or `original`, sqrt(max(1, m / n)), whose learning
-    rates are near 0.02."""
+    """Factor on the learning rate of a matrix [m, n]: 0.2 sqrt(max(m, n)), so that AdamW's rates
+    serve; or `original`, sqrt(max(1, m / n)), whose rates are near 0.02."""
     lr_factor: Positive = 1.0
     """Factor on optimizer.lr for the matrices."""
 
