@@ -3,7 +3,8 @@
 Ranks [0, trainer_ranks) hold shards of the policy, the others an in-process engine (or
 every rank both, in turns: `placement: colocated`). There is no driver: each rank walks through
 the same lines. A line marked `# meets` can wait for other ranks: all of them, or those that it
-names. All such lines stand at the top level, where every rank executes them in the same order.
+names. Every rank executes them in the same order: in `train` all stand at the top level, in `main`
+within `try`, `with` and an `if` that is answered alike on all ranks.
 
 `generate` is called twice: with `lag: 0` the first call samples the batch that is trained on next;
 with a lag the second samples those to come, beside the update, and the first finds its batch made.
@@ -71,7 +72,7 @@ def train(cfg: Config, world: World) -> int:
     checkpoints.check(evaluated)  # what checkpoint.keep compares is measured
 
     is_stopping = False
-    for step in range(world.started(state.step), cfg.steps):  # from here on a signal saves first
+    for step in range(world.started(state.step), cfg.steps):  # meets: a rank that joins the job
         world.take_in(step)  # meets: engines in the place of lost ones, if any are there
         source.generate(engine, until=step)  # meets: engine's ranks; all engines, if they steal
         batch = exchange(source, world, step=step)  # meets: rollouts to trainers
@@ -131,7 +132,7 @@ def main() -> int:
             world = World.start(cfg)  # meets
             if already_finished(cfg, world):  # meets: as rank 0 finds it on disk
                 status = exit_status(cfg, world)  # meets: as the attempt that finished it said
-                world.close()
+                world.close()  # meets
                 return status
             check_inputs(cfg, world)  # meets: data, rewards, checkpoints, as --dry-run does
             tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
