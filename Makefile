@@ -4,7 +4,7 @@
 # make test    install, run the whole suite
 # make lint    ruff (lint and format) and mypy over spmdrl/ and train.py, in seconds
 # make gpu     what only GPUs can show, as one table: minutes; says so where there is none
-# make grid    whole what `make test` samples: every mesh, method and family: nightly
+# make grid    every mesh, method and family, of which `make test` takes a sample: nightly
 # make models  the whole check of every family: nightly, hours
 # make kill    fifty runs that lose a rank at any moment: nightly, an hour; KILL_SEED=1 for others
 # make venv    install only, into .venv
