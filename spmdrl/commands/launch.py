@@ -14,7 +14,6 @@ failed first.
 from __future__ import annotations
 
 import logging
-import os
 import shlex
 import sys
 
@@ -28,7 +27,9 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if argv else 2
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does, with a warning
+    from spmdrl.world.launch import use_one_thread
+
+    use_one_thread()  # as torchrun does, with a warning
     if "--survive-engines" in argv[: _program(argv)]:
         return _start_apart(argv)
     from torch.distributed.elastic.multiprocessing.api import SignalException

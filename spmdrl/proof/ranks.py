@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from spmdrl.world.launch import child_environment
+
 _SECRET = secrets.token_hex(32)
 """Of all jobs that this process starts."""
 
@@ -86,7 +88,7 @@ def on_ranks(
     processes: list[BaseProcess] = []
     try:
         for rank in range(world_size):
-            environment = os.environ | launch_env(rank, world_size, port)
+            environment = child_environment(**launch_env(rank, world_size, port))
             own = (log, results, rank, target, args)
             processes.append(start_rank(environment, _be_rank, *own))
         return _gather(processes, results, deadline=time.monotonic() + timeout_s)

@@ -1,4 +1,8 @@
-"""What torchrun or srun told this process. Nothing else of ours reads such variables."""
+"""What torchrun or srun told this process, and what ranks that it starts are told.
+
+Environment variables are read here and in the adapters of libraries; what else touches them stands
+with its reason in tests/test_environment_reads.py.
+"""
 
 from __future__ import annotations
 
@@ -122,6 +126,16 @@ def told_secret() -> str:
             "can be guessed: set it to some 32 random ones, the same on all nodes, or to none"
         )
     return secret
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """Return the environment of a process that this one starts: its own, and some variables."""
+    return os.environ | more
+
+
+def use_one_thread() -> None:
+    """Have ranks that this process starts compute by one thread each, unless told otherwise."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def is_launched() -> bool:

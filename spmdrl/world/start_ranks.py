@@ -7,7 +7,6 @@ themselves. Their key-value store lives here, so that none of them takes it alon
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from spmdrl.world.launch import JOINS, SECRET, SPARES
+from spmdrl.world.launch import JOINS, SECRET, SPARES, child_environment
 
 _LOOK_EVERY_S = 0.1
 _AFTER_RANK_0_S = 60.0
@@ -45,13 +44,14 @@ def start_ranks(program: Sequence[str], *, ranks: int, replacements: int = 0) ->
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
         SPARES: "1",
-        # Who comes later finds no file of it.
-        SECRET: os.environ.get(SECRET) or secrets.token_hex(32),
     }
+    # Who comes later finds no file of it.
+    shared[SECRET] = child_environment().get(SECRET) or secrets.token_hex(32)
 
     def started(rank: int, **more: str) -> subprocess.Popen:
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        return subprocess.Popen([sys.executable, *program], env=os.environ | shared | place | more)
+        environment = child_environment(**shared, **place, **more)
+        return subprocess.Popen([sys.executable, *program], env=environment)
 
     processes = [started(rank) for rank in range(ranks)]
 
