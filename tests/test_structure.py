@@ -208,3 +208,14 @@ def test_only_their_doors_import_the_rooms_of_vision() -> None:
         and not f"{one.module}.".startswith(rooms_of_vision)
     }
     assert outside == {"spmdrl/data/attachments.py", "spmdrl/model/senses.py"}
+
+
+def test_the_loop_in_the_readme_is_that_of_train_py() -> None:
+    shown = (ROOT / "README.md").read_text().split("## The loop")[1].split("\n\n")[2]
+    assert shown.startswith("    for step in ") and shown in (ROOT / "train.py").read_text()
+
+
+def test_the_architecture_names_files_that_are_there() -> None:
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
+    there = {path.relative_to(ROOT / "spmdrl").as_posix() for path in FILES} | {"train.py"}
+    assert named and not {*named} - there
