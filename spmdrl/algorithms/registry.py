@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.combinations import combination
-from spmdrl.algorithms.result_form import form_problem
+from spmdrl.algorithms.result_form import OF_PAIRS, form_problem
 from spmdrl.errors import RAISED, Refusal, described, place_of
 from spmdrl.imports import attempt, import_object, nearest
 
@@ -55,7 +55,6 @@ _TRIAL_PLACES = {
     "num_positions": 2,
 }
 _TRIAL_LENGTHS = torch.tensor([2, 1])
-_OF_PAIRS = ("preference", "reward_model")
 _LARGEST = 10**9  # of an option; beyond that lie mistakes alone
 _PAIRS = "chosen_lengths rejected_lengths"
 _PER_TOKEN = "loss_mask cu_seqlens old_logprobs rollout_logprobs"
@@ -361,7 +360,7 @@ def trial_inputs(kind: str, *, is_per_token: bool = False) -> dict[str, Tensor]:
         mean_log_ratio=rewards[1],
     )
     name = "token_advantage" if is_per_token else kind
-    if kind in (*_OF_PAIRS, "unpaired_preference"):
+    if kind in (*OF_PAIRS, "unpaired_preference"):
         of_pairs = torch.tensor([-1.0, -2.0], dtype=torch.float64)
         values["lengths"] = ones
         learned = {n for n in INPUTS[name] if n.endswith(("logps", "scores")) and n[:4] != "ref_"}

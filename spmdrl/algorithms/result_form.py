@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-_OF_PAIRS = ("preference", "reward_model")
+OF_PAIRS = ("preference", "reward_model")
+"""Kinds of losses that compare pairs."""
 _LEARNED = ("loss", "preference", "reward_model", "distillation")
 
 
@@ -25,7 +26,7 @@ def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> st
             second = "returns or None" if is_per_token else "stats dict"
             return f"{name} must return ([T] tensor, {second}), got {type(result).__name__}"
         tensor, what = result[0], "as its first value a tensor"
-    if kind in _OF_PAIRS:
+    if kind in OF_PAIRS:
         each = "pair or response"
     elif kind == "advantage" and not is_per_token:
         each = "sequence"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spmdrl.algorithms.splitmix import signed
 from spmdrl.model.files.file_tensors import live_tensors
 from spmdrl.model.shards import Box
 from spmdrl.sync.live_shards import LiveShards
@@ -93,11 +94,6 @@ def sums_sent(plan: StreamPlan, live: LiveShards, *, most: int, world: World) ->
         value = live.held.value(piece.name, piece.box).read().to(piece.dtype)
         own = sent[receiver_of[piece.target]]
         own[piece.want] += checksum(value, piece.box, shape=live.parts[piece.name].shape)
-    sums = torch.tensor([[_signed(total) for total in own] for own in sent])
+    sums = torch.tensor([[signed(total) for total in own] for own in sent])
     dist.all_reduce(sums, group=world.control)
     return [int(total) % 2**64 for total in sums[receiver_of.get(world.rank, 0)]]
-
-
-def _signed(total: int) -> int:
-    """Return an integer mod 2^64 as int64 has it."""
-    return (total + 2**63) % 2**64 - 2**63
