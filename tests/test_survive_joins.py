@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 
 import psutil
 import pytest
@@ -26,6 +26,7 @@ from runs import ROOT, TINY, arguments
 from test_kill import ALL, Runs, diary_of, rows_of, runs  # noqa: F401
 from test_survive import BUSY, GOES_ON_S, assert_equal
 
+from spmdrl.checkpoint.save import Saver
 from spmdrl.proof.ranks import launch_env, start_rank
 from spmdrl.world.start_ranks import await_some
 
@@ -333,3 +334,22 @@ def test_engines_that_end_at_once_are_all_replaced(capfd):
     assert capfd.readouterr().err == "rank 1 was ended by SIGKILL\nrank 2 ended with status 1\n"
     ranks[0].status = 0
     assert await_some(ranks) == []
+
+
+def test_ranks_that_saw_other_numbers_of_ranks_begin_a_save_again_together(tmp_path, monkeypatch):
+    """One looked before a loss that this one had met at the end of its last turn."""
+    told, given_up = [], []
+    others = [[("", False, 3), ("", False, 4)], [("disk full", False, 3), ("", False, 3)]]
+
+    def gather(own: tuple, **_: object) -> list[tuple]:
+        told.append(own)
+        first, last = others[len(told) - 1]
+        return [first, own, last]
+
+    saver = object.__new__(Saver)
+    saver.world = SimpleNamespace(rank=1, members=[0, 2, 3], gather=gather)
+    monkeypatch.setattr(saver, "_partial", lambda step: tmp_path, raising=False)
+    monkeypatch.setattr(saver, "_give_up", lambda *of, **_: given_up.append(of), raising=False)
+    source = SimpleNamespace(state_dict=lambda: None)
+    saver._begin(2, None, source, evaluated={}, is_last=False)
+    assert told == [("", False, 3)] * 2 and given_up == [(2, "disk full")]

@@ -137,11 +137,13 @@ class Saver:
         is_last: bool,
     ) -> None:
         began, partial = time.monotonic(), self._partial(step)
-        members, shared = self.world.members, list[tuple[str, bool]]()
-        while len(shared) != len(members):  # else what is held was shared out anew
-            members, held = self.world.members, source.state_dict()
+        shared = [("", False, 0)]
+        # Else what some hold was shared out anew. All decide by what all have said: one may have
+        # looked at the ranks before a loss that another had met at the end of its last turn.
+        while any(count != len(shared) for *_, count in shared):
+            count, held = len(self.world.members), source.state_dict()
             problem = _os_error(_make_folder, partial) if self.world.rank == 0 else ""
-            told = (problem, held is not None)
+            told = (problem, held is not None, count)
             shared = self.world.gather(told, wait="begin checkpoint", step=step)
         if shared[0][0]:
             self._give_up(step, shared[0][0], is_fatal=is_last)
@@ -161,8 +163,8 @@ class Saver:
         written = self._writer.submit(
             _write, partial, self.world.rank, tensors=tensors, extra=extra
         )
-        ranks = tuple(rank for rank, (_, holds) in enumerate(shared) if holds)
-        self._pending = _Pending(step, written, ranks, began, evaluated, len(members))
+        ranks = tuple(rank for rank, (_, holds, _) in enumerate(shared) if holds)
+        self._pending = _Pending(step, written, ranks, began, evaluated, len(shared))
 
     def _settle(self, *, wait: bool = False, must_succeed: bool = False) -> bool:
         """Complete the save under way, if all ranks have written or are to be waited for; return
