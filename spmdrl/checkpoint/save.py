@@ -35,6 +35,9 @@ from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 
+_NOTICED_S = 1.0
+"""A wait for the disk that is shorter than this is not reported."""
+
 
 @record
 @dataclass(frozen=True)
@@ -200,14 +203,15 @@ class Saver:
 
     def _wait_for_disk(self, pending: _Pending, limit: float | None) -> None:
         # A wait of its own: at the deadline the rank with the slow disk is told from its peers.
-        if not pending.written.done():
-            log.info(
-                "the checkpoint of step %d has been written for %.0f s; training waits for it",
-                pending.step,
-                time.monotonic() - pending.began,
-            )
         with self.world.watch.wait("write checkpoint", pending.step, timeout_s=limit):
-            concurrent.futures.wait([pending.written])
+            _, unfinished = concurrent.futures.wait([pending.written], timeout=_NOTICED_S)
+            if unfinished:
+                log.info(
+                    "the checkpoint of step %d has been written for %.0f s; training waits for it",
+                    pending.step,
+                    time.monotonic() - pending.began,
+                )
+                concurrent.futures.wait(unfinished)
 
     def _complete(self, pending: _Pending, outcomes: list[_Outcome]) -> None:
         partial = self._partial(pending.step)
