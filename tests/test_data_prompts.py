@@ -134,6 +134,21 @@ def test_prompt_and_response_beyond_the_context_are_refused_with_the_arithmetic(
         check_context(cfg, PLAIN, max_positions=80, vocab_size=10)
 
 
+def test_rows_are_held_to_the_context_and_limits_of_sampling_are_not(tmp_path):
+    rows = [{"prompt": "q", "completion": "a" * length} for length in (3, 20)]
+    cfg = changed(config(jsonl(tmp_path, rows), per_step=1), algorithm=dict(objective="sft"))
+    assert cfg.longest_sequence == 80
+    check_context(cfg, PLAIN, max_positions=30, vocab_size=len(PLAIN))
+    assert example_source(cfg, PLAIN, max_positions=30).num_dropped == 0
+    says = (
+        r"rows\.jsonl:2: 22 tokens, above the model's max_position_embeddings = 10; shorten the row"
+    )
+    with pytest.raises(ValueError, match=says):
+        example_source(cfg, PLAIN, max_positions=10)
+    drops = changed(cfg, data=dict(overlong_prompts="drop"))
+    assert example_source(drops, PLAIN, max_positions=10).num_dropped == 1
+
+
 # --------------------------------------------------------------------------- templates
 
 

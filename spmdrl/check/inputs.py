@@ -20,7 +20,7 @@ from spmdrl.checkpoint.restore import resume_problems
 from spmdrl.config import Config, SourceSettings
 from spmdrl.config.data import Split
 from spmdrl.config.fields import replay_folder
-from spmdrl.data.examples import example_source, row_kind
+from spmdrl.data.examples import ExampleSource, example_source, row_kind
 from spmdrl.data.hub import find_on_hub
 from spmdrl.data.prompts import PromptSource, check_context, held_out_prompts
 from spmdrl.data.row_files import SUFFIXES, has_datasets
@@ -87,8 +87,7 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
     row = looked_at[0][0] if looked_at else None
     yield from errors
     if not errors and tokenizer and opens_all and not _are_fetched(cfg, "train"):
-        opened = PromptSource if cfg.objective.samples else example_source
-        yield from refusal(lambda: opened(cfg, tokenizer))
+        yield from refusal(lambda: _open(cfg, tokenizer))
     opens_eval = tokenizer and cfg.objective.samples and not _are_fetched(cfg, "eval")
     if cfg.data.eval and opens_eval:
         yield from refusal(lambda: held_out_prompts(cfg, tokenizer))
@@ -168,6 +167,15 @@ def _no_step(cfg: Config) -> str:
             "leave it out, or set rewards.scope to group"
         )
     return ""
+
+
+def _open(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource | ExampleSource:
+    """Return the source of data.train, all of whose rows are looked at."""
+    if cfg.objective.samples:
+        return PromptSource(cfg, tokenizer)
+    limits, _ = attempt(lambda: model_limits(cfg))
+    positions = limits["max_positions"] if limits else None
+    return example_source(cfg, tokenizer, max_positions=positions)
 
 
 def _context_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:

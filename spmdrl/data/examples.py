@@ -39,13 +39,17 @@ class Unit:
     """Number of the source in data.train."""
 
 
-def example_source(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> ExampleSource:
+def example_source(
+    cfg: Config, tokenizer: PreTrainedTokenizerBase, *, max_positions: int | None = None
+) -> ExampleSource:
     """Return the source of rows that an offline objective trains on.
 
+    Args:
+        max_positions: tokens of a sequence that the model has positions for; None for any number.
     Raises: Refusal for data that cannot be used; see the sources.
     """
     sources = {"example": SupervisedSource, "pair": PairSource, "label": LabelledSource}
-    return sources[row_kind(cfg)](cfg, tokenizer)
+    return sources[row_kind(cfg)](cfg, tokenizer, max_positions=max_positions)
 
 
 def row_kind(cfg: Config) -> Need:
@@ -72,10 +76,19 @@ class ExampleSource:
     need: Need
     """What a row must hold."""
 
-    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
+    def __init__(
+        self, cfg: Config, tokenizer: PreTrainedTokenizerBase, *, max_positions: int | None = None
+    ):
         self.cfg, self.tokenizer = cfg, tokenizer
         self.rows = load_rows(cfg, split="train", need=self.need)
         self._fit = Fit(*self.limit(), cfg.data.overlong_prompts)
+        if max_positions is not None and max_positions < self._fit.limit:
+            self._fit = replace(
+                self._fit,
+                limit=max_positions,
+                field="the model's max_position_embeddings",
+                can_be_raised=False,
+            )
         self._unit = functools.lru_cache(maxsize=cached_rows(self.rows, tokenizer))(self._encode)
         self._kept = self._fit.usable(self.rows, measure=lambda i: _longest(self._unit(i)))
         self.num_dropped = len(self.rows) - len(self._kept)

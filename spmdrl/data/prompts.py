@@ -36,13 +36,16 @@ class Fit:
     """The config field that sets the limit, for messages."""
     overlong: str
     """`error` or `drop`."""
+    can_be_raised: bool = True
+    """Whether `field` is one that a user sets."""
 
     def check(self, rows: SourcesRows, index: int, *, length: int) -> None:
         """Raise Refusal naming a row that is too long, tokens."""
         if length > self.limit:
             raise Refusal(
-                f"{rows.where(index)}: {length} tokens, above {self.field} = {self.limit}; raise "
-                "it, shorten the row, or set data.overlong_prompts=drop"
+                f"{rows.where(index)}: {length} tokens, above {self.field} = {self.limit}; "
+                f"{'raise it, ' if self.can_be_raised else ''}shorten the row, or set "
+                "data.overlong_prompts=drop"
             )
 
     def usable(self, rows: SourcesRows, *, measure: Callable[[int], int]) -> Chain:
@@ -246,13 +249,16 @@ def check_context(
 ) -> None:
     """Check that the longest sequence and the tokenizer's ids fit the model.
 
+    Where nothing is sampled the rows are as long as they are: those that the model has no positions
+    for are found when data.train is opened.
+
     Args:
         max_positions: tokens of a sequence; None for any number.
 
     Raises: Refusal with the arithmetic.
     """
     prompt, response = cfg.data.max_prompt_tokens, cfg.sampling.max_response_tokens
-    if max_positions is not None and cfg.longest_sequence > max_positions:
+    if cfg.objective.samples and max_positions and cfg.longest_sequence > max_positions:
         raise Refusal(
             f"data.max_prompt_tokens {prompt} + sampling.max_response_tokens {response} = "
             f"{cfg.longest_sequence} tokens, above the model's context of {max_positions}; lower "

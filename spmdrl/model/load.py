@@ -143,6 +143,15 @@ def max_positions(config: Any) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
+def longest_sequence(cfg: Config) -> int:
+    """Return the tokens of the longest sequence that a run can have, which are no more than the
+    policy has positions for: longer dataset rows are refused."""
+    positions = max_positions(hf_config_of(cfg.model))
+    if positions is None:
+        return cfg.longest_sequence
+    return min(cfg.longest_sequence, positions)
+
+
 def checkpoint_shapes(cfg: Config) -> dict[str, torch.Size]:
     """Return {name in the safetensors files: shape} of the policy; tied weights appear once."""
     model = build_meta_model(cfg.model, is_scalar=cfg.objective.is_scalar)

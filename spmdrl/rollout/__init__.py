@@ -33,7 +33,7 @@ def make_source(cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase
         return SampledSource(cfg, world, tokenizer=tokenizer)
     from spmdrl.rollout.row_source import RowSource
 
-    return RowSource(cfg, world, tokenizer=tokenizer)
+    return RowSource(cfg, world, tokenizer=tokenizer, max_positions=limits["max_positions"])
 
 
 def model_limits(cfg: Config) -> dict[str, Any]:

@@ -20,13 +20,23 @@ from spmdrl.world.world import World
 class RowSource(Source):
     """Rows to train on, cut to this rank's share; the first rank of each dp index supplies.
 
-    The sequences of a row are one group: one to imitate, or a pair.
+    The sequences of a row are one group: one to imitate, or a pair. Their scalars.rewards hold what
+    a row says of them, its label or margin, which is no reward.
     """
 
-    def __init__(self, cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase):
+    has_rewards = False
+
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        max_positions: int | None = None,
+    ):
         self.world = world
         self._names = [source.name for source in cfg.data.sources("train")]
-        self.rows = example_source(cfg, tokenizer)
+        self.rows = example_source(cfg, tokenizer, max_positions=max_positions)
 
     def take(self, step: int) -> Rollouts:
         """Return this rank's rows of `step`."""

@@ -23,7 +23,7 @@ from spmdrl.model.attention.packing import packs
 from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.head import HeadOptions
-from spmdrl.model.load import build_meta_model, hf_config_of, load_whole_model
+from spmdrl.model.load import build_meta_model, hf_config_of, load_whole_model, longest_sequence
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.model.senses import noisy_sequence, plain_inputs, sight_of
@@ -63,7 +63,7 @@ def check_agreement(model: ShardedModel, cfg: Config, world: World) -> Sums:
         first 16 tokens of a sequence, 1), in nats, or units of a scalar head.
     Raises: RuntimeError on all trainer ranks where two differ.
     """
-    longest = cfg.longest_sequence
+    longest = longest_sequence(cfg)
     vocabulary = _vocabulary(model.hf_model)
     rows = with_shown(
         drawn(lengths_of(longest), vocabulary=vocabulary), model.hf_model, longest=longest
@@ -139,7 +139,7 @@ def _plain_gap(cfg: Config, world: World) -> float | None:
     config = with_text_config(whole, small or whole.get_text_config())
     size = sum(p.numel() for p in build_meta_model(model, config=config).parameters())
     most = min(_PLAIN_TOKENS, int(_WORK[device.type] / (2 * size)) // 4)
-    longest = min(most, cfg.longest_sequence)
+    longest = min(most, longest_sequence(cfg))
     if longest < 2 * _HEAD and longest == most:
         log.warning("too large to compare with plain transformers: %d parameters in float32", size)
         return None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from spmdrl.config.fields import least_tokens, sequences_together, useful_tokens
+from spmdrl.config.fields import sequences_together, useful_tokens
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
@@ -111,13 +111,23 @@ class SizeProbe:
 
     Args:
         columns, vocab: see `make_rows`.
+        longest: tokens of the longest sequence.
     """
 
-    def __init__(self, rehearse: Rehearse, world: World, *, columns: Collection[str], vocab: int):
+    def __init__(
+        self,
+        rehearse: Rehearse,
+        world: World,
+        *,
+        columns: Collection[str],
+        vocab: int,
+        longest: int,
+    ):
         self._rehearse, self._world = rehearse, world
         self._columns, self._vocab = columns, vocab
-        self._least, self._most = least_tokens(world.cfg), useful_tokens(world.cfg)
         self._unit = sequences_together(world.cfg)
+        self._longest = longest
+        self._least, self._most = self._unit * longest, useful_tokens(world.cfg)
         self._room = 0.0
 
     def find(self, shares: int) -> int:
@@ -135,7 +145,7 @@ class SizeProbe:
             return self._found(shares)
 
     def _found(self, shares: int) -> int:
-        longest = self._least // self._unit
+        longest = self._longest
         # Small rows first: FSDP2 and the libraries set themselves up in them, and they say
         # whether the longest sequence can be tried at all.
         quarter, half = (self._measure(self._unit, max(2, longest // n)) for n in (4, 2))

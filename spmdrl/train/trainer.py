@@ -13,7 +13,7 @@ from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.config.data import Split
 from spmdrl.model.flops import countable_shape, trained_flops
-from spmdrl.model.load import model_folder
+from spmdrl.model.load import longest_sequence, model_folder
 from spmdrl.model.lora.files import AdapterRecord
 from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.sharded import SentWeights, ShardedModel
@@ -180,7 +180,13 @@ class Trainer:
 
         Raises: see `SizeProbe.find`.
         """
-        probe = SizeProbe(self._rehearse, self.world, vocab=self._vocab, columns=self.columns)
+        probe = SizeProbe(
+            self._rehearse,
+            self.world,
+            vocab=self._vocab,
+            columns=self.columns,
+            longest=longest_sequence(self.cfg),
+        )
         agree_on_tokens(self.world, probe.find)
 
     def _rehearse(self, batch: Batch, advantages: Advantages) -> None:

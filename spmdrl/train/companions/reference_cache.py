@@ -23,7 +23,7 @@ from spmdrl.errors import Refusal
 from spmdrl.model.attention.packing import packs
 from spmdrl.model.files.digests import shared_digests
 from spmdrl.model.files.reader import CheckpointReader
-from spmdrl.model.load import model_folder
+from spmdrl.model.load import hf_config_of, max_positions, model_folder
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel, scoring_temperature
 from spmdrl.train.companions.reference_table import (
@@ -145,7 +145,9 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
     Returns: them, and how many different sequences its rows have in all.
     Raises: Refusal for rows that cannot be read.
     """
-    source = example_source(cfg, load_tokenizer(cfg))
+    source = example_source(
+        cfg, load_tokenizer(cfg), max_positions=max_positions(hf_config_of(cfg.model))
+    )
     assert isinstance(source, PairSource), "only losses on pairs ask for a reference"
     known, found, seen = set(table.keys.tolist()), {}, set()
     for index in source.rows_of_run()[world.dp_index(world.rank) :: world.dp_size]:
