@@ -54,7 +54,7 @@ def test_a_sparkline_shows_the_whole_history_in_its_width():
     assert rising == "01234567"
 
 
-def test_the_table_is_readable_at_100_columns(tmp_path, capsys):
+def test_the_table_is_readable_at_80_columns(tmp_path, capsys):
     with reporting(config(tmp_path, steps=200)) as report:
         record_steps(report, 0, 200)
     lines = capsys.readouterr().out.splitlines()
@@ -66,7 +66,7 @@ def test_the_table_is_readable_at_100_columns(tmp_path, capsys):
     assert "done: steps done; each row: means over the 5 steps since the row before" in lines
     assert len(rows) == 41  # the first step, then every 5
     assert {len(line) for line in [header, *rows]} == {len(header)}
-    assert len(header) <= console.WIDTH
+    assert len(header) <= console.WIDTH == 80
     assert "0.500" in rows[-1] and "0.310" in rows[-1] and "4.297" in rows[-1]
     assert any("step 1/200" in line and "left" in line for line in lines)
 
@@ -94,7 +94,25 @@ def test_supervised_runs_have_a_table_of_their_own(tmp_path, capsys):
 def test_a_column_comes_with_its_first_value():
     columns = console.table_columns(True, spark=str)
     titles = [c.title for c in console.with_values(columns, {"step", "policy/clip_frac"})]
-    assert titles == ["done", "trend", "clip", "left"]
+    assert titles == ["done", "left", "trend", "clip"]
+
+
+def test_a_wide_terminal_has_all_columns_and_a_narrow_one_the_first(monkeypatch):
+    columns = console.table_columns(True, spark=str)
+    values = {c.metric: 0.5 for c in columns if c.metric} | {"step": 3}
+
+    def titles(width: int) -> list[str]:
+        size = console.shutil.os.terminal_size((width, 24))
+        monkeypatch.setattr(console.shutil, "get_terminal_size", lambda: size)
+        stream = Terminal("utf-8")
+        console.Console(stream=stream).table_row(columns, values)
+        lines = stream.getvalue().splitlines()
+        assert {len(line) for line in lines[1:]} == {len(lines[1])}
+        assert len(lines[1]) <= max(80, width)
+        return [c.title for c in columns if c.title in lines[1]]
+
+    assert titles(200) == [c.title for c in columns]
+    assert titles(40) == titles(80) == [c.title for c in columns[:11]]
 
 
 class Terminal(io.StringIO):

@@ -5,12 +5,15 @@ Text is made by pure functions; `Console` only decides where it goes.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TextIO
 
-WIDTH, TREND = 100, 6
+WIDTH = 80
+"""Characters of a line, unless a terminal is wider."""
+TREND = 6
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # eighth blocks, low to full
 _ASCII_BLOCKS = "_.-=+*#@"
 _HEADER_EVERY = 20
@@ -127,53 +130,65 @@ def _shown(title: str, metric: str, width: int) -> Column:
 def table_columns(
     samples: bool, *, spark: Callable[[], str], has_ratio: bool = True
 ) -> list[Column]:
-    """Return the columns for an objective.
+    """Return the columns for an objective, the most useful first: `fitting` cuts them at the end.
 
     Args:
         samples: rollouts; else it fits rows.
-        spark: draws the trend of the metric in the second column.
+        spark: draws the trend of the metric in the column before it.
         has_ratio: whether the policy moves between sampling and loss: else nothing is clipped.
-    The widths leave a row within WIDTH characters.
     """
+    done = Column("done", 6, lambda values: f"{int(values['step']):>6}")
+    left = Column("left", 6, lambda values: duration(values.get("left_s")).rjust(6))
     trend = Column("trend", TREND, lambda _: spark().ljust(TREND))
     if not samples:
-        named = [
+        return [
+            done,
+            left,
             _shown("loss", "policy/loss", 9),
             trend,
-            _shown("entropy", "policy/entropy", 8),
             _shown("accuracy", "preference/accuracy", 8),
             _shown("accuracy", "reward_model/accuracy", 8),
-            _shown("grad norm", "policy/grad_norm", 9),
             _shown("lr", "policy/lr", 8),
             _shown("update s", "time/update", 8),
+            _shown("tok/s", "perf/tokens_per_s", 7),
+            _shown("entropy", "policy/entropy", 8),
+            _shown("grad norm", "policy/grad_norm", 9),
         ]
-    else:
-        named = [
-            _shown("reward", "reward/mean", 7),
-            trend,
-            _shown("spread", "reward/std", 6),
-            _shown("length", "rollout/response_length", 6),
-            _shown("KL e/t", "policy/mismatch_k3", 7),
-            _shown("entropy", "policy/entropy", 7),
-            _shown("grad", "policy/grad_norm", 6),
-            _shown("clip", "policy/clip_frac", 6),
-            _shown("gen s", "time/generate", 6),
-            _shown("upd s", "time/update", 6),
-            _shown("push s", "time/push", 7),
-        ]
-        if not has_ratio:
-            named = [c for c in named if c.title != "clip"]
-    return [
-        Column("done", 6, lambda values: f"{int(values['step']):>6}"),
-        *named,
+    columns = [
+        done,
+        left,
+        _shown("reward", "reward/mean", 7),
+        trend,
+        _shown("length", "rollout/response_length", 6),
+        _shown("KL e/t", "policy/mismatch_k3", 7),
+        _shown("entropy", "policy/entropy", 7),
+        _shown("gen s", "time/generate", 6),
+        _shown("upd s", "time/update", 6),
         _shown("tok/s", "perf/tokens_per_s", 7),
-        Column("left", 6, lambda values: duration(values.get("left_s")).rjust(6)),
+        _shown("push s", "time/push", 6),
+        _shown("spread", "reward/std", 6),
+        _shown("grad", "policy/grad_norm", 6),
     ]
+    if has_ratio:
+        columns.append(_shown("clip", "policy/clip_frac", 6))
+    return columns
 
 
 def with_values(columns: Sequence[Column], seen: set[str]) -> list[Column]:
     """Return the columns but those whose metric has had no value yet."""
     return [c for c in columns if not c.metric or c.metric in seen]
+
+
+def fitting(columns: Sequence[Column], width: int) -> list[Column]:
+    """Return as many of the first columns as stand in a line of `width` characters."""
+    fitted: list[Column] = []
+    taken = -1  # the first has no space before it
+    for column in columns:
+        taken += 1 + column.width
+        if taken > width:
+            break
+        fitted.append(column)
+    return fitted
 
 
 def header(columns: Sequence[Column]) -> str:
@@ -210,6 +225,13 @@ class Console:
         """Whether lines can be redrawn."""
         return self.stream.isatty()
 
+    @property
+    def width(self) -> int:
+        """Characters of a line: a terminal's, where it has more than WIDTH."""
+        if not self.is_live:
+            return WIDTH
+        return max(WIDTH, shutil.get_terminal_size().columns)
+
     def blocks(self) -> str:
         """Return the characters that sparklines are drawn with on this stream."""
         return _BLOCKS if self._encodes(_BLOCKS) else _ASCII_BLOCKS
@@ -238,7 +260,7 @@ class Console:
                 )
             )
         if is_due:
-            self._shown = with_values(columns, self._seen)
+            self._shown = fitting(with_values(columns, self._seen), self.width)
             self.line(header(self._shown))
         self._rows += 1
         self.line(row(self._shown, values))
@@ -249,7 +271,7 @@ class Console:
         if not self.is_live:
             return
         with self._lock:
-            erase, self._live = self._erase(), text[:WIDTH]
+            erase, self._live = self._erase(), text[: self.width]
             self._write(erase + self._live)
 
     def _erase(self) -> str:
