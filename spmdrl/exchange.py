@@ -45,6 +45,8 @@ class _Gathered:
 class BatchSource(Protocol):
     """What the exchange needs of a source."""
 
+    has_rewards: bool
+
     def take(self, step: int) -> Rollouts:
         """Hand over this rank's share of the batch of `step`."""
 
@@ -53,7 +55,8 @@ def exchange(source: BatchSource, world: World, *, step: int) -> Batch:
     """Take this rank's share of a step's batch and give it to the trainers, see
     `exchange_rollouts`; again, with what others have drawn in its place, where an engine is lost.
     """
-    return world.survive(lambda: exchange_rollouts(source.take(step), world, step=step), step=step)
+    batch = world.survive(lambda: exchange_rollouts(source.take(step), world, step=step), step=step)
+    return replace(batch, has_rewards=source.has_rewards)
 
 
 def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:

@@ -294,6 +294,8 @@ class Batch:
     was_valid: Tensor | None = None
     """[S] bool, scalars.is_valid before `without`, for metrics of what was sampled; None: the
     same."""
+    has_rewards: bool = True
+    """Whether scalars.rewards are rewards: those of dataset rows are labels and margins."""
     kl_coef: float = 0.0
     """Weight of a KL in the reward at this step, in task units per nat; set by `annotate`."""
 

@@ -452,6 +452,7 @@ def test_the_demo_runs_end_to_end(name, tmp_path):
         **{"model.path": model, "output-dir": out, "steps": 3, "optimizer.lr": 1e-2},
     )
     rows = metrics(out)
+    assert not any(name.startswith("reward/") for row in rows for name in row)
     assert len(rows) == 3
     kind = "preference" if name == "dpo" else "reward_model"
     centred = 0.0 if name == "dpo" else rows[0]["reward_model/chosen_score"]

@@ -110,6 +110,13 @@ def test_distillation_needs_no_spread_of_rewards_and_comparing_pairs_does():
     assert "there are no pairs" in text
 
 
+@pytest.mark.parametrize("objective", ["sft", "preference", "reward_model", "distill"])
+def test_what_fits_rows_is_told_nothing_of_rewards(objective):
+    assert not told(advisor(objective=objective), *[NO_SPREAD | {"policy/grad_norm": 0.7}] * 9)
+    (text,) = told(advisor(objective=objective), *[NO_SPREAD] * 9)
+    assert "the gradient is 0" in text and "reward" not in text
+
+
 def test_what_fits_rows_may_lose_all_entropy():
     low = HEALTHY | {"policy/entropy": 0.01}
     for objective in ("sft", "preference"):

@@ -81,9 +81,10 @@ def _means(rows: Sequence[Values]) -> dict[str, float]:
 
 
 def _no_spread(values: Values, start: Values, cfg: Config) -> str:
-    # Distillation samples too, and its rewards are measured alone.
-    compares = cfg.objective.trains_on_pairs or (
-        cfg.objective.has_advantages and needs_group(cfg.algorithm.advantage)
+    # Pairs of dataset rows are no groups of rewards; those of distillation are measured alone.
+    objective = cfg.objective
+    compares = (objective.samples and objective.trains_on_pairs) or (
+        objective.has_advantages and needs_group(cfg.algorithm.advantage)
     )
     if not (compares and values.get("reward/zero_spread_groups_frac", 0.0) >= 1.0):
         return ""
@@ -96,7 +97,7 @@ def _no_spread(values: Values, start: Values, cfg: Config) -> str:
         else "The likeliest causes: the task is solved (stop, or take harder rows), the reward "
         "does not depend on the response, or sampling.temperature is too low for samples to differ"
     )
-    result = "every advantage is 0" if cfg.objective.has_advantages else "there are no pairs"
+    result = "every advantage is 0" if objective.has_advantages else "there are no pairs"
     return (
         f"nothing is learnt: within each group all {cfg.batch.group_size} rewards are equal (mean "
         f"reward {reward:.3f}), so that {result}. {cause}: read {cfg.output_dir}/samples.jsonl"
@@ -125,9 +126,10 @@ def _no_gradient(values: Values, start: Values, cfg: Config) -> str:
         "rollout/truncated_frac": "responses cut at sampling.max_response_tokens",
     }
     shares = ", ".join(f"{values[n]:.0%} {what}" for n, what in seen.items() if n in values)
+    of_rewards = "every advantage is 0 (equal rewards), or " if cfg.objective.has_advantages else ""
     return (
-        "nothing is learnt: the gradient is 0. The likeliest causes: every advantage is 0 (equal "
-        "rewards), or every token is clipped or masked"
+        f"nothing is learnt: the gradient is 0. The likeliest causes: {of_rewards}every token is "
+        "clipped or masked"
         + (f" ({shares})" if shares else "")
         + ", or a loss of your own that does not depend on `logprobs` where it is not masked"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spmdrl.algorithms.groups import group_rewards
+from spmdrl.algorithms.groups import Groups, group_rewards
 from spmdrl.types import Batch, Sums, add_sums
 
 
@@ -12,21 +12,12 @@ def batch_sums(batch: Batch) -> Sums:
     Off the trainers a batch has not got the part of reward models, and neither have its sums.
     Rewards count valid samples only, those that `Batch.without` took out too. `reward/std` is the
     root of the mean within-group variance (population form) over groups of at least two of them.
+    There is no reward/ of dataset rows, which are not rewarded.
     """
     scalars = batch.scalars
     is_valid = scalars.is_valid if batch.was_valid is None else batch.was_valid
     groups = group_rewards(scalars.rewards, scalars.group_ids, is_valid=is_valid)
-    compared = groups.counts >= 2
-    num_compared = int(compared.sum())
-    variance = (groups.stds[compared] ** 2).sum().item()
-    std = (variance / num_compared) ** 0.5 if num_compared else 0.0
     own: Sums = {
-        "reward/mean": (groups.rewards.sum().item(), int(is_valid.sum())),
-        "reward/std": (std, min(num_compared, 1)),
-        "reward/zero_spread_groups_frac": (
-            int((compared & ~groups.has_spread).sum()),
-            num_compared,
-        ),
         "rollout/samples": (len(scalars), 1),
         "perf/generated_tokens": (int(scalars.response_lengths.sum()), 1),
         "perf/batch_tokens": (int(scalars.lengths.sum()), 1),
@@ -35,4 +26,19 @@ def batch_sums(batch: Batch) -> Sums:
     }
     if batch.was_valid is not None:
         own["rollout/left_out_frac"] = (int((is_valid & ~scalars.is_valid).sum()), len(scalars))
+    if batch.has_rewards:
+        own |= _reward_sums(groups, num_valid=int(is_valid.sum()))
     return add_sums(batch.sums, own)
+
+
+def _reward_sums(groups: Groups, *, num_valid: int) -> Sums:
+    compared = groups.counts >= 2
+    num_compared = int(compared.sum())
+    num_flat = int((compared & ~groups.has_spread).sum())
+    variance = (groups.stds[compared] ** 2).sum().item()
+    std = (variance / num_compared) ** 0.5 if num_compared else 0.0
+    return {
+        "reward/mean": (groups.rewards.sum().item(), num_valid),
+        "reward/std": (std, min(num_compared, 1)),
+        "reward/zero_spread_groups_frac": (num_flat, num_compared),
+    }

@@ -21,6 +21,9 @@ class Source:
     """What the loop asks of a source. Unless it says else, a batch is a function of the step:
     nothing is generated or held, and there is no engine to sample or to compare with."""
 
+    has_rewards = True
+    """Whether its sequences are rewarded."""
+
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
         """Make this rank's share of all batches up to step `until`, with the engine's weights."""
 
