@@ -21,6 +21,7 @@ from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
 from spmdrl.proof.ranks import RankError, launch_env, on_ranks
 from spmdrl.world import launch as launch_module
+from spmdrl.world.check_launch import find_launch
 from spmdrl.world.comm import agree, gather_objects, gather_problems
 from spmdrl.world.launch import Launch, first_host, read_launch
 from spmdrl.world.world import World, pick_backend, pick_device
@@ -46,6 +47,23 @@ def test_torchrun_and_slurm_variables_are_read():
     assert read_launch(slurm | {"SLURM_NNODES": "4", "SLURM_STEP_NUM_NODES": "2"}).nodes == 2
     with pytest.raises(ValueError, match="no launcher"):
         read_launch({})
+
+
+def test_one_rank_needs_no_launcher_and_several_are_refused_with_the_command(monkeypatch):
+    monkeypatch.setattr(launch_module.os, "environ", {})
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "a b.yaml"])
+    several = Config(layout=LayoutSettings(world_size=4, trainer_ranks=2))
+    says = r"world_size is 4, and no launcher .*\n  torchrun --standalone --nproc-per-node 4 train"
+    with pytest.raises(Refusal, match=says + r".py --config 'a b.yaml'\n"):
+        find_launch(several)
+    alone = LayoutSettings(world_size=1, trainer_ranks=1, placement="colocated")
+    launch = find_launch(Config(layout=alone))
+    assert (launch.rank, launch.world_size, launch.address) == (0, 1, "127.0.0.1")
+    assert find_launch(Config(layout=alone)).port == launch.port
+    launch_module.os.environ.clear()
+    launch_module.os.environ.update(SLURM_PROCID="1", SLURM_NTASKS="2")
+    with pytest.raises(Refusal, match="world_size is 1, but srun started 2"):  # not alone
+        find_launch(Config(layout=alone))
 
 
 @pytest.mark.parametrize(

@@ -109,8 +109,7 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
         )
     raise Refusal(
         "no launcher: neither RANK (torchrun) nor SLURM_PROCID (srun) is set. Start with "
-        "`torchrun --nproc-per-node N train.py --config FILE` or `srun python train.py ...`; "
-        "`python train.py --config FILE --dry-run` needs no launcher"
+        "`torchrun --standalone --nproc-per-node N ...` or `srun python ...`"
     )
 
 
@@ -136,6 +135,11 @@ def child_environment(**more: str) -> dict[str, str]:
 def use_one_thread() -> None:
     """Have ranks that this process starts compute by one thread each, unless told otherwise."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def has_rank() -> bool:
+    """Return whether the environment names this process's rank."""
+    return "RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
 def is_launched() -> bool:

@@ -152,7 +152,7 @@ def _show(error: BaseException, rank: int | str, *, has_world: bool) -> None:
     """Print what a person needs; the rank's log gets the whole traceback."""
     whole = "".join(traceback.format_exception(error))
     if isinstance(error, Refusal) and not has_world:  # which all ranks come to
-        tell_once(described(error), of_rank=f"[rank {rank}] ")
+        tell_once(described(error), of_rank="" if rank == "?" else f"[rank {rank}] ")
         return
     if isinstance(error, (Refusal, RewardFailed, PeersMissing)):
         shown = f"[rank {rank}] {described(error) if isinstance(error, Refusal) else error}"

@@ -19,10 +19,10 @@ from torch import Tensor
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
 from spmdrl.errors import Refusal
-from spmdrl.world.check_launch import check_launch
+from spmdrl.world.check_launch import find_launch
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.groups import WorldGroups, join_world, make_groups, make_groups_alone, meet
-from spmdrl.world.launch import Launch, ask_cublas_to_repeat, is_orphaned, read_launch
+from spmdrl.world.launch import Launch, ask_cublas_to_repeat, is_orphaned
 from spmdrl.world.leaving import obey_signals
 from spmdrl.world.lost_engines.going_on import Survival
 from spmdrl.world.lost_peers.awaited import Awaited
@@ -72,8 +72,7 @@ class World(WorldGroups, Meetings):
             the layout; RuntimeError when ranks do not have the same config.
         """
         faulthandler.enable(sys.__stderr__ or 2)  # a crash of native code says its Python lines
-        launch = read_launch()
-        check_launch(cfg, launch)
+        launch = find_launch(cfg)
         check_driver(cfg)
         device = pick_device(cfg, launch.local_rank)
         if device.type == "cuda":
