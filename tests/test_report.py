@@ -246,6 +246,26 @@ def test_a_finished_run_has_a_picture_of_its_curves(tmp_path, capsys):
     assert curves([]) == 2 and "at least one run" in capsys.readouterr().err
 
 
+def test_curves_draw_ones_own_metrics_and_those_that_are_named(tmp_path, capsys):
+    values = {"reward/mean": 0.5, "my/longest": 3.0, "eval/loss": 1.0}
+    rows = [{"step": step} | values for step in (0, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "curves.svg"
+
+    def drawn(*metrics: str) -> list[str]:
+        chosen = ["--metrics", *metrics] if metrics else []
+        assert curves([str(tmp_path), *chosen, "--out", str(out)]) == 0
+        titles = ("reward", "loss", "my/longest", "reward/mean", "eval/loss")
+        return [title for title in titles if f"<!-- {title} -->" in out.read_text()]
+
+    assert drawn() == ["reward", "loss", "my/longest"]
+    assert drawn("my/longest", "eval/loss") == ["my/longest", "eval/loss"]
+    assert drawn("reward/mean") == ["reward/mean"]
+    capsys.readouterr()
+    assert curves([str(tmp_path), "--metrics", "my/longer"]) == 2
+    assert "--metrics my/longer: no run has it; did you mean my/longest?" in capsys.readouterr().err
+
+
 def test_of_several_rows_of_a_step_curves_show_the_last():
     rows = [{"step": 0, "x": 1.0}, {"step": 1, "x": 2.0}, {"step": 1, "x": 3.0}, {"step": 2}]
     assert series(rows, "x") == ([0, 1], [1.0, 3.0])

@@ -1,11 +1,13 @@
 """Draw the curves of one or more runs into one chart.
 
 python -m spmdrl curves RUN [RUN ...] --out curves.png
+python -m spmdrl curves RUN --metrics reward/mean my/longest
 """
 
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated
 
@@ -13,17 +15,24 @@ import tyro
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, refusing
-from spmdrl.report.curves import Rows, draw
+from spmdrl.report.curves import Rows, draw, metric_names
 from spmdrl.report.jsonl import read_rows
 
 _OUT = Path("curves.png")
 
 
-def curves(runs: Annotated[list[Path], tyro.conf.Positional], *, out: Path = _OUT) -> str:
+def curves(
+    runs: Annotated[list[Path], tyro.conf.Positional],
+    *,
+    metrics: tuple[str, ...] = (),
+    out: Path = _OUT,
+) -> str:
     """Draw the curves of one or more runs into one chart.
 
     Args:
         runs: output_dir of each.
+        metrics: one panel each, by its name in metrics.jsonl, e.g. reward/mean my/longest. By
+            default reward, loss, length, KL, entropy and time, and all metrics named my/...
         out: chart to write; .png, .svg or .pdf by its ending.
     Returns: what is to be printed.
     Raises: Refusal for what cannot be read, drawn or written.
@@ -35,9 +44,18 @@ def curves(runs: Annotated[list[Path], tyro.conf.Positional], *, out: Path = _OU
         path = run / "metrics.jsonl"
         with refusing(f"{path} cannot be read", OSError, hint="; name the output_dir of a run"):
             rows[run.name if run.name not in rows else str(run)] = read_rows(path)
+    known = metric_names(rows)
+    for name in metrics:
+        if known and name not in known:
+            near = get_close_matches(name, known, n=1)
+            raise Refusal(
+                f"--metrics {name}: no run has it"
+                + (f"; did you mean {near[0]}?" if near else "")
+                + f"; there are {', '.join(known)}"
+            )
     # Of an ending that it does not know, matplotlib says which it does.
     with refusing(f"--out {out}: no chart can be written there", OSError, ValueError):
-        has_any = draw(rows, out=out)
+        has_any = draw(rows, out=out, metrics=metrics)
     if not has_any:
         raise Refusal("nothing to draw: the runs have no steps yet")
     return f"wrote {out}"

@@ -1,12 +1,15 @@
-"""The curves of one or more runs in one chart: reward, evaluation, loss, length, KL, time."""
+"""The curves of one or more runs in one chart: the usual metrics, or those that are named."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-_PANELS = (
+Panel = tuple[str, str | None, str | None]
+
+_PANELS: tuple[Panel, ...] = (
     ("reward", "reward/mean", None),
     ("evaluation: reward", None, "eval/reward"),
     ("spread of rewards within a group", "reward/std", None),
@@ -33,17 +36,41 @@ def smooth(values: list[float], *, window: int) -> list[float]:
     return [fmean(values[max(0, i - window) : i]) for i in range(1, len(values) + 1)]
 
 
-def draw(runs: dict[str, Rows], *, out: Path) -> bool:
-    """Draw reward, length, KL, entropy and time of {label: rows} into the chart `out`.
+def metric_names(runs: dict[str, Rows]) -> list[str]:
+    """Return the metrics that have a number in any row, by name."""
+    return sorted(
+        {
+            name
+            for rows in runs.values()
+            for row in rows
+            for name, value in row.items()
+            if isinstance(value, (int, float)) and name not in ("step", "unix_s")
+        }
+    )
+
+
+def _panels(known: list[str], metrics: Sequence[str]) -> list[Panel]:
+    """Return a panel for each of `metrics`; without any the usual ones, and the user's own."""
+    chosen = metrics or [name for name in known if name.startswith("my/")]
+    own: list[Panel] = []
+    for name in chosen:
+        is_evaluation = name.startswith("eval/")
+        own.append((name, None, name) if is_evaluation else (name, name, None))
+    usual = () if metrics else _PANELS
+    return [panel for panel in (*usual, *own) if not {*panel[1:]}.isdisjoint(known)]
+
+
+def draw(runs: dict[str, Rows], *, out: Path, metrics: Sequence[str] = ()) -> bool:
+    """Draw metrics of {label: rows} into the chart `out`.
 
     Pale lines are steps, strong ones their running mean, dots evaluations on held-out rows.
     Panels without data are left out. Returns False, and draws nothing, when none has any.
+
+    Args:
+        metrics: one panel each, by name. By default reward, loss, length, KL, entropy and time,
+            and all metrics whose names begin with `my/`.
     """
-    panels = [
-        p
-        for p in _PANELS
-        if any(series(rows, name)[0] for rows in runs.values() for name in p[1:] if name)
-    ]
+    panels = _panels(metric_names(runs), metrics)
     if not panels:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg
