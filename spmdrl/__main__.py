@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from spmdrl.imports import attempt
+from spmdrl.report.versions import version_text
 from spmdrl.world.launch import known_rank
 
 _COMMANDS = {path.stem: path for path in sorted(Path(__file__).parent.glob("commands/[a-z]*.py"))}
@@ -25,6 +26,9 @@ def main() -> int | None:
     if name in _COMMANDS:
         sys.argv[:2] = [f"python -m spmdrl {name}"]
         return _run(name)
+    if name == "__version":
+        print(version_text())
+        return 0
     if name in ("help", "__help", "_h"):
         print(_listed())
         return 0
@@ -58,9 +62,8 @@ def _listed() -> str:
     }
     width = max(map(len, texts))
     lines = [f"  {name:{width}}  {(text or '').splitlines()[0]}" for name, text in texts.items()]
-    return "usage: python -m spmdrl COMMAND ...; --help after a command tells its options\n\n" + (
-        "\n".join(lines)
-    )
+    usage = "usage: python -m spmdrl COMMAND ...; --help after a command tells its options"
+    return "\n".join([usage, "       python -m spmdrl --version", "", *lines])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ import sys
 import pytest
 from runs import ROOT
 
+from spmdrl import __version__
 from spmdrl.__main__ import _COMMANDS
+from spmdrl.check.settings import parse
 
 
 def spmdrl(*arguments: str, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
@@ -42,6 +44,18 @@ def test_commands_are_listed_and_a_wrong_name_is_answered_with_the_nearest():
         assert 20 < len(line) < 90 and line.endswith(".") and "spmdrl" not in line
     wrong = spmdrl("exprot")
     assert wrong.returncode == 2 and "did you mean export?" in wrong.stderr
+
+
+def test_versions_are_printed_by_the_program_and_the_commands(capsys):
+    of_commands = spmdrl("--version")
+    assert of_commands.returncode == 0
+    with pytest.raises(SystemExit) as ended:
+        parse(["--config", "nowhere.yaml", "--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == of_commands.stdout
+    lines = of_commands.stdout.splitlines()
+    assert lines[0] == f"spmdrl {__version__}" and lines[-1].startswith("Python 3.")
+    assert any(line.startswith("torch ") for line in lines)
 
 
 @pytest.mark.parametrize("words", [("verify", "--help"), ("help",)])

@@ -304,6 +304,33 @@ def test_what_a_run_writes_reads_back_and_flags_are_as_good_as_a_file(file, tmp_
     check()
 
 
+def test_a_later_file_overrides_the_fields_of_an_earlier_one_and_flags_those_of_all(tmp_path):
+    for name, text in {
+        "a.yaml": "{steps: 7, lag: 0, algorithm: {loss: cispo, loss_options: {x: 1, y: 2}}}",
+        "b.yaml": "{lag: 1, algorithm: {loss_options: {x: 3}}, optimizer: {lr: 1e-6}}",
+        "odd.yaml": "optimizer: {speed: 1}",
+    }.items():
+        (tmp_path / name).write_text(text)
+    files = [f"--config={tmp_path}/a.yaml", "--config", f"{tmp_path}/b.yaml"]
+    cfg = read([*files, "--optimizer.lr", "2e-6"], prog="x")
+    assert (cfg.steps, cfg.lag, cfg.optimizer.lr) == (7, 1, 2e-6)
+    assert cfg.algorithm.loss == "cispo" and cfg.algorithm.loss_options == {"x": 3}
+    assert read(files[::-1][:2][::-1] + files[:1], prog="x").lag == 0, "the order counts"
+    with pytest.raises(ValueError, match=r"config file .*odd.yaml: 1 problem\n.*optimizer.speed"):
+        read([*files, "--config", f"{tmp_path}/odd.yaml"], prog="x")
+    with pytest.raises(ValueError, match="--config needs a file name"):
+        read([*files, "--config"], prog="x")
+
+
+def test_what_is_wrong_with_several_files_names_all_of_them(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("steps: 7")
+    (tmp_path / "b.yaml").write_text("steps: -7")
+    with pytest.raises(SystemExit):
+        parse([f"--config={tmp_path}/a.yaml", f"--config={tmp_path}/b.yaml", "--lag", "0"])
+    said = capsys.readouterr().err
+    assert f"config of {tmp_path}/a.yaml and {tmp_path}/b.yaml and flags: " in said
+
+
 def settings_of(flat: dict[str, Any]) -> dict[str, Any]:
     return {name: convert(value, settings()[name]) for name, value in flat.items()}
 

@@ -16,10 +16,11 @@ from spmdrl.check.ranges import data_problems, range_problems
 from spmdrl.check.rollouts import record_problems, schedule_problems
 from spmdrl.check.sampling import sampling_problems
 from spmdrl.config.fields import Config
-from spmdrl.config.read import read, refuse, take_config_flag
+from spmdrl.config.read import read, refuse, take_config_flags
 from spmdrl.config.tree import flatten
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder
+from spmdrl.report.versions import version_text
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.launch import tell_once, tell_refused
 
@@ -30,16 +31,20 @@ def parse(argv: list[str] | None = None) -> Config:
     Args:
         argv: arguments without the program name; None takes sys.argv.
     Returns: the Config, valid as far as can be told without starting anything.
-    Raises: SystemExit(2) with every problem listed, one per line, by one rank of a machine.
+    Raises: SystemExit(2) with every problem listed, one per line, by one rank of a machine;
+        SystemExit(0) after `--help` and `--version`.
     """
     if argv is None and {"-h", "--help"} & set(sys.argv):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... --help | head` ends without a word
     argv = list(sys.argv[1:] if argv is None else argv)
+    if "--version" in argv:
+        print(version_text())
+        raise SystemExit(0)
     try:
         cfg = read(argv, prog="train.py --config FILE")
         problems = validate(cfg) + ([] if cfg.dry_run else missing_models(cfg))
-        path, flags = take_config_flag(argv)
-        refuse(problems, path=path, flags=flags)
+        paths, flags = take_config_flags(argv)
+        refuse(problems, paths=paths, flags=flags)
     except Refusal as error:
         tell_refused(str(error))
         tell_once(str(error))

@@ -32,7 +32,7 @@ from spmdrl.check.foreign_code import named_code, refuse_code
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, load_yaml
 from spmdrl.config.help import field_docs
-from spmdrl.config.read import read, refuse
+from spmdrl.config.read import read, refuse, take_config_flags
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.rewards.signatures import reward_models
@@ -110,7 +110,8 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
             file=sys.stderr,
         )
     cfg = evaluation_config(asked, model=model, world_size=world_size)
-    refuse(_problems(cfg), path=file, flags=[*rest])
+    paths, flags = take_config_flags(list(rest))
+    refuse(_problems(cfg), paths=[file] if file else paths, flags=flags)
     name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
     asked_for: dict[str, Any] = dict(model=model, is_checkpoint=is_checkpoint, cfg=cfg)
     if chosen.out == Path():

@@ -30,7 +30,9 @@ def show_help(cfg: Config, words: list[str], *, prog: str, about: str) -> None:
         print(f"usage: {prog} [--SECTION.FIELD VALUE ...]\n\n{about}--config FILE")
         print(
             "    YAML file to start from, e.g. one of configs/. Every field below overrides it;\n"
-            "    the values shown are the file's. `--help SECTION`, e.g. model.memory, shows one."
+            "    the values shown are the file's. `--help SECTION`, e.g. model.memory, shows one.\n"
+            "    Given several times, a later file overrides the fields of those before it.\n"
+            "--version\n    prints the versions of this program and of what it stands on."
         )
     values, width = flatten(cfg), max(60, shutil.get_terminal_size((100, 24)).columns)
     for section, cls in sections().items():

@@ -38,14 +38,16 @@ _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 def read(argv: list[str], *, prog: str, about: str = "", default: Config | None = None) -> Config:
     """Read `--config FILE` and command-line overrides; the values are not checked yet.
 
+    Of several files a later one overrides the fields of those before it, and a flag those of all.
+
     Args:
         argv: arguments without the program name.
         prog, about: of the help.
         default: what to start from without `--config`.
     Raises: Refusal with every problem listed, one per line; SystemExit(0) after the help.
     """
-    path, rest = take_config_flag(argv)
-    cfg = load_yaml(path) if path else default or Config()
+    paths, rest = take_config_flags(argv)
+    cfg = load_yaml(*paths) if paths else default or Config()
     if asked := {"-h", "--help"}.intersection(rest):
         from spmdrl.config.help import show_help
 
@@ -54,23 +56,23 @@ def read(argv: list[str], *, prog: str, about: str = "", default: Config | None 
     return with_flags(cfg, rest)
 
 
-def refuse(problems: list[str], *, path: str, flags: list[str]) -> None:
+def refuse(problems: list[str], *, paths: list[str], flags: list[str]) -> None:
     """Raise the problems of a config, one per line, as a Refusal; return if there are none.
 
     Args:
-        path, flags: what it was read from, both perhaps empty; a value may be of either.
+        paths, flags: what it was read from, both perhaps empty; a value may be of any of them.
     """
     if problems:
-        where = " and ".join([*([path] if path else []), *(["flags"] if flags else [])])
+        where = " and ".join([*paths, *(["flags"] if flags else [])])
         raise Refusal(_problem_list(f"config of {where or 'defaults alone'}", problems))
 
 
-def take_config_flag(argv: list[str]) -> tuple[str, list[str]]:
-    """Return the file that `--config` names, empty for none, and the other arguments."""
+def take_config_flags(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Return the files that `--config` names, in order, and the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", nargs="?", default="")
+    parser.add_argument("--config", nargs="?", action="append", default=[])
     found, rest = parser.parse_known_args(argv)
-    if found.config is None:
+    if None in found.config:
         raise Refusal("--config needs a file name after it")
     return found.config, rest
 
@@ -83,16 +85,23 @@ def _problem_list(where: str, problems: list[str]) -> str:
 # --------------------------------------------------------------------------- files
 
 
-def load_yaml(path: str | Path, *, may_be_former: bool = False) -> Config:
-    """Read one YAML file strictly.
+def load_yaml(*paths: str | Path, may_be_former: bool = False) -> Config:
+    """Read YAML files strictly; the fields of a later one override those of the ones before.
 
     Args:
-        may_be_former: it is what a run wrote, perhaps of a former version: take its names too.
-    Returns: Config with defaults where the file is silent; not yet validated.
-    Raises: Refusal listing every unknown key (with the nearest known one), every former name
-        (with the present one) and every value of a wrong type.
+        may_be_former: they are what a run wrote, perhaps of a former version: take its names too.
+    Returns: Config with defaults where the files are silent; not yet validated.
+    Raises: Refusal listing every unknown key of a file (with the nearest known one), every former
+        name (with the present one) and every value of a wrong type.
     """
-    path = Path(path)
+    found: dict[str, Any] = {}
+    for path in map(Path, paths):
+        where = f"config file {path}"
+        found |= _fields_of(_tree_of(path), where=where, may_be_former=may_be_former)
+    return build(found)
+
+
+def _tree_of(path: Path) -> dict[str, Any]:
     if wrong := PathForm().problem(str(path)):
         raise Refusal(f"config file {shown(str(path))} {wrong}")
     if path.is_dir():
@@ -104,7 +113,7 @@ def load_yaml(path: str | Path, *, may_be_former: bool = False) -> Config:
     tree = plain_data(_text_of(path), file=str(path)) or {}
     if not isinstance(tree, dict):
         raise Refusal(f"config file {path}: expected a mapping of fields, got {shown(tree)}")
-    return from_tree(tree, where=f"config file {path}", may_be_former=may_be_former)
+    return tree
 
 
 def _text_of(path: Path) -> str:
@@ -128,6 +137,11 @@ def from_tree(
         where: they stand, for messages. may_be_former: as of `load_yaml`.
     Raises: as `load_yaml`.
     """
+    return build(_fields_of(tree, where=where, may_be_former=may_be_former))
+
+
+def _fields_of(tree: Mapping[str, Any], *, where: str, may_be_former: bool) -> dict[str, Any]:
+    """Return {field: value} of nested mappings."""
     found: dict[str, Any] = {}
     problems: list[str] = []
     flat = leaves(tree, problems=problems)
@@ -138,7 +152,7 @@ def from_tree(
             found[name] = _checked(name, value)
     if problems:
         raise Refusal(_problem_list(where, problems))
-    return build(found)
+    return found
 
 
 @contextlib.contextmanager

