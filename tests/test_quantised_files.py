@@ -189,5 +189,5 @@ def test_scales_that_do_not_fit_and_floats_without_scales_are_named(tmp_path):
         CheckpointReader(folder).read(name, **whole)
     del tensors[f"{name}_scale_inv"]
     save_file(tensors, file)
-    with pytest.raises(ValueError, match=f"{name} in .* is torch.float8_e4m3fn without scales"):
-        CheckpointReader(folder).read(name, **whole)
+    misfit = CheckpointReader(folder).misfit(name, torch.float32)
+    assert f"{name} in {file} is F8_E4M3" in misfit

@@ -152,7 +152,9 @@ def replaying_scorer(folder: Path, family: str, *, checkpointing: str) -> tuple[
     parts = file_tensors(hf_model)
     separate(hf_model)
     hf_model.to_empty(device="cpu")
-    read_tensors(CheckpointReader(model_folder(str(folder))), live_tensors(hf_model), parts)
+    read_tensors(
+        CheckpointReader(model_folder(str(folder))), live_tensors(hf_model), parts, copies={}
+    )
     compute_buffers(hf_model)
     recompute.checkpoint(hf_model, checkpointing)
     scorer = Scorer(hf_model, HeadOptions(16)).eval()

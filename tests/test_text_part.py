@@ -12,7 +12,7 @@ import torch
 from checkpoint_runs import save
 from comparing import plain_scores
 from policy_runs import changed, config
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_sync_engine import change, make_config
 from transformers import AutoConfig, AutoModelForImageTextToText
 from worlds import with_stream, with_trainer
@@ -131,6 +131,19 @@ def test_an_engine_is_that_of_the_text_part_alone(kind, tmp_path):
     assert found["mode"] == "traced"
     for gap, count in found["probes"]:
         assert count == 7 and gap / count < 1e-4, found
+
+
+def test_a_tied_head_of_other_values_is_refused_of_the_text_part_too(tmp_path):
+    folder = _folder(tmp_path, "gemma3")
+    cfg = config(folder, tmp_path / "run", model={"part": "text"})
+    tensors = load_file(folder / "model.safetensors")
+    (name,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    save_file(tensors | {"lm_head.weight": tensors[name].clone()}, folder / "model.safetensors")
+    check_fit(cfg)
+    save_file(tensors | {"lm_head.weight": tensors[name] + 1}, folder / "model.safetensors")
+    for part in ("text", "all"):
+        with pytest.raises(ValueError, match="ties lm_head.weight to .*embed_tokens.weight"):
+            check_fit(changed(cfg, model={"part": part}, engine={"kind": "transformers"}))
 
 
 def test_whoever_reads_a_config_says_which_part():

@@ -19,10 +19,10 @@ from spmdrl.config import Config, ModelSettings
 from spmdrl.data.hub import find_on_hub
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, refusing
-from spmdrl.model.blocks import name_of
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.files.quantised import quantisation
 from spmdrl.model.files.reader import CheckpointReader, some, text_config, text_part
+from spmdrl.model.files.tied import check_copy, check_sample, copies_in, tied_names
 from spmdrl.model.shards import Held, Part
 from spmdrl.model.towers import build_seeing_model, check_family
 from spmdrl.model.transformers_internals import has_towers, ignored_names, initialise, owners
@@ -164,53 +164,67 @@ def check_weights(
     parts: Mapping[str, Part],
     *,
     is_scalar: bool = False,
-) -> None:
-    """Compare the files' tensors with those that the model is made of.
+) -> dict[str, str]:
+    """Compare the files' tensors with those that the model is made of, by the files' headers, and
+    a sample of the rows of tied tensors that are there twice.
 
     Args:
         reader: the files.
         parts: of the model, see file_tensors.
         is_scalar: its head is a scalar one, which the files may lack.
-    Raises: Refusal naming every missing, extra or wrongly shaped tensor.
+    Returns: {name of a copy of a tied tensor: name of that}, for `read_tensors`.
+    Raises: Refusal naming every tensor that is missing, extra, or of a wrong shape or dtype, or a
+        copy of a tied tensor that has other values.
     """
     names = reader.names()
     shapes = {name: part.shape for name, part in parts.items()}
     if is_scalar and SCALAR_HEAD not in names:
         del shapes[SCALAR_HEAD]
     problems = [f"missing: {some(shapes.keys() - names)}"] if shapes.keys() - names else []
+    copies = copies_in(reader, tied_names(hf_model, parts))
     patterns = _may_be_extra(hf_model, is_scalar=is_scalar)
-    extra = {n for n in names - shapes.keys() if not any(re.search(p, n) for p in patterns)}
+    extra = {
+        name
+        for name in names - shapes.keys() - copies.keys()
+        if not any(re.search(pattern, name) for pattern in patterns)
+    }
     if extra:
         problems.append(f"not part of the model: {some(extra)}")
+    live = live_tensors(hf_model)
     for name in sorted(shapes.keys() & names):
         if reader.shape(name) != tuple(shapes[name]):
             problems.append(
                 f"{name} has shape {list(reader.shape(name))} in the file, "
                 f"{list(shapes[name])} by config.json"
             )
+        if misfit := reader.misfit(name, live[parts[name].tensor].dtype):
+            problems.append(misfit)
     if problems:
         raise Refusal(
             f"model.path: the weights in {reader.folder} do not fit its config.json: "
             + "; ".join(problems)
         )
+    check_sample(reader, copies)
+    return copies
 
 
 def _may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
     """Return regular expressions of the names that a file may hold besides the model's
-    parameters: what transformers ignores, and a tied head's copy."""
+    parameters: what transformers ignores, and the head that a scalar one takes the place of."""
     patterns = ignored_names(hf_model)
     patterns.append(r"rotary_emb\.inv_freq$")  # stored by old versions, computed by us
     if is_scalar:
         patterns.append(r"(^|\.)(lm_head|embed_out)\.(weight|bias)$")
-    elif hf_model.config.tie_word_embeddings:
-        head = name_of(hf_model, hf_model.get_output_embeddings())
-        patterns.append(rf"^{re.escape(head)}\.weight$")
     return patterns
 
 
 @torch.no_grad()
 def read_tensors(
-    reader: CheckpointReader, tensors: Mapping[str, Tensor], parts: Mapping[str, Part]
+    reader: CheckpointReader,
+    tensors: Mapping[str, Tensor],
+    parts: Mapping[str, Part],
+    *,
+    copies: Mapping[str, str],
 ) -> None:
     """Fill this rank's part of each live tensor from the files, cast to the tensor's dtype.
 
@@ -220,8 +234,12 @@ def read_tensors(
         reader: the files, checked by `check_weights`.
         tensors: {live name: DTensor or Tensor with storage}.
         parts: {name in the files: part of a live tensor}, see files/file_tensors.py.
+        copies: as `check_weights` returned; this rank compares its part of them.
+    Raises: Refusal, on a rank that reads it, for a value that is not finite, and for one in which
+        a copy of a tied tensor differs.
     """
     held, names = Held(tensors, parts), reader.names()
+    copies_of = {name: copy for copy, name in copies.items()}
     for name, boxes in held.boxes().items():
         for box in boxes:
             live = held.value(name, box).live
@@ -229,6 +247,27 @@ def read_tensors(
                 live.zero_()
                 continue
             live.copy_(reader.read(name, start=box.start, shape=box.shape))
+            if not _is_finite(live):
+                raise _not_finite(reader, name, live)
+            if name in copies_of:
+                check_copy(reader, copies_of[name], name, start=box.start, shape=box.shape)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Return whether all values are finite, by their sum where that tells."""
+    if not values.is_floating_point():
+        return True
+    total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
+    return bool(total.isfinite()) or bool(values.isfinite().all())  # the sum alone may overflow
+
+
+def _not_finite(reader: CheckpointReader, name: str, values: Tensor) -> Refusal:
+    count = int((~values.isfinite()).sum())
+    return Refusal(
+        f"model.path: {reader.place(name)} has values that are not finite in {values.dtype}: "
+        f"{count} of the {values.numel()} that this rank reads of it, {int(values.isnan().sum())} "
+        "of them NaN; take another copy of this model"
+    )
 
 
 @torch.no_grad()
@@ -308,14 +347,13 @@ def load_whole_model(
     hf_model = build_meta_model(model, attention=attention, config=config)
     names, parts = list(live_tensors(hf_model)), file_tensors(hf_model)
     reader = CheckpointReader(model_folder(model.path), part=model.part)
-    if config is None:
-        check_weights(reader, hf_model, parts, is_scalar=False)
+    copies = check_weights(reader, hf_model, parts) if config is None else {}
     for parameter in hf_model.parameters():
         parameter.requires_grad = False
         parameter.data = parameter.data.to(dtype)
     hf_model.to_empty(device=device)
     hf_model.tie_weights()  # to_empty gave tied parameters a storage each
     assert list(live_tensors(hf_model)) == names
-    read_tensors(reader, live_tensors(hf_model), parts)
+    read_tensors(reader, live_tensors(hf_model), parts, copies=copies)
     compute_buffers(hf_model)
     return hf_model.eval()

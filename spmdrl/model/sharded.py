@@ -107,13 +107,13 @@ class ShardedModel:
         self.row = partial(make_row, slicing=self.slicing)
         """What this model needs to score the masked tokens of a packed row; see make_row."""
         reader = CheckpointReader(model_folder(path), part=model.part)
-        check_weights(reader, hf_model, self.parts, is_scalar=is_scalar)
+        copies = check_weights(reader, hf_model, self.parts, is_scalar=is_scalar)
         self.scorer, self.whole = lay_out(
             hf_model, cfg, world, dtype=dtype, temperature=scoring_temperature(cfg)
         )
         give_storage(self.scorer, model.memory.offload, device=world.device)
         self.scorer.eval()  # no dropout: current and old logprobs must come out alike
-        read_tensors(reader, self.named_shards(), self.parts)
+        read_tensors(reader, self.named_shards(), self.parts, copies=copies)
         if self.adapters:
             self.adapters.fill(self.state_dict(), seed=cfg.seed)
         compute_buffers(hf_model)

@@ -25,6 +25,11 @@ _PER_BLOCK = 32  # weights with one scale in mxfp4
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
 """Fields of a config.json that say how its weights are quantised."""
 _FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPES = {
+    "weight": ("F8_E4M3", "F8_E5M2"),
+    "factors": ("F64", "F32", "F16", "BF16", "U8", "F8_E8M0"),
+    "bytes": ("U8",),
+}
 _NOT_WEIGHTS = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale")
 """Ends of names of what an engine would quantise activations by, which no training does."""
 
@@ -34,6 +39,9 @@ class Files(Protocol):
 
     def raw_shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
+
+    def raw_dtype(self, name: str) -> str:
+        """Return a tensor's dtype, as safetensors spells it."""
 
     def raw(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of a tensor."""
@@ -84,6 +92,10 @@ class Scaled:
     def shape(self, files: Files) -> tuple[int, ...]:
         """Return the shape of the plain tensor."""
         return files.raw_shape(self.weight)
+
+    def misfit(self, files: Files) -> str:
+        """Return which tensor is of a dtype that it cannot have; empty where none is."""
+        return _other_dtype(files, {self.weight: "weight", self.scales: "factors"})
 
     def read(self, files: Files, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of the plain tensor, float32.
@@ -141,6 +153,10 @@ class Packed:
         *outer, rows, groups, _ = files.raw_shape(self.blocks)
         return (*outer, groups * _PER_BLOCK, rows)
 
+    def misfit(self, files: Files) -> str:
+        """Return which tensor is of a dtype that it cannot have; empty where none is."""
+        return _other_dtype(files, {self.blocks: "bytes", self.scales: "bytes"})
+
     def read(self, files: Files, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return a box of the plain tensor, float32."""
         *outer, at, row = start
@@ -155,6 +171,13 @@ class Packed:
         values = torch.ldexp(values.flatten(-2), exponents[..., None]).flatten(-2)
         inside = at - first * _PER_BLOCK
         return values[..., inside : inside + width].transpose(-1, -2).contiguous()
+
+
+def _other_dtype(files: Files, kinds: Mapping[str, str]) -> str:
+    for name, kind in kinds.items():
+        if (found := files.raw_dtype(name)) not in _DTYPES[kind]:
+            return f"{name} is {found} and none of {', '.join(_DTYPES[kind])}"
+    return ""
 
 
 QuantisedTensor = Scaled | Packed

@@ -35,6 +35,7 @@ class TextPart:
     names: dict[str, str]  # {name in files of the text model alone: name in those of the whole}
     prefix: str  # with which all names of the whole's files begin that are below the head
     is_tied: bool  # whether the whole has the embedding's rows for its head
+    heads: dict[str, str]  # {name of the text model's head alone: name in the whole}
     architecture: str  # class of the text model alone
 
 
@@ -94,7 +95,8 @@ def _located(whole: nn.Module, text: nn.Module) -> TextPart:
     below = [names[n] for n, part in parts.items() if part.tensor.startswith(f"{prefix}.")]
     shared = os.path.commonprefix([name.split(".") for name in below])
     start = "".join(f"{part}." for part in shared)
-    return TextPart(names, start, _is_tied(whole), type(text).__name__)
+    own_heads = {f"{heads[1]}.weight": f"{heads[0]}.weight"}
+    return TextPart(names, start, _is_tied(whole), own_heads, type(text).__name__)
 
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -121,6 +123,8 @@ class CheckpointReader:
         found = (self._file_of.keys() | self._quantised.keys()) - hidden
         self.rest: set[str] = set()
         """Names of tensors that are no part of what is shown."""
+        self.tied_heads: dict[str, str] = {}
+        """{name of a text model's tied head: name of the copy that the files hold of it}."""
         self.named = released_names(config, found) if part == "all" else {}
         """{name of a tensor: that in the files}, where they differ."""
         self._names = (found - {*self.named.values()}) | self.named.keys()
@@ -133,7 +137,13 @@ class CheckpointReader:
         unknown = {n for n in self._names - shown if n.startswith(text.prefix)}
         self.rest = self._names - shown - unknown
         if text.is_tied:  # a copy would be that of another embedding once this one is trained
-            self.rest = {name for name in self.rest if not name.endswith("lm_head.weight")}
+            self.tied_heads = {
+                own: name
+                for own, head in text.heads.items()
+                for name in self.rest
+                if f".{name}".endswith(f".{head}")
+            }
+            self.rest -= {*self.tied_heads.values()}
         self._names = self.named.keys() | unknown
 
     def is_quantised(self, name: str) -> bool:
@@ -151,7 +161,7 @@ class CheckpointReader:
             for name, file in places.items():
                 if not isinstance(file, str) or PurePath(file).name != file:
                     raise Refusal(f"{what}: {name} is said to be in {file!r}, no file beside it")
-            return places
+            return self._in_files(places)
         if not (self.folder / _SINGLE).is_file():
             found = some(p.name for p in self.folder.iterdir())
             raise Refusal(
@@ -159,6 +169,36 @@ class CheckpointReader:
                 f"{found}; convert the weights to safetensors"
             )
         return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
+
+    def _in_files(self, places: dict[str, str]) -> dict[str, str]:
+        """Return {name: file} of all that the files of an index hold, as transformers and vLLM read
+        them.
+
+        Raises: Refusal where it depends on the reader which tensor a name stands for.
+        """
+        files = sorted(set(places.values()))
+        if (self.folder / _SINGLE).is_file() and files != [_SINGLE]:
+            raise Refusal(
+                f"model.path: {self.folder} has {_SINGLE}, which transformers loads, and {_INDEX} "
+                f"of {some(files)}, which vLLM loads; remove the one that is not the model"
+            )
+        found: dict[str, str] = {}
+        for file in files:
+            names = self._open(file).keys()
+            for name in names:
+                if name in found:
+                    raise Refusal(
+                        f"model.path: {name} is in two files of {self.folder}, {found[name]} and "
+                        f"{file}; remove it from the one that should not have it"
+                    )
+                found[name] = file
+        for name, file in places.items():
+            if found.get(name) != file:
+                raise Refusal(
+                    f"model.path: {self.folder / file} does not hold {name}, which {_INDEX} says "
+                    f"it does; it is in {found.get(name, 'no file')}. Write the index again"
+                )
+        return found
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -182,6 +222,27 @@ class CheckpointReader:
         own = self._quantised.get(name)
         return own.shape(self) if own else self.raw_shape(name)
 
+    def misfit(self, name: str, dtype: torch.dtype) -> str:
+        """Return why what the files hold under a name gives no values of a dtype, read from the
+        files' headers; empty where it does.
+
+        Args:
+            dtype: of the tensor that is to be filled; any of its class is right.
+        """
+        name = self.named.get(name, name)
+        if own := self._quantised.get(name):
+            return own.misfit(self)
+        found = self.raw_dtype(name)
+        if found in _kinds_of(dtype):
+            return ""
+        where = f"{name} in {self.folder / self._file_of[name]} is {found}"
+        if not dtype.is_floating_point:
+            return f"{where}, and {dtype} is wanted"
+        return (
+            f"{where}, and a weight is one of {', '.join(_PLAIN)} where no quantization_config in "
+            "config.json says how to read it; take the plain weights of this model"
+        )
+
     def read(self, name: str, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
         """Return one box of a tensor, in the dtype of the file, on the CPU; float32 of one that the
         file holds in fewer bits.
@@ -192,17 +253,20 @@ class CheckpointReader:
         if own := self._quantised.get(name):
             with refusing(f"model.path: {self.folder}", ValueError):
                 return own.read(self, start, shape)
-        found = self.raw(name, start, shape)
-        if found.is_floating_point() and found.dtype.itemsize < 2:
-            raise Refusal(
-                f"model.path: {name} in {self.folder} is {found.dtype} without scales: its "
-                "config.json has no quantization_config that says how to read it"
-            )
-        return found
+        return self.raw(name, start, shape)
 
     def raw_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of what the file holds under a name."""
         return tuple(self._slice(name).get_shape())
+
+    def raw_dtype(self, name: str) -> str:
+        """Return the dtype of what the file holds under a name, as safetensors spells it."""
+        return self._slice(name).get_dtype()
+
+    def place(self, name: str) -> str:
+        """Return a tensor's name and its file, for messages."""
+        name = self.named.get(name, name)
+        return f"{name} in {self.folder / self._file_of.get(name, '')}"
 
     def raw(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         """Return one box of what the file holds under a name."""
@@ -218,6 +282,17 @@ class CheckpointReader:
         where = f"{self.folder / file} does not hold {name}, which {_INDEX} says it does"
         with refusing(f"model.path: {where}", SafetensorError):
             return self._open(file).get_slice(name)
+
+
+_PLAIN = ("F64", "F32", "F16", "BF16")
+_INTEGERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
+
+
+def _kinds_of(dtype: torch.dtype) -> tuple[str, ...]:
+    """Return the dtypes of safetensors whose values a tensor of a dtype can take."""
+    if dtype.is_floating_point:
+        return _PLAIN
+    return ("BOOL",) if dtype is torch.bool else _INTEGERS
 
 
 _KINDS = (OSError, ValueError, AttributeError, TypeError, RecursionError)
