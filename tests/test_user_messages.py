@@ -21,7 +21,10 @@ from spmdrl.check import dry_run
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import already_finished
 from spmdrl.commands.ask import ask
+from spmdrl.commands.create_model import create_model
 from spmdrl.config import flatten
+from spmdrl.data.templates import render
+from spmdrl.data.tokenizer import read_tokenizer
 from spmdrl.errors import RAISED, Refusal, described
 from spmdrl.imports import attempt, construct, import_file, import_object, is_missing_folder
 from spmdrl.proof.ranks import launch_env
@@ -100,6 +103,33 @@ def texts_of(processes: list[subprocess.Popen]) -> list[str]:
     finally:
         for process in processes:
             process.kill()
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_question_goes_by_the_chat_template_and_bare_on_request(
+    has_template, tmp_path, monkeypatch, capsys
+):
+    create_model(tmp_path / "m", chat_template=has_template, layers=1)
+    tokenizer, asked = read_tokenizer(str(tmp_path / "m")), []
+
+    def answer(model, tokens, **how) -> list[int]:
+        asked.append(tokenizer.decode(tokens))
+        return list(tokens)
+
+    monkeypatch.setattr("spmdrl.commands.ask._response", answer)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1="}\n')
+    for chosen in ("auto", "never"):
+        ask(tmp_path / "m", prompt=("3+4=",), data=str(rows), chat_template=chosen)
+    message = [{"role": "user", "content": "3+4="}]
+    rendered = "3+4="
+    if has_template:
+        rendered = render(message, tokenizer, tools=None, where="here")
+        assert rendered != "3+4=" and rendered in asked[0]
+    assert asked == [rendered, "1+1=", "3+4=", "1+1="]
+    if not has_template:
+        with pytest.raises(Refusal, match="needs a chat template"):
+            ask(tmp_path / "m", prompt=("3+4=",), chat_template="always")
 
 
 def test_a_rank_that_raises_is_quoted_by_the_others_which_end_quietly():

@@ -1,7 +1,8 @@
 """Put questions to a Hugging Face folder, by plain transformers.
 
     python -m spmdrl ask exported --task task:addition --task-option digits=2 -n 5
-    python -m spmdrl ask exported --prompt "12+34=" --prompt "7+8="
+    python -m spmdrl ask exported --prompt "What is 12+34?" --prompt "And 7+8?"
+    python -m spmdrl ask exported --prompt "12+34=" --chat-template never
     python -m spmdrl ask exported --prompt "<image>count? " --image squares.png
     python -m spmdrl ask exported --data problems.jsonl -n 5
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 import yaml
@@ -39,6 +40,7 @@ def ask(
     image: tyro.conf.UseAppendAction[tuple[Path, ...]] = (),
     data: str = "",
     num_problems: Annotated[int, tyro.conf.arg(aliases=["-n"])] = 5,
+    chat_template: Literal["auto", "always", "never"] = "auto",
     max_response_tokens: int = 64,
     temperature: float = 0.0,
     seed: int = 0,
@@ -49,10 +51,13 @@ def ask(
         folder: Hugging Face folder, e.g. one that `python -m spmdrl export` wrote.
         task: a generated task, as in data.train; used without --prompt and --data.
         task_option: an option of the task as NAME=VALUE; may be repeated.
-        prompt: a text to continue; may be repeated.
+        prompt: a question, or a text to continue (see --chat-template); may be repeated.
         image: a file for an `<image>` of every prompt, of a model that sees; may be repeated.
         data: a JSONL or parquet file whose rows hold prompts, as in data.train.
         num_problems: problems to ask, of the task's held-out ones or from the start of --data.
+        chat_template: `auto` makes a --prompt the message of a user where the tokenizer has a chat
+            template, and takes rows and tasks as training does under data.chat_template auto: lists
+            of messages by the template, plain texts as they are. `always` and `never` hold for all.
         max_response_tokens: longest answer, tokens.
         temperature: of sampling; 0 is greedy.
         seed: of the problems and of sampling.
@@ -69,7 +74,11 @@ def ask(
         problems = make_task(task, options, size=num_problems)
         rows = [problems.row(seed, index, split="eval") for index in range(num_problems)]
     how: dict[str, Any] = dict(max_tokens=max_response_tokens, temperature=temperature, seed=seed)
-    answers = _answers(folder, rows, images_in=Path(data).parent if data else None, **how)
+    templates: list[str] = [chat_template] * len(rows)
+    if chat_template == "auto":
+        templates[: len(prompt)] = ["typed"] * len(prompt)
+    images_in = Path(data).parent if data else None
+    answers = _answers(folder, rows, templates=templates, images_in=images_in, **how)
     rewards = []
     for row, answer in zip(rows, answers):
         if problems is None:
@@ -125,6 +134,7 @@ def _answers(
     folder: Path,
     rows: Sequence[dict],
     *,
+    templates: Sequence[str],
     images_in: Path | None,
     max_tokens: int,
     temperature: float,
@@ -138,11 +148,12 @@ def _answers(
 
     torch.manual_seed(seed)
     model, tokenizer = _load(folder)
-    for index, row in enumerate(rows):
+    of_typed = "always" if tokenizer.chat_template else "never"
+    for index, (row, template) in enumerate(zip(rows, templates, strict=True)):
         tokens, _ = encode_prompt(
             prompt_of(row),
             tokenizer,
-            template="auto",
+            template=of_typed if template == "typed" else template,
             tools=row.get("tools"),
             where=f"question {index}",
             held=column_of(row, where=f"question {index}"),
