@@ -171,6 +171,17 @@ def test_samples_are_printed_on_demand_and_cannot_steer_the_terminal(tmp_path, c
     assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [0, 2]
 
 
+def test_an_evaluation_is_said_in_lines_of_80_columns(tmp_path, capsys):
+    names = ("reward", "reward_ci95", "response_length", "truncated_frac", "failed_frac")
+    with reporting(config(tmp_path)) as report:
+        capsys.readouterr()
+        report.evaluation(125, {f"eval/{name}": (0.5, 1) for name in names})
+        lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1 and lines[1].startswith("  ") and max(map(len, lines)) <= 80
+    said = " ".join(" ".join(lines).split())
+    assert all(f"{name} 0.500" in said for name in names)
+
+
 def test_the_derived_arithmetic_is_printed_at_start(tmp_path, capsys):
     with reporting(config(tmp_path), derived={"sequences per step": "64 prompts * 8 = 512"}):
         pass
@@ -191,7 +202,7 @@ def test_the_probe_of_engine_against_trainer_is_printed_and_recorded(tmp_path, c
         pass
     out = capsys.readouterr().out
     assert "first push of the weights: 4,000,000 bytes, 1.500 GB/s" in out
-    assert "probe_gap 0.0016, probe_gap_max 1.2e-06 (mean allowed: 0.1)" in out
+    assert "probe_gap 0.0016, probe_gap_max 1.2e-06 (mean allowed: 0.1)" in " ".join(out.split())
     assert read_rows(tmp_path / "metrics.jsonl")[0]["sync/probe_gap"] == pytest.approx(0.0016)
 
 
@@ -201,7 +212,8 @@ def test_the_last_line_says_what_was_lost_in_all_attempts(tmp_path, capsys):
             for step in (2 * attempt, 2 * attempt + 1):
                 lost = {"rollout/failed_rewards": (3, 1), "policy/skipped_updates": (step == 3, 1)}
                 report.step(step, {"reward/mean": (step, 4), **lost}, seconds={})
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("finished")]
-    assert lines[0].endswith("(of these single steps); 6 rewards failed")
+    said = capsys.readouterr().out.replace("\n  ", " ").splitlines()
+    lines = [line for line in said if line.startswith("finished")]
+    assert lines[0].endswith("in the last; 6 rewards failed")
     assert "reward/mean 0.000 in the first step, 0.750 in the last" in lines[1]
     assert lines[1].endswith("; 12 rewards failed; 1 updates were skipped: not finite")

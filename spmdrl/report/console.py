@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TextIO
@@ -102,6 +103,13 @@ def sample_text(sample: dict, *, limit: int = 600) -> str:
             text = f"{text[:limit]} ... ({len(text)} characters)"
         lines.append(f"  | {key:<9} " + printable(text).replace("\n", "\n  |           "))
     return "\n".join(lines)
+
+
+def wrapped(text: str, *, width: int) -> str:
+    """Return text in lines of at most `width` characters, the later ones indented."""
+    return textwrap.fill(
+        text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def pairs_text(pairs: dict[str, object]) -> str:

@@ -69,7 +69,7 @@ class Progress:
         told = [f"{lost:.0f} {_LOST[name]}" for name, lost in self._lost.items() if lost]
         if self._step_seconds and self._trend:
             ends = f"{self._trend[0]:.3f} in the first step, {self._trend[-1]:.3f} in the last"
-            told.insert(0, f"{self._headline} {ends} (of these single steps)")
+            told.insert(0, f"{self._headline} {ends}")
         return "; ".join(told)
 
     def _spark(self) -> str:

@@ -116,11 +116,14 @@ class Report:
                 f"{k.removeprefix('sync/')} {v:.{'4f' if v >= 1e-3 else '1e'}}"
                 for k, v in probe.items()
             )
-            self.console.line(
+            self._line(
                 f"engine against trainer, |logprob| gap in nats: {gaps} "
                 f"(mean allowed: {self.cfg.stream.max_logprob_gap})"
             )
             self._write(step, probe)
+
+    def _line(self, line: str) -> None:
+        self.console.line(text.wrapped(line, width=self.console.width))
 
     def _open_tracker(self, environment: dict[str, Any], *, step: int) -> MlflowTracker:
         git = environment["git"]
@@ -228,7 +231,7 @@ class Report:
             f"{name.removeprefix('eval/')} {text.number(v, width=6).strip()}"
             for name, v in values.items()
         )
-        self.console.line(f"evaluation after {step} steps: {shown}")
+        self._line(f"evaluation after {step} steps: {shown}")
         return values
 
     # ---------------------------------------------------------------- end
@@ -259,7 +262,7 @@ class Report:
             self._tracker.artifact(self.folder / "config.yaml")
             self._tracker.close(status)
         if summary := self._progress.summary():
-            self.console.line(f"{status}: {summary}")
+            self._line(f"{status}: {summary}")
         self.console.line(f"metrics and logs: {self._metrics.path}, {self.attempt_folder}")
         if has_chart:
             self.console.line(f"curves: {chart}")
