@@ -2,9 +2,9 @@
 
 The policy is laid out for a rank of the whole world, without storage and without peers; engines'
 wants are what vLLM's tensor parallelism takes of each file tensor. Measured are one trainer rank
-and one engine rank, each in a process of its own: seconds of a core to plan, or to read a kept
-plan; bytes gathered from all ranks; memory at most, beyond what was held before; and what the first
-push does once, listing views and messages. Waits for other ranks are left out.
+and one engine rank, each in a process of its own: seconds of a core to plan; bytes gathered from
+all ranks; memory at most, beyond what was held before; and what the first push does once, listing
+views and messages. Waits for other ranks are left out.
 """
 
 from __future__ import annotations
@@ -140,7 +140,6 @@ HEADS = (
     "ranks",
     "a rank that",
     "plans in s",
-    "reads a kept plan in s",
     "gathers MB",
     "takes MB",
     "lists messages in s",
@@ -181,7 +180,6 @@ def plan_world(world: World) -> None:
             size,
             "generates" if rank else "trains",
             f"{found['seconds']:.2f}",
-            f"{found['kept_seconds']:.2f}",
             f"{gathered / 1e6:.1f}",
             f"{found['bytes'] / 1e6:.0f}",
             f"{found['list_seconds']:.1f}",
@@ -203,7 +201,7 @@ def plan_rank(rank: int, mine: Any, heard: Any, table: Any, sums: Any) -> dict[s
         sums_sent,
         sums_taken,
     )
-    from spmdrl.sync.plan import Slices, Traffic, cut_routes
+    from spmdrl.sync.plan import Traffic, cut_routes
 
     Path("/proc/self/clear_refs").write_text("5")
     before, began = memory("VmRSS"), time.process_time()
@@ -220,17 +218,11 @@ def plan_rank(rank: int, mine: Any, heard: Any, table: Any, sums: Any) -> dict[s
     number = choose_buckets(traffic, gpu_link(GPUS["H100"], is_one_node=False))
     plan = cut_routes(rank, traffic, num_buckets=number, routes=routes)
     seconds, peak = time.process_time() - began, memory("VmHWM")
-    packed = plan.sent.pack(), plan.taken.pack()
-    began = time.process_time()
-    kept = [Slices.unpack(own) for own in packed]
-    kept_seconds = time.process_time() - began
-    assert len(kept[0].bucket) == len(plan.sent.bucket)
     list_seconds, list_bytes = list_messages(plan, table, mine[1])
     return {
         "list_seconds": list_seconds,
         "list_bytes": list_bytes,
         "seconds": seconds,
-        "kept_seconds": kept_seconds,
         "bytes": peak - before,
         "buckets": number,
         "bucket_bytes": float(numpy.max(traffic.bucket_bytes(number))),

@@ -1,4 +1,4 @@
-"""Plans of pushes, made together: what ranks tell each other, keep on disk, and prove equal.
+"""Plans of pushes, made together: what ranks tell each other, and prove equal.
 
 A rank tells the others how its tensors are cut and what its engine wants, once for all ranks that
 say the same; computes its own routes alone; and gathers of each route of the others its bytes and
@@ -12,13 +12,12 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy
 import torch
 
 from spmdrl.errors import Refusal
-from spmdrl.plain import pack, record
+from spmdrl.plain import record
 from spmdrl.sync.bucket_size import choose_buckets
 from spmdrl.sync.describe import (
     Described,
@@ -30,7 +29,6 @@ from spmdrl.sync.describe import (
 )
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.plan import StreamPlan, Traffic, count_buckets, cut_routes
-from spmdrl.sync.plan_files import Kept, PlanFiles
 from spmdrl.sync.routes import OwnRoutes
 from spmdrl.sync.tables import Array, FileTable, Want
 from spmdrl.world.comm import agree, bytes_from, gather_objects, gather_problems
@@ -59,7 +57,7 @@ def make_plans(
     Args:
         groups: what this rank wants in each push, as many on every rank.
         live: what this rank has of the tensors.
-        kind: of plans, names their folder: output_dir/stream_plans/KIND.
+        kind: of plans, for the log.
     Returns: this rank's part of each.
     Raises: Refusal on every rank, naming what an engine needs and nobody holds, or ranks do not
         hold alike; RuntimeError where ranks do not agree on what is sent.
@@ -70,31 +68,19 @@ def make_plans(
         own = describe_held(live.cuts()), describe_wanted(groups, table)
     greetings = _greet(table, own, world)
     link, receivers = greetings[0].link, _alike([greeting.wanted for greeting in greetings])
-    folder = Path(world.cfg.output_dir) / "stream_plans" / kind
-    files = PlanFiles(folder, world.rank, receivers, depends_on=pack((greetings, size)))
-    kept, routes = files.load(), list[OwnRoutes]()
-    is_anew = any(gather_objects(kept is None, group=world.control))
-    if is_anew:
-        held = _alike([greeting.held for greeting in greetings])
-        heard = _hear(held, own[0], world), _hear(receivers, own[1], world)
-        with agree(group=world.control):
-            if kept is None:
-                routes = list(Described(*heard, table=table).routes(world.rank))
-    sums = kept.sums if kept else [_sums(one, world.world_size) for one in routes]
+    held = _alike([greeting.held for greeting in greetings])
+    heard = _hear(held, own[0], world), _hear(receivers, own[1], world)
+    with agree(group=world.control):
+        routes = list(Described(*heard, table=table).routes(world.rank))
+    sums = [_sums(one, world.world_size) for one in routes]
     plans = []
-    for push, traffic in enumerate(_traffic(sums, receivers, world)):
+    for one, traffic in zip(routes, _traffic(sums, receivers, world)):
         number = count_buckets(traffic, size) if size else choose_buckets(traffic, link)
-        if kept:
-            plans.append(StreamPlan(world.rank, traffic, number, *kept.slices[push]))
-        else:
-            plans.append(cut_routes(world.rank, traffic, num_buckets=number, routes=routes[push]))
-    if kept is None:
-        files.save(Kept(sums, [(plan.sent, plan.taken) for plan in plans]))
+        plans.append(cut_routes(world.rank, traffic, num_buckets=number, routes=one))
     log.info(
-        "weight stream: %s planned in %.1f s (%s): %d bytes in %d buckets of up to %d bytes (%s)",
+        "weight stream: %s planned in %.1f s: %d bytes in %d buckets of up to %d bytes (%s)",
         kind,
         time.perf_counter() - began,
-        "anew" if is_anew else f"kept in {files.folder}",
         sum(plan.nbytes for plan in plans),
         sum(plan.num_buckets for plan in plans),
         max(int(numpy.max(plan.traffic.bucket_bytes(plan.num_buckets))) for plan in plans),
