@@ -17,7 +17,7 @@ ORDER = tuple(
     for level in [
         "errors",
         "kept_sets=given",
-        "types=imports=plain",
+        "types=imports=plain=run_folder",
         "config",
         "algorithms",
         "sandbox",

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
+# Python puts the current folder first, and its yaml.py or json.py may be somebody else's. A
+# checkout that this package itself comes from stays. What a config names is found by `imports`.
+if __name__ == "__main__" and not __file__.startswith(f"{os.getcwd()}/"):
+    sys.path[:] = [place for place in sys.path if os.path.abspath(place) != os.getcwd()]
+
 import ast
 import importlib
 import signal
-import sys
 from difflib import get_close_matches
 from pathlib import Path
 

@@ -34,6 +34,7 @@ from spmdrl.rollout.outcomes import (
 )
 from spmdrl.rollout.packing import pack
 from spmdrl.rollout.source import Source
+from spmdrl.run_folder import make_folder, write_file
 from spmdrl.types import Batch, Sums
 from spmdrl.workers.messages import RewardResult
 from spmdrl.world.comm import gather_objects
@@ -75,7 +76,8 @@ def evaluate(source: Source, engine: EngineProtocol, *, trainer: ModelScorer, st
     )
     if outcomes and world.rank == 0:
         found = Result(step, outcomes)
-        write(evaluation_file(cfg.output_dir, step), cfg, found, model=cfg.output_dir)
+        file, output = evaluation_file(cfg.output_dir, step), Path(cfg.output_dir)
+        write(file, cfg, found, model=cfg.output_dir, within=output)
     return eval_sums(outcomes, samples=cfg.evaluate.samples)
 
 
@@ -242,12 +244,24 @@ def content(cfg: Config, result: Result, *, model: str, right_at: float = RIGHT_
 
 
 def write(
-    path: Path, cfg: Config, result: Result, *, model: str, right_at: float = RIGHT_AT
+    path: Path,
+    cfg: Config,
+    result: Result,
+    *,
+    model: str,
+    right_at: float = RIGHT_AT,
+    within: Path | None = None,
 ) -> list[Path]:
-    """Write what was found as JSON to `path`, and the table beside it, as .txt."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write what was found as JSON to `path`, and the table beside it, as .txt.
+
+    Args:
+        within: the output_dir that `path` is below, see `open_file`.
+    Raises: OSError.
+    """
+    within = within or path.parent
+    make_folder(path.parent, within=within)
     found = content(cfg, result, model=model, right_at=right_at)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    write_file(path, json.dumps(found, indent=1) + "\n", within=within)
     text = table(result.outcomes, samples=cfg.evaluate.samples, right_at=right_at)
-    path.with_suffix(".txt").write_text(text + "\n")
+    write_file(path.with_suffix(".txt"), text + "\n", within=within)
     return [path, path.with_suffix(".txt")]

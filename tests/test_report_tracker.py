@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -127,6 +128,23 @@ def test_a_fresh_start_in_the_same_folder_is_a_new_mlflow_run(tmp_path):
         run.close("finished")
         ids.append(run_id_of(tmp_path))
     assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_store_in_the_folder_that_leads_out_of_it_gets_no_files(tmp_path, caplog):
+    folder, away = tmp_path / "run", tmp_path / "away"
+    first = open_tracker(folder)
+    first.close("finished")
+    with sqlite3.connect(folder / "mlflow.db") as store:  # as a stranger may have made it
+        store.execute("UPDATE runs SET artifact_uri = ?", (away.as_uri(),))
+    tracker = open_tracker(folder, resume=True)
+    (folder / "curves.png").write_bytes(b"")
+    tracker.artifact(folder / "curves.png")
+    tracker.table("samples.json", [{"a": 1}])
+    tracker.metrics(1, {"reward": 0.5})
+    tracker.close("finished")
+    assert tracker.run_id == first.run_id and not away.exists()
+    assert client_of(folder).get_run(first.run_id).data.metrics["reward"] == 0.5
+    assert f"keeps its files in {away.as_uri()}, which is not below it" in caplog.text
 
 
 def test_system_metrics_are_recorded(tmp_path):

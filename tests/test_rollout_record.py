@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import random
 import resource
 import subprocess
@@ -27,6 +26,7 @@ from spmdrl.check.settings import validate
 from spmdrl.checkpoint.restore import config_differences
 from spmdrl.commands import view as viewer
 from spmdrl.config import Config
+from spmdrl.rollout import recorder
 from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.recorder import Recorder
@@ -384,18 +384,18 @@ def test_damage_that_no_digest_shows_is_explained_or_harmless(tmp_path, caplog):
 
 
 def test_a_replaced_file_is_never_without_its_digest(tmp_path, monkeypatch):
-    cfg, replace = config_of(tmp_path), os.replace
+    cfg, rename = config_of(tmp_path), recorder.rename
     record(cfg, 0, range(3))
     (file,) = find_recorded(tmp_path).files_of(0)
     for allowed in range(3):  # a kill before each renaming
         left = iter(range(allowed))
 
-        def replaced(*paths: Path) -> None:
+        def renamed(*paths: Path, **folder: Path) -> None:
             if next(left, None) is None:
                 raise KeyboardInterrupt
-            replace(*paths)
+            rename(*paths, **folder)
 
-        monkeypatch.setattr(os, "replace", replaced)
+        monkeypatch.setattr(recorder, "rename", renamed)
         with pytest.raises(KeyboardInterrupt):
             record(cfg, 0, range(allowed + 1))
         read_rollouts([file], part=0, num_parts=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,9 +93,6 @@ class Certificate:
         if problem and not removed:
             log.warning("%s: %s; it and all behind it is moved to %s", path, problem, aside)
         if path.exists() and path.stat().st_size > kept:
-            with path.open("rb") as file:
-                file.seek(kept)
-                aside.write_bytes(file.read())
-            os.truncate(path, kept)
+            self._file.cut(kept, removed=aside)
         if made != last:
             self._append({"step": step, "made_with": made})

@@ -14,7 +14,8 @@ from spmdrl.workers.environment_jobs import BUILT_IN
 
 # The whole name: `spmdrl.rewards./../evil.py:f` and `task:x/../evil.py:f` are files of others.
 _OURS = re.compile(r"spmdrl\.rewards\.\w+:\w+")
-_TASK = re.compile(r"\s*(task|reasoning_gym):\w+\s*")
+_TASK = re.compile(r"(task|reasoning_gym):\w+")
+"""Where a generated task is asked for; elsewhere `task:f` is a function of the module `task`."""
 
 
 def named_code(cfg: Config) -> list[str]:
@@ -29,8 +30,9 @@ def named_code(cfg: Config) -> list[str]:
     environments = {"rollout.environment": cfg.rollout.environment} | cfg.environment_fields()
     for field, options in environments.items():
         for name, value in _leaves(options, field):
-            is_ours = name == f"{field}.name" and value in BUILT_IN
-            if not is_ours and (_is_code(value) or name.endswith((".name", ".allow_unprotected"))):
+            if _is_ours(name, value, field=field, kind=options.get("name")):
+                continue
+            if _is_code(value) or name.endswith((".name", ".allow_unprotected")):
                 found.append(f"{name}: {value}")
     options = {k: v for k, v in cfg.engine.options.items() if not isinstance(v, (bool, int, float))}
     return found + [f"engine.options.{name}: {value}" for name, value in options.items()]
@@ -90,7 +92,14 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+def _is_ours(name: str, value: Any, *, field: str, kind: Any) -> bool:
+    """Whether an option of an environment names what comes with the program: the environment, or
+    the generated task that `task` plays."""
+    if name == f"{field}.name":
+        return value in BUILT_IN
+    return name == f"{field}.task" and kind == "task" and bool(_TASK.fullmatch(str(value)))
+
+
 def _is_code(value: Any) -> bool:
     """Whether a value can be `module:NAME` or `path/file.py:NAME`, alone or in a list of names."""
-    texts = str(value).split(",") if isinstance(value, str) else []
-    return any(":" in text and not _TASK.fullmatch(text) for text in texts)
+    return isinstance(value, str) and ":" in value

@@ -31,6 +31,7 @@ from spmdrl.model.files.quantised import QUANTISATION_KEYS
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
 from spmdrl.model.shards import Box, Part, narrow
+from spmdrl.run_folder import write_file
 from spmdrl.world.comm import agree, gather_objects
 from spmdrl.world.groups import join_world, meet
 from spmdrl.world.launch import is_launched, read_launch
@@ -188,7 +189,7 @@ def _leave_out_code(path: Path) -> None:
     """Have a copied file name no code: the files with it were not copied."""
     content = _json_of(path) if path.is_file() else {}
     if content.pop(_CODE, None):
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        write_file(path, json.dumps(content, indent=2) + "\n")
 
 
 def brings_code(name: str) -> bool:
@@ -225,7 +226,7 @@ def _set_dtype(path: Path, dtype: str) -> torch.dtype:
     if dtype == "auto":
         dtype = config.get(key) or "float32"
     config[key] = dtype
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    write_file(path, json.dumps(config, indent=2) + "\n")
     cast = getattr(torch, dtype, None) if isinstance(dtype, str) else None
     if not isinstance(cast, torch.dtype) or not cast.is_floating_point:
         raise Refusal(f"config.json names the dtype {dtype!r}; choose one by --dtype")
@@ -253,7 +254,7 @@ def _make_classifier(folder: Path) -> None:
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
     candidates = (config.get("pad_token_id"), tokenizer.pad_token_id)
     config["pad_token_id"] = next((i for i in candidates if i is not None and i not in ends), None)
-    path.write_text(json.dumps(config, indent=2) + "\n")
+    write_file(path, json.dumps(config, indent=2) + "\n")
 
 
 def _write_weights(
@@ -298,7 +299,7 @@ def _write_weights(
         save_file(content, target / file, metadata={"format": "pt"})
     if split.is_sharded and ranks.rank == 0:
         text = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (target / "model.safetensors.index.json").write_text(json.dumps(text, indent=2) + "\n")
+        write_file(target / "model.safetensors.index.json", json.dumps(text, indent=2) + "\n")
 
 
 def _whole(reader: CheckpointReader, name: str) -> Tensor:

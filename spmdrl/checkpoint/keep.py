@@ -95,7 +95,7 @@ def prune(root: Path, keep: KeepSettings) -> None:
         # Renamed first, so that a kill in the middle leaves nothing that looks complete.
         doomed = old.with_name(old.name + ".partial")
         disk.remove(doomed)
-        os.rename(old, doomed)
+        disk.rename(old, doomed)
         disk.remove(doomed)
 
 
@@ -105,17 +105,17 @@ def link_best(root: Path, keep: KeepSettings) -> None:
     if link.exists() and not link.is_symlink():  # a copy that followed the link, say
         aside = root / f"{BEST}.aside"
         disk.remove(aside)
-        os.rename(link, aside)
+        disk.rename(link, aside)
         log.warning("%s is no link; it is set aside as %s", link, aside)
     if best is None:
-        link.unlink(missing_ok=True)
+        disk.remove(link)
         return
     if link.is_symlink() and os.readlink(link) == best.name:
         return
     made = root / f"{BEST}.partial"
     disk.remove(made)
     made.symlink_to(best.name)
-    os.replace(made, link)
+    disk.rename(made, link)
     disk.sync_folder(root)
 
 

@@ -20,7 +20,6 @@ import operator
 import os
 import pickle
 import re
-import shutil
 import warnings
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePath
@@ -30,9 +29,11 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from spmdrl import run_folder
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, refusing
 from spmdrl.plain import record
+from spmdrl.run_folder import open_file
 from spmdrl.world.torch_internals import INDEX_CLASSES
 
 NAME = "manifest.json"
@@ -101,8 +102,8 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file and wait until the disk has it. Raises: OSError."""
-    with path.open("wb") as f:
+    """Write a file of a checkpoint and wait until the disk has it. Raises: OSError."""
+    with open_file(path, "wb", within=path.parents[2]) as f:
         f.write(content)
         f.flush()
         os.fsync(f.fileno())
@@ -170,12 +171,14 @@ def _manifest_of(body: dict[str, Any]) -> Manifest:
 
 
 def remove(path: Path) -> None:
-    """Take away a folder, or a file or link of its name and not what it links to. Raises:
+    """Remove what is called so in the folder of checkpoints, a link and not what it names. Raises:
     OSError."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    run_folder.remove(path, within=path.parents[1])
+
+
+def rename(old: Path, new: Path) -> None:
+    """Give what is in the folder of checkpoints another name there. Raises: OSError."""
+    run_folder.rename(old, new, within=old.parents[1])
 
 
 def plain(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -275,7 +274,7 @@ def _clear(cfg: Config, damaged: dict[Path, str], *, is_speaker: bool) -> None:
     for folder in damaged:
         aside = folder.with_name(folder.name + ".damaged")
         disk.remove(aside)
-        os.rename(folder, aside)
+        disk.rename(folder, aside)
     root = disk.checkpoints_folder(cfg.output_dir)
     if root.is_dir():  # the best one may have been set aside, or be another by a new metric
         keep.link_best(root, cfg.checkpoint.keep)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import concurrent.futures
 import io
 import logging
-import os
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 import spmdrl.checkpoint.keep as keep
 import spmdrl.checkpoint.manifest as disk
+from spmdrl import run_folder
 from spmdrl.checkpoint.state import Saved, SavedSource, rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
 from spmdrl.imports import attempt
@@ -236,7 +235,7 @@ class Saver:
         disk.sync_folder(partial / disk.POLICY)
         disk.sync_folder(partial)
         final = disk.step_folder(self.root, pending.step)
-        os.rename(partial, final)
+        disk.rename(partial, final)
         disk.sync_folder(self.root)
         size = sum(entry.size for entry in files.values())
         log.info("saved %s (%.1f MB, %.1f s)", final, size / 1e6, time.monotonic() - pending.began)
@@ -252,7 +251,7 @@ class Saver:
             "set output_dir elsewhere"
         )
         if self.world.rank == 0:
-            shutil.rmtree(self._partial(step), ignore_errors=True)
+            _os_error(disk.remove, self._partial(step))
         if is_fatal:
             raise RuntimeError(text)
         if self.world.rank == 0:
@@ -311,7 +310,7 @@ class _TensorWriter(dcp.FileSystemWriter):
 
 def _make_folder(path: Path) -> None:
     disk.remove(path)
-    (path / disk.POLICY).mkdir(parents=True)
+    run_folder.make_folder(path / disk.POLICY, within=path.parents[1])
 
 
 def _os_error(function: Callable[..., None], *args: Any) -> str:

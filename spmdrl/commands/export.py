@@ -16,8 +16,6 @@ themselves, in PEFT's format.
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -25,6 +23,8 @@ import tyro
 
 from spmdrl.config import ModelSettings
 from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
+from spmdrl.run_folder import make_folder, remove, rename
 from spmdrl.world.launch import known_rank
 
 if TYPE_CHECKING:
@@ -100,8 +100,9 @@ def _begin(checkpoint: Path, out: Path, *, which: str, made: Path) -> tuple[Path
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refusal(f"--out {out} exists and is not empty; give a new folder")
     found = whole_checkpoint(named(checkpoint, which))
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
+    with refusing(f"--out {out}: nothing can be written there", OSError):
+        remove(made)
+        make_folder(made, within=made.parent)
     return found
 
 
@@ -118,7 +119,7 @@ def _check_code(content: Manifest, base: str, *, trusts: bool) -> None:
 def _moved(made: Path, out: Path) -> Path:
     if out.is_dir():
         out.rmdir()
-    os.rename(made, out)
+    rename(made, out)
     return out
 
 

@@ -19,6 +19,7 @@ import tyro
 
 from spmdrl.data.row_files import hub_rows
 from spmdrl.errors import Refusal
+from spmdrl.run_folder import write_file
 
 ASK = "Please reason step by step, and put your final answer within \\boxed{}."
 """What Qwen and DeepSeek recommend for problems of mathematics."""
@@ -80,7 +81,7 @@ def fetch(
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{split}.jsonl"
         lines = (json.dumps(row, ensure_ascii=False) for row in rows)
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        write_file(path, "".join(f"{line}\n" for line in lines))
         print(f"{path}: {len(rows)} rows")
 
 

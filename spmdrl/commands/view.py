@@ -18,10 +18,11 @@ from typing import Annotated, Literal
 import tyro
 
 from spmdrl.errors import Refusal
-from spmdrl.imports import attempt
+from spmdrl.imports import attempt, refusing
 from spmdrl.report.rollout_page import page
 from spmdrl.report.rollout_text import group_text, groups_text, steps_text
 from spmdrl.report.rollout_view import read_groups, summaries
+from spmdrl.run_folder import write_file
 
 
 def view(
@@ -82,7 +83,8 @@ def view(
         text = page(views, color=color) if html else group_text(views[0], tokens=tokens)
     if html is None:
         return text
-    html.write_text(text, encoding="utf-8", errors="replace")
+    with refusing(f"--html {html}: no page can be written there", OSError):
+        write_file(html, text.encode(errors="replace"))
     return f"wrote {html}"
 
 

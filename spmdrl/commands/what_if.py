@@ -19,6 +19,8 @@ from typing import Annotated
 import tyro
 
 from spmdrl.errors import Refusal, described
+from spmdrl.imports import refusing
+from spmdrl.run_folder import write_file
 
 
 def what_if(
@@ -73,7 +75,8 @@ def what_if(
     if html is not None:
         trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
         text = page(found, opened.recorded, limit=limit, tokenizer=tokenizer, **trusts)
-        html.write_text(text, encoding="utf-8", errors="replace")
+        with refusing(f"--html {html}: no page can be written there", OSError):
+            write_file(html, text.encode(errors="replace"))
     if json:
         return dumps({"run": str(run), "steps": [plain(one) for one in found]}, indent=1)
     lines = [table(one, limit=limit) for one in found]

@@ -52,8 +52,10 @@ def start_rank(environment: dict[str, str], target: Callable[..., Any], *args: A
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spmdrl.proof.preloaded"])
     root = str(Path(__file__).parents[2])
-    paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
-    with mock.patch.dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS="1"):
+    # An empty entry, as the current folder, may hold modules of somebody else's.
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    environment_of_server = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+    with mock.patch.dict(os.environ, environment_of_server):
         forkserver.ensure_running()
     process = context.Process(target=_with_environment, args=(environment, target, *args))
     process.daemon = True

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from spmdrl.run_folder import write_file
 
 Panel = tuple[str, str | None, str | None]
 
@@ -89,7 +92,9 @@ def draw(runs: dict[str, Rows], *, out: Path, metrics: Sequence[str] = ()) -> bo
         axes.grid(alpha=0.3)
         if i == 0:
             axes.legend(fontsize=7)
-    figure.savefig(out, dpi=110)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=110, format=out.suffix[1:] or "png")
+    write_file(out, drawn.getvalue())
     return True
 
 

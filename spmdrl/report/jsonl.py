@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.imports import attempt, parsed_json
+from spmdrl.run_folder import open_file, replace_file, write_file
 
 log = logging.getLogger(__name__)
 
@@ -28,21 +29,32 @@ class JsonLines:
     def append(self, row: dict[str, Any]) -> None:
         """Write one row at the end of the file; numbers that are not finite become null."""
         self._waiting.append((json.dumps(_finite(row)) + "\n").encode())
-        good = self.path.stat().st_size if self.path.exists() else 0
         _, error = attempt(self._write_waiting, OSError)
         if error:  # disk full or a lost mount must not end a training run
             if len(self._waiting) == 1:
                 log.error(
                     "%s: cannot write (%s); rows are kept in memory until it can", self.path, error
                 )
-            if self.path.exists():
-                os.truncate(self.path, good)
             return
         self._waiting.clear()
 
     def _write_waiting(self) -> None:
-        with self.path.open("ab") as file:
-            file.write(b"".join(self._waiting))
+        with open_file(self.path, "ab", buffering=0) as file:
+            good, data = os.fstat(file.fileno()).st_size, b"".join(self._waiting)
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                os.ftruncate(file.fileno(), good)
+                raise
+
+    def cut(self, length: int, *, removed: Path) -> None:
+        """Move what the file holds from `length` bytes on into the file `removed`."""
+        with self.path.open("rb") as file:
+            file.seek(length)
+            write_file(removed, file.read())
+        with open_file(self.path, "ab") as file:
+            os.ftruncate(file.fileno(), length)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return what the file holds; nothing where there is none."""
@@ -64,10 +76,8 @@ class JsonLines:
         if not dropped and self.path.read_bytes().endswith(b"\n"):
             return 0
         if dropped:
-            removed.write_text("".join(line + "\n" for line in dropped))
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(line + "\n" for line in kept))
-        partial.replace(self.path)
+            write_file(removed, "".join(line + "\n" for line in dropped))
+        replace_file(self.path, "".join(line + "\n" for line in kept))
         return len(dropped)
 
 

@@ -7,9 +7,10 @@ import logging
 import re
 import sys
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from spmdrl.report.console import Console
+from spmdrl.run_folder import make_folder, open_file
 from spmdrl.world.world import World
 
 _FORMAT = "%(asctime)s %(levelname).1s rank %(rank)s %(name)s: %(message)s"
@@ -20,10 +21,11 @@ def agree_attempt_folder(world: World) -> Path:
 
     Every rank must call it: rank 0 chooses, the others are told.
     """
-    logs = Path(world.cfg.output_dir) / "logs"
+    output = Path(world.cfg.output_dir)
+    logs = output / "logs"
     attempt = world.from_rank_0(lambda: _next_attempt(logs), wait="agree on log folder")
     folder = logs / f"attempt_{attempt}"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, within=output)
     return folder
 
 
@@ -42,7 +44,10 @@ class RankLog:
     """
 
     def __init__(self, path: Path, *, rank: int, console: Console):
-        self._file = path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+        # path: OUTPUT_DIR/logs/attempt_N/rank_K.log
+        text: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}
+        opened = open_file(path, "a", within=path.parents[2], buffering=1, **text)
+        self._file = cast(TextIO, opened)
         self._stderr = sys.stderr
         tee = _Tee(sys.stderr, self._file)
         sys.stderr = tee

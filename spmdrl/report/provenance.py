@@ -16,6 +16,7 @@ from spmdrl import config
 from spmdrl.config import Config
 from spmdrl.imports import attempt
 from spmdrl.report.versions import installed_versions
+from spmdrl.run_folder import write_file
 
 
 def describe_environment() -> dict[str, Any]:
@@ -63,6 +64,6 @@ def save_environment(cfg: Config, *, folder: Path, attempt_folder: Path) -> dict
         "environment.json": json.dumps(environment, indent=2) + "\n",
     }
     for name, text in texts.items():
-        (attempt_folder / name).write_text(text)
-        (folder / name).write_text(text)
+        write_file(attempt_folder / name, text, within=folder)
+        write_file(folder / name, text)
     return environment

@@ -21,8 +21,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from urllib.parse import unquote
 
 from spmdrl.imports import attempt, parsed_json
+from spmdrl.run_folder import remove, rename, write_file
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +74,8 @@ class MlflowTracker:
         tags: dict[str, str],
         system_every_s: float = 10.0,
     ):
+        self._is_own = not uri
+        self._takes_artifacts = False
         self.uri = uri or f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         is_file = self.uri.startswith(_SQLITE) and "?" not in self.uri
         file = self.uri.removeprefix(_SQLITE) if is_file else ""
@@ -116,7 +120,7 @@ class MlflowTracker:
 
     def artifact(self, path: Path) -> None:
         """Keep a copy of a file with the run."""
-        self._put(_Task(lambda: self._client.log_artifact(self.run_id, str(path))))
+        self._put(_Task(lambda: self._send_artifact(path)))
 
     def close(self, status: Status, *, timeout_s: float = 30.0) -> None:
         """Send what waits, end the MLflow run with `status`; give up after `timeout_s`."""
@@ -215,7 +219,13 @@ class MlflowTracker:
             if known.get(key, value) != value:  # parameters of a run cannot change in MLflow
                 self._client.set_tag(self.run_id, f"from_step_{step}.{key}", value)
 
+    def _send_artifact(self, path: Path) -> None:
+        if self._takes_artifacts:
+            self._client.log_artifact(self.run_id, str(path))
+
     def _send_table(self, name: str, text: str) -> None:
+        if not self._takes_artifacts:
+            return
         self._client.log_text(self.run_id, text, name)
         entries = [{"path": name, "type": "table"}]
         self._client.set_tag(self.run_id, _TABLE_TAG, json.dumps(entries))
@@ -230,7 +240,7 @@ class MlflowTracker:
         self.run_id = self.run_id or self._known_run(client) or self._new_run(client)
         client.update_run(self.run_id, status="RUNNING")
         file = {"uri": self.uri, "experiment": self._experiment, "run_id": self.run_id}
-        (self._folder / _RUN_FILE).write_text(json.dumps(file) + "\n")
+        write_file(self._folder / _RUN_FILE, json.dumps(file) + "\n")
         self._monitor = SystemMetricsMonitor(
             self.run_id,
             sampling_interval=self._system_every_s,
@@ -238,7 +248,23 @@ class MlflowTracker:
             tracking_uri=self.uri,
         )
         self._monitor.start()
+        self._takes_artifacts = not (self._is_own and self._leads_away(client))
         self._client = client
+
+    def _leads_away(self, client: Any) -> bool:
+        """Return whether the store in the run's folder would have files written elsewhere: it was
+        moved, or is somebody else's."""
+        own = (self._folder.resolve() / "mlflow_artifacts").as_uri()
+        place = client.get_run(self.run_id).info.artifact_uri
+        if place.startswith(f"{own}/") and ".." not in unquote(place).split("/"):
+            return False
+        log.warning(
+            "MLflow's store in %s keeps its files in %s, which is not below it; no file is added "
+            "there: name the store by report.mlflow.uri if it is yours",
+            self._folder,
+            place,
+        )
+        return True
 
     def _known_run(self, client: Any) -> str | None:
         from mlflow.exceptions import MlflowException
@@ -288,16 +314,20 @@ def _create_store(path: Path) -> None:
     # Under another name until it is whole: a process that ends while MLflow makes its tables would
     # leave a file that MLflow refuses ever after, and other runs may make the same store now.
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial-{socket.gethostname()}-{os.getpid()}")
-    partial.unlink(missing_ok=True)
+    host = socket.gethostname()
+    for left in path.parent.glob(f"{path.name}.partial-{host}-*"):
+        if not os.path.exists(f"/proc/{left.name.rpartition('-')[2]}"):
+            remove(left)  # else a store that was killed here would have two names
+    partial = path.with_name(f"{path.name}.partial-{host}-{os.getpid()}")
+    remove(partial)
     MlflowClient(f"{_SQLITE}{partial.resolve()}")
     try:
         os.link(partial, path)
     except FileExistsError:  # another run's, made meanwhile
         pass
     except OSError:  # a file system without links
-        partial.rename(path)
-    partial.unlink(missing_ok=True)
+        rename(partial, path)
+    remove(partial)
 
 
 def tracking_uri(folder: Path | None) -> str:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -36,6 +35,7 @@ from spmdrl.config import Config, flatten
 from spmdrl.config.fields import replay_folder
 from spmdrl.errors import Refusal
 from spmdrl.imports import parsed_json, versions
+from spmdrl.run_folder import make_folder, open_file, replace_file
 
 FORMAT = 1
 FOLDER = "schedule"
@@ -110,20 +110,19 @@ class Writer:
     """
 
     def __init__(self, path: Path, lines: Sequence[Line]):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        output = path.parents[1]
+        make_folder(path.parent, within=output)
         self.nbytes, self._digest = 0, ""
         data = b"".join(map(self._packed, lines))
         if not path.exists() or path.read_bytes() != data:
-            partial = path.with_name(path.name + ".partial")
-            partial.write_bytes(data)
-            partial.replace(path)
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND)
+            replace_file(path, data, within=output)
+        self._file = open_file(path, "ab", within=output, buffering=0)
 
     def write(self, line: Line) -> None:
         """Append a line; what ends this process leaves it there."""
         data = self._packed(line)
         while data:
-            data = data[os.write(self._file, data) :]
+            data = data[self._file.write(data) :]
 
     def _packed(self, line: Line) -> bytes:
         text = json.dumps(line, separators=(",", ":"))

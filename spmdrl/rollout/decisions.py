@@ -38,6 +38,7 @@ from spmdrl.rollout.decision_log import (
     until_version,
 )
 from spmdrl.rollout.episode import Episode, Group
+from spmdrl.run_folder import remove, write_file
 from spmdrl.workers.messages import Failure, RewardResult, TurnResult
 from spmdrl.workers.pool import RewardPool
 from spmdrl.world.world import World
@@ -324,7 +325,7 @@ class Decisions:
         kind, version = self._what
         advice = ""
         if not self._must_repeat and self._astray is not None:
-            self._astray.touch()
+            write_file(self._astray, "", within=self._astray.parents[1])
             advice = "; start again: the next start decides anew"
         there = json.dumps(self._ahead[0]) if self._ahead else "nothing"
         return RuntimeError(
@@ -360,7 +361,7 @@ def _taken_up(
         files = check_schedule(cfg, tokens_per_microbatch=tokens)
     writer = Writer(path, own)
     if anew:
-        (path.parent / ASTRAY).unlink(missing_ok=True)
+        remove(path.parent / ASTRAY, within=path.parents[1])
     if _said(own) != now:
         writer.write(["run", now])
     return made_of(files, replica=world.replica, version=version), writer, is_known

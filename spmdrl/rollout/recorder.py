@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial as partial_of
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from spmdrl.config import Config, ShapingSettings, flatten
 from spmdrl.config.former import modernized
 from spmdrl.data.attachments import with_items
 from spmdrl.given import Shown
-from spmdrl.imports import refusing
+from spmdrl.imports import attempt, refusing
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
 from spmdrl.rollout.packing import cumulative, flat_episodes
+from spmdrl.run_folder import make_folder, open_file, remove, rename, write_file
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, Tokens
 
 FORMAT = 1
@@ -113,14 +115,15 @@ class Recorder:
     def __init__(self, cfg: Config, *, replica: int, num_replicas: int):
         self.cfg, self.every = cfg, cfg.rollout.record.every
         self.replica, self.num_replicas = replica, num_replicas
-        self.folder = Path(cfg.output_dir) / FOLDER
+        self._within = Path(cfg.output_dir)
+        self.folder = self._within / FOLDER
         probe = self.folder / f".replica_{replica}.partial"
         what = f"rollout.record: {self.folder} cannot be written to"
         hint = "; set another output_dir, or leave rollout.record.every out"
         with refusing(what, OSError, hint=hint):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"")
-            probe.unlink()
+            make_folder(self.folder, within=self._within)
+            write_file(probe, b"", within=self._within)
+            remove(probe, within=self._within)
 
     def record(self, step: int, groups: Sequence[Group], share: Rollouts) -> None:
         """Write a share, if its step is one of those to record.
@@ -158,7 +161,7 @@ class Recorder:
             _replace(partial, self.folder / name)
         except OSError as error:
             for left in (partial, _draft_of(partial)):
-                left.unlink(missing_ok=True)
+                attempt(partial_of(remove, left, within=self._within), OSError)
             raise RuntimeError(
                 f"step {step}: its rollouts cannot be recorded as {self.folder / name}: {error}; "
                 "make room and resume, or resume without rollout.record"
@@ -169,8 +172,8 @@ class Recorder:
         for path in self.folder.glob(f"step_{step:06d}_replica_*.parquet"):
             found = FILE_NAME.fullmatch(path.name)
             if found and int(found[3]) != self.num_replicas:
-                path.unlink(missing_ok=True)
-                digest_file(path).unlink(missing_ok=True)
+                remove(path, within=self._within)
+                remove(digest_file(path), within=self._within)
 
 
 def digest_file(path: Path) -> Path:
@@ -191,17 +194,17 @@ def _draft_of(partial: Path) -> Path:
 def _replace(partial: Path, path: Path) -> None:
     """Give a written file its name, its digest first: until the name is its, that of the file which
     has it stands there too. Raises: OSError."""
-    digest, new = digest_file(path), digest_line(partial, path.name)
+    digest, new, within = digest_file(path), digest_line(partial, path.name), path.parents[1]
     old = digest.read_text() if digest.is_file() and path.is_file() else ""
     for text in (new + old, new) if old else (new,):
         draft = _draft_of(partial)
-        with draft.open("w") as file:
+        with open_file(draft, "w", within=within) as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(draft, digest)
+        rename(draft, digest, within=within)
         if partial.exists():
-            os.replace(partial, path)
+            rename(partial, path, within=within)
 
 
 def kept_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,7 +219,7 @@ def _write(path: Path, table: pa.Table, header: dict[str, Any]) -> None:
     groups = table["group"].to_numpy()
     inner = (numpy.flatnonzero(numpy.diff(groups)) + 1).tolist()
     starts = [0, *inner, len(groups)] if len(groups) else []
-    with path.open("wb") as file:
+    with open_file(path, "wb", within=path.parents[1]) as file:
         with parquet.ParquetWriter(file, table.schema, compression="zstd") as writer:
             for start, end in pairwise(starts):
                 writer.write_table(table.slice(start, end - start))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.algorithms.mismatch import gap_sums
+from spmdrl.run_folder import make_folder, open_file
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats, on_host
 from spmdrl.world.world import World
 
@@ -90,7 +91,8 @@ def dump_skipped(
     update: int,
 ) -> None:
     """Save this rank's micro-batches of a step that was not taken, to look at later."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    output = file.parents[1]
+    make_folder(file.parent, within=output)
     saved = [
         on_host(one.packed).plain()
         | {
@@ -100,16 +102,15 @@ def dump_skipped(
         }
         for one in microbatches
     ]
-    torch.save(
-        {
-            "step": step,
-            "update": update,
-            "loss": totals.loss,
-            "grad_norm": totals.grad_norm,
-            "microbatches": saved,
-        },
-        file,
-    )
+    content = {
+        "step": step,
+        "update": update,
+        "loss": totals.loss,
+        "grad_norm": totals.grad_norm,
+        "microbatches": saved,
+    }
+    with open_file(file, "wb", within=output) as opened:
+        torch.save(content, opened)
     log.warning(
         "step %d update %d: loss %g, gradient norm %g: not finite, update skipped on all "
         "ranks; micro-batches saved to %s",

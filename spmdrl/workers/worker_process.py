@@ -28,7 +28,8 @@ from spmdrl.workers.messages import (
 )
 from spmdrl.workers.reports import BadReport, Began, Ready, Refused, Report, Returned, take_reports
 
-# The child imports from where we import, installed or not, from any working directory.
+# The child imports from where we import, installed or not, from any working directory, and by -P
+# not from that directory itself.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from spmdrl.workers.main import main; main(*map(int, sys.argv[2:]))"
@@ -80,7 +81,7 @@ class WorkerProcess:
         told = [json.dumps(sys.path), str(theirs.fileno()), str(self._memory_bytes)]
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _START, *told],
+                [sys.executable, "-P", "-c", _START, *told],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],

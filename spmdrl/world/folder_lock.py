@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spmdrl.errors import Refusal
+from spmdrl.run_folder import link_problems
 from spmdrl.world.launch import job_of_launcher, known_rank
 
 NAME = "run.lock"
@@ -58,7 +59,7 @@ def own_folder(folder: Path) -> Iterator[None]:
     What a dead process of this machine had is taken over, as is what an earlier attempt of the
     same job of the scheduler had, wherever it ran.
 
-    Raises: Refusal naming who has it, or why nothing can be written there.
+    Raises: Refusal naming who has it, why nothing can be written there, or the links in it.
     """
     if known_rank() != "0":
         yield
@@ -69,6 +70,8 @@ def own_folder(folder: Path) -> Iterator[None]:
     os.register_at_fork(after_in_child=lambda: os.close(held.pop()) if held else None)
     threading.Thread(target=_touch, args=(file, over), daemon=True, name="spmdrl-lock").start()
     try:
+        if problems := link_problems(folder):
+            raise Refusal("\n".join(problems))
         yield
     finally:
         over.set()
@@ -79,6 +82,10 @@ def own_folder(folder: Path) -> Iterator[None]:
 
 def folder_problems(folder: Path) -> list[str]:
     """Return why a run could not have this output_dir now; nothing is written."""
+    return _lock_problems(folder) or link_problems(folder)
+
+
+def _lock_problems(folder: Path) -> list[str]:
     try:
         file = _open(folder, os.O_RDONLY)
     except FileNotFoundError:
@@ -116,9 +123,10 @@ def _open(folder: Path, flags: int) -> int:
     """Open the lock. Raises: OSError, for what is no plain file of this folder too: a link's
     target would be emptied, and a pipe waited for."""
     file = os.open(folder / NAME, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    if not stat.S_ISREG(os.fstat(file).st_mode):
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(file)
-        raise OSError(f"{folder / NAME} is no plain file")
+        raise OSError(f"{folder / NAME} is no plain file, or has another name too")
     return file
 
 

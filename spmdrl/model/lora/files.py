@@ -29,6 +29,7 @@ from spmdrl.model.files.digests import shared_digests
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
 from spmdrl.model.lora.form import LoraForm
+from spmdrl.run_folder import write_file
 
 if TYPE_CHECKING:
     from spmdrl.world.world import World
@@ -279,7 +280,7 @@ def write_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    write_file(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     save_file(
         {
             places[name].file: places[name].to_file(tensor).contiguous()

@@ -26,6 +26,7 @@ from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import hf_config_of, max_positions, model_folder
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded import ShardedModel, scoring_temperature
+from spmdrl.run_folder import remove
 from spmdrl.train.companions.reference_table import (
     Table,
     other_parts,
@@ -69,7 +70,8 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
         when the file cannot be written.
     """
     parts = _parts(cfg, world, path=path)
-    folder = Path(cfg.model.reference.cache_folder or Path(cfg.output_dir) / "reference_logprobs")
+    within = _within(cfg)
+    folder = within if cfg.model.reference.cache_folder else within / "reference_logprobs"
     file = table_file(folder, parts)
     table, problem = shared_table(file, parts, world)
     with _agreed(world):
@@ -90,9 +92,14 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     if world.rank == 0:
-        write_table(file, table.joined(filled.pieces()), parts)
-        table_file(folder, aside).unlink(missing_ok=True)
+        write_table(file, table.joined(filled.pieces()), parts, within=within)
+        remove(table_file(folder, aside), within=within)
     return shared_table(file, parts, world)[0]
+
+
+def _within(cfg: Config) -> Path:
+    """Return the folder that the config names, in or below which the files are."""
+    return Path(cfg.model.reference.cache_folder or cfg.output_dir)
 
 
 def look_up(table: Table, row: ScoredRow) -> Tensor:
@@ -241,7 +248,7 @@ def _compute(
         progress.say()
         if time.monotonic() - saved > _SAVE_S and begin + _PACKS < rounds:
             saved = time.monotonic()
-            write_table(file, known.joined(found), parts)
+            write_table(file, known.joined(found), parts, within=_within(cfg))
     return known.joined(found)
 
 

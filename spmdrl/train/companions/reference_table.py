@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from spmdrl.imports import refusing
+from spmdrl.run_folder import make_folder, rename, write_file
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.world import World
 
@@ -90,22 +91,24 @@ def table_file(folder: Path, parts: Mapping[str, str]) -> Path:
     return folder / f"{name}.safetensors"
 
 
-def write_table(path: Path, table: Table, parts: Mapping[str, str]) -> None:
-    """Write a table, by one rename. Raises: RuntimeError when the disk refuses."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+def write_table(path: Path, table: Table, parts: Mapping[str, str], *, within: Path) -> None:
+    """Write a table, by one rename.
+
+    Args:
+        within: output_dir, or the folder that the config names, see `open_file`.
+    Raises: RuntimeError when the disk refuses.
+    """
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # runs may share the folder
     what = f"the reference's logprobs cannot be written to {path}"
     hint = (
         "; free disk space, or name another folder by model.reference.cache_folder: {cache: FOLDER}"
     )
     with refusing(what, OSError, SafetensorError, hint=hint, kind=RuntimeError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(
-            {name: getattr(table, name) for name in _NAMES},
-            partial,
-            metadata={**parts, "sha256": table.digest()},
-        )
-        partial.chmod(0o644)  # safetensors lets only the owner read
-        os.replace(partial, path)
+        make_folder(path.parent, within=within)
+        content = {name: getattr(table, name) for name in _NAMES}
+        data = save(content, metadata={**parts, "sha256": table.digest()})
+        write_file(partial, data, within=within)
+        rename(partial, path, within=within)
 
 
 def read_table(path: Path, parts: Mapping[str, str]) -> tuple[Table | None, str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from spmdrl.run_folder import make_folder, write_file
 from spmdrl.world.torch_internals import flight_record
 
 _SHOWN = 64
@@ -21,10 +22,10 @@ def leave_record(folder: Path | None, *, rank: int) -> str:
         return ""
     path = folder / f"collectives_{rank}.txt"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, within=folder.parent)
         record = flight_record()
-        (folder / f"rank_{rank}").write_bytes(record)
-        path.write_text(text_of(record))
+        write_file(folder / f"rank_{rank}", record, within=folder.parent)
+        write_file(path, text_of(record), within=folder.parent)
     except OSError as error:  # a full disk must not keep a rank that is lost
         return f"its last collectives could not be written to {path}: {error}\n"
     return f"its last collectives: {path}\n"
