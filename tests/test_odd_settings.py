@@ -263,3 +263,53 @@ def test_paths_that_no_file_system_holds_are_refused(field, path, said):
 )
 def test_names_that_no_disk_can_hold_are_asked_for_without_an_error(path, is_missing):
     assert is_missing_folder(path) == is_missing
+
+
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        f"http://me:{SECRET}@host:5000",
+        f"https://{SECRET}@host",
+        f"http://me:a/{SECRET}@host",
+        f"http://me:a?#{SECRET}@host/x",
+        f"http://me:[{SECRET}@host",
+        f"HTTP://me:{SECRET}@host",
+        f"me:{SECRET}@host:5000",
+        f"postgresql://me:{SECRET}@host/runs",
+        f"mysql+pymysql://me:{SECRET}@host/runs",
+        f"postgresql://host/runs?user=me&password={SECRET}",
+        f"http://host:5000/?access_token={SECRET}",
+        f"sqlite:///x.db?key={SECRET}",
+    ],
+)
+@pytest.mark.parametrize("dry_run", ["", "full"])
+def test_a_secret_in_the_trackers_address_is_refused_and_shown_nowhere(
+    address, dry_run, capsys, tmp_path
+):
+    own = [f"--report.mlflow.uri={address}", f"--output-dir={tmp_path / 'out'}"]
+    with pytest.raises(SystemExit):
+        parse([*own, *(["--dry-run", dry_run] if dry_run else [])])
+    said = "".join(capsys.readouterr())
+    assert "report.mlflow.uri: holds a user's name, a password or a token" in said
+    assert "MLFLOW_TRACKING_PASSWORD" in said and SECRET not in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "",
+        "http://host:5000",
+        "https://host/mlflow?workspace=3",
+        "sqlite:////shared/a@b/mlflow.db",
+        "/shared/a@b/mlruns",
+        "file:///shared/me:x@y",
+        "postgresql://me@host/runs",
+        "databricks://profile",
+    ],
+)
+def test_an_address_without_a_secret_is_none(address):
+    assert bounds()["report.mlflow.uri"].problem(address) == ""

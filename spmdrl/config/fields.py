@@ -18,6 +18,7 @@ from spmdrl.config.objectives import OBJECTIVES, Objective
 from spmdrl.config.options import NestedOptions
 from spmdrl.config.placements import PLACEMENTS, Placement
 from spmdrl.config.ranges import (
+    Address,
     Count,
     Deadline,
     Fraction,
@@ -164,9 +165,10 @@ class EvaluateSettings:
 class MlflowSettings:
     """Where MLflow writes."""
 
-    uri: str = ""
+    uri: Address = ""
     """A server, e.g. http://host:5000, or a file that all runs may share, e.g.
-    sqlite:////shared/mlflow.db; empty: a SQLite file in output_dir."""
+    sqlite:////shared/mlflow.db; empty: a SQLite file in output_dir. Names of users and passwords
+    are MLflow's own variables: MLFLOW_TRACKING_USERNAME, _PASSWORD or _TOKEN."""
     experiment: str = "spmdrl"
     """Name of the experiment."""
     run_name: str = ""

@@ -7,9 +7,11 @@ holds every field against its bound before any other check computes with it; `--
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import parse_qsl, urlsplit
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,48 @@ class PathForm:
         return ""
 
 
+@dataclass(frozen=True)
+class AddressForm:
+    """The address of a tracker, which is written to many files: it may hold no secret."""
+
+    def __str__(self) -> str:
+        return ""
+
+    def problem(self, value: str) -> str:
+        """Return what is wrong with an address, without showing it; empty if nothing is."""
+        return _TAKE_OUT if _holds_secret(value) else ""
+
+
+_TAKE_OUT = (
+    "holds a user's name, a password or a token, which config.yaml, logs and other files of the "
+    "run would show; take it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
+    "or MLFLOW_TRACKING_TOKEN, in the environment of the ranks (of a database, what its own client "
+    "reads: PGPASSWORD, a file of options)"
+)
+_SECRETS = re.compile(r"pass|pwd|token|secret|key|credential|auth", re.IGNORECASE)
+
+
+def _holds_secret(address: str) -> bool:
+    scheme, colon, rest = address.partition("://")
+    if not colon:  # a folder, or a mistake such as user:password@host
+        first = address.partition("/")[0]
+        return "@" in first
+    try:
+        parts = urlsplit(address)
+        query = [*parse_qsl(parts.query), *parse_qsl(parts.fragment)]
+    except ValueError:  # brackets that do not match, in a password say
+        return "@" in rest
+    if any(_SECRETS.search(name) for name, _ in query):
+        return True
+    if scheme.partition("+")[0] in ("sqlite", "file"):
+        return "@" in parts.netloc
+    # A user's name alone is what a database asks for; elsewhere it may be a token. An unescaped
+    # slash in a password moves the rest of it behind the host.
+    user, has_user, _ = rest.rpartition("@")
+    is_name = scheme not in ("http", "https") and re.fullmatch(r"[\w.-]+", user) is not None
+    return bool(has_user) and not is_name
+
+
 def _bytes(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
@@ -96,6 +140,7 @@ _LONGEST_PATH, _LONGEST_NAME = 4095, 255
 _MONTH_S = 31 * 24 * 3600
 
 PathText = Annotated[str, PathForm()]
+Address = Annotated[str, AddressForm()]
 Natural = Annotated[int, within(0, 10**9)]
 Count = Annotated[int, within(1, 10**9)]
 Ranks = Annotated[int, within(1, 2**17)]

@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeGuard, Union
 
 from spmdrl.config.fields import Config
 from spmdrl.config.options import checked_text, option_name, option_value, shown
-from spmdrl.config.ranges import PathForm, Range
+from spmdrl.config.ranges import AddressForm, PathForm, Range
 from spmdrl.errors import Refusal
 
-Bound = Range | PathForm
+Bound = Range | PathForm | AddressForm
 
 
 @functools.cache
