@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
+from spmdrl.commands.check import _status
 from spmdrl.config import LayoutSettings
 from spmdrl.data.attachments import SEEING
 from spmdrl.data.vision.image_tokens import ImageReader
@@ -84,6 +86,28 @@ def test_sequences_that_see_each_other_and_pushes_that_move_nothing_are_wrong(tm
 def test_a_model_that_is_not_served_is_refused_by_name(tmp_path):
     (line,) = Proof(family_config("gptj"), tmp_path).lines()
     assert line.verdict == "refused" and "GPTJForCausalLM" in line.note
+
+
+def sleeping(*args: str) -> jobs.Measured:
+    """Do a job that takes longer than it is given."""
+    time.sleep(600)
+    return {}
+
+
+def test_a_line_that_takes_too_long_is_not_finished_and_not_wrong(tmp_path):
+    with mock.patch.object(jobs, "engine", sleeping):
+        proof = Proof(family_config("qwen3"), tmp_path, timeout_s=1.0)
+        proof._make()
+        line = proof._streamed("vllm")
+    assert line.verdict == "not finished" and "no answer in time from ranks [0]" in line.note
+    assert line.seconds < 60, "it is not tried again in another dtype"
+    found = known(*GOOD[:-1], line)
+    assert not found.is_proved and found.is_unfinished
+    assert "not finished (1)" in page_with([found], "# M\n")
+    good, wrong = known(*GOOD), known(*changed("export", "WRONG"), replace(line, name="tp 2"))
+    assert [_status(own) for own in ([good], [good, found], [found, wrong])] == [0, 3, 1]
+    refused = known(Line("model", "refused", "leaks", 0.0))
+    assert _status([found, refused]) == 1
 
 
 def test_a_model_of_which_no_small_one_can_be_made_is_refused_with_what_went_wrong(tmp_path):

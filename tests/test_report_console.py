@@ -197,13 +197,22 @@ def test_the_probe_of_engine_against_trainer_is_printed_and_recorded(tmp_path, c
         "sync/gb_per_s": (1.5, 1),
         "sync/probe_gap": (0.016, 10),
         "sync/probe_gap_max": (1.2e-6, 1),
+        "proof/plain_gap": (3e-7, 1),
     }
     with reporting(cfg, sums=sums):
         pass
     out = capsys.readouterr().out
     assert "first push of the weights: 4,000,000 bytes, 1.500 GB/s" in out
     assert "probe_gap 0.0016, probe_gap_max 1.2e-06 (mean allowed: 0.1)" in " ".join(out.split())
-    assert read_rows(tmp_path / "metrics.jsonl")[0]["sync/probe_gap"] == pytest.approx(0.0016)
+    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    assert row["sync/probe_gap"] == pytest.approx(0.0016) and row["proof/plain_gap"] == 3e-7
+
+
+def test_what_was_proved_of_the_rows_is_recorded_without_an_engine_too(tmp_path):
+    with reporting(config(tmp_path), sums={"proof/leak": (0.0, 1), "proof/packed_gap": (2e-7, 1)}):
+        pass
+    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    assert row["step"] == 0 and row["proof/leak"] == 0.0 and row["proof/packed_gap"] == 2e-7
 
 
 def test_the_last_line_says_what_was_lost_in_all_attempts(tmp_path, capsys):

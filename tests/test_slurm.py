@@ -291,4 +291,4 @@ def test_train_runs_from_the_sbatch_file(desk, tiny_model):
     )
     assert desk.end_of(job) == "COMPLETED", desk.output()
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [0, 1, 2], rows
+    assert [row["step"] for row in rows if "policy/loss" in row] == [0, 1, 2], rows

@@ -6,7 +6,8 @@
 
 Makes a small model of the same code (only config.json is needed) and runs the product on it, in
 float32: each line is proved with what was measured, refused with the reason that a run would give,
-or WRONG. Exit status 0: one rank trains it right, an engine serves it, and nothing is wrong.
+WRONG, or not finished within --timeout-s. Exit status 0: one rank trains it right, an engine serves
+it, and nothing is wrong; 3: nothing is wrong, and a line was not finished; 1: all else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -25,6 +27,9 @@ from spmdrl.errors import Refusal
 if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
     from spmdrl.config import LayoutSettings
     from spmdrl.proof.record import Record
+
+_UNFINISHED = 3
+"""Exit status where nothing is wrong, and something took longer than it was given."""
 
 
 def check(
@@ -39,7 +44,7 @@ def check(
     timeout_s: float = 180.0,
     trust_remote_code: bool = False,
     part: Literal["all", "text"] = "all",
-) -> bool:
+) -> int:
     """Check one model, or families of transformers.
 
     Args:
@@ -55,7 +60,7 @@ def check(
         timeout_s: longest that one line may take, in seconds.
         trust_remote_code: run the model's own code, if it brings some.
         part: as model.part: all of a model that sees, or its text model alone.
-    Returns: whether everything that a run would use is proved.
+    Returns: the exit status: 0 where everything that a run would use is proved.
     Raises: Refusal for a model or layout that cannot be read, or none given.
     """
     import transformers
@@ -78,12 +83,20 @@ def check(
     record = _checked(model, hf_config, layout=mesh, options=options)
     keep_record(record, own_records())
     print(_closing(record))
-    return record.is_proved
+    return _status([record])
+
+
+def _status(records: Sequence[Record]) -> int:
+    """Return the exit status that says what was found of models."""
+    left = [record for record in records if not record.is_proved]
+    if not left:
+        return 0
+    return _UNFINISHED if all(record.is_unfinished for record in left) else 1
 
 
 def _check_families(
     families: str, *, table: Path | None, again: bool, options: dict[str, Any]
-) -> bool:
+) -> int:
     from spmdrl.model.families import family_config, family_names
     from spmdrl.proof import record as records
     from spmdrl.proof.table import write
@@ -103,7 +116,7 @@ def _check_families(
             write(records.read(path), table)
     if table:
         write(records.read(path), table)
-    return all(known[name].is_proved for name in names)
+    return _status([known[name] for name in names])
 
 
 def _checked(
@@ -129,6 +142,8 @@ def _checked(
 
 
 def _closing(record: Record) -> str:
+    if record.is_unfinished:
+        return "not proved: some lines were not finished; give them longer by --timeout-s"
     if not record.is_proved:
         return "not proved"
     engines = [line for line in record.lines if "engine" in line.name]
@@ -138,6 +153,6 @@ def _closing(record: Record) -> str:
 
 def main() -> int:
     """Run from the command line; return the exit status."""
-    is_proved = tyro.cli(check, prog="python -m spmdrl check")
+    status = tyro.cli(check, prog="python -m spmdrl check")
     sys.stdout.flush()
-    return 0 if is_proved else 1
+    return status

@@ -135,7 +135,7 @@ class Proof:
         """Return the line of an engine: in float32, or in bfloat16 where it has no other."""
         name = f"{kind} engine"
         line = self._line(name, jobs.engine, self._engine(kind), _engine)
-        if line.verdict == "proved" or line.kind or kind != "vllm":
+        if line.verdict in ("proved", "not finished") or line.kind or kind != "vllm":
             return line
         cfg = self._engine(kind)
         cfg = replace(cfg, engine=replace(cfg.engine, dtype="bfloat16"))
@@ -227,10 +227,17 @@ def _judged(
     seconds: float,
 ) -> Line:
     if found is None:
-        is_refusal = isinstance(error, RankError) and error.is_refusal
-        return Line(name, "refused" if is_refusal else "WRONG", _short(error), seconds)
+        return Line(name, _verdict_of(error), _short(error), seconds)
     is_right, note = judge(found)
     return Line(name, "proved" if is_right else "WRONG", note, seconds, found.get("mode", ""))
+
+
+def _verdict_of(error: BaseException | None) -> Verdict:
+    """Return what a job shows that ended with an error."""
+    if isinstance(error, RankError) and error.is_timeout:
+        return "not finished"
+    is_refusal = isinstance(error, RankError) and error.is_refusal
+    return "refused" if is_refusal else "WRONG"
 
 
 def _packed(found: jobs.Measured) -> tuple[bool, str]:

@@ -42,6 +42,11 @@ class RankError(Exception):
         """Whether the product says by it that it will not do this."""
         return self.kind == "Refusal" and "spmdrl" in self.text.rpartition("File ")[2]
 
+    @property
+    def is_timeout(self) -> bool:
+        """Whether it says only that no answer came in the time that there was."""
+        return self.kind == "Timeout"
+
 
 def start_rank(environment: dict[str, str], target: Callable[..., Any], *args: Any) -> BaseProcess:
     """Start `target(*args)` in a process with this environment that has done slow imports.

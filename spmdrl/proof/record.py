@@ -15,7 +15,7 @@ from spmdrl.imports import versions
 from spmdrl.model.transformers_internals import has_towers
 from spmdrl.world.world import World
 
-Verdict = Literal["proved", "refused", "WRONG"]
+Verdict = Literal["proved", "refused", "WRONG", "not finished"]
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,22 @@ class Record:
 
     @property
     def is_proved(self) -> bool:
-        """Whether one rank trains it right, some engine serves it, and nothing is wrong."""
+        """Whether one rank trains it right, some engine serves it, and nothing is wrong or was left
+        unfinished."""
         verdicts = {line.name: line.verdict for line in self.lines}
         needed = [v for n, v in verdicts.items() if n not in _OPTIONAL and "engine" not in n]
         engines = [v for n, v in verdicts.items() if "engine" in n]
         return (
-            "WRONG" not in verdicts.values()
+            not {"WRONG", "not finished"} & {*verdicts.values()}
             and {*needed} == {"proved"}
             and (not engines or "proved" in engines)
         )
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether nothing is wrong, and a line took longer than it was given."""
+        verdicts = {line.verdict for line in self.lines}
+        return "not finished" in verdicts and "WRONG" not in verdicts
 
 
 _OPTIONAL = ("tp 2", "cp 2", "ep 2", "LoRA", "resume on dp 2")

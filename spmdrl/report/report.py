@@ -70,7 +70,8 @@ class Report:
         Args:
             derived: the arithmetic that follows from the config, as {name: value} for people.
             step: steps already done.
-            sums: what the first push and the probe of engine against trainer measured.
+            sums: what the comparison of rows, the first push and the probe of engine against
+                trainer measured. Rows and probe are a row of metrics.jsonl.
         """
         seconds = self._watch.take_seconds()  # start-up is no part of the first step
         if self.rank == 0:
@@ -120,7 +121,9 @@ class Report:
                 f"engine against trainer, |logprob| gap in nats: {gaps} "
                 f"(mean allowed: {self.cfg.stream.max_logprob_gap})"
             )
-            self._write(step, probe)
+        proved = {k: v for k, v in values.items() if k.startswith("proof/")}
+        if proved or probe:
+            self._write(step, proved | probe)
 
     def _line(self, line: str) -> None:
         self.console.line(text.wrapped(line, width=self.console.width))
