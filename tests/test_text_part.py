@@ -22,8 +22,9 @@ from spmdrl.check.model import model_problems
 from spmdrl.commands.export import export
 from spmdrl.config import LayoutSettings
 from spmdrl.model import load
-from spmdrl.model.files.reader import CheckpointReader, text_part
+from spmdrl.model.files.reader import CheckpointReader, instead, text_part
 from spmdrl.model.load import load_hf_config
+from spmdrl.model.transformers_internals import has_towers
 
 ROWS = ([5, 6, 7, 8, 40, 41], [9, 10, 11])
 TEXT = {
@@ -173,3 +174,36 @@ def test_what_is_no_text_part_is_refused_or_kept_apart(tmp_path):
     AutoConfig.for_model("qwen2_5_vl").save_pretrained(tmp_path / "qwen")
     with pytest.raises(ValueError, match="model.part: text of a qwen2_5_vl .* cannot be told"):
         load_hf_config(str(tmp_path / "qwen"), part="text")
+
+
+@pytest.mark.parametrize(
+    "family, has_text",
+    [
+        ("fuyu", True),
+        ("emu3", False),
+        ("got_ocr2", True),
+        ("glm4v", False),
+        ("qwen2_vl", False),
+        ("mllama", False),
+        ("granite_speech", True),
+    ],
+)
+def test_the_text_part_is_advised_where_it_can_be_trained(family, has_text, tmp_path):
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"is a {family} with a tower") as found:
+        load_hf_config(str(tmp_path))
+    assert ("set model.part to text" in str(found.value)) == has_text
+    assert ("its text part cannot be trained alone either" in str(found.value)) != has_text
+    if has_text:
+        assert load_hf_config(str(tmp_path), part="text").model_type != family
+    else:
+        with pytest.raises(ValueError, match="cannot be told from the rest"):
+            load_hf_config(str(tmp_path), part="text")
+    assert bool(instead(str(tmp_path))) == has_text
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "mistral4", "gemma4_text", "blt", "dbrx", "deepseek_v3"]
+)
+def test_a_model_of_text_has_no_tower(family):
+    assert not has_towers(AutoConfig.for_model(family))

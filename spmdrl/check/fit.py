@@ -19,7 +19,7 @@ from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.model.blocks import experts_modules, uneven_experts, unshardable
 from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
 from spmdrl.model.files.file_tensors import file_tensors
-from spmdrl.model.files.reader import CheckpointReader
+from spmdrl.model.files.reader import CheckpointReader, instead
 from spmdrl.model.load import build_meta_model, check_buffers, check_weights
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.form import LoraForm
@@ -115,6 +115,7 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
 def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
     """Yield what asks for a tower that is not there, and what is not done with one."""
     model, kind = cfg.model, hf_model.config.model_type  # type: ignore[union-attr]
+    text = instead(model.path) if sees(hf_model) else ""
     asked: dict[str, Any] = {} if model.train == "all" else {"train": model.train}
     for name, value in ({} if sees(hf_model) else (asked | model.own_rates)).items():
         yield (
@@ -125,20 +126,17 @@ def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
         yield (
             f"batch.tokens_per_microbatch: 0 with a {kind}, which sees: sizes are tried on rows of "
             "text, and what its tower keeps would come on top; set a number (python -m "
-            f"spmdrl plan names the largest that fits), or model.part to text (model.path "
-            f"{model.path})"
+            f"spmdrl plan names the largest that fits){text} (model.path {model.path})"
         )
     if sees(hf_model) and model.kernels.compile:
         yield (
             f"model.kernels.compile: true with a {kind}, which sees: rows that show something were "
-            "never proved compiled; set it to false, or model.part to text (model.path "
-            f"{model.path})"
+            f"never proved compiled; set it to false{text} (model.path {model.path})"
         )
     if sees(hf_model) and cfg.layout.survive_engines:
         yield (
             f"layout.survive_engines: true with a {kind}, which sees; whether a run goes on with "
-            "it after a loss was not tried: set it to false, or model.part to text (model.path "
-            f"{model.path})"
+            f"it after a loss was not tried: set it to false{text} (model.path {model.path})"
         )
     if model.lora.pushes_adapter and adapted_weights(hf_model, model.lora) & tower_parameters(
         hf_model
@@ -167,10 +165,11 @@ def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
         is_seen: the policy sees what they are to score.
     """
     problems: list[str] = []
+    text = instead(cfg.model.path) if is_seen else ""
     if is_seen and cfg.model.reference.cache:
         problems.append(
             "model.reference.cache: true, and the policy sees: logprobs are found by tokens, which "
-            "rows that show other things may share; set it to false, or model.part to text"
+            f"rows that show other things may share; set it to false{text}"
         )
     paths = {
         "model.reference.path": cfg.model.reference.path,
@@ -191,8 +190,7 @@ def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
             if is_seen and not sees(hf_model):
                 problems.append(
                     f"{field} {path}: it does not see, and the policy does: of what is shown "
-                    "it would read the placeholders alone; take one that sees, or set model.part "
-                    "to text"
+                    f"it would read the placeholders alone; take one that sees{text}"
                 )
     return problems + _teacher_problems(cfg)
 

@@ -12,7 +12,9 @@ from torch import nn
 from spmdrl.config import ModelSettings
 from spmdrl.data.attachments import SEEING
 from spmdrl.errors import Refusal
+from spmdrl.imports import attempt
 from spmdrl.model.blocks import base_of
+from spmdrl.model.files.reader import text_part
 from spmdrl.model.transformers_internals import block_kinds, class_of, has_towers
 
 
@@ -24,12 +26,18 @@ def check_family(config: Any, *, path: str) -> None:
         path: of the model, for messages.
     Raises: Refusal.
     """
-    if config.model_type not in SEEING:
-        raise Refusal(
-            f"model.path: {path} is a {config.model_type} with a tower; those that can be "
-            f"trained as they are: {', '.join(SEEING)}; set model.part to text to train its text "
-            "part alone"
+    if config.model_type in SEEING:
+        return
+    _, error = attempt(lambda: text_part(path))
+    raise Refusal(
+        f"model.path: {path} is a {config.model_type} with a tower; those that can be trained as "
+        f"they are: {', '.join(SEEING)}; "
+        + (
+            f"and its text part cannot be trained alone either: {error}"
+            if error
+            else "set model.part to text to train its text part alone"
         )
+    )
 
 
 _BOTH_WAYS = ("gemma3",)

@@ -9,7 +9,7 @@ ignored_names      _keys_to_ignore_on_load_unexpected       once it is public
 owners, initialise _init_weights, Tensor._is_hf_initialized once from_pretrained takes a meta model
 as_saved           core_model_loading.revert_weight_conversion  once it is documented
 released_names     vision_tower.vision_model of SigLIP's files   once saving keeps it
-has_towers, class_of  configs' vision_config, audio_config    never: documented
+has_towers, class_of  sub_configs, by which parts are known   once configs tell what they take
 is_experts, activated  experts modules' _apply_gate         once their functions' contract is public
 grouped_experts, grouped_linear  integrations.moe           once they are documented
 zero_idle_experts  integrations.moe._grouped_mm (patched)  once torch zeroes them on Blackwell
@@ -112,18 +112,34 @@ def released_names(config: Mapping[str, Any], names: Iterable[str]) -> dict[str,
     return {released: name for released, name in found.items() if released != name}
 
 
+_SENSES = ("vision", "audio", "image", "video", "vq", "speech", "codec", "acoustic", "protein")
+"""Words in the names of parts of configs that are of towers."""
+
+
 def has_towers(config: Any) -> bool:
-    """Return whether a transformers config is of a model that takes more than text."""
-    return any(
-        getattr(config, name, None) is not None for name in ("vision_config", "audio_config")
-    )
+    """Return whether a transformers config is of a model that takes more than text.
+
+    Towers have a part of the config of their own, but for those of some models, such as Fuyu's one
+    layer and Granite Speech's encoder: these have a part for the text model, and are among the
+    models that transformers says take more.
+    """
+    parts = {"vision_config", "audio_config", *getattr(config, "sub_configs", ())}
+    named = [name for name in parts if any(word in name for word in _SENSES)]
+    if any(getattr(config, name, None) is not None for name in named):
+        return True
+    if not hasattr(config, "get_text_config") or any(hasattr(config, name) for name in named):
+        return False  # a model without its towers, which others of its kind have
+    import transformers
+
+    takes_more = type(config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return takes_more and config.get_text_config() is not config
 
 
 def class_of(config: Any) -> Any:
     """Return the class by which transformers makes and loads a model with its head, of any kind."""
     import transformers
 
-    name = "AutoModelForImageTextToText" if has_towers(config) else "AutoModelForCausalLM"
+    name = "AutoModelForMultimodalLM" if has_towers(config) else "AutoModelForCausalLM"
     return getattr(transformers, name)
 
 

@@ -27,8 +27,8 @@ _KEPT_BYTES = 2**30
 
 _HINT = (
     "; a model that sees needs its preprocessor_config.json, with image_processor_type and "
-    "processor_class: copy it from the model that it was made of, or train the text part alone "
-    "(model.part: text)"
+    "processor_class: copy it from the model that it was made of, or, where transformers has its "
+    "text model by itself, train that alone (model.part: text)"
 )
 
 

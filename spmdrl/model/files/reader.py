@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
-from spmdrl.imports import parsed_json, refusing
+from spmdrl.imports import attempt, parsed_json, refusing
 from spmdrl.model.blocks import base_of, name_of
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.quantised import quantisation, quantised_tensors
@@ -65,6 +65,14 @@ def text_part(path: str) -> TextPart | None:
         with torch.device("meta"):
             text = AutoModelForCausalLM.from_config(own)
         return _located(whole, text)
+
+
+@cache
+def instead(path: str) -> str:
+    """Return what a refusal of a model with towers, or of what is asked of it, may end with: that
+    its text part can be trained alone; empty where that would be refused too."""
+    found, _ = attempt(lambda: text_part(path), Exception)  # of any config
+    return "" if found is None else ", or set model.part to text"
 
 
 def _is_tied(hf_model: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from spmdrl.data.sources import load_rows
 from spmdrl.data.templates import apply_template
 from spmdrl.data.tokenizer import load_tokenizer, read_tokenizer
 from spmdrl.errors import Refusal
+from spmdrl.model.files.reader import instead
 from spmdrl.types import Microbatch, Scalars
 
 
@@ -157,7 +158,7 @@ def check_other_tokenizer(cfg: Config, folder: Path, *, vocab_size: int, row: di
     if reads(load_tokenizer(cfg)):
         raise Refusal(
             "its tokenizer is not the policy's, which sees, and what that is shown is not put into "
-            "its words; take one with the policy's tokenizer, or set model.part to text"
+            f"its words; take one with the policy's tokenizer{instead(cfg.model.path)}"
         )
     if environments := cfg.environment_fields("train"):
         raise Refusal(
