@@ -7,7 +7,8 @@
 # make grid    every mesh, method and family, of which `make test` takes a sample: nightly
 # make models  the whole check of every family: nightly, hours
 # make kill    fifty runs that lose a rank at any moment: nightly, an hour; KILL_SEED=1 for others
-# make venv    install only, into .venv
+# make venv    install only, into .venv; every file by its hash (requirements/)
+# make lock    write the hashes of the pinned packages again, after a version was changed
 # make clean   remove .venv and caches; runs/ stays
 #
 # Variables: PYTHON=python3.12 (3.11 or newer), SEED=1 (demo, see; results in runs/demo_seed1).
@@ -25,25 +26,37 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 TORCHRUN := $(BIN)/torchrun --standalone --nproc-per-node 2
 
-.PHONY: venv lint test grid models kill gpu demo game tools see clean
+.PHONY: venv lock lint test grid models kill gpu demo game tools see clean
 
 venv: .venv/installed
 
-# pyproject.toml goes in with --no-deps too: the lock already holds everything.
-.venv/installed: requirements/cpu.txt pyproject.toml
+# Each file of a lock in requirements/ is fetched by its hash; what is built is built by the pinned
+# setuptools, so that pip fetches nothing else. pyproject.toml goes in with --no-deps too: the lock
+# already holds everything.
+INSTALL := $(BIN)/pip install --quiet --no-deps
+LOCKED  := $(INSTALL) --require-hashes --no-build-isolation
+
+.venv/installed: requirements/build.txt requirements/torch_cpu.txt requirements/cpu.txt \
+  requirements/torch_cuda.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or \
 	  sys.exit("$(PYTHON) is Python " + v + "; the pinned packages need 3.11: PYTHON=python3.11")'
 	@echo 'installing into .venv: about 3 GB, about 2 minutes'
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-deps -r requirements/cpu.txt
-	@# Where the index offers torch only as its CUDA build, that build cannot start without its
-	@# CUDA libraries, which --no-deps left out.
+	$(LOCKED) -r requirements/build.txt
+	@# By itself, since pip prefers what an index names with its hash to such a local file.
+	@$(LOCKED) -r requirements/torch_cpu.txt 2>/dev/null || \
+	  echo 'no build of torch for the CPU is found: taking the one of the index'
+	$(LOCKED) -r requirements/cpu.txt
+	@# The index offers torch only as its CUDA build, which cannot start without its CUDA libraries.
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 	  echo 'torch does not import: fetching the CUDA libraries of this build (several GB)'; \
-	  $(BIN)/pip install --quiet "$$(grep ^torch== requirements/cpu.txt)"; }
-	$(BIN)/pip install --quiet --no-deps -e .
+	  $(LOCKED) -r requirements/torch_cuda.txt; }
+	$(INSTALL) --no-build-isolation -e .
 	$(BIN)/python -c 'import torch, transformers, vllm'
 	touch $@
+
+lock: venv
+	$(BIN)/python requirements/lock.py
 
 lint: venv
 	$(BIN)/ruff check .
@@ -70,21 +83,23 @@ gpu:
 
 # For the tests of model.memory.optimizer_dtype int8. Beside the environment, not in it, since
 # transformers imports torchao wherever it is found, with warnings, in each rank of each run.
-.venv/torchao: .venv/installed
-	$(BIN)/pip install --quiet --no-deps --target $@ "$$(grep -o 'torchao==[0-9.]*' pyproject.toml)"
+.venv/torchao: .venv/installed requirements/torchao.txt
+	rm -rf $@
+	$(LOCKED) --target $@ -r requirements/torchao.txt
 	touch $@
 
 # For the tests of liger's kernels on meta tensors: beside the environment, since it needs triton,
 # which the tests replace by a stub.
-.venv/liger: .venv/installed
-	$(BIN)/pip install --quiet --no-deps --target $@ "$$(grep -o 'liger-kernel==[0-9.]*' pyproject.toml)"
+.venv/liger: .venv/installed requirements/liger.txt
+	rm -rf $@
+	$(LOCKED) --target $@ -r requirements/liger.txt
 	touch $@
 
 # For vLLM's models that see, which import it: beside the environment, where only their tests and
 # demos look. The file that follows says why its own does not do.
-.venv/torchvision: .venv/installed requirements/torchvision_ops.py
+.venv/torchvision: .venv/installed requirements/torchvision.txt requirements/torchvision_ops.py
 	rm -rf $@
-	$(BIN)/pip install --quiet --no-deps --target $@ torchvision==0.28.0
+	$(LOCKED) --target $@ -r requirements/torchvision.txt
 	cat requirements/torchvision_ops.py >> $@/torchvision/extension.py
 	touch $@
 
