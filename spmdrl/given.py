@@ -230,6 +230,14 @@ class Given(tuple[int, ...]):
         """Return of each token whether it stands for a part of an item."""
         return [False] * len(self) if self.shown is None else (self.shown.places >= 0).tolist()
 
+    def once(self) -> list[int]:
+        """Return the ids with one for each showing of an item, the first."""
+        if self.shown is None:
+            return list(self)
+        is_text = self.shown.places < 0
+        is_first = torch.isin(self.shown.places, self.shown.starts[:-1])
+        return torch.tensor(self)[is_text | is_first].tolist()
+
     @overload
     def __getitem__(self, at: SupportsIndex) -> int: ...
     @overload

@@ -96,3 +96,11 @@ def test_ids_and_features_are_those_of_the_models_own_processor(family, tmp_path
         assert torch.equal(joined, theirs[name])
     with pytest.raises(ValueError, match="2 images, and 3 placeholders"):
         reader.encode(text, images[:2])
+
+
+def test_what_is_shown_has_one_token_each_time_where_a_prompt_is_told():
+    shown, _ = _pictures([0, 1, 0, 2], gap=1)
+    ids = Given(range(len(shown)), shown)
+    #    0 |1 1| 2 |3 3 3| 4 |5 5| 6 |7|: the first of each picture stays
+    assert ids.once() == [0, 1, 3, 4, 7, 8, 10, 11]
+    assert Given([3, 4]).once() == [3, 4]

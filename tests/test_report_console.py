@@ -163,11 +163,15 @@ def test_samples_are_printed_on_demand_and_cannot_steer_the_terminal(tmp_path, c
                 step,
                 {},
                 seconds={},
-                samples=({"prompt": f"2+{step}=", "response": "\x1b[2J\rx\ny", "reward": 0.25},),
+                samples=(
+                    {"prompt": f"2+{step}=", "response": "\x1b[2J\rx\ny", "reward": 0.25}
+                    | {"reward_parts": {"right": 0.5, "short": -1.0}},
+                ),
             )
     out = capsys.readouterr().out
     assert "2+0=" in out and "2+2=" in out and "2+1=" not in out
     assert "\\x1b[2J\\rx" in out and "\x1b" not in out and "0.250" in out
+    assert "| reward_parts right 0.500, short -1.000" in out
     assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [0, 2]
 
 

@@ -182,9 +182,10 @@ def test_scores_of_any_mesh_are_those_of_transformers(annotated, folders):
         expected = torch.where(valid, total, 0.0)
         torch.testing.assert_close(done.scalars.rewards, expected, rtol=1e-4, atol=1e-5)
         (sample,) = done.samples
-        assert sample.keys() == {"prompt", "response", "reward", "reward/good", "reward/other"}
+        assert sample.keys() == {"prompt", "response", "reward", "reward_parts"}
+        assert sample["reward_parts"].keys() == {"good", "other"}
         assert sample["reward"] == pytest.approx(float(raw[3]), rel=1e-4)
-        assert sample["reward/good"] == pytest.approx(float(first[3]), rel=1e-4)
+        assert sample["reward_parts"]["good"] == pytest.approx(float(first[3]), rel=1e-4)
         sums = batch_sums(done)
         for name, values in (
             ("mean", expected),
@@ -610,5 +611,5 @@ def _assert_samples_have_the_models_score(path: Path, scorer: Path, *, max_token
             known.append((prompt + response, sample))
     assert known and "group" not in samples[0]
     for score, (_, sample) in zip(_scores(scorer, [row for row, _ in known]).tolist(), known):
-        assert sample["reward/scorer"] == pytest.approx(score, rel=1e-3, abs=1e-4)
+        assert sample["reward_parts"]["scorer"] == pytest.approx(score, rel=1e-3, abs=1e-4)
         assert sample["reward"] == pytest.approx(0.5 * score, rel=1e-3, abs=1e-4)

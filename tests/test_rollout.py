@@ -15,6 +15,7 @@ from runs import TINY, metrics, run
 
 from spmdrl.check.settings import validate
 from spmdrl.config import Config
+from spmdrl.data.tokenizer import load_tokenizer
 
 COLUMNS = ("tokens", "policy_versions")
 
@@ -236,6 +237,14 @@ def test_the_turns_of_an_episode_are_the_tokens_that_the_engine_saw_and_drew(cha
         assert (versions[rollouts.response_mask[a:b]] == 0).all()
         assert (versions[~rollouts.response_mask[a:b]] == -1).all()
     assert several >= 2, "no episode had a second turn: the case is not tested"
+    tokenizer = load_tokenizer(cfg)
+    begins = {tuple(prompt) for key, (prompt, _) in seen.items() if key.endswith("@0")}
+    openings = set(tokenizer.batch_decode(list(begins), skip_special_tokens=False))
+    assert tokenizer.eos_token in min(openings), "no special token: the case is not tested"
+    assert rollouts.samples and {sample["prompt"] for sample in rollouts.samples} <= openings
+    for sample in rollouts.samples:
+        assert tokenizer.eos_token not in sample["response"]
+        assert sample["reward_parts"] == {"environment": sample["reward"]}
     assert rollouts.sums["rollout/turns"][0] > 12
 
 

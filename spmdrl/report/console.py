@@ -98,7 +98,12 @@ def sample_text(sample: dict, *, limit: int = 600) -> str:
     """Return one sample as a short block of prompt, response and reward."""
     lines = []
     for key, value in sample.items():
-        text = f"{value:.3f}" if isinstance(value, float) else str(value)
+        if value == {}:
+            continue
+        if isinstance(value, dict):
+            text = ", ".join(f"{name} {number:.3f}" for name, number in value.items())
+        else:
+            text = f"{value:.3f}" if isinstance(value, float) else str(value)
         if len(text) > limit:
             text = f"{text[:limit]} ... ({len(text)} characters)"
         lines.append(f"  | {key:<9} " + printable(text).replace("\n", "\n  |           "))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -105,5 +106,8 @@ class Samples:
         return list(self._rows)
 
     def _keep(self, row: dict[str, Any]) -> None:
-        short = {k: v[:_CELL_CHARS] if isinstance(v, str) else v for k, v in row.items()}
+        short: dict[str, Any] = {}
+        for name, value in row.items():
+            cell = json.dumps(value) if isinstance(value, dict) else value
+            short[name] = cell[:_CELL_CHARS] if isinstance(cell, str) else cell
         self._rows.append(short)

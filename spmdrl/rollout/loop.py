@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, EngineProtocol
 from spmdrl.errors import Refusal, RewardFailed
+from spmdrl.given import Given
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.decisions import Decisions
 from spmdrl.rollout.episode import (
@@ -279,8 +280,8 @@ class Loop:
         group, trajectory, text = episode.group, episode.trajectory, episode.text
         prompt = group.prompt
         if self._chat_of(group) is not None:
-            opening, text = self.texts([trajectory.prompt, trajectory.response])
-            prompt = trajectory.opened(prompt, text=opening)
+            (text,) = self.texts([trajectory.response])
+            prompt = trajectory.opened(prompt, text=self._prompt_text(trajectory.prompt))
         finished = FinishedEpisode(group.slot, episode.sample, prompt, trajectory, text, reward)
         group.samples[episode.sample] = finished
         _check_scored(finished, group)
@@ -288,6 +289,12 @@ class Loop:
             self.failed_rewards.note(finished, where=place(group))
             self._ends.close_if_whole(group)
         return group
+
+    def _prompt_text(self, prompt: Given) -> str:
+        """Return what was tokenised: special tokens stand in it, as in the prompt of a row, and
+        each item that is shown has one token."""
+        ids = prompt.once()
+        return self.tokenizer.batch_decode([ids], skip_special_tokens=False)[0]
 
     def texts(self, rows: Iterable[Sequence[int]]) -> list[str]:
         """Return what ids say, special tokens left out."""

@@ -93,13 +93,7 @@ def pack(
     greedy = {s.slot: r for s, r in zip(samples, rewards) if s.sample == GREEDY}
     kept = [(s, r) for s, r in zip(samples, rewards) if s.sample != GREEDY]
     samples = [s for s, _ in kept]
-    shown = tuple(
-        {"prompt": s.prompt.text, "response": s.text, "reward": s.reward.value}
-        | {f"reward/{name}": text for name, text in s.reward.extras.items()}
-        | ({"failure": failure_text(s)} if s.reward.failure else {})
-        | ({"group": s.slot, "sample": s.sample} if is_partial else {})
-        for s in _shown(samples)[:num_shown]
-    )
+    shown = tuple(_row(s, is_partial=is_partial) for s in _shown(samples)[:num_shown])
     tokens, scalars = flat_episodes(
         samples,
         rewards=[0.0 if s.reward.value is None else r for s, r in kept],
@@ -160,6 +154,25 @@ def turns_of(turns: Iterable[tuple[Sequence[float], Sequence[int]]]) -> Tensor:
     most = max(map(len, rows), default=1)
     padded = [row + [(0.0, -2)] * (most - len(row)) for row in rows]
     return torch.tensor(padded, dtype=torch.float64).view(len(rows), most, 2)
+
+
+def _row(sample: FinishedEpisode, *, is_partial: bool) -> dict[str, Any]:
+    """Return a sample as people are shown it, see docs/runs.md."""
+    reward = sample.reward
+    row: dict[str, Any] = {
+        "prompt": sample.prompt.text,
+        "response": sample.text,
+        "reward": reward.value,
+        "reward_parts": dict(reward.parts),
+    }
+    for name, text in reward.extras.items():
+        row[f"reward/{name}"] = text
+    if reward.failure:
+        row["failure"] = failure_text(sample)
+    if is_partial:
+        row["group"] = sample.slot
+        row["sample"] = sample.sample
+    return row
 
 
 def _shown(samples: Sequence[FinishedEpisode]) -> list[FinishedEpisode]:

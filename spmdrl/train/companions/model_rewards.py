@@ -182,7 +182,7 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
     scalars = replace(
         scalars, reward_parts=parts, is_valid=is_valid, rewards=torch.where(is_valid, total, 0.0)
     )
-    shown = {f"reward/{names[i]}": score for i, score in scores.items()}
+    shown = {names[i]: score for i, score in scores.items()}
     return replace(
         batch,
         scalars=scalars,
@@ -237,7 +237,9 @@ def _with_rewards(
         text = {k: v for k, v in sample.items() if k not in ("group", "sample")}
         row = rows[sample["group"], sample["sample"]]
         text["reward"] = float(rewards[row]) if scalars.is_valid[row] else None
-        found.append(text | {name: float(part[row]) for name, part in parts.items()})
+        of_models = {name: float(part[row]) for name, part in parts.items()}
+        text["reward_parts"] = text["reward_parts"] | of_models
+        found.append(text)
     return tuple(found)
 
 
