@@ -208,7 +208,8 @@ def writes_a_pickle_as_a_frame():
 def writes_reports_for_others():
     for id in range(200):
         fields = {"id": id, "finished": 1.0, "seconds": 0.0, "failure": None, "message": ""}
-        score = {"value": 99.0, "parts": {}, "metrics": {}, "extras": {}}
+        fields["retries"] = 0
+        score = {"value": 99.0, "parts": {}, "metrics": {}, "extras": {}, "retries": 0}
         fields["result"] = ["RewardResult", score | {"seconds": 0, "failure": None, "message": ""}]
         text = json.dumps(["Done", fields]).encode()
         for fd in range(3, 64):

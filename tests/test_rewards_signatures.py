@@ -270,12 +270,12 @@ def test_reports_survive_being_cut_anywhere():
 
 
 CALL = {"seconds": 1, "failure": None, "message": ""}
-SCORE = CALL | {"value": 1, "parts": {}, "metrics": {}, "extras": {}}
+SCORE = CALL | {"value": 1, "parts": {}, "metrics": {}, "extras": {}, "retries": 0}
 TURN = CALL | {"messages": [], "is_done": False, "reward": 1, "info": {}, "state": 0}
 
 
 def done(kind="RewardResult", result=SCORE, **fields):
-    fields = CALL | {"id": 1, "finished": 1, "result": [kind, result]} | fields
+    fields = CALL | {"id": 1, "finished": 1, "result": [kind, result], "retries": 0} | fields
     return json.dumps(["Done", fields])
 
 
@@ -337,6 +337,8 @@ def test_reports_that_are_right_are_read():
         done(result=SCORE | {"seconds": -1}),
         done(failure="no"),
         done(seconds=-1),
+        done(retries=-1),
+        done(retries=0.5),
         done("ListResult", CALL | {"results": [["TurnResult", TURN]]}),
         done("ListResult", CALL | {"results": [["RewardResult", SCORE | {"failure": "no"}]]}),
         done("TurnResult", TURN | {"messages": ["a"]}),

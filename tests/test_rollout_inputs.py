@@ -25,7 +25,7 @@ from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
 from spmdrl.rollout.saved import group_from_dict, group_to_dict
-from spmdrl.rollout.sums import warn_if_all_failed
+from spmdrl.rollout.sums import step_sums, warn_if_all_failed
 from spmdrl.types import Prompt, Scalars
 from spmdrl.workers.pool import RewardPool, RewardResult
 
@@ -253,6 +253,20 @@ def test_parts_and_greedy_rewards_are_columns_of_the_sampled_sequences():
     assert len(scalars) == 3 and int(scalars.lengths.sum()) == 4 + 7 + 4
     one = pack(SAMPLES, sums={}, num_shown=0).scalars  # one task's grader
     assert one.reward_parts.tolist() == [[1.5], [1.0], [0.0]]
+
+
+def test_shown_samples_have_each_functions_own_reward_by_its_name():
+    noted = sample(2, 0, 0.25, right=0.5, other=-1.0)
+    noted.reward.extras["right"] = "a text of the same name"
+    shown = pack([*SAMPLES, noted], sums={}, num_shown=3, part_names=("format", "right")).samples
+    assert [row["reward_parts"] for row in shown] == [
+        {"right": 1.0, "format": 1.0},
+        {"right": 1.0},
+        {"right": 0.5, "other": -1.0},
+    ]
+    assert shown[2]["reward/right"] == "a text of the same name"
+    retried = dataclasses.replace(noted, reward=dataclasses.replace(noted.reward, retries=3))
+    assert step_sums([noted, retried, retried], is_first=False)["reward/retries"] == (6, 0)
 
 
 def test_shaping_changes_rewards_and_baselines_but_no_part_and_no_failed_sample():

@@ -161,6 +161,59 @@ def test_a_concurrency_that_is_no_number_is_refused(place):
         adapt(judge(url="http://x", model="m", concurrency=0), spec="f")
 
 
+# ------------------------------------------------------------------ plain functions that ask
+
+ASKS = """
+import json, urllib.request
+
+def asks(solution_str, ground_truth):
+    data = json.dumps({"text": solution_str}).encode()
+    with urllib.request.urlopen("URL", data=data, timeout=100) as reply:
+        return float(json.load(reply)["score"])
+"""
+
+
+def asking(server, folder):
+    """Write a plain function that asks a server; return its spec."""
+    (folder / "asks.py").write_text(ASKS.replace("URL", server.url))
+    return f"{folder}/asks.py:asks"
+
+
+def test_one_setting_has_a_plain_function_ask_many_times_at_once(serve, tmp_path):
+    seen: dict = {}
+    wait = together("", count=8, seen=seen)
+    server = serve(lambda body: wait(body) and (200, {"score": len(body["text"])}, {}))
+    with pool_of(asking(server, tmp_path), timeout_s=100.0, concurrency=8) as pool:
+        done = results(pool, ["x" * n for n in range(24)])
+        assert len(pool._workers) == 1
+    assert [r.value for r in done] == [float(n) for n in range(24)], done
+    assert seen["most"] == 8 and [r.retries for r in done] == [0] * 24
+
+
+@pytest.mark.parametrize("concurrency", [0, 4])
+def test_a_failure_that_may_pass_is_tried_again_and_counted(serve, tmp_path, concurrency):
+    asked: dict = {}
+
+    def reply(body):
+        text = body["text"]
+        asked[text] = asked.get(text, 0) + 1
+        if text == "wrong":
+            return 400, {}, {}
+        if text == "away" or asked[text] == 1:
+            return 503, {}, {}
+        return 200, {"score": asked[text]}, {}
+
+    pool = pool_of(asking(serve(reply), tmp_path), concurrency=concurrency, retries=1)
+    with pool:
+        done = results(pool, ["a", "wrong", "away", "b"])
+    assert [r.value for r in done] == [2.0, None, None, 2.0], done
+    assert [r.retries for r in done] == [1, 0, 1, 1]
+    assert [r.failure for r in done] == [None, "error", "error", None]
+    assert "HTTP Error 400" in done[1].message and "retries" not in done[1].message
+    assert "HTTP Error 503" in done[2].message and "after 1 retries" in done[2].message
+    assert asked == {"a": 2, "wrong": 1, "away": 2, "b": 2}
+
+
 # ------------------------------------------------------------------ a judge
 
 

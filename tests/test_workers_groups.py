@@ -162,6 +162,21 @@ def test_a_worker_that_answers_for_too_few_samples_is_not_believed():
     assert [r.failure for r in found] == ["error"] * 2 and "for 1 of 2 samples" in found[0].message
 
 
+@pytest.mark.parametrize("failure", [None, "error"])
+def test_calls_of_a_group_that_were_made_again_count_once(failure):
+    joining = Joining()
+    for i in range(2):
+        joining.add(i, RewardSample({}, "", [], False), group="g", what="data row 0")
+    alone = Done(1, 0.0, 1.0, result=RewardResult(None, 1.0), retries=1)
+    for i in range(2):
+        assert not joining.scored(Call("sample", (i,), ""), alone, scopes=["sample", "group"])
+    call, _ = joining.close("g")
+    each = ListResult(None, results=(RewardResult(None, 1.0),) * 2)
+    done = Done(1, 0.0, 1.0, failure, "why", None if failure else each, 3)
+    found = joining.scored(call, done, scopes=["sample", "group"])
+    assert [r.retries for r in found] == [1 + 3, 1]
+
+
 def test_the_loop_scores_a_group_when_its_last_sample_is_drawn(place):
     with pool_of(f"{place}:waits") as pool:
         loop = Loop(Config(), tokenizer=Tokenizer(), pool=pool, link=Link())
@@ -313,6 +328,7 @@ def test_what_functions_report_beside_their_values_are_metrics_and_texts_of_show
     assert sums["reward/acc/mean"] == (1.0, 2) and sums["environment/won"] == (2.0, 2)
     assert sums["reward/f/mean"] == (2.0, 2) and not any("pred" in name for name in sums)
     (shown,) = pack(samples, sums=sums, num_shown=1).samples
+    assert shown.pop("reward_parts") == {"f": 1.0}
     assert shown == {"prompt": "q", "response": "a", "reward": 1.0, "reward/why": "so"}
 
 

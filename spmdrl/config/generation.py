@@ -181,9 +181,17 @@ class RewardsSettings:
     workers: Annotated[int, within(1, 4096)] = 1
     """Worker processes per engine replica. Where some fail or are stuck, half as many stand by
     and at most as many stand in."""
+    concurrency: Annotated[int, within(1, 4096, zero="for each function's own")] = 0
+    """Calls that a worker may have under way at once, for functions that wait, say for a server:
+    plain functions in threads of their own, so they must be safe in threads, `async def` in one
+    event loop. 0: 32 of an `async def` function, one of a plain one. A function's own attribute
+    `concurrency` comes first; see docs/rewards.md."""
+    retries: Annotated[int, within(0, 100)] = 2
+    """Further calls of a function after one that failed in a way that may pass: no connection, a
+    timeout, HTTP status 429 or 503. Waits double from 0.5 s; all is within timeout_s."""
     timeout_s: Seconds = 10.0
-    """Wall-clock seconds for one call, of a sample, a group or a step; then its worker is killed
-    and replaced."""
+    """Wall-clock seconds for one call, of a sample, a group or a step, with its retries; then its
+    worker is killed and replaced, or, of several under way at once, the call is given up."""
     worker_memory_gib: Annotated[float, within(0.125, 10**6, zero="for no limit")] = 0.0
     """Memory that a worker and all that it starts may hold, GiB; above it a sample fails. 0 for no
     limit: what libraries need differs, and a worker is the kernel's victim before the trainer."""

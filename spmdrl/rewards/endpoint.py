@@ -12,8 +12,6 @@ import hashlib
 import http.client
 import json
 import os
-import random
-import re
 import sqlite3
 import threading
 import time
@@ -24,13 +22,12 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from spmdrl.errors import Refusal
+from spmdrl.rewards.retries import BACKOFF_S, PASSING_STATUSES, backoff_s
 
 T = TypeVar("T")
 
-_RETRIED = {408, 425, 429, 500, 502, 503, 504, 529}
 _MAX_REPLY_BYTES = 16 << 20
 _MAX_REMEMBERED = 10_000
-_MAX_BACKOFF_S = 8.0
 
 
 class EndpointError(RuntimeError):
@@ -68,7 +65,7 @@ class Endpoint:
         timeout_s: float = 6.0,
         total_s: float = 8.0,
         retries: int = 4,
-        backoff_s: float = 0.5,
+        backoff_s: float = BACKOFF_S,
         requests_per_s: float = 0.0,
         cache: str = "",
     ):
@@ -142,7 +139,7 @@ class Endpoint:
                 return value
             except urllib.error.HTTPError as error:
                 failure, after = _described(error), error.headers.get("Retry-After")
-                if error.code not in _RETRIED:
+                if error.code not in PASSING_STATUSES:
                     raise EndpointError(f"{self.url}: {failure}") from None
             except (OSError, http.client.HTTPException) as error:
                 said, after = f"{type(error).__name__}: {error}", None
@@ -151,7 +148,7 @@ class Endpoint:
                 failure = f"{failure}; then {said}" if is_cut else said
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
                 failure, after = f"unusable reply: {type(error).__name__}: {error}", None
-            wait_s = self._backoff(attempt, after)
+            wait_s = backoff_s(attempt, first_s=self._backoff_s, after=after)
             if attempt == self._retries or time.monotonic() + wait_s >= end:
                 break
             time.sleep(wait_s)
@@ -170,12 +167,6 @@ class Endpoint:
             self._next = turn + self._interval_s
         time.sleep(turn - now)
         return True
-
-    def _backoff(self, attempt: int, after: str | None) -> float:
-        wait_s = min(_MAX_BACKOFF_S, self._backoff_s * 2**attempt) * random.uniform(0.5, 1.0)
-        if after and re.fullmatch(r"\s*\d+(\.\d*)?\s*", after):  # else a date
-            return max(wait_s, float(after))
-        return wait_s
 
     def _reply(self, request: urllib.request.Request, *, end: float) -> str:
         with self._opener.open(request, timeout=max(0.001, end - time.monotonic())) as reply:

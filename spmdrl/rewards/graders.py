@@ -174,6 +174,10 @@ def _prepare_math(**_: Any) -> None:
 
 vars(math)["prepare"] = _prepare_math
 
+# They compute: more workers make them faster, more threads do not.
+for _grader in (math, code):
+    vars(_grader)["concurrency"] = 1
+
 
 def think_format(
     data_source: str | None,

@@ -15,10 +15,12 @@ from typing import Any
 from spmdrl.errors import Refusal, place_of
 from spmdrl.imports import import_object, ran
 from spmdrl.rewards.forms import KNOWN_LISTS, Form, Parameters, form_of
+from spmdrl.rewards.retries import Errors
 from spmdrl.rewards.samples import SCOPES, RewardSample, Scope, Score
 
 ASYNC_CONCURRENCY = 32
-"""Calls of an `async def` function under way in one worker, unless it says otherwise."""
+"""Calls of an `async def` function under way in one worker, unless it or the config says otherwise.
+"""
 _MODEL = "model:"
 
 
@@ -39,31 +41,41 @@ class Reward:
     """The result is awaitable, and calling takes no time."""
     place: str = ""
     """` (FILE:LINE)` of a function of the user's own."""
+    transient: Errors = ()
+    """Errors of its own after which a call may be made again, see `retries.may_pass`."""
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[Score]:
         scores = [Score() for _ in samples]
         self.read(ran(self.call(samples, scores)), scores)
         return scores
 
+    async def awaited(self, samples: Sequence[RewardSample]) -> list[Score]:
+        """Call an `async def` function."""
+        scores = [Score() for _ in samples]
+        self.read(await self.call(samples, scores), scores)
+        return scores
 
-def load_reward(spec: str, *, scope: str = "auto") -> Reward:
+
+def load_reward(spec: str, *, scope: str = "auto", concurrency: int = 0) -> Reward:
     """Import a reward function and adapt it to calls with samples.
 
     A function may carry an attribute `prepare`, a function that is called once per worker before
     any deadline runs: for slow imports, or files to read. It gets no arguments, or those that
     functools.partial bound. An attribute `concurrency`, a number, lets so many calls of a
-    worker be under way in threads: for functions that wait, and are safe in threads. `async def`
-    functions need none: they share one event loop per worker, ASYNC_CONCURRENCY at a time. An
-    attribute `scope` comes before rewards.scope.
+    worker be under way in threads: for functions that wait, and are safe in threads; it comes
+    before rewards.concurrency. `async def` functions share one event loop per worker,
+    ASYNC_CONCURRENCY at a time. An attribute `scope` comes before rewards.scope. An attribute
+    `transient`, exception classes, names errors after which a call may be made again.
 
     Args:
         spec: `module:function` or `path/file.py:function`.
         scope: rewards.scope, for functions that take lists.
+        concurrency: rewards.concurrency.
     Raises: Refusal when it cannot be found or imported, or its parameters fit no known
         signature.
     """
     function = import_function(spec)
-    reward = adapt(function, spec=spec, scope=scope)
+    reward = adapt(function, spec=spec, scope=scope, concurrency=concurrency)
     if callable(prepare := _own(function, "prepare", None)):
         prepare(**(function.keywords if isinstance(function, functools.partial) else {}))
     return reward
@@ -98,11 +110,11 @@ def import_function(spec: str) -> Callable:
     return import_object(spec, kind="function", field="rewards.functions")
 
 
-def adapt(function: Callable, *, spec: str, scope: str = "auto") -> Reward:
+def adapt(function: Callable, *, spec: str, scope: str = "auto", concurrency: int = 0) -> Reward:
     """Wrap a function of a known signature into `samples -> scores`.
 
     Args:
-        scope: as of `load_reward`.
+        scope, concurrency: as of `load_reward`.
     Raises: Refusal showing the known signatures when the parameter names fit none.
     """
     wanted = Parameters.of(function)
@@ -117,9 +129,10 @@ def adapt(function: Callable, *, spec: str, scope: str = "auto") -> Reward:
         call,
         form.read,
         _scope(function, form, scope=scope, spec=spec),
-        _concurrency(function, is_async=is_async, spec=spec),
+        _concurrency(function, chosen=concurrency, is_async=is_async, spec=spec),
         is_async,
         place_of(function),
+        _transient(function, spec=spec),
     )
 
 
@@ -149,11 +162,23 @@ def _scope(function: Callable, form: Form, *, scope: str, spec: str) -> Scope:
     return next(known for known in SCOPES if known == found)
 
 
-def _concurrency(function: Callable, *, is_async: bool, spec: str) -> int:
-    chosen = _own(function, "concurrency", ASYNC_CONCURRENCY if is_async else 1)
-    if type(chosen) is not int or chosen < 1:
+def _concurrency(function: Callable, *, chosen: int, is_async: bool, spec: str) -> int:
+    default = ASYNC_CONCURRENCY if is_async else 1
+    own = _own(function, "concurrency", chosen or default)
+    if type(own) is not int or own < 1:
         raise Refusal(
-            f"rewards.functions: {spec} has concurrency {chosen!r}; expected the "
+            f"rewards.functions: {spec} has concurrency {own!r}; expected the "
             "number of samples under way at once in a worker, 1 or more"
         )
-    return chosen
+    return own
+
+
+def _transient(function: Callable, *, spec: str) -> Errors:
+    own = _own(function, "transient", ())
+    errors = own if isinstance(own, tuple) else (own,)
+    if not all(isinstance(one, type) and issubclass(one, Exception) for one in errors):
+        raise Refusal(
+            f"rewards.functions: {spec} has transient {own!r:.200}; expected exception classes "
+            "after which a call may be made again, such as (ConnectionError,)"
+        )
+    return errors

@@ -109,6 +109,7 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
         "rollout/failed_rewards": (sum(s.reward.value is None for s in samples), one),
         "reward/timeouts": (sum(s.reward.failure == "timeout" for s in samples), one),
         "reward/errors": (sum(s.reward.failure in ("error", "bad_value") for s in samples), one),
+        "reward/retries": (sum(s.reward.retries for s in samples), one),
         "reward/seconds": (sum(s.reward.seconds for s in samples), count),
     }
     told: list[Sums] = [{n: (v, 1) for n, v in _named(s.reward).items()} for s in samples]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from spmdrl.rewards.samples import RewardList, RewardSample, Score
+from spmdrl.rewards.samples import RewardList, RewardSample
 from spmdrl.workers.deadlines import no_result, seconds_left
 from spmdrl.workers.messages import Done
 from spmdrl.workers.reports import Began, Report
@@ -70,10 +70,7 @@ async def _rest(scorer: RewardScorer, partial: PartialScore) -> Done:
 async def _call(scorer: RewardScorer, partial: PartialScore) -> None:
     for name, reward in scorer.left(partial):
         if reward.is_async:
-            with partial.blaming(returned=f"{name} returned ", raised=f"{name}: "):
-                scores = [Score() for _ in partial.samples]
-                reward.read(await reward.call(partial.samples, scores), scores)
-                partial.scores[name] = scores
+            await partial.call_async(name, reward)
         else:
             await _in_thread(partial.call, name, reward)
         if partial.failure:

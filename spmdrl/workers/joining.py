@@ -119,13 +119,16 @@ class Joining:
 
 def _joined(found: Sequence[RewardResult], *, least: float | None) -> RewardResult:
     seconds = sum(result.seconds for result in found)
+    retries = sum(result.retries for result in found)
     failed = next((result for result in found if result.failure), None)
     if failed is not None:
-        return replace(failed, seconds=max(seconds, failed.seconds))
+        return replace(failed, seconds=max(seconds, failed.seconds), retries=retries)
     values = [result.value for result in found if result.value is not None]
     if not values and least is None:
-        return RewardResult(None, seconds=seconds, failure="bad_value", message=NONE_APPLIES)
-    joined = RewardResult(None, sum(values) if values else least, seconds=seconds)
+        return RewardResult(
+            None, seconds=seconds, failure="bad_value", message=NONE_APPLIES, retries=retries
+        )
+    joined = RewardResult(None, sum(values) if values else least, seconds=seconds, retries=retries)
     for result in found:
         joined.parts.update(result.parts)
         joined.metrics.update(result.metrics)
@@ -142,6 +145,10 @@ def _of_each(call: Call, done: Done) -> list[RewardResult]:
     if failure is not None:
         if count > 1:
             message += f" (called with {count} samples of a {call.scope}, which all fail by it)"
-        return [RewardResult(None, seconds=done.seconds, failure=failure, message=message)] * count
-    seconds = done.seconds / count  # of the call, shared out
-    return [replace(r, seconds=seconds) for r in results if isinstance(r, RewardResult)]
+        failed = RewardResult(None, seconds=done.seconds, failure=failure, message=message)
+        found = [failed] * count
+    else:
+        seconds = done.seconds / count  # of the call, shared out
+        found = [replace(r, seconds=seconds) for r in results if isinstance(r, RewardResult)]
+    found[0] = replace(found[0], retries=done.retries)
+    return found

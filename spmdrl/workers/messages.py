@@ -55,8 +55,12 @@ class Setup:
     """{config field: name of an environment, and its options}."""
     scope: str = "auto"
     """rewards.scope."""
+    concurrency: int = 0
+    """rewards.concurrency."""
+    retries: int = 0
+    """rewards.retries."""
     timeout_s: float = float("inf")
-    """Deadline of a call, for functions that run beside others."""
+    """Deadline of a job."""
     memory_gib: float = 0.0
     """That a worker and what it starts may hold, GiB; 0 for no limit."""
 
@@ -121,6 +125,8 @@ class RewardResult(_Result):
     """Numbers that the functions reported besides."""
     extras: dict[str, str] = field(default_factory=dict)
     """Texts that the functions reported besides."""
+    retries: int = 0
+    """Calls that were made again for it; those for several samples count with the first."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,8 @@ class Done:
     message: str = ""
     result: RewardResult | ListResult | TurnResult | None = None
     """What was found, with an empty key; None where nothing was."""
+    retries: int = 0
+    """Calls of functions that were made again."""
 
 
 def pack_message(value: Any) -> bytes:

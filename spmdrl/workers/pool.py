@@ -61,6 +61,8 @@ class RewardPool(JobQueue):
             environments={field: dict(options) for field, options in environments.items()},
             weights=tuple(weights[i] for i in own),
             scope=rewards.scope,
+            concurrency=rewards.concurrency,
+            retries=rewards.retries,
             timeout_s=rewards.timeout_s,
             memory_gib=rewards.worker_memory_gib,
         )

@@ -192,8 +192,9 @@ def _check_values(kind: type, found: dict[str, Any]) -> None:
     """Raise ValueError for what the types of the fields do not say."""
     if kind is Done and found["failure"] is None and found["result"] is None:
         raise ValueError("neither a result nor a failure")
-    if found.get("seconds", 0) < 0:
-        raise ValueError(f"{found['seconds']} seconds")
+    for name in ("seconds", "retries"):
+        if found.get(name, 0) < 0:
+            raise ValueError(f"{found[name]} {name}")
     for message in found["messages"] if kind is TurnResult else ():
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             raise ValueError(f"a message of {message!r:.80}")

@@ -14,6 +14,7 @@ from typing import Any
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.errors import Refusal, described
 from spmdrl.rewards.answers import reported
+from spmdrl.rewards.retries import Retries
 from spmdrl.rewards.samples import BadValue, RewardList, RewardSample, Scope, Score
 from spmdrl.rewards.signatures import Reward, adapt, load_reward
 from spmdrl.workers.messages import Done, Failure, ListResult, RewardResult, Setup, TurnResult
@@ -49,7 +50,12 @@ class RunningJob:
     def done(self, result: RewardResult | ListResult | TurnResult | None) -> Done:
         """Return what became of it."""
         now, message = monotonic(), self.message[:_MAX_MESSAGE_CHARS]
-        return Done(self.id, now, now - self.began, self.failure, message, result)
+        return Done(self.id, now, now - self.began, self.failure, message, result, self.num_retries)
+
+    @property
+    def num_retries(self) -> int:
+        """Return how many calls were made again."""
+        return 0
 
 
 @dataclass(kw_only=True)
@@ -57,6 +63,7 @@ class PartialScore(RunningJob):
     """A sample, or a list of them, while it is scored."""
 
     work: RewardSample | RewardList
+    retries: Retries
     scores: dict[str, list[Score]] = field(default_factory=dict)
     """Of the functions that are done, one for each sample."""
 
@@ -67,8 +74,32 @@ class PartialScore(RunningJob):
 
     def call(self, name: str, reward: Reward) -> None:
         """Call a function here and now; whatever it does is part of the score."""
+        with self._blaming(name):
+            self.scores[name] = self.retries.call(
+                lambda: reward(self.samples), transient=reward.transient
+            )
+
+    async def call_async(self, name: str, reward: Reward) -> None:
+        """As `call`, of an `async def` function."""
+        with self._blaming(name):
+            self.scores[name] = await self.retries.call_async(
+                lambda: reward.awaited(self.samples), transient=reward.transient
+            )
+
+    @property
+    def num_retries(self) -> int:
+        """Return how many calls were made again."""
+        return self.retries.count
+
+    @contextlib.contextmanager
+    def _blaming(self, name: str) -> Iterator[None]:
+        """Fail the job by what the calls of a function raise."""
+        before = self.retries.count
         with self.blaming(returned=f"{name} returned ", raised=f"{name}: "):
-            self.scores[name] = reward(self.samples)
+            yield
+        again = self.retries.count - before
+        if self.failure and again:
+            self.message = f"{self.message[: _MAX_MESSAGE_CHARS - 40]}; after {again} retries"
 
 
 class RewardScorer:
@@ -79,10 +110,11 @@ class RewardScorer:
 
     def __init__(self, setup: Setup):
         self._weights, self.timeout_s = setup.weights, setup.timeout_s
+        self._retries = setup.retries
         self._rewards: dict[str, Reward] = {
             name: self._grader(spec, setup.options_of(spec))
             if is_generated(spec)
-            else load_reward(spec, scope=setup.scope)
+            else load_reward(spec, scope=setup.scope, concurrency=setup.concurrency)
             for name, spec in setup.functions.items()
         }
         self._tasks = {
@@ -126,7 +158,9 @@ class RewardScorer:
         self, id: int, work: RewardSample | RewardList, *, calls_all: bool = False
     ) -> PartialScore:
         """Begin a job with the functions that run one at a time, or call all."""
-        partial = PartialScore(id=id, work=work)
+        began = monotonic()
+        retries = Retries(self._retries, end=began + self.timeout_s)
+        partial = PartialScore(id=id, began=began, work=work, retries=retries)
         for name, reward in self.left(partial):
             if (calls_all or reward.concurrency == 1) and not partial.failure:
                 partial.call(name, reward)
