@@ -71,9 +71,9 @@ def train(cfg: Config, world: World) -> int:
     report.evaluation(state.step, evaluated)
     checkpoints.check(evaluated)  # what checkpoint.keep compares is measured
 
+    world.started()  # from here on waits are shorter, and a signal saves first
     is_stopping = False
-    for step in range(world.started(state.step), cfg.steps):  # meets: a rank that joins the job
-        world.take_in(step)  # meets: engines in the place of lost ones, if any are there
+    for step in range(state.step, cfg.steps):
         source.generate(engine, until=step)  # meets: engine's ranks; all engines, if they steal
         batch = exchange(source, world, step=step)  # meets: rollouts to trainers
         source.observe(batch, step=step)  # lengths and rewards so far, for the prompts to come
@@ -87,7 +87,6 @@ def train(cfg: Config, world: World) -> int:
         world.announce_updated(step)  # engines in flight look for it in `generate`, and pause
         certificate.add(step, batch, advantages, updated)  # meets: trainers, if due
         is_stopping = world.agree_to_stop(step)  # meets: Ctrl-C or SIGTERM on any rank stops all
-        source.keep_copies(step)  # meets: what was drawn ahead, where an engine may be lost
         pushed = stream.push(version=step + 1)  # meets: shards to engines
         sums = add_sums(batch_sums(batch), updated, pushed)
         report.step(step, sums, seconds=world.watch.take_seconds(), samples=batch.samples)
@@ -121,7 +120,6 @@ def main() -> int:
     from spmdrl.proof.record import tell_unchecked
     from spmdrl.report.learnt import exit_status
     from spmdrl.world.folder_lock import own_folder
-    from spmdrl.world.launch import tell_status
     from spmdrl.world.leaving import ended
     from spmdrl.world.world import World
 
@@ -136,10 +134,7 @@ def main() -> int:
                 return status
             check_inputs(cfg, world)  # meets: data, rewards, checkpoints, as --dry-run does
             tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
-            status = train(cfg, world)
-            if world.rank == 0:
-                tell_status(status)
-            return status
+            return train(cfg, world)
     except (Exception, SystemExit) as error:
         return ended(error, world)  # says why, here and to the other ranks
 

@@ -50,8 +50,6 @@ FEATURES = {
     "a lost rank, full host, taken folder named": "world/lost_peers/board.py "
     "world/lost_peers/neighbours.py world/lost_peers/place.py world/lost_peers/last_collectives.py "
     "world/machine/host_memory.py world/machine/gpus.py world/folder_lock.py",
-    "engines that die, and others in their place": "world/lost_engines/* world/check_launch.py "
-    "world/start_ranks.py rollout/survivor.py",
     "numbers out of range refused by name": "config/ranges.py config/yaml_text.py check/ranges.py",
     "several sources, rows left on disk, fetching": "data/sources.py data/streamed.py "
     "check/sources.py commands/fetch_problems.py",

@@ -243,7 +243,7 @@ def list_messages(plan: Any, table: Any, wants: Any) -> tuple[float, int]:
     before, began = memory("VmRSS"), time.process_time()
     held = SimpleNamespace(value=lambda name, box: Value(shard[: box.numel].view(box.shape)))
     live = SimpleNamespace(table=table, held=held)
-    world = SimpleNamespace(wire=meta, everyone=dist.group.WORLD)
+    world = SimpleNamespace(wire=meta)
     gathers = {plan.replicas: dist.group.WORLD} if plan.replicas else {}
     transfer = Transfer(plan, live, world, targets=targets, gathers=gathers)
     seconds, used = time.process_time() - began, memory("VmRSS") - before

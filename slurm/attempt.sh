@@ -31,17 +31,12 @@ while [ -z "${MASTER_PORT:-}" ]; do
 done
 # A run that refuses its settings says so there: another attempt would refuse them too.
 SPMDRL_REFUSED=$LOGS/refused
-# What rank 0 ends with, which counts where ranks live on when one ends: srun's is the worst of all.
-SPMDRL_STATUS=$LOGS/status
-export SPMDRL_SECRET MASTER_PORT SPMDRL_REFUSED SPMDRL_STATUS
+export SPMDRL_SECRET MASTER_PORT SPMDRL_REFUSED
 
 # end_attempt STATUS: what comes after srun. A failed attempt is queued again, at most
 # SPMDRL_MAX_REQUEUES times in the job's life (0: never); one that is out of time, as often as it is.
 end_attempt() {
   local failures=${LOGS%/*}/failures
-  if [ "${SLURM_KILL_BAD_EXIT:-1}" = 0 ] && [ -s "$SPMDRL_STATUS" ]; then
-    set -- "$(cat "$SPMDRL_STATUS")"
-  fi
   if [ "$1" -eq 0 ]; then
     requeue_if_out_of_time
     return 0

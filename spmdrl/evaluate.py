@@ -69,11 +69,9 @@ def evaluate(source: Source, engine: EngineProtocol, *, trainer: ModelScorer, st
     """
     world, cfg = trainer.world, trainer.world.cfg
     every = cfg.evaluate.every_steps
-    if not every or (step % every and step != cfg.steps) or world.is_alone:
+    if not every or (step % every and step != cfg.steps):
         return {}
-    outcomes = world.survive(
-        lambda: sample(source, engine, trainer=trainer, world=world, step=step), step=step
-    )
+    outcomes = sample(source, engine, trainer=trainer, world=world, step=step)
     if outcomes and world.rank == 0:
         found = Result(step, outcomes)
         file, output = evaluation_file(cfg.output_dir, step), Path(cfg.output_dir)

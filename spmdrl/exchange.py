@@ -53,9 +53,8 @@ class BatchSource(Protocol):
 
 def exchange(source: BatchSource, world: World, *, step: int) -> Batch:
     """Take this rank's share of a step's batch and give it to the trainers, see
-    `exchange_rollouts`; again, with what others have drawn in its place, where an engine is lost.
-    """
-    batch = world.survive(lambda: exchange_rollouts(source.take(step), world, step=step), step=step)
+    `exchange_rollouts`."""
+    batch = exchange_rollouts(source.take(step), world, step=step)
     return replace(batch, has_rewards=source.has_rewards)
 
 

@@ -38,9 +38,7 @@ class Passage:
         """Send rows, and return those that came, on world.device."""
         payload = payload.to(self.world.wire)
         received = payload.new_empty(sum(self.arriving), *payload.shape[1:])
-        dist.all_to_all_single(
-            received, payload, [*self.arriving], [*self.leaving], group=self.world.everyone
-        )
+        dist.all_to_all_single(received, payload, [*self.arriving], [*self.leaving])
         return received.to(self.world.device)
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,18 +42,9 @@ class Moment:
 
     rank: int
     phase: str
-    step: int | None
-    """None: whatever step."""
-    after_s: float = 0.0
-    death: Death = "kill"
-    behind: str = ""
-    """A phase that it must have entered before."""
-    joins: bool = False
-    """It is the process that came for the place of the rank's first."""
-
-    def is_at(self, phase: str, step: int, passed: Collection[str]) -> bool:
-        """Whether it is the place that a rank enters which has entered others before."""
-        return self.phase == phase and self.step in (step, None) and self.behind in passed
+    step: int
+    after_s: float
+    death: Death
 
 
 class Diary:
@@ -61,21 +52,15 @@ class Diary:
     its threads are.
 
     Args:
-        moments: of its own death or others'. What was done stands in deed.json, or for those
-            after the first in deed_1.json, ...
+        moment: of its own death or another's; None for none.
     """
 
-    def __init__(self, folder: Path, rank: int, moments: Sequence[Moment]):
-        joins = "SPMDRL_JOINS" in os.environ
-        own = [i for i, m in enumerate(moments) if (m.rank, m.joins) == (rank, joins)]
-        self._rank, self._moment = rank, moments[own[0]] if own else None
-        self._deed = folder / (f"deed_{own[0]}.json" if own and own[0] else "deed.json")
-        self._stops = any(moment.death == "stop" for moment in moments)
-        name = f"places_{rank}_joined.jsonl" if joins else f"places_{rank}.jsonl"
-        self._file = os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o644)
+    def __init__(self, folder: Path, rank: int, moment: Moment | None):
+        self._rank, self._moment, self._deed = rank, moment, folder / "deed.json"
+        self._file = os.open(folder / f"places_{rank}.jsonl", os.O_WRONLY | os.O_CREAT, 0o644)
         self._recent: deque[tuple[float, str, int]] = deque([(0.0, "start", -1)], maxlen=1000)
         self._within: list[tuple[str, int]] = []
-        self._is_due, self._passed = self._moment is not None, {""}
+        self._is_due = moment is not None and moment.rank == rank
         self.moving = threading.RLock()
         """Held while the rank tells others of a new place and writes it down, and while it dies."""
 
@@ -85,9 +70,7 @@ class Diary:
         self._be_in(phase, step)
         self._write(enter=phase, step=step, waits=waits)
         moment = self._moment
-        is_due = self._is_due and moment is not None and moment.is_at(phase, step, self._passed)
-        self._passed.add(phase)
-        if moment and is_due:
+        if self._is_due and moment and (moment.phase, moment.step) == (phase, step):
             self._is_due = False
             if moment.after_s:
                 threading.Thread(target=self._die, daemon=True).start()
@@ -112,7 +95,7 @@ class Diary:
             if not self._deed.exists():
                 continue
             self._write(late_s=time.time() - began - _TICK_S)
-            if self._stops:
+            if self._moment and self._moment.death == "stop":
                 watch.timeout_s = SHORT_S
 
     def _die(self) -> None:
@@ -145,7 +128,7 @@ class Diary:
         os.write(self._file, (json.dumps({"at": time.time()} | what) + "\n").encode())
 
 
-def be_rank(argv: list[str], folder: Path, moments: Sequence[Moment]) -> None:
+def be_rank(argv: list[str], folder: Path, moment: Moment | None) -> None:
     """Become `python train.py`, printing into a file of the folder."""
     rank = int(os.environ["RANK"])
     printed = os.open(folder / f"printed_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -153,7 +136,7 @@ def be_rank(argv: list[str], folder: Path, moments: Sequence[Moment]) -> None:
     os.dup2(printed, 2)
     os.chdir(ROOT)
     sys.argv, sys.path[0] = argv, str(ROOT)
-    _keep(Diary(folder, rank, moments))
+    _keep(Diary(folder, rank, moment))
     runpy.run_path(argv[0], run_name="__main__")
 
 

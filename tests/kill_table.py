@@ -35,7 +35,6 @@ _STAGE_OF: dict[str, Stage] = {
     "generate": "generation",
     "await other replicas": "generation",
     "await the replica's leader": "generation",
-    "take in engines": "generation",
     "await rollouts": "exchange",
     "exchange scalars": "exchange",
     "exchange tokens": "exchange",
@@ -46,7 +45,6 @@ _STAGE_OF: dict[str, Stage] = {
     "certificate": "update",
     "update": "update",
     "await peers": "push",
-    "copy what was drawn ahead": "push",
     "push": "push",
     "begin checkpoint": "save",
     "copy checkpoint": "save",
@@ -109,32 +107,6 @@ KINDS: dict[str, Kind] = {
     "supervised": Kind(2, {}, "demo_sft.yaml", samples=False),
 }
 
-_SURVIVES = {
-    "layout.survive-engines": "true",
-    "layout.trainer-ranks": 2,
-    # Engines that compute a sequence in other company may differ in the last digits.
-    "algorithm.correction": "none",
-}
-SURVIVING: dict[str, Kind] = {
-    "survives, lag 0": Kind(4, _SURVIVES | {"lag": 0}),
-    "survives, lag 1, three engines": Kind(5, _SURVIVES | {"lag": 1}),
-    "survives, lag 2, tp, top_p": Kind(
-        4, _SURVIVES | {"layout.tp": 2, "lag": 2, "sampling.top-p": 0.9}
-    ),
-    "survives, game": Kind(4, _SURVIVES, "demo_game.yaml"),
-    "survives, lag 1, tp 2, vllm": Kind(
-        6, _SURVIVES | _VLLM | {"layout.inference-tp": 2, "lag": 1}
-    ),
-    "survives, cp, critic": Kind(
-        4,
-        _SURVIVES | {"layout.cp": 2, "batch.group-size": 1, "critic.warmup_steps": 1, "lag": 1},
-        "demo_ppo.yaml",
-    ),
-    "survives, ep": Kind(4, _SURVIVES | {"layout.ep": 2, "lag": 1}, model="moe"),
-}
-"""Runs that go on without an engine."""
-EVERY_KIND = KINDS | SURVIVING
-
 DEFAULT = ("split of three, lag 1", "split, lag 1, vllm", "colocated", "colocated, vllm")
 """Kinds of the eight cases of which the default suite runs two."""
 
@@ -163,7 +135,7 @@ def draw_cases(kinds: Iterable[str], *, count: int, seed: str = SEED) -> list[Ca
     roles = _dealt(get_args(Role), count, dice)
     cases = []
     for number, stage in enumerate(stages):
-        able = [kind for kind in kinds if stage in EVERY_KIND[kind].stages]
+        able = [kind for kind in kinds if stage in KINDS[kind].stages]
         kind = min(able, key=lambda name: (used[name], dice.random()))
         used[kind] += 1
         cases.append(Case(number, kind, stage, deaths[number], roles[number]))
@@ -211,8 +183,8 @@ def stage_of(phase: str, step: int) -> Stage:
 
 
 def _has_role(rank: int, case: Case) -> bool:
-    flags = EVERY_KIND[case.kind].flags
-    is_split = EVERY_KIND[case.kind].samples and flags.get("layout.placement") != "colocated"
+    flags = KINDS[case.kind].flags
+    is_split = KINDS[case.kind].samples and flags.get("layout.placement") != "colocated"
     trains = not is_split or rank < flags.get("layout.trainer-ranks", 1)
     if case.role == "rank 0":
         return rank == 0

@@ -44,9 +44,7 @@ class SmallWorld:
     world_size: int = 1
     device: torch.device = torch.device("cpu")
     watch: FreeWatch = dataclasses.field(default_factory=FreeWatch)
-    survival: None = None
-    is_alone: bool = False
-    from_rank_0, survive, _met = World.from_rank_0, World.survive, World._met
+    from_rank_0 = World.from_rank_0
 
 
 @contextlib.contextmanager

@@ -295,7 +295,7 @@ def test_a_save_that_is_waited_for_has_its_own_deadline() -> None:
         raise Waited
 
     watch = SimpleNamespace(wait=wait)
-    saver = Saver(cfg, SimpleNamespace(watch=watch, survival=None, gather=gather))
+    saver = Saver(cfg, SimpleNamespace(watch=watch, gather=gather))
     saver._pending = SimpleNamespace(step=4, written=Future())
     saver._pending.written.set_result({})
     for settle in (saver.finish, saver._settle):

@@ -24,18 +24,7 @@ import pytest
 from built import small_model
 from dying_rank import SHORT_S, Moment, be_rank
 from filelock import FileLock
-from kill_table import (
-    CASES,
-    DEFAULT,
-    EVERY_KIND,
-    KINDS,
-    SEED,
-    TIMED,
-    Case,
-    draw_cases,
-    draw_moment,
-    stage_of,
-)
+from kill_table import CASES, DEFAULT, KINDS, SEED, TIMED, Case, draw_cases, draw_moment, stage_of
 from ranks import free_port
 from runs import TINY, arguments
 from test_train import final_weights
@@ -110,9 +99,15 @@ class Ranks:
     """
 
     def __init__(
-        self, kind: str, folder: Path, shared: Path, *moments: Moment, again: Path | None = None
+        self,
+        kind: str,
+        folder: Path,
+        shared: Path,
+        moment: Moment | None = None,
+        *,
+        again: Path | None = None,
     ):
-        what, self.folder, self.out = EVERY_KIND[kind], folder, folder / "out"
+        what, self.folder, self.out = KINDS[kind], folder, folder / "out"
         shutil.rmtree(folder / "diary", ignore_errors=True)
         self.diary = folder / "diary"
         self.diary.mkdir(parents=True)
@@ -128,7 +123,7 @@ class Ranks:
         port = free_port()
         self._processes = [
             start_rank(
-                os.environ | launch_env(rank, what.ranks, port), be_rank, argv, self.diary, moments
+                os.environ | launch_env(rank, what.ranks, port), be_rank, argv, self.diary, moment
             )
             for rank in range(what.ranks)
         ]
@@ -235,7 +230,7 @@ def diary_of(folder: Path, rank: int) -> list[dict[str, Any]]:
 def places_of(folder: Path, kind: str) -> dict[int, list[dict[str, Any]]]:
     """Return of each rank of a whole run the first entry of each place, with its seconds."""
     found: dict[int, list[dict[str, Any]]] = {}
-    for rank in range(EVERY_KIND[kind].ranks):
+    for rank in range(KINDS[kind].ranks):
         open_at: dict[tuple[str, int], float] = {}
         seconds: dict[tuple[str, int], float] = {}
         for line in diary_of(folder / "diary", rank):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -11,13 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
-from runs import TINY
 
 ROOT = Path(__file__).resolve().parent.parent
 NODE = ROOT / "tests" / "slurm_node.sh"
@@ -171,76 +168,6 @@ def test_job_out_of_time_is_asked_to_stop_and_queued_again(desk):
         assert again == [flags, "asked []"], desk.output()
     text = (desk.folder / f"slurm-spmdrl-{job}.out").read_text()
     assert "attempt 0" in text and "attempt 1" in text, "the second attempt must append"
-
-
-HELD_REWARD = """
-import time
-from pathlib import Path
-
-def held(prompts, completions, **columns):
-    while Path({gate!r}).exists():
-        time.sleep(0.02)
-    return [sum(map(ord, completion)) % 7 / 7 for completion in completions]
-"""
-
-
-@pytest.mark.kill
-def test_a_run_goes_on_when_an_engine_is_killed_and_its_job_ends_well(desk, tiny_model):
-    out, gate = desk.folder / "out", desk.folder / "gate"
-    (desk.folder / "held.py").write_text(HELD_REWARD.format(gate=str(gate)))
-    flags = TINY["rl"] | {"config": "configs/demo_grpo.yaml", "steps": 8, "lag": 0}
-    flags |= {"layout.world-size": 3, "layout.survive-engines": "true", "model.path": tiny_model}
-    flags |= {"engine.kind": "transformers", "output-dir": out, "algorithm.correction": "none"}
-    flags |= {"rewards.functions": f"{desk.folder / 'held.py'}:held", "rewards.timeout-s": 300}
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    spared = "--export=ALL,SLURM_KILL_BAD_EXIT=0,SLURM_NO_KILL=set"
-    job = desk.submit(*words, options=["--ntasks-per-node=3", "--overcommit", "--no-kill", spared])
-    rows = out / "metrics.jsonl"
-    _until(lambda: rows.exists() and len(rows.read_text().splitlines()) >= 3, desk)
-    gate.touch()
-    engine = _task(job, rank=2)
-    environment = engine.environ()
-    engine.kill()
-    started = dict(
-        SPMDRL_JOINS="1",
-        RANK="2",
-        WORLD_SIZE="3",
-        LOCAL_RANK="2",
-        MASTER_ADDR=environment["SLURMD_NODENAME"],
-    )
-    own = {k: v for k, v in environment.items() if not k.startswith(("SLURM", "SRUN"))} | started
-    with subprocess.Popen([sys.executable, "train.py", *words], cwd=desk.folder, env=own) as other:
-        _until(lambda: "waits for the job to take it in" in _logs(out, rank=2), desk)
-        gate.unlink()
-        assert desk.end_of(job) == "COMPLETED", desk.output()
-        assert other.wait(timeout=60) == 0
-    found = map(json.loads, rows.read_text().splitlines())
-    assert [row["step"] for row in found if "policy/loss" in row] == list(range(8)), desk.output()
-    first = _logs(out, rank=0)
-    assert first.count("an engine is gone") == 1 and "rank 2 joins as an engine" in first
-
-
-def _until(condition: Callable[[], bool], desk: Desk) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        has_failed = [*desk.folder.glob("runs/slurm/*/failures")]
-        assert time.monotonic() < deadline and not has_failed, desk.output()
-        time.sleep(0.1)
-
-
-def _task(job: str, *, rank: int) -> psutil.Process:
-    """Return the process of a rank of a job: the one that Slurm's own process started."""
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            told, parent = process.environ(), process.parent()
-            own = told.get("SLURM_JOB_ID"), told.get("SLURM_PROCID")
-            if own == (job, str(rank)) and parent and parent.name() == "slurmstepd":
-                return process
-    raise AssertionError(f"job {job} has no rank {rank}")
-
-
-def _logs(folder: Path, *, rank: int) -> str:
-    return "".join(path.read_text() for path in folder.glob(f"logs/*/rank_{rank}*"))
 
 
 def test_failing_rank_ends_the_job_which_is_not_queued_again(desk):

@@ -39,7 +39,7 @@ def _arrived(computed: tuple[str, ...], bucket_bytes: int) -> list[str]:
 
     targets = [(want.box, torch.full(want.box.shape, -1.0)) for want in wants]
     live = SimpleNamespace(table=FileTable(parts), held=SimpleNamespace(value=source))
-    world = SimpleNamespace(wire=torch.device("cpu"), everyone=dist.group.WORLD)
+    world = SimpleNamespace(wire=torch.device("cpu"))
     Transfer(plan, live, world, targets=targets if rank == 1 else [], gathers={}).run()
     return (
         []
@@ -80,8 +80,6 @@ def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.Monke
         _cfg=SimpleNamespace(verify_every=0),
         _world=SimpleNamespace(
             watch=SimpleNamespace(wait=lambda *_: contextlib.nullcontext()),
-            survive=lambda turn, **how: turn(),
-            is_alone=False,
             control=None,
             device=torch.device("cpu"),
             is_inference=False,

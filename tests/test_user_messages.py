@@ -46,7 +46,7 @@ def work(world):
     if mode == "start-up":
         block()
     if mode == "signals":
-        world.started(0)
+        world.started()
         spmdrl.world.leaving.time = Clock()
         block()
     if mode == "same":

@@ -172,9 +172,6 @@ def test_what_does_not_go_with_a_tower_is_refused(tmp_path):
     assert problem.startswith("batch.tokens_per_microbatch: 0 with a gemma3, which sees")
     (problem,) = fit_problems(config(folder, tmp_path, model={"kernels": {"compile": True}}))
     assert problem.startswith("model.kernels.compile: true with a gemma3, which sees")
-    spared = changed(config(folder, tmp_path), layout={"survive_engines": True})
-    (problem,) = fit_problems(spared)
-    assert problem.startswith("layout.survive_engines: true with a gemma3, which sees")
     both = {"train": "language", "vision_lr": 0.1}
     (problem,) = model_problems(config(folder, tmp_path, model=both))
     assert problem.startswith("model.vision_lr: 0.1 with model.train language")

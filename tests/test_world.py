@@ -242,7 +242,7 @@ from spmdrl.world.world import World
 from spmdrl.world.comm import agree, gather_objects, gather_problems
 layout = LayoutSettings(world_size=3, trainer_ranks=2, device="cpu", wait_timeout_s=4)
 world = World.start(Config(output_dir=sys.argv[2], layout=layout))
-world.started(0)
+world.started()
 fault = sys.argv[1]
 if world.rank == 2:
     with world.watch.phase("generate", 7):

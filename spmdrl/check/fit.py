@@ -133,11 +133,6 @@ def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
             f"model.kernels.compile: true with a {kind}, which sees: rows that show something were "
             f"never proved compiled; set it to false{text} (model.path {model.path})"
         )
-    if sees(hf_model) and cfg.layout.survive_engines:
-        yield (
-            f"layout.survive_engines: true with a {kind}, which sees; whether a run goes on with "
-            f"it after a loss was not tried: set it to false{text} (model.path {model.path})"
-        )
     if model.lora.pushes_adapter and adapted_weights(hf_model, model.lora) & tower_parameters(
         hf_model
     ):

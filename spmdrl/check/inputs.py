@@ -50,8 +50,6 @@ def check_inputs(cfg: Config, world: World) -> None:
 
     Raises: Refusal with every problem.
     """
-    if world.is_alone:
-        return  # the job has, long ago; and writes checkpoints meanwhile
     found = world.from_rank_0(
         lambda: [*dict.fromkeys(input_problems(cfg, opens_all=False))], wait="check the inputs"
     )

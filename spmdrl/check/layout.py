@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from spmdrl.config import flatten
 from spmdrl.config.fields import Config, LayoutSettings, replay_folder
-from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of, rank_problems
 
 
@@ -15,8 +13,6 @@ def layout_problems(cfg: Config) -> Iterator[str]:
     layout = cfg.layout
     yield from rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)
     yield from _backend_problems(layout)
-    if layout.survive_engines:
-        yield from _survival_problems(cfg)
     samples = cfg.objective.samples and not replay_folder(cfg)
     if layout.roles.has_engines != samples:
         yield (
@@ -38,39 +34,3 @@ def _backend_problems(layout: LayoutSettings) -> list[str]:
         for name in ("cp", "ep", "tp", "inference_tp")
         if getattr(layout, name) > 1
     ]
-
-
-def _survival_problems(cfg: Config) -> Iterator[str]:
-    """Yield what keeps a run from going on without an engine that is gone."""
-    from spmdrl.world.axes import axes_of
-
-    layout, schedule = cfg.layout, cfg.rollout.schedule
-    if not layout.roles.overlaps:
-        yield (
-            f"layout.survive_engines: true with layout.placement {layout.placement}; a rank that "
-            "trains cannot be spared: take split, or set it to false"
-        )
-        return
-    if (engines := axes_of(cfg).replicas) < 2:
-        yield (
-            f"layout.survive_engines: true with {engines} engine; when it is lost nobody samples: "
-            "raise layout.world_size, or set it to false"
-        )
-    untried = {
-        "rollout.schedule.in_flight": schedule.in_flight,
-        "rollout.schedule.over_sample": schedule.over_sample > 1,
-        "rollout.schedule.dynamic": schedule.dynamic,
-        "rollout.schedule.balance": schedule.balance == "steal",
-        "rollout.record.every": cfg.rollout.record.every,
-        "model.lora.rank": cfg.model.lora.rank,
-        "model.moe.replay": cfg.model.moe.replay,
-        "engine.options": cfg.engine.options.keys() & {"quantization", "speculative_config"},
-        "batch.tokens_per_microbatch": not cfg.batch.tokens_per_microbatch,
-        "rewards.functions": reward_models(cfg.rewards.functions),
-    }
-    values = flatten(cfg)
-    for name in [name for name, is_on in untried.items() if is_on]:
-        yield (
-            f"{name}: {values[name]} with layout.survive_engines true; whether a run goes on with "
-            "it after a loss was not tried: leave out one of them"
-        )

@@ -48,8 +48,6 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
     Raises: Refusal when the checkpoint asked for does not exist, none is whole, the config
         differs in what shapes the result, or the model is another one.
     """
-    if world.is_alone:
-        return TrainState(0)  # the job has the state, and says the step
     candidates, problem = world.from_rank_0(lambda: candidate_folders(cfg), wait="find checkpoint")
     if problem:
         raise Refusal(problem)

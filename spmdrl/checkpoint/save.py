@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,6 @@ class _Pending:
     rollout_ranks: tuple[int, ...]
     began: float
     evaluated: dict[str, float]
-    members: int
-    """How many ranks began it."""
 
 
 class Saver:
@@ -71,8 +69,6 @@ class Saver:
         self.root = disk.checkpoints_folder(cfg.output_dir)
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="spmdrl-checkpoint")
-        if world.survival is not None:  # those that come know of no save under way
-            world.survival.ready.append(lambda: self._settle(wait=True))
 
     def maybe_save(
         self,
@@ -103,18 +99,16 @@ class Saver:
         if not is_due and not self._is_new_best(step, values):
             return
         self._settle(wait=True)
-        is_lost = True
-        while is_lost:
-            self._begin(step, policy, source, evaluated=values, is_last=is_last)
-            is_lost = is_last and self._settle(wait=True, must_succeed=True)
+        self._begin(step, policy, source, evaluated=values, is_last=is_last)
+        if is_last:
+            self._settle(wait=True, must_succeed=True)
 
     def check(self, evaluated: Sums) -> None:
         """Refuse a `checkpoint.keep.best` that the first evaluation did not measure.
 
         Raises: Refusal naming the nearest metric.
         """
-        if not self.world.is_alone:  # else the job has, long ago
-            keep.check_measured(self.cfg, values_of(evaluated))
+        keep.check_measured(self.cfg, values_of(evaluated))
 
     def _is_new_best(self, step: int, values: dict[str, float]) -> bool:
         options = self.cfg.checkpoint.keep
@@ -138,15 +132,12 @@ class Saver:
         evaluated: dict[str, float],
         is_last: bool,
     ) -> None:
-        began, partial = time.monotonic(), self._partial(step)
-        shared = [("", False, 0)]
-        # Else what some hold was shared out anew. All decide by what all have said: one may have
-        # looked at the ranks before a loss that another had met at the end of its last turn.
-        while any(count != len(shared) for *_, count in shared):
-            count, held = len(self.world.members), source.state_dict()
-            problem = _os_error(_make_folder, partial) if self.world.rank == 0 else ""
-            told = (problem, held is not None, count)
-            shared = self.world.gather(told, wait="begin checkpoint", step=step)
+        began = time.monotonic()
+        partial = self._partial(step)
+        held = source.state_dict()
+        problem = _os_error(_make_folder, partial) if self.world.rank == 0 else ""
+        told = (problem, held is not None)
+        shared = self.world.gather(told, wait="begin checkpoint", step=step)
         if shared[0][0]:
             self._give_up(step, shared[0][0], is_fatal=is_last)
             return
@@ -165,15 +156,14 @@ class Saver:
         written = self._writer.submit(
             _write, partial, self.world.rank, tensors=tensors, extra=extra
         )
-        ranks = tuple(rank for rank, (_, holds, _) in enumerate(shared) if holds)
-        self._pending = _Pending(step, written, ranks, began, evaluated, len(shared))
+        ranks = tuple(rank for rank, (_, holds) in enumerate(shared) if holds)
+        self._pending = _Pending(step, written, ranks, began, evaluated)
 
-    def _settle(self, *, wait: bool = False, must_succeed: bool = False) -> bool:
-        """Complete the save under way, if all ranks have written or are to be waited for; return
-        whether it is given up because an engine was lost meanwhile."""
+    def _settle(self, *, wait: bool = False, must_succeed: bool = False) -> None:
+        """Complete the save under way, if all ranks have written or are to be waited for."""
         pending = self._pending
         if pending is None:
-            return False
+            return
         limit = self.cfg.checkpoint.write_timeout_s if wait else None
         if wait:
             self._wait_for_disk(pending, limit)
@@ -181,24 +171,16 @@ class Saver:
         found = gather(_outcome(pending.written))
         outcomes = [outcome for outcome in found if outcome is not None]
         if len(outcomes) < len(found):
-            return False
+            return
         failed = [f"rank {r}: {o.problem}" for r, o in enumerate(outcomes) if o.problem]
-        # As all ranks were told: one may know of a loss already that another is to see next.
-        is_smaller = len(found) < pending.members
-        if is_smaller:  # of the last step nothing is drawn ahead that an engine could take along
-            pending = replace(pending, rollout_ranks=())
-        is_lost = is_smaller and pending.step < self.cfg.steps
-        if is_lost:
-            failed.append("an engine is gone, with its part of what was drawn ahead")
         if not failed:
             complete = self.world.rank == 0 and _os_error(self._complete, pending, outcomes)
             shared = gather(complete)
             failed = [f"rank 0: {shared[0]}"] if shared[0] else []
         self._pending = None
         if failed:
-            is_fatal = (must_succeed and not is_lost) or not all(o.is_disk for o in outcomes)
+            is_fatal = must_succeed or not all(o.is_disk for o in outcomes)
             self._give_up(pending.step, "; ".join(dict.fromkeys(failed)), is_fatal=is_fatal)
-        return is_lost
 
     def _wait_for_disk(self, pending: _Pending, limit: float | None) -> None:
         # A wait of its own: at the deadline the rank with the slow disk is told from its peers.

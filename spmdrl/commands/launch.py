@@ -2,10 +2,6 @@
 
 python -m spmdrl launch --nproc-per-node 2 train.py --config FILE [--any.field value]
 
---survive-engines --nproc-per-node N: the ranks of this machine, each of which ends by itself; for
-layout.survive_engines. --replace-engines M besides: up to M times a rank that ends badly is started
-anew, and joins as an engine. The exit status is that of rank 0 then.
-
 Every option of torchrun goes before the program. Without one that says where several nodes meet,
 the ranks are those of this node alone (--standalone). The exit status is that of the rank that
 failed first.
@@ -30,8 +26,6 @@ def main(argv: list[str] | None = None) -> int:
     from spmdrl.world.launch import use_one_thread
 
     use_one_thread()  # as torchrun does, with a warning
-    if "--survive-engines" in argv[: _program(argv)]:
-        return _start_apart(argv)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -58,23 +52,6 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     return 0
-
-
-def _start_apart(argv: list[str]) -> int:
-    """Start ranks of which each ends by itself."""
-    import argparse
-
-    parser = argparse.ArgumentParser("launch", allow_abbrev=False)
-    parser.add_argument("--survive-engines", action="store_true")
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, required=True)
-    parser.add_argument("--replace-engines", type=int, default=0)
-    begin = _program(argv)
-    told = parser.parse_args(argv[:begin])
-    if told.nproc_per_node < 1 or begin == len(argv):
-        parser.error(f"nothing to start: {shlex.join(argv)}")
-    from spmdrl.world.start_ranks import start_ranks
-
-    return start_ranks(argv[begin:], ranks=told.nproc_per_node, replacements=told.replace_engines)
 
 
 def _shown(argv: list[str]) -> str:

@@ -66,11 +66,6 @@ class LayoutSettings:
     """What carries messages: `auto` takes NCCL between GPUs, gloo between CPUs. `gloo` with device
     cuda stages every message through the host: slow and exact. It lets several ranks share one GPU,
     which NCCL refuses, and so a split run be tried on it."""
-    survive_engines: bool = False
-    """Go on without an engine whose process is gone: its prompts are drawn again, by the same
-    keys, on those that are left. Split placement with two engines or more; start the ranks by
-    `python -m spmdrl launch --survive-engines`, or by srun --kill-on-bad-exit=0: torchrun ends all
-    when one ends."""
     wait_timeout_s: Deadline = 600.0
     """Seconds that one named cross-rank wait may take before the job reports who is missing
     and ends. Longer than the slowest generation phase."""

@@ -68,8 +68,6 @@ _FREE_SECTIONS = ("report.", "checkpoint.")
 def is_timed(cfg: Config) -> bool:
     """Return whether time decides on what engines compute together, or on batches."""
     schedule = cfg.rollout.schedule
-    if cfg.layout.survive_engines:
-        return False  # which engine is lost, and when, decides too, and is not kept
     is_early = schedule.in_flight or schedule.leaves_unfinished or bool(schedule.dynamic)
     is_sampled = cfg.objective.samples and not replay_folder(cfg)
     return is_sampled and bool(is_early or schedule.balance == "steal" or cfg.environment_fields())

@@ -67,7 +67,7 @@ class StepFiller:
         most = -(-self.rules.lookahead // self.share.keepers) * self._per_group
         self.decisions = loop.decisions
         loop.idle = Idle(min(cfg.engine.max_num_seqs, most))
-        self.keep(Book())
+        self._keep(Book())
         self.ahead: dict[int, Rollouts] = {}
         """By step, this replica's shares that are complete."""
         self.next = 0
@@ -94,7 +94,7 @@ class StepFiller:
             if self.next > last or is_pausing:
                 break
             for ticket in tickets:
-                group = self.waiting[ticket.number] = self.group(ticket, engine.version)
+                group = self.waiting[ticket.number] = self._group(ticket, engine.version)
                 self.loop.admit(group)
             if self.loop.is_busy:
                 self.tick(engine)
@@ -147,7 +147,7 @@ class StepFiller:
         check_environments(states, trusts_pickles=self.cfg.checkpoint.trust_pickles)
         self.prompts.load_state_dict(states[0]["planner"], step=step)
         found = resumed(states, step=step, share=self.share, costs_of=self.prompts.costs)
-        self.keep(found.book)
+        self._keep(found.book)
         self.next = found.book.next
         for k in sorted({k for state in found.states for k in state["ahead"]}):
             parts = [state["ahead"][k] for state in found.states if k in state["ahead"]]
@@ -165,7 +165,7 @@ class StepFiller:
 
     # ---------------------------------------------------------------- the book
 
-    def keep(self, book: Book) -> None:
+    def _keep(self, book: Book) -> None:
         """Go on with this book."""
         practice = Practice(self.rules, self.prompts.deal, self.prompts.slots_of)
         share, self.book = self.share, OwnBook(book, practice)
@@ -198,7 +198,7 @@ class StepFiller:
         free = self.cfg.engine.max_num_seqs - self.loop.num_unsampled
         return max(0, min(-(-wanted // self.share.replicas) - busy, -(-free // self._per_group)))
 
-    def group(self, ticket: Ticket, version: int) -> Group:
+    def _group(self, ticket: Ticket, version: int) -> Group:
         """Return the group of a ticket, of which nothing is drawn."""
         number, step, slot = ticket
         prompt = self.prompts.at(step, slot)

@@ -28,10 +28,8 @@ from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.source import Source
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import warn_if_all_failed
-from spmdrl.rollout.survivor import Survivor
 from spmdrl.types import Batch, Rollouts
 from spmdrl.workers.pool import RewardPool
-from spmdrl.world.comm import gather_objects
 from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
@@ -68,12 +66,6 @@ class SampledSource(Source):
         self._stops = end_token_ids(cfg, tokenizer)
         self._engine: EngineProtocol | None = None
         self._version = -1  # of the weights that requests under way began with
-        self._taken: tuple[int, Rollouts] | None = None  # and not known to be with the trainers
-        self._first, self._must_make_up = 0, False  # first step that they do not have
-        if world.survival is not None:
-            world.survival.settle.append(self._share_out)
-            if cfg.lag:
-                world.survival.arrive.append(self._keep_copies)  # who has joined has none
         if world.inference_tp_rank != 0:
             return
         self.pool = RewardPool(cfg, steps_per_epoch=self.prompts.steps_per_epoch)
@@ -91,7 +83,6 @@ class SampledSource(Source):
         chats = make_chats(cfg, tokenizer, self.pool, stops=self._stops, is_first=is_first)
         self.loop = Loop(cfg, tokenizer=tokenizer, pool=self.pool, link=self.link, chats=chats)
         self.filler = StepFiller(cfg, world, loop=self.loop, prompts=self.prompts, draw=draw)
-        self._survivor = Survivor(self.filler, is_new=world.is_alone)
 
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
         """Make this replica's share of every step up to `until`, with the engine's weights.
@@ -111,7 +102,6 @@ class SampledSource(Source):
             if engine.version != self._version and not keeps:
                 self._take_back(engine)
             self._version = engine.version
-            self._make_up()
             if not engine.is_busy:
                 # From an empty prefix cache, so that the numbers are a function of weights and
                 # step alone and a resumed run repeats them.
@@ -129,14 +119,12 @@ class SampledSource(Source):
 
     def take(self, step: int) -> Rollouts:
         """Hand over this rank's rollouts of `step`; ranks that are no leader hold none."""
-        self._make_up()
-        found = self.filler and self.filler.take(step)
-        self._taken = (step, found) if found else None
-        return found or empty_rollouts()
+        if self.filler is None:
+            return empty_rollouts()
+        return self.filler.take(step) or empty_rollouts()
 
     def observe(self, batch: Batch, *, step: int) -> None:
         """Take in what the whole batch of `step` came to, for the prompts to come."""
-        self._taken, self._first = None, step + 1
         if self.filler is not None:
             self.filler.prompts.planner.observe(batch.scalars, step=step)
 
@@ -201,74 +189,22 @@ class SampledSource(Source):
 
     def start(self, step: int) -> None:
         """Take note of the step that the run begins with; see Decisions."""
-        self._first = step
         if self.filler is not None:
             self.loop.decisions.start(self.cfg, self.world, version=step)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what was made ahead and what is under way, as plain values; leaders only."""
-        self._make_up()
         return None if self.filler is None else self.filler.state_dict(self._engine)
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
         """Share out what was saved over this job's leaders, whatever their number."""
         if self.filler is not None:
             self.filler.load_state_dict(states, step)
-            shares = [share for state in states for share in sorted(state["ahead"].items())]
-            if self.world.survival is not None:
-                self._survivor.keep_copies(shares)
 
     def close(self) -> None:
         """End the reward workers."""
         if self.filler is not None:
             self.pool.close()
-
-    # ---------------------------------------------------------------- engines that are gone
-
-    def keep_copies(self, step: int) -> None:
-        """Keep what all replicas have drawn ahead: when one is lost behind the push to come, nobody
-        has the weights any more that it was drawn with."""
-        if self.world.survival is None or not self.cfg.lag:
-            return
-
-        self.world.survive(lambda: self._keep_copies(step), step=step)
-
-    def _keep_copies(self, step: int) -> None:
-        own = self._survivor.copies() if self.filler else []
-        with self.world.watch.wait("copy what was drawn ahead", step):
-            found = gather_objects(own, group=self.world.control)
-        if self.filler is not None:
-            self._survivor.keep_copies([share for shares in found for share in shares])
-
-    def _share_out(self, is_whole: bool) -> None:
-        """Share out what engines that are gone had drawn; all ranks meet here, see Survival.
-
-        It is drawn at once where engines still have the weights that it was drawn with, so that it
-        becomes the same; and else before this replica generates or hands over anything.
-        """
-        told = gather_objects(
-            (self._first, self.filler and self._survivor.held(self._taken)),
-            group=self.world.control,
-        )
-        held, first = [own for _, own in told if own], max(step for step, _ in told)
-        has_lost = self.filler is not None and self._survivor.share_out(held, first=first)
-        # A leader speaks for its replica's other ranks, which follow it.
-        speaking = gather_objects((self.world.replica, has_lost), group=self.world.control)
-        self._must_make_up = (self.world.replica, True) in speaking and self.world.is_inference
-        if is_whole and self._engine is not None:  # else before the first generation
-            self._make_up()
-
-    def _make_up(self) -> None:
-        if not self._must_make_up:
-            return
-        assert self._engine is not None, "the first generation comes before"
-        with self.world.watch.phase("generate", self._engine.version):
-            if self.filler is None:
-                self.link.follow(self._engine)
-            else:
-                self._survivor.make_up(self._engine)
-                self.link.end()
-        self._must_make_up = False
 
     def _draw(
         self, purpose: str, how: SamplingSettings | EvaluateSettings, *, samples: int

@@ -31,9 +31,6 @@ class Source:
         """Hand over this rank's share of the batch of `step`."""
         raise NotImplementedError
 
-    def keep_copies(self, step: int) -> None:
-        """Have every engine hold what the others have drawn ahead, where one may be lost."""
-
     def observe(self, batch: Batch, *, step: int) -> None:
         """Take in what the whole batch of `step` came to, for the choice of later prompts."""
 

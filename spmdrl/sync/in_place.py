@@ -26,28 +26,12 @@ class TracedTensors:
         live: what this rank has of the tensors.
     """
 
-    _is_settled = False
-    _transfer: Transfer | None = None
-
     def __init__(self, world: World, *, kind: str, copies: Sequence[Copy], live: LiveShards):
-        self._world, self._copies, self._live, self._kind = world, copies, live, kind
-        if not world.is_alone:
-            self.settle()
-        if world.survival is not None:
-            world.survival.forget.append(self._forget)
-
-    def settle(self) -> None:
-        """Plan, where there is no plan for the ranks of now. Every rank calls it."""
-        if self._is_settled:
-            return
-        wants = [Want(copy.name, copy.box, copy.view.dtype) for copy in self._copies]
-        (self.plan,) = make_plans([wants], self._live, world=self._world, kind=self._kind)
-        self._gathers = make_gather_groups(self.plan, self._world, kind=self._kind)
-        self._is_settled = True
-
-    def _forget(self) -> None:
-        self.release()
-        self._gathers, self._is_settled = {}, False
+        self._world, self._copies, self._live = world, copies, live
+        wants = [Want(copy.name, copy.box, copy.view.dtype) for copy in copies]
+        (self.plan,) = make_plans([wants], live, world=world, kind=kind)
+        self._gathers = make_gather_groups(self.plan)
+        self._transfer: Transfer | None = None
 
     @property
     def plans(self) -> list[StreamPlan]:

@@ -58,7 +58,7 @@ class ReloadedTensors:
         self._pushes = _grouped(names, world.cfg.stream.bucket_bytes or LARGEST)
         wants = self._pushes if world.is_inference else [[] for _ in self._pushes]
         self.plans = make_plans(wants, live, world=world, kind="reload")
-        self._gathers = make_gather_groups(self.plans[0], world, kind="reload")
+        self._gathers = make_gather_groups(self.plans[0])
 
     def move(self) -> None:
         """Have every engine load every tensor's value of now.

@@ -57,8 +57,6 @@ class WeightStream:
             return
         with world.watch.wait("plan stream", -1):
             self._plan()
-        if world.survival is not None:
-            world.survival.arrive.append(self._arrived)
         self._pointers = self._engine_pointers()
         self._handover = Handover(engine, world)
 
@@ -100,31 +98,10 @@ class WeightStream:
             leave the trainers of the whole world.
         Raises: RuntimeError on every rank when a checksum differs, or an engine's loader fails.
         """
-        if self.mode == "idle" or self._world.is_alone:
+        if self.mode == "idle":
             return {}
-        pushed = self._world.survive(
-            lambda: self._pushed(version), step=version, breaks_weights=True
-        )
-        if self._world.is_inference:
-            self._engine.weights_changed(version)
-        self._pushes += 1
-        every = self._cfg.verify_every
-        if self._pushes == 1 or (every and self._pushes % every == 0):
-            self.verify(version)
-        return pushed
-
-    def _arrived(self, version: int) -> None:
-        """Give the weights of now to engines that have joined, and so to all."""
-        self._pushes = 0  # what is frozen too
-        self._pushed(version)
-        self._pushes = 1
-        if self._world.is_inference:
-            self._engine.weights_changed(version)
-
-    def _pushed(self, version: int) -> Sums:
+        nbytes = self.nbytes if self._pushes or self._adapter else self._weight_bytes
         with self._world.watch.wait("push", version):
-            self._settle()
-            nbytes = self.nbytes if self._pushes or self._adapter else self._weight_bytes
             await_all(group=self._world.control)
             began = time.perf_counter()
             self._handover.wake_weights()
@@ -140,6 +117,12 @@ class WeightStream:
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)
         seconds = time.perf_counter() - began
+        if self._world.is_inference:
+            self._engine.weights_changed(version)
+        self._pushes += 1
+        every = self._cfg.verify_every
+        if self._pushes == 1 or (every and self._pushes % every == 0):
+            self.verify(version)
         return woken | {
             "sync/bytes": (float(nbytes), 1.0),
             "sync/seconds": (seconds, 1.0),
@@ -155,14 +138,10 @@ class WeightStream:
 
         Raises: RuntimeError on every rank, naming engine, tensor and both sums.
         """
-
-        def turn() -> list[str]:
-            with self._world.watch.wait("verify push", version):
-                self._settle()
-                problems = self._weights.differences()
-                return problems + (self._adapter.differences() if self._adapter else [])
-
-        problems = self._world.survive(turn, step=version)
+        with self._world.watch.wait("verify push", version):
+            problems = self._weights.differences()
+            if self._adapter is not None:
+                problems += self._adapter.differences()
         if problems:
             raise RuntimeError(
                 f"push {version}: engine weights differ from the trainers'\n{shown(problems)}"
@@ -183,7 +162,7 @@ class WeightStream:
         Raises: RuntimeError on every rank when the mean is above `stream.max_logprob_gap` or
             not a number.
         """
-        if self.mode == "idle" or not sequences or self._world.is_alone:
+        if self.mode == "idle" or not sequences:
             return {}
         world, self._probed = self._world, sequences
         with world.watch.wait("probe", version):
@@ -210,12 +189,6 @@ class WeightStream:
                 shown(problems),
             )
         self.mode = "reload" if self._cfg.mode == "reload" or problems else "traced"
-        if self.mode == "reload" and world.cfg.layout.survive_engines:
-            raise Refusal(
-                "layout.survive_engines: this engine's weights cannot be written in place (the log "
-                "says why, or stream.mode is reload), and pushes by vLLM's own reloading were not "
-                "tried with lost engines; set it to false"
-            )
         self._weights: TracedTensors | ReloadedTensors
         if self.mode == "traced":
             self._weights = TracedTensors(world, kind="weights", copies=copies, live=live)
@@ -247,12 +220,6 @@ class WeightStream:
         return trace.copies, layout_problems(trace.copies, reader)
 
     # ---------------------------------------------------------------- moving
-
-    def _settle(self) -> None:
-        """Plan again for the ranks that are left; see Survival."""
-        for way in (self._weights, self._changing, self._adapter):
-            if isinstance(way, TracedTensors):
-                way.settle()
 
     def _push_weights(self) -> None:
         if self._pushes and self._changing is not None:

@@ -9,9 +9,8 @@ unpacked. Two send and two receive buffers exist.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +26,10 @@ from spmdrl.world.world import World
 _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, larger ones travel alone
 
 
-def make_gather_groups(
-    plan: StreamPlan, world: World, *, kind: str
-) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+def make_gather_groups(plan: StreamPlan) -> dict[tuple[int, ...], dist.ProcessGroup]:
     """Create the groups in which replicas gather their parts; every rank must call it."""
     return {
-        ranks: world.group_of(ranks, name=f"gather {kind}")
-        for ranks in plan.traffic.receivers
-        if len(ranks) > 1
+        ranks: dist.new_group(list(ranks)) for ranks in plan.traffic.receivers if len(ranks) > 1
     }
 
 
@@ -56,10 +51,10 @@ class Transfer:
         world: World,
         *,
         targets: Sequence[tuple[Box, Tensor]],
-        gathers: dict[tuple[int, ...], dist.ProcessGroup | None],
+        gathers: dict[tuple[int, ...], dist.ProcessGroup],
     ):
         self._plan, self._table, self._source = plan, live.table, live.held.value
-        self._everyone, self._group = world.everyone, gathers.get(plan.replicas)
+        self._group = gathers.get(plan.replicas)
         self._targets = targets
         send, receive = plan.bucket_bytes
         buffers = range(min(2, plan.num_buckets))
@@ -103,7 +98,7 @@ class Transfer:
         live = [value.live for value in values] if is_plain else []
         if not message.is_like(live):
             bucket.pack.add(message.views, values)
-        bucket.operations.append(self._message(dist.isend, message.wire(live), message.target))
+        bucket.operations.append(dist.P2POp(dist.isend, message.wire(live), message.target))
 
     def _list_taken(self, bucket: _Bucket, message: _Message) -> None:
         rank = self._plan.rank
@@ -117,12 +112,9 @@ class Transfer:
             bucket.pack.add(live if is_alone else message.views, self._values(message))
         elif message.target == rank:
             wire = message.wire(live if is_alone else ())
-            bucket.operations.append(self._message(dist.irecv, wire, message.source))
+            bucket.operations.append(dist.P2POp(dist.irecv, wire, message.source))
         if not (is_alone and (from_self or message.is_like(live))):
             bucket.unpack.add(live, [Value(view) for view in message.views])
-
-    def _message(self, way: Callable[..., Any], wire: Tensor, rank: int) -> dist.P2POp:
-        return dist.P2POp(way, wire, group=self._everyone, group_peer=rank)
 
     def _values(self, message: _Message) -> list[Value]:
         return [self._source(piece.name, piece.box) for piece in message.pieces]

@@ -33,28 +33,11 @@ def find_launch(cfg: Config) -> Launch:
 
 
 def check_launch(cfg: Config, launch: Launch) -> None:
-    """Refuse a number of ranks, or a launcher, that `layout` does not fit. Raises: Refusal."""
+    """Refuse a number of ranks that is not that of `layout`. Raises: Refusal."""
     if launch.world_size != cfg.layout.world_size:
         raise Refusal(
             f"layout.world_size is {cfg.layout.world_size}, but {launch.launcher} started "
             f"{launch.world_size} ranks; start {cfg.layout.world_size} or {_other_way(cfg, launch)}"
-        )
-    layout = cfg.layout
-    if launch.joins and not layout.survive_engines:
-        raise Refusal(
-            f"rank {launch.rank} cannot join a job: layout.survive_engines is false; give it the "
-            "job's own config, or unset SPMDRL_JOINS"
-        )
-    if launch.joins and (launch.rank < layout.trainer_ranks or layout.inference_tp > 1):
-        raise Refusal(
-            f"rank {launch.rank} cannot join a job: engines of one rank can, and rank "
-            f"{launch.rank} with layout.trainer_ranks {layout.trainer_ranks} and "
-            f"layout.inference_tp {layout.inference_tp} is none; start the whole job anew"
-        )
-    if layout.survive_engines and not launch.spares:
-        raise Refusal(
-            f"layout.survive_engines: {launch.launcher} ends all ranks when one ends; start them "
-            "by `python -m spmdrl launch --survive-engines`, or by srun --kill-on-bad-exit=0"
         )
 
 

@@ -27,8 +27,6 @@ class WorldGroups:
 
     control: dist.ProcessGroup
     """gloo group over all ranks, for small messages."""
-    everyone: dist.ProcessGroup
-    """Group over all ranks that carries tensors."""
     trainer_control: dist.ProcessGroup
     """gloo group over the trainer ranks, for the few numbers of an update."""
     saving: dist.ProcessGroup
@@ -106,17 +104,10 @@ def join_world(
     remove_files()  # all have met, and so have the secret
 
 
-def make_groups_alone() -> WorldGroups:
-    """Return the groups of a rank that is to join a job: itself, until it has."""
-    alone = dist.group.WORLD
-    return WorldGroups(alone, alone, alone, alone, None, None, None, None)  # type: ignore[arg-type]
-
-
 def make_groups(cfg: Config, *, rank: int, device: torch.device) -> WorldGroups:
     """Make all groups but vLLM's. Every rank of the job must call, with the same config."""
     return WorldGroups(
         dist.new_group(backend="gloo"),
-        dist.group.WORLD,
         dist.new_group(trainer_ranks(cfg), backend="gloo"),
         dist.new_group(trainer_ranks(cfg), backend="gloo"),
         _replica_group(cfg, rank),

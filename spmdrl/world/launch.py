@@ -29,10 +29,6 @@ _TOLD_S, _SOONER_S = 60.0, 5.0
 _GLOO = "GLOO_SOCKET_IFNAME"
 SECRET = "SPMDRL_SECRET"
 """Variable with the job's secret, see secret.py."""
-SPARES = "SPMDRL_SPARES_RANKS"
-"""Variable by which `launch --survive-engines` says that it ends no rank because of another."""
-JOINS = "SPMDRL_JOINS"
-"""Variable of a process that takes the place of a rank which is gone, in a job that goes on."""
 _SECRET_CHARS = 16
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # of no matter which: nothing is sent
 _OWN_PID, _PARENT_PID = os.getpid(), os.getppid()  # as early as can be: it may die any time
@@ -54,10 +50,6 @@ class Launch:
     attempt: int = 0
     """How often torchrun has started the ranks anew, on one store."""
     nodes: int = 1
-    spares: bool = True
-    """Whether a rank's end leaves the others alone."""
-    joins: bool = False
-    """This process takes the place of a rank that is gone."""
 
     def pass_on(self) -> None:
         """Set the variables that torch and vLLM read, as torchrun does, and have gloo listen where
@@ -91,8 +83,6 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
             keeps_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", 0)),
             nodes=int(env.get("GROUP_WORLD_SIZE", 1)),
-            spares="TORCHELASTIC_RUN_ID" not in env or SPARES in env,
-            joins=JOINS in env,
         )
     if "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "localhost")
@@ -105,7 +95,6 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
             int(env.get("MASTER_PORT") or 20000 + job % 40000),
             "srun",
             nodes=int(env.get("SLURM_STEP_NUM_NODES") or env.get("SLURM_NNODES") or 1),
-            spares=env.get("SLURM_KILL_BAD_EXIT", "0") == "0",
         )
     raise Refusal(
         "no launcher: neither RANK (torchrun) nor SLURM_PROCID (srun) is set. Start with "
@@ -208,15 +197,6 @@ def tell_refused(reason: str) -> None:
     if path:
         with contextlib.suppress(OSError), open(path, "wb") as file:  # it is printed besides
             file.write(f"{reason}\n".encode(errors="backslashreplace"))
-
-
-def tell_status(status: int) -> None:
-    """Leave rank 0's exit status where slurm/attempt.sh looks for it: srun's own is that of the
-    rank which ended worst, an engine's that was lost too."""
-    path = os.environ.get("SPMDRL_STATUS")
-    if path:
-        with open(path, "w") as file:
-            file.write(f"{status}\n")
 
 
 def tell_once(text: str, *, of_rank: str = "") -> None:

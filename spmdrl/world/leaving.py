@@ -13,11 +13,10 @@ from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
-from spmdrl.config import Config
 from spmdrl.errors import Refusal, RewardFailed, described, users_line, users_traceback
 from spmdrl.imports import attempt
 from spmdrl.world.launch import known_rank, tell_launcher, tell_once, tell_refused
-from spmdrl.world.lost_peers.watch import PeersMissing, Watch, first_line, is_peer_error
+from spmdrl.world.lost_peers.watch import PeersMissing, Watch, first_line
 
 _ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
 _WHOLE = logging.getLogger("traceback")  # no child of ours: the console shows what those say
@@ -27,15 +26,10 @@ _WHOLE.setLevel(logging.INFO)
 class Member(Protocol):
     """What of the world a rank needs to leave it."""
 
-    cfg: Config
     rank: int
     watch: Watch
     is_started: bool
     stop_requested: bool
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this rank is to join a job, whose others do not wait for it."""
 
 
 def obey_signals(world: Member) -> None:
@@ -120,32 +114,17 @@ def ended(error: BaseException, world: Member | None) -> int:
         tell_launcher(described(error))
     if world is not None:
         world.watch.claim_ending(wait=True)
-        is_own = is_own and not _ends_alone(error, world)
         if is_own and not world.watch.board.claim_cause(text):
             print(f"[rank {rank}] ends for the same reason", file=sys.stderr, flush=True)
             return 1
     _show(error, rank, has_world=world is not None)
     if world is not None:
         world.watch.close_early("failed")
-        if _ends_alone(error, world):
-            world.watch.say_leaving()
-        elif is_own:
+        if is_own:
             world.watch.tell_end(text)
         else:
             world.watch.tell_missing(f"rank {rank} says: {error}")
     return 2 if isinstance(error, Refusal) else 1
-
-
-def _ends_alone(error: BaseException, world: Member) -> bool:
-    """Return whether the job goes on: a rank ends that was to join it, or that has lost another of
-    its engine, which others go on without."""
-    if world.is_alone:
-        return True
-    spared = world.watch.may_lose if world.cfg.layout.inference_tp > 1 else ()
-    is_peer = isinstance(error, (dist.DistError, RuntimeError)) and (
-        isinstance(error, PeersMissing) or is_peer_error(error)
-    )
-    return is_peer and world.watch.rank in spared
 
 
 def _show(error: BaseException, rank: int | str, *, has_world: bool) -> None:

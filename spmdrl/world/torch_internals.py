@@ -11,7 +11,6 @@ sharded_like              tensor._dtensor_spec              once from_local keep
 unflatten_axis            DeviceMesh._unflatten             once it is public
 split_no_groups           ProcessGroup.bound_device_id      once a gloo group splits nothing
 set_group_timeout         distributed_c10d.default_pg_*timeout  once meshes take a timeout
-make_group, drop_group    distributed_c10d._world           once a group may stand beside the world
 pin_exactly               _accelerator_setAllocatorSettings   once it is public (2.13: 2.11 cannot)
 count_compile_threads     torch._inductor.config            once its module is public
 LOCAL_SCALAR, UNSAFE_VIEW aten._local_scalar_dense, _unsafe_view    never: names of operations
@@ -163,61 +162,6 @@ def set_group_timeout(timeout: timedelta) -> None:
     """Give groups to come this timeout where they are made without one: 10 or 30 minutes else."""
     dist.distributed_c10d.default_pg_timeout = timeout
     dist.distributed_c10d.default_pg_nccl_timeout = timeout
-
-
-def make_group(
-    store: dist.Store,
-    *,
-    members: Sequence[int],
-    own: int,
-    name: str,
-    device: torch.device,
-    backend: str,
-    meet_within: timedelta,
-) -> dist.ProcessGroup:
-    """Make a group of some ranks, though others of the world are gone. Its members alone call.
-
-    Args:
-        store: where they meet, under `name`.
-        members: the launcher's numbers of its ranks, in their order. own: that of this process,
-            which may have a default group of itself alone.
-        backend: gloo, or nccl for tensors of `device` (not run so far: no GPU was at hand).
-        meet_within: how long members may take to come; later waits have the timeout of all groups.
-    Raises: RuntimeError where one of them does not come.
-    """
-    c10d, place = dist.distributed_c10d, dist.PrefixStore(name, store)
-    rank, size, default = members.index(own), len(members), dist.get_rank()
-    group = dist.ProcessGroup(place, rank, size)
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = meet_within
-        made, kind = dist.ProcessGroupNCCL(place, rank, size, options), "NCCL"
-        made.eager_connect_single_device(device)
-    else:
-        device = torch.device("cpu")
-        made, kind = dist.ProcessGroupGloo(place, rank, size, meet_within), "GLOO"
-    made._set_sequence_number_for_group()
-    backend_type = getattr(dist.ProcessGroup.BackendType, kind)
-    group._set_default_backend(backend_type)
-    group._register_backend(device, backend_type, made)
-    group._set_group_name(name)
-    group.set_timeout(c10d.default_pg_timeout)
-    # Else errors of its collectives would be replaced by one that says that it is not known.
-    c10d._world.pg_map[group], c10d._world.pg_names[group] = (backend, place), name
-    c10d._world.pg_backend_config[group] = f"{device.type}:{backend}"
-    numbers = {-1 if other == default != own else other: at for at, other in enumerate(members)}
-    c10d._world.pg_group_ranks[group] = numbers | {default: rank}
-    return group
-
-
-def drop_group(group: dist.ProcessGroup) -> None:
-    """Forget a group of `make_group`: its connections close with the last reference to it, and so
-    its other members' collectives fail."""
-    world = dist.distributed_c10d._world
-    for known in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_group_ranks):
-        known.pop(group, None)
-    if group.name() == "nccl":
-        group.abort()
 
 
 def flight_record() -> bytes:

@@ -6,7 +6,7 @@ import faulthandler
 import json
 import socket
 import sys
-import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,24 +20,21 @@ from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
 from spmdrl.errors import Refusal
 from spmdrl.world.check_launch import find_launch
-from spmdrl.world.comm import gather_objects
-from spmdrl.world.groups import WorldGroups, join_world, make_groups, make_groups_alone, meet
+from spmdrl.world.comm import any_of, await_all, gather_objects
+from spmdrl.world.groups import WorldGroups, join_world, make_groups, meet
 from spmdrl.world.launch import Launch, ask_cublas_to_repeat, is_orphaned
 from spmdrl.world.leaving import obey_signals
-from spmdrl.world.lost_engines.going_on import Survival
 from spmdrl.world.lost_peers.awaited import Awaited
 from spmdrl.world.lost_peers.watch import Watch, store_timeout
 from spmdrl.world.machine.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
 from spmdrl.world.machine.host_memory import MemoryWatch
-from spmdrl.world.meetings import Meetings
 from spmdrl.world.sealed_store import SealedStore
 
 T = TypeVar("T")
-_CONFIG = "config"
 
 
 @dataclass
-class World(WorldGroups, Meetings):
+class World(WorldGroups):
     """One rank's view of the job. Made by `World.start`, ended by `close`."""
 
     cfg: Config
@@ -56,8 +53,6 @@ class World(WorldGroups, Meetings):
     """Start-up is over: there is progress to save."""
     updated: Awaited = field(init=False)
     """The announcement of the trainers that a replica waits for."""
-    survival: Survival | None = field(default=None)
-    """What goes on without engines that are gone; None where the job ends with any rank."""
     found_tokens: int = field(default=0)
     """What was found for batch.tokens_per_microbatch 0, the same on every rank; 0 before."""
 
@@ -87,16 +82,12 @@ class World(WorldGroups, Meetings):
                 cfg.checkpoint.write_timeout_s,
             )
         )
-        watch, store, unsealed = _join(cfg, launch, device=device, timeout=timeout)
+        watch, store = _join(cfg, launch, device=device, timeout=timeout)
         if launch.local_rank == 0:
             MemoryWatch().start(watch)
         with watch.start_up():
             with watch.wait("create groups", -1):
-                groups = (
-                    make_groups_alone()
-                    if launch.joins
-                    else make_groups(cfg, rank=launch.rank, device=device)
-                )
+                groups = make_groups(cfg, rank=launch.rank, device=device)
             world = cls(
                 cfg=cfg,
                 rank=launch.rank,
@@ -108,12 +99,7 @@ class World(WorldGroups, Meetings):
                 store=store,
                 **vars(groups),
             )
-            _check_same_config(world, joins=launch.joins)
-            if cfg.layout.survive_engines:
-                with watch.wait("create groups", -1):
-                    world.survival = Survival(
-                        world, unsealed, tensors=world.backend, is_alone=launch.joins
-                    )
+            _check_same_config(world)
         obey_signals(world)
         if cfg.deterministic:
             ask_cublas_to_repeat()
@@ -124,11 +110,6 @@ class World(WorldGroups, Meetings):
         return world
 
     # ---------------------------------------------------------------- roles
-
-    @property
-    def members(self) -> list[int]:
-        """By rank, the launcher's number."""
-        return self.survival.members if self.survival else list(range(self.world_size))
 
     @property
     def is_trainer(self) -> bool:
@@ -200,6 +181,33 @@ class World(WorldGroups, Meetings):
         """Where tensors must be to be sent: gloo's messages start and end on the host."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
+    # ---------------------------------------------------------------- among all ranks
+
+    def from_rank_0(self, work: Callable[[], T], *, wait: str, step: int = -1) -> T:
+        """Return on every rank the small value (see plain.py) that `work` returns on rank 0."""
+        with self.watch.wait(wait, step):
+            return gather_objects(work() if self.rank == 0 else None, group=self.control)[0]
+
+    def gather(
+        self, own: T, *, wait: str, step: int = -1, timeout_s: float | None = None
+    ) -> list[T]:
+        """Return on every rank the small value (see plain.py) of each rank, in rank order.
+
+        Raises: Refusal naming each rank's line where they are not all in this wait of this step.
+        """
+        with self.watch.wait(wait, step, timeout_s=timeout_s):
+            return gather_objects(own, group=self.control)
+
+    def meet(self, *, wait: str, step: int = -1) -> None:
+        """Wait until every rank is here. Raises: as `gather`."""
+        with self.watch.wait(wait, step):
+            await_all(group=self.control)
+
+    def agree_to_stop(self, step: int) -> bool:
+        """Return on all ranks, once all are here, whether any rank was asked to stop."""
+        with self.watch.wait("await peers", step):
+            return any_of(self.stop_requested, group=self.control)
+
     # ---------------------------------------------------------------- among trainers
 
     def gather_per_dp(self, own: T) -> list[T]:
@@ -220,22 +228,10 @@ class World(WorldGroups, Meetings):
 
     # ---------------------------------------------------------------- life
 
-    def started(self, step: int) -> int:
-        """Say that start-up is over: waits have the short deadline, a signal saves first.
-
-        Args:
-            step: that the run has come to.
-        Returns: the step to begin with: on a rank that joins a job, once that has taken it in, the
-            job's.
-        """
+    def started(self) -> None:
+        """Say that start-up is over: waits have the short deadline, a signal saves first."""
         self.watch.timeout_s = self.cfg.layout.wait_timeout_s
         self.is_started = True
-        return step if self.survival is None else self.survival.start(step)
-
-    def take_in(self, step: int) -> None:
-        """Take in the processes that are there to be engines in the place of lost ones."""
-        if self.survival is not None:
-            self.survival.take_in(step)
 
     def announce_updated(self, step: int) -> None:
         """Let every rank know, whenever it looks, that the trainers are done with `step`."""
@@ -250,8 +246,6 @@ class World(WorldGroups, Meetings):
 
     def close(self) -> None:
         """Leave the job in step with the others. Engines must be closed before."""
-        if self.survival is not None:
-            self.survival.close()
         self.watch.say_leaving()
         self.meet(wait="leave")
         self.watch.close()
@@ -261,9 +255,8 @@ class World(WorldGroups, Meetings):
 
 def _join(
     cfg: Config, launch: Launch, *, device: torch.device, timeout: timedelta
-) -> tuple[Watch, SealedStore, dist.Store]:
-    """Start this rank's watch, and make the group of all ranks; return the job's store too, sealed
-    and as it is."""
+) -> tuple[Watch, SealedStore]:
+    """Start this rank's watch, and make the group of all ranks; return the job's store too."""
     launch.pass_on()
     within_s, backend = cfg.layout.startup_timeout_s, pick_backend(cfg)
     store = meet(launch, shared=Path(cfg.output_dir), within=timedelta(seconds=within_s))
@@ -275,32 +268,19 @@ def _join(
         timeout_s=within_s,
         keeper=None if launch.keeps_store else 0,
         is_orphaned=is_orphaned,
-        may_lose=inference_ranks(cfg) if launch.joins else (),  # the job has begun long ago
         flight_folder=Path(cfg.output_dir) / "flight",
     )
     with watch.start_up(), watch.wait("meet", -1):
         if backend == "nccl":
             check_own_gpus(launch, device, sealed)
-        if launch.joins:
-            alone = replace(launch, rank=0, world_size=1)
-            alone.pass_on()  # to vLLM too, whose groups are of this engine alone
-            own = dist.PrefixStore(f"joins {uuid.uuid4().hex}", store)
-            join_world(backend, alone, store=own, device=device, timeout=timeout)
-        else:
-            join_world(backend, launch, store=store, device=device, timeout=timeout)
-    return watch, sealed, store
+        join_world(backend, launch, store=store, device=device, timeout=timeout)
+    return watch, sealed
 
 
-def _check_same_config(world: World, *, joins: bool) -> None:
+def _check_same_config(world: World) -> None:
     own = json.loads(json.dumps(flatten(world.cfg), default=str))
-    with world.watch.wait("compare configs", -1):
-        if joins:
-            configs = {0: json.loads(world.store.get(_CONFIG)), world.rank: own}
-        else:
-            configs = dict(enumerate(gather_objects(own, group=world.control)))
-    if world.rank == 0:
-        world.store.set(_CONFIG, json.dumps(own))  # for those that join
-    for rank, other in configs.items():
+    configs = world.gather(own, wait="compare configs")
+    for rank, other in enumerate(configs):
         differing = [k for k, v in configs[0].items() if other[k] != v]
         if differing:
             name = differing[0]

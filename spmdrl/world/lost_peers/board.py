@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -13,8 +12,7 @@ from spmdrl.world.lost_peers.place import lost_store_text
 from spmdrl.world.sealed_store import SealedStore
 
 T = TypeVar("T")
-_CAUSE, _ENDED, _LOST = "watch/cause", "watch/ended", "watch/lost"
-OUT = "a rank of its engine is gone, and so is the engine"
+_CAUSE, _ENDED = "watch/cause", "watch/ended"
 
 
 class Board:
@@ -71,39 +69,9 @@ class Board:
         self._claim({"missing": text})
         self._set(_ENDED, str(self._rank))
 
-    def tell_dead(self, rank: int, text: str, *, is_fatal: bool) -> None:
-        """Let the others know that the process of a rank is gone: they end, or go on without it."""
-        if is_fatal:
-            self.tell_missing(text)
-        else:
-            self._set(f"{_LOST}/{rank}", text)
-
-    def lost(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return {rank: what is said of its end} of those among some ranks that are gone."""
-        told = {rank: f"{_LOST}/{rank}" for rank in ranks}
-        return {
-            rank: self._stored(partial(self._store.get, key), b"").decode()
-            for rank, key in told.items()
-            if self._stored(partial(self._store.check, [key]), False)
-        }
-
-    def tell_returned(self, rank: int) -> None:
-        """Undo `tell_dead` of a rank that others go on without."""
-        self._stored(lambda: self._store.delete_key(f"{_LOST}/{rank}"), False)
-
-    def tell_out(self, rank: int) -> None:
-        """Let a rank end whose engine has lost another: it may wait for that one by itself."""
-        self._set(_out(rank), "")
-
-    def cause(self, *, may_be_out: bool = False) -> str:
+    def cause(self) -> str:
         """Return `rank R ended with ...` of the rank that failed first, or who is missing; empty
-        for none.
-
-        Args:
-            may_be_out: look whether this rank alone is to end, see `tell_out`.
-        """
-        if may_be_out and self._stored(lambda: self._store.check([_out(self._rank)]), False):
-            return OUT
+        for none."""
         if not self._stored(lambda: self._store.check([_CAUSE, _ENDED]), False):
             return ""
         first = json.loads(self._stored(lambda: self._store.get(_CAUSE), b"") or "{}")
@@ -126,7 +94,3 @@ class Board:
             except (dist.DistError, RuntimeError):
                 self.has_store = False
         return otherwise
-
-
-def _out(rank: int) -> str:
-    return f"watch/out/{rank}"

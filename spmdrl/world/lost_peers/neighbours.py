@@ -51,16 +51,6 @@ class Neighbours:
         self._told.update(own)
         return own
 
-    def knows(self, rank: int) -> bool:
-        """Whether a rank is on this machine and was not seen to be dead."""
-        return rank in self._born
-
-    def forget(self, rank: int) -> None:
-        """Learn anew which process a rank is."""
-        self._born.pop(rank, None)
-        self._told.discard(rank)
-        self.are_known = False
-
     def _is_beside(self, state: Mapping[str, Any]) -> bool:
         return bool(self._own["machine"]) and (
             state.get("machine") == self._own["machine"] and state["pid"] != self._own["pid"]

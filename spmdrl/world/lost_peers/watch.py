@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -49,10 +49,6 @@ class PeersMissing(RuntimeError):
     """A collective failed because other ranks are gone; the message names them."""
 
 
-class EngineLost(Exception):
-    """A collective failed inside what is done again where an engine is gone."""
-
-
 class Watch:
     """Names and times the waits of one rank, and reports who is missing when one is late.
 
@@ -62,7 +58,6 @@ class Watch:
         timeout_s: deadline of one wait, seconds; may be changed between waits.
         keeper: rank in whose process the store lives and ends; None: in the launcher's.
         is_orphaned: whether the launcher, in whose hands the job was, is gone.
-        may_lose: ranks without which the job goes on.
         flight_folder: where to leave this rank's last collectives when a wait came to no end.
     """
 
@@ -75,7 +70,6 @@ class Watch:
         timeout_s: float,
         keeper: int | None = None,
         is_orphaned: Callable[[], bool] = lambda: False,
-        may_lose: Collection[int] = (),
         flight_folder: Path | None = None,
     ):
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
@@ -86,13 +80,9 @@ class Watch:
         self.board, self._keeper = Board(store, rank, keeper=keeper), keeper
         self._flight_folder, self.is_orphaned, self._is_leaving = flight_folder, is_orphaned, False
         self._process, self._main = own_process(), threading.get_ident()
-        self.neighbours = Neighbours(self._process)
+        self._neighbours = Neighbours(self._process)
         self._dead: dict[int, str] = {}  # what is known of those beside this rank
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
-        self.may_lose, self.lost = frozenset(may_lose), frozenset[int]()
-        """Ranks without which the job goes on; those of them that are gone."""
-        self.is_done_again = False
-        """What this rank does now is done again where one of them is gone."""
         self.place = Place("start", -1, time.time(), False)  # whole, for the thread to read
         self.beat_s = max(_LEAST_BEAT_S, world_size / _BEATS_PER_S)
         self._spacing_s = 0.0 if world_size <= _FEW_RANKS else self.beat_s
@@ -117,8 +107,7 @@ class Watch:
         Args:
             timeout_s: deadline of this wait, seconds; None takes the watch's.
         Raises: PeersMissing naming the missing ranks when a collective inside fails because a
-            peer is gone, or EngineLost while `is_done_again`. Past the deadline the process exits
-            with EXIT_CODE.
+            peer is gone. Past the deadline the process exits with EXIT_CODE.
         """
         with self._entered(name, step, waits=True, timeout_s=timeout_s), in_wait(name, step):
             try:
@@ -126,8 +115,6 @@ class Watch:
             except (dist.DistError, RuntimeError) as error:
                 if not is_peer_error(error):
                     raise
-                if self.is_done_again:
-                    raise EngineLost(first_line(error)) from None
                 raise self.explained(error) from error
 
     def explained(self, error: Exception) -> PeersMissing:
@@ -149,13 +136,6 @@ class Watch:
             self.place = place_after(self.place, before)
             for seconds in (self.seconds, self.totals):
                 seconds[name] = seconds.get(name, 0.0) + time.time() - began
-
-    def wait_for(self, members: Collection[int]) -> None:
-        """Wait for these ranks alone; one that was lost before is another process."""
-        for rank in self.lost & frozenset(members):
-            self.neighbours.forget(rank)
-        self.lost = frozenset(range(self.world_size)) - frozenset(members)
-        self._dead = {i: f"rank {i} was lost before, and is not waited for" for i in self.lost}
 
     def take_seconds(self) -> dict[str, float]:
         """Return seconds spent per phase and wait since the last call, and start anew."""
@@ -221,11 +201,12 @@ class Watch:
 
     def look_beside(self) -> None:
         """Tell all ranks of those on this machine whose processes have died without a word."""
-        for rank in self.neighbours.dead():
+        for rank in self._neighbours.dead():
             state = self.board.read([rank])[0]
             self._dead[rank] = death_text(rank, state, self._process["host"])
-            if not (self._is_leaving or _has_said(state, is_spared=rank in self.may_lose)):
-                self.board.tell_dead(rank, self._dead[rank], is_fatal=rank not in self.may_lose)
+            has_said = state is not None and ("error" in state or "left" in state)
+            if not (self._is_leaving or has_said):
+                self.board.tell_missing(self._dead[rank])
 
     def _find_missing(self) -> str:
         """Say who is missing after a collective has failed; the thread may end us before."""
@@ -250,12 +231,12 @@ class Watch:
             waited = time.time() - place.since if place.waits else 0.0
             states: list[dict | None] = []
             if not beats % self._beats_per_look:
-                if waited > _DEAD_AFTER_S or not self.neighbours.are_known:
+                if waited > _DEAD_AFTER_S or not self._neighbours.are_known:
                     states = self.board.read(range(self.world_size))
-                    self.neighbours.learn(states)
+                    self._neighbours.learn(states)
             self.look_beside()
             self.board.learn_keeper(anew=self.world_size <= _FEW_RANKS)
-            cause = self.board.cause(may_be_out=self.rank in self.may_lose)
+            cause = self.board.cause()
             if not self.board.has_store and not self._is_leaving:
                 cause = cause or self.board.lost_text()
             if cause and not self.closed.is_set():  # the store may have answered late
@@ -263,7 +244,7 @@ class Watch:
             deadline = self.timeout_s if place.timeout_s is None else place.timeout_s
             if waited > deadline:
                 self._die(f"deadline of {deadline:.0f} s passed")
-            elif waited > _DEAD_AFTER_S and _silent(states) - self.may_lose:
+            elif waited > _DEAD_AFTER_S and any(map(_is_silent, states)):
                 self._die("a peer is dead")
 
     def _die(self, why: str) -> None:
@@ -358,17 +339,9 @@ def is_peer_error(error: Exception) -> bool:
     return not is_local and any(words in text for words in _PEER_TEXTS)
 
 
-def _has_said(state: dict | None, *, is_spared: bool) -> bool:
-    """Return whether a rank that wrote this last has said all there is of its end. Of one that
-    others go on without it is not enough that it has left: they wait for it."""
-    return state is not None and ("error" in state or ("left" in state and not is_spared))
-
-
-def _silent(states: Sequence[dict | None]) -> set[int]:
-    """Return the ranks that have said something, and nothing for long."""
-    now = time.time()
-    said = {rank: state.get("beat", 0.0) for rank, state in enumerate(states) if state}
-    return {rank for rank, beat in said.items() if now - beat > _DEAD_AFTER_S}
+def _is_silent(state: dict | None) -> bool:
+    """Return whether a rank has said something, and nothing for long."""
+    return state is not None and time.time() - state.get("beat", 0.0) > _DEAD_AFTER_S
 
 
 def first_line(error: BaseException) -> str:

@@ -1,1 +1,0 @@
-"""Going on without inference ranks that are gone (`layout.survive_engines`)."""
