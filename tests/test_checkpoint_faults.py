@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -14,7 +15,9 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +31,7 @@ from worlds import Said
 from spmdrl.checkpoint import Checkpointer, keep
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import _clear, candidate_folders, config_differences
+from spmdrl.checkpoint.save import Saver
 from spmdrl.config import Config, flatten
 from spmdrl.imports import attempt
 from spmdrl.world.world import World
@@ -443,6 +447,22 @@ def test_a_full_disk_costs_one_checkpoint_and_not_the_run(full_disk):
 
 def test_a_write_error_of_one_rank_is_agreed_on_by_all(tmp_path):
     _check_full(tmp_path, 100_000, "File too large")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("closed by peer")])
+def test_disk_space_is_asked_for_only_where_the_disk_failed(error, tmp_path):
+    world = SimpleNamespace(
+        rank=0,
+        gather=lambda own, **_: [own],
+        watch=SimpleNamespace(wait=lambda *_, **__: contextlib.nullcontext()),
+    )
+    saver = Saver(Config(output_dir=str(tmp_path)), world)
+    written = Future()
+    written.set_exception(error)
+    saver._pending = SimpleNamespace(step=4, written=written)
+    with pytest.raises(RuntimeError, match="step 4 could not be written: rank 0: ") as found:
+        saver.finish()
+    assert ("Free disk space" in str(found.value)) == isinstance(error, OSError)
 
 
 # ------------------------------------------------------------------ slow disk

@@ -139,7 +139,7 @@ class Saver:
         told = (problem, held is not None)
         shared = self.world.gather(told, wait="begin checkpoint", step=step)
         if shared[0][0]:
-            self._give_up(step, shared[0][0], is_fatal=is_last)
+            self._give_up(step, shared[0][0], is_fatal=is_last, is_disk=True)
             return
         tensors: Future | None = None
         with self.world.watch.phase("copy checkpoint", step):
@@ -179,8 +179,13 @@ class Saver:
             failed = [f"rank 0: {shared[0]}"] if shared[0] else []
         self._pending = None
         if failed:
-            is_fatal = must_succeed or not all(o.is_disk for o in outcomes)
-            self._give_up(pending.step, "; ".join(dict.fromkeys(failed)), is_fatal=is_fatal)
+            is_disk = all(outcome.is_disk for outcome in outcomes)
+            self._give_up(
+                pending.step,
+                "; ".join(dict.fromkeys(failed)),
+                is_fatal=must_succeed or not is_disk,
+                is_disk=is_disk,
+            )
 
     def _wait_for_disk(self, pending: _Pending, limit: float | None) -> None:
         # A wait of its own: at the deadline the rank with the slow disk is told from its peers.
@@ -225,13 +230,14 @@ class Saver:
         if problem:
             log.warning("an old checkpoint could not be removed: %s", problem)
 
-    def _give_up(self, step: int, problem: str, *, is_fatal: bool) -> None:
+    def _give_up(self, step: int, problem: str, *, is_fatal: bool, is_disk: bool) -> None:
         kept = disk.complete_checkpoints(self.root)
         text = (
             f"checkpoint of step {step} could not be written: {problem}. "
-            f"Newest complete checkpoint: {kept[0] if kept else 'none'}. Free disk space or "
-            "set output_dir elsewhere"
+            f"Newest complete checkpoint: {kept[0] if kept else 'none'}"
         )
+        if is_disk:
+            text += ". Free disk space or set output_dir elsewhere"
         if self.world.rank == 0:
             _os_error(disk.remove, self._partial(step))
         if is_fatal:
