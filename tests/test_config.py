@@ -20,7 +20,7 @@ from spmdrl import config
 from spmdrl.check.settings import parse
 from spmdrl.checkpoint.restore import config_differences
 from spmdrl.config.help import field_docs
-from spmdrl.config.read import read, with_flags
+from spmdrl.config.read import load_yaml, read, with_flags
 from spmdrl.config.tree import build, convert, hints, is_section, kinds, sections, settings
 from spmdrl.errors import Refusal
 
@@ -510,3 +510,82 @@ def test_the_names_of_other_programs_lead_to_fields_and_are_none_of_ours():
         if text.startswith("that is "):
             assert text.split()[2] in settings(), text
     assert len(ELSEWHERE) > 150
+
+
+VERL = """
+actor_rollout_ref:
+  model: {path: m}
+  actor: {optim: {lr: 1e-6}, strategy: fsdp}
+  rollout: {n: 8, val_kwargs: {n: 4}}
+trainer: {total_epochs: 1, balance_batch: true}
+critic: {optim: {lr: 1e-5}, model: {path: c}}
+"""
+
+
+def test_each_field_of_another_programs_tree_is_told_by_ours(tmp_path):
+    (tmp_path / "verl.yaml").write_text(VERL)
+    with pytest.raises(Refusal) as refused:
+        load_yaml(tmp_path / "verl.yaml")
+    told = dict(line[4:].split(": ", 1) for line in str(refused.value).splitlines()[1:])
+    fields = {
+        "actor_rollout_ref.model.path": "model.path",
+        "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
+        "actor_rollout_ref.rollout.n": "batch.group_size",
+        "actor_rollout_ref.rollout.val_kwargs.n": "evaluate.samples",
+        "trainer.total_epochs": "steps",
+        "critic.optim.lr": "critic.lr",
+        "critic.model.path": "critic.path",
+    }
+    assert {name: text.split()[4] for name, text in told.items() if name in fields} == fields
+    assert told["actor_rollout_ref"].endswith("nothing here is called actor.strategy; leave it out")
+    assert told["trainer"].endswith("nothing here is called balance_batch; leave it out")
+    assert len(told) == len(fields) + 2
+
+
+def test_a_slip_of_the_pen_in_a_section_is_one_problem(tmp_path):
+    (tmp_path / "c.yaml").write_text("optimiser: {lr: 1, beta1: 0.8}")
+    with pytest.raises(Refusal, match="1 problem\n  - optimiser: unknown key; did you mean opti"):
+        load_yaml(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["\u2013config", "a.yaml"], "begins with an en dash (U+2013), as word processors"),
+        (["--lag", "0", "\u2014steps", "3"], "two plain hyphens: --steps"),
+        (["-steps", "3"], "-steps: begins with one hyphen; flags begin with two plain hyphens"),
+        (["batch.group_size=3"], "NAME=VALUE here but --NAME VALUE: --batch.group-size 3"),
+        (["--dry-run", "steps=3"], "steps=3: flags are not written NAME=VALUE"),
+        (["actor_rollout_ref.rollout.n=3"], "that is batch.group_size here"),
+    ],
+)
+def test_flags_in_other_spellings_are_named_as_such(argv, says):
+    with pytest.raises(Refusal, match="flags: 1 problem") as refused:
+        read(argv, prog="x")
+    assert says in str(refused.value)
+
+
+def test_values_that_look_like_flags_are_values():
+    own = read(["--sampling.stop", "a=b", "--output-dir", "x=1"], prog="x")
+    assert (own.sampling.stop, own.output_dir) == (("a=b",), "x=1")
+    assert read(["--evaluate.temperature", "-1"], prog="x").evaluate.temperature == -1
+
+
+def test_one_value_stands_for_a_list_of_it(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "sampling: {stop: END, stop_token_ids: 5}\nrewards: {functions: 'a.py:f', weights: 2}\n"
+        "data: {train: {path: a.jsonl, name: b}}\n"
+    )
+    cfg = load_yaml(tmp_path / "c.yaml")
+    assert cfg.sampling.stop == ("END",) and cfg.sampling.stop_token_ids == (5,)
+    assert cfg.rewards.functions == ("a.py:f",) and cfg.rewards.weights == (2.0,)
+    assert [source.name for source in cfg.data.sources("train")] == ["b"]
+    (tmp_path / "c.yaml").write_text("sampling: {stop_token_ids: [1, x]}")
+    with pytest.raises(Refusal, match=r"stop_token_ids: \[1\]: expected int, got 'x'"):
+        load_yaml(tmp_path / "c.yaml")
+
+
+def test_a_tab_is_named(tmp_path):
+    (tmp_path / "c.yaml").write_text("steps: 3\nmodel:\n\tpath: x\n")
+    with pytest.raises(Refusal, match="line 3 is indented by a tab, where YAML takes spaces"):
+        load_yaml(tmp_path / "c.yaml")

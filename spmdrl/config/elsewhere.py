@@ -37,4 +37,6 @@ def elsewhere(name: str) -> str:
     Args:
         name: with its sections or without them: `actor.optim.lr`, `learning_rate`.
     """
-    return ELSEWHERE.get(name) or ELSEWHERE.get(name.rpartition(".")[2], "")
+    parts = name.split(".")
+    endings = (".".join(parts[at:]) for at in range(len(parts)))
+    return next((ELSEWHERE[ending] for ending in endings if ending in ELSEWHERE), "")

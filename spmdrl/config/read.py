@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import re
 import shlex
 import typing
 from collections.abc import Iterator, Mapping
@@ -23,15 +24,18 @@ from spmdrl.config.tree import (
     build,
     convert,
     flatten,
+    is_near,
     kinds,
     leaves,
     nearest_field,
+    same_name,
     sections,
     settings,
 )
 from spmdrl.config.yaml_text import plain_data
 from spmdrl.errors import Refusal
 
+_FEW = 8
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
@@ -148,11 +152,53 @@ def _fields_of(tree: Mapping[str, Any], *, where: str, may_be_former: bool) -> d
     if may_be_former:
         flat = modernized(flat)
     for name, value in flat.items():
+        if _is_foreign(name, value):
+            problems += _foreign_problems(name, value)
+            continue
         with _noted(problems, name):
             found[name] = _checked(name, value)
     if problems:
         raise Refusal(_problem_list(where, problems))
     return found
+
+
+def _is_foreign(name: str, value: Any) -> bool:
+    """Return whether a mapping is a section of another program's config: none of ours, nor one of
+    ours with a slip of the pen."""
+    is_ours = name in settings() or name in sections() or present(name, value) is not None
+    if is_ours or not isinstance(value, dict) or not value:
+        return False
+    return bool(elsewhere(name)) or not is_near(name)
+
+
+def _foreign_problems(name: str, value: Mapping[Any, Any]) -> list[str]:
+    """Return what each field of another program's section is here, and last those that are nothing
+    here."""
+    problems, unknown = [], []
+    for field, _ in _leaves_below(name, value):
+        other, near = elsewhere(field), same_name(field)
+        if other:
+            problems.append(f"{field}: unknown key; {other}")
+        elif near:
+            problems.append(f"{field}: unknown key; that is {near} here")
+        else:
+            unknown.append(field.removeprefix(f"{name}."))
+    if unknown:
+        more = f" and {len(unknown) - _FEW} more" if len(unknown) > _FEW else ""
+        problems.append(
+            f"{name}: is no section here, and nothing here is called "
+            f"{', '.join(unknown[:_FEW])}{more}; leave it out"
+        )
+    return problems
+
+
+def _leaves_below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted name, value) of what stands in nested mappings."""
+    if not isinstance(value, dict) or not value:
+        yield name, value
+        return
+    for key, own in value.items():
+        yield from _leaves_below(f"{name}.{key}", own)
 
 
 @contextlib.contextmanager
@@ -205,10 +251,11 @@ def with_flags(cfg: Config, argv: list[str]) -> Config:
 
     Raises: Refusal listing every problem.
     """
-    found, problems = {}, []
+    found: dict[str, Any] = {}
+    problems: list[str] = []
     for flag, words in _split(argv):
         if not flag:
-            problems.append(f"{(words or ['--'])[0]}: expected a flag, --SECTION.FIELD VALUE")
+            problems.append(_no_flag((words or ["--"])[0]))
             continue
         name, text = flag.replace("-", "_"), words
         section, _, own = name.rpartition(".")
@@ -224,17 +271,60 @@ def with_flags(cfg: Config, argv: list[str]) -> Config:
 
 
 def _split(argv: list[str]) -> list[tuple[str, list[str]]]:
-    """Return flags, each with the words behind it."""
+    """Return flags, each with the words after it; words that are meant for flags and are none come
+    alone, after an empty one."""
     found: list[tuple[str, list[str]]] = []
     for word in argv:
         if word.startswith("--"):
             flag, is_there, value = word[2:].partition("=")
             found.append((flag, [value] if is_there else []))
-        elif found:
+        elif found and found[-1][0] and not _is_meant_for_a_flag(word):
             found[-1][1].append(word)
+        elif found and not found[-1][0] and not _is_meant_for_a_flag(word):
+            continue  # the value of a word that is no flag
         else:
             found.append(("", [word]))
     return found
+
+
+_DASHES = {
+    "-": "begins with one hyphen",
+    "\u2010": "begins with a hyphen of print (U+2010)",
+    "\u2011": "begins with a hyphen that does not break (U+2011)",
+    "\u2012": "begins with a dash (U+2012)",
+    "\u2013": "begins with an en dash (U+2013), as word processors write two hyphens",
+    "\u2014": "begins with an em dash (U+2014), as word processors write two hyphens",
+    "\u2015": "begins with a bar (U+2015)",
+    "\u2212": "begins with a minus sign (U+2212)",
+}
+
+
+def _is_meant_for_a_flag(word: str) -> bool:
+    """Return whether a word is a flag of ours in another spelling: `-steps`, `steps=3`."""
+    name, has_value = _flag_name(word)
+    return (word[0:1] in _DASHES or has_value) and (name in settings() or name == "config")
+
+
+def _flag_name(word: str) -> tuple[str, bool]:
+    """Return the field that a word may mean, and whether `=` follows it."""
+    name, equals, _ = word.lstrip("".join(_DASHES) + "+").partition("=")
+    return name.replace("-", "_"), bool(equals)
+
+
+def _no_flag(word: str) -> str:
+    """Return what is wrong with a word where a flag is expected."""
+    name, has_value = _flag_name(word)
+    start = "--" + name.replace("_", "-")
+    if word[0:1] in _DASHES and word != word[0]:
+        value = f" {word.partition('=')[2]}" if has_value else ""
+        return f"{word}: {_DASHES[word[0]]}; flags begin with two plain hyphens: {start}{value}"
+    if has_value and re.fullmatch(r"\w+(\.\w+)*", name):
+        value = word.partition("=")[2]
+        form = "flags are not written NAME=VALUE here but --NAME VALUE"
+        if name in settings():
+            return f"{word}: {form}: {start} {value}"
+        return f"{word}: {form}; {name}: {elsewhere(name) or 'unknown key' + nearest_field(name)}"
+    return f"{word}: expected a flag, --SECTION.FIELD VALUE"
 
 
 def _flag_value(name: str, words: list[str]) -> Any:

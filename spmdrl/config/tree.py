@@ -154,6 +154,19 @@ def nearest_field(name: str) -> str:
     return f"; known here: {', '.join(own)}"
 
 
+def is_near(name: str) -> bool:
+    """Return whether a section or field beside which a name stands is spelled nearly like it."""
+    section, _, key = name.rpartition(".")
+    beside = list(hints(sections()[section])) if section in sections() else []
+    return bool(difflib.get_close_matches(key, beside, n=1, cutoff=0.7))
+
+
+def same_name(name: str) -> str:
+    """Return the first field whose last part is that of a name; empty where there is none."""
+    key = name.rpartition(".")[2]
+    return next((known for known in settings() if known.rpartition(".")[2] == key), "")
+
+
 def kinds(hint: Any) -> tuple[Any, ...]:
     """Return the types that a value may have: those of a union, or the one."""
     is_union = typing.get_origin(hint) in (Union, types.UnionType)
@@ -174,11 +187,13 @@ def convert(value: Any, hint: Any) -> Any:
         hint_text = f"; did you mean {near[0]}?" if near else ""
         raise Refusal(f"{shown(value)} is not one of {', '.join(args)}{hint_text}")
     if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise Refusal(f"expected a list, got {shown(value)}")
+        if value is None:
+            raise Refusal(f"expected {type_text(hint)}, such as [], got {shown(value)}")
+        # One value stands for a list of it.
+        items = value if isinstance(value, (list, tuple)) else [value]
         if is_section(args[0]):
-            return tuple(_item(item, args[0], place=f"[{i}]") for i, item in enumerate(value))
-        return tuple(convert(item, args[0]) for item in value)
+            return tuple(_item(item, args[0], place=f"[{i}]") for i, item in enumerate(items))
+        return tuple(_list_item(item, args[0], place=f"[{i}]") for i, item in enumerate(items))
     if origin is dict:
         if not isinstance(value, dict):
             raise Refusal(f"expected a mapping such as {{name: 1.5}}, got {shown(value)}")
@@ -201,6 +216,13 @@ def _option(name: str, value: Any, hint: Any) -> Any:
         raise Refusal(f"{{{name}: ...}}: {error}") from None
 
 
+def _list_item(value: Any, hint: Any, *, place: str) -> Any:
+    try:
+        return convert(value, hint)
+    except Refusal as error:
+        raise Refusal(f"{place}: {error}") from None
+
+
 def _item(value: Any, cls: type, *, place: str) -> Any:
     """Return an item of a list that has fields; a text is its first one."""
     own = hints(cls)
@@ -220,7 +242,8 @@ def _item(value: Any, cls: type, *, place: str) -> Any:
 
 def _one_of(value: Any, hints: tuple[Any, ...]) -> Any:
     for hint in hints:
-        if typing.get_origin(hint) is tuple and isinstance(value, (list, tuple)):
+        is_one = item_fields(hint) is not None and isinstance(value, dict)
+        if typing.get_origin(hint) is tuple and (is_one or isinstance(value, (list, tuple))):
             return convert(value, hint)
         if type(value) in (hint, typing.get_origin(hint)):
             is_text = isinstance(value, str) and float not in hints  # 1e3 is meant as text then

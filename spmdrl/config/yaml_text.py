@@ -36,7 +36,7 @@ def plain_data(text: str, *, file: str = "") -> Any:
         _check_depth(text)  # before the loader, which recurses in C
         value = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
-        raise Refusal(f"{what}: {_located(error)}") from None
+        raise Refusal(f"{what}: {_located(error)}{_tab(text, error)}") from None
     except yaml.reader.ReaderError as error:
         line = 1 + text.count("\n", 0, error.position)
         raise Refusal(f"{what}: line {line}: {error.reason}, {chr(error.character)!r}") from None
@@ -48,6 +48,19 @@ def _located(error: yaml.MarkedYAMLError) -> str:
     mark, parts = error.problem_mark or error.context_mark, [error.context, error.problem]
     place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     return place + ", ".join(part for part in parts if part)
+
+
+def _tab(text: str, error: yaml.MarkedYAMLError) -> str:
+    """Return that the line of an error, or the one before, is indented by a tab; empty else."""
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return ""
+    lines = text.splitlines()
+    for at in (mark.line, mark.line - 1):
+        line = lines[at] if 0 <= at < len(lines) else ""
+        if "\t" in line[: len(line) - len(line.lstrip())]:
+            return f"; line {at + 1} is indented by a tab, where YAML takes spaces alone"
+    return ""
 
 
 def _check_depth(text: str) -> None:
