@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from spmdrl import config
-from spmdrl.check.fit import build_policy, fit_problems, refusal
+from spmdrl.check.fit import absent_weights, build_policy, fit_problems, refusal, weight_problems
 from spmdrl.check.inputs import input_problems
 from spmdrl.check.methods import Tried
 from spmdrl.check.settings import missing_models
@@ -28,18 +28,22 @@ from spmdrl.rewards.signatures import reward_models
 from spmdrl.sync.bucket_size import LARGEST
 from spmdrl.world.axes import axes_of
 from spmdrl.world.folder_lock import folder_problems
+from spmdrl.world.machine.gpus import check_driver
 from spmdrl.world.mesh import MESH_AXES, mesh_shape
+from spmdrl.world.world import device_problem
 
 _FEW_RANKS = 8
 
 
 def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
-    """Print derived sizes, mesh and stream size, then what is wrong; return the exit status.
+    """Print derived sizes, mesh and stream size, then what is wrong.
 
     Needs the model's config.json, no weights, no launcher and no other rank.
 
     Args:
         train: that of train.py, whose two functions are tried.
+    Returns: exit status: 2 where something is wrong, else 3 where a run would stop on this machine
+        alone, which has no GPU or no weights, else 0.
     """
     # The policy's folder is asked for below, where its shape may come along.
     found = missing_models(cfg, but_policy=True)
@@ -60,10 +64,17 @@ def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
         told = list(dict.fromkeys([*unbuilt, *found]))
         for problem in told:
             print(f"problem: {problem}", file=sys.stderr)
+        lacks = [lack for lack in (absent_weights(cfg), device_problem(cfg)) if lack]
+        for lack in lacks:
+            print(f"here the run would stop: {lack}", file=sys.stderr)
         more = "" if cfg.dry_run == "full" else " (the whole config, every rank: --dry-run full)"
         many = f"{len(told) or 'no'} problem{'s' * (len(told) != 1)}"
-        print(f"{many}{more}", file=sys.stderr if told else sys.stdout, flush=True)
-    return 2 if told else 0
+        many += " but for this machine" if lacks and not told else ""
+        is_right = not told and not lacks
+        print(f"{many}{more}", file=sys.stdout if is_right else sys.stderr, flush=True)
+    if told:
+        return 2
+    return 3 if lacks else 0
 
 
 def _function_problems(cfg: Config, train: Callable[..., int]) -> list[str]:
@@ -109,7 +120,9 @@ def _print_adapter(cfg: Config) -> None:
 def problems(cfg: Config) -> Iterator[str]:
     """Yield what a run would stumble over at its start."""
     yield from folder_problems(Path(cfg.output_dir))
+    yield from refusal(lambda: check_driver(cfg))
     yield from fit_problems(cfg)
+    yield from weight_problems(cfg)
     yield from input_problems(cfg)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from spmdrl.config import Config
 from spmdrl.engine.vllm_families import check_mixers, model_arguments
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
+from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.blocks import experts_modules, uneven_experts, unshardable
 from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
 from spmdrl.model.files.file_tensors import file_tensors
-from spmdrl.model.files.reader import CheckpointReader, instead
+from spmdrl.model.files.reader import CheckpointReader, check_files, has_weights, instead
 from spmdrl.model.load import build_meta_model, check_buffers, check_weights
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import adapted_weights, lora_form
-from spmdrl.model.lora.targets import adapter_shapes, has_embedding
+from spmdrl.model.lora.targets import adapter_shapes, has_embedding, largest_rank
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.routers import WEIGHTS, check_balance, unknown_router
 from spmdrl.model.scorer import head_form
@@ -44,17 +46,57 @@ def check_fit(cfg: Config) -> None:
         none, for weights that lack tensors of the policy or have others.
     """
     check_driver(cfg)  # first: without it a GPU would be taken for a CPU here
-    hf_model, folder = build_policy(cfg), Path(cfg.model.path)
+    hf_model = build_policy(cfg)
     if problems := _problems(cfg, hf_model):
         raise Refusal("\n".join(problems))
-    if folder.is_dir():
-        is_scalar = hasattr(hf_model, "score")
-        check_weights(
-            CheckpointReader(folder, part=cfg.model.part),
-            hf_model,
-            file_tensors(hf_model),
-            is_scalar=is_scalar,
+    if problems := list(_weight_problems(cfg, hf_model)):
+        raise Refusal("\n".join(problems))
+
+
+def weight_problems(cfg: Config) -> list[str]:
+    """Return what is wrong with the files of weights, by their headers: files that are missing or
+    cut, tensors that are not those of the model.
+
+    A folder without any is passed over, see `absent_weights`, as is a model that cannot be built.
+    """
+    hf_model, _ = attempt(lambda: build_policy(cfg))
+    if hf_model is None or absent_weights(cfg):
+        return []
+    return list(_weight_problems(cfg, hf_model))
+
+
+def absent_weights(cfg: Config) -> str:
+    """Return that the policy's folder has no files of weights; empty where it has, and for a hub
+    model, whose files are fetched when the run starts."""
+    folder = Path(cfg.model.path)
+    if not folder.is_dir() or has_weights(folder):
+        return ""
+    return (
+        f"model.path: {folder} has no files of weights (*.safetensors), so that they could not be "
+        "held against its config.json; put them there before the run"
+    )
+
+
+def _weight_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
+    """Yield what is wrong with files of weights in folders, those of models beside the policy
+    too. Of a hub model they would have to be fetched."""
+    if Path(cfg.model.path).is_dir():
+        yield from refusal(
+            lambda: check_weights(
+                CheckpointReader(Path(cfg.model.path), part=cfg.model.part),
+                hf_model,
+                file_tensors(hf_model),
+                is_scalar=hasattr(hf_model, "score"),
+            )
         )
+    for field, path in _companions(cfg).items():
+        folder = Path(path)
+        # What is a reward model is looked at with the rewards.
+        if field.startswith("rewards."):
+            continue
+        if path and path != cfg.model.path and folder.is_dir():
+            for problem in refusal(partial(check_files, folder)):
+                yield f"{field}: {problem.removeprefix('model.path: ')}"
 
 
 def fit_problems(cfg: Config) -> list[str]:
@@ -78,6 +120,14 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     if is_on_cpu(cfg):
         offload = cfg.model.memory.offload
         problems += refusal(lambda: check_offload(offload, torch.device("cpu")))
+    problems += refusal(
+        lambda: kernel_of(
+            hf_model,
+            wanted=cfg.model.kernels.attention,
+            device="cpu" if is_on_cpu(cfg) else "cuda",
+            dtype=getattr(torch, cfg.model.compute_dtype),
+        )
+    )
     return problems
 
 
@@ -153,6 +203,17 @@ def _kind_problem(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]
         )
 
 
+def _companions(cfg: Config) -> dict[str, str]:
+    """Return {field: folder or hub name} of the models beside the policy; empty for none."""
+    paths = {
+        "model.reference.path": cfg.model.reference.path,
+        "model.teacher": cfg.model.teacher,
+        "critic.path": cfg.critic.path,
+    }
+    models = reward_models(cfg.rewards.functions).values()
+    return paths | {f"rewards.functions model:{path}": path for path in models}
+
+
 def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
     """Return why models beside the policy cannot be packed, or do not fit the layout.
 
@@ -166,14 +227,7 @@ def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
             "model.reference.cache: true, and the policy sees: logprobs are found by tokens, which "
             f"rows that show other things may share; set it to false{text}"
         )
-    paths = {
-        "model.reference.path": cfg.model.reference.path,
-        "model.teacher": cfg.model.teacher,
-        "critic.path": cfg.critic.path,
-    }
-    models = reward_models(cfg.rewards.functions).values()
-    paths |= {f"rewards.functions model:{path}": path for path in models}
-    for field, path in paths.items():
+    for field, path in _companions(cfg).items():
         if not path or path == cfg.model.path:
             continue
         with contextlib.suppress(Refusal):
@@ -287,6 +341,12 @@ def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) 
     form, error = attempt(lambda: _form_of(cfg, hf_model))
     if form is None:
         yield str(error)
+    elif (largest := largest_rank(hf_model, form)) < cfg.model.lora.rank:
+        yield (
+            f"model.lora.rank: {cfg.model.lora.rank} is above {largest}, the rank of the largest "
+            "matrix that has an adapter: more would add nothing but parameters; take at most "
+            f"{largest} (model.path {cfg.model.path})"
+        )
     elif not cfg.model.lora.pushes_adapter:
         return
     elif form.rank > MAX_RANK:  # of a folder

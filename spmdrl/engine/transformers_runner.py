@@ -20,8 +20,8 @@ from spmdrl.engine.protocol import Completion, Request, route_dtype
 from spmdrl.engine.truncation import KeptRows, kept_of
 from spmdrl.errors import Refusal
 from spmdrl.given import Given, joined
-from spmdrl.model.attention.kernels import pick_attention
 from spmdrl.model.attention.packing import Packing, make_packing, packs
+from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import base_of, experts_modules
 from spmdrl.model.head import head_chunk_tokens
@@ -29,7 +29,6 @@ from spmdrl.model.load import load_whole_model
 from spmdrl.model.scorer import head_form
 from spmdrl.model.senses import eyes_of, sight_of
 from spmdrl.model.shown_rows import RowSight
-from spmdrl.model.towers import attends_both_ways
 from spmdrl.types import flat
 
 log = logging.getLogger(__name__)
@@ -130,14 +129,7 @@ class ModelRunner:
         self._separation = separate(self.hf_model)
         self._sight, self._eyes = sight_of(self.hf_model, device=device), eyes_of(self.hf_model)
         self._routes = _Routes(self.hf_model) if cfg.model.moe.replay else None
-        config = self.hf_model.config
-        self._kernel = pick_attention(
-            "auto",
-            device=device,
-            dtype=dtype,
-            has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
-            both_ways=attends_both_ways(self.hf_model),
-        )
+        self._kernel = kernel_of(self.hf_model, wanted="auto", device=device, dtype=dtype)
         self.cache = KVCache(1, 1)
         self.next_logits([Sampled(Request("", (0,), 1, 0.0, None, ()), 0)], old=0)
         self.cache = self.cache.resized(self._fitting_slots(), longest)

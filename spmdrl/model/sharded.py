@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.errors import Refusal
 from spmdrl.given import joined
-from spmdrl.model.attention.kernels import pick_attention, register_attention
+from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import packs
+from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.attention.separation import Separation, separate
 from spmdrl.model.blocks import experts_parameters
 from spmdrl.model.divisibility import context_method, counts_of, misfits
@@ -43,7 +44,7 @@ from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
 from spmdrl.model.scorer import Head, ScoredRow, Valuer, make_row, scorer_prefixes
 from spmdrl.model.senses import sight_of
 from spmdrl.model.shards import Delta, local_part, write
-from spmdrl.model.towers import attends_both_ways, freeze_towers, set_attention, tower_parameters
+from spmdrl.model.towers import freeze_towers, set_attention, tower_parameters
 from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import multiply_all, plain_name
 from spmdrl.world.world import World
@@ -120,12 +121,11 @@ class ShardedModel:
 
     def _set_attention(self, model: ModelSettings, separation: Separation) -> Slicing:
         config, world = self.hf_model.config.get_text_config(), self.world
-        attention = pick_attention(
-            model.kernels.attention,
+        attention = kernel_of(
+            self.hf_model,
+            wanted=model.kernels.attention,
             device=world.device,
             dtype=getattr(torch, model.compute_dtype),
-            has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
-            both_ways=attends_both_ways(self.hf_model),
         )
         is_padded = attention == "padded" or bool(separation.mixers)
         slicing, method = slicing_of(world, is_padded=is_padded, chunk=separation.chunk), ""

@@ -296,6 +296,28 @@ def is_on_cpu(cfg: Config) -> bool:
     return kind == "cpu" or (kind == "auto" and torch.cuda.device_count() == 0)
 
 
+def device_problem(cfg: Config) -> str:
+    """Return why no rank on this machine can have the device or the backend that the config names;
+    empty where one can."""
+    layout, host = cfg.layout, socket.gethostname()
+    if torch.cuda.device_count():
+        return ""
+    why = f"torch {torch.__version__} sees none (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} is built for CPUs alone"
+    if layout.device == "cuda":
+        return (
+            f"layout.device: cuda needs a GPU, and {host} has none that can be used: {why}; start "
+            "the run on a machine with GPUs, or set --layout.device cpu"
+        )
+    if layout.backend == "nccl":
+        return (
+            f"layout.backend: nccl needs GPUs, and layout.device {layout.device} takes the CPU on "
+            f"{host}: {why}; start the run on a machine with GPUs, or set --layout.backend auto"
+        )
+    return ""
+
+
 def pick_backend(cfg: Config) -> str:
     """Return what carries tensors between ranks: nccl between GPUs unless gloo is asked for."""
     return "gloo" if is_on_cpu(cfg) or cfg.layout.backend == "gloo" else "nccl"
@@ -304,18 +326,19 @@ def pick_backend(cfg: Config) -> str:
 def pick_device(cfg: Config, local_rank: int) -> torch.device:
     """Return this rank's device.
 
-    Raises: Refusal when CUDA is asked for and this rank has no GPU: with gloo ranks share GPUs,
-        with NCCL each needs one.
+    Raises: Refusal as `device_problem` says, and when this rank has no GPU: with gloo ranks share
+        GPUs, with NCCL each needs one.
     """
+    if problem := device_problem(cfg):
+        raise Refusal(problem)
     if is_on_cpu(cfg):
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if not count or (local_rank >= count and pick_backend(cfg) == "nccl"):
+    if local_rank >= count and pick_backend(cfg) == "nccl":
         raise Refusal(
             f"layout.device: rank with local rank {local_rank} on {socket.gethostname()} needs "
-            f"GPU {local_rank}, but {count} are visible; start {count} ranks per node"
-            + ", or let ranks share a GPU, slowly, by --layout.backend gloo"
-            * (count > 0)
+            f"GPU {local_rank}, but {count} are visible; start {count} ranks per node, or let "
+            "ranks share a GPU, slowly, by --layout.backend gloo"
         )
     index = local_rank % count
     torch.cuda.set_device(index)

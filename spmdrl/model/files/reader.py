@@ -110,6 +110,21 @@ def _located(whole: nn.Module, text: nn.Module) -> TextPart:
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
+def has_weights(folder: Path) -> bool:
+    """Return whether a folder has files of weights, whole or not."""
+    return (folder / _INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def check_files(folder: Path) -> None:
+    """Read the headers of a folder's files of weights.
+
+    Raises: Refusal as `CheckpointReader`, for each file that its index names.
+    """
+    reader = CheckpointReader(folder)
+    for name in reader.names():
+        reader.shape(name)
+
+
 class CheckpointReader:
     """The tensors of a folder's safetensors files, read by slice; quantised ones made plain.
 

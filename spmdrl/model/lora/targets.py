@@ -170,6 +170,12 @@ def adapter_shapes(hf_model: nn.Module, form: LoraForm) -> dict[str, tuple[int, 
     return shapes
 
 
+def largest_rank(hf_model: nn.Module, form: LoraForm) -> int:
+    """Return the largest rank that one of the targeted matrices can have. Raises: as `targeted`."""
+    modules = targeted(hf_model, form.targets).values()
+    return max(min(getattr(module, key).shape[-2:]) for module, key in modules)
+
+
 def adapter_numel(hf_model: nn.Module, form: LoraForm) -> int:
     """Return the elements of all adapters that a model would get. Raises: as `targeted`."""
     return sum(math.prod(shape) for shape in adapter_shapes(hf_model, form).values())

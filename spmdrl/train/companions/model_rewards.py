@@ -20,7 +20,7 @@ from spmdrl.config import Config
 from spmdrl.config.data import Split
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model.files.reader import CheckpointReader
+from spmdrl.model.files.reader import CheckpointReader, check_files
 from spmdrl.model.load import SCALAR_HEAD, hf_config_of, max_positions, model_folder
 from spmdrl.model.parallel.layout import reshard
 from spmdrl.model.sharded import ShardedModel
@@ -276,6 +276,7 @@ def check_reward_model(
         )
     if folder is None:
         return
+    check_files(folder)
     reader = CheckpointReader(folder)
     if SCALAR_HEAD not in reader.names():
         raise Refusal(
