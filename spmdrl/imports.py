@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -155,49 +156,50 @@ def refusing(
         raise kind(f"{what}: {text}{hint}") from error
 
 
-def problems_in_child(
-    function: Callable[..., list[str] | None],
-    *given: Any,
-    what: str,
-    timeout_s: float,
-    **options: Any,
-) -> list[str]:
-    """Return the problems that a function returns, or the refusal that it raises, in a process of
-    its own: what a user wrote may end, hang or crash it, and take memory, threads and devices that
-    a rank must not share.
+def in_child(
+    function: Callable[..., Any], *given: Any, what: str, timeout_s: float, **options: Any
+) -> tuple[Any, str]:
+    """Return what a function returns, and why it returned nothing; empty where it did.
+
+    It runs in a process of its own: what a user wrote may end, hang or crash it, and take memory,
+    threads and devices that a rank must not share.
 
     Args:
-        function: of a module. given, options: plain data as JSON has it.
+        function: of a module; it returns plain data as JSON has it.
+        given, options: what can be pickled, as rows of data can.
         what: is done there, for messages: `rewards.functions: importing f.py:f`.
     """
     place, timeout_s = f"{function.__module__}:{function.__qualname__}", max(0.0, timeout_s)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     # Files, not pipes: a process that it leaves behind may hold a pipe open.
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
-        asked.write(json.dumps([place, what, given, options]).encode())
+        asked.write(pickle.dumps((place, what, given, options)))
         asked.seek(0)
         try:
             # By -P nothing is imported from the current folder, which may be somebody else's.
             command = [sys.executable, "-P", "-c", _CHILD]
             done = subprocess.run(command, stdin=asked, stdout=told, env=env, timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            return [f"{what} took longer than {timeout_s:.3g} s (see layout.startup_timeout_s)"]
+            return None, f"{what} took longer than {timeout_s:.3g} s (see layout.startup_timeout_s)"
         told.seek(0)
         found, reason = parsed_json(told.read().decode())
-    return [f"{what} ended its process, with status {done.returncode}"] if reason else found
+    if reason:
+        return None, f"{what} ended its process, with status {done.returncode}"
+    return tuple(found)
 
 
 def answer() -> None:
-    """Answer `problems_in_child` on what was the standard output; what the user's code prints goes
-    to the standard error."""
+    """Answer `in_child` on what was the standard output; what the user's code prints goes to the
+    standard error."""
     out = os.dup(1)
     os.dup2(2, 1)
-    place, what, given, options = json.load(sys.stdin)
+    place, what, given, options = pickle.load(sys.stdin.buffer)  # of the process that began this
     function = import_object(place, field="function", kind="function")
     found, error = attempt(lambda: function(*given, **options), RAISED)
+    problem = ""
     if error:
-        found = [str(error) if isinstance(error, Refusal) else f"{what}: {with_line(error)}"]
-    os.write(out, json.dumps(found or []).encode())
+        problem = str(error) if isinstance(error, Refusal) else f"{what}: {with_line(error)}"
+    os.write(out, json.dumps([found, problem]).encode())
     os._exit(0)  # whatever threads they have begun
 
 

@@ -9,19 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from built import changed, made
+from built import changed, made, small_model
+from transformers import AutoTokenizer
 
 from spmdrl.check import dry_run
 from spmdrl.config import Config
+from spmdrl.data import prompts
+from spmdrl.engine.vllm_families import cpu_head_sizes, head_size_problem
 from spmdrl.errors import Refusal
+from spmdrl.imports import in_child
+from spmdrl.model.families import family_config, family_names
+from spmdrl.model.load import load_hf_config
+from spmdrl.proof.prove import Proof
+from spmdrl.workers.environment_jobs import check_environment
 from spmdrl.world.world import pick_device
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> Path:
     """A folder whose weights stand in several files."""
-    from built import small_model
-
     return small_model(tmp_path_factory.mktemp("shards"), max_shard_size="20KB")
 
 
@@ -146,8 +152,97 @@ def test_a_folder_without_weights_can_be_planned_with_and_is_named(tiny_model, t
     assert f"here the run would stop: model.path: {folder} has no files of weights" in err
 
 
+def test_a_folder_without_a_tokenizer_is_refused_as_such(tiny_model, tmp_path):
+    folder = copied(tiny_model, tmp_path)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    (found,) = dry_run.problems(config(folder, tmp_path))
+    assert found.startswith(f"model.path: the folder {folder} has no files of a tokenizer")
+    assert "it has config.json, generation_config.json, model.safetensors" in found
+
+
 def test_a_rank_above_the_matrices_is_refused(tiny_model, tmp_path):
     cfg = config(tiny_model, tmp_path)
     assert not list(dry_run.problems(changed(cfg, model=dict(lora=dict(rank=64)))))
     (found,) = dry_run.problems(changed(cfg, model=dict(lora=dict(rank=10**9))))
     assert "model.lora.rank: 1000000000 is above 64" in found and "take at most 64" in found
+
+
+# --------------------------------------------------------------------------- engines
+
+
+def test_heads_that_vllm_has_not_on_the_cpu_are_refused_and_not_proved(tmp_path):
+    narrow = small_model(tmp_path / "narrow")  # heads of 8
+    cfg = config(narrow, tmp_path, layout=dict(device="cpu"), engine=dict(kind="vllm"))
+    says = "its attention has heads of 8 elements, and vLLM's on the CPU has heads of 32, 64, "
+    (found,) = dry_run.problems(cfg)
+    assert f"engine.kind: vllm with a qwen3: {says}" in found and "transformers" in found
+    on_gpus = changed(cfg, layout=dict(device="cuda"))
+    assert not list(dry_run.problems(on_gpus))  # vLLM has more than one backend there
+    line = Proof(load_hf_config(str(narrow)), tmp_path / "proof")._streamed("vllm")
+    assert line.verdict == "refused" and says in line.note
+
+
+def test_heads_of_released_families_are_those_that_vllm_has():
+    assert {32, 64, 128} <= {*cpu_head_sizes()}
+    for name in family_names():
+        config = family_config(name)
+        assert name == "bloom" or not head_size_problem(config), name
+
+
+@pytest.mark.parametrize(
+    ("capability", "hidden", "says"),
+    [("AVX512", 64, ""), ("AVX2", 64, "by AVX-512 or AMX alone"), ("AVX512", 160, "have 80")],
+)
+def test_caches_of_8_bits_are_refused_where_vllm_has_none(
+    capability, hidden, says, tmp_path, monkeypatch
+):
+    model = small_model(tmp_path / "model", hidden_size=hidden, heads=2)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    cfg = config(model, tmp_path, layout=dict(device="cpu"))
+    cfg = changed(cfg, engine=dict(kind="vllm", options=dict(kv_cache_dtype="fp8")))
+    found = "".join(dry_run.problems(cfg))
+    assert says in found and bool(says) == ("engine.options.kv_cache_dtype: fp8" in found)
+
+
+# --------------------------------------------------------------------------- environments
+
+
+GAME = """
+class Game:
+    def reset(self, row):
+        assert isinstance(row["image"]["bytes"], bytes), row
+        return [{"role": "user", "content": row["prompt"]}]
+    def step(self, response): pass
+"""
+
+
+def test_rows_of_bytes_reach_an_environment(tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    row = {"prompt": "a", "image": {"bytes": b"\x89PNG", "path": None}}
+    options = {"name": f"{tmp_path}/game.py:Game"}
+    facts, problem = in_child(check_environment, options, row, what="opening it", timeout_s=60)
+    assert not problem and facts["tools"] == []
+
+
+def test_tools_are_refused_where_the_template_shows_none(tmp_path):
+    model = small_model(tmp_path / "model", chat_template=True)
+    words = AutoTokenizer.from_pretrained(model)
+    words.chat_template = words.chat_template.replace("tools", "nothing")
+    words.save_pretrained(model)
+    tools = dict(name="tools", tools="calculator")
+    cfg = config(model, tmp_path, rollout=dict(environment=tools))
+    (found,) = dry_run.problems(cfg)
+    assert "knows no tools" in found and "calculator" in found
+    assert "set rollout.environment.reply_role to user" in found
+    told = dict(tools, reply_role="user")
+    assert not list(dry_run.problems(changed(cfg, rollout=dict(environment=told))))
+
+
+@pytest.mark.parametrize(("rank", "is_shown"), [("", True), ("0", True), ("1", False)])
+def test_rows_that_take_long_show_a_bar_on_one_rank(rank, is_shown, monkeypatch, capsys):
+    monkeypatch.setattr(prompts, "_QUIET_S", 0)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    assert [*prompts._shown(range(3), what="a.jsonl:1")] == [0, 1, 2]
+    assert ("rows of a.jsonl held against the limit" in capsys.readouterr().err) == is_shown

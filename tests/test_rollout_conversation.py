@@ -214,7 +214,7 @@ def test_a_reply_must_close_by_a_token_that_stops_the_engine():
 def test_missing_templates_and_refused_roles_say_so():
     assert "has none" in refusal(character_tokenizer())
     message = refusal(chat_tokenizer("gemma"), tools=TOOLS)
-    assert "must alternate" in message and "reply_role" in message
+    assert "knows no tools" in message and "reply_role" in message
     chat = chat_of("gemma")
     with pytest.raises(ValueError, match="must alternate"):
         chat.opening([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])

@@ -23,7 +23,7 @@ from spmdrl.config import Config, flatten
 from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import Refusal
-from spmdrl.imports import problems_in_child
+from spmdrl.imports import in_child
 from spmdrl.rewards.columns import function_problems, row_kinds
 from spmdrl.rollout import make_source
 from spmdrl.workers.environment_jobs import check_environment
@@ -202,11 +202,11 @@ def test_the_users_code_has_its_time_however_long_a_dry_run_opens_rows(base, mon
 
     def noted(*_, timeout_s, **__):
         given.append(timeout_s)
-        return []
+        return [], ""
 
     monkeypatch.setattr(inputs, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(inputs, "PromptSource", opened)
-    monkeypatch.setattr(inputs, "problems_in_child", noted)
+    monkeypatch.setattr(inputs, "in_child", noted)
     for opens_all in (True, False):
         list(inputs.input_problems(base, opens_all=opens_all))
     assert given == [pytest.approx(0.8 * base.layout.startup_timeout_s)] * 2 and now == [1e6]
@@ -247,8 +247,9 @@ def test_a_reward_is_imported_in_a_process_of_its_own(code, said, tmp_path):
     (tmp_path / "mine.py").write_text(code)
     kinds = row_kinds([("a.jsonl:1", {"prompt": "a"})])
     given = [f"{tmp_path}/mine.py:f"], kinds
-    found = problems_in_child(function_problems, *given, what="importing it", timeout_s=600)
-    assert (said in found[0]) if said else found == []
+    found, problem = in_child(function_problems, *given, what="importing it", timeout_s=600)
+    told = [*(found or []), problem]
+    assert said in told[0] if said else told == [""]
     assert "spmdrl_user_mine" not in sys.modules
 
 
@@ -269,8 +270,8 @@ def test_an_environment_is_opened_in_a_process_of_its_own(code, timeout_s, said,
         "  print('noise')\n  return [{'role': 'user', 'content': row['prompt']}]\n"
     )
     given = {"name": f"{path}:Game"}, {"prompt": "a"}
-    found = problems_in_child(check_environment, *given, what="playing it", timeout_s=timeout_s)
-    assert (said in found[0]) if said else found == []
+    facts, problem = in_child(check_environment, *given, what="playing it", timeout_s=timeout_s)
+    assert (said in problem and facts is None) if said else (not problem and facts["tools"] == [])
     assert "spmdrl_user_game" not in sys.modules
 
 

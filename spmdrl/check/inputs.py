@@ -27,12 +27,13 @@ from spmdrl.data.row_files import SUFFIXES, has_datasets
 from spmdrl.data.rows import checked_rows
 from spmdrl.data.sources import reading
 from spmdrl.data.tasks import is_generated, make_task
-from spmdrl.data.tokenizer import load_tokenizer
+from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
 from spmdrl.errors import Refusal
-from spmdrl.imports import attempt, problems_in_child
+from spmdrl.imports import attempt, in_child
 from spmdrl.rewards.columns import RowKind, function_problems, row_kinds
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout import model_limits
+from spmdrl.rollout.chats import make_chat
 from spmdrl.rollout.decision_log import check_schedule
 from spmdrl.rollout.replay_source import check_recorded
 from spmdrl.workers.environment_jobs import check_environment
@@ -93,7 +94,9 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         began = time.monotonic()
     until = began + _SHARE_OF_START * cfg.layout.startup_timeout_s
     for i, (own, _) in enumerate(looked_at):
-        yield from _environment_problems(cfg, own, split="train", number=i, until=until)
+        yield from _environment_problems(
+            cfg, own, split="train", number=i, until=until, tokenizer=tokenizer
+        )
     if cfg.objective.samples:
         yield from _model_problems(cfg, row)
         # The grader of a generated task was made with its first row.
@@ -105,22 +108,31 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
                 yield str(error)
             if found:
                 own = found[0]
-                yield from _environment_problems(cfg, own, split="eval", number=i, until=until)
+                yield from _environment_problems(
+                    cfg, own, split="eval", number=i, until=until, tokenizer=tokenizer
+                )
                 yield from _function_problems(cfg, source, found[1], split="eval", until=until)
 
 
 def _environment_problems(
-    cfg: Config, row: dict | None, *, split: Split, number: int, until: float
+    cfg: Config,
+    row: dict | None,
+    *,
+    split: Split,
+    number: int,
+    until: float,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> Iterator[str]:
     """Yield why the environment of a source cannot open its first row, found until a time of
-    `time.monotonic`. What rows of data.train have tried is not tried on held-out ones."""
+    `time.monotonic`, or why the chat template cannot join its turns. What rows of data.train have
+    tried is not tried on held-out ones."""
     field, options = cfg.environments(split)[number]
     is_tried = split == "eval" and field in cfg.environment_fields("train")
     if not options or row is None or is_tried:
         return
     is_list = not isinstance(getattr(cfg.data, split), str)
     place = f"data.{split}[{number}]" if is_list else f"data.{split}"
-    yield from problems_in_child(
+    facts, problem = in_child(
         check_environment,
         options,
         row,
@@ -129,6 +141,14 @@ def _environment_problems(
         field=field,
         rows=place,
     )
+    if problem:
+        yield problem
+    elif tokenizer is not None:
+        yield from refusal(
+            lambda: make_chat(
+                cfg, tokenizer, field, facts=facts, stops=end_token_ids(cfg, tokenizer)
+            )
+        )
 
 
 def _function_problems(
@@ -140,7 +160,7 @@ def _function_problems(
     own = [spec for spec in functions if not is_generated(spec) and not reward_models([spec])]
     if own:
         inputs = registry.inputs_of(registry.get("advantage", cfg.algorithm.advantage))
-        yield from problems_in_child(
+        found, problem = in_child(
             function_problems,
             own,
             kinds,
@@ -150,6 +170,7 @@ def _function_problems(
             has_greedy=split == "train" and "greedy_rewards" in inputs,
             no_step=_no_step(cfg),
         )
+        yield from [problem] if problem else found
 
 
 def _no_step(cfg: Config) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
@@ -19,11 +21,14 @@ from spmdrl.data.templates import encode_prompt
 from spmdrl.errors import Refusal
 from spmdrl.given import Given
 from spmdrl.types import Prompt
+from spmdrl.world.launch import known_rank
 
 # So many first rows are tokenised at start; of a generated task no others are looked at, which are
 # all alike, nor of a file that stays on disk, whose rows are checked when their turn comes.
 _TRIED_ROWS = 256
 _CACHED_SEEN = 64
+_QUIET_S = 2.0
+"""So long rows are measured without a bar."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Fit:
         is_sampled = not rows.parts[part].is_held and self.overlong == "error"
         scanned = own[:_TRIED_ROWS] if is_sampled else own
         kept = []
-        for i in scanned:
+        for i in _shown(scanned, what=rows.where(own.start)):
             is_left = i - own.start >= _TRIED_ROWS and self._is_left(rows[i])
             length = 0 if is_left else measure(i)
             if self.overlong == "error":
@@ -88,6 +93,19 @@ class Fit:
         if holds_some(row):
             return self.overlong == "error"
         return _text_bytes(row) <= self.limit
+
+
+def _shown(indices: Sequence[int], *, what: str) -> Iterable[int]:
+    """Return indices, which show a bar with the time left where they take long, on rank 0."""
+    return tqdm(
+        indices,
+        desc=f"rows of {what.rpartition(':')[0] or what} held against the limit",
+        unit=" rows",
+        delay=_QUIET_S,
+        mininterval=0.5 if sys.stderr.isatty() else 5,
+        disable=known_rank() not in ("0", "?"),
+        leave=False,
+    )
 
 
 def _text_bytes(row: dict) -> int:

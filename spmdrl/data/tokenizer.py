@@ -81,11 +81,29 @@ def read_tokenizer(
     """
     if not local_files_only:
         find_on_hub(name, field=what.rstrip(": ") or "tokenizer")
+    _check_files(Path(name), what=what)
     what = f"{what}no tokenizer can be loaded from {name!r}, as a folder or hub name"
     with refusing(what, Exception, names_kind=True):  # files are read by code of many kinds
         return AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, local_files_only=local_files_only
         )
+
+
+_TOKENIZER_FILES = (
+    "tokenizer*", "tokenization*", "vocab*", "*.model", "*.tiktoken", "*.spm", "tekken.json"
+)  # fmt: skip
+
+
+def _check_files(folder: Path, *, what: str) -> None:
+    """Refuse a folder without a tokenizer, of which transformers would make one without words."""
+    if not folder.is_dir() or any(p for own in _TOKENIZER_FILES for p in folder.glob(own)):
+        return
+    found = ", ".join(sorted(p.name for p in folder.iterdir())[:8])
+    raise Refusal(
+        f"{what}the folder {folder} has no files of a tokenizer (tokenizer.json, vocab.json, "
+        f"tokenizer.model ...), it has {found or 'nothing'}; copy them from the model that this "
+        "one was made of, or set model.tokenizer to a folder or hub name that has them"
+    )
 
 
 def end_token_ids(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.model.load import hf_config_of
@@ -65,6 +67,12 @@ def model_arguments(cfg: Config) -> dict[str, Any]:
     family = config.model_type
     if reason := _lacking(config, dtype=cfg.engine.dtype, on_cpu=is_on_cpu(cfg)):
         raise Refusal(f"engine.kind: vllm with a {family}: {reason}")
+    cache = str(cfg.engine.options.get("kv_cache_dtype", "auto"))
+    if is_on_cpu(cfg) and cache.startswith("fp8") and (reason := _lacking_for_fp8(config)):
+        raise Refusal(
+            f"engine.options.kv_cache_dtype: {cache}, and vLLM keeps keys and values in 8 bits on "
+            f"the CPU {reason}; leave it out (model.path {cfg.model.path})"
+        )
     seeing = seeing_arguments(family, on_cpu=is_on_cpu(cfg))
     differs = _OTHERWISE.get(family, lambda config, dtype: False)
     if not differs(config, cfg.engine.dtype):
@@ -91,6 +99,8 @@ def _lacking(config: Any, *, dtype: str, on_cpu: bool) -> str:
         return f"{missing}, or {other}"
     if not on_cpu:
         return ""
+    if wrong := head_size_problem(config):
+        return f"{wrong}; {other}"
     if family == "jamba":
         return f"vLLM's CPU build has no op selective_scan_fwd, of its Mamba layers; {other}"
     if family == "nemotron_h" and "moe" in config.layers_block_type:
@@ -103,6 +113,62 @@ def _lacking(config: Any, *, dtype: str, on_cpu: bool) -> str:
             f"alone on the CPU, and engine.dtype is {dtype}; set that to bfloat16, or {other}"
         )
     return ""
+
+
+def head_size_problem(config: Any) -> str:
+    """Return why vLLM's attention on the CPU cannot have a model's heads; empty where it can, or
+    where vLLM is not installed. On GPUs one of its backends has heads of any size.
+
+    Args:
+        config: the transformers config of the whole model, or of its text part.
+    """
+    known = cpu_head_sizes()
+    wrong = [str(size) for size in sorted(_head_sizes(config)) if known and size not in known]
+    if not wrong:
+        return ""
+    return (
+        f"its attention has heads of {' and '.join(wrong)} elements, and vLLM's on the CPU has "
+        f"heads of {', '.join(map(str, known))} alone"
+    )
+
+
+def _lacking_for_fp8(config: Any) -> str:
+    """Return what vLLM's rule for 8-bit caches on the CPU misses; empty where it is kept."""
+    if odd := [str(size) for size in sorted(_head_sizes(config)) if size % 32]:
+        return f"for heads of multiples of 32 elements alone, and these have {' and '.join(odd)}"
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return "by AVX-512 or AMX alone, which this processor has not"
+    return ""
+
+
+def _head_sizes(config: Any) -> set[int]:
+    """Return the elements of the heads of softmax attention, those of single layers too; none of
+    latent attention, whose heads are made otherwise, and of models without attention."""
+    text = config.get_text_config()
+    fields = text.to_dict()
+    fields |= {name: fields.get(other) for name, other in text.attribute_map.items()}
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    if not isinstance(heads, int) or not heads or fields.get("kv_lora_rank"):
+        return set()
+    sizes = {fields.get("head_dim") or hidden // heads, fields.get("global_head_dim")}
+    own_layers = (fields.get("per_layer_config") or {}).values()
+    sizes |= {layer.get("head_dim") for layer in own_layers}
+    return {size for size in sizes if size}
+
+
+@cache
+def cpu_head_sizes() -> tuple[int, ...]:
+    """Return the sizes of heads that vLLM's attention on the CPU has; () where vLLM is not
+    installed, or says so otherwise. Read from its source, as `own_classes` is."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or found.origin is None:
+        return ()
+    path = Path(found.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
+    for node in ast.walk(ast.parse(path.read_text())) if path.is_file() else ():
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
+            (sizes,) = (line.value for line in node.body if isinstance(line, ast.Return))
+            return tuple(ast.literal_eval(ast.unparse(sizes))) if sizes else ()
+    return ()
 
 
 _DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")

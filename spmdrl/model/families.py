@@ -45,7 +45,9 @@ _LFM2 = "conv conv full conv conv full conv conv full conv full conv full conv f
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": dict(num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen2": dict(
+        hidden_size=1536, num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=True
+    ),
     "qwen2_moe": {},
     "qwen3": dict(
         hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, tie_word_embeddings=True
@@ -82,7 +84,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": dict(head_dim=128, attention_bias=True),
     "starcoder2": dict(sliding_window=4096),
     "granite": _GRANITE,
-    "granitemoe": _GRANITE | dict(num_attention_heads=24),
+    "granitemoe": _GRANITE | dict(hidden_size=1536, num_attention_heads=24),
     "granitemoehybrid": _GRANITE
     | dict(
         hidden_size=1536,
@@ -161,6 +163,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "minimax": dict(head_dim=128),
     "bamba": dict(attn_layer_indices=[9, 18, 27]),
     "dots1": dict(
+        hidden_size=4096,
         n_routed_experts=128,
         n_shared_experts=2,
         num_experts_per_tok=6,

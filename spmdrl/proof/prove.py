@@ -22,6 +22,7 @@ from spmdrl.config import (
     SamplingSettings,
     from_tree,
 )
+from spmdrl.engine.vllm_families import head_size_problem
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.senses import tiny_of
@@ -134,6 +135,9 @@ class Proof:
     def _streamed(self, kind: str) -> Line:
         """Return the line of an engine: in float32, or in bfloat16 where it has no other."""
         name = f"{kind} engine"
+        # The small model has heads of another size.
+        if kind == "vllm" and (wrong := head_size_problem(self._hf_config)):
+            return Line(name, "refused", f"engine.kind: vllm: {wrong}; set it to transformers", 0.0)
         line = self._line(name, jobs.engine, self._engine(kind), _engine)
         if line.verdict in ("proved", "not finished") or line.kind or kind != "vllm":
             return line

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,6 +15,34 @@ from spmdrl.rollout.conversation import Chat
 from spmdrl.workers.pool import RewardPool
 
 log = logging.getLogger(__name__)
+
+
+def make_chat(
+    cfg: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    field: str,
+    *,
+    facts: Mapping[str, Any],
+    stops: Sequence[int],
+) -> Chat:
+    """Return what joins the turns of an environment's episodes.
+
+    Args:
+        field: of the config, which names the environment.
+        facts: what it offers, see `EnvironmentServer.facts`.
+        stops: token ids that end a turn.
+    Raises: Refusal as `Chat`, and for a format of tool calls that is not known.
+    """
+    parser = facts["tool_parser"]
+    return Chat(
+        tokenizer,
+        stop_token_ids=stops,
+        tools=facts["tools"],
+        parser=make_parser(parser, tokenizer) if parser else None,
+        rewrites=cfg.environment_fields()[field].get("rewrites", "auto"),
+        prefix=cfg.data.generation_prefix,
+        field=field,
+    )
 
 
 def make_chats(
@@ -33,7 +62,7 @@ def make_chats(
     Raises: Refusal as `Chat`.
     """
     made = {}
-    for field, options in cfg.environment_fields().items():
+    for field in cfg.environment_fields():
         facts = pool.environments[field]
         if facts["not_plain"] and is_first:
             log.warning(
@@ -43,16 +72,7 @@ def make_chats(
                 field,
                 facts["not_plain"],
             )
-        parser = facts["tool_parser"]
-        chat = made[field] = Chat(
-            tokenizer,
-            stop_token_ids=stops,
-            tools=facts["tools"],
-            parser=make_parser(parser, tokenizer) if parser else None,
-            rewrites=options.get("rewrites", "auto"),
-            prefix=cfg.data.generation_prefix,
-            field=field,
-        )
+        chat = made[field] = make_chat(cfg, tokenizer, field, facts=facts, stops=stops)
         if chat.drops_reasoning and is_first:
             log.warning(
                 "%s: the chat template leaves reasoning (<think>) out of "

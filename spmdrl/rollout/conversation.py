@@ -60,9 +60,9 @@ class Chat:
         prefix: text that each turn of the policy begins with; it is not sampled.
         field: of the config, which says what answers the policy, for messages.
         files: where attachments of messages are, see `beside`.
-    Raises (on construction): Refusal when there is no template, when it closes a reply by
-        something that does not stop the engine, or when it rewrites earlier turns: with what
-        it makes of them.
+    Raises (on construction): Refusal when there is no template, when it knows no tools and there
+        are some, when it closes a reply by something that does not stop the engine, or when it
+        rewrites earlier turns: with what it makes of them.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Chat:
         self._stops = frozenset(stop_token_ids)
         # The samples of a group open alike, and openings are the long texts.
         self._encoded_opening = functools.lru_cache(maxsize=_CACHED_OPENINGS)(self._seen)
+        self._check_tools()
         self._check_closing()
         kinds = _probes(has_tools=bool(tools))
         for messages in kinds:
@@ -165,6 +166,22 @@ class Chat:
                 f"{_roles(messages)} follow, so nothing can be appended to it"
             )
         return after + self._prefix
+
+    def _check_tools(self) -> None:
+        """Refuse a template that would leave the descriptions of the tools out."""
+        opening = [{"role": "user", "content": "begin"}]
+        own = (
+            render(opening, self.tokenizer, tools=t, where=self._where) for t in (self.tools, None)
+        )
+        if self.tools and len({*own}) == 1:
+            names = ", ".join(str(tool.get("function", tool).get("name")) for tool in self.tools)
+            raise Refusal(
+                f"{self._where}: the chat template of {self.tokenizer.name_or_path or 'the model'} "
+                f"knows no tools, so that the policy would never read of {names}; set "
+                f"{self._where}.reply_role to user, by which the environment `tools` says in the "
+                "first message what they are (another environment does so itself), or take a "
+                "tokenizer whose template has them"
+            )
 
     def _check_closing(self) -> None:
         closing = self._rendered(_stand_in()).partition(_REPLY)[2]

@@ -36,18 +36,20 @@ _DEPTH = 4
 
 def check_environment(
     options: Mapping[str, Any], row: dict, *, field: str = FIELD, rows: str = "data.train"
-) -> None:
+) -> dict[str, Any]:
     """Load an environment and open one episode here, as a worker will.
 
     Args:
         options, field: see `EnvironmentServer`.
         rows: what the row is the first of, for messages.
+    Returns: what conversations with it take, see `EnvironmentServer.facts`.
     Raises: Refusal when that fails.
     """
     server = EnvironmentServer(options, field=field)
     what = f"{field}: {options['name']} cannot open the first row of {rows}"
     with refusing(what, *RAISED, names_kind=True):  # the user's code
         server.open(row, seed=0)
+    return server.facts
 
 
 class EnvironmentServer:
