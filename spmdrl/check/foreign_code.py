@@ -11,6 +11,7 @@ from spmdrl.config import Config, load_yaml
 from spmdrl.errors import Refusal
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.workers.environment_jobs import BUILT_IN
+from spmdrl.world.own_runs import is_own
 
 # The whole name: `spmdrl.rewards./../evil.py:f` and `task:x/../evil.py:f` are files of others.
 _OURS = re.compile(r"spmdrl\.rewards\.\w+:\w+")
@@ -61,7 +62,8 @@ def trusted_config(run: Path, *, trust_run: bool, trust_remote_code: bool) -> Co
 
 
 def refuse_code(code: list[str], file: Path, *, of_model: bool, otherwise: str = "") -> None:
-    """Refuse the code that a config names, where nobody allowed it.
+    """Refuse the code that a config names, where nobody allowed it and the run is not this user's
+    own, see `own_runs`.
 
     Args:
         code: fields that name some, each as `field: value`, to be allowed by --trust-run.
@@ -70,11 +72,13 @@ def refuse_code(code: list[str], file: Path, *, of_model: bool, otherwise: str =
     Raises: Refusal naming the code, and the flags that allow it.
     """
     hints = ["--trust-run"] * bool(code) + ["--trust-remote-code"] * of_model
-    if hints:
+    is_yours, why = is_own(file) if hints else (True, "")
+    if not is_yours:
         raise Refusal(
             f"{file} may be somebody else's, and would run code here:\n  "
             + "\n  ".join([*code, *["model.trust_remote_code: true"] * of_model])
             + f"\nLook at it, then allow it by {' and '.join(hints)}{otherwise}"
+            + (f"\nWhether the run is your own cannot be told: {why}" if why else "")
         )
 
 

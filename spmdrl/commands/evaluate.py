@@ -36,6 +36,7 @@ from spmdrl.config.read import read, refuse, take_config_flags
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.rewards.signatures import reward_models
+from spmdrl.world.own_runs import is_own
 
 if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
     from spmdrl.evaluate import Result
@@ -120,7 +121,8 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
 
 
 def _trusted(asked: Config, flags: Sequence[str], *, file: str, chosen: EvaluateFlags) -> Config:
-    """Return a run's config without what it says of trust: the command line alone says that.
+    """Return a run's config without what it says of trust: the command line alone says that, of a
+    run that is not this user's own.
 
     Raises: Refusal naming the code that the run's own config would have this command run.
     """
@@ -132,7 +134,7 @@ def _trusted(asked: Config, flags: Sequence[str], *, file: str, chosen: Evaluate
     code = [text for text in code if not (told and text.startswith(told))]
     of_model = asked.model.trust_remote_code and not (says_code or chosen.trust_remote_code)
     refuse_code(code, Path(file), of_model=of_model, otherwise=", or set these fields yourself")
-    if says_code:
+    if says_code or is_own(Path(file))[0]:
         return asked
     return replace(asked, model=replace(asked.model, trust_remote_code=chosen.trust_remote_code))
 

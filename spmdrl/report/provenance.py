@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -17,6 +18,9 @@ from spmdrl.config import Config
 from spmdrl.imports import attempt
 from spmdrl.report.versions import installed_versions
 from spmdrl.run_folder import write_file
+from spmdrl.world.own_runs import mark_own
+
+log = logging.getLogger(__name__)
 
 
 def describe_environment() -> dict[str, Any]:
@@ -66,4 +70,6 @@ def save_environment(cfg: Config, *, folder: Path, attempt_folder: Path) -> dict
     for name, text in texts.items():
         write_file(attempt_folder / name, text, within=folder)
         write_file(folder / name, text)
+    if why := mark_own(folder / "config.yaml"):
+        log.warning("the run is not marked as your own, so that commands ask for trust: %s", why)
     return environment

@@ -14,6 +14,7 @@ from spmdrl.config import Config
 from spmdrl.config.read import load_yaml
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
+from spmdrl.world.own_runs import is_own
 
 if TYPE_CHECKING:
     import pyarrow
@@ -172,7 +173,8 @@ def read_groups(
         tokenizer: folder or hub name; empty takes the run's own.
         needs_text: of single tokens, which takes the tokenizer.
         trust_remote_code: run Python code of the tokenizer's folder. trust_run: that of an
-            advantage which is no built-in one. What the run's own config says is not believed.
+            advantage which is no built-in one. What the run's own config says is believed of a
+            run of this user's own alone, see `own_runs`.
     Raises: Refusal for a step or group that is not there, naming those that are.
     """
     from spmdrl.rollout.recordings import ranges, read_header, read_table
@@ -188,16 +190,20 @@ def read_groups(
     # Not there, or of another version of this program.
     path = recorded.folder.resolve().parent / "config.yaml"
     cfg, error = attempt(lambda: load_yaml(path, may_be_former=True))
-    known = None
+    known, is_yours = None, cfg is not None and is_own(path)[0]
     if cfg:
-        known, error = attempt(lambda: advantages(recorded, step, cfg, trusts=trust_run))
+        trusts = trust_run or is_yours
+        known, error = attempt(lambda: advantages(recorded, step, cfg, trusts=trusts))
     notes = [f"advantages are not available: {error}"] if error else []
     header = read_header(files[0])
     if header["is_partial"]:
         notes.append("rewards are without the part of reward models, and not shaped")
     decode = None
     if needs_text:
-        decode, error = attempt(lambda: _decoder(cfg, tokenizer, trusts=trust_remote_code))
+        trusts = trust_remote_code
+        if cfg and is_yours and not tokenizer:
+            trusts |= cfg.model.trust_remote_code
+        decode, error = attempt(lambda: _decoder(cfg, tokenizer, trusts=trusts))
         notes += [f"tokens are shown as ids: {error}"] if error else []
     rows.sort(key=itemgetter("group", "sample"))
     return [
