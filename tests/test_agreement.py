@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from built import made, training
+from built import made, small_model, training
 from ranks import run_ranks
 from torch import Tensor, nn
 
 from spmdrl.model.attention.mask_spans import Span
+from spmdrl.model.load import load_whole_model
 from spmdrl.train import agreement
-from spmdrl.train.agreement import check_agreement, lengths_of
+from spmdrl.train.agreement import _plain_gaps, check_agreement, lengths_of
 
 
 def _mean_so_far(states: Tensor) -> Tensor:
@@ -50,6 +52,14 @@ def _narrow(hf_model: nn.Module) -> Any:
 agreement_separate = agreement.separate
 
 
+def _with_another_head(*args: Any, **options: Any) -> Any:
+    """Load a model as a loader would that took the embedding for a head of its own."""
+    hf_model = load_whole_model(*args, **options)
+    with torch.no_grad():
+        hf_model.get_output_embeddings().weight.mul_(1.5)
+    return hf_model
+
+
 def _said(path: str) -> dict[str, Any]:
     """Return what the check finds of a model as it is, and what it says of one that is changed."""
     cfg = made(
@@ -66,6 +76,7 @@ def _said(path: str) -> dict[str, Any]:
             "leak": _plus(model, _mean_so_far),
             "row": _plus(model, _place_in_row),
             "narrow": mock.patch.object(agreement, "separate", _narrow),
+            "loaded": mock.patch.object(agreement, "load_whole_model", _with_another_head),
         }
         for name, change in changes.items():
             with change, pytest.raises(RuntimeError) as error:
@@ -81,7 +92,9 @@ def said(tiny_model: Path) -> dict[str, Any]:
 
 def test_rows_that_are_right_are_told_by_numbers(said):
     found = said["right"]
-    assert found.keys() == {"proof/leak", "proof/packed_gap", "proof/plain_gap"}
+    names = ("leak", "packed_gap", "plain_gap", "loaded_gap")
+    assert found.keys() == {f"proof/{name}" for name in names}
+    assert found["proof/loaded_gap"][0] < 1e-6
     assert found["proof/leak"] == (0.0, 1.0)
     assert 0 <= found["proof/packed_gap"][0] < 1e-5 and found["proof/plain_gap"][0] < 1e-5
 
@@ -90,6 +103,7 @@ def test_what_is_wrong_is_told_apart(said):
     assert "other tokens in one sequence change another's logprobs, by" in said["leak"]
     assert "rows of several sequences and of one differ in logprobs, by" in said["row"]
     assert "disagree with transformers' own forward pass" in said["narrow"]
+    assert "not those that transformers' own from_pretrained loads" in said["loaded"]
     assert not any("limit" in said[name] for name in ("leak", "row", "narrow"))
 
 
@@ -97,3 +111,16 @@ def test_lengths_are_those_that_a_run_may_see():
     assert lengths_of(48) == [48, 24, 12, 6, 3, 2]
     assert lengths_of(2) == [2]
     assert lengths_of(10**5)[:3] == [100000, 50000, 25000] and len(lengths_of(10**5)) == 8
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "qwen3_moe"])
+def test_plain_transformers_caps_logits_and_loads_the_same_weights(architecture, tmp_path):
+    folder = small_model(tmp_path / "m", architecture=architecture, initializer_std=0.5)
+    cfg = made(
+        model=dict(path=str(folder), compute_dtype="float32"),
+        data=dict(max_prompt_tokens=48),
+        sampling=dict(max_response_tokens=16),
+    )
+    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    found = _plain_gaps(cfg, world)
+    assert found["proof/loaded_gap"][0] < 1e-6 and found["proof/plain_gap"][0] < 1e-5

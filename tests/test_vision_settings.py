@@ -119,7 +119,8 @@ def test_the_proof_of_its_rows_shows_it_a_picture(family, tmp_path):
 
 
 def test_its_rows_are_proved_at_a_run_s_start(measured):
-    assert 0 <= measured["agreement"]["proof/plain_gap"][0] < 1e-5
+    for name in ("plain_gap", "loaded_gap"):
+        assert 0 <= measured["agreement"][f"proof/{name}"][0] < 1e-5
 
 
 def test_values_are_those_of_transformers_states(measured):

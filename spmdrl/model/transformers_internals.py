@@ -143,6 +143,22 @@ def class_of(config: Any) -> Any:
     return getattr(transformers, name)
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Have transformers say nothing below an error for a while, and draw no progress."""
+    from transformers import logging as own
+
+    level, had_bar = own.get_verbosity(), own.is_progress_bar_enabled()
+    own.set_verbosity_error()
+    own.disable_progress_bar()
+    try:
+        yield
+    finally:
+        own.set_verbosity(level)
+        if had_bar:
+            own.enable_progress_bar()
+
+
 def is_experts(module: nn.Module) -> bool:
     """Return whether a module is the experts of a layer, computed by transformers' functions."""
     return hasattr(module, "_apply_gate") and hasattr(module, "num_experts")

@@ -1,37 +1,52 @@
 """Whether a model computes packed sequences as single ones, and as plain transformers: the proof
 at a run's start that its rows are right.
 
-Three things are compared, of sequences of the lengths that the run will see: rows that hold several
+Four things are compared, of sequences of the lengths that the run will see: rows that hold several
 with the same rows where every second sequence has other tokens (whatever else changes has leaked);
 rows that hold several with rows of one; and, of the model's first layers in float32, on one rank,
-packed rows with transformers' own forward pass over each sequence.
+packed rows with transformers' own forward pass over each sequence, and that with the same of
+weights that transformers' own from_pretrained has loaded. The last is left out where
+from_pretrained does not read a folder as it is read here: of a text part alone, and of quantised
+weights.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spmdrl.config import Config
+from spmdrl.config import Config, ModelSettings
 from spmdrl.given import Given, Shown, joined
 from spmdrl.imports import attempt
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import packs
 from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import blocks, experts_modules
+from spmdrl.model.files.quantised import quantisation
 from spmdrl.model.head import HeadOptions
-from spmdrl.model.load import build_meta_model, hf_config_of, load_whole_model, longest_sequence
+from spmdrl.model.load import (
+    build_meta_model,
+    hf_config_of,
+    load_whole_model,
+    longest_sequence,
+    model_folder,
+)
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.model.senses import noisy_sequence, plain_inputs, sight_of
 from spmdrl.model.sharded import ShardedModel
 from spmdrl.model.shrink import first_layers
 from spmdrl.model.towers import set_attention, with_text_config
+from spmdrl.model.transformers_internals import class_of, quiet
 from spmdrl.types import Sums
 from spmdrl.world.comm import agree
+from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
@@ -59,8 +74,9 @@ def lengths_of(longest: int) -> list[int]:
 def check_agreement(model: ShardedModel, cfg: Config, world: World) -> Sums:
     """Compare the ways to compute a model; trainer ranks call it together.
 
-    Returns: proof/leak, proof/packed_gap and, on rank 0, proof/plain_gap: (largest mean over the
-        first 16 tokens of a sequence, 1), in nats, or units of a scalar head.
+    Returns: proof/leak, proof/packed_gap and, on rank 0, proof/plain_gap and proof/loaded_gap:
+        (largest mean over the first 16 tokens of a sequence, 1), in nats, or units of a scalar
+        head.
     Raises: RuntimeError on all trainer ranks where two differ.
     """
     longest = longest_sequence(cfg)
@@ -82,9 +98,9 @@ def check_agreement(model: ShardedModel, cfg: Config, world: World) -> Sums:
         exact = limit if experts_modules(model.hf_model) else _LIMITS[torch.float32]
         _refuse(leak, exact, cfg, model, what="other tokens in one sequence change another's {}")
         _refuse(single, limit, cfg, model, what="rows of several sequences and of one differ in {}")
-        plain = _plain_gap(cfg, world) if world.rank == 0 and not cfg.objective.is_scalar else None
-    found = {"proof/leak": (leak, 1.0), "proof/packed_gap": (single, 1.0)}
-    return found if plain is None else found | {"proof/plain_gap": (plain, 1.0)}
+        is_compared = world.rank == 0 and not cfg.objective.is_scalar
+        plain = _plain_gaps(cfg, world) if is_compared else {}
+    return {"proof/leak": (leak, 1.0), "proof/packed_gap": (single, 1.0)} | plain
 
 
 def _refuse(gap: float, limit: float, cfg: Config, model: ShardedModel, *, what: str) -> None:
@@ -126,10 +142,12 @@ def worst(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     return float(torch.stack(gaps).max())
 
 
-def _plain_gap(cfg: Config, world: World) -> float | None:
-    """Compare packed rows of the model's first layers, in float32, with plain transformers.
+def _plain_gaps(cfg: Config, world: World) -> Sums:
+    """Compare packed rows of the model's first layers, in float32, with plain transformers, and
+    weights as they are loaded here with those of transformers' own loader.
 
-    Raises: RuntimeError where they differ.
+    Returns: the gaps that were measured.
+    Raises: RuntimeError where two differ.
     """
     model, device = cfg.model, world.device
     register_attention()
@@ -137,29 +155,88 @@ def _plain_gap(cfg: Config, world: World) -> float | None:
     small, _ = attempt(lambda: first_layers(whole.get_text_config()), Exception)
     # Else of a layout of layers that is not known.
     config = with_text_config(whole, small or whole.get_text_config())
-    size = sum(p.numel() for p in build_meta_model(model, config=config).parameters())
+    own_config = copy.deepcopy(config)  # building a model chooses its attention
+    sizes = build_meta_model(model, config=config)
+    size = sum(p.numel() for p in sizes.parameters())
     most = min(_PLAIN_TOKENS, int(_WORK[device.type] / (2 * size)) // 4)
     longest = min(most, longest_sequence(cfg))
     if longest < 2 * _HEAD and longest == most:
         log.warning("too large to compare with plain transformers: %d parameters in float32", size)
-        return None
-    hf_model = load_whole_model(
-        model, attention=None, dtype=torch.float32, device=device, config=config
+        return {}
+    random = drawn(lengths_of(longest), vocabulary=_vocabulary(sizes), seed=1)
+    rows = with_shown(random, sizes, longest=longest)
+    cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    attention = None if cap is None else "eager"  # transformers' own choice leaves the cap out
+    released = _scored_as_released(model, own_config, rows, attention=attention, device=device)
+    hf_model = load_whole_model(  # after: there is memory for one model
+        model, attention=attention, dtype=torch.float32, device=device, config=config
     )
-    random = drawn(lengths_of(longest), vocabulary=_vocabulary(hf_model), seed=1)
-    rows = with_shown(random, hf_model, longest=longest)
     with torch.no_grad():
         plain = [_by_transformers(hf_model, row, device=device) for row in rows]
         gap = worst(_packed(hf_model, rows, device=device), plain)
-    if not gap <= (limit := _LIMITS[torch.float32]):
+    layers = f"its first {len(blocks(hf_model))} layers"
+    limit = _LIMITS[torch.float32]
+    found: Sums = {"proof/plain_gap": (gap, 1.0)}
+    if released is not None:
+        loaded = worst(plain, released)
+        found["proof/loaded_gap"] = (loaded, 1.0)
+        if not loaded <= limit:
+            raise RuntimeError(
+                f"model.path {model.path}: the weights that are loaded here are not those that "
+                f"transformers' own from_pretrained loads: logprobs of {layers} differ by "
+                f"{loaded:.3g} nats on average over a sequence's first {_HEAD} tokens, and "
+                f"{limit:g} is rounding. Save the model again by transformers (from_pretrained, "
+                "save_pretrained) and train that folder"
+            )
+    if not gap <= limit:
         raise RuntimeError(
             f"model.path {model.path}: packed rows of {type(hf_model).__name__} disagree with "
-            f"transformers' own forward pass: logprobs of its first {len(blocks(hf_model))} "
-            f"layers differ by {gap:.3g} nats on average over a sequence's first {_HEAD} tokens, "
-            f"and {limit:g} is rounding; its attention is not computed right, and it cannot be "
-            "trained here"
+            f"transformers' own forward pass: logprobs of {layers} differ by {gap:.3g} nats on "
+            f"average over a sequence's first {_HEAD} tokens, and {limit:g} is rounding; its "
+            "attention is not computed right, and it cannot be trained here"
         )
-    return gap
+    return found
+
+
+def _scored_as_released(
+    model: ModelSettings,
+    config: Any,
+    rows: list[Given],
+    *,
+    attention: str | None,
+    device: torch.device,
+) -> list[Tensor] | None:
+    """Return what plain transformers gives, with weights loaded by its own from_pretrained; None
+    where that does not read the folder as it is read here.
+
+    Args:
+        config: of the model's first layers.
+        attention: name in transformers' attention interface; None for its own choice.
+    """
+    if model.part != "all" or quantisation(config.to_dict()):
+        return None
+    load = partial(
+        class_of(config).from_pretrained,
+        model_folder(model.path),
+        config=config,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        trust_remote_code=model.trust_remote_code,
+    )
+    with quiet():  # it would warn of the layers that are left out
+        hf_model, error = attempt(load, Exception)  # of code of any kind
+    if error is not None:
+        log.warning(
+            "from_pretrained does not load the first layers of %s (%s): how its weights are "
+            "loaded is not compared with it",
+            model.path,
+            first_line(error),
+        )
+        return None
+    assert hf_model is not None
+    hf_model = hf_model.to(device).eval()
+    with torch.no_grad():
+        return [_by_transformers(hf_model, row, device=device) for row in rows]
 
 
 def _by_transformers(hf_model: nn.Module, row: Given, *, device: torch.device) -> Tensor:
