@@ -16,6 +16,7 @@ import signal
 from difflib import get_close_matches
 from pathlib import Path
 
+from spmdrl.errors import printable
 from spmdrl.imports import attempt
 from spmdrl.report.versions import version_text
 from spmdrl.world.launch import known_rank
@@ -58,7 +59,8 @@ def _run(name: str) -> int | None:
     command = importlib.import_module(f"spmdrl.commands.{name}")
     status, error = attempt(command.main)
     if error is not None:
-        raise SystemExit(f"{name}: {error}" if known_rank() in ("0", "?") else 1) from error
+        text = printable(f"{name}: {error}")
+        raise SystemExit(text if known_rank() in ("0", "?") else 1) from error
     return status
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import sys
 import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TextIO
 
 _PACKAGE = os.path.dirname(os.path.realpath(__file__))
 _LIBRARIES = tuple(
@@ -22,6 +23,27 @@ _LIBRARIES = tuple(
 RAISED = (Exception, SystemExit)
 """What code of the user's may raise: a sys.exit there is an error too, or a run would end as if it
 had done its work."""
+
+
+# Control characters but line feed and tab, separators of lines, what changes the direction of text,
+# and halves of characters, which no stream takes.
+_STEERING = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: object) -> str:
+    """Return text that cannot steer a terminal: control characters are shown, as `\\x1b`.
+
+    Line feeds and tabs stay. What is printed or logged to a console goes through this where it may
+    hold text of others: of a model, a file, a template or a reward.
+    """
+    return _STEERING.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+def say(text: object, *, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
+    """Print text that may be of others, see `printable`."""
+    print(printable(text), file=file, end=end, flush=flush)
 
 
 class Refusal(ValueError):

@@ -19,7 +19,7 @@ from spmdrl.check.inputs import input_problems
 from spmdrl.check.methods import Tried
 from spmdrl.check.settings import missing_models
 from spmdrl.config import Config, inference_ranks, trainer_ranks
-from spmdrl.errors import RAISED, Refusal, with_line
+from spmdrl.errors import RAISED, Refusal, say, with_line
 from spmdrl.model.load import build_meta_model, checkpoint_shapes
 from spmdrl.model.lora.layers import Adapters, lora_form, sent_adapter
 from spmdrl.model.shape import with_known_shape
@@ -52,26 +52,26 @@ def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
         found += _function_problems(cfg, train)
     with _ended_by_readers():
         if cfg.dry_run == "full":
-            print(config.dump(cfg))
+            say(config.dump(cfg))
         _print_section("derived", derived(cfg))
         _print_section("mesh", mesh_map(cfg, shows_all=cfg.dry_run == "full"))
         models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
         for path in models.values():
-            refusal(lambda: print(f"reward model:{path}: {reward_model_size(cfg, path)}"))
+            refusal(lambda: say(f"reward model:{path}: {reward_model_size(cfg, path)}"))
         refusal(lambda: _print_adapter(cfg))
         unbuilt = refusal(lambda: _print_section("stream", stream_size(with_known_shape(cfg))))
         sys.stdout.flush()
         told = list(dict.fromkeys([*unbuilt, *found]))
         for problem in told:
-            print(f"problem: {problem}", file=sys.stderr)
+            say(f"problem: {problem}", file=sys.stderr)
         lacks = [lack for lack in (absent_weights(cfg), device_problem(cfg)) if lack]
         for lack in lacks:
-            print(f"here the run would stop: {lack}", file=sys.stderr)
+            say(f"here the run would stop: {lack}", file=sys.stderr)
         more = "" if cfg.dry_run == "full" else " (the whole config, every rank: --dry-run full)"
         many = f"{len(told) or 'no'} problem{'s' * (len(told) != 1)}"
         many += " but for this machine" if lacks and not told else ""
         is_right = not told and not lacks
-        print(f"{many}{more}", file=sys.stdout if is_right else sys.stderr, flush=True)
+        say(f"{many}{more}", file=sys.stdout if is_right else sys.stderr, flush=True)
     if told:
         return 2
     return 3 if lacks else 0
@@ -87,7 +87,7 @@ def _function_problems(cfg: Config, train: Callable[..., int]) -> list[str]:
     except Refusal as error:
         return [str(error)]
     except RAISED as error:  # it needs a world before: a run finds out
-        print(f"loss and advantage of train.py are not tried here: {with_line(error)}")
+        say(f"loss and advantage of train.py are not tried here: {with_line(error)}")
         return []
     raise AssertionError("a dry run's train() ends with try_functions")
 
@@ -103,7 +103,8 @@ def _ended_by_readers() -> Iterator[None]:
 
 
 def _print_section(title: str, pairs: dict[str, str]) -> None:
-    print(f"{title}:", *(f"  {name:<28} {value}" for name, value in pairs.items()), sep="\n")
+    lines = [f"{title}:", *(f"  {name:<28} {value}" for name, value in pairs.items())]
+    say("\n".join(lines))
 
 
 def _print_adapter(cfg: Config) -> None:
@@ -114,7 +115,7 @@ def _print_adapter(cfg: Config) -> None:
     total = sum(p.numel() for p in model.parameters())
     adapters = Adapters(model, lora_form(cfg.model.lora))
     count = sum(model.get_parameter(name).numel() for name in adapters.names)
-    print(f"lora: {adapters.summary()}, {count:,} parameters beside the model's {total:,}")
+    say(f"lora: {adapters.summary()}, {count:,} parameters beside the model's {total:,}")
 
 
 def problems(cfg: Config) -> Iterator[str]:

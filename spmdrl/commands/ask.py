@@ -24,7 +24,7 @@ import yaml
 from spmdrl.config import Config, ModelSettings
 from spmdrl.data.rows import Messages, ground_truth_of, prompt_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, refusing
 
 if TYPE_CHECKING:
@@ -84,16 +84,16 @@ def ask(
         if problems is None:
             right, error = attempt(lambda: ground_truth_of(row))
             reference = "" if error else f"  (right: {right})"
-            print(f"{_shown(prompt_of(row))}  ->  {answer}{reference}")
+            say(f"{_shown(prompt_of(row))}  ->  {answer}{reference}")
             continue
         rewards.append(problems.score_answer(answer, row))
-        print(f"{row['prompt']}  ->  {answer}  (reward {rewards[-1]:g}; right: {row['answer']})")
+        say(f"{row['prompt']}  ->  {answer}  (reward {rewards[-1]:g}; right: {row['answer']})")
     if not rewards:
         return None
     mean = sum(rewards) / len(rewards)
-    print(f"mean reward {mean:.3f} over {len(rewards)} problems")
+    say(f"mean reward {mean:.3f} over {len(rewards)} problems")
     if mean == 0 and not options:
-        print(
+        say(
             f"All are wrong, and {task} was asked with its default options: was the model "
             "trained with data.task_options? Give them, e.g. --task-option digits=2"
         )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, say
 
 if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
     from spmdrl.config import LayoutSettings
@@ -82,7 +82,7 @@ def check(
     mesh = load_yaml(layout).layout if layout else None
     record = _checked(model, hf_config, layout=mesh, options=options)
     keep_record(record, own_records())
-    print(_closing(record))
+    say(_closing(record))
     return _status([record])
 
 
@@ -109,7 +109,7 @@ def _check_families(
     for at, name in enumerate(names, 1):
         if name in known and not again:
             continue
-        print(f"\n{name} ({at} of {len(names)})", flush=True)
+        say(f"\n{name} ({at} of {len(names)})", flush=True)
         known[name] = _checked(name, family_config(name), layout=None, options=options)
         records.keep(known[name], path)
         if table:
@@ -133,7 +133,7 @@ def _checked(
         lines = []
         for line in proof.lines(engines=options["engines"]):
             line = replace(line, note=line.note.replace(f"{folder}/", ""))
-            print(line, flush=True)
+            say(line, flush=True)
             lines.append(line)
         return record_of(name, hf_config, lines, class_name=proof.class_name)
     finally:

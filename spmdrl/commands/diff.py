@@ -14,6 +14,7 @@ from typing import Annotated
 
 import tyro
 
+from spmdrl.errors import say
 from spmdrl.imports import attempt
 
 
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compare the runs named on the command line; return the exit status."""
     found, error = attempt(lambda: tyro.cli(diff, prog="python -m spmdrl diff", args=argv))
     if found is None:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return 2
-    print(found[0])
+    say(found[0])
     return 0 if found[1] else 1

@@ -33,7 +33,7 @@ from spmdrl.check.settings import validate
 from spmdrl.config import Config, load_yaml
 from spmdrl.config.help import field_docs
 from spmdrl.config.read import read, refuse, take_config_flags
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.own_runs import is_own
@@ -105,7 +105,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
     if asked.objective.is_scalar and is_checkpoint:
         raise Refusal(f"{model} is a reward model, which answers nothing; evaluate a policy")
     if left_out := reward_models(asked.rewards.functions):
-        print(
+        say(
             f"reward models score on a run's trainers and are left out here: "
             f"{', '.join(left_out.values())}",
             file=sys.stderr,
@@ -291,21 +291,21 @@ def _show(request: CommandLine, result: Result) -> None:
     from spmdrl.evaluate import table, write
     from spmdrl.report.tracker import log_files, tracking_uri
 
-    print(table(result.outcomes, samples=request.cfg.evaluate.samples, right_at=request.right_at))
+    say(table(result.outcomes, samples=request.cfg.evaluate.samples, right_at=request.right_at))
     files = write(request.out, request.cfg, result, model=request.model, right_at=request.right_at)
-    print(f"written to {' and '.join(map(str, files))}")
+    say(f"written to {' and '.join(map(str, files))}")
     if not request.is_checkpoint:
         return
     folder = _run_folder(Path(request.model))
     uri = tracking_uri(folder)
     if not uri:
-        print("the run has no MLflow run to add them to")
+        say("the run has no MLflow run to add them to")
     elif uri != request.tracking_uri:
-        print(f"the run's MLflow run is at {uri}; to add them there, give --tracking-uri {uri}")
+        say(f"the run's MLflow run is at {uri}; to add them there, give --tracking-uri {uri}")
     else:
         # A tracker that is down is no reason to fail: the files are there.
         _, error = attempt(lambda: log_files(folder, files), Exception)
-        print(f"and to MLflow at {uri}" if error is None else f"MLflow did not take them: {error}")
+        say(f"and to MLflow at {uri}" if error is None else f"MLflow did not take them: {error}")
 
 
 def main() -> None:
@@ -330,7 +330,7 @@ def _main() -> int:
     try:
         request = parse(sys.argv[1:], world_size=read_launch().world_size)
         if request.cfg.dry_run:
-            print(config.dump(request.cfg))
+            say(config.dump(request.cfg))
             return 0
         world = World.start(request.cfg)
         result = run(request, world)

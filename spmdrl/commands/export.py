@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from spmdrl.config import ModelSettings
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, say
 from spmdrl.imports import refusing
 from spmdrl.run_folder import make_folder, remove, rename
 from spmdrl.world.launch import known_rank
@@ -127,4 +127,4 @@ def main() -> None:
     """Run from the command line; where several ranks do, the first one speaks."""
     folder = tyro.cli(functools.partial(export, is_shared=True), prog="python -m spmdrl export")
     if known_rank() in ("0", "?"):
-        print(folder)
+        say(folder)

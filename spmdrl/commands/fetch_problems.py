@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from spmdrl.data.row_files import hub_rows
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, say
 from spmdrl.run_folder import write_file
 
 ASK = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -82,7 +82,7 @@ def fetch(
         path = folder / f"{split}.jsonl"
         lines = (json.dumps(row, ensure_ascii=False) for row in rows)
         write_file(path, "".join(f"{line}\n" for line in lines))
-        print(f"{path}: {len(rows)} rows")
+        say(f"{path}: {len(rows)} rows")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -21,7 +21,7 @@ from spmdrl import config
 from spmdrl.check.fit import policy_problems
 from spmdrl.check.settings import validate
 from spmdrl.config.read import read
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
@@ -96,20 +96,20 @@ def main(argv: list[str] | None = None) -> int:
     own, rest = tyro.cli(PlanFlags, prog=prog, args=argv, return_unknown_args=True)
     found, error = attempt(lambda: answer(own, *ask(own, rest)))
     if found is None:
-        print(error, file=sys.stderr)
+        say(error, file=sys.stderr)
         return 2
     run, rates, plan, best = found
     if own.json:
         plain, *others = (as_dict(each, rates=rates) for each in (plan, *best))
         told = {"plan": plain, "best": others, "rates": rates_dict(rates)}
-        print(json.dumps(told, indent=2))
+        say(json.dumps(told, indent=2))
     elif own.brief:
-        print("\n".join(brief(plan, run=run, rates=rates)))
+        say("\n".join(brief(plan, run=run, rates=rates)))
     else:
-        print("\n".join(page(plan, best, run=run, rates=rates)))
+        say("\n".join(page(plan, best, run=run, rates=rates)))
     sys.stdout.flush()
     for line in _refusal(own.gpus, run, rates, plan):
-        print(line, file=sys.stderr)
+        say(line, file=sys.stderr)
     return 1 if plan.problems else 0
 
 

@@ -17,6 +17,8 @@ from typing import Annotated
 
 import tyro
 
+from spmdrl.errors import say
+
 
 def verify(
     run: Annotated[Path, tyro.conf.Positional],
@@ -69,5 +71,5 @@ def main() -> None:
     from spmdrl.world.leaving import end_process
 
     if known_rank() == "0":
-        print(text)
+        say(text)
     end_process(0 if repeats else 1)

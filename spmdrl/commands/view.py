@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, refusing
 from spmdrl.report.rollout_page import page
 from spmdrl.report.rollout_text import group_text, groups_text, steps_text
@@ -92,5 +92,5 @@ def main(argv: list[str] | None = None) -> int:
     """Show what the command line asks for; return the exit status."""
     kinds = (Refusal, OSError)
     text, error = attempt(lambda: tyro.cli(view, prog="python -m spmdrl view", args=argv), kinds)
-    print(error or text, file=sys.stderr if error else sys.stdout)
+    say(error or text, file=sys.stderr if error else sys.stdout)
     return 2 if error else 0

@@ -18,7 +18,7 @@ from typing import Annotated
 
 import tyro
 
-from spmdrl.errors import Refusal, described
+from spmdrl.errors import Refusal, described, say
 from spmdrl.imports import refusing
 from spmdrl.run_folder import write_file
 
@@ -96,10 +96,10 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:  # the program
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
     try:
-        print(tyro.cli(what_if, prog="python -m spmdrl what_if", args=argv))
+        say(tyro.cli(what_if, prog="python -m spmdrl what_if", args=argv))
         return 0
     except (Refusal, OSError) as error:
-        print(described(error), file=sys.stderr)
+        say(described(error), file=sys.stderr)
         return 2
     except Exception as error:
         from spmdrl.world.leaving import ended

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TextIO
 
+from spmdrl.errors import printable
+
 WIDTH = 80
 """Characters of a line, unless a terminal is wider."""
 TREND = 6
@@ -89,11 +91,6 @@ def time_left(step_seconds: Sequence[float], steps_left: int) -> float | None:
     return steps_left * sum(known) / len(known) if known else None
 
 
-def printable(text: str) -> str:
-    """Return text whose control characters are escaped, so that it cannot steer a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
 def sample_text(sample: dict, *, limit: int = 600) -> str:
     """Return one sample as a short block of prompt, response and reward."""
     lines = []
@@ -106,7 +103,7 @@ def sample_text(sample: dict, *, limit: int = 600) -> str:
             text = f"{value:.3f}" if isinstance(value, float) else str(value)
         if len(text) > limit:
             text = f"{text[:limit]} ... ({len(text)} characters)"
-        lines.append(f"  | {key:<9} " + printable(text).replace("\n", "\n  |           "))
+        lines.append(f"  | {key:<9} " + text.replace("\n", "\n  |           "))
     return "\n".join(lines)
 
 
@@ -252,7 +249,7 @@ class Console:
     def line(self, text: str) -> None:
         """Write text above the progress line."""
         with self._lock:
-            self._write(f"{self._erase()}{text}\n{self._live}")
+            self._write(f"{self._erase()}{printable(text)}\n{self._live}")
 
     def table_row(self, columns: Sequence[Column], values: Values, *, every: int = 1) -> bool:
         """Write a row, under a header where one is due; return whether one was.

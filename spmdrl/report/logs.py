@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from spmdrl.errors import printable
 from spmdrl.report.console import Console
 from spmdrl.run_folder import make_folder, open_file
 from spmdrl.world.world import World
@@ -53,7 +54,7 @@ class RankLog:
         sys.stderr = tee
         to_file: logging.Handler = logging.StreamHandler(_Quiet(self._file))
         to_file.setLevel(logging.INFO)
-        to_file.setFormatter(logging.Formatter(_FORMAT, defaults={"rank": rank}))
+        to_file.setFormatter(_Safe(_FORMAT, defaults={"rank": rank}))
         to_stderr = logging.StreamHandler(self._stderr)
         to_stderr.setLevel(logging.WARNING)
         to_person = _ConsoleHandler(console) if rank == 0 else to_stderr
@@ -82,7 +83,14 @@ class RankLog:
             self._file.close()
 
 
-class _Short(logging.Formatter):
+class _Safe(logging.Formatter):
+    """What others wrote cannot steer the terminal on which a record is read."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+class _Short(_Safe):
     """Message alone for information; with level and rank from WARNING up."""
 
     def __init__(self, rank: int):

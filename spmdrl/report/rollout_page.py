@@ -41,12 +41,13 @@ def page(views: Sequence[View], *, color: str = "") -> str:
     """
     step = f"step {views[0].step}"
     heading = f"{step}, group {views[0].group}" if len(views) == 1 else step
-    body = [f"<h1>{heading}</h1>"]
+    body = [f"<h1>{escape(heading)}</h1>"]
     for view in views:
         lines = _group(view, color=color)
         if len(views) > 1:
+            place = f"group{view.group}"
             summary = f"<summary>{escape(_summary(view))}</summary>"
-            lines = [f'<details id="group{view.group}">', summary, *lines, "</details>"]
+            lines = [f'<details id="{escape(place)}">', summary, *lines, "</details>"]
         body += lines
     return document(heading, body)
 
@@ -125,7 +126,7 @@ def _token(one: Answer, at: int, paint: Paint) -> str:
     if at in one.shows:
         png = one.shows[at]
         return "" if png is None else _part(png)
-    text = escape(one.pieces[at]) if one.pieces else f"{row['tokens'][at]} "
+    text = escape(one.pieces[at] if one.pieces else f"{row['tokens'][at]} ")
     if not row["response_mask"][at]:
         return f'<span class="other">{text}</span>'
     logprob, (hue, strength, said) = row["rollout_logprobs"][at], paint(at)

@@ -59,7 +59,7 @@ def page(
 
 def _table(step: StepFound) -> list[str]:
     first, *others = map(escape, about(step).splitlines())
-    heads = "".join(f"<th {_CELL}>{name}</th>" for name in ("", *COLUMNS))
+    heads = "".join(f"<th {_CELL}>{escape(name)}</th>" for name in ("", *COLUMNS))
     rows = [
         "".join(f"<td {_CELL}>{escape(t)}</td>" for t in (one.alternative.name, *row(one)))
         for one in step.outcomes
@@ -72,9 +72,9 @@ def _table(step: StepFound) -> list[str]:
 def _sample(one: dict[str, Any], view: View, step: StepFound) -> list[str]:
     answer = next(a for a in view.sequences if a.row["sample"] == one["sample"])
     place = f"step{step.step}_group{one['group']}_sample{one['sample']}"
-    told = title(answer, view.header["part_names"])
+    told = f"group {one['group']}, " + title(answer, view.header["part_names"])
     body = [
-        f'<hr><h2 id="{place}">group {one["group"]}, {escape(told)}</h2>',
+        f'<hr><h2 id="{escape(place)}">{escape(told)}</h2>',
         *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
         "<p>" + "<br>".join(escape(push_text(one, name)) for name in one["pushes"]) + "</p>",
         prompt_part(answer),

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, printable, say
 from spmdrl.world.lost_peers.neighbours import birth
 
 _TOLD_CHARS = 2000
@@ -184,7 +184,7 @@ def job_of_launcher() -> tuple[str, int]:
 
 def tell_launcher(reason: str) -> None:
     """Leave the reason of an end where torchrun looks for it: it closes its own report with it."""
-    path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), reason[:_TOLD_CHARS]
+    path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), printable(reason[:_TOLD_CHARS])
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w") as file:  # it is printed besides
@@ -196,7 +196,7 @@ def tell_refused(reason: str) -> None:
     path = os.environ.get("SPMDRL_REFUSED")
     if path:
         with contextlib.suppress(OSError), open(path, "wb") as file:  # it is printed besides
-            file.write(f"{reason}\n".encode(errors="backslashreplace"))
+            file.write(f"{printable(reason)}\n".encode())
 
 
 def tell_once(text: str, *, of_rank: str = "") -> None:
@@ -210,8 +210,7 @@ def tell_once(text: str, *, of_rank: str = "") -> None:
     is_alone = (env.get("WORLD_SIZE") or env.get("SLURM_NTASKS") or "1") == "1"
     if not is_alone and _is_told(text):
         text, of_rank = "ends for the same reason", of_rank or f"[rank {known_rank()}] "
-    said = f"{of_rank}{text}".encode(errors="backslashreplace").decode()  # flags may be any bytes
-    print(said, file=sys.stderr, flush=True)
+    say(f"{of_rank}{text}", file=sys.stderr, flush=True)
 
 
 def _is_told(text: str) -> bool:

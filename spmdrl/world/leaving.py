@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
-from spmdrl.errors import Refusal, RewardFailed, described, users_line, users_traceback
+from spmdrl.errors import Refusal, RewardFailed, described, say, users_line, users_traceback
 from spmdrl.imports import attempt
 from spmdrl.world.launch import known_rank, tell_launcher, tell_once, tell_refused
 from spmdrl.world.lost_peers.watch import PeersMissing, Watch, first_line
@@ -92,7 +92,7 @@ def _leave_at_once(world: Member, number: signal.Signals, *, why: str) -> None:
 
 def _say_on_rank_0(world: Member, text: str) -> None:
     if world.rank == 0:
-        print(f"[rank 0] {text}", file=sys.stderr, flush=True)
+        say(f"[rank 0] {text}", file=sys.stderr, flush=True)
 
 
 def ended(error: BaseException, world: Member | None) -> int:
@@ -115,7 +115,7 @@ def ended(error: BaseException, world: Member | None) -> int:
     if world is not None:
         world.watch.claim_ending(wait=True)
         if is_own and not world.watch.board.claim_cause(text):
-            print(f"[rank {rank}] ends for the same reason", file=sys.stderr, flush=True)
+            say(f"[rank {rank}] ends for the same reason", file=sys.stderr, flush=True)
             return 1
     _show(error, rank, has_world=world is not None)
     if world is not None:
@@ -138,7 +138,7 @@ def _show(error: BaseException, rank: int | str, *, has_world: bool) -> None:
     else:
         shown, place = users_traceback(error), users_line(error)
         shown += f"[rank {rank}] ended with {first_line(error)}" + (f" ({place})" if place else "")
-    print(shown, file=sys.stderr, flush=True)
+    say(shown, file=sys.stderr, flush=True)
     if not shown.startswith(whole):  # what is printed goes to the log too
         _WHOLE.info("rank %s ends:\n%s", rank, whole)
 

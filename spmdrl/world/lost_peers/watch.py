@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from spmdrl.errors import RewardFailed, said, users_place
+from spmdrl.errors import RewardFailed, said, say, users_place
 from spmdrl.world.lost_peers.board import Board
 from spmdrl.world.lost_peers.last_collectives import leave_record
 from spmdrl.world.lost_peers.neighbours import Neighbours, own_process
@@ -261,7 +261,7 @@ class Watch:
             return
         try:
             with contextlib.suppress(OSError):  # the launcher may have held the other end
-                print(text, file=sys.stderr, flush=True)
+                say(text, file=sys.stderr, flush=True)
             if is_told:
                 self.say_leaving()
             self.close_early("failed")
