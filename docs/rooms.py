@@ -16,6 +16,7 @@ ORDER = tuple(
     tuple(level.split("="))
     for level in [
         "errors",
+        "run_files",
         "kept_sets=given",
         "types=imports=plain=run_folder",
         "config",

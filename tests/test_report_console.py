@@ -172,7 +172,8 @@ def test_samples_are_printed_on_demand_and_cannot_steer_the_terminal(tmp_path, c
     assert "2+0=" in out and "2+2=" in out and "2+1=" not in out
     assert "\\x1b[2J\\rx" in out and "\x1b" not in out and "0.250" in out
     assert "| reward_parts right 0.500, short -1.000" in out
-    assert [row["step"] for row in read_rows(tmp_path / "samples.jsonl")] == [0, 2]
+    rows = read_rows(tmp_path / "samples.jsonl", holds_texts=True)
+    assert [row["step"] for row in rows] == [0, 2]
 
 
 def test_an_evaluation_is_said_in_lines_of_80_columns(tmp_path, capsys):

@@ -27,10 +27,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from spmdrl import run_folder
-from spmdrl.errors import Refusal
+from spmdrl import run_files, run_folder
+from spmdrl.checkpoint.index_form import check_archive, check_index
+from spmdrl.errors import Refusal, printable, said
 from spmdrl.imports import attempt, refusing
 from spmdrl.plain import record
 from spmdrl.run_folder import open_file
@@ -97,8 +99,9 @@ def step_of(folder: Path) -> int:
 
 def file_entry(path: Path) -> FileEntry:
     """Read one file and return its size and digest."""
-    with path.open("rb") as f:
-        return FileEntry(path.stat().st_size, hashlib.file_digest(f, "sha256").hexdigest())
+    with run_files.opened(path, run_files.TENSORS) as f:
+        size = os.fstat(f.fileno()).st_size
+        return FileEntry(size, hashlib.file_digest(f, "sha256").hexdigest())
 
 
 def write_file(path: Path, content: bytes) -> None:
@@ -131,11 +134,12 @@ def read_manifest(folder: Path) -> Manifest:
     Raises: Refusal naming the file and what is wrong with it.
     """
     path = folder / NAME
-    if not path.is_file():
+    if not path.exists():
         raise Refusal(f"{path} is missing")
-    kinds = (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError)
-    with refusing(f"{path} is not a manifest", *kinds):
-        body = json.loads(path.read_bytes())
+    kinds = (OSError, ValueError, KeyError, AttributeError, TypeError)
+    with refusing(f"{path} is not a manifest", *kinds, passes_refusals=True):
+        text = run_files.read_bytes(path, run_files.MANIFEST)
+        body = run_files.json_object(text, place=f"{path} is not a manifest")
         written = body.pop("sha256")
     if written != _digest(body):
         raise Refusal(f"{path} does not match its own sha256: it was changed or damaged")
@@ -160,13 +164,17 @@ def _manifest_of(body: dict[str, Any]) -> Manifest:
     for name, entry in content.files.items():
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
             raise ValueError(f"the file {name!r} is outside of the folder")
-        operator.index(entry.size)
+        if operator.index(entry.size) < 0 or not isinstance(entry.sha256, str):
+            raise ValueError(f"the file {name!r} has {entry.size!r} bytes, {entry.sha256!r:.80}")
     kinds = {"step": int, "found_tokens": int, "config": dict, "evaluated": dict}
     for name, kind in (kinds | {"model": str, "tokenizer": str}).items():
         if type(getattr(content, name)) is not kind:
             raise TypeError(f"{name} is {getattr(content, name)!r:.100}, no {kind.__name__}")
-    if content.step < 0:
-        raise ValueError(f"step is {content.step}")
+    if content.step < 0 or content.found_tokens < 0:
+        raise ValueError(f"step is {content.step}, found_tokens {content.found_tokens}")
+    for name, value in content.evaluated.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            raise TypeError(f"evaluated.{name} is {value!r:.60}, no number")
     return content
 
 
@@ -239,7 +247,7 @@ def whole_checkpoint(path: Path) -> tuple[Path, Manifest]:
         if content and not wrong:
             return folder, content
         problems += wrong
-        warnings.warn(f"{folder} cannot be used: {'; '.join(wrong)}", stacklevel=2)
+        warnings.warn(printable(f"{folder} cannot be used: {'; '.join(wrong)}"), stacklevel=2)
     raise Refusal(
         f"{path} is no whole checkpoint and no run that has one"
         + "".join(f"\n  {problem}" for problem in problems)
@@ -256,11 +264,22 @@ class TensorReader(FileSystemReader):
         """Return the index of tensors. Raises: Refusal when the file holds anything else."""
         path = Path(self.path) / ".metadata"
         what = f"{path} is not an index of tensors"
-        with refusing(what, Exception), path.open("rb") as f:  # of bytes that may say anything
-            metadata = _IndexUnpickler(f).load()
-        if not isinstance(metadata, Metadata):
-            raise Refusal(f"{path} holds a {type(metadata).__name__}, not an index of tensors")
+        with refusing(what, Exception, passes_refusals=True):  # of bytes that may say anything
+            data = run_files.read_bytes(path, run_files.INDEX)
+            metadata = _IndexUnpickler(io.BytesIO(data)).load()
+            if not isinstance(metadata, Metadata):
+                raise Refusal(f"{path} holds a {type(metadata).__name__}, not an index of tensors")
+            check_index(metadata, path)
         return metadata
+
+
+def unreadable(reader: TensorReader, error: CheckpointException) -> Refusal:
+    """Return why files of tensors do not hold what their index says."""
+    causes = [cause for cause, _ in error.failures.values()]
+    why = "; ".join(
+        dict.fromkeys(f"{type(cause).__name__}: {said(cause):.300}" for cause in causes)
+    )
+    return Refusal(f"{reader.path}: its files do not hold what its .metadata says: {why}")
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -277,8 +296,10 @@ def load_plain(path: Path) -> dict[str, Any]:
 
     Raises: OSError; Refusal naming the file for anything else.
     """
-    data = io.BytesIO(path.read_bytes())
-    with refusing(f"{path} is no file of tensors and plain values", Exception, names_kind=True):
+    data = io.BytesIO(run_files.read_bytes(path, run_files.STATE))
+    what = f"{path} is no file of tensors and plain values"
+    with refusing(what, Exception, names_kind=True, passes_refusals=True):
+        check_archive(data, place=path)
         content = torch.load(data, map_location="cpu", weights_only=True)
     if not isinstance(content, dict):
         raise Refusal(f"{path} holds a {type(content).__name__}, no dictionary of tensors")

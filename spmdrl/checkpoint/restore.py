@@ -16,7 +16,7 @@ import spmdrl.checkpoint.manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
 from spmdrl.config.former import modernized
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, refusing
 from spmdrl.world.comm import gather_objects, gather_problems
 from spmdrl.world.world import World
@@ -87,7 +87,7 @@ def already_finished(cfg: Config, world: World) -> bool:
             if cfg.optimizer.schedule == "constant"
             else (" and allow that the schedule changes, by --checkpoint.allow-config-change,")
         )
-        print(
+        say(
             f"{cfg.output_dir}: already finished: {done} of {cfg.steps} steps; raise --steps"
             f"{more} to go on",
             flush=True,
@@ -249,7 +249,7 @@ def _read_tensors(state: dict[str, Any], reader: disk.TensorReader, world: World
     except dcp.api.CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         if not all(isinstance(cause, OSError) for cause in causes):
-            raise
+            raise disk.unreadable(reader, error) from error
         raise OSError("; ".join(dict.fromkeys(map(str, causes)))) from error
 
 

@@ -43,5 +43,9 @@ class SavedWeights:
         with warnings.catch_warnings():
             # DCP warns that there is one process only, which is the point here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(tensors, storage_reader=disk.TensorReader(self._folder), no_dist=True)
+            reader = disk.TensorReader(self._folder)
+            try:
+                dcp.load(tensors, storage_reader=reader, no_dist=True)
+            except dcp.api.CheckpointException as error:
+                raise disk.unreadable(reader, error) from error
         return tensors[key]

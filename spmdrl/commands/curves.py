@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, refusing
 from spmdrl.report.curves import Rows, draw, metric_names
 from spmdrl.report.jsonl import read_rows
@@ -64,5 +64,5 @@ def curves(
 def main(argv: list[str] | None = None) -> int:
     """Draw the runs named on the command line; return the exit status."""
     text, error = attempt(lambda: tyro.cli(curves, prog="python -m spmdrl curves", args=argv))
-    print(error or text, file=sys.stderr if error else sys.stdout)
+    say(error or text, file=sys.stderr if error else sys.stdout)
     return 2 if error else 0

@@ -34,6 +34,7 @@ from spmdrl.config.tree import (
 )
 from spmdrl.config.yaml_text import plain_data
 from spmdrl.errors import Refusal
+from spmdrl.run_files import CONFIG, read_bytes
 
 _FEW = 8
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -110,7 +111,7 @@ def _tree_of(path: Path) -> dict[str, Any]:
         raise Refusal(f"config file {shown(str(path))} {wrong}")
     if path.is_dir():
         raise Refusal(f"config file {path} is a folder; name a file in it")
-    if not path.is_file():
+    if not path.exists():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")])
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise Refusal(f"config file {path} does not exist{hint}")
@@ -122,7 +123,7 @@ def _tree_of(path: Path) -> dict[str, Any]:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_bytes(path, CONFIG).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = 1 + error.object.count(b"\n", 0, error.start)
         raise Refusal(

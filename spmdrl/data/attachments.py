@@ -105,6 +105,13 @@ def recorded_items(table: pa.Table) -> Shown | None:
     return recorded_pictures(table)
 
 
+def item_fields() -> Sequence[pa.Field]:
+    """Return the columns that items have in a table of recorded sequences."""
+    from spmdrl.data.vision.recorded import recorded_fields
+
+    return recorded_fields()
+
+
 def previews_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, Preview | None]]:
     """Return what is to be seen at the tokens of each row of a recorded group.
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from spmdrl.imports import refusing
 from spmdrl.model.parallel.recompute import has
 from spmdrl.model.shape import ModelShape
 from spmdrl.plan.activations import Kernels
+from spmdrl.run_files import SMALL, json_of, read_bytes
 from spmdrl.train.objectives.objective_loss import needed_columns
 from spmdrl.world.machine.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu, known_gpu
 
@@ -222,9 +222,10 @@ def read_measured(path: str) -> tuple[str, dict[str, float]]:
 
 def _told(path: str) -> dict[str, Any]:
     """Return the object `rates` of a file."""
-    kinds = (OSError, UnicodeDecodeError, json.JSONDecodeError)
+    kinds = (OSError, UnicodeDecodeError)
     with refusing(f"--measured {path}: cannot be read as JSON", *kinds):
-        found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        text = read_bytes(Path(path).expanduser(), SMALL).decode()
+        found = json_of(text, place=f"--measured {path}")
     told = found.get("rates") if isinstance(found, dict) else None
     if not isinstance(told, dict) or not isinstance(told.get("gpu"), str):
         raise Refusal(

@@ -20,7 +20,7 @@ _LOST = {
 }
 """Totals that a run's last line names, where they are not 0."""
 _SAMPLES_SHOWN = 3
-_ROWS_KEPT, _CELL_CHARS = 200, 4000  # the tracker's table is rewritten each time
+SAMPLES_KEPT, _CELL_CHARS = 200, 4000  # the tracker's table is rewritten each time
 
 
 class Progress:
@@ -84,7 +84,7 @@ class Samples:
         self._file, self._console = file, console
         self._shown_every = cfg.report.console.samples_every
         self._every = self._shown_every or cfg.report.console.table_every
-        self._rows: deque[dict[str, Any]] = deque(maxlen=_ROWS_KEPT)
+        self._rows: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
 
     def resume(self, rows: Sequence[dict[str, Any]]) -> None:
         """Take up the samples of earlier attempts."""

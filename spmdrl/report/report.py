@@ -19,7 +19,7 @@ from spmdrl.report.implied import implied_sums
 from spmdrl.report.jsonl import JsonLines
 from spmdrl.report.learnt import exit_status
 from spmdrl.report.logs import RankLog, agree_attempt_folder
-from spmdrl.report.progress import Progress, Samples
+from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
 from spmdrl.report.provenance import save_environment
 from spmdrl.report.tracker import MlflowTracker, Status
 from spmdrl.rollout.outcomes import evaluation_file
@@ -50,7 +50,7 @@ class Report:
             self.attempt_folder / f"rank_{world.rank}.log", rank=world.rank, console=self.console
         )
         self._metrics = JsonLines(self.folder / "metrics.jsonl")
-        self._samples_file = JsonLines(self.folder / "samples.jsonl")
+        self._samples_file = JsonLines(self.folder / "samples.jsonl", holds_texts=True)
         self._progress = Progress(cfg, self.console)
         self._samples = Samples(cfg, self.console, file=self._samples_file)
         self._tracker: MlflowTracker | None = None
@@ -167,7 +167,7 @@ class Report:
                 )
         self._progress.resume(self._metrics.rows())
         self._advisor.resume(self._metrics.rows())
-        self._samples.resume(self._samples_file.rows())
+        self._samples.resume(self._samples_file.rows(newest=SAMPLES_KEPT))
         return num_dropped
 
     # ---------------------------------------------------------------- each step

@@ -25,16 +25,18 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+from spmdrl import run_files
 from spmdrl.config import Config, flatten
 from spmdrl.config.fields import replay_folder
 from spmdrl.errors import Refusal
-from spmdrl.imports import parsed_json, versions
+from spmdrl.imports import attempt, versions
 from spmdrl.run_folder import make_folder, open_file, replace_file
 
 FORMAT = 1
@@ -134,19 +136,84 @@ def read_lines(path: Path) -> tuple[list[Line], str]:
     """Return the lines of a file up to the first that is not as it was written, and what is wrong
     with that; empty for nothing. Raises: OSError."""
     lines: list[Line] = []
-    before, data = "", path.read_bytes().decode(errors="replace")
-    *whole, rest = data.split("\n")
-    for number, line in enumerate(whole, 1):
+    before = ""
+    for number, own in enumerate(run_files.read_lines(path, run_files.DECISIONS), 1):
+        if not own.endswith(b"\n"):
+            return lines, f"{path}: line {number} breaks off"
+        line = own[:-1].decode(errors="replace")
         text, _, digest = line.rpartition("\t")
-        made, why = parsed_json(text)
-        if digest != digest_of(before, text) or why or not isinstance(made, list):
+        made, error = attempt(partial(run_files.json_of, text, place=f"{path}: line {number}"))
+        if digest != digest_of(before, text) or error or not isinstance(made, list):
             return lines, (
                 f"{path}: line {number} does not follow from those before it: it was changed, or "
                 f"lines are missing before it: {line:.100}"
             )
+        if why := problem_of(made):
+            return lines, f"{path}: line {number} {why}: {line:.100}"
         lines.append(made)
         before = digest
-    return lines, f"{path}: line {len(lines) + 1} breaks off" if rest else ""
+    return lines, ""
+
+
+def problem_of(line: Line) -> str:
+    """Return what is wrong with a line's parts; empty for nothing."""
+    kind = line[0] if line and isinstance(line[0], str) else ""
+    forms = _FORMS.get(kind)
+    if forms is None:
+        return "is of no kind that is known"
+    if len(line) - 1 != len(forms):
+        return f"has {len(line) - 1} parts after {kind!r}, and must have {len(forms)}"
+    wrong = [part for part, is_right in zip(line[1:], forms) if not is_right(part)]
+    return f"holds {wrong[0]!r:.60}, which {kind!r} cannot have there" if wrong else ""
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _are_whole(values: Any) -> bool:
+    return isinstance(values, list) and all(map(_is_whole, values))
+
+
+def _are_keys(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(v, (int, str)) for v in values)
+
+
+def _are_failures(values: Any) -> bool:
+    return isinstance(values, dict) and all(
+        isinstance(told, list) and len(told) == 2 and all(isinstance(part, str) for part in told)
+        for told in values.values()
+    )
+
+
+def _is_move(value: Any) -> bool:
+    if value is None:
+        return True
+    is_list = isinstance(value, list) and len(value) == 6
+    return is_list and _are_whole(value[:4]) and all(map(_are_whole, value[4:]))
+
+
+def _are_digests(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(v, str) for v in values.values())
+
+
+def _are_facts(values: Any) -> bool:
+    return isinstance(values, dict) and all(
+        isinstance(values.get(name, {}), dict) for name in ("versions", "settings")
+    )
+
+
+_FORMS: dict[str, tuple[Callable[[Any], bool], ...]] = {
+    "run": (_are_facts,),
+    "fill": (_is_whole, _is_whole),
+    "evaluate": (_is_whole, _is_whole),
+    "came": (_is_whole, _are_keys, _are_failures),
+    "book": (_is_whole, _is_whole, _is_move),
+    "pause": (_is_whole,),
+    "end": (_is_whole,),
+    "closed": (_is_whole, _are_digests),
+}
+"""{kind of a line: what each of its parts must be}."""
 
 
 def file_of(folder: Path, *, replica: int, replicas: int) -> Path:

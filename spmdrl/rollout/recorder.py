@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial as partial_of
+from io import BufferedReader
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,8 @@ _SET_SIZES = pa.field("kept_set_bytes", pa.list_(pa.int32()))
 _SETS = pa.field("kept_sets", pa.large_binary())
 """Of a run with top_k, top_p or min_p, see KeptSets; the size of the vocabulary is in the header.
 """
+SOME_FIELDS = (_ROUTES, _SET_SIZES, _SETS)
+"""Of the columns that some runs record."""
 NUMBERS = {
     "group": "group_ids",
     "sample": "sample_ids",
@@ -147,7 +150,8 @@ class Recorder:
             "part_names": part_names(self.cfg.reward_functions),
             "is_partial": bool(reward_models(self.cfg.rewards.functions)),
             "config": kept_fields(flatten(self.cfg)),
-            "sums": share.sums,
+            # Seconds are no result: runs that are alike leave the same bytes.
+            "sums": {n: pair for n, pair in share.sums.items() if not n.startswith("time/")},
             "shown": share.samples,
         }
         if share.routes is not None:
@@ -184,7 +188,12 @@ def digest_file(path: Path) -> Path:
 def digest_line(path: Path, name: str) -> str:
     """Return the line of sha256sum for what a file holds now, under a name. Raises: OSError."""
     with path.open("rb") as file:
-        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
+        return digest_of(file, name)
+
+
+def digest_of(file: BufferedReader, name: str) -> str:
+    """Return the same for what is left of an open file."""
+    return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
 
 
 def _draft_of(partial: Path) -> Path:

@@ -4,43 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pyarrow as pa
-import pyarrow.parquet as parquet
+import pyarrow.compute
 import torch
 from torch import Tensor
 
 from spmdrl.data.attachments import FEATURES, recorded_items
 from spmdrl.errors import Refusal
-from spmdrl.imports import parsed_json
 from spmdrl.kept_sets import KeptSets
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
-from spmdrl.rollout.recorder import (
-    FILE_NAME,
-    FOLDER,
-    FORMAT,
-    HEADER,
-    NUMBERS,
-    SCHEMA,
-    digest_file,
-    digest_line,
-)
+from spmdrl.rollout.recorded_tables import SHOWN_BYTES, RecordedFile, reading
+from spmdrl.rollout.recorder import FILE_NAME, FOLDER, NUMBERS
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, add_sums, join_routes
 
 log = logging.getLogger(__name__)
-_without_digests: set[Path] = set()
-"""Folders of which it was said that files there have no digest."""
-
-# What comes up where a file without digest holds something else than a run records.
-_NONSENSE: tuple[type[Exception], ...] = (OSError, LookupError, TypeError, ValueError)
-_NONSENSE += (RuntimeError, AttributeError, ArithmeticError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -80,7 +64,7 @@ def find_recorded(path: str | Path) -> Recorded:
     steps = {
         step: tuple(files[replica] for replica in range(count))
         for (step, count), files in sorted(found.items())
-        if files.keys() == set(range(count))
+        if len(files) == count and files.keys() == set(range(count))
     }
     if not steps:
         names = [file.name for files in found.values() for file in files.values()]
@@ -110,7 +94,7 @@ def ranges(steps: Collection[int]) -> str:
 
 def read_header(path: Path) -> dict[str, Any]:
     """Return what a file says of itself. Raises: Refusal when it cannot be read."""
-    return _header_of(_open(path), path)
+    return RecordedFile(path).header()
 
 
 def read_table(
@@ -126,18 +110,12 @@ def read_table(
         without_features: leave out what towers read, which is large.
     Raises: Refusal when the file cannot be read.
     """
-    file = _open(path)
-    with reading(path):
-        places = list(range(file.num_row_groups))
-        if group is not None:
-            at = SCHEMA.names.index("group")
-            places = [
-                i for i in places if file.metadata.row_group(i).column(at).statistics.min == group
-            ]
-        names = columns or [
-            n for n in file.schema_arrow.names if without_features and n != FEATURES
-        ]
-        return file.read_row_groups(places, columns=list(names) or None)
+    file = RecordedFile(path)
+    names = columns or [name for name in file.columns if not without_features or name != FEATURES]
+    if group is None:
+        return file.read(range(file.num_groups), columns=names, most_bytes=SHOWN_BYTES)
+    table = file.read(file.groups_with(group), columns=names, most_bytes=SHOWN_BYTES)
+    return table.filter(pa.compute.field("group") == group)
 
 
 def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollouts:
@@ -149,21 +127,19 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
     """
     tables, sums, shown, number, form, vocab = [], [], (), 0, None, 0
     for path in files:
-        file = _open(path)
-        header, count = _header_of(file, path), file.num_row_groups
+        file = RecordedFile(path)
+        header, count = file.header(), file.num_groups
         mine = [i for i in range(count) if (number + i) % num_parts == part]
         number += count
-        with reading(path):
-            tables.append(file.read_row_groups(mine))
+        tables.append(file.read(mine))
         form = header.get("routes", form)
         vocab = header.get("kept_sets", vocab)
         if part == 0:
-            found = header["sums"].items()
-            sums.append({name: (*pair,) for name, pair in found if not name.startswith("time/")})
+            sums.append({name: (*pair,) for name, pair in header["sums"].items()})
             shown += tuple(header["shown"])
     with reading(*files):
         table = pa.concat_tables(tables, promote_options="default")
-        table.validate(full=True)  # of a file without digest: what it says may be nonsense
+        _check_lengths(table)
         table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
         rollouts = _packed(table, form)
         if vocab and len(rollouts):
@@ -172,6 +148,15 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
             rollouts = replace(rollouts, kept_sets=sets)
         rollouts = replace(rollouts, shown=recorded_items(table))
         return replace(rollouts, sums=add_sums(*sums), samples=shown)
+
+
+def _check_lengths(table: pa.Table) -> None:
+    """Refuse sequences whose columns have another length than the sequence: what is made by that
+    length could take any memory. Raises: ValueError."""
+    lengths = table["length"].combine_chunks()
+    for name in TOKEN_COLUMNS:
+        if not table[name].combine_chunks().value_lengths().cast(pa.int64()).equals(lengths):
+            raise ValueError(f"column {name} has other lengths than the column length says")
 
 
 def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
@@ -230,59 +215,3 @@ def scalars_of(table: pa.Table) -> Scalars:
 def _tensor(column: pa.Array, kind: torch.dtype | None = None) -> Tensor:
     values = torch.from_numpy(column.to_numpy(zero_copy_only=False).copy())
     return values if kind is None else values.to(kind)
-
-
-def _open(path: Path) -> parquet.ParquetFile:
-    with reading(path):
-        _check_digest(path)
-        return parquet.ParquetFile(path)
-
-
-def _check_digest(path: Path) -> None:
-    """Refuse a file that is not as it was written. Raises: OSError; Refusal.
-
-    One without a digest, of an earlier version, is named once per folder and read.
-    """
-    digest = digest_file(path)
-    if not digest.is_file():
-        if path.parent not in _without_digests:
-            _without_digests.add(path.parent)
-            log.warning(
-                "%s has no %s: damage to it would not be seen, as of files of earlier versions",
-                path,
-                digest.name,
-            )
-        return
-    known = digest.read_text(errors="replace").splitlines(keepends=True)
-    if digest_line(path, path.name) not in known:
-        raise Refusal(
-            f"{path} does not match its sha256 in {digest.name}: it was changed or damaged; "
-            "record the step anew, or restore the file"
-        )
-
-
-def _header_of(file: parquet.ParquetFile, path: Path) -> dict[str, Any]:
-    text = (file.schema_arrow.metadata or {}).get(HEADER)
-    header, why = parsed_json(text.decode(errors="replace")) if text else ({}, "")
-    if not isinstance(header, dict):
-        raise Refusal(f"{path}: its header is no JSON object{f': {why}' if why else ''}")
-    if header.get("format") != FORMAT:
-        raise Refusal(
-            f"{path}: is of format {header.get('format', 'unknown')}, this program "
-            f"reads format {FORMAT}; record anew"
-        )
-    return header
-
-
-@contextmanager
-def reading(*paths: Path) -> Iterator[None]:
-    """Say of which files it is that what is read of them makes no sense; a refusal says so."""
-    try:
-        yield
-    except Refusal:
-        raise
-    except _NONSENSE as error:
-        names = ", ".join(map(str, paths))
-        raise Refusal(
-            f"{names}: cannot be read as recorded rollouts: {type(error).__name__}: {error}"
-        ) from error

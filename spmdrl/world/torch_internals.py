@@ -24,7 +24,7 @@ multiply_all, copy_all, norms_of  _foreach_mul_, _copy_, _norm  once they are pu
 fused_adamw               _fused_adamw_                     once it is public
 flight_record             distributed_c10d._dump_nccl_trace, _dump_fr_trace    once public
 all_gather_single         all_gather_into_tensor            with 2.12, the last to call it so
-INDEX_CLASSES             checkpoint.filesystem._StorageInfo ...    once DCP's index is no pickle
+INDEX_CLASSES, is_storage_info    DCP's _StorageInfo ...    once its index is no pickle
 varlen                    varlen_attn(is_causal=)           with 2.11, the last to have it
 """
 
@@ -104,6 +104,13 @@ class Wrapper(ActivationWrapper):
     def block(self) -> nn.Module:
         """What is wrapped."""
         return self._checkpoint_wrapped_module
+
+
+def is_storage_info(value: Any) -> bool:
+    """Return whether a value says where in its files a checkpoint by DCP has a part of a tensor."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return isinstance(value, _StorageInfo)
 
 
 def plain_name(name: str) -> str:

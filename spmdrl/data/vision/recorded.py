@@ -20,6 +20,7 @@ import torch
 
 from spmdrl.data.vision.images import FEATURES
 from spmdrl.given import Item, Shown
+from spmdrl.run_files import json_object
 
 _SHOWN = pa.field("picture_keys", pa.list_(pa.string()))
 _PLACES = pa.field("picture_places", pa.list_(pa.int32()))
@@ -30,6 +31,7 @@ _FEATURES = pa.field(FEATURES, pa.list_(pa.large_binary()))
 _IMAGES = pa.field("picture_images", pa.list_(pa.binary()))
 """Of each new picture; empty where the image is not known."""
 _FIELDS = (_SHOWN, _PLACES, _FORMS, _FEATURES, _IMAGES)
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def with_pictures(table: pa.Table, pictures: Shown | None) -> pa.Table:
@@ -91,7 +93,7 @@ def recorded_pictures(table: pa.Table) -> Shown | None:
             parts.append(None)
             continue
         for form, data in zip(forms, features, strict=True):
-            found = _unpacked(json.loads(form), data)
+            found = _unpacked(_checked(form), data)
             known.setdefault(found.key, found)
         items = tuple(known[key] for key in shown)
         own = Shown(torch.tensor(places, dtype=torch.int64), items)
@@ -100,6 +102,26 @@ def recorded_pictures(table: pa.Table) -> Shown | None:
             raise ValueError(f"places of {len(own)} tokens in {len(items)} pictures, of {length}")
         parts.append(own)
     return Shown.concat(parts, lengths)
+
+
+def recorded_fields() -> Sequence[pa.Field]:
+    """Return the columns that pictures have in a table of sequences."""
+    return _FIELDS
+
+
+def _checked(text: str) -> dict[str, Any]:
+    """Return a picture's form. Raises: ValueError for what no run records."""
+    form = json_object(text, place="a picture's form")
+    count, features = form.get("num_tokens"), form.get("features")
+    is_counted = type(count) is int and 0 <= count < 2**31
+    if not is_counted or not isinstance(form.get("key"), str) or not isinstance(features, dict):
+        raise ValueError(f"a picture's form is {text!r:.100}")
+    for told in features.values():
+        dtype, shape = told
+        sizes = [type(size) is int and 0 <= size < 2**40 for size in shape]
+        if not isinstance(getattr(torch, dtype, None), torch.dtype) or not all(sizes):
+            raise ValueError(f"a picture's feature is {told!r:.100}")
+    return form
 
 
 def _unpacked(form: Mapping[str, Any], data: bytes) -> Item:
@@ -114,7 +136,7 @@ class Preview(bytes):
     @property
     def label(self) -> str:
         """Return a mark for it among text."""
-        if not self:
+        if len(self) < 24:
             return "image"
         width, height = struct.unpack(">II", self[16:24])
         return f"image {width} x {height}"
@@ -137,7 +159,9 @@ def picture_previews(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, Previe
     known: dict[str, tuple[int, Preview]] = {}
     for row in rows:
         for form, png in zip(row.get(_FORMS.name) or (), row.get(_IMAGES.name) or ()):
-            told = json.loads(form)
+            told = _checked(form)
+            if png and not png.startswith(_PNG):
+                raise ValueError(f"an image of {len(png)} bytes is no PNG")
             known[told["key"]] = told["num_tokens"], Preview(png)
     found: list[dict[int, Preview | None]] = []
     for row in rows:

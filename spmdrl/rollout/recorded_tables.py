@@ -1,0 +1,273 @@
+"""Opening a file of recorded rollouts that somebody else may have written, and reading its tables.
+
+A file is a regular one with a digest beside it, columns of the types that a run records, and a
+header of the form that it writes. How many bytes a table takes is known before it is made: numbers
+by their count, texts by reading each distinct one once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute
+import pyarrow.parquet as parquet
+
+from spmdrl import run_files
+from spmdrl.data.attachments import item_fields
+from spmdrl.errors import Refusal
+from spmdrl.imports import attempt
+from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA, SOME_FIELDS, digest_file, digest_of
+
+log = logging.getLogger(__name__)
+_without_digests: set[Path] = set()
+"""Folders of which it was said that files there have no digest."""
+
+# What comes up where a file without digest holds something else than a run records.
+_NONSENSE: tuple[type[Exception], ...] = (OSError, LookupError, TypeError, ValueError)
+_NONSENSE += (
+    RuntimeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    MemoryError,
+    pa.ArrowException,
+)
+
+SHOWN_BYTES = 64 * 2**20
+"""Most bytes of a table that is shown to people; Python's objects take ten times as many."""
+_FREE_BYTES, _MOST_TIMES = 256 * 2**20, 200
+"""Of a table that is trained on: no rollouts shrink to less than a 200th of their size."""
+_END = b"PAR1"
+_SOON_READ = 4 * 2**30
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
+
+
+class RecordedFile:
+    """An open file of recorded rollouts.
+
+    Raises (on construction): Refusal when it cannot be read, is not as it was written, or is of
+        another form.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        with reading(path):
+            file = run_files.opened(path, run_files.RECORDING)
+            self._size = file.seek(0, 2)
+            file.seek(max(0, self._size - len(_END)))
+            # Before the digest, which would read all of a large file that is empty on disk.
+            if self._size > _SOON_READ and file.read() != _END:
+                raise Refusal(
+                    f"{path} does not end as a parquet file: it was cut, changed or damaged; "
+                    "record the step again, or restore the file"
+                )
+            file.seek(0)
+            _check_digest(path, digest_of(file, path.name))
+            file.seek(0)
+            metadata = parquet.read_metadata(file)
+            leaves = [metadata.schema.column(i) for i in range(len(metadata.schema))]
+            texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+            self._types = {field.name: field.type for field in metadata.schema.to_arrow_schema()}
+            self.columns = list(metadata.schema.to_arrow_schema().names)
+            self._check_types()
+            file.seek(0)
+            # A text that occurs many times is held once: so the whole size is known first.
+            self._file = parquet.ParquetFile(file, read_dictionary=texts)
+            self.num_groups = metadata.num_row_groups
+            self._header = (metadata.metadata or {}).get(HEADER)
+
+    def _check_types(self) -> None:
+        known = {field.name: field.type for field in (*SCHEMA, *SOME_FIELDS, *item_fields())}
+        if len({*self.columns}) < len(self.columns):
+            raise Refusal(f"{self.path}: two of its columns have one name: {self.columns}")
+        for name, kind in self._types.items():
+            if name in known and not kind.equals(known[name]):
+                raise Refusal(
+                    f"{self.path}: column {name} is of type {kind!s:.60}, and must be {known[name]}"
+                )
+        if unknown := self._types.keys() - known.keys():
+            raise Refusal(f"{self.path}: has the column {min(unknown)!r:.60}, which no run records")
+        if missing := {*SCHEMA.names} - self._types.keys():
+            raise Refusal(f"{self.path}: has no column {min(missing)}")
+
+    def header(self) -> dict[str, Any]:
+        """Return what the file says of itself. Raises: Refusal when that is of another form."""
+        place = f"{self.path}: its header"
+        header = run_files.json_object(self._header or b"{}", place=place)
+        if header.get("format") != FORMAT:
+            raise Refusal(
+                f"{self.path}: is of format {header.get('format', 'unknown')}, this program "
+                f"reads format {FORMAT}; record anew"
+            )
+        for name, (is_right, what) in _HEADER.items():
+            if not is_right(header.get(name)):
+                raise Refusal(f"{place} holds {header.get(name)!r:.60} as {name}, not {what}")
+        for name, (is_right, what) in _MAYBE.items():
+            if name in header and not is_right(header[name]):
+                raise Refusal(f"{place} holds {header[name]!r:.60} as {name}, not {what}")
+        return header
+
+    def groups_with(self, number: int) -> list[int]:
+        """Return the row groups that hold the sequences of one group."""
+        at, found = SCHEMA.names.index("group"), []
+        for place in range(self.num_groups):
+            known = self._file.metadata.row_group(place).column(at).statistics
+            if known is None or known.min == number:
+                found.append(place)
+        return found
+
+    def read(
+        self, groups: Sequence[int], *, columns: Collection[str] = (), most_bytes: int = 0
+    ) -> pa.Table:
+        """Return row groups as a table.
+
+        Args:
+            columns: to read; empty reads all.
+            most_bytes: that the table may take; 0 for as many as rollouts of a file of this size.
+        Raises: Refusal when it takes more, or cannot be read.
+        """
+        most = most_bytes or max(_FREE_BYTES, _MOST_TIMES * self._size)
+        names = [name for name in self.columns if not columns or name in columns]
+        with reading(self.path):
+            self._check_size(sum(self._sizes(groups, names)), most)
+            packed = self._file.read_row_groups(list(groups), columns=names)
+            self._check_size(packed.nbytes + sum(map(_unpacked_bytes, packed.columns)), most)
+            fields = [pa.field(name, self._types[name]) for name in packed.column_names]
+            table = packed.replace_schema_metadata(None).cast(pa.schema(fields))
+            table.validate(full=True)
+            return table
+
+    def _sizes(self, groups: Sequence[int], names: Collection[str]) -> Iterator[int]:
+        """Yield at least how many bytes columns take, by what the file says before it is read."""
+        for place in groups:
+            group = self._file.metadata.row_group(place)
+            for at in range(group.num_columns):
+                column = group.column(at)
+                if column.path_in_schema.split(".")[0] not in names:
+                    continue
+                if column.num_values < 0 or column.total_uncompressed_size < 0:
+                    raise Refusal(f"{self.path}: row group {place} has a size below 0")
+                width = _WIDTHS.get(column.physical_type, 4)
+                yield max(column.num_values * width, column.total_uncompressed_size)
+
+    def _check_size(self, size: int, most: int) -> None:
+        if size > most:
+            raise Refusal(
+                f"{self.path}: what is read of its {self._size} bytes takes more than {most >> 20} "
+                "MiB; to look at it take less of it at once, such as one group by --group; if no "
+                "run recorded so much, it was made to fill memory"
+            )
+
+
+def _unpacked_bytes(column: pa.ChunkedArray) -> int:
+    """Return how many bytes the texts of a column take that are held once, each at its place."""
+    total = 0
+    for chunk in column.chunks:
+        while pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
+            chunk = chunk.flatten()
+        if not pa.types.is_dictionary(chunk.type):
+            continue
+        lengths = pa.compute.binary_length(chunk.dictionary).cast(pa.int64())
+        own = pa.compute.sum(lengths.take(chunk.indices)).as_py()
+        total += own or 0
+    return total
+
+
+# --------------------------------------------------------------------------- the header
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_sums(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))
+        for pair in value.values()
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _are_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
+
+
+def _is_form(value: Any) -> bool:
+    is_list = isinstance(value, list) and len(value) == 3
+    return is_list and all(map(_is_count, value[:2])) and value[2] in _ROUTES
+
+
+_ROUTES = ("int8", "uint8", "int16", "int32")
+_Form = tuple[Callable[[Any], bool], str]
+_HEADER: dict[str, _Form] = {
+    "step": (_is_count, "a whole number"),
+    "replica": (_is_count, "a whole number"),
+    "replicas": (_is_count, "a whole number"),
+    "model": (lambda value: isinstance(value, str), "a text"),
+    "seed": (lambda value: type(value) is int, "a whole number"),
+    "lag": (_is_count, "a whole number"),
+    "part_names": (_are_names, "a list of names"),
+    "is_partial": (lambda value: isinstance(value, bool), "true or false"),
+    "config": (lambda value: isinstance(value, dict), "an object"),
+    "sums": (_are_sums, "an object of pairs of numbers"),
+    "shown": (_are_objects, "a list of objects"),
+}
+_MAYBE: dict[str, _Form] = {
+    "routes": (_is_form, f"two counts and one of {', '.join(_ROUTES)}"),
+    "kept_sets": (_is_count, "a whole number"),
+}
+
+
+# --------------------------------------------------------------------------- digests, nonsense
+
+
+def _check_digest(path: Path, line: str) -> None:
+    """Refuse a file that is not as it was written. Raises: OSError; Refusal.
+
+    One without a digest, of an earlier version, is named once per folder and read.
+
+    Args:
+        line: of sha256sum, for what the file holds.
+    """
+    digest = digest_file(path)
+    text, _ = attempt(lambda: run_files.read_text(digest, run_files.DIGEST), FileNotFoundError)
+    if text is None:
+        if path.parent not in _without_digests:
+            _without_digests.add(path.parent)
+            log.warning(
+                "%s has no %s: damage to it would not be seen, as of files of earlier versions",
+                path,
+                digest.name,
+            )
+        return
+    if line not in text.splitlines(keepends=True):
+        raise Refusal(
+            f"{path} does not match its sha256 in {digest.name}: it was changed or damaged; "
+            "record the step anew, or restore the file"
+        )
+
+
+@contextmanager
+def reading(*paths: Path) -> Iterator[None]:
+    """Say of which files it is that what is read of them makes no sense; a refusal says so."""
+    try:
+        yield
+    except Refusal:
+        raise
+    except _NONSENSE as error:
+        names = ", ".join(map(str, paths))
+        raise Refusal(
+            f"{names}: cannot be read as recorded rollouts: {type(error).__name__}: {error}"
+        ) from error
