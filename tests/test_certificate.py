@@ -278,13 +278,110 @@ def _changed_made(section: str, name: str, value: Any) -> dict[str, Any]:
 def _write(run: Path, content: dict[str, Any], made: dict[str, Any] = MADE) -> Path:
     """Write the certificate of a run of three steps, and its metrics."""
     run.mkdir(exist_ok=True)
-    lines: list[dict[str, Any]] = []
-    for own in ({"step": 0, "made_with": made}, *({"step": s, **content} for s in range(3))):
-        lines.append(sealed(own, previous=lines[-1]["sha256"] if lines else ""))
-    (run / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _write_lines(run, [{"step": 0, "made_with": made}, *_steps(content, content, content)])
     rows = ({"step": step, "perf/step_s": 0.1} for step in range(3))
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run
+
+
+def _steps(*contents: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"step": step, **content} for step, content in enumerate(contents)]
+
+
+def _write_lines(run: Path, contents: list[Any]) -> None:
+    """Write a certificate of lines that somebody chained, whatever they hold."""
+    lines: list[dict[str, Any]] = []
+    for own in contents:
+        lines.append(sealed(own, previous=lines[-1]["sha256"] if lines else ""))
+    (run / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_lines_that_are_chained_again_are_refused_where_one_is_missing_or_moved(
+    alone, tmp_path, capsys
+):
+    _, found = alone
+    run, good = tmp_path / "run", tmp_path / "good"
+    _write(run, found["plain"])
+    _write(good, found["plain"])
+    begin = {"step": 0, "made_with": MADE}
+    zero, one, two = _steps(*[found["plain"]] * 3)
+    off = {"step": 1, "made_with": _changed_made("config", "report.certificate", 0)}
+    for lines, says in (
+        ([begin, zero, two], "line 3 is of step 2, and the line of step 1 before it is missing"),
+        ([begin, one, zero, two], "line 2 is of step 1, and the line of step 0 before it is"),
+        ([begin, zero, one, one, two], "line 4 is of step 1, which is not due there"),
+        ([zero, one, two], "line 1 is of a step, and no line before it says what"),
+        ([begin, zero, {**begin, "step": 2}, two], "line 3 begins an attempt at step 2, and"),
+        ([begin, begin, zero], "line 2 begins an attempt at step 0, and lines before it"),
+        ([begin, zero, off, one], "line 4 is of step 1, which is not due there"),
+    ):
+        _write_lines(run, lines)
+        assert diff.main([str(good), str(run)]) == 2
+        assert says in capsys.readouterr().err
+    # A run that ended early, and one that went on under other settings.
+    (run / "metrics.jsonl").unlink()
+    _write_lines(run, [begin, zero])
+    assert read(run).steps.keys() == {0}
+    more = _changed_made("config", "steps", 4)
+    three = {"step": 3, **found["plain"]}
+    _write_lines(run, [begin, zero, {"step": 1, "made_with": more}, one, two, three])
+    assert read(run).steps.keys() == {0, 1, 2, 3}
+
+
+ODD: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+    (("rollouts",), None, "holds None as rollouts, which must be an object"),
+    (("losses",), "absent", "has no losses"),
+    (("sequences",), "absent", "has no sequences"),
+    (("step",), "1", "holds '1' as step, which must be a whole number"),
+    (("step",), True, "holds True as step"),
+    (("after",), [], "holds [] as after"),
+    (("rollouts", "tokens"), [1, 2.0], "as rollouts.tokens, which must be a digest, or a list"),
+    (("rollouts", "tokens"), ["0", "x", 1.0, 1.0, 1.0, 1.0], "as rollouts.tokens"),
+    (("plan", "tokens_per_microbatch"), -1, "holds -1 as plan.tokens_per_microbatch"),
+    (("sequences", "tokens"), "%%%", "sequences.tokens is '%%%', no base64 of 8 bytes each"),
+    (("sequences", "group_size"), 0, "holds 0 as sequences.group_size"),
+    (("sequences", "rewards"), "AAAAAAAAAAA=", "sequences holds columns of different lengths"),
+    (("losses", "policy/loss"), {}, "holds {} as losses.policy/loss"),
+    (("step",), 10**400, "cannot be read: it: step: the number 1000"),
+)
+
+
+@pytest.mark.parametrize("place, value, says", ODD, ids=lambda value: str(value)[:40])
+def test_a_chained_line_of_another_form_is_refused_with_its_field(
+    place, value, says, alone, tmp_path, capsys
+):
+    _, found = alone
+    run = _write(tmp_path / "run", found["plain"])
+    line: Any = {"step": 1, **copy.deepcopy(found["plain"])}
+    inner = line[place[0]] if len(place) == 2 else line
+    inner[place[-1]] = value
+    if value == "absent":
+        del inner[place[-1]]
+    begin = {"step": 0, "made_with": MADE}
+    _write_lines(run, [begin, {"step": 0, **found["plain"]}, line])
+    assert diff.main([str(run), str(run)]) == 2
+    said = capsys.readouterr().err
+    assert f"{run / NAME}: line 3 {says}" in said or says in said
+
+
+def test_what_a_run_was_made_with_is_checked_too(alone, tmp_path, capsys):
+    _, found = alone
+    for section, name, value in (
+        ("config", "steps", "3"),
+        ("config", "report.certificate", None),
+        ("config", "model.compute_dtype", "int3"),
+        ("code", "train.py", 1),
+    ):
+        run = _write(tmp_path / "run", found["plain"], _changed_made(section, name, value))
+        assert diff.main([str(run), str(run)]) == 2
+        said = capsys.readouterr().err
+        assert f"line 1 holds {value!r} as made_with.{section}.{name}" in said
+
+
+def test_numbers_of_any_size_have_a_deviation():
+    huge = ["00", 1e308, 1e308, -1e308, 1e308, 0.0]
+    assert deviation(huge, ["01", 1.0, -1e308, 1e308, 0.0, 0.0]) > 0
+    assert deviation(huge, ["01", None, None, None, None, None]) == float("inf")
 
 
 def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path, capsys):
@@ -381,9 +478,17 @@ def test_a_line_without_norms_repeats_bits_and_leaves_rounding_to_the_next_with(
     assert diff.main([str(first), str(_write(tmp_path / "same", near))]) == 1
     assert capsys.readouterr().out == "differ: step 0: gradient of lm_head.weight\n"
     layout = _changed_made("config", "layout.world_size", 8)
-    assert diff.main([str(first), str(_write(tmp_path / "other", near, layout))]) == 0
+    other = _write(tmp_path / "other", near, layout)
+    assert diff.main([str(first), str(other)]) == 2  # by how much they differ is not known
+    said = capsys.readouterr().err
+    assert "cannot be compared in steps 0 to 2" in said and "world_size: 2 and 8" in said
+    # The last step has norms: what came of those before it is known there.
+    _write_lines(first, [{"step": 0, "made_with": MADE}, *_steps(light, light, plain)])
+    _write_lines(other, [{"step": 0, "made_with": layout}, *_steps(near, light, plain)])
+    assert diff.main([str(first), str(other)]) == 0
     said = capsys.readouterr().out
-    assert "equal to rounding: 3 certified steps (0 to 2), of which none with norms" in said
+    assert "equal to rounding: 3 certified steps (0 to 2), of which 2 with norms" in said
+    assert "not compared: steps 0: digests differ there" in said
     near["sequences"]["rewards"] = _packed_but(plain["sequences"]["rewards"], 3)
     near["rollouts"]["rewards"] = "00"
     assert diff.main([str(first), str(_write(tmp_path / "rewards", near))]) == 1

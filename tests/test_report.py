@@ -281,6 +281,9 @@ def test_curves_leave_out_what_is_no_row_and_say_where_no_picture_can_be(tmp_pat
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
     assert curves([str(tmp_path)]) == 2
+    assert "metrics.jsonl is a folder" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").rmdir()
+    assert curves([str(tmp_path)]) == 2
     assert "name the output_dir of a run" in capsys.readouterr().err
 
 

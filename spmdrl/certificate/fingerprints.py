@@ -307,7 +307,7 @@ def deviation(a: Row, b: Row) -> float | None:
         return 0.0
     numbers = [[math.nan if x is None else float(x) for x in row[1:]] for row in (a, b)]
     (norm, *own), (other, *its) = numbers
-    apart = math.sqrt(sum((x - y) ** 2 for x, y in zip(own, its)) / SKETCHES)
+    apart = math.hypot(*(x - y for x, y in zip(own, its))) / math.sqrt(SKETCHES)
     if apart == 0:
         return 0.0
     largest = max(norm, other)

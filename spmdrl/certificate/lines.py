@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from spmdrl import run_files
+from spmdrl.certificate.line_form import problem_of
 from spmdrl.errors import Refusal
-from spmdrl.imports import parsed_json, refusing
+from spmdrl.imports import refusing
 from spmdrl.report.jsonl import read_rows
 
 NAME = "certificate.jsonl"
@@ -52,18 +54,17 @@ class ChainLink:
 def chain(path: Path) -> Iterator[ChainLink]:
     """Yield the lines of a file up to the first that does not belong, that one too.
 
-    Raises: OSError.
+    Raises: OSError; Refusal for a file that is no regular one, or a line that is too long.
     """
     previous, at = "", 0
-    with path.open("rb") as file:
-        for number, own in enumerate(file, 1):
-            problem, line = _problem(own.decode(errors="replace"), previous=previous)
-            if problem:
-                yield ChainLink({}, at, f"line {number} {problem}")
-                return
-            at += len(own)
-            previous = line[_OWN]
-            yield ChainLink(line, at)
+    for number, own in enumerate(run_files.read_lines(path, run_files.CERTIFICATE), 1):
+        problem, line = _problem(own, previous=previous)
+        if problem:
+            yield ChainLink({}, at, f"line {number} {problem}")
+            return
+        at += len(own)
+        previous = line[_OWN]
+        yield ChainLink(line, at)
 
 
 class StepLines(Mapping[int, Line]):
@@ -78,7 +79,7 @@ class StepLines(Mapping[int, Line]):
         self._path, self._places = path, places
 
     def __getitem__(self, step: int) -> Line:
-        with self._path.open("rb") as file:
+        with run_files.opened(self._path, run_files.CERTIFICATE) as file:
             file.seek(self._places[step])
             line: Line = json.loads(file.readline())
         return line
@@ -90,9 +91,14 @@ class StepLines(Mapping[int, Line]):
         return len(self._places)
 
 
-def _problem(text: str, *, previous: str) -> tuple[str, Line]:
-    line, _ = parsed_json(text)
-    if not text.endswith("\n") or not isinstance(line, dict):
+def _problem(text: bytes, *, previous: str) -> tuple[str, Line]:
+    try:
+        line = run_files.json_of(text, place="it")
+    except run_files.NotJson:
+        line = None
+    except Refusal as error:
+        return f"cannot be read: {error}", {}
+    if not text.endswith(b"\n") or not isinstance(line, dict):
         return "is cut: it is no whole line of JSON", {}
     if line.get("format") != FORMAT:
         version = line.get("format", "unknown")
@@ -102,8 +108,10 @@ def _problem(text: str, *, previous: str) -> tuple[str, Line]:
         ), {}
     if line.get(_OWN) != _digest({k: v for k, v in line.items() if k != _OWN}):
         return "does not match its own sha256: it was edited", {}
-    if line[_BEFORE] != previous:
+    if line.get(_BEFORE) != previous:
         return "does not follow the one before it: lines were taken out, or are another run's", {}
+    if problem := problem_of(line):
+        return problem, {}
     return "", line
 
 
@@ -144,16 +152,57 @@ def _read(path: Path) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
     """Return {step: where its line begins}, and {step: what the run is made with from it on}."""
     places: dict[int, int] = {}
     made: dict[int, dict[str, Any]] = {}
-    at = 0
-    for link in chain(path):
-        if link.problem:
-            raise Refusal(f"{path}: {link.problem}")
+    at, order = 0, _Order()
+    for number, link in enumerate(chain(path), 1):
+        problem = link.problem
+        if not problem and (why := order.problem_with(link.line)):
+            problem = f"line {number} {why}"
+        if problem:
+            raise Refusal(f"{path}: {problem}")
         if "made_with" in link.line:
             made[link.line["step"]] = link.line["made_with"]
         else:
             places[link.line["step"]] = at
         at = link.end
     return places, made
+
+
+class _Order:
+    """Which line may come next: each attempt's start says which steps are due from there on, and
+    each of them must be there, in order. Only the end may be missing, of a run that goes on."""
+
+    def __init__(self) -> None:
+        self._config: dict[str, Any] = {}
+        self._attempt = -1
+        self._begin = 0
+
+    def problem_with(self, line: Line) -> str:
+        """Return why a line cannot be the next one; empty where it can."""
+        step, due = line["step"], self._next_due()
+        if "made_with" in line:
+            if step <= self._attempt or step < self._begin:
+                return f"begins an attempt at step {step}, and lines before it are of later steps"
+            if due is not None and due < step:
+                return f"begins an attempt at step {step}, and the line of step {due} is missing"
+            self._config = line["made_with"]["config"]
+            self._attempt = self._begin = step
+            return ""
+        if not self._config:
+            return "is of a step, and no line before it says what the run was made with"
+        if due is None or step < due:
+            return f"is of step {step}, which is not due there: it was put in or moved"
+        if step > due:
+            return f"is of step {step}, and the line of step {due} before it is missing"
+        self._begin = step + 1
+        return ""
+
+    def _next_due(self) -> int | None:
+        """Return the next step that must be certified; None where none is."""
+        if not self._config or not self._config["report.certificate"]:
+            return None
+        every, last = self._config["report.certificate"], self._config["steps"] - 1
+        regular = -(-self._begin // every) * every
+        return last if self._begin <= last < regular else regular
 
 
 def has_norms(line: Line) -> bool:

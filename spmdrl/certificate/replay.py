@@ -76,9 +76,24 @@ def _way(
     for start in before:
         if all(s in recorded.steps for s in range(start, step + 1)):
             return Reached(step, start, starts[start])
-    missing = {*range(before[0] if before else 0, step + 1)} - {*recorded.steps}
+    begin = before[0] if before else 0
     known = ranges(before) or "no step"
-    return f"weights there are of {known}, and from there steps {ranges(missing)} are not recorded"
+    gaps = _gaps([s for s in recorded.steps if begin <= s <= step], begin=begin, end=step)
+    return f"weights there are of {known}, and from there steps {gaps} are not recorded"
+
+
+def _gaps(steps: Sequence[int], *, begin: int, end: int) -> str:
+    """Return what is missing between two steps, both included, for people.
+
+    Args:
+        steps: that are there, ascending. They may be few, and the end far.
+    """
+    texts = []
+    for step in [*steps, end + 1]:
+        if begin < step:
+            texts.append(f"{begin}" if begin == step - 1 else f"{begin} to {step - 1}")
+        begin = step + 1
+    return ", ".join(texts)
 
 
 def _check(run: Certified, cfg: Config, way: Reached, *, recorded: Recorded) -> None:

@@ -43,6 +43,9 @@ class Comparison:
     """Steps of which both have norms, ascending."""
     is_rounded: bool = False
     """Whether anything was explained by rounding."""
+    unmeasured: list[int] = field(default_factory=list)
+    """Steps in which digests differ and norms are missing, ascending: how far apart they are is not
+    known."""
 
     @property
     def are_equal(self) -> bool:
@@ -53,6 +56,8 @@ class Comparison:
         """Keep what rounding explains, where it is the tensor's largest deviation so far."""
         self.is_rounded = True
         apart = one.deviation
+        if apart is None and step not in self.unmeasured:
+            self.unmeasured.append(step)
         if apart is None or apart == float("inf") or one.section in ("before", "plan"):
             return
         if apart > self.largest.get(one.what, (0.0, 0))[0]:
@@ -76,8 +81,32 @@ class Comparison:
             equal = f"equal {how} in {count}"
             yield f"  the numbers: {self._of_first() if self.first else equal}"
         yield from (f"  of rounding alone: {one}" for one in self.settings)
+        if self.unmeasured:
+            yield (
+                f"  not compared: steps {ranges(self.unmeasured)}: digests differ there, and it is "
+                "not known by how much without norms (report.certificate_norms); the steps with "
+                "norms agree but for rounding"
+            )
         if self.largest:
             yield from self._table()
+
+    def check_end(self, a: Certified, b: Certified) -> None:
+        """Refuse runs whose last compared steps differ by an amount that nobody knows.
+
+        Raises: Refusal naming these steps, and why their bits may differ.
+        """
+        last = max(self.measured, default=-1)
+        unknown = [step for step in self.unmeasured if step > last]
+        if self.first or not unknown:
+            return
+        known = f"; up to step {last} they agree but for rounding" if self.measured else ""
+        causes = "; ".join(map(str, self.settings))
+        raise Refusal(
+            f"{a.run} and {b.run} cannot be compared in steps {ranges(unknown)}{known}: digests "
+            f"differ there, which rounding may explain ({causes}), and the lines have no norms by "
+            "which to tell. Compare runs of one machine and layout, or certify with "
+            "report.certificate_norms 1"
+        )
 
     def _of_first(self) -> str:
         assert self.first
@@ -107,7 +136,8 @@ def compared(a: Certified, b: Certified, *, rounding: float | None = None) -> Co
 
     Args:
         rounding: deviation up to which two layouts count as equal; None: by the compute dtype.
-    Raises: Refusal when no step is certified in both.
+    Raises: Refusal when no step is certified in both; when two machines or layouts differ in the
+        last steps, which have no norms.
     """
     steps = [step for step in a.steps if step in b.steps]
     if not steps:
@@ -135,4 +165,5 @@ def compared(a: Certified, b: Certified, *, rounding: float | None = None) -> Co
                 found.token = first_token((a.run, b.run), one.place, step=step)
                 return found
             found.note(one, step)
+    found.check_end(a, b)
     return found
