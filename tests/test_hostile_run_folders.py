@@ -19,7 +19,8 @@ from built import refused
 from test_rollout_record import config_of, group_of, record, record_groups
 
 from spmdrl import run_files
-from spmdrl.certificate.lines import NAME, read, sealed
+from spmdrl.certificate.lines import NAME, Certified, read, sealed
+from spmdrl.certificate.replay import _way
 from spmdrl.certificate.report import compared
 from spmdrl.certificate.witness import SECTIONS
 from spmdrl.checkpoint import manifest
@@ -314,3 +315,12 @@ def test_configs_of_random_bytes_are_refused(tmp_path):
     with refused("must hold an object"):
         run_files.json_object("3", place="it")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 * 2**20
+
+
+def test_a_far_certified_step_is_named_without_a_count_to_it(tmp_path):
+    record(config_of(tmp_path), 0, range(1))
+    record(config_of(tmp_path), 2, range(1))
+    recorded, far = find_recorded(tmp_path), 10**15
+    run = Certified(tmp_path, {far: {}}, {0: {}})
+    why = _way(far, run, {0: None}, recorded=recorded)
+    assert isinstance(why, str) and f"steps 1, 3 to {far} are not recorded" in why
