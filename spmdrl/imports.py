@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
@@ -45,7 +46,8 @@ def import_object(
     place, colon, name = known.get(spec, spec).rpartition(":")
     if not colon or not place or not name:
         names = f", or a known name{nearest(spec, known)}" if known else ""
-        raise Refusal(f"{where}{spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}")
+        form = f"{where}{spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}"
+        raise Refusal(form + _meant(spec))
     is_file = place.endswith(".py")
     try:
         module = import_file(place) if is_file else _import_module(place)
@@ -75,6 +77,21 @@ def _import_module(place: str) -> ModuleType:
         sys.path.append(here)  # for good: a module may import its neighbours later
         importlib.invalidate_caches()
     return importlib.import_module(place)
+
+
+def _meant(spec: str) -> str:
+    """Return `; did you mean X?` where a file is named without what is in it, or with a dot before
+    that; empty else."""
+    file = Path(spec).expanduser()
+    if file.suffix == ".py" and file.is_file():
+        tree, _ = attempt(lambda: ast.parse(file.read_text()), (SyntaxError, ValueError))
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        names = [node.name for node in (tree.body if tree else ()) if isinstance(node, kinds)]
+        own = [name for name in names if not name.startswith("_")]
+        return f"; did you mean {spec}:{own[0]}?" if own else ""
+    module, dot, name = spec.rpartition(".")
+    is_dotted = bool(dot) and all(part.isidentifier() for part in spec.split("."))
+    return f"; did you mean {module}:{name}?" if is_dotted else ""
 
 
 def import_file(place: str) -> ModuleType:
@@ -241,6 +258,23 @@ def nearest(name: str, known: Iterable[str]) -> str:
     known = list(known)
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(known) or 'none'}"
+
+
+def missing_folder(path: str) -> str:
+    """Return what is wrong with the name of a model's folder that is none, for messages."""
+    own = Path(path).expanduser()
+    if own.is_file():
+        return f"{path!r} is a file; name the folder that holds it, {str(own.parent)!r}"
+    return f"folder {path!r} does not exist (looked from {Path.cwd()}){near_file(own)}"
+
+
+def near_file(path: Path) -> str:
+    """Return `; did you mean X?` of what lies beside a path; empty where nothing is near."""
+    if not path.parent.is_dir():
+        return ""
+    names = [beside.name for beside in path.parent.iterdir()]
+    near = get_close_matches(path.name, names, n=1, cutoff=0.7)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 def is_missing_folder(path: str) -> bool:

@@ -12,7 +12,7 @@ from drawn import finished
 from ranks import run_ranks
 from worlds import in_world, make_engine
 
-from spmdrl.check.sampling import bias_ids_above
+from spmdrl.check.sampling import ids_above
 from spmdrl.check.settings import validate
 from spmdrl.config import Penalties, dump, load_yaml
 from spmdrl.engine.protocol import Request, Truncation
@@ -210,7 +210,7 @@ def test_settings_read_back_and_what_trainers_cannot_score_is_refused(tmp_path):
     for bias, word in (({"x": 1}, "no id"), ({"7": 101}, "in \\[-100"), ({"07": 1}, "no id")):
         (found,) = problems(logit_bias=bias)
         assert re.search(word, found), found
-    assert bias_ids_above(cfg, 10) == [] and "9 is no id" in bias_ids_above(cfg, 9)[0]
+    assert ids_above(cfg, 10) == [] and "9 is no id" in ids_above(cfg, 9)[0]
     (found,) = validate(
         good(
             sampling=dict(presence_penalty=1.0),

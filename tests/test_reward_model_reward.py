@@ -449,7 +449,7 @@ def _parsed(folders: dict, scorer: object, *flags: str) -> Config:
 def test_a_missing_folder_is_refused_before_anything_starts(folders, capsys):
     with pytest.raises(SystemExit):
         _parsed(folders, "./nowhere")
-    assert "rewards.functions: folder ./nowhere does not exist" in capsys.readouterr().err
+    assert "rewards.functions: folder './nowhere' does not exist" in capsys.readouterr().err
 
 
 def test_a_dry_run_opens_reward_models(folders, capsys):

@@ -308,8 +308,8 @@ def test_a_dry_run_names_each_folder_of_a_model_that_is_not_there(tmp_path, caps
     capsys.readouterr()  # of writing the model
     assert dry_run.show(parse([*argv, "--model.reference.path", "./nowhere"])) == 2
     said = capsys.readouterr().err.splitlines()
-    assert "problem: model.reference.path: folder ./nowhere does not exist" in said[0]
+    assert "problem: model.reference.path: folder './nowhere' does not exist" in said[0]
     assert len(said) == 2 and said[-1].startswith("1 problem (")
     with pytest.raises(SystemExit):
         parse([*argv, "--critic.path", "./gone"])
-    assert "critic.path: folder ./gone does not exist" in capsys.readouterr().err
+    assert "critic.path: folder './gone' does not exist" in capsys.readouterr().err

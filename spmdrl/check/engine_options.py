@@ -69,9 +69,10 @@ def engine_option_problems(cfg: Config) -> list[str]:
                 else f"{place}: cannot be changed, since the engine lives inside this job"
             )
         elif known and name not in known:
-            free = [n for n in known if n not in ENGINE_ARGUMENTS]
-            near = difflib.get_close_matches(name, free, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            field = ENGINE_ARGUMENTS.get(near[0], "") if near else ""
             guess = f"; did you mean {near[0]}?" if near else "; see `vllm serve --help`"
+            guess += f" That is set by {field}" if field else ""
             problems.append(
                 f"{place}: the vLLM that is installed has no such engine argument{guess}"
             )

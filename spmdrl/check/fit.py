@@ -21,7 +21,7 @@ from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.blocks import experts_modules, uneven_experts, unshardable
 from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
 from spmdrl.model.files.file_tensors import file_tensors
-from spmdrl.model.files.reader import CheckpointReader, check_files, has_weights, instead
+from spmdrl.model.files.reader import CheckpointReader, check_files, has_weights, instead, some
 from spmdrl.model.load import build_meta_model, check_buffers, check_weights
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.form import LoraForm
@@ -71,9 +71,10 @@ def absent_weights(cfg: Config) -> str:
     folder = Path(cfg.model.path)
     if not folder.is_dir() or has_weights(folder):
         return ""
+    found = some(path.name for path in folder.iterdir())
     return (
-        f"model.path: {folder} has no files of weights (*.safetensors), so that they could not be "
-        "held against its config.json; put them there before the run"
+        f"model.path: {folder} has no files of weights (*.safetensors), only {found}; put them "
+        "there before the run, converted to safetensors where they are of another kind"
     )
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algorithms import registry
 from spmdrl.check.fit import refusal
-from spmdrl.check.sampling import bias_ids_above
+from spmdrl.check.sampling import ids_above
 from spmdrl.checkpoint.restore import resume_problems
 from spmdrl.config import Config, SourceSettings
 from spmdrl.config.data import Split
@@ -29,7 +29,7 @@ from spmdrl.data.sources import reading
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
 from spmdrl.errors import Refusal
-from spmdrl.imports import attempt, in_child
+from spmdrl.imports import attempt, in_child, is_missing_folder
 from spmdrl.rewards.columns import RowKind, function_problems, row_kinds
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.rollout import model_limits
@@ -202,14 +202,16 @@ def _context_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[s
     # A model that cannot be read is refused where it is built.
     if not limits:
         return []
-    unknown = bias_ids_above(cfg, limits["vocab_size"])
+    unknown = ids_above(cfg, limits["vocab_size"])
     return [*unknown, *refusal(lambda: check_context(cfg, tokenizer, **limits))]
 
 
 def _is_fetched(spec: str) -> bool:
     """Return whether a spec names a hub dataset, which would be fetched."""
-    is_here = Path(spec).suffix in SUFFIXES or Path(spec.partition(":")[0]).expanduser().exists()
-    return not is_here and not is_generated(spec) and has_datasets()
+    name = spec.partition(":")[0]
+    is_here = Path(spec).suffix in SUFFIXES or Path(name).expanduser().exists()
+    is_fetched = not is_here and not is_generated(spec) and has_datasets()
+    return is_fetched and not is_missing_folder(name)
 
 
 def _are_fetched(cfg: Config, split: Split) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmdrl.check.epochs import epoch_problems
@@ -11,7 +10,7 @@ from spmdrl.config.data import SPLITS
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.errors import Refusal, place_of
-from spmdrl.imports import is_missing_folder
+from spmdrl.imports import is_missing_folder, missing_folder
 from spmdrl.rewards.signatures import reward_models
 
 if TYPE_CHECKING:
@@ -347,7 +346,7 @@ def _critic_problems(cfg: Config) -> Iterator[str]:
 
     chosen = cfg.algorithm
     if is_missing_folder(cfg.critic.path):
-        yield (f"critic.path: folder {cfg.critic.path} does not exist (looked from {Path.cwd()})")
+        yield f"critic.path: {missing_folder(cfg.critic.path)}"
     warmup_steps = cfg.critic.warmup_steps
     if warmup_steps >= cfg.steps:
         yield (

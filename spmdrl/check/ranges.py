@@ -56,7 +56,7 @@ def _places(value: Any) -> list[tuple[str, Any]]:
 
 def data_problems(cfg: Config) -> Iterator[str]:
     """Yield what is missing, and which sizes do not go together."""
-    for name in ("model.path", "data.train"):
+    for name in ("model.path", "data.train", "output_dir"):
         if not flatten(cfg)[name]:
             yield f"{name}: is required and empty"
     yield from source_problems(cfg)

@@ -69,11 +69,16 @@ def _penalty_problems(cfg: Config) -> Iterator[str]:
             )
 
 
-def bias_ids_above(cfg: Config, vocab_size: int) -> list[str]:
-    """Return which ids of sampling.logit_bias a model of so many does not have."""
-    wrong = [token for token in cfg.sampling.logit_bias if int(token) >= vocab_size]
+def ids_above(cfg: Config, vocab_size: int) -> list[str]:
+    """Return which ids of sampling.logit_bias and sampling.stop_token_ids a model of so many does
+    not have."""
+    asked = {
+        "sampling.logit_bias": [int(token) for token in cfg.sampling.logit_bias],
+        "sampling.stop_token_ids": cfg.sampling.stop_token_ids,
+    }
     return [
-        f"sampling.logit_bias: {token} is no id of this model, which has 0 to {vocab_size - 1}"
-        for token in wrong
-        if cfg.objective.samples
+        f"{field}: {token} is no id of this model, which has 0 to {vocab_size - 1}"
+        for field, tokens in asked.items()
+        for token in tokens
+        if token >= vocab_size and cfg.objective.samples
     ]

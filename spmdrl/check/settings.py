@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
 
 from spmdrl.check.engine_options import engine_option_problems
 from spmdrl.check.keep import keep_problems
@@ -19,7 +18,7 @@ from spmdrl.config.fields import Config
 from spmdrl.config.read import read, refuse, take_config_flags
 from spmdrl.config.tree import flatten
 from spmdrl.errors import Refusal
-from spmdrl.imports import is_missing_folder
+from spmdrl.imports import is_missing_folder, missing_folder
 from spmdrl.report.versions import version_text
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.launch import tell_once, tell_refused
@@ -130,8 +129,4 @@ def missing_models(cfg: Config, *, but_policy: bool = False) -> list[str]:
     ]
     if cfg.objective.samples:
         pairs += [("rewards.functions", p) for p in reward_models(cfg.rewards.functions).values()]
-    return [
-        f"{field}: folder {path} does not exist (looked from {Path.cwd()})"
-        for field, path in pairs
-        if is_missing_folder(path)
-    ]
+    return [f"{field}: {missing_folder(path)}" for field, path in pairs if is_missing_folder(path)]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from spmdrl.config.data import SPLITS, SourceSettings, Split
 from spmdrl.config.fields import Config
-from spmdrl.data.tasks import is_generated
+from spmdrl.data.tasks import is_generated, unknown_task
 
 _LEAST_SHARE = 1e-4  # see data/prompt_order.py
 
@@ -43,7 +43,9 @@ def source_problems(cfg: Config) -> Iterator[str]:
 def _size_problems(cfg: Config, split: Split) -> Iterator[str]:
     is_list = bool(_listed(cfg, split))
     for i, source in enumerate(cfg.data.sources(split)):
-        if is_generated(source.path) and not source.size:
+        if problem := unknown_task(source.path):
+            yield f"data.{split}: {problem}"
+        elif is_generated(source.path) and not source.size:
             field = f"{split}[{i}].size" if is_list else "size" if split == "train" else "eval_size"
             yield (
                 f"data.{field}: a generated task ({source.path}) has no size of its own; set how "

@@ -122,7 +122,9 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
         inside = disk.complete_checkpoints(path) or disk.complete_checkpoints(
             disk.checkpoints_folder(path)
         )
-        hint = f"; did you mean {inside[0]}?" if inside else ""
+        hint = "; name one, such as RUN/checkpoints/step_100, or auto, or never"
+        if inside:
+            hint = f"; did you mean {inside[0]}?"
         return [], (
             f"checkpoint.resume: {path} has no {disk.NAME}, so it is not a complete "
             f"checkpoint{hint}"

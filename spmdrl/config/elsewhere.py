@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 _PAGE = Path(__file__).with_name("elsewhere.md")
@@ -40,3 +41,32 @@ def elsewhere(name: str) -> str:
     parts = name.split(".")
     endings = (".".join(parts[at:]) for at in range(len(parts)))
     return next((ELSEWHERE[ending] for ending in endings if ending in ELSEWHERE), "")
+
+
+_VALUES = {
+    "gpu": "cuda",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "hf": "transformers",
+    "grpo": "rl",
+    "ppo": "rl",
+    "rloo": "rl",
+    "dpo": "preference",
+    "kto": "preference",
+}
+
+
+def value_elsewhere(value: object, *, choices: Sequence[str]) -> str:
+    """Return what a value of other programs is here; empty for none that is known.
+
+    Args:
+        choices: values that the field has here.
+    """
+    own = _VALUES.get(str(value).lower(), "")
+    if own not in choices:
+        return ""
+    method = ", with the method in algorithm.advantage and algorithm.loss"
+    return f"that is {own} here" + (method if own in ("rl", "preference") else "")

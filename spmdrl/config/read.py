@@ -351,7 +351,9 @@ def _from_words(words: list[str], hint: Any) -> Any:
     if of_list and (len(words) != 1 or str not in kinds(hint)):
         return [w if typing.get_args(of_list)[0] is str else plain_data(w) for w in words]
     if len(words) != 1:
-        raise Refusal(f"expected one value, got {' '.join(words)[:160] or 'none'}")
+        flags = [f"--{word.replace('_', '-')}" for word in words[1:] if word in settings()]
+        meant = f"; flags begin with two hyphens: {', '.join(flags)}" if flags else ""
+        raise Refusal(f"expected one value, got {' '.join(words)[:160] or 'none'}{meant}")
     is_text = str in kinds(hint) or typing.get_origin(hint) is Literal
     return words[0] if is_text else plain_data(words[0])
 

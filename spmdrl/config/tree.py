@@ -11,6 +11,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard, Union
 
+from spmdrl.config.elsewhere import value_elsewhere
 from spmdrl.config.fields import Config
 from spmdrl.config.options import checked_text, option_name, option_value, shown
 from spmdrl.config.ranges import AddressForm, PathForm, Range
@@ -185,6 +186,8 @@ def convert(value: Any, hint: Any) -> Any:
             return value
         near = difflib.get_close_matches(str(value), args, n=1)
         hint_text = f"; did you mean {near[0]}?" if near else ""
+        if other := value_elsewhere(value, choices=args):
+            hint_text = f"; {other}"
         raise Refusal(f"{shown(value)} is not one of {', '.join(args)}{hint_text}")
     if origin is tuple:
         if value is None:
@@ -213,6 +216,8 @@ def _option(name: str, value: Any, hint: Any) -> Any:
     try:
         return convert(value, hint)
     except Refusal as error:
+        if value is None and ":" in str(name):
+            raise Refusal(f"{{{name}}}: a space is missing after the colon") from None
         raise Refusal(f"{{{name}: ...}}: {error}") from None
 
 

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from spmdrl.data.hub import find_on_hub
 from spmdrl.data.row_values import ROW_BYTES
 from spmdrl.errors import Refusal
-from spmdrl.imports import refusing
+from spmdrl.imports import near_file, refusing
 
 if TYPE_CHECKING:  # what reads lines alone needs none of it
     import pyarrow
@@ -46,10 +46,21 @@ def numbered_rows(
         kind = "a folder" if path.is_dir() else "a pipe or device"
         raise Refusal(f"{path}: is {kind}, no data file")
     if not path.is_file():
-        raise Refusal(f"{path}: no such data file (looked from {Path.cwd()})")
+        raise Refusal(f"{path}: no such data file (looked from {Path.cwd()}){_why_absent(spec)}")
     if path.suffix == ".parquet":
         return _parquet_rows(path, size=size)
     return _json_rows(path, most_bytes=most_bytes)
+
+
+def _why_absent(spec: str) -> str:
+    """Return what a name of a data file may be that names none, for the end of a message."""
+    if "://" in spec:
+        return f"; {spec} is an address, from which nothing is fetched: download it first"
+    if "$" in spec:
+        return "; variables of the shell are not filled in here: write the path itself"
+    if set("*?[") & set(spec):
+        return "; patterns are not filled in here: name each file, as a list"
+    return near_file(Path(spec).expanduser())
 
 
 # --------------------------------------------------------------------------- JSON
@@ -242,7 +253,15 @@ def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
     folder = Path(name).expanduser()
     is_path = folder.is_absolute() or name.startswith((".", "~")) or folder.exists()
     if is_path and not folder.is_dir():
-        raise Refusal(f"{spec}: a data file must end in {', '.join(SUFFIXES)}")
+        if not folder.exists():
+            raise Refusal(
+                f"{spec}: no such file or folder (looked from {Path.cwd()}); a data file must end "
+                f"in {', '.join(SUFFIXES)}"
+            )
+        raise Refusal(
+            f"{spec}: a data file must end in {', '.join(SUFFIXES)}; write its rows as one of "
+            'these, e.g. pandas.read_csv("a.csv").to_json("a.jsonl", orient="records", lines=True)'
+        )
     if len(rest) > 2:
         raise Refusal(f"{spec}: a hub dataset is NAME, NAME:SPLIT or NAME:CONFIG:SPLIT")
     if not has_datasets():
@@ -251,12 +270,16 @@ def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
             "reasoning_gym:NAME), so it names a hub dataset, which needs `pip install datasets`"
         )
     from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError
 
     find_on_hub(name, field="data", kind="dataset")
     config, split = rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
     # The hub client raises many kinds; all mean "not readable".
     with refusing(f"hub dataset {name} (config {config}, split {split})", Exception):
-        dataset = load_dataset(str(folder) if is_path else name, config, split=split)
+        try:
+            dataset = load_dataset(str(folder) if is_path else name, config, split=split)
+        except DatasetGenerationError as error:
+            raise error.__cause__ or error from None  # it says nothing itself
         # As stored: its own attachments would be decoded here, before their size is looked at.
         tables = dataset.with_format("arrow").iter(_LEAST_ROWS)
         rows = (row for table in tables for row in table.to_pylist())

@@ -53,6 +53,7 @@ def renamed(row: dict, columns: Mapping[str, str], *, place: str) -> dict:
             raise Refusal(
                 f"{place}: data.columns: {{{new}: {old}}}: the row has no column {shown(old)}; its "
                 f"columns are {', '.join(map(str, row)) or '(none)'}"
+                + (f"; the name here comes first, {{{old}: {new}}}" if new in row else "")
             )
     kept = {name: value for name, value in row.items() if name not in columns.values()}
     if twice := kept.keys() & columns.keys():

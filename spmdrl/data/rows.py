@@ -144,8 +144,14 @@ def _check_row(row: dict, *, place: str, need: Need) -> None:
     raise Refusal(
         f"{place}: the row has no prompt; it needs a non-empty column `prompt` (text or a list of "
         f"messages) or `messages`; it has columns {', '.join(map(str, row)) or '(none)'}"
-        + (f" and prompt {shown(prompt)}" if "prompt" in row else "")
+        + (f" and prompt {shown(prompt)}" if "prompt" in row else _as_renamed(row))
     )
+
+
+def _as_renamed(row: dict) -> str:
+    """Return how to say which column is the prompt, for the end of a message."""
+    texts = [name for name, value in row.items() if isinstance(value, (str, list)) and value]
+    return f"; if {texts[0]} is it, --data.columns '{{prompt: {texts[0]}}}'" if texts else ""
 
 
 def _checked_messages(messages: list, *, place: str) -> Messages:

@@ -41,6 +41,14 @@ def is_generated(spec: str) -> bool:
     return spec.startswith(_PREFIXES)
 
 
+def unknown_task(spec: str) -> str:
+    """Return that a task of ours is not known, with the nearest one; empty for others."""
+    prefix, _, name = spec.partition(":")
+    if prefix != "task" or name in _TASKS:
+        return ""
+    return f"{spec}: unknown task{nearest(name, list(_TASKS))}"
+
+
 def make_task(spec: str, options: dict[str, Any], *, size: int = 1) -> Task:
     """Make the task that a data spec names.
 
@@ -53,8 +61,8 @@ def make_task(spec: str, options: dict[str, Any], *, size: int = 1) -> Task:
     prefix, name = spec.split(":", 1)
     if prefix == "reasoning_gym":
         return ReasoningGym(name, options, size=size)
-    if name not in _TASKS:
-        raise Refusal(f"{spec}: unknown task{nearest(name, list(_TASKS))}")
+    if problem := unknown_task(spec):
+        raise Refusal(problem)
     known = {own.name: str(own.type) for own in fields(_TASKS[name])}
     for option, value in options.items():
         if option not in known:

@@ -15,7 +15,7 @@ from spmdrl.config import Config
 from spmdrl.data.attachments import give_reader
 from spmdrl.data.hub import find_on_hub
 from spmdrl.errors import Refusal
-from spmdrl.imports import is_missing_folder, refusing
+from spmdrl.imports import is_missing_folder, missing_folder, refusing
 
 
 def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
@@ -28,7 +28,7 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     name = cfg.model.tokenizer or cfg.model.path
     field = "model.tokenizer" if cfg.model.tokenizer else "model.path"
     if not name or is_missing_folder(name):
-        raise Refusal(f"{field}: {name!r} is not a folder (looked from {Path.cwd()})")
+        raise Refusal(f"{field}: {missing_folder(name)}")
     trusts = cfg.model.trust_remote_code
     tokenizer = read_tokenizer(name, what=f"{field}: ", trust_remote_code=trusts)
     if tokenizer.eos_token_id is None and not cfg.sampling.stop_token_ids:

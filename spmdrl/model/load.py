@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from spmdrl.config import Config, ModelSettings
 from spmdrl.data.hub import find_on_hub
 from spmdrl.errors import Refusal
-from spmdrl.imports import is_missing_folder, refusing
+from spmdrl.imports import is_missing_folder, missing_folder, refusing
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.files.quantised import quantisation
 from spmdrl.model.files.reader import CheckpointReader, some, text_config, text_part
@@ -60,7 +60,7 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "a
             f"model folder? it holds {some(p.name for p in folder.iterdir())}"
         )
     if is_missing_folder(path):
-        raise Refusal(f"model.path: folder {path} does not exist (looked from {Path.cwd()})")
+        raise Refusal(f"model.path: {missing_folder(path)}")
     find_on_hub(path, field="model.path")
     where = "unreadable" if folder.is_dir() else "neither a folder nor a hub model in reach"
     # transformers raises many kinds, all of them mean the same here.

@@ -67,7 +67,12 @@ class EnvironmentServer:
         rewrites = options.get("rewrites", "auto")
         if rewrites not in ("auto", "refuse", "keep"):
             raise Refusal(f"{field}.rewrites: must be auto, refuse or keep, got {rewrites!r}")
-        name = str(options.get("name"))
+        if not options.get("name"):
+            raise Refusal(
+                f"{field}.name: is missing; name one of {', '.join(BUILT_IN)}, module:Class or "
+                "path/file.py:Class"
+            )
+        name = str(options["name"])
         self._make = import_object(name, known=BUILT_IN, kind="Class", field=f"{field}.name")
         self._options = {k: v for k, v in options.items() if k not in _RESERVED}
         first = construct(self._make, self._options, field=field)
