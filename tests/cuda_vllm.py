@@ -218,7 +218,7 @@ def _groups(layout: dict[str, int], *, has_custom: bool) -> list[dict[str, Any]]
         )
         store, timeout = torch.distributed.HashStore(), timedelta(seconds=99)
         join_world("nccl", world, store=store, device=device, timeout=timeout)
-        create_groups(world, tp=layout["tp"], has_custom_all_reduce=has_custom).cleanup()
+        create_groups(world, tp=layout["tp"], has_custom_all_reduce=has_custom).close()
         destroy_groups()
         parallel_state._WORLD = None
 

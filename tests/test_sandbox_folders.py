@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -132,10 +133,56 @@ def test_folders_of_processes_that_were_killed_are_swept(tmp_path, monkeypatch):
     used = os.open(tmp_path / "spmdrl_sandbox_used", os.O_RDONLY)
     try:
         fcntl.flock(used, fcntl.LOCK_EX)
-        removal._sweep.__wrapped__()
+        removal._sweep.__wrapped__(str(tmp_path), "spmdrl_sandbox_")
     finally:
         os.close(used)
     assert sorted(os.listdir(tmp_path)) == sorted(names[1:])
+
+
+def test_the_folder_of_a_process_that_was_killed_goes_with_the_next_of_its_kind(tmp_path):
+    base, (ready, told) = str(tmp_path), os.pipe()
+    child = os.fork()
+    if child == 0:
+        with removal.own_folder("sockets", base=base):
+            os.write(told, b"x")
+            signal.pause()
+    os.read(ready, 1)
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (time.time() - 1000,) * 2)
+    removal._sweep.cache_clear()
+    with removal.own_folder("sockets", base=base) as folder:
+        assert left.is_dir(), "its owner lives"
+    assert not os.path.exists(folder)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    (tmp_path / "spmdrl_sockets_link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").mkdir()
+    others = tmp_path / "spmdrl_sockets_others"
+    others.mkdir()
+    os.utime(others, (time.time() - 1000,) * 2)
+    if os.geteuid() == 0:
+        os.chown(others, 12345, 12345)
+    removal._sweep.cache_clear()
+    with removal.own_folder("sockets", base=base) as folder:
+        assert not left.exists() and (tmp_path / "spmdrl_sockets_link").is_symlink()
+        assert others.exists() == (os.geteuid() == 0) and (tmp_path / "elsewhere").is_dir()
+    assert not os.path.exists(folder)
+
+
+def _found(**given: bool) -> ways.Protection:
+    held = dict.fromkeys(("killed_on_deadline", "no_network", "no_files", "no_signals"), True)
+    return ways.Protection(**held, **given, text="user namespaces")
+
+
+@pytest.mark.parametrize("has_other", [True, False])
+def test_a_way_without_a_limit_of_processes_comes_last_and_is_named(has_other, monkeypatch, caplog):
+    ways_of_here = [("user namespaces", Way(new_user=True)), ("another", Way(landlock=True))]
+    monkeypatch.setattr(ways, "ways", lambda: ways_of_here)
+    limited = {"user namespaces": False, "another": has_other}
+    monkeypatch.setattr(ways, "tried", lambda way, *, name: _found(process_limit=limited[name]))
+    way, found = ways.chosen_way.__wrapped__()
+    assert way.landlock == has_other and found.process_limit == has_other
+    assert ("cannot limit here how many processes" in caplog.text) == (not has_other)
 
 
 def test_what_cannot_be_removed_is_said(tmp_path, monkeypatch, caplog):

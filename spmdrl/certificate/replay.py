@@ -7,8 +7,6 @@ step for another purpose finds in `take_step` what train.py does with a batch.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +20,15 @@ from spmdrl.certificate.witness import Witness
 from spmdrl.config import Config, trainer_ranks
 from spmdrl.credit import advantages_of
 from spmdrl.errors import Refusal
+from spmdrl.imports import attempt
 from spmdrl.roles import make_trainer
 from spmdrl.rollout import model_limits
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges
 from spmdrl.rollout.replay_source import ReplaySource
+from spmdrl.run_folder import remove
 from spmdrl.types import Advantages, Batch, Sums
 from spmdrl.world.launch import read_launch
+from spmdrl.world.secret import private_folder
 from spmdrl.world.world import World
 
 
@@ -125,8 +126,8 @@ def replay_config(cfg: Config) -> Config:
     layout = replace(cfg.layout, placement="offline", world_size=count, trainer_ranks=count)
     return replace(
         cfg,
-        # Of this job: ranks name it alike.
-        output_dir=f"{tempfile.gettempdir()}/spmdrl-verify-{launch.port}",
+        # Of this job: ranks name it alike, in a folder that nobody else may enter.
+        output_dir=str(private_folder() / f"verify-{launch.port}"),
         layout=replace(layout, inference_tp=1),
         evaluate=replace(cfg.evaluate, every_steps=0),
     )
@@ -144,7 +145,7 @@ def replayed(run: Certified, cfg: Config, ways: Sequence[Reached], recorded: Rec
         made = made_with(own, world) | {"config": config_of(cfg)}
         world.close()
     finally:
-        shutil.rmtree(own.output_dir, ignore_errors=True)
+        attempt(lambda: remove(Path(own.output_dir)), OSError)
     was = run.made_at(ways[0].step)["code"]
     if "train.py" in was:  # its loop is not what runs here; what it did shows in the numbers
         made["code"]["train.py"] = was["train.py"]

@@ -12,9 +12,8 @@ it, and nothing is wrong; 3: nothing is wrong, and a line was not finished; 1: a
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -125,10 +124,11 @@ def _checked(
     """Print each line as it is known; return all of them."""
     from spmdrl.proof.prove import Proof
     from spmdrl.proof.record import record_of
+    from spmdrl.sandbox.removal import own_folder
 
     kept = options["keep"]
-    folder = Path(tempfile.mkdtemp(prefix="spmdrl-check-")) if kept is None else kept / name
-    try:
+    with contextlib.ExitStack() as stack:
+        folder = kept / name if kept else Path(stack.enter_context(own_folder("check")))
         proof = Proof(hf_config, folder, layout=layout, timeout_s=options["timeout_s"])
         lines = []
         for line in proof.lines(engines=options["engines"]):
@@ -136,9 +136,6 @@ def _checked(
             say(line, flush=True)
             lines.append(line)
         return record_of(name, hf_config, lines, class_name=proof.class_name)
-    finally:
-        if kept is None:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _closing(record: Record) -> str:

@@ -244,7 +244,7 @@ class VllmEngine:
             del self._outputs
         vllm_internals.destroy_groups()
         self.world.meet(wait="close engines")
-        self._sockets.cleanup()
+        self._sockets.close()
         self._has_groups = False
 
 

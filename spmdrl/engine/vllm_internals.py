@@ -28,7 +28,6 @@ import gc
 import logging
 import os
 import sys
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
@@ -39,6 +38,7 @@ from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
+from spmdrl.sandbox.removal import own_folder
 from spmdrl.world.torch_internals import count_compile_threads
 from spmdrl.world.world import World
 
@@ -87,25 +87,26 @@ def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
-def create_groups(
-    world: World, *, tp: int, has_custom_all_reduce: bool
-) -> tempfile.TemporaryDirectory:
+def create_groups(world: World, *, tp: int, has_custom_all_reduce: bool) -> contextlib.ExitStack:
     """Create vLLM's process groups over the whole world; every rank must call it.
 
     Ranks that do not generate open no communicator of vLLM's own: each would take memory.
 
     Args:
         has_custom_all_reduce: whether engines may use vLLM's own all-reduce.
-    Returns: the folder of their sockets: the files stay when a replica's message queues close.
+    Returns: what removes the folder of their sockets when it is closed: the files stay when a
+        replica's message queues close.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
     # Not in TMPDIR, which can be long: a socket's path may have 107 characters.
-    sockets = tempfile.TemporaryDirectory(prefix="spmdrl-", dir=os.environ.get(_SOCKETS, "/tmp"))
+    sockets = contextlib.ExitStack()
+    base = os.environ.get(_SOCKETS, "/tmp")
+    folder = sockets.enter_context(own_folder("sockets", base=base))
     idle = {} if world.is_inference else _NO_COMMUNICATORS
     # Its own check whether GPUs reach each other ends in a wait for all ranks.
-    told = {_SOCKETS: sockets.name, "VLLM_SKIP_P2P_CHECK": "1"} | idle
+    told = {_SOCKETS: folder, "VLLM_SKIP_P2P_CHECK": "1"} | idle
     # Before the groups, which read it once.
     parallel_state.set_custom_all_reduce(world.is_inference and has_custom_all_reduce)
     with set_current_vllm_config(VllmConfig()), _environment(told):

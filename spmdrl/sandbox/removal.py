@@ -1,4 +1,4 @@
-"""A folder for a program of its own, and its removal, whatever the program made of it."""
+"""A temporary folder and its removal, whatever a program made of it or ended its owner."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 
-_PREFIX = "spmdrl_sandbox_"
 _YOUNG_S = 60.0
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
-def own_folder() -> Iterator[str]:
-    """Make an empty folder and remove it at the end."""
-    _sweep()
-    folder = tempfile.mkdtemp(prefix=_PREFIX)
+def own_folder(kind: str = "sandbox", *, base: str | None = None) -> Iterator[str]:
+    """Make an empty folder and remove it at the end; before, those of its kind that processes left
+    which were killed.
+
+    Args:
+        kind: what it is for, part of its name. base: where; None for the system's folder.
+    """
+    base, prefix = base or tempfile.gettempdir(), f"spmdrl_{kind}_"
+    _sweep(base, prefix)
+    folder = tempfile.mkdtemp(prefix=prefix, dir=base)
     held = os.open(folder, _FOLDER)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -42,23 +47,23 @@ def _remove_or_say(folder: str) -> None:
 
 
 @functools.cache
-def _sweep() -> None:
-    """Remove the folders of processes that were killed while a program ran; once per process.
+def _sweep(base: str, prefix: str) -> None:
+    """Remove this user's folders of processes that were killed; once per process.
 
     A folder in use is locked by its owner, or so young that it may be about to be.
     """
-    base = tempfile.gettempdir()
     for name in os.listdir(base):
-        if name.startswith(_PREFIX):
+        if name.startswith(prefix):
             with contextlib.suppress(OSError):  # in use, another user's, or gone
                 _remove_unused(os.path.join(base, name))
 
 
 def _remove_unused(folder: str) -> None:
-    if time.time() - os.lstat(folder).st_mtime < _YOUNG_S:
-        return
     held = os.open(folder, _FOLDER)
     try:
+        found = os.fstat(held)
+        if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _YOUNG_S:
+            return
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         remove_folder(folder)
     finally:

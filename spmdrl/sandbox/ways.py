@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import tempfile
@@ -12,6 +13,8 @@ from spmdrl.imports import attempt
 from spmdrl.sandbox.limits import Limits, Way
 from spmdrl.sandbox.seccomp import seccomp_filter
 from spmdrl.sandbox.supervisor import LaunchError, launch
+
+log = logging.getLogger(__name__)
 
 _PROBE_S = 20.0
 # It tries what it should not be able to do and prints what it could.
@@ -75,17 +78,29 @@ def protection() -> Protection:
 
 @functools.cache
 def chosen_way() -> tuple[Way, Protection]:
-    """Return the first way that is enough, else the one that gives the most."""
+    """Return the first way that is enough and limits processes, else the first that is enough, else
+    the one that gives the most."""
     if sys.platform != "linux":
         return Way(), Protection(text=f"the sandbox needs Linux, this is {sys.platform}")
-    failed = []
+    failed, enough = [], list[tuple[Way, Protection]]()
     for name, way in ways():
         found, error = attempt(functools.partial(tried, way, name=name), LaunchError)
         if found and found.is_enough:
-            return way, found
+            if found.process_limit:
+                return way, found
+            enough.append((way, found))
+            continue
         doors = f"works, but a program in it can still use {_open_doors(found)}" if found else ""
         failed.append(f"{name}: {doors or error}")
-    return _weakest("; ".join(failed))
+    if not enough:
+        return _weakest("; ".join(failed))
+    log.warning(
+        "the sandbox cannot limit here how many processes a program starts (%s of root, whose "
+        "processes the kernel does not count); time, memory and files of each are limited. Run as "
+        "another user, or in a container with the capability SYS_ADMIN",
+        enough[0][1].text,
+    )
+    return enough[0]
 
 
 def ways() -> list[tuple[str, Way]]:

@@ -108,9 +108,19 @@ def _folder(launch: Launch, shared: Path | None) -> Path:
     """Return a folder that all ranks see and no other user may enter."""
     if launch.nodes > 1 and shared is None:
         _no_secret()
-    folder = Path(tempfile.gettempdir()) / f"spmdrl-{os.getuid()}"
     if launch.nodes > 1 and shared is not None:
-        folder = shared / ".secret"
+        return private_folder(shared / ".secret")
+    return private_folder()
+
+
+def private_folder(folder: Path | None = None) -> Path:
+    """Return a folder that no other user may enter, made where it is missing.
+
+    Args:
+        folder: None for this user's own in the system's folder of temporary files.
+    Raises: Refusal for one that others may enter, or a link.
+    """
+    folder = folder or Path(tempfile.gettempdir()) / f"spmdrl-{os.getuid()}"
     with refusing(f"the job's secret cannot be kept in {folder}", OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
