@@ -10,6 +10,7 @@ owners, initialise _init_weights, Tensor._is_hf_initialized once from_pretrained
 as_saved           core_model_loading.revert_weight_conversion  once it is documented
 released_names     vision_tower.vision_model of SigLIP's files   once saving keeps it
 has_towers, class_of  sub_configs, by which parts are known   once configs tell what they take
+quiet              utils.logging's progress bars and verbosity   never: documented
 is_experts, activated  experts modules' _apply_gate         once their functions' contract is public
 grouped_experts, grouped_linear  integrations.moe           once they are documented
 zero_idle_experts  integrations.moe._grouped_mm (patched)  once torch zeroes them on Blackwell
