@@ -264,7 +264,7 @@ def test_digests_of_two_ranks_are_those_of_one(mesh, alone):
 MADE: dict[str, Any] = {
     "config": json.loads(json.dumps(flatten(Config(steps=3)))) | {"report.certificate": 1},
     "packages": {"torch": "2.13.0"},
-    "code": {"train.py": "00"},
+    "code": {"program": "00"},
     "machine": {"threads": 1},
 }
 
@@ -416,7 +416,7 @@ def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path,
     [
         ("config", "optimizer.lr", 0.5, "config option optimizer.lr: 1e-06 and 0.5"),
         ("packages", "torch", "2.12.0", "version of package torch: 2.13.0 and 2.12.0"),
-        ("code", "train.py", "01", "code of train.py: 00 and 01"),
+        ("code", "program", "01", "code of program: 00 and 01"),
     ],
 )
 def test_what_runs_are_made_with_is_named_first(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from built import changed
 from ranks import run_ranks
 from report_world import SmallWorld, config, record_steps, reporting
 
+from spmdrl.certificate.made_with import made_with
 from spmdrl.commands.curves import main as curves
 from spmdrl.config import load_yaml
 from spmdrl.report import glossary
@@ -214,6 +219,53 @@ def test_the_run_keeps_its_config_and_environment(tmp_path):
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["packages"]["torch"] and environment["command"] == sys.argv
     assert (tmp_path / "logs" / "attempt_1" / "config.yaml").exists()
+
+
+def test_the_started_program_and_what_it_uses_are_recorded_whatever_their_names(
+    tmp_path, monkeypatch
+):
+    work, out = tmp_path / "work", tmp_path / "out"
+    (work / "mine").mkdir(parents=True)
+    for name, source in {
+        "known.py": "",
+        "mine/my_train.py": "import torch, helpers\nfrom parts import shown",
+        "mine/helpers.py": "import deeper, my_train",
+        "mine/deeper.py": "",
+        "mine/parts/__init__.py": "",
+        "mine/idle.py": "",
+        "rewards.py": "def grade(): ...",
+    }.items():
+        (work / name).parent.mkdir(exist_ok=True)
+        (work / name).write_text(source)
+    git = ["git", "-C", str(work), "-c", "user.name=x", "-c", "user.email=x"]
+    for words in (["init", "-q"], ["add", "known.py"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    (work / "known.py").write_text("1")
+    monkeypatch.setattr(sys, "argv", [str(work / "mine/my_train.py"), "--lag", "0"])
+    rewards = dict(functions=(f"{work}/rewards.py:grade", "task:addition"))
+    cfg = changed(config(out), rewards=rewards)
+    with reporting(cfg):
+        pass
+    environment = json.loads((out / "environment.json").read_text())
+    code = environment["code"]
+    helpers = ("deeper.py", "helpers.py", "parts/__init__.py")
+    programs = ["program", *(f"program: {name}" for name in helpers)]
+    assert [*code] == ["rewards.functions: rewards.py", *programs]
+    assert environment["program"] == str(work / "mine/my_train.py")
+    names = environment["program_git"]["changed_files"]
+    assert names[:3] == ["known.py", "mine/", "rewards.py"]
+    assert {"mine/my_train.py", "mine/helpers.py"} < {*names} and "mine/idle.py" not in names
+    kept = out / "logs" / "attempt_1" / "program.py"
+    assert kept.read_text() == (work / "mine/my_train.py").read_text()
+
+    def certified() -> dict[str, str]:
+        return made_with(cfg, SimpleNamespace(device=torch.device("cpu")))["code"]
+
+    first = certified()
+    assert code.items() <= first.items() and "spmdrl/types.py" in first
+    (work / "mine/my_train.py").write_text("import helpers")
+    changed_names = {name for name, own in certified().items() if own != first.get(name)}
+    assert changed_names == {"program"}
 
 
 def test_records_warnings_and_stderr_reach_the_log_file(tmp_path, capsys):

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import json
 import platform
-import re
-import sys
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +11,14 @@ import torch
 
 import spmdrl
 from spmdrl.config import Config, flatten
-from spmdrl.imports import attempt
-from spmdrl.report.provenance import describe_environment
+from spmdrl.report.user_code import digest, user_files
+from spmdrl.report.versions import installed_versions
 from spmdrl.world.world import World
-
-_CODE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):\w+")
-"""`path/file.py:NAME` and `module:NAME`."""
 
 
 def made_with(cfg: Config, world: World) -> dict[str, Any]:
     """Return {config: {field: value}, packages: {name: version}, code: {file: sha256}, machine}."""
-    environment = describe_environment()
-    packages = {"python": environment["python"], **environment["packages"]}
+    packages = {"python": platform.python_version(), **installed_versions()}
     return {
         "config": config_of(cfg),
         "packages": packages | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
@@ -54,29 +44,8 @@ def device_name(device: torch.device) -> str:
 
 
 def _code(cfg: Config) -> dict[str, str]:
-    """Return {file: first 16 digits of its sha256} of the package, the program that runs and what
-    the config names of the user's."""
+    """Return {file: digest} of the package, the program that runs and what else is the user's."""
     package = Path(spmdrl.__file__).parent
     files = {f"spmdrl/{path.relative_to(package)}": path for path in package.rglob("*.py")}
-    program = Path(sys.argv[0])
-    if program.name == "train.py":
-        files[program.name] = program
-    files |= dict(_named(cfg))
-    return {name: _digest(files[name]) for name in sorted(files) if files[name].is_file()}
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _named(cfg: Config) -> Iterator[tuple[str, Path]]:
-    """Yield the files of the user's own that a config names, under `field: name`."""
-    for field, value in flatten(cfg).items():
-        for place in _CODE.findall(json.dumps(value).replace('"', "\n")):
-            path = Path(place).expanduser()
-            if not place.endswith(".py"):
-                kinds = (ImportError, ValueError)
-                spec, _ = attempt(partial(importlib.util.find_spec, place), kinds)
-                path = Path(spec.origin) if spec and spec.origin else Path()
-            if Path(spmdrl.__file__).parent not in path.parents:
-                yield f"{field}: {Path(place).name}", path
+    files |= user_files(cfg)
+    return {name: digest(files[name]) for name in sorted(files)}

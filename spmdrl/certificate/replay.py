@@ -21,6 +21,7 @@ from spmdrl.config import Config, trainer_ranks
 from spmdrl.credit import advantages_of
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
+from spmdrl.report.user_code import PROGRAM
 from spmdrl.roles import make_trainer
 from spmdrl.rollout import model_limits
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges
@@ -146,10 +147,15 @@ def replayed(run: Certified, cfg: Config, ways: Sequence[Reached], recorded: Rec
         world.close()
     finally:
         attempt(lambda: remove(Path(own.output_dir)), OSError)
+    # The program's loop is not what runs here; what it did shows in the numbers.
     was = run.made_at(ways[0].step)["code"]
-    if "train.py" in was:  # its loop is not what runs here; what it did shows in the numbers
-        made["code"]["train.py"] = was["train.py"]
+    own_code = {name: own for name, own in made["code"].items() if not _is_program(name)}
+    made["code"] = own_code | {name: own for name, own in was.items() if _is_program(name)}
     return Certified(run.run, steps, {0: made})
+
+
+def _is_program(name: str) -> bool:
+    return name == PROGRAM or name.startswith(f"{PROGRAM}: ")
 
 
 def _steps(

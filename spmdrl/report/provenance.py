@@ -6,8 +6,10 @@ import json
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 from spmdrl import config
 from spmdrl.config import Config
 from spmdrl.imports import attempt
+from spmdrl.report.user_code import digest, started_program, user_files
 from spmdrl.report.versions import installed_versions
 from spmdrl.run_folder import write_file
 from spmdrl.world.own_runs import mark_own
@@ -39,13 +42,34 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def git_revision(folder: Path) -> dict[str, Any] | None:
-    """Return {commit, changed files} of the checkout that holds `folder`; None outside one."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
+def describe_code(cfg: Config) -> dict[str, Any]:
+    """Return the started program's path, git revision and, as of all of the user's own files, the
+    digest, ready for JSON."""
+    files, program = user_files(cfg), started_program()
+    return {
+        "program": str(program) if program else None,
+        "program_git": git_revision(program.parent, files.values()) if program else None,
+        "code": {name: digest(path) for name, path in files.items()},
+    }
+
+
+def git_revision(folder: Path, files: Iterable[Path] = ()) -> dict[str, Any] | None:
+    """Return {commit, changed files} of the checkout that holds `folder`; None outside one.
+
+    Args:
+        files: are named where they are not as committed. Of other folders that git does not know
+            it names the folder alone.
+    """
+    commit, root = _git(folder, "rev-parse", "HEAD"), _git(folder, "rev-parse", "--show-toplevel")
+    if commit is None or root is None:
         return None
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no") or ""
-    return {"commit": commit, "changed_files": [line[3:] for line in changed.splitlines()]}
+    changed = _git(folder, "status", "--porcelain") or ""
+    inside = [str(path) for path in files if Path(root) in path.parents]
+    if inside:
+        own = _git(folder, "status", "--porcelain", "--untracked-files=all", "--", *inside)
+        changed += f"\n{own or ''}"
+    names = dict.fromkeys(line[3:] for line in changed.splitlines() if line)
+    return {"commit": commit, "changed_files": [*names]}
 
 
 def _git(folder: Path, *words: str) -> str | None:
@@ -58,11 +82,15 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def save_environment(cfg: Config, *, folder: Path, attempt_folder: Path) -> dict[str, Any]:
-    """Write config.yaml and environment.json, of the run and of this attempt; return the latter.
+    """Write config.yaml and environment.json, of the run and of this attempt, and the program that
+    was started as program.py; return the environment.
 
     The copies in `attempt_folder` stay when a later attempt resumes with another config.
     """
-    environment = describe_environment()
+    environment = describe_environment() | describe_code(cfg)
+    program = started_program()
+    if program is not None:
+        shutil.copyfile(program, attempt_folder / "program.py")
     texts = {
         "config.yaml": config.dump(cfg),
         "environment.json": json.dumps(environment, indent=2) + "\n",
