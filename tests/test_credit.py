@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from built import changed, small_model, started, training
+from built import changed, made, small_model, started, training
 from policy_runs import LENGTHS, batch, config, sequence
 from ranks import run_ranks
 from torch import Tensor
@@ -18,7 +18,8 @@ from spmdrl.algorithms.entropy import adaptive_entropy_coef
 from spmdrl.algorithms.loss_tokens import loss_tokens
 from spmdrl.algorithms.masked import attach
 from spmdrl.algorithms.shaping import adaptive_kl_coef
-from spmdrl.config import Config
+from spmdrl.config import CoefficientScheduleSettings, Config
+from spmdrl.train.coefficients import Coefficients
 
 STEPS = 3
 BETA, GAMMA = 0.5, 0.9
@@ -372,6 +373,28 @@ def test_coefficients_follow_the_sums_of_all_ranks(trained):
         state = ranks[0]["moving"]["state"]
         assert state["coefficients.entropy"].tolist() == [carried, applied]
         assert float(state["coefficients.kl"]) == kl
+
+
+def test_scheduled_coefficients_are_functions_of_the_step():
+    schedules = dict(
+        kl_schedule=CoefficientScheduleSettings(end=0.02, steps=4),
+        entropy_schedule=CoefficientScheduleSettings(end=0.5, steps=2),
+    )
+    cfg = made(algorithm=dict(kl_coef=0.1, **schedules))
+    coefficients, found = Coefficients(cfg), {}
+    for step in (0, 1, 3, 4, 9, 2):
+        coefficients.begin(step)
+        used = coefficients.move({}, num_samples=8)
+        assert used == {
+            "policy/kl_coef": (coefficients.kl, 1.0),
+            "policy/entropy_coef": (coefficients.entropy, 1.0),
+        }
+        found[step] = (coefficients.kl, coefficients.entropy)
+    kl = {0: 0.1, 1: 0.08, 2: 0.06, 3: 0.04, 4: 0.02, 9: 0.02}
+    assert {step: own[0] for step, own in found.items()} == pytest.approx(kl)
+    entropy = {0: 0.0, 1: 0.25, 2: 0.5, 3: 0.5, 4: 0.5, 9: 0.5}
+    assert {step: own[1] for step, own in found.items()} == entropy
+    assert not coefficients.state_dict(), "a resume needs none"
 
 
 def test_a_moving_coefficient_acts_in_loss_and_reward(trained):

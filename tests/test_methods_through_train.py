@@ -88,6 +88,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "entropy_coef": 0.01,
         "entropy_control": {"target": 9.0, "delta": 0.005, "lower": 0.0, "upper": 0.1},
     },
+    "scheduled kl and entropy": {
+        "kl_coef": 0.1,
+        "kl_schedule": config.CoefficientScheduleSettings(end=0.01, steps=1),
+        "entropy_schedule": config.CoefficientScheduleSettings(end=0.05, steps=3),
+    },
     "adaptive kl": {"kl_coef": 0.1, "kl_control": {"target": 0.01, "horizon": 1000}},
     "a reference that follows": {
         "kl_coef": 0.1,

@@ -16,6 +16,7 @@ OFFLINE = dict(layout=dict(placement="offline"))
 BESIDE = {  # what else is changed
     "": {},
     "kl": dict(algorithm=dict(kl_coef=0.1)),
+    "adaptive kl": dict(algorithm=dict(kl_coef=0.1, kl_control=dict(target=0.02, horizon=10000))),
     "entropy": dict(algorithm=dict(entropy_coef=0.1)),
     "much entropy": dict(algorithm=dict(entropy_coef=0.5)),
     "gdpo": dict(algorithm=dict(advantage="gdpo")),
@@ -47,6 +48,8 @@ ACCEPTED = {
     ("algorithm.entropy_control", ""): [dict(keep_frac=0.2, target=0.3, delta=0.005)],
     ("algorithm.entropy_control", "entropy"): [dict(target=1, delta=0.1, lower=0.05, upper=0.2)],
     ("algorithm.kl_control", "kl"): [dict(target=0.02, horizon=10000)],
+    ("algorithm.kl_schedule", "kl"): [dict(end=0.0, steps=100), dict(end=0.2, steps=1)],
+    ("algorithm.entropy_schedule", ""): [dict(end=0.1, steps=5)],
     ("optimizer", ""): [dict(beta1=0.8, beta2=0.0, eps=1e-8, warmup_steps=10, min_lr_frac=0.0)],
     ("model.memory", ""): [dict(activation_checkpointing="full", head_chunk_tokens=100)],
     ("model.moe", ""): [dict(replay=True), dict(replay=False)],
@@ -133,6 +136,15 @@ REFUSED = {
         (dict(target=-1.0, horizon=1e4), "target: must be at least 0"),
         (dict(target=0.02, horizon=10), "horizon: 10 is too short for 512 samples a step"),
     ],
+    ("algorithm.kl_schedule", "kl"): [
+        (dict(end=0.1), "steps: is missing"),
+        (dict(end=-0.1, steps=5), "end: must be at least 0, got -0.1"),
+    ],
+    ("algorithm.kl_schedule", "adaptive kl"): [
+        (dict(steps=5), "moves algorithm.kl_coef, and so does algorithm.kl_control")
+    ],
+    ("algorithm.kl_schedule", ""): [(dict(steps=5), "begins at algorithm.kl_coef 0")],
+    ("algorithm.kl_schedule", "sft"): [(dict(steps=5), "no effect under the objective sft")],
     ("algorithm.kl_control", ""): [
         (dict(target=0.02, horizon=1e4), "target: 0.02 with algorithm.kl_coef 0.0")
     ],

@@ -127,6 +127,20 @@ def test_a_loss_of_ones_own_reports_a_statistic_of_its_own(folder, plain):
     assert rows[0]["policy/grad_norm"] == pytest.approx(plain[0]["policy/grad_norm"], rel=1e-3)
 
 
+def test_a_run_stops_at_a_reward_and_is_saved(folder):
+    line, others = edit(6)
+    assert others.count("0.9") == 1
+    edits = {line: others.replace("0.9", "0.1")}
+    said = run_edited(folder, "enough", edits, steps=5)
+    assert len(metrics(folder / "enough")) == 1 and "stopped: reward/mean" in said
+    assert (folder / "enough/checkpoints/step_1").is_dir()
+
+
+def test_an_option_of_a_loss_changes_over_the_steps(folder):
+    rows = rows_of(folder, "clip", dict([edit(7)]))
+    assert [row["my/clip_high"] for row in rows] == pytest.approx([0.28, 0.28 * 0.995])
+
+
 @pytest.mark.parametrize("wrong", [torch.ones(3).bool(), scalars().rewards, scalars().group_ids])
 def test_a_mask_that_is_no_bool_for_each_sequence_is_refused(wrong):
     batch = Batch(scalars=scalars(), updates=(), update_ids=scalars().group_ids)

@@ -71,6 +71,7 @@ def _advantage_problems(cfg: Config) -> list[str]:
         found = _statistic_problems("loss", loss_fn, chosen.loss_options)
         problems += [f"algorithm.loss{text}" for text in found]
     problems += [*_entropy_problems(cfg), *_kl_problems(cfg)]
+    problems += _coefficient_schedule_problems(cfg)
     if cfg.batch.group_size == 1 and registry.needs_group(chosen.advantage):
         problems.append(
             f"batch.group_size: 1 with advantage {chosen.advantage}, whose baseline is the other "
@@ -192,6 +193,29 @@ def _entropy_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"{place}: algorithm.entropy_coef starts at {coef}, outside lower, upper "
             f"[{control.lower}, {control.upper}]"
+        )
+
+
+def _coefficient_schedule_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with a coefficient that follows a schedule."""
+    chosen = cfg.algorithm
+    for name, schedule, is_controlled in (
+        ("kl", chosen.kl_schedule, chosen.kl_control.is_on),
+        ("entropy", chosen.entropy_schedule, chosen.entropy_control.is_on),
+    ):
+        place = f"algorithm.{name}_schedule"
+        if not schedule.is_on:
+            if schedule.end:
+                yield f"{place}.steps: is missing; `end` {schedule.end:g} is reached after so many"
+        elif is_controlled:
+            yield (
+                f"{place}: moves algorithm.{name}_coef, and so does algorithm.{name}_control; "
+                "leave one of them out"
+            )
+    if chosen.kl_schedule.is_on and not chosen.kl_coef > 0:
+        yield (
+            f"algorithm.kl_schedule: begins at algorithm.kl_coef {chosen.kl_coef:g}, which needs "
+            "no reference; set it above 0"
         )
 
 

@@ -29,6 +29,7 @@ from spmdrl.config.generation import (
 )
 from spmdrl.config.method import (
     AlgorithmSettings,
+    CoefficientScheduleSettings,
     LossScaleSettings,
     MuonSettings,
     OptimizerSettings,

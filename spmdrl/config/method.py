@@ -63,6 +63,22 @@ class EntropyControlSettings:
 
 
 @dataclass(frozen=True)
+class CoefficientScheduleSettings:
+    """Move a coefficient in a straight line, from its own field's value at step 0 to `end`, where
+    it stays. Off unless `steps` is set."""
+
+    end: Coefficient = 0.0
+    """The last value."""
+    steps: Annotated[int, within(0, 10**9)] = 0
+    """Steps after which it is reached; 0: the coefficient is fixed."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the coefficient moves."""
+        return self.steps > 0
+
+
+@dataclass(frozen=True)
 class AlgorithmSettings:
     """The objective: names from `spmdrl.algorithms`, or `module:function` of your own."""
 
@@ -118,6 +134,10 @@ class AlgorithmSettings:
     """Leave responses cut at max_response_tokens out of the loss (DAPO overlong filter)."""
     kl_control: KlControlSettings = field(default_factory=KlControlSettings)
     entropy_control: EntropyControlSettings = field(default_factory=EntropyControlSettings)
+    kl_schedule: CoefficientScheduleSettings = field(default_factory=CoefficientScheduleSettings)
+    entropy_schedule: CoefficientScheduleSettings = field(
+        default_factory=CoefficientScheduleSettings
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.entropy import adaptive_entropy_coef
 from spmdrl.algorithms.shaping import adaptive_kl_coef
-from spmdrl.config import Config
+from spmdrl.config import CoefficientScheduleSettings, Config
 from spmdrl.types import Sums
 
 
@@ -18,8 +18,9 @@ class Coefficients:
     """What multiplies the entropy bonus and the KL in the step at hand.
 
     They stay at algorithm.entropy_coef and algorithm.kl_coef unless entropy_control or kl_control
-    name a target. Then they move after every step, by what the step's sums over all trainer
-    ranks say, so that they are equal on each of them, and a checkpoint keeps them.
+    name a target, or entropy_schedule or kl_schedule a number of steps. Under a target they move
+    after every step, by what the step's sums over all trainer ranks say, so that they are equal on
+    each of them, and a checkpoint keeps them. A schedule is a function of the step.
 
     Args:
         cfg: the config.
@@ -31,6 +32,15 @@ class Coefficients:
         self.entropy = chosen.entropy_coef
         self._carried = chosen.entropy_coef  # goes on moving while `entropy` is off
         self._kl_control, self._entropy_control = chosen.kl_control, chosen.entropy_control
+        self._chosen = chosen
+
+    def begin(self, step: int) -> None:
+        """Take the values of a step where they follow a schedule."""
+        chosen = self._chosen
+        if chosen.kl_schedule.is_on:
+            self.kl = scheduled(chosen.kl_coef, chosen.kl_schedule, step)
+        if chosen.entropy_schedule.is_on:
+            self.entropy = scheduled(chosen.entropy_coef, chosen.entropy_schedule, step)
 
     def move(self, sums: Sums, *, num_samples: int) -> Sums:
         """Take the next step's coefficients from what this step measured.
@@ -42,8 +52,11 @@ class Coefficients:
         Returns: policy/entropy_coef and policy/kl_coef as used in this step; {} for fixed ones.
         """
         used: Sums = {}
-        if self._entropy_control.is_on:
+        if self._entropy_control.is_on or self._chosen.entropy_schedule.is_on:
             used["policy/entropy_coef"] = (self.entropy, 1.0)
+        if self._kl_control.is_on or self._chosen.kl_schedule.is_on:
+            used["policy/kl_coef"] = (self.kl, 1.0)
+        if self._entropy_control.is_on:
             own = self._entropy_control
             self._carried, self.entropy = adaptive_entropy_coef(
                 self._carried,
@@ -54,7 +67,6 @@ class Coefficients:
                 upper=own.upper,
             )
         if self._kl_control.is_on:
-            used["policy/kl_coef"] = (self.kl, 1.0)
             kl = _mean(sums, "policy/kl_ref")
             if math.isfinite(kl):
                 self.kl = adaptive_kl_coef(
@@ -67,7 +79,7 @@ class Coefficients:
         return used
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps: copies, float64; {} for fixed coefficients."""
+        """Return what a checkpoint keeps: copies, float64; {} where nothing measured moves them."""
         state = {}
         if self._entropy_control.is_on:
             state["entropy"] = torch.tensor([self._carried, self.entropy], dtype=torch.float64)
@@ -81,6 +93,12 @@ class Coefficients:
             self._carried, self.entropy = state["entropy"].tolist()
         if "kl" in state:
             self.kl = float(state["kl"])
+
+
+def scheduled(start: float, schedule: CoefficientScheduleSettings, step: int) -> float:
+    """Return a coefficient at a step, from 0, of a schedule that is on."""
+    done = min(1.0, step / schedule.steps)
+    return start + (schedule.end - start) * done
 
 
 def _mean(sums: Sums, name: str) -> float:

@@ -131,7 +131,8 @@ class Trainer:
         Raises: Refusal, on all trainer ranks, for a score that is not finite under
             rewards.on_failure=fail.
         """
-        # First: a score that fails may take its sample out of the loss.
+        self.coefficients.begin(step)
+        # A score that fails may take its sample out of the loss.
         batch = self._reward_models.add_to(batch, step=step)
         if not self.columns:
             return batch

@@ -137,6 +137,7 @@ def probe(trainer: Trainer, batch: Batch, alternative: Alternative, *, step: int
     cfg, world, model = alternative.cfg, trainer.world, trainer.policy.model
     methods, kind = named_methods(cfg), loss_class(cfg)
     observer, coefficients = _Observer(model, methods["loss_fn"]), _coefficients(trainer, cfg)
+    coefficients.begin(step)
     batch = replace(_with_columns(batch, kind.columns_of(cfg, **methods)), kl_coef=coefficients.kl)
     advantages = advantages_of(batch, methods["advantage_fn"], cfg=cfg, world=world, step=step)
     loss = kind(cfg, world, loss_fn=observer.loss_fn(), coefficients=coefficients)
