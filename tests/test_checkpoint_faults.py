@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import subprocess
@@ -30,7 +31,7 @@ from worlds import Said
 
 from spmdrl.checkpoint import Checkpointer, keep
 from spmdrl.checkpoint import manifest as disk
-from spmdrl.checkpoint.restore import _clear, candidate_folders, config_differences
+from spmdrl.checkpoint.restore import MAY_CHANGE, _clear, candidate_folders, config_differences
 from spmdrl.checkpoint.save import Saver
 from spmdrl.config import Config, flatten
 from spmdrl.imports import attempt
@@ -222,6 +223,7 @@ def test_another_config_or_model_is_refused_on_all_ranks_with_the_difference(tmp
     assert "seed: 0 in the checkpoint, 7 now" in refused
     assert "optimizer.beta1: 0.9 in the checkpoint, 0.5 now" in refused
     assert "allow-config-change" in refused
+    assert "These may change freely: output_dir, steps, dry_run, layout.*, stream.*" in refused
     assert "model.0.weight has shape (6, 12) there, (6, 16) here" in other_model
 
 
@@ -240,6 +242,18 @@ def test_fields_that_do_not_shape_the_result_may_change():
     cosine = changed(base, steps=7, optimizer={"schedule": "cosine"})
     found = config_differences(flatten(changed(cosine, steps=100)), cosine)
     assert found == ["steps: 100 in the checkpoint, 7 now"], "the schedule depends on the steps"
+
+
+def test_the_page_lists_the_fields_that_may_change():
+    page = (Path(__file__).parent.parent / "docs/runs.md").read_text()
+    table = page[page.index("**What may change at a resume**") :].partition("\nAll else")[0]
+    listed = set(re.findall(r"`([\w.]+)(?:\*)?`", table.replace("`constant`", "")))
+    listed.discard("optimizer.schedule")
+    assert listed == set(MAY_CHANGE)
+    fields = flatten(Config())
+    for name in MAY_CHANGE:
+        is_section = name.endswith(".")
+        assert any(own.startswith(name) if is_section else own == name for own in fields), name
 
 
 def test_fields_that_came_or_went_since_the_checkpoint_are_compared_with_defaults():

@@ -160,15 +160,18 @@ def _check_config(content: disk.Manifest, cfg: Config, *, folder: Path, is_speak
     if not (text := _difference_text(content, cfg, folder=folder)):
         return
     if not cfg.checkpoint.allow_config_change:
-        raise Refusal(f"{text}\n{_ADVICE}")
+        raise Refusal(f"{text}\n{_advice()}")
     if is_speaker:
         log.warning("%s\nallowed by checkpoint.allow_config_change", text)
 
 
-_ADVICE = (
-    "Set the old values, or go on with the new ones by --checkpoint.allow-config-change, or start "
-    "in another output_dir"
-)
+def _advice() -> str:
+    free = ", ".join(f"{name}*" if name.endswith(".") else name for name in MAY_CHANGE)
+    return (
+        "Set the old values, or go on with the new ones by --checkpoint.allow-config-change, or "
+        f"start in another output_dir. These may change freely: {free}; steps only where "
+        "optimizer.schedule is constant"
+    )
 
 
 def _difference_text(content: disk.Manifest, cfg: Config, *, folder: Path) -> str:
@@ -186,7 +189,7 @@ def resume_problems(cfg: Config) -> list[str]:
         content, _ = attempt(partial(disk.read_manifest, folder))
         if content is not None:
             text = _difference_text(content, cfg, folder=folder)
-            return [f"{text}\n{_ADVICE}"] if text else []
+            return [f"{text}\n{_advice()}"] if text else []
     return []
 
 
@@ -285,8 +288,7 @@ def _clear(cfg: Config, damaged: dict[Path, str], *, is_speaker: bool) -> None:
 
 # --------------------------------------------------------------------------- comparing
 
-# Fields that change where, how fast or how long a run goes, or what it shows: not its result.
-_FREE = (
+MAY_CHANGE = (
     "output_dir",
     "steps",
     "dry_run",
@@ -307,6 +309,8 @@ _FREE = (
     "batch.tokens_per_microbatch",
     "rollout.record.every",
 )
+"""Fields and whole sections (that end in a dot) that may change at a resume: where, how fast or how
+long a run goes, or what it shows, and not its result."""
 
 # What a micro-batch of so many tokens takes depends on these.
 _MATTERS = (
@@ -340,8 +344,8 @@ def shapes_result(name: str, *, schedule: str) -> bool:
     """Return whether a field shapes the result of a run of such an optimizer.schedule."""
     if name == "steps" and schedule != "constant":
         return True  # a decaying learning rate is a function of the number of steps
-    sections = tuple(free for free in _FREE if free.endswith("."))
-    return name not in _FREE and not name.startswith(sections)
+    sections = tuple(free for free in MAY_CHANGE if free.endswith("."))
+    return name not in MAY_CHANGE and not name.startswith(sections)
 
 
 def _differences(saved: dict[str, Any], cfg: Config) -> dict[str, str]:
