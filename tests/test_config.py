@@ -320,6 +320,10 @@ def test_a_later_file_overrides_the_fields_of_an_earlier_one_and_flags_those_of_
         read([*files, "--config", f"{tmp_path}/odd.yaml"], prog="x")
     with pytest.raises(ValueError, match="--config needs a file name"):
         read([*files, "--config"], prog="x")
+    with pytest.raises(ValueError, match="c.yaml: expected a flag, --config c.yaml"):
+        read(["c.yaml", *files], prog="x")
+    with pytest.raises(ValueError, match="c.yaml: expected a flag, --config c.yaml"):
+        read([*files, "c.yaml"], prog="x")
 
 
 def test_what_is_wrong_with_several_files_names_all_of_them(tmp_path, capsys):

@@ -325,6 +325,8 @@ def _no_flag(word: str) -> str:
         if name in settings():
             return f"{word}: {form}: {start} {value}"
         return f"{word}: {form}; {name}: {elsewhere(name) or 'unknown key' + nearest_field(name)}"
+    if word.endswith((".yaml", ".yml")):
+        return f"{word}: expected a flag, --config {word}"
     return f"{word}: expected a flag, --SECTION.FIELD VALUE"
 
 

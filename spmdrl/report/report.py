@@ -118,7 +118,7 @@ class Report:
                 for k, v in probe.items()
             )
             self._line(
-                f"engine against trainer, |logprob| gap in nats: {gaps} "
+                f"engine against trainer, nats: {gaps} "
                 f"(mean allowed: {self.cfg.stream.max_logprob_gap})"
             )
         proved = {k: v for k, v in values.items() if k.startswith("proof/")}
