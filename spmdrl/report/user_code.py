@@ -76,16 +76,20 @@ def _imported(root: Path) -> list[Path]:
     return sorted(found)
 
 
-def _imports_of(file: Path, *, folder: Path) -> Iterator[Path]:
-    tree, _ = attempt(lambda: ast.parse(file.read_bytes()), (SyntaxError, ValueError, OSError))
+def _imports_of(file: Path, *, folder: Path) -> list[Path]:
+    """Return the files in a folder that are named by the imports of a file."""
+    places = [folder.joinpath(*name.split(".")) for name in _imported_names(file)]
+    paths = [path for place in places for path in (place.with_suffix(".py"), place / "__init__.py")]
+    return [path for path in paths if path.is_file()]
+
+
+def _imported_names(file: Path) -> Iterator[str]:
+    """Yield the modules that a file imports, and what may be one: `a.b` of `from a import b`."""
+    kinds = (SyntaxError, ValueError, OSError)
+    tree, _ = attempt(lambda: ast.parse(file.read_bytes()), kinds)
     for node in ast.walk(tree) if tree else ():
-        names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        for name in names:
-            place = folder.joinpath(*name.split("."))
-            for path in (place.with_suffix(".py"), place / "__init__.py"):
-                if path.is_file():
-                    yield path
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
