@@ -16,7 +16,7 @@ import signal
 from difflib import get_close_matches
 from pathlib import Path
 
-from spmdrl.errors import printable
+from spmdrl.errors import say
 from spmdrl.imports import attempt
 from spmdrl.report.versions import version_text
 from spmdrl.world.launch import known_rank
@@ -52,16 +52,15 @@ def main() -> int | None:
 
 
 def _run(name: str) -> int | None:
-    """Return a command's exit status.
-
-    Raises: SystemExit saying what it refuses; where several ranks run it, rank 0 says it.
-    """
+    """Return a command's exit status: 2 for what it refuses, which is printed; where several ranks
+    run it, rank 0 prints it."""
     command = importlib.import_module(f"spmdrl.commands.{name}")
     status, error = attempt(command.main)
-    if error is not None:
-        text = printable(f"{name}: {error}")
-        raise SystemExit(text if known_rank() in ("0", "?") else 1) from error
-    return status
+    if error is None:
+        return status
+    if known_rank() in ("0", "?"):
+        say(f"{name}: {error}", file=sys.stderr)
+    return 2
 
 
 def _listed() -> str:
