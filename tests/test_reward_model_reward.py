@@ -121,7 +121,8 @@ def _batch(cfg: Config, world: object) -> Batch:
         own.scalars, rewards=parts[:, 0].clone(), reward_parts=parts, rows=own.scalars.group_ids
     )
     samples = (
-        {"prompt": "p", "response": "r", "reward": float(parts[3, 0]), "group": 1, "sample": 1},
+        {"prompt": "p", "response": "r", "reward": float(parts[3, 0]), "group": 1, "sample": 1}
+        | {"reward_parts": {"own": float(parts[3, 0])}},
     )
     return dataclasses.replace(own, scalars=scalars, samples=samples)
 
@@ -183,7 +184,7 @@ def test_scores_of_any_mesh_are_those_of_transformers(annotated, folders):
         torch.testing.assert_close(done.scalars.rewards, expected, rtol=1e-4, atol=1e-5)
         (sample,) = done.samples
         assert sample.keys() == {"prompt", "response", "reward", "reward_parts"}
-        assert sample["reward_parts"].keys() == {"good", "other"}
+        assert sample["reward_parts"].keys() == {"own", "good", "other"}
         assert sample["reward"] == pytest.approx(float(raw[3]), rel=1e-4)
         assert sample["reward_parts"]["good"] == pytest.approx(float(first[3]), rel=1e-4)
         sums = batch_sums(done)
