@@ -136,19 +136,25 @@ def test_the_picture_of_the_rooms_is_that_of_the_imports() -> None:
     assert page == rooms.page_with(rooms.picture(), page), "run `python docs/rooms.py`"
 
 
-def test_the_readme_is_read_in_one_sitting() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 250, "move it to a page of docs/"
-
-
-def test_the_tree_in_the_readme_is_the_real_tree() -> None:
-    block = (ROOT / "README.md").read_text().split("## The tree")[1].split("\n## ")[0]
-    named = set(re.findall(r"^ {6}(\w+(?:/|\.py))", block, flags=re.M))
+def test_the_tree_on_the_page_is_the_real_tree_in_the_order_of_imports() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    block = page.split("## The tree")[1].split("\n## ")[0]
+    named = re.findall(r"^ {6}(\w+(?:/|\.py))", block, flags=re.M)
     real = {
         path.name + "/" * path.is_dir()
         for path in (ROOT / "spmdrl").iterdir()
         if not path.name.startswith("__")
     }
-    assert named == real, (named - real, real - named)
+    assert {*named} == real, ({*named} - real, real - {*named})
+    places = {name.removesuffix("/").removesuffix(".py"): i for i, name in enumerate(named)}
+    wrong = {
+        (here, there)
+        for one in rooms.imports()
+        if (here := rooms.room_of(one.module)) in places
+        and (there := rooms.room_of(one.imported)) != here
+        and places[there] > places[here]
+    }
+    assert not wrong
 
 
 VISION_ROOMS = ("spmdrl/data/vision/", "spmdrl/model/vision/")
@@ -188,11 +194,6 @@ def test_only_their_doors_import_the_rooms_of_vision() -> None:
         and not f"{one.module}.".startswith(rooms_of_vision)
     }
     assert outside == {"spmdrl/data/attachments.py", "spmdrl/model/senses.py"}
-
-
-def test_the_loop_in_the_readme_is_that_of_train_py() -> None:
-    shown = (ROOT / "README.md").read_text().split("## The loop")[1].split("\n\n")[2]
-    assert shown.startswith("    for step in ") and shown in (ROOT / "train.py").read_text()
 
 
 def test_the_architecture_names_files_that_are_there() -> None:
