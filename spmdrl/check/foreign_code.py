@@ -53,7 +53,7 @@ def trusted_config(run: Path, *, trust_run: bool, trust_remote_code: bool) -> Co
     Raises: Refusal naming the code that nobody allowed, and the flags that allow it; as
         `load_yaml`.
     """
-    cfg = load_yaml(run / "config.yaml", may_be_former=True)
+    cfg = load_yaml(run / "config.yaml")
     named = [(kind, getattr(cfg.algorithm, kind)) for kind in METHODS]
     code = [f"algorithm.{kind}: {name}" for kind, name in named if ":" in name and not trust_run]
     of_model = cfg.model.trust_remote_code and not trust_remote_code

@@ -15,7 +15,6 @@ import spmdrl.checkpoint.keep as keep
 import spmdrl.checkpoint.manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
 from spmdrl.config import Config, flatten
-from spmdrl.config.former import modernized
 from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, refusing
 from spmdrl.world.comm import gather_objects, gather_problems
@@ -332,8 +331,7 @@ def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:
     """Return the fields that shape the result and differ, one line each with both values.
 
     Args:
-        saved: flattened config of the checkpoint, by former names too. A field it does not know had
-            its default.
+        saved: flattened config of the checkpoint. A field it does not know had its default.
         cfg: the present config.
     """
     found, schedule = _differences(saved, cfg), cfg.optimizer.schedule
@@ -350,7 +348,8 @@ def shapes_result(name: str, *, schedule: str) -> bool:
 
 def _differences(saved: dict[str, Any], cfg: Config) -> dict[str, str]:
     """Return {field: line with both values}."""
-    now, old = (disk.plain(flat) for flat in (flatten(cfg), flatten(Config()) | modernized(saved)))
+    now = disk.plain(flatten(cfg))
+    old = disk.plain(flatten(Config()) | saved)
     return {
         name: f"{name}: {old[name]!r} in the checkpoint, {now.get(name, 'unknown')!r} now"
         for name in old

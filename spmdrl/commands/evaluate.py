@@ -96,7 +96,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
         list(rest),
         prog="python -m spmdrl evaluate MODEL",
         about=about,
-        default=load_yaml(file, may_be_former=True) if file else None,
+        default=load_yaml(file) if file else None,
     )
     if file:
         asked = _trusted(asked, rest, file=file, chosen=chosen)

@@ -17,7 +17,6 @@ import yaml
 
 from spmdrl.config.elsewhere import elsewhere
 from spmdrl.config.fields import Config
-from spmdrl.config.former import modernized, present
 from spmdrl.config.options import shown
 from spmdrl.config.ranges import PathForm
 from spmdrl.config.tree import (
@@ -90,19 +89,16 @@ def _problem_list(where: str, problems: list[str]) -> str:
 # --------------------------------------------------------------------------- files
 
 
-def load_yaml(*paths: str | Path, may_be_former: bool = False) -> Config:
+def load_yaml(*paths: str | Path) -> Config:
     """Read YAML files strictly; the fields of a later one override those of the ones before.
 
-    Args:
-        may_be_former: they are what a run wrote, perhaps of a former version: take its names too.
     Returns: Config with defaults where the files are silent; not yet validated.
-    Raises: Refusal listing every unknown key of a file (with the nearest known one), every former
-        name (with the present one) and every value of a wrong type.
+    Raises: Refusal listing every unknown key of a file (with the nearest known one) and every value
+        of a wrong type.
     """
     found: dict[str, Any] = {}
     for path in map(Path, paths):
-        where = f"config file {path}"
-        found |= _fields_of(_tree_of(path), where=where, may_be_former=may_be_former)
+        found |= _fields_of(_tree_of(path), where=f"config file {path}")
     return build(found)
 
 
@@ -133,26 +129,21 @@ def _text_of(path: Path) -> str:
         raise Refusal(f"config file {path} cannot be read: {error.strerror}") from None
 
 
-def from_tree(
-    tree: Mapping[str, Any], *, where: str = "config", may_be_former: bool = False
-) -> Config:
+def from_tree(tree: Mapping[str, Any], *, where: str = "config") -> Config:
     """Return the config of nested mappings, as YAML has them.
 
     Args:
-        where: they stand, for messages. may_be_former: as of `load_yaml`.
+        where: they stand, for messages.
     Raises: as `load_yaml`.
     """
-    return build(_fields_of(tree, where=where, may_be_former=may_be_former))
+    return build(_fields_of(tree, where=where))
 
 
-def _fields_of(tree: Mapping[str, Any], *, where: str, may_be_former: bool) -> dict[str, Any]:
+def _fields_of(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Return {field: value} of nested mappings."""
     found: dict[str, Any] = {}
     problems: list[str] = []
-    flat = leaves(tree, problems=problems)
-    if may_be_former:
-        flat = modernized(flat)
-    for name, value in flat.items():
+    for name, value in leaves(tree, problems=problems).items():
         if _is_foreign(name, value):
             problems += _foreign_problems(name, value)
             continue
@@ -166,7 +157,7 @@ def _fields_of(tree: Mapping[str, Any], *, where: str, may_be_former: bool) -> d
 def _is_foreign(name: str, value: Any) -> bool:
     """Return whether a mapping is a section of another program's config: none of ours, nor one of
     ours with a slip of the pen."""
-    is_ours = name in settings() or name in sections() or present(name, value) is not None
+    is_ours = name in settings() or name in sections()
     if is_ours or not isinstance(value, dict) or not value:
         return False
     return bool(elsewhere(name)) or not is_near(name)
@@ -212,10 +203,6 @@ def _noted(problems: list[str], name: str) -> Iterator[None]:
 
 
 def _checked(name: str, value: Any) -> Any:
-    now = present(name, value)
-    if now is not None:
-        fields = ", ".join(f"{field}: {_flow(own)}" for field, own in now.items())
-        raise Refusal(f"is now {fields}" if fields else "is no field any more; leave it out")
     if name in sections():
         own = [field for field in settings() if field.rpartition(".")[0] == name]
         raise Refusal(f"expected a mapping of fields, got {shown(value)}; known: {', '.join(own)}")
@@ -335,11 +322,9 @@ def _flag_value(name: str, words: list[str]) -> Any:
     value: Any = words
     if (hint is None or typing.get_origin(hint) is dict) and len(words) == 1:
         value = plain_data(words[0])
-    now = present(name, value)
-    if now is None and name in sections() and isinstance(value, dict):
-        now = {f"{name}.{key}": own for key, own in value.items()}
-    if now:
-        raise Refusal(f"is now {' '.join(_flag(field, own) for field, own in now.items())}")
+    if name in sections() and isinstance(value, dict) and value:
+        flags = " ".join(_flag(f"{name}.{key}", own) for key, own in value.items())
+        raise Refusal(f"is a section, whose fields are flags: {flags}")
     return _checked(name, value) if hint is None else convert(_from_words(words, hint), hint)
 
 

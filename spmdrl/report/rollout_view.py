@@ -187,9 +187,9 @@ def read_groups(
         raise Refusal(
             f"step {step} of {recorded.folder} has no group {group}; it has groups {ranges(others)}"
         )
-    # Not there, or of another version of this program.
+    # It may be missing.
     path = recorded.folder.resolve().parent / "config.yaml"
-    cfg, error = attempt(lambda: load_yaml(path, may_be_former=True))
+    cfg, error = attempt(lambda: load_yaml(path))
     known, is_yours = None, cfg is not None and is_own(path)[0]
     if cfg:
         trusts = trust_run or is_yours

@@ -24,7 +24,6 @@ import pyarrow.parquet as parquet
 from torch import Tensor
 
 from spmdrl.config import Config, ShapingSettings, flatten
-from spmdrl.config.former import modernized
 from spmdrl.data.attachments import with_items
 from spmdrl.given import Shown
 from spmdrl.imports import attempt, refusing
@@ -217,8 +216,9 @@ def _replace(partial: Path, path: Path) -> None:
 
 
 def kept_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return KEPT_FIELDS of a flattened config, of any version, as JSON has them."""
-    flat = flatten(Config()) | modernized(flat)
+    """Return KEPT_FIELDS of a flattened config as JSON has them; a field that it lacks has its
+    default."""
+    flat = flatten(Config()) | dict(flat)
     return json.loads(json.dumps({name: flat[name] for name in KEPT_FIELDS}))
 
 
