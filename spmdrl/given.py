@@ -1,7 +1,7 @@
 """What a model is given: token ids, and what they show, from data to engine and trainer.
 
 A token may stand for a part of something that is no text and that a tower of the model reads: an
-item. Items are what the model's own processor made of an image; nothing here depends on that.
+item. Items are what the model's own processor made of an attachment; nothing here depends on that.
 
 Letters: T tokens, P items, E rows of embeddings: what the model's tower makes of the items, one row
 for each token that stands for a part of one.
@@ -39,11 +39,6 @@ class Item:
 
     def __hash__(self) -> int:
         return hash(self.key)
-
-    @staticmethod
-    def restored(plain: Mapping[str, Any]) -> Item:
-        """Undo `vars`; in checkpoints of 0.1 the view is named `image`."""
-        return Item(**{"view" if name == "image" else name: v for name, v in plain.items()})
 
     @staticmethod
     def formed(
@@ -137,17 +132,11 @@ class Shown:
         return cls(places, own)
 
     @staticmethod
-    def of_today(columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of tokens in a checkpoint by today's names; in those of 0.1 what is
-        shown is named `pictures`."""
-        return {"shown" if name == "pictures" else name: v for name, v in columns.items()}
-
-    @staticmethod
     def restored(plain: Mapping[str, Any] | None) -> Shown | None:
         """Undo `plain`; None for none."""
         if plain is None:
             return None
-        return Shown(plain["places"], tuple(map(Item.restored, plain["items"])))
+        return Shown(plain["places"], tuple(Item(**item) for item in plain["items"]))
 
     def plain(self) -> dict[str, Any]:
         """Return all fields, as dictionaries; tensors are shared."""

@@ -234,12 +234,11 @@ class Tokens:
 
 
 def unplain(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of which `Tokens.plain` made these; columns that are missing are None."""
-    plain = Shown.of_today(plain)
+    """Return the fields of which `Tokens.plain` made these."""
     return {
         **plain,
-        "kept_sets": KeptSets.restored(plain.get("kept_sets")),
-        "shown": Shown.restored(plain.get("shown")),
+        "kept_sets": KeptSets.restored(plain["kept_sets"]),
+        "shown": Shown.restored(plain["shown"]),
     }
 
 

@@ -230,10 +230,9 @@ def test_pickled_environments_of_a_checkpoint_are_refused_unless_they_are_truste
 
     plain, evil = pack(GuessNumber()), pickle.dumps(Evil())
     check_environments(states(plain, b""), trusts_pickles=False)
-    for hostile in (evil, PICKLED + evil):  # of an earlier version, and now
-        with refused("hold 1 of 2 environments", "--checkpoint.trust-pickles true"):
-            check_environments(states(plain, hostile), trusts_pickles=False)
-        check_environments(states(plain, hostile), trusts_pickles=True)
+    with refused("hold 1 of 2 environments", "--checkpoint.trust-pickles true"):
+        check_environments(states(plain, PICKLED + evil), trusts_pickles=False)
+    check_environments(states(plain, PICKLED + evil), trusts_pickles=True)
     assert not marker.exists()
     server = served("guess_number")
     with pytest.raises((NotPlain, ValueError, AttributeError)):  # said to be plain, and none

@@ -295,38 +295,17 @@ def test_rollouts_keep_their_new_columns_through_a_checkpoint():
     assert len(concat_rollouts([empty_rollouts(), empty_rollouts()])) == 0
 
 
-def test_a_group_saved_as_lists_in_format_1_goes_on_as_one_saved_now():
+def test_a_group_under_way_goes_on_as_it_was_saved():
     prompt = Prompt(index=44, tokens=(4, 2), text="q", row={})
     group = Group(3, 7, 4, prompt, version=2, draw=DRAW)
     done = trajectory((9, 8), [7, 5, 1], versions=[2] * 3, logprobs=[-0.5] * 3, states=[6])
     seen = dataclasses.replace(prompt, tokens=(9, 8), text="opened")
-    reward = RewardResult("k", 1.0)
-    group.samples[0] = FinishedEpisode(4, 0, seen, done, "text", reward)
+    group.samples[0] = FinishedEpisode(4, 0, seen, done, "text", RewardResult("k", 1.0))
     half = Episode(group, 1, Trajectory.begun((4, 2)).sampled(completion([3], versions=[2])))
-    now = group_to_dict(group, [half])
-    before = {k: v for k, v in now.items() if k not in ("format", "samples", "episodes")}
-    lists = dict(is_truncated=False, routes=None)
-    three = dict(tokens=[7, 5, 1], is_sampled=[True] * 3, logprobs=[-0.5] * 3, versions=[2] * 3)
-    one = dict(tokens=[3], is_sampled=[True], logprobs=[0.0], versions=[2])
-    before["samples"] = [
-        {
-            "sample": 0,
-            "prompt": ([9, 8], "opened"),
-            "response": three | lists | dict(states=[6], earned=[]),
-            "text": "text",
-            "reward": dataclasses.asdict(reward),
-        }
-    ]
-    episode = {k: v for k, v in now["episodes"][0].items() if k != "trajectory"}
-    before["episodes"] = [
-        episode | {"opening": [], "response": one | lists | dict(states=[], earned=[])}
-    ]
-    for plain in (now, before):
-        again, (going_on,) = group_from_dict(plain, number=3, draw=DRAW, prompt=prompt)
-        assert values(again.samples[0]) == values(group.samples[0])
-        assert going_on.group is again and going_on.request() == half.request()
-    with pytest.raises(ValueError, match="groups under way in format 3, of a later version"):
-        group_from_dict(now | {"format": 3}, number=3, draw=DRAW, prompt=prompt)
+    plain = group_to_dict(group, [half])
+    again, (going_on,) = group_from_dict(plain, number=3, draw=DRAW, prompt=prompt)
+    assert values(again.samples[0]) == values(group.samples[0])
+    assert going_on.group is again and going_on.request() == half.request()
 
 
 def test_scalars_made_without_the_new_columns_have_them_all_the_same():

@@ -165,7 +165,6 @@ SAY_IMAGE = {
     "spmdrl/config/model.py": "model.vision_lr",
     "spmdrl/data/attachments.py": "the door to data/vision",
     "spmdrl/environments/protocol.py": "image_part, by which environments show one",
-    "spmdrl/given.py": "names in checkpoints of 0.1",
     "spmdrl/model/senses.py": "the door to model/vision",
     "spmdrl/model/transformers_internals.py": "names of transformers: vision_config, SigLIP",
 }

@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import io
 import re
-from typing import Any
 
 import numpy
 import pyarrow
@@ -332,18 +331,7 @@ def test_the_viewer_shows_images_where_they_stand(tmp_path, capsys):
     assert viewer.main([*asked[:4], "3"]) == 0 and "[image" not in capsys.readouterr().out
 
 
-def as_named_before(state: Any) -> Any:
-    """Return a checkpoint's state by the names of a version that knew of pictures alone."""
-    if isinstance(state, (list, tuple)):
-        return type(state)(map(as_named_before, state))
-    if not isinstance(state, dict):
-        return state
-    names = {"shown": "pictures", "view": "image"}
-    return {names.get(name, name): as_named_before(own) for name, own in state.items()}
-
-
-@pytest.mark.parametrize("is_old", [False, True])
-def test_what_was_made_ahead_and_what_is_under_way_is_saved_with_its_pictures(tmp_path, is_old):
+def test_what_was_made_ahead_and_what_is_under_way_is_saved_with_its_pictures(tmp_path):
     groups = [seeing_group(slot) for slot in range(3)]
     plain = dict(seconds=1.5, measured={}, dropped=[], num_carried=0)
     share = pack_step(groups, records.config_of(tmp_path), is_first=True, **plain)
@@ -352,7 +340,7 @@ def test_what_was_made_ahead_and_what_is_under_way_is_saved_with_its_pictures(tm
     half = Episode(groups[2], 0, groups[2].samples.pop(0).trajectory)
     state = {"ahead": rollouts_to_dict(share), "group": group_to_dict(groups[2], [half])}
     file = io.BytesIO()
-    torch.save(as_named_before(state) if is_old else state, file)
+    torch.save(state, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     back = rollouts_from_dict(loaded["ahead"])

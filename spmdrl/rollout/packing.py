@@ -229,7 +229,7 @@ def rollouts_to_dict(rollouts: Rollouts) -> dict[str, Any]:
 
 
 def rollouts_from_dict(tree: dict[str, Any]) -> Rollouts:
-    """Undo `rollouts_to_dict`, of earlier versions too."""
+    """Undo `rollouts_to_dict`."""
     return Rollouts(
         **{
             **unplain(tree),

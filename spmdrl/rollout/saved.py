@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from spmdrl.environments.plain_state import PICKLED, PLAIN
+from spmdrl.environments.plain_state import PLAIN
 from spmdrl.errors import Refusal
 from spmdrl.rollout.episode import Draw, Episode, FinishedEpisode, Group, Trajectory
-from spmdrl.types import Prompt, Tokens, flat
+from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardResult
-
-FORMAT = 2
-"""Of what `group_to_dict` returns; in format 1 tokens were lists, apart from their prompt."""
 
 
 def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]:
@@ -23,7 +20,6 @@ def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]
         unfinished: episodes, of this group and others, with what was drawn so far.
     """
     return {
-        "format": FORMAT,
         "step": group.step,
         "slot": group.slot,
         "version": group.version,
@@ -69,26 +65,10 @@ def check_environments(states: Sequence[dict[str, Any]], *, trusts_pickles: bool
         )
 
 
-def _packed_of(text: str) -> bytes:
-    """Return a packed environment; earlier versions wrote the pickle alone."""
-    packed = text.encode("latin-1")
-    return PICKLED + packed if packed[:1] not in (b"", PLAIN, PICKLED) else packed
-
-
 def group_from_dict(
     plain: dict[str, Any], *, number: int, draw: Draw, prompt: Prompt
 ) -> tuple[Group, list[Episode]]:
-    """Return a group and its unfinished episodes; undoes `group_to_dict`.
-
-    Raises: Refusal for a format of a later version.
-    """
-    if plain.get("format", 1) > FORMAT:
-        raise Refusal(
-            f"the checkpoint holds groups under way in format {plain['format']}, of a later "
-            f"version; this one reads up to {FORMAT}: resume with the version that wrote it"
-        )
-    if "format" not in plain:
-        plain = _from_format_1(plain, prompt)
+    """Return a group and its unfinished episodes; undoes `group_to_dict`."""
     group = Group(number, plain["step"], plain["slot"], prompt, plain["version"], draw)
     for s in plain["samples"]:
         trajectory = Trajectory.restored(s["trajectory"])
@@ -106,44 +86,10 @@ def group_from_dict(
             **e
             | {
                 "trajectory": Trajectory.restored(e["trajectory"]),
-                "environment": _packed_of(e["environment"]),
+                "environment": e["environment"].encode("latin-1"),
                 "info": dict(e["info"]),
             },
         )
         for e in plain["episodes"]
     ]
     return group, episodes
-
-
-def _from_format_1(plain: dict[str, Any], prompt: Prompt) -> dict[str, Any]:
-    """Return a group of format 1 in the present one."""
-    samples = [
-        {**s, "prompt": s["prompt"][1], "trajectory": _joined(s["prompt"][0], s["response"])}
-        for s in plain["samples"]
-    ]
-    episodes = [
-        {**e, "trajectory": _joined(e["opening"] or prompt.tokens, e["response"])}
-        for e in plain["episodes"]
-    ]
-    for old in (*samples, *episodes):
-        del old["response"]
-    for old in episodes:
-        del old["opening"]
-    return {**plain, "samples": samples, "episodes": episodes}
-
-
-def _joined(prompt: Sequence[int], response: dict[str, Any]) -> dict[str, Any]:
-    """Return the trajectory of a prompt and a response of format 1."""
-    following = Tokens(
-        tokens=flat(response["tokens"], "int64"),
-        response_mask=flat(response["is_sampled"], "bool"),
-        rollout_logprobs=flat(response["logprobs"], "float32"),
-        policy_versions=flat(response["versions"], "int64"),
-    )
-    return Tokens.concat([Tokens.given(prompt), following]).columns() | {
-        "routes": response["routes"],
-        "num_given": len(prompt),
-        "is_truncated": response["is_truncated"],
-        "states": tuple(response["states"]),
-        "earned": tuple(response["earned"]),
-    }
