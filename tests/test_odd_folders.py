@@ -24,7 +24,7 @@ from spmdrl.imports import attempt
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.report.rollout_view import _decoder
-from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA
+from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA, digest_line
 
 ODD = (b"[]", b"null", b"1", b'"x"', b"{", b"\xff\xfe\x00", b"[" * 3000, b"")
 
@@ -153,5 +153,6 @@ def test_odd_recordings_are_refused_by_the_viewer(tmp_path, capsys) -> None:
     ):
         head = {HEADER: json.dumps(header).encode()}
         parquet.write_table(table.replace_schema_metadata(head), path, write_statistics=False)
+        path.with_suffix(".sha256").write_text(digest_line(path, path.name))
         assert view([str(tmp_path), "--step", "0", "--group", "0"]) == 2
         assert f"{path.parent}" in capsys.readouterr().err

@@ -7,7 +7,6 @@ by their count, texts by reading each distinct one once.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +22,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA, SOME_FIELDS, digest_file, digest_of
 
-log = logging.getLogger(__name__)
-_without_digests: set[Path] = set()
-"""Folders of which it was said that files there have no digest."""
-
-# What comes up where a file without digest holds something else than a run records.
+# What comes up where a file holds something else than a run records: its writer may be a stranger.
 _NONSENSE: tuple[type[Exception], ...] = (OSError, LookupError, TypeError, ValueError)
 _NONSENSE += (
     RuntimeError,
@@ -236,22 +231,16 @@ _MAYBE: dict[str, _Form] = {
 def _check_digest(path: Path, line: str) -> None:
     """Refuse a file that is not as it was written. Raises: OSError; Refusal.
 
-    One without a digest, of an earlier version, is named once per folder and read.
-
     Args:
         line: of sha256sum, for what the file holds.
     """
     digest = digest_file(path)
     text, _ = attempt(lambda: run_files.read_text(digest, run_files.DIGEST), FileNotFoundError)
     if text is None:
-        if path.parent not in _without_digests:
-            _without_digests.add(path.parent)
-            log.warning(
-                "%s has no %s: damage to it would not be seen, as of files of earlier versions",
-                path,
-                digest.name,
-            )
-        return
+        raise Refusal(
+            f"{path} has no {digest.name} beside it, by which damage is seen; copy that too, or "
+            "record the step again"
+        )
     if line not in text.splitlines(keepends=True):
         raise Refusal(
             f"{path} does not match its sha256 in {digest.name}: it was changed or damaged; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +22,6 @@ from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
 from spmdrl.rollout.recorded_tables import SHOWN_BYTES, RecordedFile, reading
 from spmdrl.rollout.recorder import FILE_NAME, FOLDER, NUMBERS
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, add_sums, join_routes
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
