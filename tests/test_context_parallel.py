@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -370,3 +371,12 @@ def test_a_model_that_does_not_fit_is_refused_before_any_group_exists(tiny_model
     assert ended.returncode == 2, ended.stderr
     assert "layout.cp: 4 does not divide the 2 / tp 1 = 2 query heads" in ended.stderr
     assert f"model.path {tiny_model}" in ended.stderr
+
+
+def test_what_attention_returns_can_be_viewed_in_another_shape():
+    """JetMoE's and AFMoE's code does so; what comes back from other ranks is no plain view."""
+    module = torch.nn.Module()
+    strided = torch.zeros(1, 4, 3, 2).transpose(1, 2)  # [1, t, Hq, D]
+    attend = partial(context_parallel._method, kernel=KERNELS["padded"], packing=None)
+    out, _ = attend(module, *(None,) * 4, method=lambda *_: strided)
+    assert not strided.is_contiguous() and out.view(1, 3, 8).shape == (1, 3, 8)

@@ -84,8 +84,8 @@ def test_sequences_that_see_each_other_and_pushes_that_move_nothing_are_wrong(tm
 
 
 def test_a_model_that_is_not_served_is_refused_by_name(tmp_path):
-    (line,) = Proof(family_config("gptj"), tmp_path).lines()
-    assert line.verdict == "refused" and "GPTJForCausalLM" in line.note
+    (line,) = Proof(family_config("falcon+alibi"), tmp_path).lines()
+    assert line.verdict == "refused" and "FalconForCausalLM" in line.note
 
 
 def sleeping(*args: str) -> jobs.Measured:

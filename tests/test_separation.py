@@ -18,14 +18,12 @@ from spmdrl.model.blocks import blocks
 HYBRID = ["linear_attention", "full_attention"]
 SLIDING = ["sliding_attention", "full_attention"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "falcon": ({}, "does not attend by transformers' attention interface"),
-    "bloom": ({}, "(LayerNorm, BloomAttention, LayerNorm, BloomMLP) does not attend by"),
-    "gptj": ({}, "does not attend by"),
+    "falcon": ({"alibi": True}, "computes with the causal mask (.ndim) before its layers get it"),
+    "xlm": ({"n_layers": 2}, "transformer.ffns.0 (Linear, Linear, GELUActivation) has no part"),
     "doge": ({}, "self_attn attends by a mask of its own, attn_mask"),
-    "stablelm": ({}, "does not hand on to self_attn where sequences begin"),
     "bert": ({}, "it asks for a mask that is neither causal, a window nor chunks"),
     "glm_moe_dsa": ({}, "self_attn.indexer (GlmMoeDsaIndexer) chooses keys by code of its own"),
-    "cpmant": ({}, "its code cannot be followed (IndexError: too many indices"),
+    "cpmant": ({}, "its code does not run without its weights (modeling_cpmant.py:"),
 }
 SEEN: dict[str, tuple[dict[str, Any], list[Span]]] = {
     "llama": ({}, [Span(), Span()]),
@@ -52,6 +50,10 @@ MIXERS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "falcon_h1": ({}, ["FalconH1Mixer", "FalconH1Mixer"]),
     "minimax": ({"layer_types": HYBRID}, ["MiniMaxLightningAttention"]),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, ["Lfm2ShortConv"]),
+    "mamba": ({}, ["MambaMixer", "MambaMixer"]),
+    "falcon": ({}, ["FalconAttention", "FalconAttention"]),
+    "gptj": ({}, ["GPTJAttention", "GPTJAttention"]),
+    "mpt": ({}, ["MptAttention", "MptAttention"]),
     "bamba": ({"attn_layer_indices": [1]}, ["BambaMixer"]),  # its blocks give pairs
 }
 
@@ -105,6 +107,18 @@ def test_layers_that_are_no_attention_compute_one_sequence_per_row(family):
     assert [type(model.get_submodule(name)).__name__ for name in names] == kinds
 
 
+def test_attention_by_code_of_its_own_is_given_the_mask_and_biases_that_its_model_makes():
+    falcon, bloom, mpt = (
+        next(iter(separation_of(meta_model(family)).own_attention.values()))
+        for family in ("falcon", "bloom", "mpt")
+    )
+    assert (falcon.biases, bloom.biases, mpt.biases) == ((), ("alibi",), ())  # MPT's cuts its own
+    like = torch.zeros(1, dtype=torch.bfloat16)
+    least = torch.finfo(torch.bfloat16).min
+    assert falcon.mask(2, like=like).tolist() == [[[[0.0, least], [0.0, 0.0]]]]
+    assert mpt.mask(2, like=like).tolist() == [[[[False, True], [False, False]]]]
+
+
 @pytest.mark.parametrize("given", [{"attention_mask": {"full": Span()}}, {"mask": Span()}])
 def test_masks_that_come_otherwise_are_refused(given, monkeypatch):
     model = meta_model("llama")
@@ -132,13 +146,12 @@ def test_what_a_token_sees_is_counted_from_the_sequences_first():
 
 @pytest.mark.parametrize("field", ["model", "teacher"])
 def test_a_run_refuses_such_a_model_before_anything_is_loaded(field, tiny_model, tmp_path):
-    AutoConfig.for_model("gptj", n_layer=2, n_embd=32, n_head=2, vocab_size=64).save_pretrained(
-        tmp_path
-    )
+    sizes = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=32)
+    AutoConfig.for_model("doge", vocab_size=64, **sizes).save_pretrained(tmp_path)
     own = {"path": str(tmp_path)}
     if field == "teacher":
         own = {"path": str(tiny_model), "teacher": str(tmp_path)}
-    with pytest.raises(ValueError, match="GPTJForCausalLM is not served: transformer.h.0"):
+    with pytest.raises(ValueError, match="DogeForCausalLM is not served: model.layers.0"):
         check_fit(changed(good(), model=own))
 
 

@@ -31,6 +31,7 @@ from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.routers import WEIGHTS, check_balance, unknown_router
 from spmdrl.model.scorer import head_form
 from spmdrl.model.towers import sees, tower_parameters
+from spmdrl.model.transformers_internals import rewritten_on_loading
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of
 from spmdrl.world.machine.gpus import check_driver
@@ -306,6 +307,14 @@ def _build_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[st
     if reason := unshardable(hf_model):
         yield f"{at}: {type(hf_model).__name__} is not served: {reason}; take another family"
     yield from (f"{at}: {reason}" for reason in refusal(lambda: check_buffers(hf_model)))
+    if changed := rewritten_on_loading(hf_model):
+        pad = hf_model.config.get_text_config().pad_token_id  # type: ignore[union-attr]
+        yield (
+            f"{at}: transformers changes {some(changed)} of a {type(hf_model).__name__} after it "
+            "read it from files, so that an export would compute otherwise there than here; if "
+            f"this is the embedding, whose row of pad_token_id ({pad}) is set to zero, set "
+            "pad_token_id to null in config.json"
+        )
     if not hasattr(hf_model, "score"):
         yield from (f"{at}: {reason}" for reason in refusal(lambda: head_form(hf_model)))
 

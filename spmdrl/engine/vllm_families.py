@@ -95,13 +95,18 @@ def _lacking(config: Any, *, dtype: str, on_cpu: bool) -> str:
             f"its n_groups is {config.n_groups}, and vLLM normalises each group of channels by "
             f"itself, transformers all of them together; {other}"
         )
+    if family == "jetmoe":
+        return (
+            "its attention repeats keys and values once per expert of a token, and vLLM's "
+            f"Transformers backend pairs them with queries otherwise; {other}"
+        )
     if missing := lacking_to_see(family, on_cpu=on_cpu):
         return f"{missing}, or {other}"
     if not on_cpu:
         return ""
     if wrong := head_size_problem(config):
         return f"{wrong}; {other}"
-    if family == "jamba":
+    if family in ("jamba", "mamba", "falcon_mamba"):
         return f"vLLM's CPU build has no op selective_scan_fwd, of its Mamba layers; {other}"
     if family == "nemotron_h" and "moe" in config.layers_block_type:
         return "vLLM computes experts without a gate (is_act_and_mul=False) on GPUs alone; " + other

@@ -160,6 +160,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon": {},
     "bloom": {},
     "gptj": {},
+    "codegen": {},
+    "mpt": {},
+    "olmo": dict(tie_word_embeddings=True),
+    "nanochat": {},
+    "afmoe": {},
+    "jetmoe": {},
+    "youtu": {},
+    "kimi_linear": {},
+    "mamba": {},
+    "falcon_mamba": {},
+    "recurrent_gemma": {},
     "minimax": dict(head_dim=128),
     "bamba": dict(attn_layer_indices=[9, 18, 27]),
     "dots1": dict(
@@ -178,6 +189,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     ),
     "olmo_hybrid": {},
     # Settings that released models have and the class's own do not.
+    "falcon+new": dict(
+        new_decoder_architecture=True, hidden_size=8192, num_attention_heads=128, num_kv_heads=8
+    ),
+    "falcon+sequential": dict(multi_query=False, parallel_attn=False, bias=True),
+    "falcon+alibi": dict(alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    "olmo+clip": dict(clip_qkv=8.0),
+    "stablelm+norms": dict(qk_layernorm=True, use_parallel_residual=True),
     "qwen2_moe+window": dict(use_sliding_window=True, max_window_layers=12),
     "phi3+longrope": dict(max_position_embeddings=131072, rope_parameters=_LONGROPE),
     "gemma4_text+moe": dict(

@@ -24,7 +24,7 @@ from spmdrl.model.files.quantised import quantisation
 from spmdrl.model.files.reader import CheckpointReader, some, text_config, text_part
 from spmdrl.model.files.tied import check_copy, check_sample, copies_in, tied_names
 from spmdrl.model.shards import Held, Part
-from spmdrl.model.towers import build_seeing_model, check_family
+from spmdrl.model.towers import build_seeing_model, check_family, set_attention
 from spmdrl.model.transformers_internals import has_towers, ignored_names, initialise, owners
 from spmdrl.world.torch_internals import is_persistent
 
@@ -344,7 +344,9 @@ def load_whole_model(
         config: a transformers config of the model's first layers; the files have more.
     Raises: Refusal when the files do not fit the model, or cannot be read.
     """
-    hf_model = build_meta_model(model, attention=attention, config=config)
+    hf_model = build_meta_model(model, attention=attention and "eager", config=config)
+    if attention is not None:  # after it is made: some choose their classes by the name
+        set_attention(hf_model, attention)
     names, parts = list(live_tensors(hf_model)), file_tensors(hf_model)
     reader = CheckpointReader(model_folder(model.path), part=model.part)
     copies = check_weights(reader, hf_model, parts) if config is None else {}

@@ -23,6 +23,7 @@ from spmdrl.given import Shown
 from spmdrl.kept_sets import KeptSets
 from spmdrl.model.blocks import base_of, blocks, name_of, replaced_forward
 from spmdrl.model.draw_rules import make_rules
+from spmdrl.model.files.reader import some
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
 from spmdrl.model.senses import eyes_of
@@ -69,13 +70,26 @@ def head_form(hf_model: nn.Module) -> HeadForm:
             product=lambda x: x[..., :1].expand(*x.shape[:-1], rows) + 0.5 * has_bias,
         )
     except Exception as error:  # whatever the model's own code runs into
-        raise Refusal(_refused(kind, f"cannot be followed ({error!r:.200})")) from error
+        between = _between(hf_model, head)
+        why = f"goes through {some(between)}" if between else f"cannot be followed ({error!r:.200})"
+        raise Refusal(_refused(kind, why)) from error
     form = _form(products, logits)
     if logits.shape != products.shape or not torch.allclose(
         form.logits(products), logits, rtol=_CLOSE, atol=0
     ):
         raise Refusal(_refused(kind, "is neither a factor nor a softcap"))
     return form
+
+
+def _between(hf_model: nn.Module, head: nn.Module) -> list[str]:
+    """Return the modules with weights that are neither below a model's head nor the head."""
+    below = base_of(hf_model)[1]
+    known = {*below.modules(), *head.modules()}
+    return [
+        f"{name} ({type(module).__name__})"
+        for name, module in hf_model.named_modules()
+        if module not in known and any(True for _ in module.parameters(recurse=False))
+    ]
 
 
 def _refused(kind: str, why: str) -> str:

@@ -18,10 +18,14 @@ from torch import nn
 
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
 from spmdrl.model.blocks import blocks
 from spmdrl.model.divisibility import ModelCounts, counts_of
 from spmdrl.model.parallel.tp_plan import split_dim, tp_styles
 from spmdrl.model.senses import TowerShape, shape_of_tower
+
+_TOP_K = ("num_experts_per_tok", "moe_topk", "moe_num_experts_per_tok", "top_k_experts", "moe_k")
+"""Fields by which configs say how many experts serve a token."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,14 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
         name: for messages; empty means the model type.
     Raises: Refusal for blocks of an unknown build, naming what is missing.
     """
+    kind = type(hf_model).__name__
+    what = f"model: the sizes of {kind} cannot be read off its modules"
+    # Modules of many kinds are read alike; what one of them lacks means the same here.
+    with refusing(what, Exception, names_kind=True, passes_refusals=True):
+        return _shape(hf_model, name=name)
+
+
+def _shape(hf_model: nn.Module, *, name: str) -> ModelShape:
     config = hf_model.config.get_text_config()
     modules = list(blocks(hf_model).items())
     styles = tp_styles(hf_model)
@@ -182,10 +194,16 @@ def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any)
             for n, p in module.named_parameters()
         ),
         attention=_attention(attention, config=config),
-        norms=sum(tuple(norm.weight.shape) == (hidden,) for norm in own),
+        norms=sum(_width(norm) in (None, hidden) for norm in own),
         intermediate=0 if dense is None else _intermediate(dense),
         experts=None if experts is None else _experts(mlp, config=config),
     )
+
+
+def _width(norm: nn.Module) -> int | None:
+    """Return the size that a norm's weight is made for; None of a norm without weights."""
+    weight = getattr(norm, "weight", None)
+    return None if weight is None else weight.numel()
 
 
 def _intermediate(mlp: nn.Module) -> int:
@@ -205,7 +223,13 @@ def _experts(mlp: nn.Module, *, config: Any) -> Experts:
             "weights of all experts in one tensor are known"
         )
     intermediate = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    return Experts(weight.shape[0], config.num_experts_per_tok, intermediate)
+    top_k = [getattr(config, name, None) for name in _TOP_K]
+    if not any(top_k):
+        raise Refusal(
+            f"model: how many experts of {type(mlp).__name__} serve a token is not known: its "
+            f"config has none of {', '.join(_TOP_K)}"
+        )
+    return Experts(weight.shape[0], next(filter(None, top_k)), intermediate)
 
 
 def _attention(module: nn.Module, *, config: Any) -> Attention:
@@ -222,7 +246,7 @@ def _attention(module: nn.Module, *, config: Any) -> Attention:
             has_qk_norm=False,
             latent=(module.q_lora_rank or 0, module.kv_lora_rank, module.qk_rope_head_dim),
         )
-    if not (hasattr(module, "q_proj") and hasattr(module, "k_proj")):
+    if not (hasattr(module, "q_proj") and isinstance(getattr(module, "k_proj", None), nn.Linear)):
         raise Refusal(
             f"model: {type(module).__name__} has no q_proj, k_proj and v_proj; only "
             "attention with these, or latent attention, is known"

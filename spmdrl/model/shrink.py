@@ -209,6 +209,7 @@ _SCALES: dict[str, float] = {
     "lm_head_multiplier": 0.5,
     "attention_multiplier": 0.25,
 }
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _GROUPS = ("n_groups", "mamba_n_groups")  # of layers with state
 
 
@@ -332,7 +333,7 @@ def _positions(fields: Mapping[str, Any], *, common: Mapping[str, Any]) -> dict[
     lengths = {_ORIGINAL: original, "max_position_embeddings": original * ratio}
     if not pretrained:
         lengths = {"max_position_embeddings": POSITIONS}
-    lengths["n_positions"] = lengths["max_position_embeddings"]
+    lengths["n_positions"] = lengths["max_seq_len"] = lengths["max_position_embeddings"]
     found: dict[str, Any] = {n: v for n, v in lengths.items() if fields.get(n)}
     head_dim = fields.get("qk_rope_head_dim") or HEAD_DIM
     for name in ("rope_parameters", "rope_scaling"):
@@ -380,7 +381,7 @@ def cut_layers(fields: Mapping[str, Any], *, layers: int, chosen: Sequence[int])
         chosen: numbers of those to keep, ascending.
     """
     cut = {name: _cut(name, value, layers=layers, chosen=chosen) for name, value in fields.items()}
-    for name in ("num_hidden_layers", "n_layer"):
+    for name in _LAYERS:
         if name in cut:
             cut[name] = len(chosen)
     if shared := cut.get("num_kv_shared_layers"):  # the last so many

@@ -7,6 +7,7 @@ block_kinds        PreTrainedModel._no_split_modules        once a model tells i
 tp_plan            PreTrainedModel._tp_plan                 once `tp_plan` has the model's own part
 ignored_names      _keys_to_ignore_on_load_unexpected       once it is public
 owners, initialise _init_weights, Tensor._is_hf_initialized once from_pretrained takes a meta model
+rewritten_on_loading  the same, and what guards torch's init  once loading changes no loaded weight
 as_saved           core_model_loading.revert_weight_conversion  once it is documented
 released_names     vision_tower.vision_model of SigLIP's files   once saving keeps it
 has_towers, class_of  sub_configs, by which parts are known   once configs tell what they take
@@ -28,10 +29,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spmdrl.imports import attempt, refusing
 from spmdrl.model.parallel.collectives import same, with_gradient
+from spmdrl.world.torch_internals import TorchDispatchMode, storage_id
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +69,52 @@ def initialise(hf_model: nn.Module, module: nn.Module, *, except_for: Iterable[T
     for tensor in except_for:
         tensor._is_hf_initialized = True
     hf_model._init_weights(module)
+
+
+def rewritten_on_loading(hf_model: nn.Module) -> list[str]:
+    """Return the names of saved tensors that transformers changes after it read them from files:
+    some models' own code for new weights writes into those that were loaded, too.
+
+    Args:
+        hf_model: on the meta device.
+    """
+    from transformers.initialization import guard_torch_init_functions
+
+    saved = hf_model.state_dict(keep_vars=True)
+    of_storage: dict[int, str] = {}  # tied ones by their first name
+    for name, tensor in saved.items():
+        of_storage.setdefault(storage_id(tensor), name)
+    written = _Written()
+    with torch.random.fork_rng(devices=[]), guard_torch_init_functions():
+        for name, owner in owners(hf_model).items():
+            module = hf_model.get_submodule(name)
+            if not any(storage_id(tensor) in of_storage for tensor in _own_tensors(module)):
+                continue
+            begin = partial(initialise, owner, module, except_for=saved.values())
+            # What fails without values goes on to compute some, of new weights alone.
+            with written:
+                attempt(begin, Exception)
+    return [name for storage, name in of_storage.items() if storage in written.storages]
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+class _Written(TorchDispatchMode):
+    """Notes the storages that operations write into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, and note what it writes into."""
+        if function._schema.is_mutable and args and isinstance(args[0], Tensor):
+            self.storages.add(storage_id(args[0]))
+        return function(*args, **(kwargs or {}))
 
 
 def as_saved(hf_model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -99,7 +99,8 @@ def _kernel(
     span = span_of(module)
     packing = packing.in_chunks if span.chunk else packing
     how = Weighing(scaling, span.window, softcap, to_local(s_aux))
-    return attend(q, k, v, packing, how)[None], None
+    # Some models view what attention returns in another shape, as they may of transformers' own.
+    return attend(q, k, v, packing, how)[None].contiguous(), None
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:

@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ from spmdrl.model.transformers_internals import attention_implementation
 from spmdrl.world.torch_internals import zeros_in
 
 _NOTED = "spmdrl_noted"
-_TOKENS = 4  # of the sequence that is shown to the model: masks alone depend on them
+PLACES = "spmdrl_places"
+"""An attention implementation by whose name models make, for masks, small tensors that stand in
+their places."""
+SHOWN_TOKENS = 5  # of the sequence that is shown to the model: masks alone depend on them
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,12 @@ class Span:
     """The last so many, itself included."""
     chunk: int | None = None
     """Those since the last multiple of so many, counted from the sequence's first."""
+    dtype: torch.dtype | None = None
+    """What the model casts its mask to; None as it was made."""
+
+    def to(self, dtype: torch.dtype) -> Span:
+        """Return the same, noting that the model casts its mask."""
+        return replace(self, dtype=dtype)
 
 
 def span_of(module: nn.Module) -> Span:
@@ -82,11 +91,22 @@ def _inputs(hf_model: nn.Module, *, others: int) -> dict[str, dict[str, Any]]:
             replaced.enter_context(
                 replaced_forward(block, _noting(block, found.setdefault(name, {}), others=others))
             )
-        tokens = torch.zeros(1, _TOKENS, dtype=torch.int64)
-        at = torch.arange(_TOKENS)[None]
+        tokens = torch.zeros(1, SHOWN_TOKENS, dtype=torch.int64)
+        at = torch.arange(SHOWN_TOKENS)[None]
         with torch.no_grad():
             base(input_ids=tokens, position_ids=at, attention_mask=None, use_cache=False, packing=0)
     return found
+
+
+def register_places() -> None:
+    """Make PLACES known to transformers."""
+    from transformers import AttentionMaskInterface
+
+    AttentionMaskInterface.register(PLACES, _place)
+
+
+def _place(**_: object) -> Tensor:
+    return torch.zeros(1, 1, 1, 1)
 
 
 def _never(*_: object, **__: object) -> None:
@@ -154,7 +174,7 @@ def _span_of(
 ) -> Span:
     """Stand for the making of a mask: say which tokens it lets a token see."""
     if local_size is None:
-        local_size = _TOKENS
+        local_size = SHOWN_TOKENS
         forms = [Span()]
     else:
         forms = [Span(window=local_size), Span(chunk=local_size)]

@@ -98,7 +98,7 @@ def _method(
     Returns: [1, t, Hq, Dv] and None.
     """
     attend = Attend(kernel, module, attention_mask, options, to_local(s_aux))
-    return method(query, key, value, packing, attend), None
+    return method(query, key, value, packing, attend).contiguous(), None
 
 
 def _ulysses(
