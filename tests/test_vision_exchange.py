@@ -35,7 +35,7 @@ from spmdrl.plan.text import _step_text
 from spmdrl.plan.trainer_memory import trainer_memory
 from spmdrl.rollout.episode import Episode, Group
 from spmdrl.rollout.packing import pack_step, rollouts_from_dict, rollouts_to_dict
-from spmdrl.rollout.recorder import SCHEMA
+from spmdrl.rollout.recorder import SCHEMA, digest_line
 from spmdrl.rollout.recordings import find_recorded, read_rollouts, read_table
 from spmdrl.rollout.saved import group_from_dict, group_to_dict
 from spmdrl.train.companions.reencoding import check_other_tokenizer
@@ -292,7 +292,6 @@ def test_rollouts_without_pictures_are_recorded_as_before(tmp_path):
 def test_nonsense_in_recorded_pictures_is_refused_with_the_file(tmp_path):
     records.record_groups(records.config_of(tmp_path), 0, [seeing_group(0)])
     (file,) = find_recorded(tmp_path).files_of(0)
-    file.with_suffix(".sha256").unlink()
     table = read_table(file)
     column = table.column_names.index("picture_places")
     for places in ([0] * 3, [9] * 7, [-2] * 7):
@@ -302,6 +301,7 @@ def test_nonsense_in_recorded_pictures_is_refused_with_the_file(tmp_path):
         pyarrow.parquet.write_table(
             table.set_column(column, kind, pyarrow.array(rows, kind.type)), file
         )
+        file.with_suffix(".sha256").write_text(digest_line(file, file.name))
         with refused(str(file), "in 2 pictures, of 7"):
             read_rollouts([file], part=0, num_parts=1)
 
