@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import json
 import re
 
 import numpy
@@ -35,8 +36,8 @@ from spmdrl.plan.text import _step_text
 from spmdrl.plan.trainer_memory import trainer_memory
 from spmdrl.rollout.episode import Episode, Group
 from spmdrl.rollout.packing import pack_step, rollouts_from_dict, rollouts_to_dict
-from spmdrl.rollout.recorder import SCHEMA, digest_line
-from spmdrl.rollout.recordings import find_recorded, read_rollouts, read_table
+from spmdrl.rollout.recorder import HEADER, SCHEMA, digest_line
+from spmdrl.rollout.recordings import find_recorded, read_header, read_rollouts, read_table
 from spmdrl.rollout.saved import group_from_dict, group_to_dict
 from spmdrl.train.companions.reencoding import check_other_tokenizer
 from spmdrl.types import Batch as ExchangedBatch
@@ -293,14 +294,14 @@ def test_nonsense_in_recorded_pictures_is_refused_with_the_file(tmp_path):
     records.record_groups(records.config_of(tmp_path), 0, [seeing_group(0)])
     (file,) = find_recorded(tmp_path).files_of(0)
     table = read_table(file)
+    header = {HEADER: json.dumps(read_header(file))}
     column = table.column_names.index("picture_places")
     for places in ([0] * 3, [9] * 7, [-2] * 7):
         rows = table["picture_places"].to_pylist()
         rows[2] = places
         kind = table.schema.field(column)
-        pyarrow.parquet.write_table(
-            table.set_column(column, kind, pyarrow.array(rows, kind.type)), file
-        )
+        changed_table = table.set_column(column, kind, pyarrow.array(rows, kind.type))
+        pyarrow.parquet.write_table(changed_table.replace_schema_metadata(header), file)
         file.with_suffix(".sha256").write_text(digest_line(file, file.name))
         with refused(str(file), "in 2 pictures, of 7"):
             read_rollouts([file], part=0, num_parts=1)
