@@ -167,7 +167,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {},
     "jetmoe": {},
     "youtu": {},
-    "kimi_linear": {},
     "mamba": {},
     "falcon_mamba": {},
     "recurrent_gemma": {},
