@@ -204,12 +204,22 @@ def _restored(job: Job) -> tuple[int, str, str, Any]:
     return state.step, Path(state.resumed_from).name, trainer.digest(), source.loaded
 
 
+_POINTS: dict[str, tuple[Any, str, int, str]] = {
+    "manifest": (disk, "write_manifest", 0, "step_2.partial"),
+    "complete": (os, "rename", 1, "step_2"),
+    "best": (os, "rename", 1, "best"),
+    "removal": (shutil, "rmtree", 0, "step_1.partial"),
+}
+"""{point: (module, its function, which argument, the last part of the path in it)}"""
+
+
 def dies(job: Job, point: str) -> None:
     """Save, and be killed at a point of the save of a better policy.
 
     Args:
-        point: `writing`, when bytes are there and the disk is not done; or the function that it
-            calls next: write_manifest, rename, replace, or rmtree.
+        point: `writing`, when bytes are there and the disk is not done; `manifest`, before it is
+            written; `complete`, before the save gets its own name; `best`, before the link to the
+            best gets its own; or `removal`, before the former best is removed.
     """
     world, trainer, source, checkpointer = job
     checkpointer.maybe_save(1, trainer, source, evaluated={"eval/reward": (0.5, 1)})
@@ -219,15 +229,15 @@ def dies(job: Job, point: str) -> None:
         threading.Thread(target=_die_when_written, daemon=True, args=(partial,)).start()
         os.fsync = lambda handle: time.sleep(1000)
     else:
-        owner = {"rmtree": shutil, "write_manifest": disk}.get(point, os)
-        before = getattr(owner, point)
+        owner, function, argument, name = _POINTS[point]
+        before = getattr(owner, function)
 
         def die(*args: object, **options: object) -> None:
-            if point != "rmtree" or Path(str(args[0])).name == "step_1.partial":
+            if Path(str(args[argument])).name == name:
                 os.kill(os.getpid(), signal.SIGKILL)
             before(*args, **options)
 
-        setattr(owner, point, die)
+        setattr(owner, function, die)
     trainer.update()
     checkpointer.maybe_save(2, trainer, source, evaluated={"eval/reward": (0.7, 1)})
     checkpointer.finish()

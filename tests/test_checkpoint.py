@@ -171,7 +171,7 @@ def test_random_generators_go_on_where_they_were_on_each_rank(tmp_path):
 
 @pytest.mark.parametrize(
     "point",
-    [*(pytest.param(at, marks=pytest.mark.kill) for at in ("writing", "write_manifest")), "rename"],
+    [*(pytest.param(at, marks=pytest.mark.kill) for at in ("writing", "manifest")), "complete"],
 )
 def test_a_kill_in_the_middle_of_a_save_leaves_the_older_checkpoint(tmp_path, point):
     cfg = config(tmp_path, world_size=2)

@@ -75,18 +75,13 @@ def test_a_resumed_run_knows_the_best_and_finds_new_ones_between_the_due_steps(t
 
 
 @pytest.mark.parametrize(
-    ("function", "whole"),
-    [
-        ("write_manifest", "step_1"),
-        ("rename", "step_1"),
-        ("replace", "step_2"),
-        ("rmtree", "step_2"),
-    ],
+    ("point", "whole"),
+    [("manifest", "step_1"), ("complete", "step_1"), ("best", "step_2"), ("removal", "step_2")],
 )
-def test_a_kill_at_any_moment_leaves_the_old_or_the_new_best(tmp_path, function, whole):
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_best(tmp_path, point, whole):
     cfg = config(tmp_path, keep=BEST)
     with pytest.raises(AssertionError, match="died without a result"):
-        on_ranks(cfg, dies, function)
+        on_ranks(cfg, dies, point)
     assert (tmp_path / "checkpoints" / "best" / disk.NAME).is_file(), "best names what is gone"
     assert restored(cfg)[0][:2] == (int(whole[-1]), whole)
     assert best(tmp_path) == whole and "step_2.partial" not in names(tmp_path)
