@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -90,7 +89,7 @@ def save_environment(cfg: Config, *, folder: Path, attempt_folder: Path) -> dict
     environment = describe_environment() | describe_code(cfg)
     program = started_program()
     if program is not None:
-        shutil.copyfile(program, attempt_folder / "program.py")
+        write_file(attempt_folder / "program.py", program.read_bytes(), within=folder)
     texts = {
         "config.yaml": config.dump(cfg),
         "environment.json": json.dumps(environment, indent=2) + "\n",
