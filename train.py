@@ -117,7 +117,6 @@ def main() -> int:
     from spmdrl.check.fit import check_fit
     from spmdrl.check.inputs import check_inputs
     from spmdrl.checkpoint.restore import already_finished
-    from spmdrl.proof.record import tell_unchecked
     from spmdrl.report.learnt import exit_status
     from spmdrl.world.folder_lock import own_folder
     from spmdrl.world.leaving import ended
@@ -133,7 +132,6 @@ def main() -> int:
                 world.close()  # meets
                 return status
             check_inputs(cfg, world)  # meets: data, rewards, checkpoints, as --dry-run does
-            tell_unchecked(cfg, world)  # whether this kind of model was proved, see docs/models.md
             return train(cfg, world)
     except (Exception, SystemExit) as error:
         return ended(error, world)  # says why, here and to the other ranks

@@ -85,7 +85,7 @@ def make_model(folder: Path) -> str:
     """Write a tiny random model, and return its folder."""
     import torch
 
-    from spmdrl.commands.create_model import create_model
+    from spmdrl.tools.commands.create_model import create_model
 
     torch.manual_seed(0)
     return str(create_model(folder, hidden_size=32, layers=1, heads=2, kv_heads=2, intermediate=48))

@@ -111,7 +111,7 @@ def _left(run: Path) -> dict[str, Any]:
 
 def main(options: Options) -> None:
     """Run, print."""
-    from spmdrl.commands.create_model import create_model
+    from spmdrl.tools.commands.create_model import create_model
 
     folder = Path("runs/recording_benchmark")
     model = folder / "model"

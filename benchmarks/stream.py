@@ -32,8 +32,8 @@ from start import say_commit
 
 from spmdrl import config
 from spmdrl.config import Config, StreamSettings
-from spmdrl.plan.run import Rates, run_of
-from spmdrl.plan.traffic import push_flows
+from spmdrl.tools.plan.run import Rates, run_of
+from spmdrl.tools.plan.traffic import push_flows
 from spmdrl.world.axes import axes_of
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.launch import read_launch
@@ -86,7 +86,7 @@ def make_config(options: Options, *, world_size: int, folder: Path) -> Config:
 
 def make_model(folder: Path, *, megabytes: int, itemsize: int) -> None:
     """Write a Qwen3 of about the asked size."""
-    from spmdrl.commands.create_model import create_model
+    from spmdrl.tools.commands.create_model import create_model
 
     hidden, intermediate = 768, 2048
     block = 2.5 * hidden**2 + 3 * hidden * intermediate  # half as many kv heads

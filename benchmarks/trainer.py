@@ -33,13 +33,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.start import header, row, scalars_of
 from spmdrl import config
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config
 from spmdrl.credit import per_token
 from spmdrl.model.flops import training_flops
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import model_shape
 from spmdrl.roles import make_trainer
+from spmdrl.tools.commands.create_model import create_model
 from spmdrl.train.trainer import Trainer
 from spmdrl.types import Batch, Microbatch
 from spmdrl.world.launch import launch_alone

@@ -39,9 +39,7 @@ ORDER = tuple(
         "certificate",
         "evaluate",
         "check",
-        "proof",
-        "plan=what_if",
-        "commands",
+        "tools",
     ]
 )
 """From the ground up: a room imports from rooms of earlier entries alone."""
@@ -78,6 +76,14 @@ def imports() -> Iterator[Import]:
                     yield Import(path, node.lineno, module, name)
 
 
+def imports_of(path: Path) -> set[str]:
+    """Return the modules of ours that one file imports, inside functions too."""
+    known = modules()
+    return {
+        name for node in ast.walk(ast.parse(path.read_text())) for name in _imported(node, known)
+    }
+
+
 def _imported(node: ast.AST, known: dict[str, Path]) -> list[str]:
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
@@ -104,9 +110,7 @@ def picture() -> str:
         room, other = room_of(one.module), room_of(one.imported)
         if room in uses and other in uses and room != other:
             uses[room].add(other)
-    known = modules()
-    script = ast.walk(ast.parse((ROOT / "train.py").read_text()))
-    uses["train.py"] = {room_of(name) for node in script for name in _imported(node, known)}
+    uses["train.py"] = {room_of(name) for name in imports_of(ROOT / "train.py")}
     reached: dict[str, set[str]] = {}
     for room, direct in uses.items():  # those that it imports stand before it
         reached[room] = direct.union(*(reached[other] for other in direct))

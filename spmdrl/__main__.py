@@ -21,7 +21,8 @@ from spmdrl.imports import attempt
 from spmdrl.report.versions import version_text
 from spmdrl.world.launch import known_rank
 
-_COMMANDS = {path.stem: path for path in sorted(Path(__file__).parent.glob("commands/[a-z]*.py"))}
+_FOLDER = Path(__file__).parent / "tools" / "commands"
+_COMMANDS = {path.stem: path for path in sorted(_FOLDER.glob("[a-z]*.py"))}
 _OTHERS = ("check", "evaluate", "launch", "verify")
 """Commands that talk to other processes: one of these may leave, and that is to be said."""
 
@@ -54,7 +55,7 @@ def main() -> int | None:
 def _run(name: str) -> int | None:
     """Return a command's exit status: 2 for what it refuses, which is printed; where several ranks
     run it, rank 0 prints it."""
-    command = importlib.import_module(f"spmdrl.commands.{name}")
+    command = importlib.import_module(f"spmdrl.tools.commands.{name}")
     status, error = attempt(command.main)
     if error is None:
         return status

@@ -70,7 +70,7 @@ def generating(cfg: Config) -> Iterator[tuple[Any, Any]]:
 
 def small_model(folder: Path, **changes: Any) -> Path:
     """Create a model of some ten thousand parameters."""
-    from spmdrl.commands.create_model import create_model
+    from spmdrl.tools.commands.create_model import create_model
 
     sizes = dict(hidden_size=32, layers=2, heads=4, kv_heads=2, intermediate=48)
     return create_model(folder, **(sizes | changes))

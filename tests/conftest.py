@@ -82,7 +82,7 @@ def _leave_nothing(_remember_watches: None) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a two-layer Qwen3 of 0.08 M parameters; read it, do not write to it."""
-    from spmdrl.commands.create_model import create_model
+    from spmdrl.tools.commands.create_model import create_model
 
     return create_model(
         tmp_path_factory.mktemp("tiny_model"),

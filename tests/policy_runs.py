@@ -26,7 +26,7 @@ from spmdrl.config import (
 from spmdrl.credit import advantages_of, per_token
 from spmdrl.exchange import dummy_microbatch
 from spmdrl.model.load import build_meta_model
-from spmdrl.proof import jobs
+from spmdrl.tools.proof import jobs
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
 
 LENGTHS = (9, 5, 16, 12, 7, 2, 20, 11)

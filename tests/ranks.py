@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from spmdrl.proof.ranks import RankError, on_ranks
+from spmdrl.tools.proof.ranks import RankError, on_ranks
 
 _PORTS = range(16000, 20000)  # below those of jobs under Slurm, and those that the system deals out
 

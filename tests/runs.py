@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from ranks import free_port
 
-from spmdrl.proof.ranks import launch_env, start_rank
+from spmdrl.tools.proof.ranks import launch_env, start_rank
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = dict(  # flags that make any demo config small enough for a test

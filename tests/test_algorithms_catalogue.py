@@ -16,9 +16,9 @@ import spmdrl.algorithms
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.combinations import COMBINATIONS, combination
 from spmdrl.check.settings import validate
-from spmdrl.commands import catalogue
 from spmdrl.config.read import with_flags
 from spmdrl.errors import Refusal
+from spmdrl.tools.commands import catalogue
 
 PAGE = Path(__file__).parents[1] / "docs" / "algorithms.md"
 METHODS = PAGE.with_name("methods.md")

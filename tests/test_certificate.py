@@ -23,10 +23,10 @@ from spmdrl.certificate.digests import Digester
 from spmdrl.certificate.fingerprints import _COUNT, _near, deviation
 from spmdrl.certificate.lines import NAME, has_norms, read, sealed
 from spmdrl.certificate.witness import SECTIONS, Witness, packed
-from spmdrl.commands import diff
 from spmdrl.config import Config, flatten
 from spmdrl.credit import advantages_of
 from spmdrl.model.shards import Box, narrow
+from spmdrl.tools.commands import diff
 
 # --------------------------------------------------------------------------- digests
 

@@ -14,11 +14,11 @@ from runs import TINY, call, run
 
 from spmdrl.certificate.lines import NAME, read
 from spmdrl.certificate.places import SequencePlace, first_token
-from spmdrl.certificate.replay import plan_ways
 from spmdrl.checkpoint.manifest import read_manifest, write_manifest
-from spmdrl.commands import diff
 from spmdrl.config import load_yaml
 from spmdrl.rollout.recorder import digest_line
+from spmdrl.tools.certificates.replay import plan_ways
+from spmdrl.tools.commands import diff
 
 REWARD = """
 def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]

@@ -25,7 +25,7 @@ from spmdrl.model.parallel import context_parallel
 from spmdrl.model.parallel.context_parallel import METHODS, by_rank, in_row_order
 from spmdrl.model.parallel.ring_attention import DENSE, FLASH, Tile, plan_rounds
 from spmdrl.model.parallel.row_slices import RowSlice, Slicing, chunk_spans, make_slice
-from spmdrl.proof.ranks import launch_env
+from spmdrl.tools.proof.ranks import launch_env
 from spmdrl.world.axes import Axes
 
 CPU, SIZE = torch.device("cpu"), 4

@@ -19,9 +19,9 @@ from test_train import assert_same_end, final_weights, reward
 from worlds import another_trainer, make_trainer, with_trainer
 
 from spmdrl.check.settings import validate
-from spmdrl.commands.create_model import create_model
-from spmdrl.commands.export import export
 from spmdrl.config import Config
+from spmdrl.tools.commands.create_model import create_model
+from spmdrl.tools.commands.export import export
 from spmdrl.types import Batch, Microbatch
 
 REWARDS_OF = torch.linspace(0, 1, len(LENGTHS)).double().cos()

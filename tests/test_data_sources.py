@@ -14,9 +14,7 @@ from ragged import scalars_of
 from ranks import run_ranks
 
 from spmdrl import config
-from spmdrl.check.foreign_code import named_code
 from spmdrl.check.settings import validate
-from spmdrl.commands.evaluate import evaluation_config
 from spmdrl.config import Config, SourceSettings
 from spmdrl.credit import sequence_advantages
 from spmdrl.data.characters import character_tokenizer
@@ -25,6 +23,8 @@ from spmdrl.data.prompt_order import WeightedOrder
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.sources import Chain
 from spmdrl.rollout.recordings import find_recorded, read_table
+from spmdrl.tools.commands.evaluate import evaluation_config
+from spmdrl.tools.foreign_code import named_code
 from spmdrl.types import Batch, Prompt
 from spmdrl.workers.pool import RewardPool
 

@@ -18,9 +18,9 @@ from spmdrl.data import prompts
 from spmdrl.engine.vllm_families import cpu_head_sizes, head_size_problem
 from spmdrl.errors import Refusal
 from spmdrl.imports import in_child
-from spmdrl.model.families import family_config, family_names
 from spmdrl.model.load import load_hf_config
-from spmdrl.proof.prove import Proof
+from spmdrl.tools.proof.prove import Proof
+from spmdrl.tools.small_models.families import family_config, family_names
 from spmdrl.workers.environment_jobs import check_environment
 from spmdrl.world.world import pick_device
 

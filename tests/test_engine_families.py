@@ -20,8 +20,8 @@ from worlds import WeightStream, in_world, make_engine
 
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.engine.protocol import Request
-from spmdrl.model.families import family_config
-from spmdrl.model.shrink import shrunk, tiny_model
+from spmdrl.tools.small_models.families import family_config
+from spmdrl.tools.small_models.shrink import shrunk, tiny_model
 
 # family: (fields, engine.dtype, how weights travel, largest mean gap in nats)
 FAMILIES: dict[str, tuple[dict[str, Any], str, str, float]] = {

@@ -20,8 +20,8 @@ from spmdrl.config import LayoutSettings
 from spmdrl.engine import vllm_families
 from spmdrl.engine.vllm_families import model_arguments
 from spmdrl.engine.vllm_trial import refusing_models
-from spmdrl.model.families import family_config
-from spmdrl.model.shrink import shrunk
+from spmdrl.tools.small_models.families import family_config
+from spmdrl.tools.small_models.shrink import shrunk
 
 SPLIT = LayoutSettings(world_size=2, trainer_ranks=1)
 JAMBA = dict(

@@ -15,12 +15,10 @@ from built import changed, generating, refused
 from ranks import run_ranks
 
 from spmdrl import config
-from spmdrl.check.foreign_code import named_code
 from spmdrl.check.inputs import input_problems
 from spmdrl.check.settings import validate
 from spmdrl.checkpoint.manifest import plain
 from spmdrl.checkpoint.restore import config_differences
-from spmdrl.commands.evaluate import evaluation_config
 from spmdrl.config import Config
 from spmdrl.data.tokenizer import read_tokenizer
 from spmdrl.environments.protocol import Response
@@ -28,6 +26,8 @@ from spmdrl.environments.tool_calls import hermes
 from spmdrl.rollout.episode import Draw, Episode, Group, Trajectory
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.recordings import find_recorded, read_table
+from spmdrl.tools.commands.evaluate import evaluation_config
+from spmdrl.tools.foreign_code import named_code
 from spmdrl.types import Prompt
 from spmdrl.workers.joining import NONE_APPLIES
 from spmdrl.workers.pool import RewardPool

@@ -19,14 +19,14 @@ from ranks import run_ranks
 from runs import ROOT
 
 from spmdrl import config
-from spmdrl.commands.evaluate import _show, parse
-from spmdrl.commands.export import export
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.evaluate import Result, table
 from spmdrl.report.glossary import values_of
 from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.outcomes import ProblemOutcome, eval_sums, outcomes_of, summarize
+from spmdrl.tools.commands.evaluate import _show, parse
+from spmdrl.tools.commands.export import export
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardResult
 

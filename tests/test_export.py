@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from worlds import with_trainer
 
 from spmdrl.checkpoint import manifest as disk
-from spmdrl.commands.ask import ask
-from spmdrl.commands.export import export
+from spmdrl.tools.commands.ask import ask
+from spmdrl.tools.commands.export import export
 
 
 def _nudged(trainer: Any) -> dict[str, Tensor]:

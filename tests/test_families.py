@@ -21,17 +21,17 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.attention.separation import separation_of
 from spmdrl.model.divisibility import why_never
-from spmdrl.model.families import FAMILIES, family_config
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.targets import targeted
 from spmdrl.model.parallel.recompute import checkpoint
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.model.shape import model_shape
-from spmdrl.model.shrink import shrunk, tiny_model
 from spmdrl.model.transformers_internals import rewritten_on_loading
-from spmdrl.proof.jobs import ROWS, drawn_rows
-from spmdrl.proof.prove import EXACT
+from spmdrl.tools.proof.jobs import ROWS, drawn_rows
+from spmdrl.tools.proof.prove import EXACT
+from spmdrl.tools.small_models.families import FAMILIES, family_config
+from spmdrl.tools.small_models.shrink import shrunk, tiny_model
 from spmdrl.world.lost_peers.watch import first_line
 
 REFUSED = {"falcon+alibi"}

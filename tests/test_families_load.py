@@ -17,15 +17,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from worlds import another_trainer, with_trainer
 
 from spmdrl.check.fit import check_fit
-from spmdrl.commands.export import export
 from spmdrl.config import Config, ModelSettings
 from spmdrl.model.blocks import uneven_experts
-from spmdrl.model.families import family_config
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.load import build_meta_model, load_hf_config, load_whole_model, max_positions
 from spmdrl.model.scorer import HeadForm, head_form
-from spmdrl.model.shrink import shrunk, tiny_model
 from spmdrl.model.transformers_internals import as_saved
+from spmdrl.tools.commands.export import export
+from spmdrl.tools.small_models.families import family_config
+from spmdrl.tools.small_models.shrink import shrunk, tiny_model
 
 SIZES = {
     "vocab_size": 96,

@@ -17,7 +17,7 @@ from runs import TINY, run
 
 from spmdrl.check.dry_run import problems
 from spmdrl.config import Config
-from spmdrl.proof.ranks import start_rank
+from spmdrl.tools.proof.ranks import start_rank
 from spmdrl.world import folder_lock
 from spmdrl.world.folder_lock import NAME, folder_problems, own_folder
 

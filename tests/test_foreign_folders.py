@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from spmdrl.check.foreign_code import named_code
 from spmdrl.config import Config
 from spmdrl.imports import import_object, problems_in_child
+from spmdrl.tools.foreign_code import named_code
 from spmdrl.workers.messages import Setup
 from spmdrl.workers.worker_process import WorkerProcess
 

@@ -213,8 +213,8 @@ def test_the_planner_lends_memory_from_role_to_role():
     from transformers import AutoModelForCausalLM
 
     from spmdrl.model.shape import model_shape
-    from spmdrl.plan.run import rates_of, run_of
-    from spmdrl.plan.search import make_plan
+    from spmdrl.tools.plan.run import rates_of, run_of
+    from spmdrl.tools.plan.search import make_plan
     from spmdrl.world.axes import Axes
 
     shape = model_shape(AutoModelForCausalLM.from_config(tiny_config("llama")))

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from built import refused
 
 from spmdrl.checkpoint.manifest import TensorReader, load_plain
-from spmdrl.checkpoint.weights import SavedWeights
+from spmdrl.tools.export.weights import SavedWeights
 
 NAME = "model.a"
 

@@ -20,18 +20,18 @@ from test_rollout_record import config_of, group_of, record, record_groups
 
 from spmdrl import run_files
 from spmdrl.certificate.lines import NAME, Certified, read, sealed
-from spmdrl.certificate.replay import _way
-from spmdrl.certificate.report import compared
 from spmdrl.certificate.witness import SECTIONS
 from spmdrl.checkpoint import manifest
 from spmdrl.checkpoint.manifest import read_manifest, write_manifest
-from spmdrl.commands import view
 from spmdrl.config import Config, dump, flatten
 from spmdrl.errors import Refusal
 from spmdrl.rollout import decision_log
 from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.recorder import HEADER, Recorder, digest_line
 from spmdrl.rollout.recordings import find_recorded, read_header, read_rollouts
+from spmdrl.tools.certificates.replay import _way
+from spmdrl.tools.certificates.report import compared
+from spmdrl.tools.commands import view
 
 ODD: tuple[Any, ...] = (None, True, -1, 2**62, 1.5, "", "x" * 50, [], [[]], {}, {"a": 1}, [1, "x"])
 
@@ -218,7 +218,7 @@ def test_texts_of_a_recording_run_nothing_in_a_page_or_a_terminal(tmp_path, caps
 
 _BOMB = """
 import resource, sys
-from spmdrl.commands.view import main
+from spmdrl.tools.commands.view import main
 status = main(sys.argv[1:])
 print(status, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """

@@ -23,7 +23,7 @@ IMPORTING_VLLM = (
     "spmdrl/model/vision/for_vllm.py",  # processed inputs, which its multimodal processors yield
     "spmdrl/engine/vllm_plain.py",
     "spmdrl/engine/vllm_requests.py",
-    "spmdrl/proof/preloaded.py",
+    "spmdrl/tools/proof/preloaded.py",
 )
 # Whose underscored attributes are ours, or Python's.
 OWN = {"self", "cls", "own", "world", "os", "sys"}

@@ -29,7 +29,7 @@ from ranks import free_port
 from runs import TINY, arguments
 from test_train import final_weights
 
-from spmdrl.proof.ranks import launch_env, start_rank
+from spmdrl.tools.proof.ranks import launch_env, start_rank
 
 STEPS = 4
 REWARD = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT
 
-from spmdrl.commands.launch import main
+from spmdrl.tools.commands.launch import main
 
 PROGRAM = r"""
 import os, signal, sys

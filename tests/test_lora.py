@@ -28,11 +28,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from worlds import another_trainer, in_world, make_trainer, with_trainer
 
-from spmdrl.commands.export import export
 from spmdrl.config import Config, LoraSettings
 from spmdrl.model.lora.files import write_adapter
 from spmdrl.model.lora.layers import Adapters, initial_a, lora_form
 from spmdrl.model.shards import Box, Held, held_boxes
+from spmdrl.tools.commands.export import export
 from spmdrl.train.companions.reference import Frozen
 
 LORA = {"rank": 3, "alpha": 12}  # 3 rows of A are not even over 2 ranks

@@ -33,8 +33,8 @@ from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.shape import model_shape
 from spmdrl.model.shards import Held, local_part
-from spmdrl.plan.run import run_of
-from spmdrl.plan.traffic import push_flows
+from spmdrl.tools.plan.run import run_of
+from spmdrl.tools.plan.traffic import push_flows
 from spmdrl.world.axes import axes_of
 
 LORA = LoraSettings(rank=3, alpha=12, use_rslora=True)

@@ -10,10 +10,10 @@ from policy_runs import meta_model
 from runs import HELD, TINY, metrics, run, run_killed
 from test_train import assert_same_end
 
-from spmdrl.commands.create_model import create_model
 from spmdrl.model.lora.files import write_adapter
 from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters, initial_a
+from spmdrl.tools.commands.create_model import create_model
 
 REWARD = (
     HELD

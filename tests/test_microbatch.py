@@ -16,13 +16,13 @@ from test_train import assert_same_end, reward
 from worlds import another_trainer, with_trainer
 
 from spmdrl.check.settings import parse, validate
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import AlgorithmSettings, BatchSettings, Config
 from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.credit import per_token
 from spmdrl.data.microbatch_plan import partition
 from spmdrl.model.routers import BIAS
 from spmdrl.model.shards import local_part
+from spmdrl.tools.commands.create_model import create_model
 from spmdrl.train import microbatch_size as microbatch
 from spmdrl.train.microbatch_size import Point, fitting_tokens
 from spmdrl.types import Advantages
@@ -227,8 +227,8 @@ def test_a_run_that_finds_its_size_equals_one_that_is_given_it_and_resumes(tmp_p
 
 
 def test_the_dry_run_and_the_planner_say_auto(capsys, tmp_path):
-    from spmdrl.commands.plan import main
     from spmdrl.report.derived import derived
+    from spmdrl.tools.commands.plan import main
 
     cfg = parse(["--config", "configs/gpu_qwen3_1.7b_8.yaml", "--batch.tokens-per-microbatch", "0"])
     assert not [p for p in validate(cfg) if "tokens_per_microbatch" in p]

@@ -19,9 +19,9 @@ from worlds import another_trainer, refusal, with_trainer
 
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
-from spmdrl.commands.export import export
 from spmdrl.config import Config, MoeSettings
 from spmdrl.model.files.file_tensors import live_tensors
+from spmdrl.tools.commands.export import export
 
 COEF, RATE, EXPERTS, CHOICES = 0.3, 0.02, 8, 2
 

@@ -15,16 +15,16 @@ import torch
 from built import made, refused
 from safetensors.torch import save_file
 
-from spmdrl.checkpoint.hf_folder import _make_classifier, _set_dtype
-from spmdrl.commands.ask import ask
-from spmdrl.commands.view import main as view
 from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.lora.files import AdapterFolder
-from spmdrl.report.rollout_view import _decoder
 from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA, digest_line
+from spmdrl.tools.commands.ask import ask
+from spmdrl.tools.commands.view import main as view
+from spmdrl.tools.export.hf_folder import _make_classifier, _set_dtype
+from spmdrl.tools.rollouts.view import _decoder
 
 ODD = (b"[]", b"null", b"1", b'"x"', b"{", b"\xff\xfe\x00", b"[" * 3000, b"")
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from built import made
 
-from spmdrl.check.foreign_code import trusted_config
-from spmdrl.commands.evaluate import parse
 from spmdrl.errors import Refusal
 from spmdrl.report.provenance import save_environment
+from spmdrl.tools.commands.evaluate import parse
+from spmdrl.tools.foreign_code import trusted_config
 from spmdrl.world import own_runs
 from spmdrl.world.own_runs import NAME, is_own, key_file, mark_own
 

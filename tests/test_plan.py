@@ -10,17 +10,17 @@ from dataclasses import replace
 import pytest
 from runs import ROOT
 
-from spmdrl.commands.plan import main
-from spmdrl.commands.plan_examples import examples, output
 from spmdrl.config import Config, ModelSettings
 from spmdrl.model.divisibility import misfits
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import SHAPES, ModelShape, model_shape
-from spmdrl.plan.engine_memory import cache_bytes_per_token
-from spmdrl.plan.run import Run, rates_of, run_of
-from spmdrl.plan.search import best_plans, layouts, make_plan
-from spmdrl.plan.seconds import step_seconds
-from spmdrl.plan.traffic import Flow, push_flows, trainer_flows
+from spmdrl.tools.commands.plan import main
+from spmdrl.tools.commands.plan_examples import examples, output
+from spmdrl.tools.plan.engine_memory import cache_bytes_per_token
+from spmdrl.tools.plan.run import Run, rates_of, run_of
+from spmdrl.tools.plan.search import best_plans, layouts, make_plan
+from spmdrl.tools.plan.seconds import step_seconds
+from spmdrl.tools.plan.traffic import Flow, push_flows, trainer_flows
 from spmdrl.world.axes import Axes, rank_problems
 
 PARAMETERS = {

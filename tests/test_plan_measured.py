@@ -9,8 +9,8 @@ import sys
 import pytest
 from runs import ROOT
 
-from spmdrl.commands.plan import main
-from spmdrl.plan.run import FORMULA_RATES
+from spmdrl.tools.commands.plan import main
+from spmdrl.tools.plan.run import FORMULA_RATES
 
 sys.path.insert(0, str(ROOT))
 gpu = pytest.importorskip("benchmarks.gpu.__main__")

@@ -23,11 +23,15 @@ from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.shape import ModelShape, model_shape
-from spmdrl.plan.activations import Kernels, RowPart, padded_groups, saved_bytes
-from spmdrl.plan.engine_memory import cache_bytes_per_token, engine_memory, engine_weight_bytes
-from spmdrl.plan.memory import shards_numel
-from spmdrl.plan.run import Run, run_of
-from spmdrl.plan.trainer_memory import most_tokens, trainer_memory
+from spmdrl.tools.plan.activations import Kernels, RowPart, padded_groups, saved_bytes
+from spmdrl.tools.plan.engine_memory import (
+    cache_bytes_per_token,
+    engine_memory,
+    engine_weight_bytes,
+)
+from spmdrl.tools.plan.memory import shards_numel
+from spmdrl.tools.plan.run import Run, run_of
+from spmdrl.tools.plan.trainer_memory import most_tokens, trainer_memory
 from spmdrl.train.muon import block_matrices
 from spmdrl.world.axes import Axes, axes_of
 

@@ -22,8 +22,6 @@ from worlds import in_world, make_trainer
 
 from spmdrl.algorithms import registry
 from spmdrl.check.settings import validate
-from spmdrl.commands.create_model import create_model
-from spmdrl.commands.export import export
 from spmdrl.config import AlgorithmSettings, Config, LayoutSettings
 from spmdrl.credit import advantages_of
 from spmdrl.data.characters import character_tokenizer
@@ -33,6 +31,8 @@ from spmdrl.data.tasks import GeneratedRows
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.exchange import exchange
 from spmdrl.rollout.row_source import RowSource
+from spmdrl.tools.commands.create_model import create_model
+from spmdrl.tools.commands.export import export
 from spmdrl.train.objectives.objective_loss import needed_columns
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)

@@ -11,17 +11,17 @@ from unittest import mock
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from spmdrl.commands.check import _status
+from spmdrl.check import proved_models as records
+from spmdrl.check.proved_models import Line, Record
 from spmdrl.config import LayoutSettings
 from spmdrl.data.attachments import SEEING
 from spmdrl.data.vision.image_tokens import ImageReader
-from spmdrl.model.families import FAMILIES, WITH_TOWERS, family_config, family_names
-from spmdrl.model.vision.tiny import tiny_of
-from spmdrl.proof import jobs, prove
-from spmdrl.proof import record as records
-from spmdrl.proof.prove import Proof
-from spmdrl.proof.record import Line, Record
-from spmdrl.proof.table import page_with
+from spmdrl.tools.commands.check import _status
+from spmdrl.tools.proof import jobs, prove
+from spmdrl.tools.proof.prove import Proof
+from spmdrl.tools.proof.table import page_with
+from spmdrl.tools.small_models.families import FAMILIES, WITH_TOWERS, family_config, family_names
+from spmdrl.tools.small_models.tiny import tiny_of
 
 # fmt: off
 DENSE = [

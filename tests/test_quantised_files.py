@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from worlds import with_stream, with_trainer
 
-from spmdrl.commands.export import export
 from spmdrl.config import LayoutSettings, ModelSettings
 from spmdrl.model.files.quantised import Packed, Scaled
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import load_hf_config, load_whole_model
+from spmdrl.tools.commands.export import export
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
 

@@ -12,8 +12,6 @@ from runs import ROOT
 
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
-from spmdrl.commands import fetch_problems
-from spmdrl.commands.plan_examples import renewed
 from spmdrl.config import Config, ModelSettings
 from spmdrl.config.read import read
 from spmdrl.data import row_files
@@ -21,6 +19,8 @@ from spmdrl.data.rows import ground_truth_of, prompt_of, read_rows
 from spmdrl.model.shape import SHAPES, with_known_shape
 from spmdrl.report.derived import derived
 from spmdrl.rewards import graders
+from spmdrl.tools.commands import fetch_problems
+from spmdrl.tools.commands.plan_examples import renewed
 
 RECIPES = sorted(path.name for path in (ROOT / "configs").glob("gpu_*.yaml"))
 RANKS = {"1.7b_1": 1, "1.7b_8": 8, "qwen3_8b_8": 8, "30b_a3b_16": 16, "deepseek_v3_1024": 1024}

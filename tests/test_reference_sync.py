@@ -18,8 +18,8 @@ from test_train import assert_same_end, final_weights
 from worlds import in_world, make_trainer, refusal
 
 from spmdrl.check.settings import parse, validate
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config
+from spmdrl.tools.commands.create_model import create_model
 
 MIXES = {"soft": {"sync_every": 2, "sync_mix": 0.3}, "hard": {"sync_every": 2}}
 STEPS = 5

@@ -18,13 +18,13 @@ from ranks import run_ranks
 from report_world import SmallWorld, config, record_steps, reporting
 
 from spmdrl.certificate.made_with import made_with
-from spmdrl.commands.curves import main as curves
 from spmdrl.config import load_yaml
 from spmdrl.report import glossary
 from spmdrl.report.curves import series
 from spmdrl.report.glossary import GLOSSARY, values_of, with_aliases
 from spmdrl.report.jsonl import JsonLines, read_rows
 from spmdrl.report.report import Report
+from spmdrl.tools.commands.curves import main as curves
 from spmdrl.types import add_sums
 
 # --------------------------------------------------------------------------- metrics

@@ -24,13 +24,13 @@ from spmdrl import config as configs
 from spmdrl.algorithms.shaping import shape
 from spmdrl.check import dry_run
 from spmdrl.check.settings import parse
-from spmdrl.commands.export import export
 from spmdrl.config import Config, ShapingSettings
 from spmdrl.evaluate import _with_scores
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.metrics import batch_sums
 from spmdrl.rollout.packing import pack
+from spmdrl.tools.commands.export import export
 from spmdrl.train.companions.model_rewards import check_reward_model, with_scores
 from spmdrl.train.companions.reencoding import Reencoder, other_tokens
 from spmdrl.types import Batch, Prompt

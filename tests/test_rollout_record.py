@@ -24,7 +24,6 @@ from spmdrl import config
 from spmdrl.check import dry_run
 from spmdrl.check.settings import validate
 from spmdrl.checkpoint.restore import config_differences
-from spmdrl.commands import view as viewer
 from spmdrl.config import Config
 from spmdrl.rollout import recorder
 from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group, Trajectory
@@ -32,6 +31,7 @@ from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.recorder import Recorder, digest_line
 from spmdrl.rollout.recordings import find_recorded, ranges, read_header, read_rollouts, read_table
 from spmdrl.rollout.replay_source import ReplaySource, check_recorded
+from spmdrl.tools.commands import view as viewer
 from spmdrl.types import Prompt, Rollouts, Scalars
 from spmdrl.workers.pool import RewardResult
 

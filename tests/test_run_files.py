@@ -13,12 +13,12 @@ from built import refused
 from spmdrl import run_files
 from spmdrl.certificate import lines as certificate
 from spmdrl.checkpoint import manifest
-from spmdrl.commands import curves, diff, view
 from spmdrl.config import load_yaml
 from spmdrl.errors import printable
-from spmdrl.plan.run import read_measured
 from spmdrl.report.jsonl import JsonLines, read_rows
 from spmdrl.rollout import decision_log
+from spmdrl.tools.commands import curves, diff, view
+from spmdrl.tools.plan.run import read_measured
 
 GIB = 2**30
 

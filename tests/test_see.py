@@ -10,9 +10,9 @@ from runs import TINY, call, metrics, run
 from test_train import assert_same_end
 from vlm import noise
 
-from spmdrl.commands.ask import ask
-from spmdrl.commands.create_model import TowerSizes, create_model
 from spmdrl.errors import Refusal
+from spmdrl.tools.commands.ask import ask
+from spmdrl.tools.commands.create_model import TowerSizes, create_model
 
 SCENES = {"kind": "count", "most": 2, "cells": 2, "colours": 6, "dark": True, "least": 9}
 

@@ -16,7 +16,7 @@ from test_train import assert_same_end
 from test_vision_engine import assert_exact, in_each, seeing_cfg
 from worlds import in_world
 
-from spmdrl.commands.create_model import TowerSizes, create_model
+from spmdrl.tools.commands.create_model import TowerSizes, create_model
 
 pytestmark = [pytest.mark.usefixtures("torchvision"), pytest.mark.grid]
 REWARDS = """

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spmdrl.model.families import FAMILIES, family_config
-from spmdrl.model.shrink import shrunk, tiny_model
+from spmdrl.tools.small_models.families import FAMILIES, family_config
+from spmdrl.tools.small_models.shrink import shrunk, tiny_model
 
 TOKENS = torch.arange(3, 63).view(2, 30)
 

@@ -78,6 +78,17 @@ def _modules_after(code: str) -> set[str]:
     return set(run.stdout.split())
 
 
+def test_nothing_that_trains_imports_the_tools() -> None:
+    users = {one.module for one in rooms.imports() if rooms.room_of(one.imported) == "tools"}
+    assert {rooms.room_of(module) for module in users} == {"tools"}
+    script = {name.split(".")[0] for name in rooms.imports_of(ROOT / "train.py")}
+    assert "world" in script and "tools" not in script
+    # A command is found by its name: nobody else loads the tools by a text.
+    texts = {path.relative_to(ROOT / "spmdrl").as_posix(): path.read_text() for path in FILES}
+    naming = {name for name, text in texts.items() if "spmdrl.tools" in text}
+    assert {name for name in naming if not name.startswith("tools/")} == {"__main__.py"}
+
+
 def test_no_two_classes_have_one_name() -> None:
     names = Counter(
         node.name
@@ -104,7 +115,7 @@ def test_no_file_imports_one_of_its_own_name() -> None:
         for one in rooms.imports()
         if one.module.split(".")[-1] == one.imported.split(".")[-1]
         and not one.imported.startswith(one.module + ".")
-        and rooms.room_of(one.module) != "commands"
+        and not one.module.startswith("tools.commands.")
     ]
 
 
@@ -158,9 +169,10 @@ def test_the_tree_on_the_page_is_the_real_tree_in_the_order_of_imports() -> None
 
 
 VISION_ROOMS = ("spmdrl/data/vision/", "spmdrl/model/vision/")
+VISION_TOOLS = ("spmdrl/tools/small_models/random_vision.py", "spmdrl/tools/small_models/tiny.py")
 SAY_IMAGE = {
-    "spmdrl/commands/ask.py": "--image",
-    "spmdrl/commands/create_model.py": "--tower.image-side, and architectures by that name",
+    "spmdrl/tools/commands/ask.py": "--image",
+    "spmdrl/tools/commands/create_model.py": "--tower.image-side, and architectures by that name",
     "spmdrl/config/data.py": "data.images",
     "spmdrl/config/model.py": "model.vision_lr",
     "spmdrl/data/attachments.py": "the door to data/vision",
@@ -176,7 +188,7 @@ _IMAGE = re.compile(r"(?<![a-z])(image|picture|vision|pixel)|Image|Picture|Visio
 def test_few_files_outside_the_rooms_of_vision_say_image() -> None:
     names = {path.relative_to(ROOT).as_posix(): path.read_text() for path in TREES}
     saying = {name for name, text in names.items() if _IMAGE.search(text)}
-    saying = {name for name in saying if not name.startswith(VISION_ROOMS)}
+    saying = {name for name in saying if not name.startswith(VISION_ROOMS + VISION_TOOLS)}
     assert saying - SAY_IMAGE.keys() == set(), "ask data/attachments.py or model/senses.py"
     assert SAY_IMAGE.keys() - saying == set(), "take it off the list"
     assert len(SAY_IMAGE) < 10

@@ -19,12 +19,12 @@ from worlds import with_stream, with_trainer
 
 from spmdrl.check.fit import check_fit
 from spmdrl.check.model import model_problems
-from spmdrl.commands.export import export
 from spmdrl.config import LayoutSettings
 from spmdrl.model import load
 from spmdrl.model.files.reader import CheckpointReader, instead, text_part
 from spmdrl.model.load import load_hf_config
 from spmdrl.model.transformers_internals import has_towers
+from spmdrl.tools.commands.export import export
 
 ROWS = ([5, 6, 7, 8, 40, 41], [9, 10, 11])
 TEXT = {
@@ -157,7 +157,7 @@ def test_whoever_reads_a_config_says_which_part():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "load_hf_config"
     }
-    assert calling == {"model/load.py", "commands/check.py"}
+    assert calling == {"model/load.py", "tools/commands/check.py"}
 
 
 def test_what_is_no_text_part_is_refused_or_kept_apart(tmp_path):

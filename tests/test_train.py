@@ -26,8 +26,8 @@ from runs import (
 
 from spmdrl.check import dry_run
 from spmdrl.check.settings import parse
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import dump
+from spmdrl.tools.commands.create_model import create_model
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from policy_runs import scalars
 from runs import ROOT, TINY, metrics, run
 
-from spmdrl.commands.create_model import create_model
+from spmdrl.tools.commands.create_model import create_model
 from spmdrl.types import Batch
 
 # A prompt's samples all get 1 for every second prompt: these groups are solved.

@@ -20,15 +20,15 @@ from spmdrl.algorithms import registry
 from spmdrl.check import dry_run
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import already_finished
-from spmdrl.commands.ask import ask
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import flatten
 from spmdrl.data.templates import render
 from spmdrl.data.tokenizer import read_tokenizer
 from spmdrl.errors import RAISED, Refusal, described
 from spmdrl.imports import attempt, construct, import_file, import_object, is_missing_folder
-from spmdrl.proof.ranks import launch_env
 from spmdrl.report.derived import derived
+from spmdrl.tools.commands.ask import ask
+from spmdrl.tools.commands.create_model import create_model
+from spmdrl.tools.proof.ranks import launch_env
 from spmdrl.world.check_launch import check_launch
 from spmdrl.world.launch import Launch, tell_refused
 
@@ -116,7 +116,7 @@ def test_a_question_goes_by_the_chat_template_and_bare_on_request(
         asked.append(tokenizer.decode(tokens))
         return list(tokens)
 
-    monkeypatch.setattr("spmdrl.commands.ask._response", answer)
+    monkeypatch.setattr("spmdrl.tools.commands.ask._response", answer)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "1+1="}\n')
     for chosen in ("auto", "never"):

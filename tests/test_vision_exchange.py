@@ -23,7 +23,6 @@ from ranks import run_ranks
 from torch.nn.functional import pad
 
 from spmdrl.check.fit import fit_problems
-from spmdrl.commands import view as viewer
 from spmdrl.config import Config, dump, inference_ranks
 from spmdrl.data.attachments import FEATURES, with_items
 from spmdrl.data.microbatch_plan import partition
@@ -31,14 +30,15 @@ from spmdrl.exchange import exchange_rollouts
 from spmdrl.given import Item, Shown
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import model_shape
-from spmdrl.plan.run import run_of
-from spmdrl.plan.text import _step_text
-from spmdrl.plan.trainer_memory import trainer_memory
 from spmdrl.rollout.episode import Episode, Group
 from spmdrl.rollout.packing import pack_step, rollouts_from_dict, rollouts_to_dict
 from spmdrl.rollout.recorder import HEADER, SCHEMA, digest_line
 from spmdrl.rollout.recordings import find_recorded, read_header, read_rollouts, read_table
 from spmdrl.rollout.saved import group_from_dict, group_to_dict
+from spmdrl.tools.commands import view as viewer
+from spmdrl.tools.plan.run import run_of
+from spmdrl.tools.plan.text import _step_text
+from spmdrl.tools.plan.trainer_memory import trainer_memory
 from spmdrl.train.companions.reencoding import check_other_tokenizer
 from spmdrl.types import Batch as ExchangedBatch
 from spmdrl.types import Rollouts

@@ -23,10 +23,10 @@ from spmdrl.algorithms import registry
 from spmdrl.config import load_yaml
 from spmdrl.imports import attempt
 from spmdrl.rollout.recordings import find_recorded, read_table
-from spmdrl.what_if.alternatives import AS_RUN, alternatives
-from spmdrl.what_if.measures import cosine, disagreement, effective_share, order, share
-from spmdrl.what_if.recorded_steps import chosen_steps, open_run
-from spmdrl.what_if.run import _columns
+from spmdrl.tools.what_if.alternatives import AS_RUN, alternatives
+from spmdrl.tools.what_if.measures import cosine, disagreement, effective_share, order, share
+from spmdrl.tools.what_if.recorded_steps import chosen_steps, open_run
+from spmdrl.tools.what_if.run import _columns
 
 REWARD = """
 def varied(prompts, completions, **columns):
@@ -85,8 +85,8 @@ def made(tmp_path_factory) -> Path:
 
 def looked_at(where: Path, name: str, steps: tuple[int, ...], settings: list[dict]) -> Any:
     """Return what the command finds, as plain data."""
-    from spmdrl.what_if.run import look_again
-    from spmdrl.what_if.text import plain
+    from spmdrl.tools.what_if.run import look_again
+    from spmdrl.tools.what_if.text import plain
 
     opened = open_run(where / name)
     chosen = alternatives(opened.cfg, others=[json.dumps(one) for one in settings])
@@ -203,7 +203,7 @@ def test_the_command_prints_a_table_and_json_and_writes_a_page(made):
 
 
 def _commands(where: Path) -> Any:
-    from spmdrl.commands.what_if import main
+    from spmdrl.tools.commands.what_if import main
 
     def called(*words: str) -> tuple[int, str, str]:
         out, err = io.StringIO(), io.StringIO()
@@ -295,7 +295,7 @@ def test_alternatives_that_are_none_are_refused_by_name(made):
 
 
 def test_models_that_no_checkpoint_has_are_refused_before_anything_is_loaded(made):
-    from spmdrl.what_if.run import look_again
+    from spmdrl.tools.what_if.run import look_again
 
     opened = open_run(made / "grpo")
     chosen = alternatives(opened.cfg, advantages=["gae"])

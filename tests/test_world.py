@@ -19,7 +19,7 @@ from worlds import in_world
 from spmdrl.check.layout import layout_problems
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
-from spmdrl.proof.ranks import RankError, launch_env, on_ranks
+from spmdrl.tools.proof.ranks import RankError, launch_env, on_ranks
 from spmdrl.world import launch as launch_module
 from spmdrl.world.check_launch import find_launch
 from spmdrl.world.comm import agree, gather_objects, gather_problems

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdrl.data.vision.image_tokens import ImageReader
 from spmdrl.given import Shown, shown_by
-from spmdrl.model.vision.random_models import MADE, make_seeing_model
+from spmdrl.tools.small_models.random_vision import MADE, make_seeing_model
 
 FAMILIES = tuple(MADE)
 TEXT = dict(

@@ -191,7 +191,7 @@ _RATES: dict[str, tuple[str, Callable[[list[float]], float]]] = {
 
 
 def rates_of(rows: list[tuple[str, Row]], about: dict[str, str]) -> dict[str, float | str]:
-    """Return what the planner can take from here, by the names of `spmdrl.plan.run.Rates`."""
+    """Return what the planner can take from here, by the names of `spmdrl.tools.plan.run.Rates`."""
     found: dict[str, float | str] = {"gpu": about.get("GPU", "")}
     # The best of several, as plans compare layouts that are each at their best.
     for rate, (number, best) in _RATES.items():

@@ -28,8 +28,8 @@ from spmdrl import config
 from spmdrl.config import Config
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import ModelShape, model_shape
-from spmdrl.plan.run import Rates, run_of
-from spmdrl.plan.seconds import step_seconds
+from spmdrl.tools.plan.run import Rates, run_of
+from spmdrl.tools.plan.seconds import step_seconds
 from spmdrl.world.axes import axes_of
 from spmdrl.world.machine.hardware import Gpu, known_gpu
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.rows import attempt, judged, last_words
 from benchmarks.gpu.train_runs import CASES, flags_of
 from benchmarks.gpu.train_runs import Options as RunOptions
 from benchmarks.start import ROOT, as_flags
-from spmdrl.commands.create_model import create_model
+from spmdrl.tools.commands.create_model import create_model
 
 _AIM_S = 60.0  # the deadline of a wait below, and what torchrun takes to end the ranks
 _WAIT_S = 30

@@ -17,7 +17,7 @@ import tyro
 from benchmarks.gpu import parity
 from benchmarks.gpu.rows import attempt, read_rows
 from benchmarks.start import torchrun
-from spmdrl.commands.create_model import create_model
+from spmdrl.tools.commands.create_model import create_model
 from spmdrl.world.launch import read_launch
 
 

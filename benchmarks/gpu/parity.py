@@ -23,11 +23,11 @@ from torch import Tensor
 from benchmarks.gpu.rows import Row, attempt, judged
 from benchmarks.start import scalars_of
 from spmdrl import config
-from spmdrl.commands.create_model import create_model
 from spmdrl.config import Config
 from spmdrl.credit import per_token
 from spmdrl.exchange import dummy_microbatch
 from spmdrl.roles import make_trainer
+from spmdrl.tools.commands.create_model import create_model
 from spmdrl.types import Batch, Microbatch
 from spmdrl.world.launch import launch_alone
 from spmdrl.world.world import World

@@ -21,7 +21,7 @@ import tyro
 
 from benchmarks.gpu.rows import Row, attempt, judged, last_words
 from benchmarks.start import as_flags, torchrun
-from spmdrl.commands.create_model import create_model
+from spmdrl.tools.commands.create_model import create_model
 
 _FLAT_GIB = 0.1  # by how much memory after a wake may grow over the steps
 

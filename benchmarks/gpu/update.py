@@ -31,9 +31,9 @@ from spmdrl.model.flops import training_flops
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import ModelShape, model_shape
-from spmdrl.plan.run import run_of
-from spmdrl.plan.trainer_memory import trainer_memory
 from spmdrl.roles import make_trainer
+from spmdrl.tools.plan.run import run_of
+from spmdrl.tools.plan.trainer_memory import trainer_memory
 from spmdrl.world.axes import axes_of
 from spmdrl.world.launch import launch_alone
 from spmdrl.world.machine.hardware import known_gpu

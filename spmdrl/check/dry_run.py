@@ -17,6 +17,7 @@ from spmdrl import config
 from spmdrl.check.fit import absent_weights, build_policy, fit_problems, refusal, weight_problems
 from spmdrl.check.inputs import input_problems
 from spmdrl.check.methods import Tried
+from spmdrl.check.proved_models import unchecked_policy
 from spmdrl.check.settings import missing_models
 from spmdrl.config import Config, inference_ranks, trainer_ranks
 from spmdrl.errors import RAISED, Refusal, say, with_line
@@ -59,6 +60,7 @@ def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
         for path in models.values():
             refusal(lambda: say(f"reward model:{path}: {reward_model_size(cfg, path)}"))
         refusal(lambda: _print_adapter(cfg))
+        refusal(lambda: _print_unchecked(cfg))
         unbuilt = refusal(lambda: _print_section("stream", stream_size(with_known_shape(cfg))))
         sys.stdout.flush()
         told = list(dict.fromkeys([*unbuilt, *found]))
@@ -116,6 +118,12 @@ def _print_adapter(cfg: Config) -> None:
     adapters = Adapters(model, lora_form(cfg.model.lora))
     count = sum(model.get_parameter(name).numel() for name in adapters.names)
     say(f"lora: {adapters.summary()}, {count:,} parameters beside the model's {total:,}")
+
+
+def _print_unchecked(cfg: Config) -> None:
+    """Say whether the policy's code was never proved with the installed versions."""
+    if reason := unchecked_policy(cfg):
+        say(f"model: {reason}")
 
 
 def problems(cfg: Config) -> Iterator[str]:

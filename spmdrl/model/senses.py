@@ -20,9 +20,7 @@ from spmdrl.model.vision.for_vllm import (
 )
 from spmdrl.model.vision.image_memory import TowerShape
 from spmdrl.model.vision.image_positions import PictureSight
-from spmdrl.model.vision.random_models import make_seeing_model
 from spmdrl.model.vision.samples import noisy_sequence, num_plain_ids, plain_inputs, shown_in
-from spmdrl.model.vision.tiny import tiny_of
 
 
 def eyes_of(hf_model: nn.Module) -> nn.Module | None:

@@ -29,6 +29,7 @@ from spmdrl.model.attention.packing import packs
 from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.files.quantised import quantisation
+from spmdrl.model.first_layers import first_layers
 from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import (
     build_meta_model,
@@ -41,7 +42,6 @@ from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.model.senses import noisy_sequence, plain_inputs, sight_of
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.shrink import first_layers
 from spmdrl.model.towers import set_attention, with_text_config
 from spmdrl.model.transformers_internals import class_of, quiet
 from spmdrl.types import Sums

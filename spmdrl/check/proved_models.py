@@ -1,0 +1,139 @@
+"""What was proved, of which model, with which versions: kept, so that runs can say what was not."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from spmdrl.config import Config
+from spmdrl.imports import versions
+from spmdrl.model.transformers_internals import has_towers
+
+Verdict = Literal["proved", "refused", "WRONG", "not finished"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was asked of a model, and the answer."""
+
+    name: str
+    verdict: Verdict
+    note: str
+    """What was measured, or why it is refused or wrong."""
+    seconds: float
+    kind: str = ""
+    """Of a stream into an engine: traced or reload."""
+
+    def __str__(self) -> str:
+        says = f"{self.verdict}: {self.note}" if self.note else self.verdict
+        return f"{self.name:<24} {says}  ({self.seconds:.1f} s)"
+
+
+SHIPPED = Path(__file__).with_name("proved_models.jsonl")
+"""Of the families in docs/models.md."""
+
+
+def own_records() -> Path:
+    """Return the file of what this user has checked on this machine."""
+    return Path.home() / ".cache" / "spmdrl" / "checked.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """All lines of one model."""
+
+    model: str
+    """Family or folder, as it was named."""
+    model_type: str
+    class_name: str
+    """Of transformers; empty where none could be built."""
+    date: str
+    """ISO day."""
+    versions: dict[str, str]
+    lines: tuple[Line, ...]
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether one rank trains it right, some engine serves it, and nothing is wrong or was left
+        unfinished."""
+        verdicts = {line.name: line.verdict for line in self.lines}
+        needed = [v for n, v in verdicts.items() if n not in _OPTIONAL and "engine" not in n]
+        engines = [v for n, v in verdicts.items() if "engine" in n]
+        return (
+            not {"WRONG", "not finished"} & {*verdicts.values()}
+            and {*needed} == {"proved"}
+            and (not engines or "proved" in engines)
+        )
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether nothing is wrong, and a line took longer than it was given."""
+        verdicts = {line.verdict for line in self.lines}
+        return "not finished" in verdicts and "WRONG" not in verdicts
+
+
+_OPTIONAL = ("tp 2", "cp 2", "ep 2", "LoRA", "resume on dp 2")
+"""Lines that may be refused: a run that asks for these is refused at its start too."""
+
+
+def record_of(model: str, hf_config: Any, lines: Iterable[Line], *, class_name: str) -> Record:
+    """Return what was found today, with the versions installed."""
+    return Record(
+        model=model,
+        model_type=_type_of(hf_config),
+        class_name=class_name,
+        date=datetime.date.today().isoformat(),
+        versions=versions(),
+        lines=tuple(lines),
+    )
+
+
+def _type_of(hf_config: Any) -> str:
+    """Return what a model is known by: with a tower another than its text model alone."""
+    own = hf_config if has_towers(hf_config) else hf_config.get_text_config()
+    return own.model_type
+
+
+def keep(record: Record, path: Path) -> None:
+    """Put a record into a file, in the place of what was known of the model."""
+    lines = {one.model: json.dumps(asdict(one)) + "\n" for one in [*read(path), record]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(text for _, text in sorted(lines.items())))
+    partial.replace(path)
+
+
+def read(path: Path) -> list[Record]:
+    """Return the records of a file; none where there is no such file."""
+    plain = map(json.loads, path.read_text().splitlines() if path.is_file() else ())
+    return [Record(**own | {"lines": tuple(Line(**x) for x in own["lines"])}) for own in plain]
+
+
+def unchecked_policy(cfg: Config) -> str:
+    """Return why the policy's code does not count as proved with the installed versions, and the
+    command that proves it; empty where it does."""
+    from spmdrl.model.load import hf_config_of
+
+    model_type = _type_of(hf_config_of(cfg.model))
+    reason = unchecked(model_type, [*read(own_records()), *read(SHIPPED)])
+    return f"{reason}: python -m spmdrl check {cfg.model.path}" if reason else ""
+
+
+def unchecked(model_type: str, records: Sequence[Record]) -> str:
+    """Return why a model's code does not count as proved with the installed versions; empty where
+    it does."""
+    own = [record for record in records if record.model_type == model_type]
+    installed = versions()
+    same = [record for record in own if record.versions == installed]
+    if any(record.is_proved for record in same):
+        return ""
+    if same:
+        wrong = next((str(line) for line in same[0].lines if line.verdict != "proved"), "")
+        return f"{model_type} was checked and is not proved ({wrong})"
+    named = ", ".join(f"{name} {version}" for name, version in installed.items())
+    other = " (only with other versions)" if own else ""
+    return f"{model_type} was never checked{other} with {named}; it takes some minutes"

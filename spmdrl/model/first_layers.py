@@ -1,0 +1,104 @@
+"""A model's first layers as a config of their own, and what kind of layer each one is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from spmdrl.errors import Refusal
+
+_SKIPPED = re.compile(r"(^|_)(idx|index|id|number)$|^layer$|training|^_")
+"""Attributes of modules that tell a layer's place, not its kind."""
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def first_layers(config: Any) -> Any:
+    """Return the config of a model's first layers, one at least of each kind that it has.
+
+    Raises: Refusal when these would be of other kinds.
+    """
+    kinds = layer_kinds(config)
+    chosen = range(1 + max(place_of(kinds, kind, 1) for kind in {*kinds}))
+    small = config_of(config, cut_layers(config.to_dict(), layers=len(kinds), chosen=chosen))
+    if layer_kinds(small) != [kinds[i] for i in chosen]:
+        raise Refusal(f"{config.model_type}: its first {len(chosen)} layers are of other kinds")
+    return small
+
+
+def config_of(config: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a config of the same class with other fields."""
+    made = type(config).from_dict(dict(fields))
+    return type(config).from_dict(made.to_dict())  # as everybody reads a saved config.json
+
+
+def layer_kinds(config: Any) -> list[Hashable]:
+    """Return what each layer of a model is: its modules, shapes and switches, not its place."""
+    import transformers as hf
+
+    kind = type(config)  # of some text models there is no class with a head
+    is_bare = kind in hf.MODEL_MAPPING and kind not in hf.MODEL_FOR_CAUSAL_LM_MAPPING
+    maker: Any = hf.AutoModel if is_bare else hf.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = maker.from_config(config, dtype=torch.float32)
+    count = config.num_hidden_layers
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise Refusal(f"{config.model_type}: no list of its {count} layers is found in it")
+    return [_kind(layer) for layer in lists[0]]
+
+
+def _kind(layer: nn.Module) -> Hashable:
+    modules = {re.sub(r"\d+", "*", name): module for name, module in layer.named_modules()}
+    return (
+        tuple((n, tuple(p.shape)) for n, p in layer.named_parameters()),
+        tuple((name, type(module).__name__, _switches(module)) for name, module in modules.items()),
+    )
+
+
+def _switches(module: nn.Module) -> Hashable:
+    """Return a module's own settings: words as they are, of numbers whether they are 0."""
+    own = {n: v for n, v in sorted(vars(module).items()) if not _SKIPPED.search(n)}
+    words = tuple((n, v) for n, v in own.items() if isinstance(v, (str, type(None))))
+    return words, tuple((n, bool(v)) for n, v in own.items() if isinstance(v, (int, float)))
+
+
+def cut_layers(fields: Mapping[str, Any], *, layers: int, chosen: Sequence[int]) -> dict[str, Any]:
+    """Return the fields of a model of some of the layers.
+
+    Lists with an entry per layer, or of layers' numbers, are cut; periods and counts of first
+    layers stay as they are.
+
+    Args:
+        layers: of the fields.
+        chosen: numbers of those to keep, ascending.
+    """
+    cut = {name: _cut(name, value, layers=layers, chosen=chosen) for name, value in fields.items()}
+    for name in _LAYERS:
+        if name in cut:
+            cut[name] = len(chosen)
+    if shared := cut.get("num_kv_shared_layers"):  # the last so many
+        cut["num_kv_shared_layers"] = sum(i >= layers - shared for i in chosen)
+    return cut
+
+
+def _cut(name: str, value: Any, *, layers: int, chosen: Sequence[int]) -> Any:
+    if name == "per_layer_config" and value:
+        by_layer = {int(layer): own for layer, own in value.items()}
+        return {str(new): by_layer[old] for new, old in enumerate(chosen) if old in by_layer}
+    if not isinstance(value, (list, tuple)) or not value or "token" in name:
+        return value
+    is_numbers = all(isinstance(v, int) for v in value) and max(value) < layers
+    if is_numbers and len({*value}) == len(value) and list(value) == sorted(value):
+        return [new for new, old in enumerate(chosen) if old in value]
+    return [value[i] for i in chosen] if len(value) == layers else value
+
+
+def place_of(kinds: Sequence[Hashable], kind: Hashable, each: int) -> int:
+    """Return the number of the layer that is the `each`-th of a kind after the first, or the last
+    of that kind where there are fewer."""
+    places = [i for i, other in enumerate(kinds) if other == kind]
+    return places[min(each, len(places)) - 1]

@@ -1,0 +1,1 @@
+"""Reading a run's certificate, and taking its steps again."""

@@ -1,0 +1,51 @@
+"""Say where two runs begin to differ: the first step, and in it the first number.
+
+    python -m spmdrl diff runs/a runs/b
+
+Both must have a certificate.jsonl (report.certificate, on by default). Exit status: 0 equal, bit
+for bit, or on two layouts but for rounding; 1 they differ; 2 they cannot be compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from spmdrl.errors import say
+from spmdrl.imports import attempt
+
+
+def diff(
+    first: Annotated[Path, tyro.conf.Positional],
+    second: Annotated[Path, tyro.conf.Positional],
+    *,
+    rounding: float | None = None,
+) -> tuple[str, bool]:
+    """Say where two runs begin to differ.
+
+    Args:
+        first: output_dir of a run.
+        second: the same of another.
+        rounding: on two layouts, the deviation of a tensor, as a share of its norm, that the order
+            of sums explains; by default by model.compute_dtype.
+    Returns: what is to be printed, and whether they are equal.
+    Raises: Refusal for a certificate that is not there, was edited or cut, or of other steps.
+    """
+    from spmdrl.certificate.lines import read
+    from spmdrl.tools.certificates.report import compared
+
+    found = compared(read(first), read(second), rounding=rounding)
+    return found.text(), found.are_equal
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compare the runs named on the command line; return the exit status."""
+    found, error = attempt(lambda: tyro.cli(diff, prog="python -m spmdrl diff", args=argv))
+    if found is None:
+        say(error, file=sys.stderr)
+        return 2
+    say(found[0])
+    return 0 if found[1] else 1

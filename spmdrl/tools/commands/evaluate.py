@@ -1,0 +1,342 @@
+"""Sample held-out problems with a model, a run or a checkpoint, and say how it does.
+
+    python -m spmdrl evaluate runs/demo/grpo --evaluate.samples 8
+    python -m spmdrl evaluate runs/demo/grpo --which best
+    python -m spmdrl evaluate runs/demo/grpo/checkpoints/step_50
+    python -m spmdrl evaluate my_model --config configs/demo_grpo.yaml --right-at 0.5
+    torchrun --nproc-per-node 4 -m spmdrl evaluate my_model --config configs/gpu_qwen3_1.7b_8.yaml
+
+The first argument is a Hugging Face folder or hub name, a run's folder (its newest whole checkpoint
+is taken, or its best one) or a checkpoint. Runs and checkpoints bring their own config; any field
+of it is a flag, as in train.py. Every rank generates, layout.inference_tp ranks to an engine. What
+is found is printed as a table, written as JSON, and with --tracking-uri added to the run's MLflow
+run. A run's config may be somebody else's: code that it names is run with --trust-run alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import tyro
+
+from spmdrl import config
+from spmdrl.check.settings import validate
+from spmdrl.config import Config, load_yaml
+from spmdrl.config.help import field_docs
+from spmdrl.config.read import read, refuse, take_config_flags
+from spmdrl.errors import Refusal, say
+from spmdrl.imports import attempt, is_missing_folder
+from spmdrl.rewards.signatures import reward_models
+from spmdrl.tools.foreign_code import named_code, refuse_code
+from spmdrl.world.own_runs import is_own
+
+if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
+    from spmdrl.evaluate import Result
+    from spmdrl.world.world import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateFlags:
+    """Flags besides the config's."""
+
+    out: Path = Path()
+    """JSON file to write; by default evaluation_MODEL.json in this folder."""
+    right_at: float = 1.0
+    """Reward from which a sample counts as right in pass@k and maj@n, task units."""
+    which: Literal["last", "best"] = "last"
+    """Of a run's checkpoints: the newest whole one, or the best by checkpoint.keep."""
+    trust_run: bool = False
+    """Run the reward functions, environments and tools that the run's own config names."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+    tracking_uri: str = ""
+    """Add what is found to the run's MLflow run, which is at this URI."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine(EvaluateFlags):
+    """What the command line asks for."""
+
+    model: str
+    """Folder or hub name, as given."""
+    is_checkpoint: bool
+    """Whether it is a checkpoint or a run's folder."""
+    cfg: Config
+    """What to evaluate with: colocated on all ranks, model.path still `model`."""
+
+
+def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
+    """Read the command line.
+
+    Raises: Refusal for a model that is none, or a run without its config, or a config
+        that does not serve, with every problem listed.
+    """
+    own = field_docs(EvaluateFlags).items()
+    about = "".join(f"--{name.replace('_', '-')}\n    {doc}\n" for name, doc in own)
+    if not argv or argv[0].startswith("-"):
+        if {"-h", "--help"} & set(argv):
+            read(["--help"], prog="python -m spmdrl evaluate MODEL", about=about)
+        raise Refusal(
+            "the first argument is what to evaluate: a model's folder or hub name, a "
+            "run's folder, or a checkpoint"
+        )
+    chosen, rest = tyro.cli(EvaluateFlags, args=argv[1:], add_help=False, return_unknown_args=True)
+    model, has_config = argv[0], any(word.split("=")[0] == "--config" for word in rest)
+    is_checkpoint = _is_checkpoint(model)
+    file = "" if has_config or not is_checkpoint else str(_config_of(Path(model)))
+    asked = read(
+        list(rest),
+        prog="python -m spmdrl evaluate MODEL",
+        about=about,
+        default=load_yaml(file) if file else None,
+    )
+    if file:
+        asked = _trusted(asked, rest, file=file, chosen=chosen)
+    if chosen.which == "best" and not is_checkpoint:
+        raise Refusal(f"--which best: {model} is a model, not a run that keeps its best one")
+    if asked.objective.is_scalar and is_checkpoint:
+        raise Refusal(f"{model} is a reward model, which answers nothing; evaluate a policy")
+    if left_out := reward_models(asked.rewards.functions):
+        say(
+            f"reward models score on a run's trainers and are left out here: "
+            f"{', '.join(left_out.values())}",
+            file=sys.stderr,
+        )
+    cfg = evaluation_config(asked, model=model, world_size=world_size)
+    paths, flags = take_config_flags(list(rest))
+    refuse(_problems(cfg), paths=[file] if file else paths, flags=flags)
+    name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
+    asked_for: dict[str, Any] = dict(model=model, is_checkpoint=is_checkpoint, cfg=cfg)
+    if chosen.out == Path():
+        asked_for["out"] = Path(f"evaluation_{name}.json")
+    return CommandLine(**vars(chosen) | asked_for)
+
+
+def _trusted(asked: Config, flags: Sequence[str], *, file: str, chosen: EvaluateFlags) -> Config:
+    """Return a run's config without what it says of trust: the command line alone says that, of a
+    run that is not this user's own.
+
+    Raises: Refusal naming the code that the run's own config would have this command run.
+    """
+    told = tuple(
+        word.split("=")[0][2:].replace("-", "_") for word in flags if word.startswith("--")
+    )
+    says_code = any(name.startswith("model.trust_remote_code") for name in told)
+    code = [] if chosen.trust_run else named_code(asked)
+    code = [text for text in code if not (told and text.startswith(told))]
+    of_model = asked.model.trust_remote_code and not (says_code or chosen.trust_remote_code)
+    refuse_code(code, Path(file), of_model=of_model, otherwise=", or set these fields yourself")
+    if says_code or is_own(Path(file))[0]:
+        return asked
+    return replace(asked, model=replace(asked.model, trust_remote_code=chosen.trust_remote_code))
+
+
+def _problems(cfg: Config) -> list[str]:
+    """Return what is wrong with what is to be evaluated, as this command's fields are called."""
+    if not cfg.data.eval:
+        return ["data.eval: is empty; name held-out rows, e.g. --data.eval problems.jsonl"]
+    return [
+        problem.replace("data.train", "data.eval").replace("data.size", "data.eval_size")
+        for problem in validate(cfg)
+    ]
+
+
+def _is_checkpoint(model: str) -> bool:
+    from spmdrl.checkpoint import manifest as disk
+
+    path = Path(model)
+    if (path / "config.json").is_file():
+        return False
+    if (
+        (path / disk.NAME).is_file()
+        or (path / "config.yaml").is_file()
+        or any(disk.complete_checkpoints(p) for p in (path, disk.checkpoints_folder(path)))
+    ):
+        return True
+    if path.is_dir() or is_missing_folder(model):
+        what = (
+            "has neither config.json (a model) nor config.yaml (a run) nor manifest.json (a "
+            "checkpoint)"
+            if path.is_dir()
+            else f"does not exist (looked from {Path.cwd()})"
+        )
+        raise Refusal(f"{model} {what}")
+    return False  # a hub name
+
+
+def _config_of(path: Path) -> Path:
+    """Return the config file of the run that `path`, it or a checkpoint of it, belongs to."""
+    folder = _run_folder(path)
+    if folder is None:
+        raise Refusal(
+            f"{path} lies in no run's folder: there is no config.yaml there or above; "
+            "give one by --config"
+        )
+    return folder / "config.yaml"
+
+
+def _run_folder(path: Path) -> Path | None:
+    places = (path.resolve(), *path.resolve().parents[:2])
+    return next((place for place in places if (place / "config.yaml").is_file()), None)
+
+
+def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
+    """Return a config that takes from a training one what generating and rewarding need."""
+    longest = cfg.longest_sequence
+    uncut = replace(cfg.layout, trainer_ranks=1, dp_replicate=1, cp=1, ep=1, tp=1)
+    functions, models = cfg.rewards.functions, reward_models(cfg.rewards.functions)
+    kept = [i for i in range(len(functions)) if i not in models]  # models score on trainers
+    # What is of the training rows alone would be refused without them.
+    held_out, options = cfg.data.sources("eval"), cfg.data.task_options
+    are_taken = any(one.is_generated and one.task_options == options for one in held_out)
+    options = options if are_taken else {}
+    columns = {} if all(one.is_generated for one in held_out) else cfg.data.columns
+    return Config(
+        seed=cfg.seed,
+        deterministic=cfg.deterministic,
+        dry_run=cfg.dry_run,
+        steps=1,
+        layout=replace(uncut, placement="colocated", world_size=world_size),
+        model=config.ModelSettings(
+            path=model, tokenizer=cfg.model.tokenizer, trust_remote_code=cfg.model.trust_remote_code
+        ),
+        # The training rows are not needed, and may lie elsewhere.
+        data=replace(
+            cfg.data,
+            train=cfg.data.eval,
+            size=cfg.data.eval_size,
+            task_options=options,
+            columns=columns,
+        ),
+        batch=config.BatchSettings(prompts_per_step=1, tokens_per_microbatch=longest),
+        sampling=cfg.sampling,
+        engine=cfg.engine,
+        evaluate=cfg.evaluate,
+        # What the sources of data.eval have themselves comes with them.
+        rollout=config.RolloutSettings(
+            environment=cfg.environment_fields("eval").get("rollout.environment", {})
+        ),
+        rewards=replace(
+            cfg.rewards,
+            shaping=config.ShapingSettings(),
+            functions=tuple(functions[i] for i in kept),
+            weights=tuple(cfg.rewards.weights[i] for i in kept) if cfg.rewards.weights else (),
+        ),
+    )
+
+
+def run(request: CommandLine, world: World) -> Result:
+    """Build the engines, sample, and leave the job. Every rank calls it.
+
+    Raises: Refusal for a checkpoint, model, data or reward function that cannot be used;
+        RewardFailed naming the sample when a reward fails under on_failure=fail.
+    """
+    from spmdrl.data.tokenizer import load_tokenizer
+    from spmdrl.engine import make_engine
+    from spmdrl.evaluate import Result, sample
+    from spmdrl.rollout import make_source
+
+    with _model_folder(request, world) as (folder, step):
+        cfg = replace(request.cfg, model=replace(request.cfg.model, path=folder))
+        if request.is_checkpoint:  # its export has the tokenizer
+            cfg = replace(cfg, model=replace(cfg.model, tokenizer=""))
+        source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))
+        engine = make_engine(cfg, world)
+        outcomes = sample(source, engine, world=world, step=step)
+        source.close()
+        engine.close()
+    return Result(step, outcomes)
+
+
+@contextlib.contextmanager
+def _model_folder(request: CommandLine, world: World) -> Iterator[tuple[str, int]]:
+    """Give the model as vLLM loads it, and its step; a checkpoint is exported for the time."""
+    if not request.is_checkpoint:
+        yield request.model, 0
+        return
+    from spmdrl.checkpoint.keep import named
+    from spmdrl.checkpoint.manifest import whole_checkpoint
+    from spmdrl.tools.commands.export import export
+
+    with contextlib.ExitStack() as stack:
+
+        def exported() -> tuple[str, int]:
+            folder, content = whole_checkpoint(named(Path(request.model), request.which))
+            out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
+            # What the weight stream gives the engine: masters cast to its dtype.
+            trusts = request.cfg.model.trust_remote_code
+            export(folder, out=out, dtype=request.cfg.engine.dtype, trust_remote_code=trusts)
+            return str(out), content.step
+
+        made = world.from_rank_0(exported, wait="export checkpoint")
+        if not Path(made[0]).is_dir():
+            raise Refusal(
+                f"{socket.gethostname()} does not see {made[0]}, where rank 0 put the "
+                "model of the checkpoint; on several machines export it by `python -m spmdrl "
+                "export` to a folder that all see, and evaluate that"
+            )
+        yield made
+
+
+def _show(request: CommandLine, result: Result) -> None:
+    """Print the table, write the files, and add them to the MLflow run of a run's folder."""
+    from spmdrl.evaluate import table, write
+    from spmdrl.report.tracker import log_files, tracking_uri
+
+    say(table(result.outcomes, samples=request.cfg.evaluate.samples, right_at=request.right_at))
+    files = write(request.out, request.cfg, result, model=request.model, right_at=request.right_at)
+    say(f"written to {' and '.join(map(str, files))}")
+    if not request.is_checkpoint:
+        return
+    folder = _run_folder(Path(request.model))
+    uri = tracking_uri(folder)
+    if not uri:
+        say("the run has no MLflow run to add them to")
+    elif uri != request.tracking_uri:
+        say(f"the run's MLflow run is at {uri}; to add them there, give --tracking-uri {uri}")
+    else:
+        # A tracker that is down is no reason to fail: the files are there.
+        _, error = attempt(lambda: log_files(folder, files), Exception)
+        say(f"and to MLflow at {uri}" if error is None else f"MLflow did not take them: {error}")
+
+
+def main() -> None:
+    """Do what the command line says, and end this process."""
+    status = _main()
+    from spmdrl.world.leaving import end_process  # here: it comes with torch
+
+    end_process(status)
+
+
+def _main() -> int:
+    """Parse, refuse what is wrong with its reasons, evaluate, print and write."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        parse(["--help"], world_size=1)
+    from spmdrl.world.launch import launch_alone, read_launch
+    from spmdrl.world.leaving import ended
+    from spmdrl.world.world import World
+
+    launch_alone()
+    world = None
+    try:
+        request = parse(sys.argv[1:], world_size=read_launch().world_size)
+        if request.cfg.dry_run:
+            say(config.dump(request.cfg))
+            return 0
+        world = World.start(request.cfg)
+        result = run(request, world)
+        if world.rank == 0:
+            _show(request, result)
+        world.close()
+        return 0
+    except Exception as error:
+        return ended(error, world)  # says why, here and to the other ranks

@@ -1,0 +1,260 @@
+"""Say which layout of so many GPUs a run fits on, how fast it goes and what it needs.
+
+    python -m spmdrl plan --config FILE --gpus 64
+
+Exit status 1: it cannot run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import operator
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tyro
+
+from spmdrl import config
+from spmdrl.check.fit import policy_problems
+from spmdrl.check.settings import validate
+from spmdrl.config.read import read
+from spmdrl.errors import Refusal, say
+from spmdrl.imports import attempt
+from spmdrl.model.head import head_chunk_tokens
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.lora.layers import lora_form
+from spmdrl.model.lora.targets import adapter_numel
+from spmdrl.model.shape import SHAPES, model_shape, with_known_shape
+from spmdrl.tools.plan.run import Rates, Run, rates_of, read_measured, run_of
+from spmdrl.tools.plan.search import Plan, best_plans, distinct, make_plan, remedies
+from spmdrl.tools.plan.text import as_dict, brief, layout_text, page, rates_dict
+from spmdrl.world.axes import axes_of
+
+_RATES = {
+    "gpu_memory_gib": ("memory_gib", 1.0),
+    "tflops": ("flops", 1e12),
+    "memory_gb_per_s": ("memory_bytes_per_s", 1e9),
+    "node_gb_per_s": ("node_bytes_per_s", 1e9),
+    "network_gb_per_s": ("network_bytes_per_s", 1e9),
+}
+"""Flag: the field of Gpu that it replaces, and its unit there."""
+_MEANS = {
+    "prompt_tokens": "data.max_prompt_tokens",
+    "response_tokens": "sampling.max_response_tokens",
+}
+"""Flag: the field that bounds it."""
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """What a config amounts to in memory, traffic and seconds. Besides these flags: --config FILE
+    and any field of it, as for train.py."""
+
+    gpus: int = 0
+    """Plan for the best layout of so many ranks; left out: for the layout of the config."""
+    shape: str = ""
+    """A model by its shape, instead of model.path: a folder with a config.json, or a name in
+    spmdrl/model/shapes, e.g. qwen3-8b."""
+    gpu: str = ""
+    """Of the table, e.g. H200; left out: that of --measured, else H100."""
+    measured: str = ""
+    """Rates from the .json that python -m benchmarks.gpu writes, instead of the formula's."""
+    gpu_memory_gib: float = 0.0
+    """GiB of a GPU, instead of the table's."""
+    tflops: float = 0.0
+    """Of a GPU, dense bfloat16, instead of the table's."""
+    memory_gb_per_s: float = 0.0
+    """Of the GPU's memory, instead of the table's."""
+    node_gb_per_s: float = 0.0
+    """Within a node, per GPU and direction, instead of the table's."""
+    network_gb_per_s: float = 0.0
+    """Between nodes, per GPU and direction, instead of the table's."""
+    gpus_per_node: int = 8
+    """GPUs of a node."""
+    matmul_frac: float | None = None
+    """Of the peak that is reached; left out: that of --measured, else 0.5."""
+    prompt_tokens: float = 0.0
+    """Mean; left out: half of the longest."""
+    response_tokens: float = 0.0
+    """Mean; left out: half of the longest."""
+    top: int = 5
+    """Layouts to compare; 0 looks for none."""
+    brief: bool = False
+    """Three lines: what a rank holds, seconds of a step."""
+    json: bool = False
+    """For programs: bytes and seconds."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the plan and return the exit status: 0, 1 when nothing fits, 2 for bad input."""
+    if argv is None:  # the program
+        logging.disable(logging.WARNING)
+    prog = "python -m spmdrl plan"
+    own, rest = tyro.cli(PlanFlags, prog=prog, args=argv, return_unknown_args=True)
+    found, error = attempt(lambda: answer(own, *ask(own, rest)))
+    if found is None:
+        say(error, file=sys.stderr)
+        return 2
+    run, rates, plan, best = found
+    if own.json:
+        plain, *others = (as_dict(each, rates=rates) for each in (plan, *best))
+        told = {"plan": plain, "best": others, "rates": rates_dict(rates)}
+        say(json.dumps(told, indent=2))
+    elif own.brief:
+        say("\n".join(brief(plan, run=run, rates=rates)))
+    else:
+        say("\n".join(page(plan, best, run=run, rates=rates)))
+    sys.stdout.flush()
+    for line in _refusal(own.gpus, run, rates, plan):
+        say(line, file=sys.stderr)
+    return 1 if plan.problems else 0
+
+
+def ask(own: PlanFlags, rest: list[str]) -> tuple[Run, Rates]:
+    """Return what is asked: a run of a model, and the rates of what it runs on.
+
+    Raises: Refusal for what cannot be planned, or is no field.
+    """
+    cfg = read(rest, prog="python -m spmdrl plan --config FILE") if rest else config.Config()
+    if own.shape:
+        folder = SHAPES / own.shape if (SHAPES / own.shape).is_dir() else Path(own.shape)
+        cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
+    cfg = with_known_shape(cfg)
+    _check_flags(own, cfg)
+    rates = _rates(own)
+    _refuse(validate(cfg), has_layout=not own.gpus)
+    hf_model = build_meta_model(cfg.model)
+    _refuse(policy_problems(cfg, hf_model), has_layout=not own.gpus)
+    shape = model_shape(hf_model, name=Path(cfg.model.path).name)
+    lora = cfg.model.lora
+    run = run_of(
+        cfg,
+        shape,
+        on_gpu=cfg.layout.device != "cpu",
+        prompt_tokens=own.prompt_tokens,
+        response_tokens=own.response_tokens,
+        lora_numel=adapter_numel(hf_model, lora_form(lora)) if lora.is_on else 0,
+        chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
+    )
+    return run, rates
+
+
+def _rates(own: PlanFlags) -> Rates:
+    """Return the table's rates; over them the measured ones; over these the flags'.
+
+    Raises: Refusal for a GPU that is not in the table, or is another than the measured one.
+    """
+    gpu, measured = read_measured(own.measured) if own.measured else ("", {})
+    changed = {field: getattr(own, flag) * unit for flag, (field, unit) in _RATES.items()}
+    rates = rates_of(own.gpu or gpu or "H100", **changed)
+    rates = replace(rates, gpus_per_node=own.gpus_per_node)
+    if gpu and rates.gpu.name != gpu:
+        raise Refusal(
+            f"--gpu {own.gpu}: {own.measured} was measured on {gpu}, and the rates of one "
+            "GPU say nothing of another; leave one of the two flags out"
+        )
+    if measured:
+        rates = rates.known(measured, source=f"measured: {own.measured}")
+    if own.matmul_frac is not None:
+        rates = rates.known({"matmul_frac": own.matmul_frac}, source="--matmul-frac")
+    return rates
+
+
+def _check_flags(own: PlanFlags, cfg: config.Config) -> None:
+    if own.gpus < 0 or own.gpus_per_node < 1:
+        raise Refusal(
+            f"--gpus {own.gpus}, --gpus-per-node {own.gpus_per_node}: expected numbers of GPUs"
+        )
+    if own.matmul_frac is not None and not 0 < own.matmul_frac <= 1:
+        raise Refusal(f"--matmul-frac {own.matmul_frac:g}: expected a fraction, in (0, 1]")
+    for flag in _RATES:
+        if not 0 <= (value := getattr(own, flag)) < math.inf:
+            raise Refusal(
+                f"{_text(flag)} {value:g}: expected a number above 0, or 0 for the table's"
+            )
+    for flag, field in _MEANS.items():
+        mean, most = getattr(own, flag), operator.attrgetter(field)(cfg)
+        if not 0 <= mean <= most:
+            raise Refusal(
+                f"{_text(flag)} {mean:g}: expected a mean length of at most {field} {most}, "
+                "or 0 for half of it; raise that if sequences are longer"
+            )
+
+
+def _text(flag: str) -> str:
+    return f"--{flag.replace('_', '-')}"
+
+
+_PLANNED = (
+    "batch.",
+    "engine.",
+    "model.kernels",
+    "model.lora",
+    "model.memory",
+    "model.moe",
+    "sampling.",
+    "stream.",
+)
+"""What a plan's figures follow from, besides the layout; of the rest it needs nothing."""
+_NEEDS_TORCHAO = "model.memory.optimizer_dtype: int8 takes"
+
+
+def _refuse(problems: list[str], *, has_layout: bool) -> None:
+    """Raises: Refusal for what is wrong with the fields that are planned with.
+
+    Args:
+        has_layout: that of the config is planned, not looked for.
+    """
+    names = (*_PLANNED, "layout") if has_layout else _PLANNED
+    # Where a plan is made, nothing of the run has to be installed.
+    own = [p for p in problems if p.startswith(names) and not p.startswith(_NEEDS_TORCHAO)]
+    if own:
+        raise Refusal("\n".join(own))
+
+
+def answer(own: PlanFlags, run: Run, rates: Rates) -> tuple[Run, Rates, Plan, list[Plan]]:
+    """Return what is asked, the plan of the config's layout, or of the best one, and the best few.
+
+    Raises: Refusal when there is no layout of so many ranks.
+    """
+    axes, top = axes_of(run.cfg), 0 if own.brief else own.top
+    best: list[Plan] = []
+    plan: Plan | None = None
+    if top or own.gpus:
+        best, plan = best_plans(run, gpus=own.gpus or axes.world_size, rates=rates)
+    if not own.gpus:
+        plan = make_plan(run, axes, rates=rates)
+    elif best:
+        plan = best[0]
+    if plan is None:
+        raise Refusal(
+            f"--gpus {own.gpus}: no layout of so many ranks suits the model and "
+            "this kind of run; rl needs one at least"
+        )
+    return run, rates, plan, distinct(best)[:top]
+
+
+def _refusal(gpus: int, run: Run, rates: Rates, plan: Plan) -> list[str]:
+    """Return why a plan cannot run and what to change; nothing when it can."""
+    if not plan.problems:
+        return []
+    lines = [f"does not fit: {problem}" for problem in plan.problems]
+    changes = remedies(run, plan, rates=rates)
+    lines.append(
+        f"would fit: {'; or '.join(changes)}"
+        if changes
+        else "neither one change nor two are enough; "
+        + (
+            "take more GPUs, or GPUs with more memory"
+            if gpus
+            else "--gpus N looks for a layout of N ranks"
+        )
+    )
+    if gpus:
+        lines.append(
+            f"no layout of {gpus} ranks fits; the nearest is shown: {layout_text(plan.axes)}"
+        )
+    return lines

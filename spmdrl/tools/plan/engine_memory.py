@@ -1,0 +1,121 @@
+"""Bytes that an engine rank holds: weights, KV cache, and what it computes with."""
+
+from __future__ import annotations
+
+import math
+
+from spmdrl.model.divisibility import engine_rows
+from spmdrl.model.shape import Block, Weight
+from spmdrl.tools.plan.memory import CUDA_CONTEXT, Memory, bucket_count
+from spmdrl.tools.plan.run import Run
+from spmdrl.world.axes import Axes
+
+CUDA_GRAPHS = 2**30
+"""vLLM's CUDA graphs and what it keeps besides weights, cache and activations, assumed."""
+
+
+def engine_weight_bytes(run: Run, axes: Axes) -> int:
+    """Return the bytes of one engine rank's weights.
+
+    vLLM shards heads, MLPs, experts and vocabulary over its tp ranks, repeats key/value heads
+    that are fewer than these, keeps norms, routers and latent projections whole, and pads the
+    vocabulary to a multiple of 64.
+    """
+    shape = run.shape
+    tp, pads = axes.inference_tp, run.engine.kind == "vllm"
+    rows = engine_rows(shape.vocab) if pads else shape.vocab
+    numel = 0
+    for weight in shape.root:
+        is_table = weight.shape[0] == shape.vocab and len(weight.shape) == 2
+        numel += rows // tp * shape.hidden if is_table else weight.numel
+    for block, count in shape.kinds:
+        numel += count * sum(_engine_numel(w, block, tp=tp) for w in block.weights)
+    return numel * run.engine_bytes
+
+
+_WHOLE = (
+    "norm.weight",
+    "gate.weight",
+    "q_a_proj.weight",
+    "kv_a_proj_with_mqa.weight",
+    "shared_expert_gate.weight",
+    "o_proj.bias",
+    "down_proj.bias",
+)
+
+
+def _engine_numel(weight: Weight, block: Block, *, tp: int) -> int:
+    if tp == 1 or weight.name.endswith(_WHOLE):
+        return weight.numel
+    if weight.name.split(".")[-2] in ("k_proj", "v_proj"):
+        return weight.numel // min(tp, block.attention.kv_heads)
+    return weight.numel // tp
+
+
+def cache_bytes_per_token(run: Run, axes: Axes) -> int:
+    """Return the bytes of one token's keys and values on one engine rank, all layers."""
+    shape = run.shape
+    numel = 0
+    for block, count in shape.kinds:
+        own = block.attention
+        if own.latent is not None and run.engine.kind == "vllm":
+            numel += count * (own.latent[1] + own.latent[2])  # the latent, whole on every rank
+        else:
+            heads = max(1, own.kv_heads // axes.inference_tp)
+            numel += count * heads * (own.qk_dim + own.v_dim)
+    return numel * run.engine_bytes
+
+
+def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
+    """Return what an engine rank holds.
+
+    Args:
+        memory_bytes: of its GPU; on the CPU the cache has a size of its own.
+    """
+    shape = run.shape
+    weights = engine_weight_bytes(run, axes)
+    causes = {"engine weights": weights}
+    if run.on_gpu:
+        widest = max(
+            max(b.intermediate, b.experts.intermediate * b.experts.top_k if b.experts else 0)
+            for b, _ in shape.kinds
+        )
+        logits = 2 * run.engine.max_num_seqs * shape.vocab * 4
+        working = (
+            run.engine.max_batched_tokens
+            * (4 * shape.hidden + 3 * widest // axes.inference_tp)
+            * run.engine_bytes
+        )
+        causes["engine activations"] = logits + working + CUDA_GRAPHS
+        causes["CUDA context"] = CUDA_CONTEXT
+        room = int(run.engine.gpu_memory_frac * memory_bytes) - sum(causes.values())
+    else:
+        room = int(run.engine.cpu_kv_cache_gib * 2**30)
+    per_token = cache_bytes_per_token(run, axes)
+    used, sequences, width = _cache(max(0, room), run, per_token=per_token)
+    causes["KV cache"] = used
+    if axes.roles.has_engines:
+        causes["stream buckets"] = 2 * weights // bucket_count(run, axes, nbytes=weights)
+    resting = sum(causes.values())
+    if run.engine_sleeps and run.engine.kind == "vllm":
+        resting = CUDA_GRAPHS  # CUDA's context is the process's own, and counted with the trainer
+    elif run.engine_sleeps:
+        resting -= used
+    return Memory(causes, "while it generates", sequences, width, resting)
+
+
+def _cache(room: int, run: Run, *, per_token: int) -> tuple[int, int, int]:
+    """Return the bytes of the cache, and how many sequences of the longest and of mean length it
+    holds. The transformers engine gives each of them room for the longest."""
+    if run.engine.kind == "transformers":
+        slots = min(run.engine.max_num_seqs, room // (per_token * run.cfg.longest_sequence))
+        return slots * run.cfg.longest_sequence * per_token, slots, slots
+    block = 16 if run.on_gpu else 128  # tokens that vLLM hands out together
+    blocks = room // (block * per_token)
+    mean = max(1, math.ceil((run.prompt_tokens + run.response_tokens) / block))
+    longest = min(run.engine.max_num_seqs, blocks // -(-run.cfg.longest_sequence // block))
+    return (
+        blocks * block * per_token,
+        longest,
+        min(run.engine.max_num_seqs, blocks // mean) * (longest > 0),
+    )

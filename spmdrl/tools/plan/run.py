@@ -1,0 +1,248 @@
+"""What a plan is made for: what a run asks of its ranks, and what a GPU can do, by formula or as
+`python -m benchmarks.gpu` has measured it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl.config import Config, EngineSettings
+from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
+from spmdrl.model.parallel.recompute import has
+from spmdrl.model.shape import ModelShape
+from spmdrl.run_files import SMALL, json_of, read_bytes
+from spmdrl.tools.plan.activations import Kernels
+from spmdrl.train.objectives.objective_loss import needed_columns
+from spmdrl.world.machine.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu, known_gpu
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What a config asks for, whatever the layout. Hashed by identity: its fields are many."""
+
+    cfg: Config
+    shape: ModelShape
+    engine: EngineSettings
+    kernels: Kernels
+    on_gpu: bool
+    master_bytes: int  # of a weight, and of its gradient; 0 where all models' are on the host
+    moment_bytes: float  # of AdamW's two moments on the device; 0 where they are on the host
+    sequences: int  # per step
+    prompt_tokens: float  # mean
+    response_tokens: float  # mean
+    forwards: int  # passes over a batch besides the training passes
+    frozen_models: int  # reference, teacher, reward models, as large as the policy
+    trained_models: int  # besides the policy: 1 with a critic
+    lora_numel: int  # elements of all adapters; 0 trains all weights
+    chunk_tokens: int  # positions whose logits exist at once
+    engine_sleeps: bool  # its memory is lent to the update, colocated
+    engine_bytes: int  # of one element of its weights and cache
+
+    @property
+    def tokens(self) -> float:
+        """Of a step, prompts and responses."""
+        return self.sequences * (self.prompt_tokens + self.response_tokens)
+
+
+def run_of(
+    cfg: Config,
+    shape: ModelShape,
+    *,
+    on_gpu: bool,
+    chunk_tokens: int,
+    prompt_tokens: float,
+    response_tokens: float,
+    lora_numel: int = 0,
+) -> Run:
+    """Return what a config asks for.
+
+    Args:
+        shape: of the policy.
+        on_gpu: plan for CUDA's kernels.
+        chunk_tokens: positions whose logits exist at once, see model/head.py.
+        prompt_tokens, response_tokens: means; 0 takes half of the longest that may come.
+        lora_numel: elements of all adapters, see model/lora/layers.py.
+    Raises: Refusal for an unknown method.
+    """
+    objective, memory, lora = cfg.objective, cfg.model.memory, cfg.model.lora
+    group = cfg.batch.group_size if objective.samples else 2 if objective.trains_on_pairs else 1
+    columns = needed_columns(cfg)
+    own_reference = "ref_logprobs" in columns and not (lora.is_on and not cfg.model.reference.path)
+    is_away = on_gpu and has(memory.offload, "optimizer")
+    has_none = on_gpu and has(memory.offload, "parameters")
+    return Run(
+        cfg=cfg,
+        shape=shape,
+        engine=cfg.engine,
+        kernels=_kernels(cfg, on_gpu=on_gpu),
+        on_gpu=on_gpu,
+        master_bytes=0 if has_none else _item_bytes(memory.master_dtype),
+        moment_bytes=0 if is_away else 2 * _moment_bytes(memory.optimizer_dtype),
+        sequences=cfg.batch.prompts_per_step * group,
+        prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
+        response_tokens=response_tokens or cfg.sampling.max_response_tokens / 2,
+        forwards=len(columns & _PASSES),
+        frozen_models=own_reference + ("teacher_logprobs" in columns) + objective.needs_teacher,
+        trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
+        lora_numel=lora_numel,
+        chunk_tokens=chunk_tokens,
+        engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
+        engine_bytes=_item_bytes(cfg.engine.dtype),
+    )
+
+
+def _item_bytes(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
+
+
+def _moment_bytes(dtype: str) -> float:
+    """Return the bytes of an element of AdamW's moments; in 8 bits with its share of the block's
+    scale."""
+    return _item_bytes(dtype) + (4 / 256 if dtype == "int8" else 0)
+
+
+def _engine_sleeps(cfg: Config, *, on_gpu: bool) -> bool:
+    """Return whether handover.py can put an engine to sleep: not with requests left over."""
+    if cfg.rollout.schedule.leaves_unfinished:
+        return False
+    if cfg.engine.kind == "transformers":
+        return True
+    return on_gpu and cfg.engine.options.get("enable_sleep_mode", True)
+
+
+_PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_logprobs"}
+
+
+def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
+    kernels, memory = cfg.model.kernels, cfg.model.memory
+    c = _item_bytes(cfg.model.compute_dtype)
+    is_padded = kernels.attention == "padded" or not (on_gpu and c == 2)
+    mode = memory.activation_checkpointing
+    return Kernels(
+        compute_bytes=c,
+        is_padded=is_padded,
+        has_liger=on_gpu and kernels.liger,
+        recomputes=mode == "full",
+        is_selective=mode == "selective",
+        on_host=on_gpu and memory.offload in ("activations", "all"),
+    )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU and its links reach in practice. Bandwidths are per GPU and direction."""
+
+    gpu: Gpu
+    gpus_per_node: int = 8
+    matmul_frac: float = 0.5  # of the peak, in training and prefill
+    memory_frac: float = MEMORY_FRAC
+    link_frac: float = LINK_FRAC
+    engine_step_s: float = 0.003  # an engine step's work on the host
+    collective_s: float = 20e-6  # before a collective's first byte
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where rates are from that are not the formula's: {field: what a page says}."""
+
+    def known(self, rates: Mapping[str, float], *, source: str) -> Rates:
+        """Return these with some replaced by better known ones."""
+        sources = {**self.sources, **dict.fromkeys(rates, source)}
+        changed: dict[str, Any] = {**rates, "sources": sources}
+        return replace(self, **changed)
+
+    def source(self, name: str) -> str:
+        """Return where a rate is from."""
+        return self.sources.get(name, "formula")
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the GPU."""
+        return int(self.gpu.memory_gib * 2**30)
+
+    @property
+    def flops(self) -> float:
+        """Reached in matmuls, 1/s."""
+        return self.gpu.flops * self.matmul_frac
+
+    def link(self, span: int) -> float:
+        """Return the bandwidth within a group that reaches over `span` neighbouring ranks."""
+        is_within = span <= self.gpus_per_node
+        own = self.gpu.node_bytes_per_s if is_within else self.gpu.network_bytes_per_s
+        return own * self.link_frac
+
+
+FORMULA_RATES = ("matmul_frac", "memory_frac", "link_frac", "engine_step_s", "collective_s")
+"""Rates that are assumed, the same for every GPU, as long as nobody measured them."""
+
+
+def rates_of(name: str, **changed: float) -> Rates:
+    """Return the rates of a GPU of the table, with some fields of it replaced.
+
+    Raises: Refusal for a GPU that is not in the table.
+    """
+    if name not in GPUS:
+        raise Refusal(
+            f"--gpu {name}: not in the table; known: {', '.join(GPUS)}; take the "
+            "nearest and give its memory and rates by flags"
+        )
+    own: dict[str, Any] = {field: value for field, value in changed.items() if value}
+    return Rates(replace(GPUS[name], **own))
+
+
+def read_measured(path: str) -> tuple[str, dict[str, float]]:
+    """Return the GPU of the table that a file of benchmarks/results/gpu is of, and its rates, by
+    the names of the fields of Rates.
+
+    Raises: Refusal for another kind of file, a rate that is unknown or cannot be, a GPU that
+        is not in the table.
+    """
+    told = _told(path)
+    name = str(told["gpu"])
+    gpu = known_gpu(name)
+    if gpu is None:
+        raise Refusal(
+            f"--measured {path}: it was measured on {name!r}, which is not in the table "
+            f"({', '.join(GPUS)}), and its rates are fractions of what a row there says; leave it "
+            "out and give rates by flags"
+        )
+    rates = {field: value for field, value in told.items() if field != "gpu"}
+    if not rates:
+        raise Refusal(
+            f"--measured {path}: it holds no rate, only the GPU; the parts that measure some are "
+            "update_1b, update_4b, engine_1b and push_2: python -m benchmarks.gpu --parts ..."
+        )
+    for name, value in rates.items():
+        _check_rate(path, name, value)
+    return gpu.name, rates
+
+
+def _told(path: str) -> dict[str, Any]:
+    """Return the object `rates` of a file."""
+    kinds = (OSError, UnicodeDecodeError)
+    with refusing(f"--measured {path}: cannot be read as JSON", *kinds):
+        text = read_bytes(Path(path).expanduser(), SMALL).decode()
+        found = json_of(text, place=f"--measured {path}")
+    told = found.get("rates") if isinstance(found, dict) else None
+    if not isinstance(told, dict) or not isinstance(told.get("gpu"), str):
+        raise Refusal(
+            f"--measured {path}: not what `python -m benchmarks.gpu` writes: expected an object "
+            "with `machine`, `rates` and `rows`, and in `rates` the `gpu`; give the .json beside "
+            "a table of benchmarks/results/gpu"
+        )
+    return told
+
+
+def _check_rate(path: str, field: str, value: Any) -> None:
+    if field not in FORMULA_RATES:
+        raise Refusal(
+            f"--measured {path}: rates.{field}: unknown; known: gpu, {', '.join(FORMULA_RATES)}"
+        )
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    most = 1.0 if field.endswith("_frac") else math.inf
+    if not is_number or not 0 < value <= most or not math.isfinite(value):
+        what = "a fraction, in (0, 1]" if most == 1 else "seconds above 0"
+        raise Refusal(f"--measured {path}: rates.{field}: {value!r}: expected {what}")

@@ -1,0 +1,266 @@
+"""A layout's plan, and the layouts that a number of GPUs allows, best first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from spmdrl.config.fields import least_tokens, useful_tokens
+from spmdrl.model.divisibility import misfits
+from spmdrl.tools.plan.engine_memory import engine_memory
+from spmdrl.tools.plan.memory import USABLE_FRAC, Memory
+from spmdrl.tools.plan.run import Rates, Run
+from spmdrl.tools.plan.seconds import Seconds, step_seconds
+from spmdrl.tools.plan.traffic import Flow, exchange_flow, push_flows, trainer_flows
+from spmdrl.tools.plan.trainer_memory import most_tokens, trainer_memory
+from spmdrl.world.axes import Axes, rank_problems
+
+_POWERS = (1, 2, 4, 8, 16, 32, 64)
+_SHARED_FRACS = (0.3, 0.45, 0.6, 0.75)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a layout amounts to."""
+
+    axes: Axes
+    tokens: int  # of a micro-batch
+    most_tokens: int  # largest micro-batch that fits; 0 when none does
+    trainer: Memory
+    engine: Memory | None
+    room: int  # bytes that a rank may use
+    engine_frac: float  # engine.gpu_memory_frac
+    flows: tuple[Flow, ...]
+    seconds: Seconds
+    problems: tuple[str, ...]  # why it cannot run
+
+    @property
+    def rank_bytes(self) -> int:
+        """Bytes of the fullest rank."""
+        if self.engine is None:
+            return self.trainer.total
+        if self.axes.roles.shares_devices:  # each beside what is left of the other
+            return max(
+                self.trainer.total + self.engine.resting, self.engine.total + self.trainer.resting
+            )
+        return max(self.trainer.total, self.engine.total)
+
+
+def make_plan(run: Run, axes: Axes, *, rates: Rates, tokens: int = 0) -> Plan:
+    """Plan one layout.
+
+    Args:
+        tokens: budget of a micro-batch; 0 takes the run's, and where that is left open as many
+            as fit and an update can fill.
+    """
+    alone = replace(axes, inference_tp=1)  # what trainers hold does not depend on it
+    engine, room = None, int(USABLE_FRAC * rates.memory_bytes)
+    trainer_room = room
+    if axes.engines:
+        engine = engine_memory(run, axes, memory_bytes=rates.memory_bytes)
+        if axes.roles.shares_devices:
+            trainer_room = room - engine.resting
+    most = most_tokens(run, alone, room=trainer_room)
+    filled = useful_tokens(run.cfg, dp_size=axes.dp_size)
+    most_useful = min(max(most, least_tokens(run.cfg)), filled)
+    tokens = tokens or run.cfg.batch.tokens_per_microbatch or most_useful
+    trainer = trainer_memory(run, alone, tokens=tokens)
+    seconds = step_seconds(
+        run, axes, rates=rates, tokens=tokens, slots=engine.width if engine else 0
+    )
+    flows = (
+        *trainer_flows(run, axes, tokens=tokens),
+        *push_flows(run, axes),
+        *([exchange_flow(run, axes)] if axes.engines else []),
+    )
+    frac = run.engine.gpu_memory_frac
+    found = Plan(axes, tokens, most, trainer, engine, room, frac, flows, seconds, ())
+    return replace(found, problems=tuple(_memory_problems(found, run, trainer_room=trainer_room)))
+
+
+def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str]:
+    left = max(0, trainer_room)
+    over = plan.trainer.total - left
+    if over > 0:
+        cause = max(plan.trainer.causes, key=lambda name: plan.trainer.causes[name])
+        beside = " beside the engine" if plan.axes.roles.shares_devices else ""
+        yield (
+            f"a trainer rank needs {_gib(plan.trainer.total)}, {_gib(over)} more than the "
+            f"{_gib(left)} it may use{beside}; most of it is "
+            f"{cause} ({_gib(plan.trainer.causes[cause])})"
+        )
+    if plan.engine is None:
+        return
+    left = max(0, plan.room - plan.trainer.resting)
+    short = plan.engine.total - left
+    is_short = plan.axes.roles.shares_devices and run.on_gpu and short > 0
+    if is_short:
+        cure = "; lower engine.gpu_memory_frac" if plan.engine.sequences and left else ""
+        yield (
+            f"an engine rank needs {_gib(plan.engine.total)}, {_gib(short)} more than the "
+            f"{_gib(left)} that the trainer's weights and optimizer state leave it{cure}"
+        )
+    if not plan.engine.sequences:
+        what = "engine.gpu_memory_frac" if run.on_gpu else "engine.cpu_kv_cache_gib"
+        yield (
+            f"an engine rank has no room for one sequence of {run.cfg.longest_sequence} tokens "
+            f"beside {_gib(plan.engine.causes['engine weights'])} of weights; raise "
+            f"layout.inference_tp{'' if is_short else f' or {what}'}"
+        )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def remedies(run: Run, plan: Plan, *, rates: Rates) -> list[str]:
+    """Return changes of a config after which the layout fits: single ones, or else pairs."""
+    changes = list(_changes(run, plan))
+    recomputing = replace(run, kernels=replace(run.kernels, recomputes=True))
+
+    def fits(*chosen: _Change) -> bool:
+        own = recomputing if any(change.recomputes for change in chosen) else run
+        sizes: dict[str, Any] = {n: size for change in chosen for n, size in change.sizes.items()}
+        axes = replace(plan.axes, **sizes)
+        tokens = max(change.tokens for change in chosen) or plan.tokens
+        if not is_possible(axes, own):
+            return False
+        return not make_plan(own, axes, rates=rates, tokens=tokens).problems
+
+    single = _first_of_each([(c,) for c in changes if fits(c)])
+    if single:
+        return single
+    pairs = itertools.combinations(changes, 2)
+    return _first_of_each(
+        [pair for pair in pairs if pair[0].setting != pair[1].setting and fits(*pair)]
+    )
+
+
+@dataclass(frozen=True)
+class _Change:
+    setting: str
+    value: str
+    recomputes: bool = False
+    sizes: Mapping[str, int] = field(default_factory=dict)  # of axes, to be of another
+    tokens: int = 0
+
+
+def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
+    """Yield what may be changed, the least first within a field."""
+    axes = plan.axes
+    if plan.tokens > (least := least_tokens(run.cfg)):
+        tokens = plan.most_tokens or least
+        yield _Change("batch.tokens_per_microbatch", str(tokens), tokens=tokens)
+    if not run.kernels.recomputes:
+        yield _Change("model.memory.activation_checkpointing", "full", recomputes=True)
+    for name in ("tp", "cp", "ep", "inference_tp"):
+        for size in _POWERS[1:]:
+            if size > getattr(axes, name):
+                yield _Change(f"layout.{name}", str(size), sizes={name: size})
+    if axes.dp_replicate > 1:
+        yield _Change("layout.dp_replicate", "1", sizes={"dp_replicate": 1})
+    for factor in (2, 4, 8, 16):
+        ranks = {name: factor * getattr(axes, name) for name in ("world_size", "trainers")}
+        value = f"{ranks['world_size']} (of each role {factor} times as many)"
+        yield _Change("layout.world_size", value, sizes=ranks)
+
+
+def _first_of_each(found: list[tuple[_Change, ...]]) -> list[str]:
+    """Return the first, and so least, change of each field or pair of fields."""
+    texts: dict[tuple[str, ...], str] = {}
+    for changes in found:
+        texts.setdefault(
+            tuple(c.setting for c in changes),
+            " with ".join(f"{c.setting} {c.value}" for c in changes),
+        )
+    return list(texts.values())
+
+
+def is_possible(axes: Axes, run: Run) -> bool:
+    """Return whether ranks can be laid out so, and the model on them."""
+    kind = run.engine.kind
+    return not any(rank_problems(axes, engine_kind=kind)) and not any(
+        misfits(run.shape.counts, axes, context=run.cfg.model.kernels.context, engine_kind=kind)
+    )
+
+
+def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
+    """Yield the layouts of so many GPUs that a model and the program allow.
+
+    The trainers' tensor parallelism stays within a node, an engine's within four. Copies of the
+    shards are of whole nodes.
+    """
+    tps = [n for n in _POWERS if n <= min(gpus_per_node, gpus)]
+    most = min(4 * gpus_per_node, gpus) if run.cfg.objective.samples else 1
+    engine_tps = [n for n in _POWERS if n <= most]
+    eps = [n for n in _POWERS if n <= gpus] if run.shape.counts.experts else [1]
+    cps = [n for n in _POWERS if n == 1 or run.cfg.longest_sequence // n >= 2048]
+    for placement, trainers in _splits(run, gpus=gpus, gpus_per_node=gpus_per_node):
+        sizes = itertools.product(_POWERS, tps, cps, eps, engine_tps)
+        for replicate, tp, cp, ep, inference_tp in sizes:
+            axes = Axes(placement, gpus, trainers, replicate, cp, tp, ep, inference_tp)
+            of_nodes = replicate == 1 or not trainers // replicate % gpus_per_node
+            if of_nodes and is_possible(axes, run):
+                yield axes
+
+
+def _splits(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[tuple[str, int]]:
+    if not run.cfg.objective.samples:
+        yield "offline", gpus
+        return
+    yield "colocated", gpus
+    unit = gpus_per_node if gpus >= 4 * gpus_per_node else max(1, gpus // 8)
+    eighths = {max(unit, gpus * i // 8 // unit * unit) for i in range(1, 8)}
+    for trainers in sorted(eighths):
+        if trainers < gpus:
+            yield "split", trainers
+
+
+def distinct(plans: list[Plan]) -> list[Plan]:
+    """Return the first plan of each split of the ranks between roles and into engines; without
+    engines, of each way to cut a model and its sequences."""
+    found: dict[tuple, Plan] = {}
+    for plan in plans:
+        axes = plan.axes
+        key = (
+            (axes.placement, axes.trainers, axes.inference_tp)
+            if axes.engines
+            else (axes.tp, axes.cp, axes.ep)
+        )
+        found.setdefault(key, plan)
+    return list(found.values())
+
+
+def best_plans(run: Run, *, gpus: int, rates: Rates) -> tuple[list[Plan], Plan | None]:
+    """Return the plans that fit, fastest step first, and of those that do not the nearest.
+
+    A micro-batch has the run's tokens, or as many as fit if these are fewer. Where the GPU is
+    shared by both roles, smaller parts of it for the engine are tried too.
+    """
+    own_frac = run.engine.gpu_memory_frac
+    fracs = {min(frac, own_frac) for frac in _SHARED_FRACS} if run.on_gpu else {own_frac}
+    shared = [
+        replace(run, engine=replace(run.engine, gpu_memory_frac=frac)) for frac in sorted(fracs)
+    ]
+    found, nearest = [], None
+    for axes in layouts(run, gpus=gpus, gpus_per_node=rates.gpus_per_node):
+        for own in shared if axes.roles.shares_devices else [run]:
+            plan = make_plan(own, axes, rates=rates)
+            if 0 < plan.most_tokens < plan.tokens:
+                plan = make_plan(own, axes, rates=rates, tokens=plan.most_tokens)
+            if not plan.problems:
+                found.append(plan)
+            elif nearest is None or plan.rank_bytes < nearest.rank_bytes:
+                nearest = plan
+    # Of equally fast layouts the simpler one.
+    found.sort(
+        key=lambda p: (
+            round(p.seconds.step, 2),
+            p.axes.tp * p.axes.cp * p.axes.ep,
+            p.axes.dp_replicate,
+            p.axes.inference_tp,
+        )
+    )
+    return found, nearest

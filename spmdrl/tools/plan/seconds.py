@@ -1,0 +1,141 @@
+"""Seconds of a step by phase, from a GPU's rates.
+
+Estimates to compare layouts with: work is taken as evenly spread, and the rates as constants.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from spmdrl.model.flops import forward_flops
+from spmdrl.model.shape import ModelShape
+from spmdrl.tools.plan.engine_memory import cache_bytes_per_token, engine_weight_bytes
+from spmdrl.tools.plan.memory import shards_numel
+from spmdrl.tools.plan.run import Rates, Run
+from spmdrl.tools.plan.traffic import exchange_flow, push_flows, trainer_flows
+from spmdrl.world.axes import Axes
+
+_OPTIMIZER_BYTES = 28  # read and written per float32 parameter: weight, gradient, two moments
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """One step."""
+
+    generate: float
+    update: float
+    push: float
+    overlaps: bool  # generate and update
+    limits: dict[str, str]  # of each phase
+
+    @property
+    def step(self) -> float:
+        """The whole step."""
+        if self.overlaps:
+            return max(self.generate, self.update) + self.push
+        return self.generate + self.update + self.push
+
+    @property
+    def limit(self) -> str:
+        """What takes most of it."""
+        phases = {"generate": self.generate, "update": self.update, "push": self.push}
+        longest = max(phases, key=lambda name: phases[name])
+        return f"{longest}: {self.limits[longest]}"
+
+
+def step_seconds(run: Run, axes: Axes, *, rates: Rates, tokens: int, slots: int) -> Seconds:
+    """Estimate a step.
+
+    Args:
+        tokens: budget of a micro-batch.
+        slots: sequences that an engine decodes together.
+    """
+    generate, of_generate = _generate(run, axes, rates=rates, slots=slots)
+    update, of_update = _update(run, axes, rates=rates, tokens=tokens)
+    push = {flow.name: flow.seconds(rates) for flow in push_flows(run, axes)}
+    generate += exchange_flow(run, axes).seconds(rates) if axes.engines else 0.0
+    return Seconds(
+        generate,
+        update,
+        sum(push.values()),
+        run.cfg.lag > 0 and axes.roles.overlaps,
+        {
+            "generate": of_generate,
+            "update": of_update,
+            "push": max(push, key=lambda name: push[name]) if push else "nothing",
+        },
+    )
+
+
+def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, str]:
+    shape = run.shape
+    length = int(run.prompt_tokens + run.response_tokens)
+    own = forward_flops(
+        shape, lengths=torch.tensor([length]), num_scored=int(run.response_tokens)
+    ).total
+    epochs = run.cfg.batch.epochs
+    passes = run.forwards + epochs * (4 if run.kernels.recomputes else 3)
+    passes += 3 * run.trained_models * (run.cfg.critic.epochs or epochs)
+    compute = run.sequences * own * passes / axes.trainers / rates.flops
+    flows = trainer_flows(run, axes, tokens=tokens)
+    hidden = {f.name: f.seconds(rates) for f in flows if f.hides}
+    open_ = {f.name: f.seconds(rates) for f in flows if not f.hides}
+    steps = (
+        run.cfg.batch.optimizer_steps
+        * shards_numel(shape, axes)
+        * _OPTIMIZER_BYTES
+        / (rates.gpu.memory_bytes_per_s * rates.memory_frac)
+    )
+    work, behind = compute + sum(open_.values()), sum(hidden.values())
+    parts = {"matmuls": compute} | open_ | ({"FSDP": behind} if behind > work else {})
+    return max(work, behind) + steps, max(parts, key=lambda name: parts[name])
+
+
+def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float, str]:
+    """Decode steps of a full engine, then of what is left while the longest sequence ends."""
+    shape = run.shape
+    if not axes.engines or not slots:
+        return 0.0, "nothing"
+    tp, each = axes.inference_tp, run.sequences / axes.replicas
+    width = max(1.0, min(slots, each))
+    steps = max(1.0, each * run.response_tokens / width) + (
+        run.cfg.sampling.max_response_tokens - run.response_tokens
+    )
+    mean_width = max(1.0, each * run.response_tokens / steps)
+    bandwidth = rates.gpu.memory_bytes_per_s * rates.memory_frac
+    weights = engine_weight_bytes(run, axes) * _touched(shape, mean_width)
+    context = run.prompt_tokens + run.response_tokens / 2
+    cache = mean_width * context * cache_bytes_per_token(run, axes)
+    reduces = 0.0
+    if tp > 1:
+        sent = 2 * (tp - 1) / tp * mean_width * shape.hidden * run.engine_bytes
+        reduces = 2 * len(shape.blocks) * (sent / rates.link(tp) + rates.collective_s)
+    parts = {
+        "reading weights": weights / bandwidth,
+        "reading the KV cache": cache / bandwidth,
+        "tp all-reduces": reduces,
+        "work on the host": rates.engine_step_s,
+    }
+    matmuls = 2 * shape.active_numel * mean_width / tp / rates.flops
+    reading = parts["reading weights"] + parts["reading the KV cache"]
+    if matmuls > reading:
+        parts |= {"matmuls": matmuls, "reading weights": 0.0, "reading the KV cache": 0.0}
+    prompts = run.cfg.batch.prompts_per_step / axes.replicas
+    prefill = 2 * shape.active_numel * prompts * run.prompt_tokens / tp
+    limit = max(parts, key=lambda name: parts[name])
+    if steps > 2 * each * run.response_tokens / width:
+        limit += ", few sequences at once"
+    return steps * sum(parts.values()) + prefill / rates.flops, limit
+
+
+def _touched(shape: ModelShape, width: float) -> float:
+    """Return the share of the weights that a decode step of `width` sequences reads."""
+    read = float(sum(w.numel for w in shape.root))
+    for block, count in shape.kinds:
+        experts = block.experts
+        routed = sum(w.numel for w in block.weights if w.is_expert)
+        hit = 1 - (1 - experts.top_k / experts.count) ** width if experts else 0.0
+        read += count * (block.numel - routed + routed * hit)
+    return read / shape.numel

@@ -1,0 +1,192 @@
+"""A plan as people read it, and as programs do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from spmdrl.tools.plan.memory import Memory
+from spmdrl.tools.plan.run import FORMULA_RATES, Rates, Run
+from spmdrl.tools.plan.search import Plan
+from spmdrl.world.axes import Axes
+
+_GIB = 2**30
+
+
+def page(plan: Plan, best: Sequence[Plan], *, run: Run, rates: Rates) -> Iterator[str]:
+    """Yield the lines of a plan and of the layouts to compare it with."""
+    parts = [_head(run, rates), [f"Layout: {layout_text(plan.axes)}"], _memory_lines(plan, run)]
+    if not plan.problems:
+        parts += [_flow_lines(plan, rates), _second_lines(plan, run)]
+        parts += [_best_lines(best)] if best else []
+    for at, lines in enumerate(parts):
+        yield from [""] if at else []
+        yield from lines
+
+
+def _head(run: Run, rates: Rates) -> Iterator[str]:
+    shape = run.shape
+    active = (
+        f", {shape.active_numel / 1e9:.1f} G in a token's matmuls" if shape.counts.experts else ""
+    )
+    yield (
+        f"{shape.name}: {shape.numel / 1e9:.2f} G parameters{active}, {len(shape.blocks)} "
+        f"blocks of {shape.hidden}"
+    )
+    gpu = rates.gpu
+    if run.on_gpu:
+        yield (
+            f"{gpu.name}: {gpu.memory_gib:g} GiB, {gpu.flops / 1e12:g} TFLOP/s, memory "
+            f"{gpu.memory_bytes_per_s / 1e12:g} TB/s, node {gpu.node_bytes_per_s / 1e9:g} GB/s, "
+            f"network {gpu.network_bytes_per_s / 1e9:g} GB/s, {rates.gpus_per_node} to a node"
+        )
+    yield f"rates: {'; '.join(_rate_texts(rates))}"
+    yield f"step: {_step_text(run)}"
+
+
+def _step_text(run: Run) -> str:
+    """Return what one step works on."""
+    return (
+        f"{run.sequences} sequences of {run.prompt_tokens:g} + {run.response_tokens:g} "
+        f"tokens (mean; longest {run.cfg.longest_sequence}), {run.cfg.batch.updates_per_step} "
+        f"update{'s' * (run.cfg.batch.updates_per_step > 1)}"
+        + (f", {run.cfg.batch.epochs} times" if run.cfg.batch.epochs > 1 else "")
+        + ("; seconds are without a tower's work" if run.shape.tower else "")
+    )
+
+
+def _rate_texts(rates: Rates) -> Iterator[str]:
+    """Yield the rates of each source, and the source."""
+    for source in dict.fromkeys(map(rates.source, FORMULA_RATES)):
+        own = [name for name in FORMULA_RATES if rates.source(name) == source]
+        yield ", ".join(f"{name} {getattr(rates, name):g}" for name in own) + f" ({source})"
+
+
+def layout_text(axes: Axes) -> str:
+    """Return a layout in one line."""
+    parts = [f"{axes.placement}, {axes.world_size} ranks"]
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "ep")
+    sizes = {name: getattr(axes, name) for name in names}
+    mesh = [f"{name} {n}" for name, n in sizes.items() if n > 1 or name == "dp_shard"]
+    parts.append(f"{axes.trainers} train ({', '.join(mesh)})")
+    if axes.engines:
+        parts.append(f"{axes.engines} generate ({axes.replicas} engines, tp {axes.inference_tp})")
+    return "; ".join(parts)
+
+
+def brief(plan: Plan, *, run: Run, rates: Rates) -> Iterator[str]:
+    """Yield a plan in three lines: what a rank holds, how long a step takes, what a step is."""
+    engine = f", engine {plan.engine.total / _GIB:.1f}" if plan.engine else ""
+    verdict = "does not fit" if plan.problems else "fits"
+    yield (
+        f"{verdict}: the fullest rank holds {plan.rank_bytes / _GIB:.1f} of {plan.room / _GIB:.1f} "
+        f"GiB on {rates.gpu.name} (trainer {plan.trainer.total / _GIB:.1f}{engine})"
+    )
+    own = plan.seconds
+    phases = ", ".join(f"{n} {getattr(own, n):.1f}" for n in ("generate", "update", "push"))
+    sources = sorted(set(map(rates.source, FORMULA_RATES)))
+    yield f"step: {own.step:.1f} s ({phases}; rates: {', '.join(sources)})"
+    yield f"of {_step_text(run)}"
+
+
+# --------------------------------------------------------------------------- parts
+
+
+def _memory_lines(plan: Plan, run: Run) -> Iterator[str]:
+    yield f"Memory of a rank, GiB (of {plan.room / _GIB:.1f} that it may use)"
+    auto = "" if run.cfg.batch.tokens_per_microbatch else " (auto)"
+    own = f"trainer, {plan.trainer.moment}, micro-batch of {plan.tokens} tokens{auto}"
+    yield from _cause_lines(own, plan.trainer)
+    if plan.engine is not None:
+        yield from _cause_lines("engine", plan.engine)
+        yield (
+            f"    the cache holds {plan.engine.sequences} of the longest sequences "
+            f"(engine.max_num_seqs {run.engine.max_num_seqs})"
+        )
+    most = plan.most_tokens or "none: not even the longest sequence"
+    yield f"  largest tokens_per_microbatch that fits: {most}"
+
+
+def _cause_lines(title: str, memory: Memory) -> Iterator[str]:
+    yield f"  {title:<66} {memory.total / _GIB:9.2f}"
+    for name, size in memory.causes.items():
+        yield f"    {name:<30} {size / _GIB:9.2f}"
+
+
+def _flow_lines(plan: Plan, rates: Rates) -> Iterator[str]:
+    yield "A rank sends in a step, GB             node  network   seconds"
+    for flow in plan.flows:
+        is_within = flow.span <= rates.gpus_per_node
+        cells = [f"{flow.bytes / 1e9:9.3f}", " " * 9][:: 1 if is_within else -1]
+        hides = "  behind matmuls" if flow.hides else ""
+        yield f"  {flow.name:<31} {cells[0]}{cells[1]} {flow.seconds(rates):9.3f}{hides}"
+
+
+def _second_lines(plan: Plan, run: Run) -> Iterator[str]:
+    own = plan.seconds
+    yield "Seconds of a step (estimate)"
+    for name in ("generate", "update", "push"):
+        if getattr(own, name):
+            yield f"  {name:<10} {getattr(own, name):9.2f}  limited by {own.limits[name]}"
+    beside = "  (generate beside update)" if own.overlaps else ""
+    rate = run.sequences * run.response_tokens / own.step if own.step else 0.0
+    what = f", {rate:,.0f} sampled tokens/s" if run.cfg.objective.samples else ""
+    yield f"  step       {own.step:9.2f}{beside}{what}"
+
+
+def _best_lines(best: Sequence[Plan]) -> Iterator[str]:
+    yield "Best layouts by estimated seconds"
+    yield (
+        "  placement  train replicate shard  cp  tp  ep  engine tp  frac  micro-batch   GiB"
+        "  gen s  upd s push s step s  limited by"
+    )
+    for plan in best:
+        axes, own = plan.axes, plan.seconds
+        engine = (
+            f"{axes.inference_tp:>9} {plan.engine_frac:>5.2f}"
+            if axes.engines
+            else f"{'-':>9} {'-':>5}"
+        )
+        yield (
+            f"  {axes.placement:<10} {axes.trainers:>5} {axes.dp_replicate:>9} "
+            f"{axes.dp_shard:>5} {axes.cp:>3} {axes.tp:>3} {axes.ep:>3}  {engine} "
+            f"{plan.tokens:>12} {plan.rank_bytes / _GIB:5.1f} {own.generate:6.1f} "
+            f"{own.update:6.1f} {own.push:6.2f} {own.step:6.1f}  {own.limit}"
+        )
+
+
+# --------------------------------------------------------------------------- for programs
+
+
+def rates_dict(rates: Rates) -> dict[str, Any]:
+    """Return each rate that may be measured, and where it is from."""
+    return {
+        name: {"value": getattr(rates, name), "source": rates.source(name)}
+        for name in FORMULA_RATES
+    }
+
+
+def as_dict(plan: Plan, *, rates: Rates) -> dict[str, Any]:
+    """Return a plan as plain values: bytes, seconds, tokens."""
+    own, axes = plan.seconds, plan.axes
+    return {
+        "layout": vars(axes) | {"dp_shard": axes.dp_shard, "engines": axes.engines},
+        "problems": list(plan.problems),
+        "tokens_per_microbatch": plan.tokens,
+        "largest_tokens_per_microbatch": plan.most_tokens,
+        "room_bytes": plan.room,
+        "trainer_bytes": dict(plan.trainer.causes),
+        "trainer_moment": plan.trainer.moment,
+        "engine_bytes": dict(plan.engine.causes) if plan.engine else {},
+        "cache_sequences": plan.engine.sequences if plan.engine else 0,
+        "sent_bytes": {
+            f.name: {
+                "bytes": f.bytes,
+                "seconds": f.seconds(rates),
+                "link": "node" if f.span <= rates.gpus_per_node else "network",
+            }
+            for f in plan.flows
+        },
+        "seconds": {name: getattr(own, name) for name in ("generate", "update", "push", "step")},
+        "limits": own.limits,
+    }

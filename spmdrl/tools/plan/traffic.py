@@ -1,0 +1,142 @@
+"""Bytes that one rank sends in a step, by what sends them and over which link."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spmdrl.model.shape import ModelShape
+from spmdrl.tools.plan.engine_memory import engine_weight_bytes
+from spmdrl.tools.plan.memory import (
+    bucket_count,
+    expert_shards_numel,
+    lora_numel,
+    rounds_s,
+    shards_numel,
+)
+from spmdrl.tools.plan.run import Rates, Run
+from spmdrl.tools.plan.trainer_memory import cut_of
+from spmdrl.world.axes import Axes
+
+_TOKEN_BYTES = 12  # id, marks and logprob, see exchange.py
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What one rank sends in one step."""
+
+    name: str
+    bytes: float
+    calls: float  # collectives
+    span: int  # neighbouring ranks that its group reaches over
+    hides: bool = False  # behind computation
+    rounds_s: float = 0.0  # seconds of the rounds in which it travels
+
+    def seconds(self, rates: Rates) -> float:
+        """Return the time it takes on its link, if nothing else is on it."""
+        return self.bytes / rates.link(self.span) + self.calls * rates.collective_s + self.rounds_s
+
+
+def microbatches(run: Run, axes: Axes, *, tokens: int) -> int:
+    """Return the micro-batches of a dp rank in one step, all updates together."""
+    each = run.tokens / axes.dp_size / run.cfg.batch.updates_per_step
+    return run.cfg.batch.updates_per_step * max(1, math.ceil(each / tokens))
+
+
+def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
+    """Return what a trainer rank sends in annotation and update.
+
+    Args:
+        tokens: budget of a micro-batch.
+    """
+    count = microbatches(run, axes, tokens=tokens)
+    found = [*_weight_flows(run, axes, count=count), *_activation_flows(run, axes, count=count)]
+    return [flow for flow in found if flow.bytes]
+
+
+def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
+    """Yield what sharding and replicating weights sends in `count` micro-batches."""
+    shape, n, memory = run.shape, axes.fsdp, run.cfg.model.memory
+    updates, epochs = run.cfg.batch.optimizer_steps, run.cfg.batch.epochs
+    blocks, state = len(shape.blocks), shards_numel(shape, axes)
+    trained = lora_numel(run, axes) if run.lora_numel else state
+    apart = expert_shards_numel(shape, axes)  # gathered among the ranks that ep leaves
+    sent = (n - 1) * (state - apart) + (axes.replica // axes.ep - 1) * apart
+    reduced = (n - 1) * trained if run.lora_numel and sent else sent
+    # Forward, backward unless what was gathered is still there; forward alone.
+    gathers = count * (epochs * (1 if memory.reshard == "never" else 2) + run.forwards)
+    reduces = updates if memory.reduce == "last" else count * epochs
+    c, span = run.kernels.compute_bytes, axes.span("fsdp")
+    yield Flow("FSDP gathers", gathers * c * sent, gathers * blocks, span, hides=True)
+    yield Flow("FSDP reduces", reduces * 4 * reduced, reduces * blocks, span, hides=True)
+    copies, span = axes.dp_replicate, axes.span("dp_replicate")
+    summed = updates * (2 * (copies - 1) / copies) * 4 * trained
+    yield Flow("dp_replicate reduces", summed, updates * blocks, span, hides=True)
+
+
+def _activation_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
+    """Yield what sharing out the work on rows sends in `count` micro-batches."""
+    shape, c = run.shape, run.kernels.compute_bytes
+    own = run.tokens / axes.dp_size / axes.cp  # tokens of this rank in a step
+    # Forward, again where it is computed again, backward.
+    passes = run.forwards + run.cfg.batch.epochs * (3 if run.kernels.recomputes else 2)
+    calls = 2 * len(shape.blocks) * passes * count
+    times, share = _tp_passes(shape) * passes, 2 * (axes.tp - 1) / axes.tp
+    sent = times * share * own * shape.hidden * c
+    yield Flow("tp all-reduces", sent, times * count, axes.span("tp"))
+    sent = passes * own * c * _context_width(run, axes)
+    yield Flow("cp exchanges", sent, calls, axes.span("cp"))
+    rows = own / axes.tp * sum(k * b.experts.top_k for b, k in shape.kinds if b.experts)
+    sent = 2 * passes * ((axes.ep - 1) / axes.ep) * rows * shape.hidden * c
+    yield Flow("ep exchanges", sent, calls, axes.span("ep"))
+
+
+def _tp_passes(shape: ModelShape) -> int:
+    """Return the all-reduces of hidden states in a pass, for attention and for each MLP; with
+    sequence parallelism each is a reduce-scatter and an all-gather, the same bytes."""
+    return sum(count * (1 if block.experts else 2) for block, count in shape.kinds)
+
+
+def _context_width(run: Run, axes: Axes) -> float:
+    """Return the elements that a token's attention sends over cp, all blocks: Ulysses moves
+    queries, keys, values and outputs once; where cp does not divide the heads, keys and values
+    go to all others."""
+    total = 0.0
+    for block, count in run.shape.kinds:
+        own = block.attention
+        keys = own.kv_heads * (own.qk_dim + own.v_dim)
+        if cut_of(run, axes).method != "ulysses":
+            total += count * (axes.cp - 1) * keys / axes.tp
+        else:
+            queries = own.heads * (own.qk_dim + own.v_dim)
+            total += count * (axes.cp - 1) / axes.cp * (keys + queries) / axes.tp
+    return total
+
+
+def push_flows(run: Run, axes: Axes) -> list[Flow]:
+    """Return what a rank sends in a push of the weights: a trainer its part of a copy for each
+    tp rank of an engine (or what an engine rank takes, where that is more), an engine rank its
+    part to the other replicas."""
+    if not axes.engines:
+        return []
+    whole = engine_weight_bytes(run, axes)
+    if run.cfg.model.lora.pushes_adapter:  # of a layer that tp cuts, every rank has one whole
+        whole = run.engine_bytes * run.lora_numel
+    flows = []
+    if axes.roles.overlaps:
+        busiest = whole * max(axes.inference_tp / axes.trainers, 1 / axes.replicas)
+        rounds = rounds_s(run, axes, nbytes=whole)
+        flows.append(Flow("stream", busiest, 0, axes.world_size, rounds_s=rounds))
+    if axes.replicas > 1:
+        share = (axes.replicas - 1) / axes.replicas
+        buckets = bucket_count(run, axes, nbytes=whole)
+        flows.append(Flow("stream among replicas", whole * share, buckets, axes.engines))
+    return flows
+
+
+def exchange_flow(run: Run, axes: Axes) -> Flow:
+    """Return what an engine rank sends of its rollouts to the trainers."""
+    copies = axes.cp * axes.tp
+    sent = run.tokens * _TOKEN_BYTES * copies / max(1, axes.replicas)
+    return Flow("rollouts", sent if axes.engines else 0, 1, axes.world_size)

@@ -1,0 +1,353 @@
+"""What the ranks of a proof do: each job runs parts of the product and returns what it measured.
+
+Differences of logprobs are means over tokens, nats. Differences of parameters after two updates are
+the largest of all elements, relative to the largest change that the updates made. Jobs compute on
+sequences of many lengths, and on one batch of them for an update.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spmdrl.checkpoint import Checkpointer
+from spmdrl.config import Config
+from spmdrl.credit import per_token
+from spmdrl.engine import make_engine
+from spmdrl.engine.protocol import Completion, EngineProtocol, Request
+from spmdrl.given import Given, joined
+from spmdrl.model.senses import num_plain_ids, plain_inputs, shown_in
+from spmdrl.model.transformers_internals import class_of
+from spmdrl.roles import make_trainer
+from spmdrl.sync.stream import WeightStream
+from spmdrl.tools.export.hf_folder import Ranks, write_folder
+from spmdrl.types import Batch, Microbatch, Scalars
+from spmdrl.world.world import World
+
+ROWS = (5, 70, 33, 2, 9, 40)
+"""Tokens of the sequences that are scored: some beyond every window and chunk of a small model, and
+several to a packed row."""
+PACKED = 128  # tokens of a packed row
+_TRAINED = (9, 5, 30, 12, 7, 2, 24, 11)
+"""Tokens of the sequences that are trained on; the first third of each is its prompt."""
+_FIRST = 3  # id behind those of padding, beginning and end
+
+
+def _rows(trainer: Any) -> list[Given]:
+    """Return the sequences that are scored."""
+    hf_model = trainer.policy.model.hf_model
+    return showing(hf_model, drawn_rows(num_plain_ids(hf_model)))
+
+
+def showing(hf_model: nn.Module, rows: Iterable[Sequence[int]]) -> list[Given]:
+    """Put an item of noise into each sequence that has room for one, where a model sees."""
+    return [shown_in(hf_model, row, seed=at) for at, row in enumerate(rows)]
+
+
+def drawn_rows(vocabulary: int) -> list[list[int]]:
+    """Return the ids of the sequences that are scored, the same each time."""
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(_FIRST, vocabulary, (n,), generator=generator).tolist() for n in ROWS]
+
+
+def batch_of(world: Any, hf_model: nn.Module) -> tuple[Batch, Tensor]:
+    """Return this rank's part of one batch, and each sequence's advantage [S] float64.
+
+    The batch is the same whatever the layout; a dp rank takes every so manieth sequence.
+    """
+    count = len(_TRAINED)
+    own = list(range(world.dp_index(world.rank), count, world.dp_size))
+    half = -(-len(own) // 2)
+    rows = showing(hf_model, (_sequence(i, num_plain_ids(hf_model)) for i in range(count)))
+    parts = tuple(_microbatch(part, rows) for part in (own[:half], own[half:]))
+    advantages = torch.linspace(-1.0, 1.5, count).double()
+    ids = torch.zeros(count, dtype=torch.int64)
+    return Batch(scalars=scalars_of(_TRAINED), updates=(parts,), update_ids=ids), advantages
+
+
+def scalars_of(lengths: Sequence[int]) -> Scalars:
+    """Return the scalars of sequences of so many tokens, of which the first third is a prompt:
+    groups of two, one that is not valid, one that is truncated."""
+    ids, own = torch.arange(len(lengths)), torch.tensor(lengths)
+    return Scalars(
+        lengths=own,
+        response_lengths=own - (own + 2) // 3,
+        group_ids=ids // 2,
+        sample_ids=ids % 2,
+        rewards=torch.zeros(len(ids)).double(),
+        is_truncated=ids == 6,
+        is_valid=ids != 4,
+        min_versions=torch.zeros_like(ids),
+    )
+
+
+def _microbatch(ids: list[int], rows: list[Given]) -> Microbatch:
+    lengths = torch.tensor([_TRAINED[i] for i in ids])
+    mask = torch.cat([torch.arange(n) >= (n + 2) // 3 for n in lengths])
+    drawn = [-3 - torch.rand(_TRAINED[i], generator=_generator(i)) for i in ids]
+    given = joined([rows[i] for i in ids])
+    return Microbatch(
+        tokens=torch.tensor(given),
+        position_ids=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        response_mask=mask,
+        rollout_logprobs=torch.where(mask, torch.cat(drawn), 0.0),
+        policy_versions=torch.where(mask, 0, -1),
+        sequence_ids=torch.tensor(ids),
+        shown=given.shown,
+    )
+
+
+def _sequence(index: int, vocabulary: int) -> list[int]:
+    count, generator = (_TRAINED[index],), _generator(index)
+    return torch.randint(_FIRST, vocabulary, count, generator=generator).tolist()
+
+
+def _generator(index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(100 + index)
+
+
+Measured = dict[str, Any]
+UPDATES = 2
+_SAMPLED = 12  # tokens of each response that engines draw
+
+
+class NoSource:
+    """Stands where a checkpoint asks for rollouts made ahead: there are none."""
+
+    def state_dict(self) -> None:
+        """Return None."""
+
+    def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
+        """Do nothing."""
+
+    def start(self, step: int) -> None:
+        """Do nothing."""
+
+
+def alone(cfg: Config, export_to: str, reference: str) -> Measured:
+    """Compare one rank with plain transformers, train it, save, export.
+
+    Args:
+        export_to: new folder for the trained weights.
+        reference: file that takes the parameters before and after the updates.
+    """
+    world = World.start(cfg)
+    trainer: Any = make_trainer(cfg, world)
+    rows, plain = _rows(trainer), _plain(cfg.model.path)
+    packed = trainer.weights.score(rows)
+    expected = [_plain_logprobs(plain, row).detach() for row in rows]
+    found = {
+        "packed": gap(packed, expected),
+        "single": gap(_singly(trainer, rows), expected),
+        "gradients": _gradient_gap(trainer, plain, rows),
+    }
+    before, saver = _whole(trainer), Checkpointer(cfg, world)
+    for step in range(UPDATES):
+        _update(trainer, step)
+        saver.maybe_save(step + 1, trainer, NoSource())
+    torch.save((before, _whole(trainer)), reference)
+    found["export"] = _export_gap(trainer, cfg, export_to)
+    world.close()
+    return found
+
+
+def mesh(cfg: Config, reference: str) -> Measured:
+    """Compare updates on some layout with those of one rank: two, or what is left of them behind a
+    checkpoint of another layout."""
+    world = World.start(cfg)
+    trainer: Any = make_trainer(cfg, world)
+    state = Checkpointer(cfg, world).restore(trainer, NoSource())
+    for step in range(state.step, UPDATES):
+        _update(trainer, step)
+    found = {"parameters": _parameter_gap(trainer, reference), "step": state.step}
+    world.close()
+    return found
+
+
+def adapters(cfg: Config, export_to: str) -> Measured:
+    """Train adapters, and compare what they compute with their merged export."""
+    world = World.start(cfg)
+    trainer: Any = make_trainer(cfg, world)
+    rows, plain = _rows(trainer), _plain(cfg.model.path)
+    expected = [_plain_logprobs(plain, row).detach() for row in rows]
+    first, saver = trainer.weights.score(rows), Checkpointer(cfg, world)
+    for step in range(UPDATES):
+        _update(trainer, step)
+        saver.maybe_save(step + 1, trainer, NoSource())
+    found = {
+        "before": gap(first, expected),
+        "moved": gap(trainer.weights.score(rows), first),
+        "export": _export_gap(trainer, cfg, export_to),
+    }
+    world.close()
+    return found
+
+
+def engine(cfg: Config) -> Measured:
+    """Stream into an engine, train, stream again; compare the two each time."""
+    said = _Warnings()
+    world = World.start(cfg)
+    generator = make_engine(cfg, world)
+    trainer: Any = make_trainer(cfg, world)
+    rows = _rows(trainer)
+    found: Measured = {"loaded": gap(generator.score(rows), trainer.weights.score(rows))}
+    stream = WeightStream(trainer.weights, generator, world)
+    found |= {"mode": stream.mode, "why": [line for line in said.lines if "falling back" in line]}
+    stream.release()
+    stream.push(version=0)
+    first = generator.score(rows)
+    found["before"] = gap(first, trainer.weights.score(rows))
+    for step in range(UPDATES):
+        stream.release()
+        _update(trainer, step)
+        stream.push(version=step + 1)
+    stream.verify(UPDATES)
+    last = generator.score(rows)
+    found |= {"after": gap(last, trainer.weights.score(rows)), "moved": gap(last, first)}
+    found["sampled"] = _sampled_gap(generator, trainer, rows)
+    if cfg.engine.dtype == "bfloat16":
+        found["rounding"] = _rounding(cfg.model.path, rows)
+    generator.close()
+    world.close()
+    return found
+
+
+class _Warnings(logging.Handler):
+    """Collects what the product warns of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger("spmdrl").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a line."""
+        self.lines.append(record.getMessage())
+
+
+def gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float]:
+    """Return mean and largest absolute difference of logprobs, the first of each left out."""
+    pairs = [(a[1:].double(), b[1:].double()) for a, b in zip(ours, theirs, strict=True)]
+    apart = torch.cat([(a - b).abs() for a, b in pairs])
+    return float(apart.mean()), float(apart.max())
+
+
+def _update(trainer: Any, step: int) -> None:
+    world = trainer.world
+    own, advantages = batch_of(world, trainer.policy.model.hf_model)
+    own = trainer.annotate(own, step=step)
+    trainer.update(own, per_token(own, advantages), step=step)
+
+
+def _plain(folder: str) -> nn.Module:
+    from transformers import AutoConfig
+
+    return (
+        class_of(AutoConfig.from_pretrained(folder))
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
+
+
+def _rounding(folder: str, rows: list[Given]) -> float:
+    """Return how far plain transformers in bfloat16 is from itself in float32, in the mean."""
+    plain = _plain(folder)
+    with torch.no_grad():
+        exact = [_plain_logprobs(plain, row) for row in rows]
+        plain.bfloat16()
+        return gap([_plain_logprobs(plain, row) for row in rows], exact)[0]
+
+
+def _plain_logprobs(model: nn.Module, row: Sequence[int]) -> Tensor:
+    """Return [len] float64 logprobs by a plain model, the first 0."""
+    tokens = torch.tensor(row)
+    given = plain_inputs(model, row, tokens.device)
+    logits = model(input_ids=tokens[None], use_cache=False, **given).logits[0].double()
+    logprobs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    return nn.functional.pad(logprobs, (1, 0))
+
+
+def _gradient_gap(trainer: Any, plain: nn.Module, rows: list[Given]) -> Measured:
+    """Return how far the gradients of a sum of logprobs differ, relative to the largest of each
+    tensor, and whose do most."""
+    model, lengths = trainer.policy.model, [len(row) for row in rows]
+    given = joined(rows)
+    mask = torch.cat([torch.arange(n) > 0 for n in lengths])
+    signs = torch.cos(torch.arange(int(mask.sum())).double())
+    row = model.row(torch.tensor(given), lengths, mask=mask, shown=given.shown)
+    logprobs, _ = model.forward(row)
+    (logprobs.double() * signs).sum().backward()
+    expected = torch.cat([_plain_logprobs(plain, row)[1:] for row in rows])
+    (expected * signs).sum().backward()
+    theirs = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    largest = max(float(g.abs().max()) for g in theirs.values())
+    worst: tuple[float, str] = (0.0, "")
+    for name, shard in model.named_shards().items():
+        if name in theirs:
+            own, grad = _full(shard.grad), theirs[name]
+            scale = max(float(grad.abs().max()), 1e-3 * largest)
+            worst = max(worst, (float((own - grad).abs().max()) / scale, name))
+    for shard in model.named_shards().values():
+        shard.grad = None
+    return {"gap": worst[0], "tensor": worst[1], "tensors": len(theirs)}
+
+
+def _full(tensor: Any) -> Tensor:
+    if tensor is None:
+        raise RuntimeError("a parameter that transformers trains gets no gradient")
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _whole(trainer: Any) -> dict[str, Tensor]:
+    shards: Mapping[str, Tensor] = trainer.weights.shards()
+    return {name: _full(tensor).detach().clone() for name, tensor in shards.items()}
+
+
+def _parameter_gap(trainer: Any, reference: str) -> float:
+    before, after = torch.load(reference)
+    own = _whole(trainer)
+    if own.keys() != after.keys():
+        raise RuntimeError(f"other tensors: {sorted(own.keys() ^ after.keys())}")
+    change = max(float((after[n] - before[n]).abs().max()) for n in after if after[n].numel())
+    apart = max(float((own[n] - after[n]).abs().max()) for n in after if after[n].numel())
+    return apart / change
+
+
+def _export_gap(trainer: Any, cfg: Config, export_to: str) -> tuple[float, float]:
+    """Export the last checkpoint and compare plain transformers with the trainer."""
+    checkpoint = Path(cfg.output_dir) / "checkpoints" / f"step_{UPDATES}"
+    out = Path(export_to)
+    out.mkdir(parents=True)
+    write_folder(
+        checkpoint, out, model=cfg.model, dtype="float32", max_file_bytes=2**30, ranks=Ranks()
+    )
+    rows, plain = _rows(trainer), _plain(export_to)
+    with torch.no_grad():
+        expected = [_plain_logprobs(plain, row) for row in rows]
+    # One at a time: what packing does wrong is another line's.
+    return gap(_singly(trainer, rows), expected)
+
+
+def _singly(trainer: Any, rows: list[Given]) -> list[Tensor]:
+    return [trainer.weights.score([row])[0] for row in rows]
+
+
+def _sampled_gap(generator: EngineProtocol, trainer: Any, rows: list[Given]) -> tuple[float, float]:
+    """Draw responses, several at once, and compare their logprobs with the trainer's."""
+    prompts = {str(i): row for i, row in enumerate(rows)}
+    for key, prompt in prompts.items():
+        generator.add(Request(key, prompt, _SAMPLED, 1.0, int(key), stop_token_ids=()))
+    drawn: list[Completion] = []
+    while len(drawn) < len(prompts):
+        drawn += generator.step()
+    scored = trainer.weights.score([prompts[one.key] + one.tokens.tolist() for one in drawn])
+    # What `gap` leaves out is the first: one number of the prompt's end stands there.
+    ours = [nn.functional.pad(one.logprobs.float(), (1, 0)) for one in drawn]
+    theirs = [nn.functional.pad(s[-len(d.tokens) :], (1, 0)) for s, d in zip(scored, drawn)]
+    return gap(ours, theirs)

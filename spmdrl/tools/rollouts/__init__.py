@@ -1,0 +1,1 @@
+"""Showing recorded rollouts, as text and as a page."""

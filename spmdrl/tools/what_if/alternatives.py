@@ -1,0 +1,115 @@
+"""Alternatives: sets of algorithm settings that differ from a run's own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from spmdrl.check.settings import validate
+from spmdrl.config import Config, flatten, from_tree
+from spmdrl.config.tree import leaves
+from spmdrl.config.yaml_text import plain_data
+from spmdrl.errors import Refusal
+from spmdrl.tools.foreign_code import METHODS
+
+AS_RUN = "as run"
+"""Name of the run's own settings."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One set of algorithm settings, under the name that tables and pages show."""
+
+    name: str
+    cfg: Config
+    """The run's, with these settings."""
+    settings: Mapping[str, Any]
+    """What differs, as given: {field of algorithm: value}; {} for the run's own."""
+
+
+def alternatives(
+    cfg: Config,
+    *,
+    losses: Sequence[str] = (),
+    advantages: Sequence[str] = (),
+    corrections: Sequence[str] = (),
+    others: Sequence[str] = (),
+) -> list[Alternative]:
+    """Return the alternatives that a command line names.
+
+    Args:
+        cfg: of the run.
+        losses, advantages, corrections: names; every combination of one of each is an alternative,
+            and what is left out stays as in the run.
+        others: one alternative each, as a mapping in YAML of fields of `algorithm`.
+    Raises: Refusal for none, one named twice, an unknown field or method, a function that fails on
+        three tokens, or settings that do not go together; saying of which alternative it is.
+    """
+    named = {"loss": losses, "advantage": advantages, "correction": corrections}
+    axes = [[(field, value) for value in values] for field, values in named.items() if values]
+    chosen: list[dict[str, Any]] = [dict(pairs) for pairs in itertools.product(*axes) if pairs]
+    chosen += [_mapping(text) for text in others]
+    if not chosen:
+        raise Refusal(
+            "no alternative is named; give e.g. --loss gspo cispo, --correction icepop or "
+            "--alternative '{loss: cispo, correction: none}'"
+        )
+    found = [_alternative(cfg, settings) for settings in chosen]
+    names = [one.name for one in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise Refusal(f"the alternative {name!r} is named twice")
+    return found
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    settings = plain_data(text)
+    if not isinstance(settings, dict) or not settings:
+        raise Refusal(
+            f"--alternative {text}: expected a mapping of fields of algorithm, e.g. "
+            "'{loss: cispo, loss_options: {clip_high: 4.0}}'"
+        )
+    return settings
+
+
+def _alternative(cfg: Config, settings: dict[str, Any]) -> Alternative:
+    settings = settings | _own_aggregation(cfg, settings)
+    name = ", ".join(f"{field} {_shown(value)}" for field, value in settings.items())
+    if "objective" in settings:
+        raise Refusal(f"alternative {name}: objective is the run's, which sampled for it")
+    problems: list[str] = []
+    own = leaves({"algorithm": settings}, problems=problems)
+    base = {n: v for n, v in flatten(cfg).items() if n.startswith("algorithm.")}
+    base |= {
+        f"algorithm.{kind}_options": {}  # those of another method
+        for kind in METHODS
+        if settings.get(kind, getattr(cfg.algorithm, kind)) != getattr(cfg.algorithm, kind)
+    }
+    algorithm = from_tree(base | own, where=f"alternative {name}").algorithm
+    changed = replace(cfg, algorithm=algorithm)
+    known = validate(cfg)  # of other fields, or of another version: not this command's matter
+    problems += [problem for problem in validate(changed) if problem not in known]
+    if problems:
+        raise Refusal("\n  ".join([f"alternative {name}:", *problems]))
+    return Alternative(name, changed, settings)
+
+
+def _own_aggregation(cfg: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the aggregation of a loss that knows none of the run's, where none is named."""
+    from spmdrl.algorithms import registry
+
+    if "loss" not in settings or "aggregation" in settings:
+        return {}
+    aggregations = getattr(registry.get("loss", str(settings["loss"])), "aggregations", ())
+    if not aggregations or cfg.algorithm.aggregation in aggregations:
+        return {}
+    return {"aggregation": aggregations[0]}
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a name shows it: `{upper: 3.0}` without quotes."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_shown(own)}" for key, own in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,229 @@
+"""The gradient of one alternative on one batch, and what of it reaches each token. T packed tokens.
+
+The loss runs as in training, on the same parts. Beside it stand two observers: one keeps the
+logprobs that the model gave, with the gradient that comes back to them; the other gives the loss
+function a copy of the logprobs of its own, so that what comes back through it is known apart from
+KL and entropy bonus.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from spmdrl.algorithms.registry import Method
+from spmdrl.config import Config
+from spmdrl.credit import advantages_of
+from spmdrl.model.scorer import ScoredRow
+from spmdrl.model.sharded import ShardedModel
+from spmdrl.report.glossary import values_of
+from spmdrl.tools.what_if.alternatives import Alternative
+from spmdrl.tools.what_if.measures import Gradients, effective_share, share
+from spmdrl.train.coefficients import Coefficients
+from spmdrl.train.microbatches import LossOf, PreparedMicrobatch, Stats, prepare
+from spmdrl.train.objectives.objective_loss import loss_class, named_methods
+from spmdrl.train.trainer import Trainer
+from spmdrl.types import Batch
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one alternative does with one batch's first update."""
+
+    gradients: Gradients
+    """Unclipped."""
+    metrics: dict[str, float]
+    """policy/grad_norm, policy/loss and what the loss reports, as a run would."""
+    clipped: float
+    """Share of the loss tokens that have an advantage and get nothing from the loss function."""
+    masked: float
+    """Share of the loss tokens whose terms are multiplied by 0: correction, entropy filter."""
+    ess: float
+    """Effective share of the loss tokens with an advantage, by what multiplies it."""
+    pushes: Tensor
+    """[S] float64: minus the gradient of the loss by the sample's summed logprob; NaN for samples
+    of other updates."""
+    token_pushes: dict[int, list[float]]
+    """{row of the batch's scalars: its push of each token, 0 in the prompt}."""
+
+
+@dataclass
+class _Row:
+    """One micro-batch, and what passed through its loss; None where nothing did."""
+
+    microbatch: PreparedMicrobatch
+    scored: Tensor | None = None
+    """[N] logprobs of the model, whose gradient is that of the whole loss."""
+    apart: Tensor | None = None
+    """[T] the loss function's own copy."""
+    terms: Tensor | None = None
+    """[T] what it gave."""
+    slopes: Tensor | None = None
+    """[T] of the sum of its terms over the loss tokens, by each token's logprob."""
+
+
+class _Observer:
+    """Stands for the policy and for the loss function before a loss, and sees what they give.
+
+    Args:
+        model, loss_fn: the real ones.
+    """
+
+    def __init__(self, model: ShardedModel, loss_fn: Method):
+        self.world, self._model, self._loss = model.world, model, loss_fn
+        self.rows: list[_Row] = []
+
+    def forward(self, row: ScoredRow) -> tuple[Tensor, Tensor]:
+        """See ShardedModel.forward."""
+        logprobs, entropy = self._model.forward(row)
+        if logprobs.requires_grad:
+            logprobs.retain_grad()
+            self.rows[-1].scored = logprobs
+        return logprobs, entropy
+
+    def loss_fn(self) -> Method:
+        """Return what stands for the loss function, with all that the program knows of it."""
+
+        @functools.wraps(self._loss)
+        def watched(**given: Any) -> Any:
+            """Call it with logprobs of its own."""
+            logprobs = given.get("logprobs")
+            if logprobs is None or not logprobs.requires_grad:
+                return self._loss(**given)
+            apart = logprobs.clone()
+            found = self._loss(**given | {"logprobs": apart})
+            self._note(apart, found[0])
+            return found
+
+        return watched
+
+    def _note(self, apart: Tensor, terms: Tensor) -> None:
+        if terms.shape != apart.shape or not terms.requires_grad:
+            return  # the loss refuses another shape; what depends on nothing pushes nothing
+        row = self.rows[-1]
+        row.apart, row.terms = apart, terms
+        total = terms[row.microbatch.loss_mask].sum()
+        (row.slopes,) = torch.autograd.grad(total, apart, retain_graph=True, allow_unused=True)
+        apart.retain_grad()  # from here on: else the pass above would be in their gradients
+        terms.retain_grad()
+
+    def of(self, loss_of: LossOf) -> LossOf:
+        """Return a loss of micro-batches that is watched."""
+
+        def observed(microbatch: PreparedMicrobatch) -> tuple[Tensor, Stats]:
+            """Call it, with a row for what is seen."""
+            self.rows.append(_Row(microbatch))
+            return loss_of(microbatch)
+
+        return observed
+
+
+def probe(trainer: Trainer, batch: Batch, alternative: Alternative, *, step: int) -> Probe:
+    """Return the gradient of an alternative on a batch's first update, and what reaches its tokens.
+
+    Args:
+        trainer: with the weights that the step trained; nothing of it is changed.
+        batch: as exchanged and annotated, with the columns of all alternatives.
+        alternative: its settings.
+        step: of the run.
+    Raises: Refusal for a result of a function that does not fit the batch.
+    """
+    cfg, world, model = alternative.cfg, trainer.world, trainer.policy.model
+    methods, kind = named_methods(cfg), loss_class(cfg)
+    observer, coefficients = _Observer(model, methods["loss_fn"]), _coefficients(trainer, cfg)
+    coefficients.begin(step)
+    batch = replace(_with_columns(batch, kind.columns_of(cfg, **methods)), kl_coef=coefficients.kl)
+    advantages = advantages_of(batch, methods["advantage_fn"], cfg=cfg, world=world, step=step)
+    loss = kind(cfg, world, loss_fn=observer.loss_fn(), coefficients=coefficients)
+    updates = prepare(loss.with_columns(batch), advantages, cfg=cfg, model=model)
+    loss_of = observer.of(loss.of_updates(updates, cast(ShardedModel, observer), step=step))
+    gradients, totals = trainer.policy.gradient(updates[0], loss_of)
+    found = {"policy/grad_norm": totals.grad_norm, "policy/loss": totals.loss}
+    return Probe(
+        gradients=gradients,
+        metrics=found | values_of(totals.stats),
+        **_reached(observer.rows, batch, scale=trainer.policy.loss_scale.value),
+    )
+
+
+def _with_columns(batch: Batch, names: set[str]) -> Batch:
+    """Return a batch with these columns alone: what another method asks for is not known here."""
+    kept = names | ({"old_entropy"} if "old_logprobs" in names else set())
+    columns = tuple(
+        tuple({name: column for name, column in own.items() if name in kept} for own in update)
+        for update in batch.columns
+    )
+    return replace(batch, columns=columns if kept else ())
+
+
+def _coefficients(trainer: Trainer, cfg: Config) -> Coefficients:
+    """Return the weights of KL and entropy bonus: where they move, and an alternative leaves that
+    as it is, those to which the run had moved them."""
+    found, chosen, own = Coefficients(cfg), cfg.algorithm, trainer.cfg.algorithm
+    state = trainer.coefficients.state_dict()
+    if (chosen.kl_coef, chosen.kl_control) != (own.kl_coef, own.kl_control):
+        state.pop("kl", None)
+    if (chosen.entropy_coef, chosen.entropy_control) != (own.entropy_coef, own.entropy_control):
+        state.pop("entropy", None)
+    found.load_state_dict(state)
+    return found
+
+
+def _reached(rows: Sequence[_Row], batch: Batch, *, scale: float) -> dict[str, Any]:
+    """Return the fields of Probe that say what reached the tokens.
+
+    Args:
+        scale: factor on the loss in the backward pass.
+    """
+    pushes = torch.full((len(batch.scalars),), math.nan, dtype=torch.float64)
+    pushes[batch.update_ids == 0] = 0.0
+    token_pushes: dict[int, list[float]] = {}
+    marks: list[Tensor] = []
+    for row in rows:
+        packed = row.microbatch.packed
+        push = _spread_push(row, scale=scale)
+        parts = push.split(packed.cu_seqlens.diff().tolist())
+        for number, part in zip(packed.sequence_ids.tolist(), parts):
+            if number >= 0:  # else a dummy
+                pushes[number], token_pushes[number] = part.sum(), part.tolist()
+        marks.append(_marks(row, scale=scale))
+    in_loss, has_advantage, is_flat, is_cut, weights = torch.cat(marks, dim=1)
+    counts = (in_loss > 0) & (has_advantage > 0)
+    return {
+        "pushes": pushes,
+        "token_pushes": token_pushes,
+        "clipped": share(counts & (is_flat > 0), in_loss > 0),
+        "masked": share(is_cut > 0, in_loss > 0),
+        "ess": effective_share(weights[counts]),
+    }
+
+
+def _spread_push(row: _Row, *, scale: float) -> Tensor:
+    """Return [T] float64: minus the gradient of the loss by each token's logprob."""
+    if row.scored is None or row.scored.grad is None:
+        return torch.zeros(row.microbatch.packed.tokens.shape, dtype=torch.float64)
+    return -row.microbatch.row.spread(row.scored.grad).double().cpu() / scale
+
+
+def _marks(row: _Row, *, scale: float) -> Tensor:
+    """Return of each token, [5, T] float64: whether it is in the loss, has an advantage, gets
+    nothing from the loss function, is left out by what multiplies the terms; and what its advantage
+    is multiplied by, engine and trainer compared, clipped, corrected."""
+    one = row.microbatch
+    weights, advantages = one.weights.double(), one.columns["advantages"].double()
+    in_loss, zeros = one.loss_mask & (weights > 0), torch.zeros_like(weights)
+    through, factors = zeros, zeros
+    if row.apart is not None and row.apart.grad is not None:
+        through = row.apart.grad.double().abs() / scale
+    if row.terms is not None and row.terms.grad is not None:
+        factors = row.terms.grad.double() / scale
+    slopes = zeros if row.slopes is None else row.slopes
+    own = torch.where(in_loss & (advantages != 0), through / (weights * advantages.abs()), 0.0)
+    marks = [in_loss, advantages != 0, slopes == 0, factors == 0, own]
+    return torch.stack([mark.double().cpu() for mark in marks])

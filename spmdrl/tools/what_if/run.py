@@ -1,0 +1,194 @@
+"""Every alternative on every chosen step of a run, in one process, without an engine."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from spmdrl.algorithms import registry
+from spmdrl.config import Config, LayoutSettings
+from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
+from spmdrl.roles import make_trainer
+from spmdrl.rollout import model_limits
+from spmdrl.rollout.replay_source import ReplaySource
+from spmdrl.tools.certificates.recorded import go_to, take_batch
+from spmdrl.tools.what_if.alternatives import AS_RUN, Alternative
+from spmdrl.tools.what_if.measures import cosine
+from spmdrl.tools.what_if.probe import Probe, probe
+from spmdrl.tools.what_if.recorded_steps import RecordedRun, recorded_metrics
+from spmdrl.train.objectives.objective_loss import needed_columns
+from spmdrl.train.trainer import Trainer
+from spmdrl.types import Batch, Scalars
+from spmdrl.world.launch import launch_alone
+from spmdrl.world.world import World
+
+_TRAINED = {"values": "value model", "prm_logprobs": "process reward model"}
+"""Column: the model that it comes from, which the run must have trained."""
+_CLOSE = {"float32": 1e-3}
+_LOOSE = 0.1  # of 8 or 11 bits, packed otherwise, perhaps on another device
+
+
+@dataclass(frozen=True)
+class Outcome(Probe):
+    """What one alternative does at one step; its gradients are let go of."""
+
+    alternative: Alternative
+    cosine: float
+    """Of the angle to the run's own gradient."""
+
+
+@dataclass(frozen=True)
+class StepFound:
+    """What was found of one step."""
+
+    step: int
+    weights: str
+    """Where its weights are from."""
+    scalars: Scalars
+    outcomes: list[Outcome]
+    """The run's own first."""
+    recorded: dict[str, float]
+    """What the run reported of the metrics that its own outcome has; {} where nothing compares."""
+    notes: list[str]
+
+
+def look_again(
+    run: RecordedRun, steps: Sequence[int], alternatives: Sequence[Alternative]
+) -> Iterator[StepFound]:
+    """Yield what the run's own settings and the alternatives do at each of some steps.
+
+    Args:
+        steps: of `run.weights`, ascending.
+    Raises: Refusal for what cannot be done right: a model that is needed and not there, a step
+        whose own gradient norm is not what the run reported.
+    """
+    everyone = [Alternative(AS_RUN, run.cfg, {}), *alternatives]
+    columns = _columns(run.cfg, everyone)
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = alone(run.cfg, output_dir=folder, alternatives=everyone)
+        launch_alone()
+        world = World.start(cfg)
+        try:
+            trainer = make_trainer(cfg, world, columns=columns)
+            assert isinstance(trainer, Trainer)
+            limits = model_limits(cfg)
+            source = ReplaySource(cfg, world, recorded=run.recorded, **limits)
+            for step in steps:
+                batch = _load(run, step, trainer=trainer, source=source)
+                yield _found(run, step, batch, trainer=trainer, everyone=everyone)
+        finally:
+            world.close()
+
+
+def alone(cfg: Config, *, output_dir: str, alternatives: Sequence[Alternative]) -> Config:
+    """Return a run's config for one process that trains on what was recorded.
+
+    Args:
+        output_dir: for what this process leaves: nothing is written to the run's.
+        alternatives: whose tokens are all to be scored.
+    """
+    own = cfg.layout
+    layout = LayoutSettings(
+        placement="offline",
+        world_size=1,
+        device="cpu" if own.device == "cpu" else "auto",
+        wait_timeout_s=own.wait_timeout_s,
+        startup_timeout_s=own.startup_timeout_s,
+    )
+    everywhere = all(other.cfg.algorithm.mask_truncated for other in alternatives)
+    return replace(
+        cfg,
+        output_dir=output_dir,
+        layout=layout,
+        algorithm=replace(cfg.algorithm, mask_truncated=everywhere),
+        evaluate=replace(cfg.evaluate, every_steps=0),
+    )
+
+
+def _columns(cfg: Config, everyone: Sequence[Alternative]) -> set[str]:
+    """Return the columns that all ask for. Raises: Refusal where their model, or the greedy samples
+    of an advantage, are not there."""
+    own, found, drawn = needed_columns(cfg), set(), _asked(cfg)
+    for other in everyone:
+        asked = needed_columns(other.cfg) - own
+        if "greedy_rewards" in _asked(other.cfg) - drawn:
+            raise Refusal(
+                f"alternative {other.name}: asks for greedy_rewards, of a greedy sample of each "
+                f"prompt; the run drew none (its advantage is {cfg.algorithm.advantage})"
+            )
+        for column, model in _TRAINED.items():
+            if column in asked:
+                raise Refusal(
+                    f"alternative {other.name}: asks for {column}, of a {model}; the run trained "
+                    f"none (its advantage is {cfg.algorithm.advantage}), so that no checkpoint "
+                    "has one"
+                )
+        if "ref_logprobs" in asked and cfg.model.reference.sync_every:
+            raise Refusal(
+                f"alternative {other.name}: asks for ref_logprobs, of a reference that follows the "
+                f"policy (model.reference.sync_every: {cfg.model.reference.sync_every}); the run "
+                "used none, so that no checkpoint has it"
+            )
+        found |= asked
+    return found
+
+
+def _asked(cfg: Config) -> set[str]:
+    return registry.asked_by(registry.get("advantage", cfg.algorithm.advantage))
+
+
+def _load(run: RecordedRun, step: int, *, trainer: Trainer, source: ReplaySource) -> Batch:
+    """Give the trainer the step's weights, and return the step's batch."""
+    checkpoint = run.weights[step]
+    if checkpoint is not None:
+        # The run's own settings: what differs here is not of its course.
+        cfg = replace(trainer.cfg, algorithm=run.cfg.algorithm, checkpoint=run.cfg.checkpoint)
+        go_to(checkpoint, cfg, trainer=trainer, source=source)
+    return take_batch(trainer, source, step=step)
+
+
+def _found(
+    run: RecordedRun, step: int, batch: Batch, *, trainer: Trainer, everyone: Sequence[Alternative]
+) -> StepFound:
+    own = probe(trainer, batch, everyone[0], step=step)
+    recorded, notes = _compared(run, step, own)
+    outcomes = []
+    for other in everyone:
+        with refusing(f"step {step}, alternative {other.name}", Refusal):
+            found = own if other is everyone[0] else probe(trainer, batch, other, step=step)
+        shown = vars(found) | {"gradients": {}}
+        angle = cosine(found.gradients, own.gradients)
+        outcomes.append(Outcome(**shown, alternative=other, cosine=angle))
+    checkpoint = run.weights[step]
+    weights = run.cfg.model.path if checkpoint is None else str(checkpoint)
+    return StepFound(step, weights, batch.scalars, outcomes, recorded, notes)
+
+
+def _compared(run: RecordedRun, step: int, own: Probe) -> tuple[dict[str, float], list[str]]:
+    """Return what the run reported of its own gradient, and what is to be said of it.
+
+    Raises: Refusal where its gradient norm was another one: then it is not this step.
+    """
+    row, cfg = recorded_metrics(run, step), run.cfg
+    if cfg.batch.optimizer_steps > 1:
+        return {}, [
+            f"the run took {cfg.batch.optimizer_steps} optimizer steps on this batch; this is the "
+            "gradient of the first, and what metrics.jsonl has is of all of them"
+        ]
+    known = {name: float(row[name]) for name in own.metrics if row.get(name) is not None}
+    norm = "policy/grad_norm"
+    if norm not in known:
+        return {}, ["metrics.jsonl has no gradient norm of this step to compare with"]
+    here, there, dtype = own.metrics[norm], known[norm], cfg.model.compute_dtype
+    bound = _CLOSE.get(dtype, _LOOSE)
+    if not math.isclose(here, there, rel_tol=bound, abs_tol=1e-9):
+        raise Refusal(
+            f"{run.folder}: step {step}: the run's own settings give a gradient norm of {here:.6g} "
+            f"on what was recorded, and metrics.jsonl has {there:.6g}, more than {bound:g} of it "
+            "apart: code, model, weights or recording are not what that step had. Was train.py "
+            "edited, or a file changed since?"
+        )
+    return known, []
