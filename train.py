@@ -117,7 +117,7 @@ def main() -> int:
     from spmdrl.check.fit import check_fit
     from spmdrl.check.inputs import check_inputs
     from spmdrl.checkpoint.restore import already_finished
-    from spmdrl.report.learnt import exit_status
+    from spmdrl.report.exit_status import exit_status
     from spmdrl.world.folder_lock import own_folder
     from spmdrl.world.leaving import ended
     from spmdrl.world.world import World

@@ -14,10 +14,10 @@ from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.advice import Advisor
 from spmdrl.report.console import Console
 from spmdrl.report.curves import draw
+from spmdrl.report.exit_status import exit_status
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
 from spmdrl.report.implied import implied_sums
 from spmdrl.report.jsonl import JsonLines
-from spmdrl.report.learnt import exit_status
 from spmdrl.report.logs import RankLog, agree_attempt_folder
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
 from spmdrl.report.provenance import save_environment
@@ -242,7 +242,7 @@ class Report:
     def close(self, status: Status) -> int:
         """End the report: draw the curves, flush the tracker, say where everything is. Ranks meet.
 
-        Returns: the run's exit status, see `learnt.exit_status`.
+        Returns: the run's exit status, see `exit_status.exit_status`.
         """
         if self.rank == 0:
             self.console.progress("")

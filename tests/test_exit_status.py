@@ -8,7 +8,7 @@ import pytest
 from report_world import SmallWorld, config, group  # noqa: F401
 from test_train_edits import edit, folder, run_edited  # noqa: F401
 
-from spmdrl.report.learnt import NOTHING_LEARNT, exit_status, nothing_learnt
+from spmdrl.report.exit_status import NOTHING_LEARNT, exit_status, nothing_learnt
 
 TRAINED = {"policy/grad_norm": 0.1, "policy/skipped_updates": 0.0}
 SKIPPED = {"policy/skipped_updates": 2.0}
