@@ -14,9 +14,9 @@ from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.advice import Advisor
 from spmdrl.report.console import Console
 from spmdrl.report.curves import draw
+from spmdrl.report.derived_metrics import derived_sums
 from spmdrl.report.exit_status import exit_status
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
-from spmdrl.report.implied import implied_sums
 from spmdrl.report.jsonl import JsonLines
 from spmdrl.report.logs import RankLog, agree_attempt_folder
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
@@ -198,8 +198,8 @@ class Report:
         times: Sums = {clean_name(f"time/{name}"): (s, 1) for name, s in seconds.items()}
         sums = times | {clean_name(name): as_pair(name, pair) for name, pair in sums.items()}
         sums = {"perf/step_s": (step_s, 1)} | sums
-        implied = implied_sums(sums, self.cfg, peak_flops=self._peak_flops)
-        sums |= {name: pair for name, pair in implied.items() if name not in sums}
+        follows = derived_sums(sums, self.cfg, peak_flops=self._peak_flops)
+        sums |= {name: pair for name, pair in follows.items() if name not in sums}
         values = values_of(sums)
         self._write(step, values)
         for advice in self._advisor.look(values):

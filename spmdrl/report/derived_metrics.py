@@ -26,7 +26,7 @@ BESIDE_PHASES = (
 """Phases between two steps: not part of a step's `perf/other_frac` and `perf/tokens_per_s`."""
 
 
-def implied_sums(sums: Sums, cfg: Config, *, peak_flops: float | None) -> Sums:
+def derived_sums(sums: Sums, cfg: Config, *, peak_flops: float | None) -> Sums:
     """Return the metrics that follow from others, in a form that adds up over steps.
 
     Args:
