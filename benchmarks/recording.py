@@ -72,12 +72,12 @@ class Timed:
 
 def work(folder: Path, flags: list[str]) -> int:
     """Run train.py on this rank, and leave what its steps took."""
-    from spmdrl.certificate.witness import Witness
+    from spmdrl.certificate.fingerprint_collector import FingerprintCollector
     from spmdrl.certificate.writer import Certificate
     from spmdrl.rollout.recorder import Recorder
 
     timed, rank = Timed(), os.environ["RANK"]
-    timed.wrap(Witness, "_see", label="update")
+    timed.wrap(FingerprintCollector, "_see", label="update")
     timed.wrap(Recorder, "record", label="rollouts")
     timed.wrap(Certificate, "add", label="line", ends_step=True)
     sys.argv = ["train.py", *flags, "--output-dir", str(folder / "run")]

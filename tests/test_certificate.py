@@ -20,9 +20,9 @@ from worlds import another_trainer, with_trainer
 from spmdrl.certificate import digests
 from spmdrl.certificate.compare import differences
 from spmdrl.certificate.digests import Digester
+from spmdrl.certificate.fingerprint_collector import SECTIONS, FingerprintCollector, packed
 from spmdrl.certificate.fingerprints import _COUNT, _near, deviation
 from spmdrl.certificate.lines import NAME, has_norms, read, sealed
-from spmdrl.certificate.witness import SECTIONS, Witness, packed
 from spmdrl.config import Config, flatten
 from spmdrl.credit import advantages_of
 from spmdrl.model.shards import Box, narrow
@@ -160,7 +160,7 @@ def test_a_deviation_is_about_what_two_tensors_are_apart():
 def _content(trainer: Any, plant: str = "") -> dict[str, Any]:
     """Return what a step comes to, with one thing changed where `plant` says what."""
     always = [lambda step: True] * 2
-    witness = Witness(trainer.world, trainer, is_due=always[0], is_near=always[1])
+    collector = FingerprintCollector(trainer.world, trainer, is_due=always[0], is_near=always[1])
     state, rank = trainer.state_dict(), trainer.world.rank
     own = own_batch(trainer.world, rewards=scalars().lengths.double() / 7)
     first = own.microbatches[0]
@@ -191,7 +191,7 @@ def _content(trainer: Any, plant: str = "") -> dict[str, Any]:
     updated = trainer.update(annotated, advantages, step=0)
     if plant == "late weight":
         weight.view(-1)[:1].view(torch.int32)[0] ^= 1
-    return witness.content(0, annotated, advantages, updated)
+    return collector.content(0, annotated, advantages, updated)
 
 
 _PLANTS = {

@@ -19,8 +19,8 @@ from built import refused
 from test_rollout_record import config_of, group_of, record, record_groups
 
 from spmdrl import run_files
+from spmdrl.certificate.fingerprint_collector import SECTIONS
 from spmdrl.certificate.lines import NAME, Certified, read, sealed
-from spmdrl.certificate.witness import SECTIONS
 from spmdrl.checkpoint import manifest
 from spmdrl.checkpoint.manifest import read_manifest, write_manifest
 from spmdrl.config import Config, dump, flatten

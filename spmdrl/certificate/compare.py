@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spmdrl.certificate.fingerprint_collector import SECTIONS
 from spmdrl.certificate.fingerprints import deviation, digest_of
 from spmdrl.certificate.lines import Line
 from spmdrl.certificate.places import SequencePlace, place
-from spmdrl.certificate.witness import SECTIONS
 from spmdrl.checkpoint.restore import shapes_result
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}

@@ -11,8 +11,8 @@ import binascii
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from spmdrl.certificate.fingerprint_collector import SECTIONS
 from spmdrl.certificate.fingerprints import SKETCHES
-from spmdrl.certificate.witness import SECTIONS
 
 _MADE = ("config", "packages", "code", "machine")
 _SEQUENCE_BYTES = {"tokens": 8, "rollout_logprobs": 8, "advantages": 8, "rewards": 8}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmdrl.certificate.compare import differences
+from spmdrl.certificate.fingerprint_collector import FingerprintCollector
 from spmdrl.certificate.lines import NAME, Line, chain, is_due, sealed
 from spmdrl.certificate.made_with import made_with
-from spmdrl.certificate.witness import Witness
 from spmdrl.config import Config
 from spmdrl.report.jsonl import JsonLines
 from spmdrl.types import Advantages, Batch, Sums
@@ -40,10 +40,12 @@ class Certificate:
         self._cfg, self._rank = cfg, world.rank
         self._file = JsonLines(Path(cfg.output_dir) / NAME)
         self._previous, self._again = "", dict[int, Line]()
-        self._witness: Witness | None = None
+        self._collector: FingerprintCollector | None = None
         every = cfg.report.certificate
         if world.is_trainer and every:
-            self._witness = Witness(world, trainer, is_due=self._is_due, is_near=self._is_near)
+            self._collector = FingerprintCollector(
+                world, trainer, is_due=self._is_due, is_near=self._is_near
+            )
         if world.rank == 0 and (every or self._file.path.exists()):
             self._go_on(made_with(cfg, world), step=step, aside=aside / f"removed_{NAME}")
 
@@ -60,9 +62,9 @@ class Certificate:
             batch: annotated.
             updated: what the update returned.
         """
-        if self._witness is None or not self._is_due(step):
+        if self._collector is None or not self._is_due(step):
             return
-        content = self._witness.content(step, batch, advantages, updated)
+        content = self._collector.content(step, batch, advantages, updated)
         if self._rank:
             return
         if copies := content.get("differing_copies"):

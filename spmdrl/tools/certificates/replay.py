@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.certificate.compare import made_differences, rounds, shapes
+from spmdrl.certificate.fingerprint_collector import FingerprintCollector
 from spmdrl.certificate.lines import Certified, Line, has_norms
 from spmdrl.certificate.made_with import config_of, made_with
-from spmdrl.certificate.witness import Witness
 from spmdrl.config import Config, trainer_ranks
 from spmdrl.credit import advantages_of
 from spmdrl.errors import Refusal
@@ -172,7 +172,9 @@ def _steps(
     source = ReplaySource(cfg, world, recorded=recorded, **model_limits(cfg))
     wanted = {way.step for way in ways}
     with_norms = {step for step in wanted if has_norms(run.steps[step])}
-    witness = Witness(world, trainer, is_due=wanted.__contains__, is_near=with_norms.__contains__)
+    collector = FingerprintCollector(
+        world, trainer, is_due=wanted.__contains__, is_near=with_norms.__contains__
+    )
     at = 0
     for way in ways:
         if way.start > at or (way.checkpoint and not at):
@@ -182,7 +184,7 @@ def _steps(
         world.found_tokens = run.steps[way.step]["plan"]["tokens_per_microbatch"]
         for step in range(at, way.step + 1):
             done = take_step(trainer, source, step=step)
-        yield way.step, witness.content(way.step, *done)
+        yield way.step, collector.content(way.step, *done)
         at = way.step + 1
 
 

@@ -97,7 +97,7 @@ def _shares(one: Tensor, other: Tensor) -> bool:
     return local_part(one).data_ptr() == local_part(other).data_ptr()
 
 
-class Witness:
+class FingerprintCollector:
     """Watches the steps of one trainer.
 
     Args:
