@@ -90,6 +90,10 @@ def adaptive_entropy_coef(
         raise Refusal(f"lower, upper: must be 0 <= lower <= upper, got {lower}, {upper}")
     if not math.isfinite(entropy):
         return coef, 0.0
-    step = delta if entropy < target else -delta if entropy > target else 0.0
+    step = 0.0
+    if entropy < target:
+        step = delta
+    elif entropy > target:
+        step = -delta
     coef = min(max(coef + step, lower), upper)
     return coef, coef if entropy <= target else 0.0

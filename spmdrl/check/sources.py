@@ -46,7 +46,9 @@ def _size_problems(cfg: Config, split: Split) -> Iterator[str]:
         if problem := unknown_task(source.path):
             yield f"data.{split}: {problem}"
         elif is_generated(source.path) and not source.size:
-            field = f"{split}[{i}].size" if is_list else "size" if split == "train" else "eval_size"
+            field = "size" if split == "train" else "eval_size"
+            if is_list:
+                field = f"{split}[{i}].size"
             yield (
                 f"data.{field}: a generated task ({source.path}) has no size of its own; set how "
                 "many problems to make"

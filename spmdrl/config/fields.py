@@ -293,6 +293,15 @@ class Config:
         return given + (1.0,) * (len(self.reward_functions) - len(functions))
 
     @property
+    def sequences_per_row(self) -> int:
+        """Sequences that come of a prompt or of a row: a group, a pair, or one."""
+        if self.objective.samples:
+            return self.batch.group_size
+        if self.objective.trains_on_pairs:
+            return 2
+        return 1
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of a prompt and its response at their longest."""
         return self.data.max_prompt_tokens + self.sampling.max_response_tokens

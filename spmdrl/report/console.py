@@ -34,8 +34,12 @@ def number(value: float | None, *, width: int) -> str:
     size = abs(value)
     if value == 0 or (size >= 1000 and size < 10 ** (width - 1)):
         text = f"{value:.0f}"
-    elif 0.01 <= size < 1000:
-        text = f"{value:.{3 if size < 10 else 2 if size < 100 else 1}f}"
+    elif 0.01 <= size < 10:
+        text = f"{value:.3f}"
+    elif 10 <= size < 100:
+        text = f"{value:.2f}"
+    elif 100 <= size < 1000:
+        text = f"{value:.1f}"
     else:
         text = f"{value:.1e}"
     return (text if len(text) <= width else f"{value:.0e}").rjust(width)

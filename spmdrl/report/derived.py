@@ -15,7 +15,7 @@ def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
     """
     batch, axes = cfg.batch, axes_of(cfg)
     is_rl = cfg.objective.samples
-    group = batch.group_size if is_rl else 2 if cfg.objective.trains_on_pairs else 1
+    group = cfg.sequences_per_row
     sequences = batch.prompts_per_step * group
     longest = cfg.longest_sequence
     pairs = {

@@ -200,7 +200,11 @@ def _reading_each(read: Callable[[Any, Score], None]) -> Callable[[Any, Sequence
     def read_list(result: Any, scores: Sequence[Score]) -> None:
         is_list = isinstance(result, (list, tuple)) or getattr(result, "ndim", 0) == 1
         is_one = len(scores) == 1 and isinstance(result, numbers.Real)
-        values = list(result) if is_list else [result] if is_one else []
+        values = []
+        if is_list:
+            values = list(result)
+        elif is_one:
+            values = [result]
         if len(values) != len(scores):
             got = f"a list of {len(values)}: " if is_list else ""
             hint = "; a function that scores one at a time needs rewards.scope sample"

@@ -271,7 +271,12 @@ def _restrict_files(request: dict) -> None:
     # Bits of file access by version, then TCP (bind, connect), then scopes (sockets, signals).
     files = (1 << (13, 14, 15, 15, 16)[min(version, 5) - 1]) - 1
     rules = struct.pack("<QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
-    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    if version >= 6:
+        size = 24
+    elif version >= 4:
+        size = 16
+    else:
+        size = 8
     ruleset = _call("syscall", _LANDLOCK_CREATE, rules, size, 0)
     _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
     for path in (*request["readable"], "."):

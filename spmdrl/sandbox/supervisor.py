@@ -186,7 +186,11 @@ class _Running:
             code = -9
         elif code is None:
             raise LaunchError("the launcher was killed while the program ran")
-        natural: Status = "ok" if code == 0 else "signal" if code < 0 else "error"
+        natural: Status = "error"
+        if code == 0:
+            natural = "ok"
+        elif code < 0:
+            natural = "signal"
         return ProgramResult(
             self._stopped or natural,
             code,

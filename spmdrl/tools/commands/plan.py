@@ -243,16 +243,13 @@ def _refusal(gpus: int, run: Run, rates: Rates, plan: Plan) -> list[str]:
         return []
     lines = [f"does not fit: {problem}" for problem in plan.problems]
     changes = remedies(run, plan, rates=rates)
-    lines.append(
-        f"would fit: {'; or '.join(changes)}"
-        if changes
-        else "neither one change nor two are enough; "
-        + (
-            "take more GPUs, or GPUs with more memory"
-            if gpus
-            else "--gpus N looks for a layout of N ranks"
-        )
-    )
+    remedy = "take more GPUs, or GPUs with more memory"
+    if not gpus:
+        remedy = "--gpus N looks for a layout of N ranks"
+    if changes:
+        lines.append(f"would fit: {'; or '.join(changes)}")
+    else:
+        lines.append(f"neither one change nor two are enough; {remedy}")
     if gpus:
         lines.append(
             f"no layout of {gpus} ranks fits; the nearest is shown: {layout_text(plan.axes)}"

@@ -70,8 +70,9 @@ def run_of(
         lora_numel: elements of all adapters, see model/lora/layers.py.
     Raises: Refusal for an unknown method.
     """
-    objective, memory, lora = cfg.objective, cfg.model.memory, cfg.model.lora
-    group = cfg.batch.group_size if objective.samples else 2 if objective.trains_on_pairs else 1
+    memory = cfg.model.memory
+    lora = cfg.model.lora
+    group = cfg.sequences_per_row
     columns = needed_columns(cfg)
     own_reference = "ref_logprobs" in columns and not (lora.is_on and not cfg.model.reference.path)
     is_away = on_gpu and has(memory.offload, "optimizer")
@@ -88,7 +89,7 @@ def run_of(
         prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
         response_tokens=response_tokens or cfg.sampling.max_response_tokens / 2,
         forwards=len(columns & _PASSES),
-        frozen_models=own_reference + ("teacher_logprobs" in columns) + objective.needs_teacher,
+        frozen_models=own_reference + ("teacher_logprobs" in columns) + cfg.objective.needs_teacher,
         trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
         lora_numel=lora_numel,
         chunk_tokens=chunk_tokens,
