@@ -130,10 +130,19 @@ class RecordedFile:
         names = [name for name in self.columns if not columns or name in columns]
         with reading(self.path):
             self._check_size(sum(self._sizes(groups, names)), most)
-            packed = self._file.read_row_groups(list(groups), columns=names)
-            self._check_size(packed.nbytes + sum(map(_unpacked_bytes, packed.columns)), most)
-            fields = [pa.field(name, self._types[name]) for name in packed.column_names]
-            table = packed.replace_schema_metadata(None).cast(pa.schema(fields))
+            # One by one: pyarrow cannot join lists of texts that are held once.
+            tables: list[pa.Table] = []
+            size = 0
+            for group in groups:
+                packed = self._file.read_row_group(group, columns=names)
+                size += packed.nbytes + sum(map(_unpacked_bytes, packed.columns))
+                self._check_size(size, most)
+                fields = [pa.field(name, self._types[name]) for name in packed.column_names]
+                tables.append(packed.replace_schema_metadata(None).cast(pa.schema(fields)))
+            if not tables:
+                fields = [pa.field(name, self._types[name]) for name in names]
+                return pa.schema(fields).empty_table()
+            table = pa.concat_tables(tables)
             table.validate(full=True)
             return table
 
