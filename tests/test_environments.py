@@ -57,7 +57,7 @@ def test_unusable_environments_are_refused_at_start(name, options, words):
 
 def test_a_dry_run_checks_the_options_and_opens_a_row():
     for options, words in (
-        ({}, "environment.name: 'None' must be"),
+        ({}, "environment.name: is missing; name one of tools, guess_number"),
         ({"name": "verifier"}, "did you mean verifiers"),
         ({"name": "guess_number", "rewrites": "x"}, "rewrites: must be auto, refuse or keep"),
     ):

@@ -135,7 +135,10 @@ def test_fields_that_would_not_run_are_not_planned_with(arguments, says, layout,
 @pytest.mark.parametrize(
     "arguments, says",
     [
-        ("--model.memory.activation_checkpoint full", "that is model.memory.activation_checkpointing here"),
+        (
+            "--model.memory.activation_checkpoint full",
+            "that is model.memory.activation_checkpointing here",
+        ),
         ("--model.memory.optimizer_dtype int4", "is not one of float32, bfloat16, int8"),
         ("--model.lora.rnk 4", "model.lora.rnk: unknown key; did you mean rank?"),
     ],
