@@ -289,6 +289,14 @@ def is_missing_folder(path: str) -> bool:
     return looks_local or ("/" in path and os.path.isdir(os.path.dirname(path)))
 
 
+def is_same_file(one: str, other: str) -> bool:
+    """Return whether two paths lead to one file or folder that exists."""
+    try:
+        return os.path.samefile(os.path.expanduser(one), os.path.expanduser(other))
+    except OSError:
+        return False
+
+
 def divisors(number: int) -> str:
     """Return the values up to 4096 that divide a number, for messages: `1, 2, 3, 6`."""
     return ", ".join(str(n) for n in range(1, min(number, 4096) + 1) if number % n == 0)

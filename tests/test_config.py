@@ -179,7 +179,8 @@ def test_long_words_are_not_told_whole():
 
 
 def test_what_may_be_false_is_denied_by_name():
-    cfg = read(["--dry-run", "full", "--no-dry-run", "--data.no-shuffle"], prog="x")
+    full = read(["--dry-run", "full"], prog="x")
+    cfg = read(["--no-dry-run", "--data.no-shuffle"], prog="x", default=full)
     assert cfg.dry_run is False and cfg.data.shuffle is False
     for flag in ("--no-steps", "--no-seed", "--no-thing"):
         with pytest.raises(Refusal, match="unknown key"):

@@ -35,6 +35,7 @@ def here(tiny_model, tmp_path_factory) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "others.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
     (folder / "empty.jsonl").write_text("")
+    (folder / "list.jsonl").write_text(json.dumps(rows))
     (folder / "table.csv").write_text("prompt,answer\n1+1=,2\n")
     (folder / "mine.py").write_text("def score(solution_str, ground_truth): return 1.0\n")
     shutil.copytree(tiny_model, folder / "old")
@@ -85,6 +86,16 @@ MISTAKES = {
     "--rollout.environment {max_turns: 3}": "rollout.environment.name: is missing; name one of",
     "--engine.kind vllm --engine.options {gpu_memory_util: 0.5}": "That is set by engine.gpu",
     "--model.path HERE/old": "pytorch_model.bin",
+    "--steps 5 --steps 6": "--steps: stands here twice, with 5 and with 6; leave one out",
+    "--report.mlflow.uri localhost:5000": "how to reach the server; write http://localhost:5000",
+    "--output-dir /proc/run": "/proc/run cannot be written to (its files are the kernel's); set an",
+    "--output-dir HERE/rows.jsonl": "cannot be written to (HERE/rows.jsonl is a file); set another",
+    "--output-dir HERE/old --model.path HERE/old": "is model.path too, and the run would write amo",
+    "--data.train HERE/list.jsonl": "begins a list, and a .jsonl file has one row on each line, as",
+    "--data.train HERE/rows.jsonl,HERE/b.jsonl": "several files are a list, [HERE/rows.jsonl, HERE",
+    "--sampling.stop \\n": "is a backslash and a letter, which no response ends with; for the char",
+    "--rewards.weights 1 1": "2 weights for 1 functions; give one for each, or none, which is 1 ea",
+    "--batch.updates-per-step 3": "1.33333 prompts, not whole; take one of 1, 2, 4",
 }
 
 
@@ -99,3 +110,24 @@ def test_a_mistake_of_every_day_is_named_with_what_to_do(mistake, here, capsys):
     expected = MISTAKES[mistake].replace("HERE", str(here)).replace("CWD", str(Path.cwd()))
     assert status in (2, 3) and expected in text, text
     assert "Traceback" not in text
+
+
+# What a run does as it is written, and is seldom meant.
+SELDOM_MEANT = {
+    "--optimizer.warmup-steps 200": "200 of steps 100: the learning rate ends at 5e-07 and never",
+    "--data.eval HERE/rows.jsonl": "data.eval: HERE/rows.jsonl is in data.train too: the evaluati",
+}
+
+
+@pytest.mark.parametrize("setting", SELDOM_MEANT)
+def test_what_is_seldom_meant_is_noted_and_not_refused(setting, here, capsys):
+    flag, value = setting.replace("HERE", str(here)).split()
+    status, text = said(["--config", f"{here}/run.yaml", flag, value], capsys)
+    assert status == 0
+    assert f"note: {flag[2:].replace('-', '_')}: " in text
+    assert SELDOM_MEANT[setting].replace("HERE", str(here)) in text
+
+
+def test_a_flag_that_stands_twice_with_one_value_is_taken(here, capsys):
+    argv = ["--steps", "5", "--steps=5"]
+    assert parse(["--config", f"{here}/run.yaml", *argv]).steps == 5

@@ -10,7 +10,7 @@ from spmdrl.config.data import SPLITS
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
 from spmdrl.errors import Refusal, place_of
-from spmdrl.imports import is_missing_folder, missing_folder
+from spmdrl.imports import divisors, is_missing_folder, missing_folder
 from spmdrl.rewards.signatures import reward_models
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def method_problems(cfg: Config) -> list[str]:
     if rewards.weights and len(rewards.weights) != len(rewards.functions):
         problems.append(
             f"rewards.weights: {len(rewards.weights)} weights for "
-            f"{len(rewards.functions)} functions"
+            f"{len(rewards.functions)} functions; give one for each, or none, which is 1 each"
         )
     if rewards.weights and not any(rewards.weights):
         problems.append("rewards.weights: are all 0, so every reward would be 0; give one another")
@@ -51,7 +51,8 @@ def method_problems(cfg: Config) -> list[str]:
         problems.append(
             f"batch.updates_per_step: prompts_per_step {cfg.batch.prompts_per_step} / "
             f"updates_per_step {cfg.batch.updates_per_step} = "
-            f"{cfg.batch.prompts_per_step / cfg.batch.updates_per_step:g} prompts, not whole"
+            f"{cfg.batch.prompts_per_step / cfg.batch.updates_per_step:g} prompts, not whole; take "
+            f"one of {divisors(cfg.batch.prompts_per_step)}"
         )
     return problems
 

@@ -17,6 +17,7 @@ from spmdrl.config.tree import (
     item_fields,
     settings,
 )
+from spmdrl.imports import is_same_file
 
 
 def range_problems(cfg: Config) -> list[str]:
@@ -59,6 +60,11 @@ def data_problems(cfg: Config) -> Iterator[str]:
     for name in ("model.path", "data.train", "output_dir"):
         if not flatten(cfg)[name]:
             yield f"{name}: is required and empty"
+    if is_same_file(cfg.output_dir, cfg.model.path):
+        yield (
+            f"output_dir: {cfg.output_dir} is model.path too, and the run would write among the "
+            "model's files; set another --output-dir"
+        )
     yield from source_problems(cfg)
     data = cfg.data
     # An environment's conversations go through the template all the same.

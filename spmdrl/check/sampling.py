@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from spmdrl.config.fields import Config, EvaluateSettings
 
 _LONGEST_STOP = 256
+_ESCAPES = re.compile(r"(\\[nrt])+")
 _MOST_BIAS = 100  # what vLLM clamps to
 
 
@@ -35,6 +37,11 @@ def _stop_problems(cfg: Config) -> Iterator[str]:
             yield (
                 f"stop: {string[:40]!r} cannot end a response; take a text of 1 to {_LONGEST_STOP} "
                 "characters, without U+FFFD, which stands for what is no character"
+            )
+        elif _ESCAPES.fullmatch(string):
+            yield (
+                f"stop: {string!r} is a backslash and a letter, which no response ends with; for "
+                "the character itself write $'...' in a shell, and double quotes in YAML"
             )
 
 

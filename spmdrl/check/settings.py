@@ -10,6 +10,7 @@ from spmdrl.check.keep import keep_problems
 from spmdrl.check.layout import layout_problems
 from spmdrl.check.methods import method_problems
 from spmdrl.check.model import model_problems
+from spmdrl.check.notes import notes
 from spmdrl.check.optimizer import optimizer_problems
 from spmdrl.check.ranges import data_problems, range_problems
 from spmdrl.check.rollouts import record_problems, schedule_problems
@@ -44,6 +45,8 @@ def parse(argv: list[str] | None = None) -> Config:
         problems = validate(cfg) + ([] if cfg.dry_run else missing_models(cfg))
         paths, flags = take_config_flags(argv)
         refuse(problems, paths=paths, flags=flags)
+        if found := notes(cfg):
+            tell_once("\n".join(f"note: {note}" for note in found))
     except Refusal as error:
         tell_refused(str(error))
         tell_once(str(error))

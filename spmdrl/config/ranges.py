@@ -98,8 +98,13 @@ class AddressForm:
         return ""
 
     def problem(self, value: str) -> str:
-        """Return what is wrong with an address, without showing it; empty if nothing is."""
-        return _TAKE_OUT if _holds_secret(value) else ""
+        """Return what is wrong with an address, empty if nothing is; one that holds a secret is
+        not shown."""
+        if _holds_secret(value):
+            return _TAKE_OUT
+        if _HOST_AND_PORT.fullmatch(value):
+            return f"{value!r} does not say how to reach the server; write http://{value}"
+        return ""
 
 
 _TAKE_OUT = (
@@ -108,6 +113,7 @@ _TAKE_OUT = (
     "or MLFLOW_TRACKING_TOKEN, in the environment of the ranks (of a database, what its own client "
     "reads: PGPASSWORD, a file of options)"
 )
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/.*)?")
 _SECRETS = re.compile(r"pass|pwd|token|secret|key|credential|auth", re.IGNORECASE)
 
 

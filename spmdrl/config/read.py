@@ -252,7 +252,13 @@ def with_flags(cfg: Config, argv: list[str]) -> Config:
         if name not in settings() and can_be_false and not words:
             name, text = positive, ["false"]
         with _noted(problems, f"--{name}"):
-            found[name] = _flag_value(name, text)
+            value = _flag_value(name, text)
+            if name in found and found[name] != value:
+                raise Refusal(
+                    f"stands here twice, with {shown(found[name])} and with {shown(value)}; leave "
+                    "one out"
+                )
+            found[name] = value
     if problems:
         raise Refusal(_problem_list("flags", problems))
     return build(flatten(cfg) | found)

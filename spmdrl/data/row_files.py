@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,6 +61,9 @@ def _why_absent(spec: str) -> str:
         return "; variables of the shell are not filled in here: write the path itself"
     if set("*?[") & set(spec):
         return "; patterns are not filled in here: name each file, as a list"
+    names = re.split(r"[,\s]+", spec)
+    if len(names) > 1 and all(Path(name).suffix in SUFFIXES for name in names):
+        return f"; several files are a list, [{', '.join(names)}], or several words of a flag"
     return near_file(Path(spec).expanduser())
 
 
@@ -77,6 +81,11 @@ def _json_rows(path: Path, *, most_bytes: int) -> Iterator[tuple[str, Any]]:
             rows = value_of(file.read(), place=str(path))
             yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows, 1))
             return
+        if path.suffix == ".jsonl" and _begins_list(file):
+            raise Refusal(
+                f"{path}:1: begins a list, and a .jsonl file has one row on each line, as in "
+                '{"prompt": ...}; a file that is one list is called .json'
+            )
         number = 0
         while line := file.readline(most_bytes + 2):
             number += 1

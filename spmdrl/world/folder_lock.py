@@ -88,7 +88,7 @@ def folder_problems(folder: Path) -> list[str]:
 def _lock_problems(folder: Path) -> list[str]:
     try:
         file = _open(folder, os.O_RDONLY)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return _unwritable(folder)
     except OSError as error:
         return [_no_folder(folder, error)]
@@ -100,6 +100,8 @@ def _lock_problems(folder: Path) -> list[str]:
 
 def _take(folder: Path) -> int:
     while True:
+        if problems := _unwritable(folder):
+            raise Refusal(problems[0])
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = _open(folder, os.O_RDWR | os.O_CREAT)
@@ -189,6 +191,8 @@ def _unwritable(folder: Path) -> list[str]:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return [_no_folder(folder, NotADirectoryError(f"{there} is a file"))]
+    if there.resolve().is_relative_to("/proc") or there.resolve().is_relative_to("/sys"):
+        return [_no_folder(folder, OSError("its files are the kernel's"))]
     if not os.access(there, os.W_OK | os.X_OK):
         return [_no_folder(folder, PermissionError(f"{there} may not be written to"))]
     return []
