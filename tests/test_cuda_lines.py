@@ -1,5 +1,5 @@
 """Every function with lines that only CUDA reaches: which test executes them, or which part of
-`make gpu`; the table in docs/gpu.md is complete."""
+`make gpu`; the table in cuda_lines.md is complete."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _own_text(statement: ast.AST) -> str:
 
 
 def table() -> dict[str, list[str]]:
-    """Return {file:function: what reaches it} of docs/gpu.md."""
-    text = (ROOT / "docs" / "gpu.md").read_text().split("## What only CUDA reaches")[1]
+    """Return {file:function: what reaches it} of cuda_lines.md."""
+    text = (ROOT / "tests" / "cuda_lines.md").read_text()
     rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", text, re.MULTILINE)
     return {name: re.findall(r"`([^`]+)`", reached) for name, reached in rows}
 

@@ -19,6 +19,7 @@ PAGES = [
 ]
 PAGES += [ROOT / "slurm/README.md", ROOT / "CONTRIBUTING.md"]
 MOST_WORDS = 900
+OF_A_BATCH = {*Batch.__dataclass_fields__, "without"}
 IN_TRAIN_PY = set(re.findall(r"\b\w+\.\w+", (ROOT / "train.py").read_text()))
 
 FIELDS = set(flatten(Config()))
@@ -105,7 +106,8 @@ def is_setting(name: str) -> bool:
     """Return whether a dotted name is a field, a section, a key of a mapping, or no setting."""
     if re.search(r"\.(py|md|jsonl|json|yaml|txt)$", name) or name.startswith("model.layers."):
         return True  # a file, or a weight
-    if name in IN_TRAIN_PY or name.removeprefix("batch.") in dir(Batch):
+    first = ".".join(name.split(".")[:2])
+    if first in IN_TRAIN_PY or first.removeprefix("batch.") in OF_A_BATCH:
         return True  # an object of train.py, which shares its name with a section
     parents = {name.rsplit(".", times)[0] for times in range(name.count(".") + 1)}
     return name in SECTIONS or bool(parents & FIELDS)
