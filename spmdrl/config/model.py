@@ -141,8 +141,8 @@ class ModelSettings:
     """Model that distillation follows; it must share the policy's tokenizer."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of forward and backward. float16, with engine.dtype float16, has a smaller gap to the
-    engine than bfloat16, and optimizer.loss_scale (docs/optimizers.md). Master weights and optimizer
-    state are float32, unless model.memory says otherwise."""
+    engine than bfloat16, and optimizer.loss_scale (docs/optimizers.md). Master weights and
+    optimizer state are float32, unless model.memory says otherwise."""
     part: Literal["all", "text"] = "all"
     """`text`: of a model that sees or hears too, train the text model within. The rest is left out,
     and written by export as it was."""
