@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from spmdrl.model.first_layers import cut_layers, first_layers
 from spmdrl.tools.small_models.families import FAMILIES, family_config
 from spmdrl.tools.small_models.shrink import shrunk, tiny_model
 
@@ -84,3 +85,31 @@ def test_pretrained_lengths_shrink_by_one_factor():
     rope = shrunk(family_config("deepseek_v3")).rope_parameters
     assert shrunk(family_config("deepseek_v3")).max_position_embeddings == 40 * 16
     assert rope["original_max_position_embeddings"] == 16 and rope["factor"] == 40
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "names"),
+    [
+        ("mamba2", 2, ["time_step_limit"]),
+        ("falcon_h1", 2, ["time_step_limit", "mlp_multipliers"]),
+        ("falcon_h1", 5, ["ssm_multipliers"]),
+    ],
+)
+def test_a_list_that_is_as_long_as_there_are_layers_by_chance_is_not_cut(family, layers, names):
+    config = shrunk(family_config(family))
+    config.num_hidden_layers = layers
+    small = first_layers(config)
+    assert small.num_hidden_layers == 1
+    for name in names:
+        assert list(getattr(small, name)) == list(getattr(config, name))
+    model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
+    assert model(input_ids=TOKENS).logits.isfinite().all()
+
+
+def test_lists_of_layers_and_of_their_numbers_are_cut():
+    config = family_config("qwen2_moe")
+    fields = config.to_dict() | dict(num_hidden_layers=4, mlp_only_layers=[1, 3])
+    config = type(config).from_dict(fields | dict(layer_types=["full_attention"] * 4))
+    cut = cut_layers(config, layers=4, chosen=[0, 1, 2])
+    assert cut["mlp_only_layers"] == [1] and cut["layer_types"] == ["full_attention"] * 3
+    assert cut["num_hidden_layers"] == 3

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from spmdrl.errors import Refusal
+from spmdrl.imports import attempt
 
 _SKIPPED = re.compile(r"(^|_)(idx|index|id|number)$|^layer$|training|^_")
 """Attributes of modules that tell a layer's place, not its kind."""
+_NUMBERS = re.compile(r"layer|idx|index|indices")
+"""Names of lists of layers' numbers, such as mlp_only_layers and full_attn_idxs."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -23,7 +26,7 @@ def first_layers(config: Any) -> Any:
     """
     kinds = layer_kinds(config)
     chosen = range(1 + max(place_of(kinds, kind, 1) for kind in {*kinds}))
-    small = config_of(config, cut_layers(config.to_dict(), layers=len(kinds), chosen=chosen))
+    small = config_of(config, cut_layers(config, layers=len(kinds), chosen=chosen))
     if layer_kinds(small) != [kinds[i] for i in chosen]:
         raise Refusal(f"{config.model_type}: its first {len(chosen)} layers are of other kinds")
     return small
@@ -66,17 +69,23 @@ def _switches(module: nn.Module) -> Hashable:
     return words, tuple((n, bool(v)) for n, v in own.items() if isinstance(v, (int, float)))
 
 
-def cut_layers(fields: Mapping[str, Any], *, layers: int, chosen: Sequence[int]) -> dict[str, Any]:
+def cut_layers(config: Any, *, layers: int, chosen: Sequence[int]) -> dict[str, Any]:
     """Return the fields of a model of some of the layers.
 
-    Lists with an entry per layer, or of layers' numbers, are cut; periods and counts of first
-    layers stay as they are.
+    Lists with an entry per layer, or of layers' numbers, are cut; periods, counts of first layers
+    and lists that only happen to be as long as there are layers stay as they are.
 
     Args:
-        layers: of the fields.
+        config: of transformers.
+        layers: of the config.
         chosen: numbers of those to keep, ascending.
     """
-    cut = {name: _cut(name, value, layers=layers, chosen=chosen) for name, value in fields.items()}
+    fields = config.to_dict()
+    others = _of_other_lengths(type(config))
+    cut = {
+        name: value if name in others else _cut(name, value, layers=layers, chosen=chosen)
+        for name, value in fields.items()
+    }
     for name in _LAYERS:
         if name in cut:
             cut[name] = len(chosen)
@@ -85,16 +94,36 @@ def cut_layers(fields: Mapping[str, Any], *, layers: int, chosen: Sequence[int])
     return cut
 
 
+def _of_other_lengths(kind: type) -> set[str]:
+    """Return the lists that have no entry per layer: by the class's defaults they have another
+    length than there are layers, and are no layers' numbers. Mamba 2's limits of time steps are
+    two in a model of 64 layers, and in one of two layers."""
+    default, _ = attempt(kind, Exception)  # of any class: some have none
+    count = getattr(default, "num_hidden_layers", None)
+    if default is None or count is None:
+        return set()
+    return {
+        name
+        for name, value in default.to_dict().items()
+        if isinstance(value, (list, tuple)) and len(value) != count and not _NUMBERS.search(name)
+    }
+
+
 def _cut(name: str, value: Any, *, layers: int, chosen: Sequence[int]) -> Any:
     if name == "per_layer_config" and value:
         by_layer = {int(layer): own for layer, own in value.items()}
         return {str(new): by_layer[old] for new, old in enumerate(chosen) if old in by_layer}
     if not isinstance(value, (list, tuple)) or not value or "token" in name:
         return value
-    is_numbers = all(isinstance(v, int) for v in value) and max(value) < layers
-    if is_numbers and len({*value}) == len(value) and list(value) == sorted(value):
+    if _NUMBERS.search(name) and _are_numbers(value, layers=layers):
         return [new for new, old in enumerate(chosen) if old in value]
     return [value[i] for i in chosen] if len(value) == layers else value
+
+
+def _are_numbers(value: Sequence[Any], *, layers: int) -> bool:
+    """Return whether values can be numbers of layers: integers, ascending, each once."""
+    is_whole = all(isinstance(v, int) for v in value)
+    return is_whole and max(value) < layers and list(value) == sorted({*value})
 
 
 def place_of(kinds: Sequence[Hashable], kind: Hashable, each: int) -> int:

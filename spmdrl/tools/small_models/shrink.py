@@ -41,7 +41,7 @@ def shrunk(config: Any, *, kv_heads: int = 2) -> Any:
     whole = config_of(config, fields)
     kinds = layer_kinds(whole)
     for chosen in (_chosen(kinds), _prefix(kinds)):
-        small = config_of(config, cut_layers(whole.to_dict(), layers=len(kinds), chosen=chosen))
+        small = config_of(config, cut_layers(whole, layers=len(kinds), chosen=chosen))
         if layer_kinds(small) == [kinds[i] for i in chosen]:
             return small
     raise Refusal(
