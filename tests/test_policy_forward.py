@@ -120,8 +120,9 @@ def test_kernels_are_refused_where_they_cannot_run():
     ):
         with pytest.raises(ValueError, match="model.kernels.attention"):
             pick_attention(wanted, device=device, dtype=dtype, has_softcap=softcap)
-    with pytest.raises(ValueError, match="caps its logits .* no kernel here does both"):
-        pick_attention("auto", device=cpu, dtype=bf16, has_softcap=True, both_ways=True)
+    both = dict(device=cpu, dtype=bf16, has_softcap=True, both_ways=True)
+    with pytest.raises(ValueError, match="caps its logits .* does both; take another model, or so"):
+        pick_attention("auto", **both, otherwise=", or so")
 
 
 def test_a_first_token_cannot_be_scored():

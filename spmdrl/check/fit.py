@@ -125,6 +125,7 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     problems += refusal(
         lambda: kernel_of(
             hf_model,
+            path=cfg.model.path,
             wanted=cfg.model.kernels.attention,
             device="cpu" if is_on_cpu(cfg) else "cuda",
             dtype=getattr(torch, cfg.model.compute_dtype),

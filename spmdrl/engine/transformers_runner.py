@@ -129,7 +129,9 @@ class ModelRunner:
         self._separation = separate(self.hf_model)
         self._sight, self._eyes = sight_of(self.hf_model, device=device), eyes_of(self.hf_model)
         self._routes = _Routes(self.hf_model) if cfg.model.moe.replay else None
-        self._kernel = kernel_of(self.hf_model, wanted="auto", device=device, dtype=dtype)
+        self._kernel = kernel_of(
+            self.hf_model, path=cfg.model.path, wanted="auto", device=device, dtype=dtype
+        )
         self.cache = KVCache(1, 1)
         self.next_logits([Sampled(Request("", (0,), 1, 0.0, None, ()), 0)], old=0)
         self.cache = self.cache.resized(self._fitting_slots(), longest)

@@ -123,6 +123,7 @@ class ShardedModel:
         config, world = self.hf_model.config.get_text_config(), self.world
         attention = kernel_of(
             self.hf_model,
+            path=model.path,
             wanted=model.kernels.attention,
             device=world.device,
             dtype=getattr(torch, model.compute_dtype),

@@ -320,17 +320,20 @@ def pick_attention(
     dtype: torch.dtype,
     has_softcap: bool,
     both_ways: bool = False,
+    otherwise: str = "",
 ) -> str:
     """Return the kernel for `model.kernels.attention`: padded, varlen or flash.
 
     Args:
         both_ways: there are spans whose tokens see each other, which the padded one alone can do.
+        otherwise: what a refusal of the model ends with, see files/reader.py:instead.
     Raises: Refusal when the one asked for cannot serve this device, dtype or model.
     """
     if both_ways and has_softcap:
         raise Refusal(
             "model: tokens that show one thing see each other in it, and its attention caps its "
-            "logits (attn_logit_softcapping): no kernel here does both; set model.part to text"
+            "logits (attn_logit_softcapping): no kernel here does both; take another model"
+            + otherwise
         )
     if both_ways and wanted != "padded":
         if wanted != "auto":
