@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from built import made, small_model, training
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from spmdrl.model.attention.mask_spans import Span
@@ -124,3 +126,23 @@ def test_plain_transformers_caps_logits_and_loads_the_same_weights(architecture,
     world: Any = SimpleNamespace(device=torch.device("cpu"))
     found = _plain_gaps(cfg, world)
     assert found["proof/loaded_gap"][0] < 1e-6 and found["proof/plain_gap"][0] < 1e-5
+
+
+def test_a_folder_that_transformers_cannot_load_is_not_compared_and_the_log_says_what_it_means(
+    tmp_path, caplog
+):
+    folder = small_model(tmp_path / "m", architecture="qwen3_moe", initializer_std=0.5)
+    names = load_file(folder / "model.safetensors").keys()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    places = dict.fromkeys(names, "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))  # without `metadata`
+    cfg = made(
+        model=dict(path=str(folder), compute_dtype="float32"),
+        data=dict(max_prompt_tokens=48),
+        sampling=dict(max_response_tokens=16),
+    )
+    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    assert _plain_gaps(cfg, world).keys() == {"proof/plain_gap"}
+    (said,) = [r.getMessage() for r in caplog.records if "from_pretrained" in r.getMessage()]
+    assert "KeyError: 'metadata'" in said and "is not checked. The run goes on" in said

@@ -227,8 +227,9 @@ def _scored_as_released(
         hf_model, error = attempt(load, Exception)  # of code of any kind
     if error is not None:
         log.warning(
-            "from_pretrained does not load the first layers of %s (%s): how its weights are "
-            "loaded is not compared with it",
+            "transformers' from_pretrained cannot load the first layers of %s (%s): whether the "
+            "weights that are read here are those that it would load is not checked. The run goes "
+            "on; who loads this folder by transformers will meet the same error",
             model.path,
             first_line(error),
         )
