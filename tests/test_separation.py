@@ -157,9 +157,9 @@ def test_a_run_refuses_such_a_model_before_anything_is_loaded(field, tiny_model,
 
 def test_rotary_frequencies_that_change_with_the_longest_sequence_of_a_row_are_refused(tmp_path):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
-    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope |= {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16}  # one of each pair
     sizes = dict(original_max_position_embeddings=64)
-    sizes |= dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
+    sizes |= dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1)
     AutoConfig.for_model(
         "phi3", **sizes, intermediate_size=32, vocab_size=64, rope_parameters=rope, pad_token_id=0
     ).save_pretrained(tmp_path)
