@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from built import changed, good
 from comparing import plain_scores
 from test_policy_forward import plain_scorer
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spmdrl.check.fit import check_fit
@@ -22,6 +23,8 @@ from spmdrl.imports import attempt
 from spmdrl.model.attention.separation import separation_of
 from spmdrl.model.divisibility import why_never
 from spmdrl.model.load import build_meta_model
+from spmdrl.model.lora.form import LoraForm
+from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import targeted
 from spmdrl.model.parallel.recompute import checkpoint
 from spmdrl.model.parallel.row_slices import Slicing
@@ -82,23 +85,95 @@ def test_packed_equals_single_equals_plain_or_is_refused(family, tmp_path):
         assert_scored_as_plain(tmp_path, small.vocab_size, chunk=found.chunk)
 
 
+SMALL: dict[str, dict[str, int]] = {
+    "mvp": dict(
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+    ),
+    "trocr": dict(d_model=64, decoder_layers=2, decoder_attention_heads=2, decoder_ffn_dim=64),
+    "hrm_text": dict(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        head_dim=32,
+        intermediate_size=64,
+    ),
+    "longcat_flash": dict(
+        hidden_size=128,
+        num_layers=2,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=32,
+        head_dim=32,
+        v_head_dim=32,
+        moe_topk=2,
+        n_routed_experts=8,
+        zero_expert_num=4,
+        expert_ffn_hidden_size=32,
+    ),
+}
+"""Sizes of families whose configs shrink.py does not know."""
+
+
+def small_config(family: str) -> Any:
+    """Return the config of a small model of a family's class. Raises: what its classes raise."""
+    if family in SMALL:
+        return AutoConfig.for_model(
+            family, vocab_size=104, max_position_embeddings=512, **SMALL[family]
+        )
+    return shrunk(family_config(family))
+
+
+def refusal(folder: Path) -> str:
+    """Return why a run refuses a model; empty where it does not."""
+    own = {"path": str(folder), "compute_dtype": "float32"}
+    cfg = changed(good(), model=own, engine={"kind": "transformers"})
+    _, refused = attempt(lambda: check_fit(cfg))
+    return "" if refused is None else str(refused)
+
+
 @pytest.mark.models
 @pytest.mark.parametrize("family", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 def test_every_family_of_transformers_is_right_or_refused(family, tmp_path):
-    small, error = attempt(lambda: shrunk(family_config(family)), Exception)
-    if small is None:
-        pytest.skip(f"no small model of its defaults can be made: {first_line(error)}")
-    _, error = attempt(lambda: tiny_model(small, tmp_path), Exception)
+    small, error = attempt(lambda: small_config(family), Exception)
+    if error is None:
+        _, error = attempt(lambda: tiny_model(small, tmp_path), Exception)
     if error is not None:
-        pytest.skip(f"no small model of its defaults can be made: {first_line(error)}")
-    own = {"path": str(tmp_path), "compute_dtype": "float32"}
-    engine = {"engine": {"kind": "transformers"}}
-    _, refused = attempt(lambda: check_fit(changed(good(), model=own, **engine)))
-    if refused is not None:
-        pytest.skip(f"refused: {refused}")
+        assert_refused_by_its_config(family, tmp_path, why=first_line(error))
+    if why := refusal(tmp_path):
+        pytest.skip(f"refused: {why}")
     meta = build_meta_model(ModelSettings(path=str(tmp_path)))
     attempt(lambda: model_shape(meta))
     assert_scored_as_plain(tmp_path, small.vocab_size, chunk=separation_of(meta).chunk)
+
+
+def assert_refused_by_its_config(family: str, folder: Path, *, why: str) -> None:
+    """Skip a family that a run refuses before it looks for weights.
+
+    Args:
+        why: no small model of it is made.
+    """
+    real, error = attempt(lambda: AutoConfig.for_model(family), Exception)
+    if real is None:
+        pytest.skip(f"its class has no defaults: {first_line(error)}")
+    real.save_pretrained(folder)
+    refused = refusal(folder)
+    assert refused and "neither model.safetensors" not in refused, f"no small model: {why}"
+    pytest.skip(f"refused: {refused}")
+
+
+@pytest.mark.parametrize("family", ["mvp", "trocr"])
+def test_embeddings_of_places_in_the_row_are_refused(family, tmp_path):
+    tiny_model(small_config(family), tmp_path)
+    assert "embed_positions" in refusal(tmp_path)
 
 
 def assert_scored_as_plain(tmp_path: Path, vocabulary: int, *, chunk: int | None) -> None:
@@ -195,3 +270,34 @@ def test_a_router_that_is_a_linear_layer_and_more_gets_no_adapter(family, tmp_pa
     found = targeted(hf_model, "all-linear")
     assert routers and not routers & found.keys()
     assert all(any(n.endswith(end) for n in found) for end in ("q_proj", "o_proj"))
+
+
+def test_layers_that_are_linear_by_code_of_their_own_get_adapters(tmp_path):
+    tiny_model(shrunk(family_config("falcon")), tmp_path)
+    hf_model, _ = plain_scorer(tmp_path)
+    adapters = Adapters(hf_model, LoraForm(rank=2, alpha=4, targets="all-linear"))
+    assert {type(module).__name__ for module, _ in adapters.targets.values()} == {"FalconLinear"}
+    layer = hf_model.transformer.h[0].mlp.dense_h_to_4h
+    layer.lora_A.to_empty(device="cpu")
+    layer.lora_B.to_empty(device="cpu")
+    for matrix in (layer.lora_A, layer.lora_B):
+        torch.nn.init.normal_(matrix.weight)
+    x = torch.randn(1, 3, layer.in_features)
+    merged = layer.weight + 2 * layer.lora_B.weight @ layer.lora_A.weight
+    torch.testing.assert_close(layer(x), torch.nn.functional.linear(x, merged, layer.bias))
+
+
+class Clipped(nn.Linear):
+    """A linear layer whose results are cut where they are large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-100, 100)
+
+
+def test_a_linear_layer_that_computes_more_gets_no_adapter_and_is_named(tmp_path):
+    shrunk(family_config("llama")).save_pretrained(tmp_path)
+    hf_model = build_meta_model(ModelSettings(path=str(tmp_path)))
+    hf_model.model.layers[0].self_attn.q_proj = Clipped(64, 64, device="meta")
+    assert "model.layers.0.self_attn.q_proj" not in targeted(hf_model, "all-linear")
+    with pytest.raises(Refusal, match=r"more than x W \+ b .*q_proj \(Clipped\)"):
+        targeted(hf_model, "other_proj")

@@ -44,8 +44,16 @@ from spmdrl.model.transformers_internals import attention_implementation
 from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.torch_internals import tree_leaves, tree_map
 
-_MIXES = {"attention_mask", "past_key_values", "past_key_value", "layer_past", "cache_params"}
-"""Parameters that a module has if its tokens see others."""
+_MIXES = {
+    "attention_mask",
+    "past_key_values",
+    "past_key_value",
+    "past_key_values_length",
+    "layer_past",
+    "cache_params",
+}
+"""Parameters that a module has if what it gives of a token depends on the tokens before it, or on
+how many these are."""
 
 
 @dataclass(frozen=True)

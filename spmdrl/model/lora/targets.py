@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from spmdrl.errors import Refusal
+from spmdrl.imports import attempt
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.lora.expert_adapters import adaptable
 from spmdrl.model.lora.form import LoraForm
@@ -72,7 +77,7 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
         found = {name: place for name, place in known.items() if id(place[0]) in inside}
         if not found:
             raise _no_match("all-linear", known, hf_model)
-        if rest := _others(hf_model, known):
+        if rest := [*_others(hf_model, known), *_more_than_linear(hf_model)]:
             log.warning(
                 "model.lora.targets: all-linear leaves out what is neither a linear layer "
                 "nor experts that transformers computes fused: %s",
@@ -95,8 +100,29 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
 
 def _is_linear(module: nn.Module) -> bool:
     """Return whether a module is x W + b and no more: some routers are a linear layer that goes on
-    to choose experts."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    to choose experts, and Falcon's layers are linear by code of their own."""
+    if not isinstance(module, nn.Linear):
+        return False
+    return type(module).forward is nn.Linear.forward or _computes_as_linear(module)
+
+
+def _computes_as_linear(module: nn.Linear) -> bool:
+    """Return whether a layer's own forward gives what a linear layer of small weights gives, of
+    inputs small and large."""
+    draws = torch.Generator().manual_seed(0)
+    weight = torch.randn(3, 2, generator=draws, dtype=torch.float64)
+    bias = None if module.bias is None else torch.randn(3, generator=draws, dtype=torch.float64)
+    small = copy.copy(module)
+    # Its dict of parameters is the layer's own until it gets another.
+    small._parameters = {"weight": weight, "bias": bias}
+    x = torch.randn(1, 4, 2, generator=draws, dtype=torch.float64)
+    for scale in (1e-4, 1.0, 1e4):
+        found, _ = attempt(partial(type(module).forward, small, scale * x), Exception)
+        expected = F.linear(scale * x, weight, bias)
+        is_same = isinstance(found, torch.Tensor) and found.shape == expected.shape
+        if not is_same or not torch.allclose(found, expected):
+            return False
+    return True
 
 
 def _matches(
@@ -132,10 +158,21 @@ def _why_no_rows(hf_model: nn.Module) -> str:
 def _no_match(target: str, known: Targets, hf_model: nn.Module) -> Refusal:
     names = _patterns(known)
     rest = ", ".join(_others(hf_model, known))
+    more = ", ".join(_more_than_linear(hf_model))
     return Refusal(
         f"model.lora.targets: {target!r} matches no linear layer of {type(hf_model).__name__}, and "
         f"no parameter of its experts; it has {', '.join(names) or 'none'}"
         + (f"; what is no matrix gets none: {rest}" if rest else "")
+        + (f"; what computes more than x W + b gets none: {more}" if more else "")
+    )
+
+
+def _more_than_linear(hf_model: nn.Module) -> list[str]:
+    """Return the subclasses of linear layers that compute something else, for messages."""
+    return _patterns(
+        f"{name} ({type(module).__name__})"
+        for name, module in hf_model.named_modules()
+        if isinstance(module, nn.Linear) and not _is_linear(module)
     )
 
 
