@@ -152,7 +152,7 @@ def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: st
 def refusing(
     what: str,
     *kinds: type[BaseException],
-    hint: str | Callable[[], str] = "",
+    hint: str = "",
     kind: type[Exception] = Refusal,
     names_kind: bool = False,
     passes_refusals: bool = False,
@@ -161,7 +161,6 @@ def refusing(
     what to do.
 
     Args:
-        hint: what to do; a function is called only where there is an error.
         names_kind: say which kind it was, and at which line of the user's code: of what runs that.
         passes_refusals: a Refusal says all of it itself.
     """
@@ -171,8 +170,7 @@ def refusing(
         if passes_refusals and isinstance(error, Refusal):
             raise
         text = with_line(error) if names_kind else said(error)
-        advice = hint() if callable(hint) else hint
-        raise kind(f"{what}: {text}{advice}") from error
+        raise kind(f"{what}: {text}{hint}") from error
 
 
 def in_child(

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from spmdrl.given import Given, Item, Shown
 from spmdrl.imports import refusing
-from spmdrl.model.files.reader import instead
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -26,6 +24,11 @@ if TYPE_CHECKING:
 
 _KEPT_BYTES = 2**30
 """Of prepared images, so that an epoch does not prepare a small set anew."""
+
+_HINT = (
+    "; a model that sees needs its preprocessor_config.json, with image_processor_type and "
+    "processor_class: copy it from the model that it was made of"
+)
 
 
 class ImageReader:
@@ -45,7 +48,7 @@ class ImageReader:
         with refusing(
             f"model.path: no image processor can be loaded from {folder}",
             Exception,  # of files that may hold anything
-            hint=partial(_hint, folder),
+            hint=_HINT,
             names_kind=True,
         ):
             self._processor = _load_processor(folder, tokenizer)
@@ -146,13 +149,6 @@ def _small(image: Image) -> Tensor:
 
 _COUNTS = ("num_crops", "num_patches")
 """What image processors return for their own text alone."""
-
-
-def _hint(folder: str) -> str:
-    return (
-        "; a model that sees needs its preprocessor_config.json, with image_processor_type and "
-        f"processor_class: copy it from the model that it was made of{instead(folder)}"
-    )
 
 
 def _load_processor(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
