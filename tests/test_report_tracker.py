@@ -1,4 +1,4 @@
-"""The tracker: a real MLflow on SQLite, and one that is not there."""
+"""Trackers: the thread that calls one, a real MLflow on SQLite, and one that is not there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import sqlite3
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,96 @@ from report_world import FreeWatch, config, record_steps, reporting
 from spmdrl.config import MlflowSettings, flatten
 from spmdrl.report import tracker
 from spmdrl.report.jsonl import read_rows
-from spmdrl.report.tracker import MlflowTracker
+from spmdrl.report.mlflow_tracker import MlflowTracker
+from spmdrl.report.tracker import MetricsRow, TrackerThread
 
 
-def open_tracker(folder: Path, uri: str = "", **changed: Any) -> MlflowTracker:
-    options = dict(experiment="tests", run_name="one", resume=False, tags={})
-    return MlflowTracker(uri, folder=folder, **(options | changed))
+def open_tracker(
+    folder: Path, uri: str = "", *, resume: bool = False, **changed: Any
+) -> TrackerThread:
+    options = dict(experiment="tests", run_name="one") | changed
+    thread = TrackerThread(MlflowTracker(uri, folder=folder, **options))
+    thread.start({}, {}, step=int(resume))
+    return thread
+
+
+class FakeTracker:
+    """Keeps what it is given; fails or blocks where a test says so."""
+
+    name = "the fake"
+    view_command = "fake show"
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.failures = 0  # that are still to come
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def _call(self, *call: Any) -> None:
+        self.gate.wait()
+        if self.failures:
+            self.failures -= 1
+            raise ConnectionError("down\nfor a while")
+        self.calls.append(call)
+
+    def start(self, params: Any, tags: Any, *, step: int) -> None:
+        self._call("start", params, tags, step)
+
+    def metrics(self, rows: Sequence[MetricsRow]) -> None:
+        self._call("metrics", [row.step for row in rows])
+
+    def table(self, name: str, rows: Any) -> None:
+        self._call("table", name, rows)
+
+    def artifact(self, path: Path) -> None:
+        self._call("artifact", path)
+
+    def close(self, status: str) -> None:
+        self._call("close", status)
+
+
+def test_a_tracker_is_called_in_order_and_gets_all_that_it_missed(monkeypatch, caplog):
+    monkeypatch.setattr(tracker, "_RETRY_S", 0.01)
+    monkeypatch.setattr(tracker, "_GATHER_S", 0.0)
+    fake = FakeTracker()
+    fake.failures = 3
+    thread = TrackerThread(fake)
+    thread.start({"lr": 1}, {"source.name": "train.py"}, step=2)
+    for step in range(2, 50):
+        thread.metrics(step, {"loss": 0.5})
+    wait_for(lambda: not fake.failures and not thread._num_waiting())
+    thread.table("samples.json", [{"a": 1}])
+    thread.artifact(Path("curves.png"))
+    thread.close("finished")
+    assert fake.calls[0] == ("start", {"lr": 1}, {"source.name": "train.py"}, 2)
+    assert [call[0] for call in fake.calls].count("start") == 1
+    steps = [step for call in fake.calls if call[0] == "metrics" for step in call[1]]
+    assert steps == [*range(2, 50)]
+    assert ("table", "samples.json", [{"a": 1}]) in fake.calls
+    assert ("artifact", Path("curves.png")) in fake.calls
+    assert fake.calls[-1] == ("close", "finished")
+    assert caplog.text.count("the fake fails (ConnectionError: down). Training goes on") == 1
+    assert "did not take" not in caplog.text
+
+
+def test_a_tracker_that_hangs_delays_neither_a_step_nor_the_end(monkeypatch, caplog):
+    monkeypatch.setattr(tracker, "_MAX_ROWS", 10)
+    fake = FakeTracker()
+    fake.gate.clear()
+    thread = TrackerThread(fake)
+    thread.start({}, {}, step=0)
+    began = time.monotonic()
+    for step in range(30):
+        thread.metrics(step, {"loss": 0.5})
+    thread.table("samples.json", [])
+    thread.table("samples.json", [{"a": 1}])  # in place of the first
+    thread.close("finished", timeout_s=0.2)
+    assert time.monotonic() - began < 5
+    assert "the fake did not take the last 31 items" in caplog.text
+    assert not fake.calls
+    fake.gate.set()  # let the thread end
+    thread._thread.join(60)
+    assert fake.calls[1] == ("metrics", [*range(20, 30)])
 
 
 def client_of(folder: Path) -> Any:
@@ -42,11 +128,13 @@ def test_runs_that_start_at_once_share_one_store_of_one_line(tmp_path):
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from spmdrl.report.tracker import MlflowTracker\n"
+        "from spmdrl.report.mlflow_tracker import MlflowTracker\n"
+        "from spmdrl.report.tracker import TrackerThread\n"
         "uri, folder = sys.argv[1:]\n"
         "Path(folder).mkdir()\n"
-        "run = MlflowTracker(uri, folder=Path(folder), experiment='shared', resume=False,\n"
-        "                    run_name=Path(folder).name, tags={})\n"
+        "run = TrackerThread(MlflowTracker(uri, folder=Path(folder), experiment='shared',\n"
+        "                                  run_name=Path(folder).name))\n"
+        "run.start({}, {}, step=0)\n"
         "run.metrics(0, {'reward/mean': 0.5})\n"
         "run.table('samples.json', [{'a': 1}])\n"
         "run.close('finished', timeout_s=200)\n"
@@ -136,14 +224,14 @@ def test_a_store_in_the_folder_that_leads_out_of_it_gets_no_files(tmp_path, capl
     first.close("finished")
     with sqlite3.connect(folder / "mlflow.db") as store:  # as a stranger may have made it
         store.execute("UPDATE runs SET artifact_uri = ?", (away.as_uri(),))
-    tracker = open_tracker(folder, resume=True)
+    second = open_tracker(folder, resume=True)
     (folder / "curves.png").write_bytes(b"")
-    tracker.artifact(folder / "curves.png")
-    tracker.table("samples.json", [{"a": 1}])
-    tracker.metrics(1, {"reward": 0.5})
-    tracker.close("finished")
-    assert tracker.run_id == first.run_id and not away.exists()
-    assert client_of(folder).get_run(first.run_id).data.metrics["reward"] == 0.5
+    second.artifact(folder / "curves.png")
+    second.table("samples.json", [{"a": 1}])
+    second.metrics(1, {"reward": 0.5})
+    second.close("finished")
+    assert second.tracker.run_id == first.tracker.run_id and not away.exists()
+    assert client_of(folder).get_run(first.tracker.run_id).data.metrics["reward"] == 0.5
     assert f"keeps its files in {away.as_uri()}, which is not below it" in caplog.text
 
 
@@ -197,7 +285,7 @@ def test_a_tracker_that_comes_back_gets_what_it_missed(tmp_path, monkeypatch, ca
     blocker.mkdir()
     wait_for(lambda: "answers again" in caplog.text)
     run.close("finished")
-    history = client_of(blocker).get_metric_history(run.run_id, "reward/mean")
+    history = client_of(blocker).get_metric_history(run.tracker.run_id, "reward/mean")
     assert {m.step: m.value for m in history} == {0: 0.5, 1: 0.75}
     assert caplog.text.count("fails") == 1
 
@@ -207,12 +295,12 @@ def test_a_tracker_that_only_misses_the_end_is_not_said_to_miss_items(
 ):
     run = open_tracker(tmp_path)
     run.metrics(0, {"reward/mean": 0.5})
-    wait_for(lambda: run._client is not None and not run._items)
+    wait_for(lambda: run._is_started and not run._num_waiting())
 
     def fail(*_: Any) -> None:
         raise ConnectionError("gone")
 
-    monkeypatch.setattr(run._client, "set_terminated", fail)
+    monkeypatch.setattr(run.tracker._client, "set_terminated", fail)
     run.close("finished")
     assert "has all metrics, but not how the run ended" in caplog.text
     assert "did not take" not in caplog.text
@@ -228,7 +316,7 @@ def wait_for(condition: Any, *, timeout_s: float = 60.0) -> None:
 def test_mlflow_does_not_phone_home():
     # In a process that MLflow does not take for a test or a CI job, where it is quiet anyway.
     code = (
-        "from spmdrl.report.tracker import _import_mlflow; _import_mlflow();"
+        "from spmdrl.report.mlflow_tracker import _import_mlflow; _import_mlflow();"
         "from mlflow.telemetry import get_telemetry_client;"
         "from mlflow.telemetry.utils import _IS_IN_CI_ENV_OR_TESTING, is_telemetry_disabled;"
         "assert not _IS_IN_CI_ENV_OR_TESTING;"

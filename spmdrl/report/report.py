@@ -21,7 +21,7 @@ from spmdrl.report.jsonl import JsonLines
 from spmdrl.report.logs import RankLog, agree_attempt_folder
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
 from spmdrl.report.provenance import save_environment
-from spmdrl.report.tracker import MlflowTracker, Status
+from spmdrl.report.tracker import Status, TrackerThread, make_tracker
 from spmdrl.rollout.outcomes import evaluation_file
 from spmdrl.types import Sums, as_pair
 from spmdrl.world.lost_peers.watch import Ending
@@ -53,7 +53,7 @@ class Report:
         self._samples_file = JsonLines(self.folder / "samples.jsonl", holds_texts=True)
         self._progress = Progress(cfg, self.console)
         self._samples = Samples(cfg, self.console, file=self._samples_file)
-        self._tracker: MlflowTracker | None = None
+        self._tracker: TrackerThread | None = None
         self._advisor = Advisor(cfg)
         self._last_at = time.perf_counter()
         world.watch.before_exit.append(self._abandon)
@@ -84,10 +84,7 @@ class Report:
             self.cfg, folder=self.folder, attempt_folder=self.attempt_folder
         )
         dropped = self._rewind(step)
-        if self.cfg.report.tracker == "mlflow":
-            self._tracker = self._open_tracker(environment, step=step)
-            pairs = flatten(self.cfg) | {f"derived.{name}": v for name, v in derived.items()}
-            self._tracker.params(pairs, step=step)
+        self._start_tracker(derived, environment, step=step)
         layout = self.cfg.layout
         self.console.line(
             f"{self.folder}: {self.cfg.algorithm.objective}, {layout.placement} on "
@@ -97,7 +94,7 @@ class Report:
         )
         self.console.line(text.pairs_text(dict(derived)))
         if self._tracker:
-            self.console.line(f"  mlflow ui --backend-store-uri {self._tracker.uri}")
+            self.console.line(f"  {self._tracker.tracker.view_command}")
 
     def _show_start(
         self, values: dict[str, float], seconds: dict[str, float], *, step: int
@@ -128,20 +125,18 @@ class Report:
     def _line(self, line: str) -> None:
         self.console.line(text.wrapped(line, width=self.console.width))
 
-    def _open_tracker(self, environment: dict[str, Any], *, step: int) -> MlflowTracker:
-        git = environment["git"]
-        tags = {"mlflow.source.name": Path(environment["command"][0]).name}
-        if git:
-            tags["mlflow.source.git.commit"] = git["commit"]
-        mlflow = self.cfg.report.mlflow
-        return MlflowTracker(
-            mlflow.uri,
-            folder=self.folder,
-            experiment=mlflow.experiment,
-            run_name=mlflow.run_name or self.folder.resolve().name,
-            resume=step > 0,
-            tags=tags,
-        )
+    def _start_tracker(
+        self, derived: Mapping[str, Any], environment: Mapping[str, Any], *, step: int
+    ) -> None:
+        tracker = make_tracker(self.cfg, self.folder)
+        if tracker is None:
+            return
+        params = flatten(self.cfg) | {f"derived.{name}": v for name, v in derived.items()}
+        tags = {"source.name": Path(environment["command"][0]).name}
+        if environment["git"]:
+            tags["source.git.commit"] = environment["git"]["commit"]
+        self._tracker = TrackerThread(tracker)
+        self._tracker.start(params, tags, step=step)
 
     def _rewind(self, step: int) -> int:
         """Take out what this attempt writes again; return the number of metrics rows."""
