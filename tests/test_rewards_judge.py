@@ -30,10 +30,17 @@ class Server(http.server.ThreadingHTTPServer):
     def __init__(self, script):
         super().__init__(("127.0.0.1", 0), Handler)
         self.script, self.asked, self.stop = script, [], threading.Event()
+        self.num_connections = 0
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    disable_nagle_algorithm = True  # as real servers do
+
+    def setup(self):
+        super().setup()
+        self.server.num_connections += 1
+
     def do_POST(self):
         server = self.server
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -189,6 +196,18 @@ def test_a_server_that_is_not_there_is_tried_again_and_named():
             scored(judge(url=url, model="m", **FAST | {"retries": 2}))
 
 
+def test_requests_share_a_connection(serve, monkeypatch):
+    monkeypatch.setattr(Handler, "protocol_version", "HTTP/1.1")
+    server = serve(
+        says("Score: 5", **{"Content-Length": str(len(json.dumps(says("Score: 5")[1])))})
+    )
+    reward = judge(url=server.url, model="m", **FAST)
+    for text in ("one", "two", "three"):
+        assert scored(reward, text)[0] == 0.5
+    assert len(server.asked) == 3
+    assert server.num_connections == 1
+
+
 def test_retry_after_and_the_rate_limit_are_obeyed(serve):
     server = serve((429, "", {"Retry-After": "0.5"}), says("Score: 5"))
     scored(judge(url=server.url, model="m", **FAST))
@@ -278,6 +297,7 @@ def test_replies_of_another_shape_are_errors(serve, reply):
     ("options", "words"),
     [
         ({"url": "localhost:1"}, "url: expected http"),
+        ({"url": "http://localhost:port"}, "url: Invalid port"),
         ({"template": "{prompt}"}, "no {response}"),
         ({"low": 1, "high": 1}, "low below high"),
         ({"score_pattern": "x"}, "no group"),
