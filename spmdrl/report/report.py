@@ -19,9 +19,10 @@ from spmdrl.report.exit_status import exit_status
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
 from spmdrl.report.jsonl import JsonLines
 from spmdrl.report.logs import RankLog, agree_attempt_folder
+from spmdrl.report.make_tracker import make_tracker
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
 from spmdrl.report.provenance import save_environment
-from spmdrl.report.tracker import Status, TrackerThread, make_tracker
+from spmdrl.report.tracker import Status, TrackerThread
 from spmdrl.rollout.outcomes import evaluation_file
 from spmdrl.types import Sums, as_pair
 from spmdrl.world.lost_peers.watch import Ending

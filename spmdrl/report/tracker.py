@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from spmdrl.config import Config
 from spmdrl.imports import attempt
 
 log = logging.getLogger(__name__)
@@ -71,25 +70,6 @@ class Tracker(Protocol):
 
     def close(self, status: Status) -> None:
         """End the run."""
-
-
-def make_tracker(cfg: Config, folder: Path) -> Tracker | None:
-    """Return the tracker that `report.tracker` names; None for none.
-
-    Args:
-        folder: the run's output_dir.
-    """
-    if cfg.report.tracker == "none":
-        return None
-    from spmdrl.report.mlflow_tracker import MlflowTracker  # here: mlflow takes 1.5 s to import
-
-    settings = cfg.report.mlflow
-    return MlflowTracker(
-        settings.uri,
-        folder=folder,
-        experiment=settings.experiment,
-        run_name=settings.run_name or folder.resolve().name,
-    )
 
 
 class TrackerThread:
