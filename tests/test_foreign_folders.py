@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spmdrl.config import Config
-from spmdrl.imports import import_object, problems_in_child
+from spmdrl.imports import import_object, in_child
 from spmdrl.tools.foreign_code import named_code
 from spmdrl.workers.messages import Setup
 from spmdrl.workers.worker_process import WorkerProcess
@@ -54,8 +54,8 @@ def calls(name: str) -> list[str]:
 
 def test_children_import_nothing_from_the_current_folder(strange) -> None:
     (strange / "own_grader.py").write_text("def grade(*of, **named):\n    return ['found']\n")
-    found = problems_in_child(calls, "own_grader", what="it", timeout_s=60)
-    assert found == ["found"]
+    found, problem = in_child(calls, "own_grader", what="it", timeout_s=60)
+    assert (found, problem) == (["found"], "")
     setup = Setup(functions={"task": "task:addition"}, timeout_s=5.0, weights=(1.0,))
     worker, deadline = WorkerProcess(setup), time.monotonic() + 60
     try:

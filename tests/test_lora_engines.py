@@ -210,7 +210,8 @@ def test_the_dry_run_and_the_planner_say_what_travels(tmp_path):
 
 def test_mixtures_are_refused_before_any_engine_is_built(tmp_path):
     cfg = make_config(
-        make_moe(tmp_path, "qwen3_moe"), layout=LayoutSettings(world_size=2, trainer_ranks=1)
+        make_moe(tmp_path, "qwen3_moe", hidden_size=128),  # heads of 32 elements, for vLLM
+        layout=LayoutSettings(world_size=2, trainer_ranks=1),
     )
     own = changed(cfg, model={"lora": ADAPTER})
     assert fit_problems(cfg) == []

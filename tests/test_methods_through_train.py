@@ -90,8 +90,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "scheduled kl and entropy": {
         "kl_coef": 0.1,
-        "kl_schedule": config.CoefficientScheduleSettings(end=0.01, steps=1),
-        "entropy_schedule": config.CoefficientScheduleSettings(end=0.05, steps=3),
+        "kl_schedule": {"end": 0.01, "steps": 1},
+        "entropy_schedule": {"end": 0.05, "steps": 3},
     },
     "adaptive kl": {"kl_coef": 0.1, "kl_control": {"target": 0.01, "horizon": 1000}},
     "a reference that follows": {

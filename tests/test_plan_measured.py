@@ -87,7 +87,7 @@ def test_seconds_and_the_output_for_programs_follow_the_measured_rates(written, 
     "text, says",
     [
         (None, "cannot be read as JSON"),
-        ("{", "cannot be read as JSON"),
+        ("{", "is no JSON"),
         ("[]", "not what `python -m benchmarks.gpu` writes"),
         ('{"rates": {"matmul_frac": 0.4}}', "not what `python -m benchmarks.gpu` writes"),
         ('{"rates": {"gpu": "1 x NVIDIA H100 80GB HBM3"}}', "it holds no rate"),

@@ -64,7 +64,7 @@ def test_norms_of_a_ranks_own_heads_have_a_part_of_their_gradient(kind, norms):
 
 def test_latent_attention_is_split_by_heads_and_a_mixture_is_left_alone():
     for kind in ("deepseek_v3", "deepseek_v2"):  # with no plan for it, and with one
-        model = model_of(kind, first_k_dense_replace=1)
+        model = model_of(kind, first_k_dense_replace=1, num_experts_per_tok=2)
         styles = tp_styles(model)
         assert list(mixtures(model)) == ["model.layers.1.mlp"], kind
         inside = {

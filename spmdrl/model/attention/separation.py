@@ -231,6 +231,7 @@ def _outside_of_blocks(hf_model: nn.Module) -> Iterator[str]:
         if (
             module not in inside
             and not holds_blocks
+            and not isinstance(module, nn.Embedding)  # OPT's takes the mask to count positions
             and (_mixes(module) or _asks_interface(module))
         ):
             yield f"{base_name}.{name} ({type(module).__name__}) mixes tokens outside of its layers"
