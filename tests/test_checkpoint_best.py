@@ -118,10 +118,10 @@ def test_what_cannot_be_kept_is_refused_with_the_nearest_name(tmp_path):
         ),
         ({"best": "reward/mean"}, "expected a metric of the evaluation"),
         ({"last": 0}, "keep.last: must be at least 1, got 0"),
-        ({"mode": "min"}, "without best"),
+        ({"mode": "min"}, "checkpoint.keep.mode: min with checkpoint.keep.best empty"),
     ):
         assert says in problems(keep, every_steps=3, samples=4), (keep, says)
-    assert "evaluate.every_steps is 0" in problems({"best": "eval/reward"})
+    assert "with evaluate.every_steps 0; nothing measures it" in problems({"best": "eval/reward"})
     for text, says in (
         ("keep_last: 2", "keep_last: unknown key; did you mean keep?"),
         ("keep: {bst: eval/reward}", "keep.bst: unknown key; did you mean best?"),

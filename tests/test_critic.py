@@ -110,6 +110,7 @@ def two(request, folder, one, tmp_path_factory) -> list[dict]:
 
 
 @pytest.mark.grid
+@pytest.mark.proves("muon", "critic", "tp")
 def test_muon_trains_the_value_models_matrices_alike_on_every_mesh(folder, tmp_path):
     cfg = changed(
         critic_config(folder, tmp_path / "one"),
@@ -334,6 +335,7 @@ def rewards(tmp_path_factory) -> str:
     return reward(tmp_path_factory.mktemp("rewards"), "varied")
 
 
+@pytest.mark.proves("critic", "lag", "split")
 def test_ppo_resumes_bit_identical_and_exports_the_policy_alone(start_model, rewards, tmp_path):
     flags = runs.TINY["rl"] | {
         "model.path": start_model,
@@ -360,6 +362,7 @@ def test_ppo_resumes_bit_identical_and_exports_the_policy_alone(start_model, rew
         )
 
 
+@pytest.mark.proves("kl_reference", "colocated")
 def test_reinforce_plus_plus_runs_with_the_kl_in_its_reward(start_model, rewards, tmp_path):
     runs.run(
         "demo_grpo.yaml",

@@ -63,18 +63,24 @@ def check_kind(kind: str, timed: TimedRuns, *, shows_time: bool = True, **more: 
         assert differ(once, timed.run(kind, f"{name}_free", late_s=LATE_S, **more))
 
 
+@pytest.mark.proves("environments", "replay_schedule", "lag", "split", "record", "transformers")
 def test_a_run_that_follows_a_schedule_is_the_same_though_answers_come_late(timed):
     check_kind("environment", timed, shows_time=False)
 
 
 @pytest.mark.kill
 @pytest.mark.parametrize("kind", ["environment", "stolen", "in flight", "over-sampled", "dynamic"])
+@pytest.mark.proves(
+    "in_flight", "over_sample", "steal", "replay_schedule", "lag", "split", "record", "transformers"
+)
+@pytest.mark.proves("dynamic", "replay_schedule", "lag", "split", "record", "transformers")
 def test_so_is_one_of_any_kind_where_time_decides(kind, timed):
     check_kind(kind, timed)
 
 
 @pytest.mark.kill
 @pytest.mark.parametrize("kind", ["stolen", "in flight", "in flight, engine of two ranks"])
+@pytest.mark.proves("in_flight", "inference_tp", "replay_schedule", "lag", "split", "record")
 def test_so_are_those_of_vllm(kind, timed):
     check_kind(kind, timed, **{"engine.kind": "vllm"})
 

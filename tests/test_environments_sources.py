@@ -83,10 +83,10 @@ PENALTY = {"sampling": {"presence_penalty": 0.5}}
 @pytest.mark.parametrize(
     ("cfg", "said"),
     [
-        (tree_of(GAME, **PENALTY), "presence_penalty: 0.5 with data.train[0].environment, where"),
+        (tree_of(GAME, **PENALTY), "presence_penalty: 0.5 with data.train[0].environment"),
         (
             tree_of("task:addition", data={"eval": ["task:addition", GAME]}, **PENALTY),
-            "presence_penalty: 0.5 with data.eval[1].environment, where",
+            "presence_penalty: 0.5 with data.eval[1].environment",
         ),
         (
             tree_of(GAME, algorithm={"objective": "sft"}, layout={"placement": "offline"}),
@@ -98,7 +98,7 @@ PENALTY = {"sampling": {"presence_penalty": 0.5}}
         ),
         (
             tree_of("task:addition", data={"eval": [GAME]}, algorithm={"advantage": "gigpo"}),
-            "rollout.environment: no rows of data.train have one, and the advantage gigpo",
+            "algorithm.advantage: gigpo with data; it compares turns",
         ),
         (
             tree_of(
@@ -288,6 +288,7 @@ def check_tokens(row: dict[str, Any], turns: list[tuple[tuple[int, ...], tuple[i
     assert mask == row["response_mask"] and row["turns"] == len(turns)
 
 
+@pytest.mark.proves("environments", "split", "record", "transformers")
 def test_a_run_mixes_games_and_final_responses_and_resumes(chat_model, tmp_path):
     cfg = mixed(
         chat_model,

@@ -142,6 +142,7 @@ def _round_trip(trainer: Any) -> tuple:
     return first, ends
 
 
+@pytest.mark.proves("epochs", "critic")
 def test_a_restored_step_repeats_its_epochs_and_the_critic_has_its_own(tmp_path):
     cfg = config(small_model(tmp_path), tmp_path, advantage="gae", updates=2)
     cfg = changed(cfg, batch={"epochs": 3}, critic={"epochs": 5, "clip": 0.2, "lr": 2e-2})
@@ -166,7 +167,7 @@ def test_epochs_that_would_be_wrong_are_refused_by_name():
         loss = {"preference": "dpo", "distill": "divergence"}.get(objective, "ppo_clip")
         chosen = {"objective": objective, "loss": loss}
         found = _of(batch={"epochs": 2}, algorithm=chosen, layout={"placement": "offline"})
-        assert len(found) == 1 and f"under the objective {objective}" in found[0]
+        assert len(found) == 1 and f"with algorithm.objective {objective}" in found[0]
     assert not _of(algorithm={"loss": "reinforce"})
 
 

@@ -163,6 +163,7 @@ def check_run(out: Path, steps: int) -> None:
     assert all(row["kept_sets"] for row in read_table(file).to_pylist())
 
 
+@pytest.mark.proves("truncated", "tp", "split", "record")
 def test_what_vllm_truncates_is_scored_so_by_tensor_parallel_trainers(model, tmp_path):
     out = tmp_path / "out"
     run(
@@ -174,6 +175,8 @@ def test_what_vllm_truncates_is_scored_so_by_tensor_parallel_trainers(model, tmp
     check_run(out, 2)
 
 
+@pytest.mark.proves("truncated", "lag", "split", "record", "transformers")
+@pytest.mark.proves("truncated", "replay", "lag")
 def test_a_run_resumes_and_replays_with_its_kept_sets(model, tmp_path):
     whole, later, again = tmp_path / "whole", tmp_path / "later", tmp_path / "again"
     flags = {

@@ -93,8 +93,11 @@ def test_unknown_options_and_types_are_refused(lora, says, tmp_path):
         ({"rank": 4, "targets": []}, "model.lora.targets"),
         ({"rank": 4, "targets": [""]}, "model.lora.targets"),
         ({"rank": 4, "targets": "(q"}, "model.lora.targets"),
-        ({"targets": ["q_proj"]}, "model.lora.targets: ('q_proj',) without adapters; set"),
-        ({"path": "x", "rank": 4}, "model.lora.rank: 4 with path x"),
+        (
+            {"targets": ["q_proj"]},
+            "model.lora.targets: q_proj with model.lora.rank 0; it has no effect there; set",
+        ),
+        ({"path": "x", "rank": 4}, "model.lora.rank: 4 with model.lora.path x; the adapter"),
     ],
 )
 def test_values_that_cannot_be_are_refused(lora, says, tmp_path):

@@ -54,6 +54,7 @@ def _flags(where: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.proves("lora", "kl_reference", "transformers", "split")
 def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path):
     flags = _flags(tmp_path)
     flags |= {
@@ -90,6 +91,7 @@ def test_grpo_of_adapters_improves_and_a_killed_run_ends_bit_identical(tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.proves("lora", "lora_push", "split")
 def test_vllm_draws_with_adapters_of_its_own_as_it_does_with_merged_weights(tmp_path):
     rows, flags = {}, _flags(tmp_path)
     for push in ("merged", "adapter"):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import _VersionWrapper
 from worlds import another_trainer, with_trainer
 
 from spmdrl.check.fit import check_fit
-from spmdrl.check.model import model_problems
+from spmdrl.check.rules import rule_problems
 from spmdrl.config import Config, LayoutSettings, MemorySettings, ModelSettings, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has, move_buffers
 from spmdrl.model.shards import local_part
@@ -299,7 +299,7 @@ def test_unknown_ways_to_spare_memory_are_refused(memory, expected, tmp_path):
 )
 def test_ways_that_do_not_go_with_adapters_are_refused(memory, says, tmp_path):
     cfg = config("model", tmp_path, model={"memory": memory, "lora": {"rank": 2}})
-    assert any(says in problem for problem in model_problems(cfg))
+    assert any(says in problem for problem in rule_problems(cfg))
 
 
 def test_what_is_named_goes_to_the_host():

@@ -301,6 +301,11 @@ def _check_that_pushes_arrive(settings: dict[str, Any], gaps: list[float]) -> No
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
 @pytest.mark.parametrize("name", DEFAULT)
+@pytest.mark.proves("critic", "kl_reference", "colocated")
+@pytest.mark.proves("distillation", "colocated")
+@pytest.mark.proves("online_preference", "colocated")
+@pytest.mark.proves("environments", "colocated")
+@pytest.mark.proves("lag", "colocated")
 def test_three_steps_train_the_policy(name, ran):
     _check_steps(name, *ran)
 

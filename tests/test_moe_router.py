@@ -216,7 +216,8 @@ def test_options_of_the_section_are_checked():
     assert problems(balance="bias", rate=0.1) == ""
     assert problems(balance="aux", coef=0) == ("model.moe.coef: must be above 0, got 0")
     assert problems(coef=0.1) == (
-        "model.moe.coef: is an option of balance aux, and balance is none; take it out"
+        "model.moe.coef: 0.1 with model.moe.balance none; it has no effect there; "
+        "take balance aux, or leave it out"
     )
     layout = dict(world_size=8, trainer_ranks=6)
     assert validate(changed(VALID, layout=layout | {"cp": 2, "ep": 4})) == [

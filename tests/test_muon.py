@@ -145,6 +145,7 @@ def _steps(trainer: Any, restored: Path | None = None) -> dict:
     return {"sums": [*sums, last], "before": before, "parameters": full_parameters(trainer)}
 
 
+@pytest.mark.proves("muon", "tp")
 def test_training_and_a_checkpoint_go_from_mesh_to_mesh(tmp_path):
     folder = small_model(tmp_path)
     cfg = _muon(config(folder, tmp_path / "one"))
@@ -179,7 +180,7 @@ def test_muon_refuses_what_would_be_wrong():
         assert any(one.startswith(text) for one in found(**muon, **fields)), text
     own = found(optimizer={"muon": {"momentum": 0.5}})
     assert own == [
-        "optimizer.muon.momentum: 0.5 with optimizer.kind adamw, which has no use for it; set kind "
+        "optimizer.muon.momentum: 0.5 with optimizer.kind adamw; it has no effect there; set kind "
         "to muon, or leave it out"
     ]
 

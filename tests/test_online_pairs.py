@@ -167,16 +167,19 @@ def test_settings_of_sampled_pairs():
     assert not _found()
     assert not _found(algorithm={"loss": "sppo"}, model={"reference": {"sync_every": 1}})
     for fields, text in (
-        ({"algorithm": {"loss": "kto"}}, "algorithm.loss: kto judges single responses"),
+        ({"algorithm": {"loss": "kto"}}, "algorithm.loss: kto with algorithm.objective"),
         ({"algorithm": {"loss": "ppo_clip"}}, "algorithm.loss: unknown preference 'ppo_clip'"),
-        ({"batch": {"group_size": 1}}, "batch.group_size: 1 under the objective online_pref"),
-        ({"sampling": {"top_k": 5}}, "sampling.top_k: 5 has no place"),
+        ({"batch": {"group_size": 1}}, "batch.group_size: 1 with algorithm.objective online_pref"),
+        ({"sampling": {"top_k": 5}}, "sampling.top_k: 5 with algorithm.objective"),
         ({"algorithm": {"loss": "aot"}, "batch": {"epochs": 2}}, "batch.epochs: 2 with"),
         (
             {"batch": {"tokens_per_microbatch": 2000}},
             "batch.tokens_per_microbatch: 2000 is below 8",
         ),
-        ({"model": {"reference": {"cache": True}}}, "model.reference.cache: with the objective"),
+        (
+            {"model": {"reference": {"cache": True}}},
+            "model.reference.cache: true with algorithm.objective",
+        ),
     ):
         found = _found(**fields)
         assert any(one.startswith(text) for one in found), (text, found)

@@ -219,7 +219,7 @@ def test_objective_loss_and_placement_must_fit():
     assert "did you mean beta" in problems(bta=1.0)
     assert "one pair, which stays together, may not fit" in problems(budget=40)
     split = changed(config("x"), layout=LayoutSettings(placement="split"))
-    assert "with objective preference; sft, preference" in "\n".join(validate(split))
+    assert "with algorithm.objective preference" in "\n".join(validate(split))
 
 
 @pytest.mark.parametrize(

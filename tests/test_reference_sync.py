@@ -158,14 +158,26 @@ def test_options_are_checked_by_name_range_and_use():
         ({"sync_every": -1}, kl, ["sync_every", "-1"]),
         ({"sync_every": 5, "sync_mix": 0}, kl, ["sync_mix: must be above 0", "got 0"]),
         ({"sync_every": 5, "sync_mix": 1.5}, kl, ["sync_mix: must be at most 1", "1.5"]),
-        ({"sync_mix": 0.5}, kl, ["sync_mix: 0.5 without sync_every"]),
-        ({"cache_folder": "a"}, dpo, ["cache_folder: a without cache"]),
-        ({"cache": True, "sync_every": 5}, dpo, ["cache: true with sync_every 5"]),
-        ({"cache": True}, kl, ["cache: with the objective rl", "sampled anew"]),
-        ({"sync_every": 5}, {}, ["sync_every: kl_coef 0.0 uses no reference"]),
-        ({"sync_every": 5}, dpo | {"loss": "simpo"}, ["the loss simpo uses no reference"]),
-        ({"cache": True}, dict(objective="sft"), ["the objective sft uses no reference"]),
-        ({"cache": True}, dpo | {"loss": "kto"}, ["the loss kto puts each response to another"]),
+        ({"sync_mix": 0.5}, kl, ["sync_mix: 0.5 with model.reference.sync_every 0"]),
+        ({"cache_folder": "a"}, dpo, ["cache_folder: a with model.reference.cache false"]),
+        ({"cache": True, "sync_every": 5}, dpo, ["cache: true with model.reference.sync_every 5"]),
+        ({"cache": True}, kl, ["cache: true with algorithm.objective rl", "sampled again"]),
+        ({"sync_every": 5}, {}, ["sync_every: 5 with algorithm.kl_coef 0; no reference is used"]),
+        (
+            {"sync_every": 5},
+            dpo | {"loss": "simpo"},
+            ["with algorithm.loss simpo; no reference is used"],
+        ),
+        (
+            {"cache": True},
+            dict(objective="sft"),
+            ["with algorithm.objective sft; no reference is used"],
+        ),
+        (
+            {"cache": True},
+            dpo | {"loss": "kto"},
+            ["with algorithm.loss kto; the loss puts each response to another"],
+        ),
     ):
         found = problems(options, **method)
         assert found.startswith("model.reference."), (options, found)

@@ -77,8 +77,8 @@ REFUSED = {
             dict(world_size=5, trainer_ranks=3, inference_tp=2),
             "must be a multiple of inference_tp 2",
         ),
-        (dict(placement="offline"), "rl `split` or `colocated`"),
-        (dict(placement="offline"), "layout.placement: offline with objective rl"),
+        (dict(placement="offline"), "else split or colocated"),
+        (dict(placement="offline"), "layout.placement: offline with algorithm.objective rl"),
     ],
     ("batch", ""): [
         (dict(group_size=1), "every advantage would be 0"),
@@ -86,10 +86,10 @@ REFUSED = {
         (dict(updates_per_step=0), "batch.updates_per_step: must be at least 1, got 0"),
     ],
     ("evaluate", ""): [
-        (dict(every_steps=2), "data.eval is empty"),
-        (dict(temperature=0, top_p=0.9), "evaluate.top_p: 0.9 has no effect at evaluate.temperatu"),
-        (dict(temperature=0, top_k=4), "evaluate.top_k: 4 has no effect"),
-        (dict(temperature=0, min_p=0.1), "evaluate.min_p: 0.1 has no effect"),
+        (dict(every_steps=2), "every_steps: 2 with data.eval empty"),
+        (dict(temperature=0, top_p=0.9), "evaluate.top_p: 0.9 with evaluate.temperature 0; it"),
+        (dict(temperature=0, top_k=4), "evaluate.top_k: 4 with evaluate.temperature 0"),
+        (dict(temperature=0, min_p=0.1), "evaluate.min_p: 0.1 with evaluate.temperature 0"),
     ],
     ("data", ""): [
         (dict(size=0), "has no size of its own"),
@@ -141,12 +141,16 @@ REFUSED = {
         (dict(end=-0.1, steps=5), "end: must be at least 0, got -0.1"),
     ],
     ("algorithm.kl_schedule", "adaptive kl"): [
-        (dict(steps=5), "moves algorithm.kl_coef, and so does algorithm.kl_control")
+        (dict(steps=5), "with algorithm.kl_control; both move algorithm.kl_coef")
     ],
-    ("algorithm.kl_schedule", ""): [(dict(steps=5), "begins at algorithm.kl_coef 0")],
-    ("algorithm.kl_schedule", "sft"): [(dict(steps=5), "no effect under the objective sft")],
+    ("algorithm.kl_schedule", ""): [
+        (dict(steps=5), "steps: 5 with algorithm.kl_coef 0; the schedule begins")
+    ],
+    ("algorithm.kl_schedule", "sft"): [
+        (dict(steps=5), "steps: 5 with algorithm.objective sft; it acts")
+    ],
     ("algorithm.kl_control", ""): [
-        (dict(target=0.02, horizon=1e4), "target: 0.02 with algorithm.kl_coef 0.0")
+        (dict(target=0.02, horizon=1e4), "target: 0.02 with algorithm.kl_coef 0; ")
     ],
     ("optimizer", ""): [
         (dict(eps=0.0), "optimizer.eps: must be above 0, got 0"),
@@ -158,15 +162,13 @@ REFUSED = {
         (dict(head_chunk_tokens=-1), "got -1"),
         (dict(prefetch=-1), "model.memory.prefetch: must be at least 0, got -1"),
     ],
-    ("model.moe", "sft"): [
-        (dict(replay=True), "replay: True has no effect under the objective sft")
-    ],
+    ("model.moe", "sft"): [(dict(replay=True), "replay: true with algorithm.objective sft")],
     ("algorithm", "online pairs"): [
-        (dict(advantage="rloo"), "algorithm.advantage: 'rloo' has no place in the loss of the obj"),
-        (dict(correction="none"), "algorithm.correction: 'none' has no place in the loss"),
+        (dict(advantage="rloo"), "algorithm.advantage: rloo with algorithm.objective online_"),
+        (dict(correction="none"), "algorithm.correction: none with algorithm.objective online_"),
         (
             dict(correction_options={"upper": 3.0}),
-            "algorithm.correction_options: {'upper': 3.0} has no",
+            "algorithm.correction_options: {'upper': 3.0} with",
         ),
     ],
     ("engine.options", ""): [
@@ -192,29 +194,32 @@ REFUSED = {
         (dict(over_sample=0.5), "over_sample: must be at least 1, got 0.5"),
         (dict(over_sample=math.inf), "over_sample: must be at most 1000, got inf"),
         (dict(dynamic=1), "dynamic: must be at least 2, or 0 for off, got 1"),
-        (dict(curriculum=0.5, dynamic=2), "curriculum: 0.5 with dynamic 2, which takes prompts "),
+        (
+            dict(curriculum=0.5, dynamic=2),
+            "curriculum: 0.5 with rollout.schedule.dynamic 2; dynamic",
+        ),
     ],
     ("rollout.schedule", "colocated"): [
-        (dict(in_flight=True), "in_flight: with layout.placement colocated")
+        (dict(in_flight=True), "in_flight: true with layout.placement colocated")
     ],
     ("rollout.schedule", "no lag"): [
         (dict(over_sample=2.5, max_staleness=1), "max_staleness: 1 is below lag 0 + ceil(")
     ],
     ("rollout.schedule", "reward model"): [
-        (dict(curriculum=0.5), "curriculum: 0.5, but pass rates are not known")
+        (dict(curriculum=0.5), "curriculum: 0.5 with rewards.functions model:")
     ],
     ("rollout.record", ""): [
         (dict(every=-1), "every: must be at least 0, got -1"),
-        (dict(replay="elsewhere"), "layout.placement: split with objective rl"),
+        (dict(replay="elsewhere"), "layout.placement: split with algorithm.objective rl"),
     ],
     ("rollout.record", "offline"): [
-        (dict(replay="elsewhere", every=1), "every: 1 with replay elsewhere")
+        (dict(replay="elsewhere", every=1), "every: 1 with rollout.record.replay elsewhere")
     ],
     ("rollout.record", "offline in runs/a"): [
         (dict(replay="runs/a"), "replay: runs/a is of this very output_dir"),
         (dict(replay="runs/a/rollouts"), "replay: runs/a/rollouts is of this very output_dir"),
     ],
-    ("rollout.record", "sft"): [(dict(every=1), "every: 1 has no effect under the objective sft")],
+    ("rollout.record", "sft"): [(dict(every=1), "every: 1 with algorithm.objective sft")],
     ("report.console", ""): [(dict(table_every=0), "table_every: must be at least 1, got 0")],
     ("rewards.functions", ""): [
         (("model:",), "`model:` names no folder"),
@@ -229,7 +234,7 @@ REFUSED = {
     ],
     ("rewards.shaping", ""): [
         (dict(overlong_tokens=-1), "overlong_tokens: must be at least 0, got -1"),
-        (dict(overlong_penalty=2.0), "overlong_penalty: needs overlong_tokens"),
+        (dict(overlong_penalty=2.0), "overlong_penalty: 2 with rewards.shaping.overlong_tokens 0"),
         (dict(truncated_factor=2), "truncated_factor: must be at most 1, got 2"),
         (
             dict(truncated_penalty=math.nan),
@@ -243,7 +248,7 @@ REFUSED = {
 
 
 for objective in ("sft", "distill", "preference"):  # where nothing is sampled
-    says = f"has no effect under the objective {objective}"
+    says = f"with algorithm.objective {objective}; it acts"
     for place, name, value in (("entropy", "keep_frac", 0.2), ("kl", "target", 0.1)):
         place = f"algorithm.{place}_control"
         REFUSED[place, objective] = [({name: value}, f"{place}.{name}: {value} {says}")]

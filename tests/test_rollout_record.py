@@ -304,6 +304,8 @@ def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 fo
 """
 
 
+@pytest.mark.proves("record", "lag", "split")
+@pytest.mark.proves("replay", "lag")
 def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
     model = small_model(tmp_path / "model", hidden_size=64, heads=2, kv_heads=1)
     (tmp_path / "r.py").write_text(REWARD)  # varied: every step must move the weights

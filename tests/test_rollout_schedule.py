@@ -101,4 +101,4 @@ def cfg_of(**schedule) -> Config:
 )
 def test_work_is_taken_over_where_timing_decides_on_the_batch_anyway(schedule, balance):
     assert cfg_of(**schedule).rollout.schedule.dealing == balance
-    assert not schedule_problems(cfg_of(**schedule))
+    assert not [*schedule_problems(cfg_of(**schedule))]

@@ -68,6 +68,7 @@ def check_metrics(out: Path, rows: list[dict]) -> None:
 
 
 @pytest.mark.kill
+@pytest.mark.proves("moe", "moe_replay", "lag", "split", "record", "transformers")
 def test_a_killed_and_resumed_run_with_replay_ends_bit_identical(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -95,6 +96,7 @@ def test_a_killed_and_resumed_run_with_replay_ends_bit_identical(model, tmp_path
 
 
 @pytest.mark.grid
+@pytest.mark.proves("moe", "moe_replay", "ep", "environments", "split", "record")
 def test_turns_of_a_game_are_replayed_as_one_sequence(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     game, out = yaml.safe_load((ROOT / "configs" / "demo_game.yaml").read_text()), tmp_path / "out"
@@ -113,6 +115,7 @@ def test_turns_of_a_game_are_replayed_as_one_sequence(model, tmp_path):
     check_metrics(out, rows)
 
 
+@pytest.mark.proves("moe", "moe_replay", "ep", "in_flight", "over_sample", "lag", "split", "record")
 def test_samples_that_are_carried_over_updates_and_a_resume_keep_their_routes(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     out = tmp_path / "out"

@@ -27,6 +27,8 @@ def model(tmp_path_factory):
     )
 
 
+@pytest.mark.proves("images", "sft")
+@pytest.mark.proves("images", "lag", "split", "transformers")
 def test_a_model_that_sees_imitates_learns_by_grpo_and_goes_on_as_if_never_stopped(model, tmp_path):
     warm, whole, again = tmp_path / "sft", tmp_path / "grpo", tmp_path / "again"
     scenes = {"data.task-options": json.dumps(SCENES)}

@@ -117,6 +117,9 @@ def ran(tmp_path_factory) -> tuple[Path, dict[str, str]]:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.proves("images", "preference")
+@pytest.mark.proves("images", "distillation", "colocated", "transformers")
+@pytest.mark.proves("images", "critic", "reward_model", "kl_reference", "colocated", "transformers")
 def test_what_is_seen_is_trained(name, ran):
     where, failures = ran
     assert name not in failures, failures[name]

@@ -125,6 +125,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.proves("images", "colocated")
+@pytest.mark.proves("images", "inference_tp", "over_sample", "split")
+@pytest.mark.proves("images", "in_flight", "lag", "split")
+@pytest.mark.proves("images", "moe", "lora", "split")
+@pytest.mark.proves("images", "lora", "lora_push", "split")
 def test_a_run_takes_its_steps(name, tmp_path):
     architecture, ranks, own = CASES[name]
     model, out = seeing(tmp_path / "init", architecture), tmp_path / "out"

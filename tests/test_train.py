@@ -93,6 +93,7 @@ def assert_same_end(a, b) -> None:
     assert logged[0] == logged[1]
 
 
+@pytest.mark.proves("lag", "split")
 def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
     warm = tmp_path / "sft"
     run(

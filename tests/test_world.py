@@ -16,7 +16,7 @@ import torch
 from ranks import free_port, run_ranks
 from worlds import in_world
 
-from spmdrl.check.layout import layout_problems
+from spmdrl.check.rules import rule_problems
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
 from spmdrl.tools.proof.ranks import RankError, launch_env, on_ranks
@@ -211,15 +211,15 @@ def test_messages_of_gloo_start_and_end_on_the_host():
 def test_what_goes_from_gpu_to_gpu_is_refused_on_gloo(axis):
     sizes = {axis: 2, "world_size": 4, "trainer_ranks": 2, "backend": "gloo"}
     asked = f"layout.backend: gloo with layout.{axis} 2"
-    on_gpus = layout_problems(Config(layout=LayoutSettings(device="cuda", **sizes)))
+    on_gpus = rule_problems(Config(layout=LayoutSettings(device="cuda", **sizes)))
     assert any(asked in problem for problem in on_gpus)
-    on_cpus = layout_problems(Config(layout=LayoutSettings(device="cpu", **sizes)))
+    on_cpus = rule_problems(Config(layout=LayoutSettings(device="cpu", **sizes)))
     assert not any("layout.backend" in problem for problem in on_cpus)
 
 
 def test_nccl_without_gpus_is_refused():
     layout = LayoutSettings(device="cpu", backend="nccl")
-    assert any("NCCL needs GPUs" in problem for problem in layout_problems(Config(layout=layout)))
+    assert any("NCCL needs GPUs" in problem for problem in rule_problems(Config(layout=layout)))
 
 
 def test_ranks_with_different_configs_are_refused():

@@ -2,9 +2,10 @@
 
 Each rule stands once, where whoever needs it can ask:
 
-- `settings`: reads a config and gathers what is wrong with its values, alone and together, from
-  `ranges`, `layout` (with world/axes.py: what ranks must divide whatever the model is), `methods`,
-  `model`, `engine_options`, `rollouts` and `keep`. Asked by whatever takes a config.
+- `rules`: one table of the settings that do not go together; `python -m spmdrl matrix` prints it.
+- `settings`: reads a config and gathers what is wrong with its values: together from `rules`, alone
+  from `ranges`, `methods`, `model`, `engine_options`, `rollouts` and others, and from world/axes.py
+  what ranks must divide whatever the model is. Asked by whatever takes a config.
 - `fit`: the models of a config by their config.json: adapters, routers, and what axes must divide
   in a model, which is in model/divisibility.py. Asked by train.py, the dry run and the planner; the
   files of the weights, and what cannot be offloaded here, by train.py alone.

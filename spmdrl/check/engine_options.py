@@ -6,7 +6,7 @@ import ast
 import difflib
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -77,41 +77,19 @@ def engine_option_problems(cfg: Config) -> list[str]:
                 f"{place}: the vLLM that is installed has no such engine argument{guess}"
             )
     built = build_problems() if cfg.layout.roles.has_engines else []
-    return [*problems, *_pair_problems(cfg), *built]
+    return [*problems, *_mask_problems(cfg), *built]
 
 
-def _pair_problems(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with options of vLLM and settings that do not go together."""
+def _mask_problems(cfg: Config) -> Iterator[str]:
+    """Yield that the vLLM that is installed does not say which ids tokens were drawn among."""
     from spmdrl.world.world import is_on_cpu  # here: it comes with torch
 
-    on_cpu, kernels = is_on_cpu(cfg), cfg.engine.options.get("kernel_config")
-    options = {**(kernels if isinstance(kernels, Mapping) else {}), **cfg.engine.options}
-    if options.get("enable_flashinfer_autotune") and not cfg.layout.roles.shares_devices:
+    names = engine_argument_names() if cfg.sampling.truncates and not is_on_cpu(cfg) else ()
+    if names and "return_sampling_mask" not in names:
         yield (
-            "engine.options.enable_flashinfer_autotune: true under layout.placement split; vLLM "
-            "tunes in a group of all ranks, and those that train would never come: take it out"
-        )
-    if cfg.model.moe.replay and cfg.layout.inference_tp > 1 and not on_cpu:
-        yield (
-            f"layout.inference_tp: {cfg.layout.inference_tp} with model.moe.replay on GPUs, where "
-            "vLLM gives the routes to the first rank of an engine alone; set it to 1, or "
-            "model.moe.replay to false"
-        )
-    if not cfg.sampling.truncates:
-        return
-    names = engine_argument_names()
-    what = (
-        "sampling.top_p, top_k, min_p: the trainer must know which ids each token was drawn among"
-    )
-    if not on_cpu and names and "return_sampling_mask" not in names:
-        yield (
-            f"{what}, and the vLLM that is installed does not say so on GPUs; install 0.32, set "
+            "sampling.top_p, top_k, min_p: the trainer must know which ids each token was drawn "
+            "among, and the vLLM that is installed does not say so on GPUs; install 0.32, set "
             "engine.kind to transformers, or leave them out"
-        )
-    if on_cpu and cfg.engine.options.get("speculative_config"):
-        yield (
-            f"{what}, and vLLM does not say so of tokens that were guessed first, on the CPU; "
-            "leave engine.options.speculative_config out"
         )
 
 

@@ -16,15 +16,7 @@ def epoch_problems(cfg: Config, loss: Callable[..., Any] | None = None) -> Itera
         loss: that takes the place of the one that it names.
     """
     epochs, chosen = cfg.batch.epochs, cfg.algorithm
-    if epochs == 1:
-        return
-    if not cfg.objective.samples:
-        yield (
-            f"batch.epochs: {epochs} under the objective {chosen.objective}, whose rows come again "
-            "with further steps; leave it at 1 and raise steps"
-        )
-        return
-    if not cfg.objective.has_advantages:
+    if epochs == 1 or not cfg.objective.has_advantages:
         return  # a divergence is right wherever the policy stands
     from spmdrl.algorithms import registry
 

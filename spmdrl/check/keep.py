@@ -13,8 +13,6 @@ def keep_problems(cfg: Config) -> Iterator[str]:
     keep = cfg.checkpoint.keep
     if keep.best:
         yield from (f"checkpoint.keep.best: {text}" for text in _metric_problems(cfg, keep.best))
-    elif keep.mode != "max":
-        yield f"checkpoint.keep.mode: {keep.mode} without best, the metric that it is about"
 
 
 def _metric_problems(cfg: Config, name: str) -> Iterator[str]:
@@ -27,16 +25,6 @@ def _metric_problems(cfg: Config, name: str) -> Iterator[str]:
         yield (
             f"{name} is not measured with evaluate.samples {cfg.evaluate.samples}"
             f"{nearest(name, known)}"
-        )
-    elif not cfg.layout.roles.has_engines:
-        yield (
-            f"{name} is measured by sampling held-out problems, and under placement "
-            "offline nothing samples; take it out"
-        )
-    elif not cfg.evaluate.every_steps:
-        yield (
-            f"{name}, but evaluate.every_steps is 0, so nothing measures it; set that "
-            "(a new best is saved when it is found, whatever checkpoint.every_steps says)"
         )
 
 

@@ -29,7 +29,7 @@ def method_problems(cfg: Config) -> list[str]:
     if rewards.weights and not any(rewards.weights):
         problems.append("rewards.weights: are all 0, so every reward would be 0; give one another")
     if cfg.objective.only_loss:
-        return [*problems, *epoch_problems(cfg)]
+        return problems
     if not cfg.objective.samples:
         return [*problems, *_loss_problems(cfg)]
     ungraded = [
@@ -67,17 +67,12 @@ def _advantage_problems(cfg: Config) -> list[str]:
         name, options = getattr(chosen, kind), getattr(chosen, f"{kind}_options")
         problems += [f"algorithm.{kind}{text}" for text in registry.problems(kind, name, options)]
     if not problems:
-        problems += [*_combination_problems(cfg), *epoch_problems(cfg)]
+        problems += [*epoch_problems(cfg), *_critic_problems(cfg)]
         loss_fn = registry.get("loss", chosen.loss)
         found = _statistic_problems("loss", loss_fn, chosen.loss_options)
         problems += [f"algorithm.loss{text}" for text in found]
     problems += [*_entropy_problems(cfg), *_kl_problems(cfg)]
     problems += _coefficient_schedule_problems(cfg)
-    if cfg.batch.group_size == 1 and registry.needs_group(chosen.advantage):
-        problems.append(
-            f"batch.group_size: 1 with advantage {chosen.advantage}, whose baseline is the other "
-            "samples of the prompt: every advantage would be 0; use at least 2"
-        )
     return problems
 
 
@@ -128,21 +123,8 @@ def _loss_problems(cfg: Config) -> Iterator[str]:
     chosen = cfg.algorithm
     found = registry.problems(cfg.objective.loss_kind, chosen.loss, chosen.loss_options)
     yield from (f"algorithm.loss{text}" for text in found)
-    yield from epoch_problems(cfg)
     if not found:
         yield from _matched_problems(cfg, registry.get(cfg.objective.loss_kind, chosen.loss))
-        yield from _online_problems(cfg)
-    for name in ("kl_coef", "entropy_coef"):
-        if getattr(chosen, name):
-            yield (
-                f"algorithm.{name}: {getattr(chosen, name)} has no effect under the "
-                f"objective {chosen.objective}; set it to 0"
-            )
-    if cfg.objective.needs_teacher and not cfg.model.teacher:
-        yield (
-            f"model.teacher: is empty, and the objective {chosen.objective} follows a teacher; "
-            "name a model"
-        )
 
 
 def _matched_problems(cfg: Config, loss: Callable) -> Iterator[str]:
@@ -153,25 +135,6 @@ def _matched_problems(cfg: Config, loss: Callable) -> Iterator[str]:
             f"batch.{name}: {getattr(cfg.batch, name)} with the loss {loss.__name__}, which sorts "
             "all pairs of a step by the policy as the step begins: after the first update they "
             "would be in the wrong order; set it to 1 (prompts_per_step says how many are sorted)"
-        )
-
-
-def _online_problems(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with comparing sampled responses by a loss that is right by itself."""
-    from spmdrl.algorithms import registry
-
-    if not (cfg.objective.trains_on_pairs and cfg.objective.samples):
-        return
-    loss = registry.get(cfg.objective.loss_kind, cfg.algorithm.loss)
-    if registry.is_unpaired(loss):
-        yield (
-            f"algorithm.loss: {cfg.algorithm.loss} judges single responses, and the objective "
-            f"{cfg.algorithm.objective} compares two; take dpo, sppo or another loss on pairs"
-        )
-    if cfg.batch.group_size == 1:
-        yield (
-            f"batch.group_size: 1 under the objective {cfg.algorithm.objective}, which compares "
-            "two samples of a prompt; use at least 2"
         )
 
 
@@ -200,29 +163,18 @@ def _entropy_problems(cfg: Config) -> Iterator[str]:
 def _coefficient_schedule_problems(cfg: Config) -> Iterator[str]:
     """Yield what is wrong with a coefficient that follows a schedule."""
     chosen = cfg.algorithm
-    for name, schedule, is_controlled in (
-        ("kl", chosen.kl_schedule, chosen.kl_control.is_on),
-        ("entropy", chosen.entropy_schedule, chosen.entropy_control.is_on),
-    ):
-        place = f"algorithm.{name}_schedule"
-        if not schedule.is_on:
-            if schedule.end:
-                yield f"{place}.steps: is missing; `end` {schedule.end:g} is reached after so many"
-        elif is_controlled:
+    for name in ("kl", "entropy"):
+        schedule = getattr(chosen, f"{name}_schedule")
+        if schedule.end and not schedule.is_on:
             yield (
-                f"{place}: moves algorithm.{name}_coef, and so does algorithm.{name}_control; "
-                "leave one of them out"
+                f"algorithm.{name}_schedule.steps: is missing; `end` {schedule.end:g} is reached "
+                "after so many"
             )
-    if chosen.kl_schedule.is_on and not chosen.kl_coef > 0:
-        yield (
-            f"algorithm.kl_schedule: begins at algorithm.kl_coef {chosen.kl_coef:g}, which needs "
-            "no reference; set it above 0"
-        )
 
 
 def _kl_problems(cfg: Config) -> Iterator[str]:
     """Yield what is wrong with a KL that is held at a target."""
-    coef, control = cfg.algorithm.kl_coef, cfg.algorithm.kl_control
+    control = cfg.algorithm.kl_control
     place, num_samples = "algorithm.kl_control", cfg.batch.prompts_per_step * cfg.batch.group_size
     if not (control.target or control.horizon):
         return
@@ -230,11 +182,6 @@ def _kl_problems(cfg: Config) -> Iterator[str]:
         yield (
             f"{place}.{'horizon' if control.target else 'target'}: is missing; a KL that is held "
             "at a target takes both target, nats per token, and horizon, samples"
-        )
-    elif not coef > 0:
-        yield (
-            f"{place}.target: {control.target} with algorithm.kl_coef {coef}, which is what is "
-            "moved toward the target and never leaves 0; set it above 0"
         )
     elif num_samples >= 5 * control.horizon:
         yield (
@@ -245,8 +192,6 @@ def _kl_problems(cfg: Config) -> Iterator[str]:
 
 def _shaping_problems(cfg: Config) -> list[str]:
     shaping, most, problems = cfg.rewards.shaping, cfg.sampling.max_response_tokens, []
-    if shaping.overlong_penalty != 1 and not shaping.overlong_tokens:
-        problems.append("overlong_penalty: needs overlong_tokens, the buffer that it acts in")
     if shaping.overlong_tokens > most:
         problems.append(
             f"overlong_tokens: must be at most sampling.max_response_tokens = {most}, got "
@@ -286,99 +231,18 @@ def _reward_problems(cfg: Config) -> Iterator[str]:
         yield "rewards.functions: `model:` names no folder; write model:PATH"
 
 
-def _combination_problems(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with methods that are each right by themselves."""
-    from spmdrl.algorithms import registry
-
-    chosen = cfg.algorithm
-    loss, advantage = (registry.get(kind, getattr(chosen, kind)) for kind in ("loss", "advantage"))
-    if "rollout_logprobs" in registry.inputs_of(loss) and chosen.correction != "none":
-        yield (
-            f"algorithm.correction: {chosen.correction} with the loss {chosen.loss}, which weighs "
-            "by pi / mu itself: the engine would be corrected for twice; set it to none"
-        )
-    if (
-        chosen.kl == "k1"
-        and chosen.kl_coef
-        and chosen.kl_in == "loss"
-        and not chosen.kl_options.get("unbiased")
-    ):
-        yield (
-            "algorithm.kl: k1 in the loss has an expected gradient of 0, no penalty at all; take "
-            "k2 or k3, set kl_options {unbiased: true}, or kl_in: reward"
-        )
-    allowed = getattr(loss, "aggregations", (chosen.aggregation,))
-    if chosen.aggregation not in allowed:
-        yield (
-            f"algorithm.aggregation: {chosen.aggregation} with the loss {chosen.loss}, "
-            "whose terms are of whole sequences, would not be its paper's objective; "
-            f"take {' or '.join(allowed)}"
-        )
-    yield from _input_problems(cfg, loss=loss, advantage=advantage)
-
-
-def _input_problems(cfg: Config, *, loss: Callable, advantage: Callable) -> Iterator[str]:
-    """Yield what is missing of, or would not reach, the inputs that methods ask for."""
-    from spmdrl.algorithms import registry
-
-    chosen = cfg.algorithm
-    asked = registry.inputs_of(loss) + registry.inputs_of(advantage)
-    if "turns" in registry.asked_by(advantage) and not cfg.environment_fields("train"):
-        yield (
-            f"rollout.environment: no rows of data.train have one, and the advantage "
-            f"{chosen.advantage} compares turns that answer the same state; name an environment"
-        )
-    if "teacher_logprobs" in asked and not cfg.model.teacher:
-        yield (
-            f"model.teacher: is empty, and {chosen.advantage} / {chosen.loss} follows "
-            "a teacher; name a model"
-        )
-    if "reward_parts" in asked and "rewards" not in asked:
-        # Both change the rewards alone, and would do nothing without a word.
-        if cfg.rewards.shaping.is_on:
-            yield (
-                f"rewards.shaping: the advantage {chosen.advantage} reads the reward "
-                "functions one by one, which are not shaped; empty it"
-            )
-        if chosen.kl_coef and chosen.kl_in == "reward":
-            yield (
-                f"algorithm.kl_in: reward with the advantage {chosen.advantage}, which "
-                "reads the reward functions one by one; set it to loss"
-            )
-    if "greedy_rewards" in asked and reward_models(cfg.rewards.functions):
-        yield (
-            f"rewards.functions: has a model, which scores sampled responses alone, "
-            f"and the advantage {chosen.advantage} needs the reward of greedy ones; "
-            "take another advantage, or functions only"
-        )
-    if (
-        chosen.kl_coef
-        and chosen.kl_in == "reward"
-        and registry.is_per_token(advantage)
-        and ("kl_rewards" not in asked)
-    ):
-        yield (
-            f"algorithm.kl_in: reward with the advantage {chosen.advantage}, which has "
-            "no place for a KL in the reward; set it to loss"
-        )
-    if "values" in asked or "prm_logprobs" in asked:
-        yield from _critic_problems(cfg)
-
-
 def _critic_problems(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with the section `critic`, asked where the advantage uses it."""
+    """Yield what is wrong with the section `critic`, where a method uses it."""
     from spmdrl.algorithms import registry
 
     chosen = cfg.algorithm
+    loss = registry.get("loss", chosen.loss)
+    advantage = registry.get("advantage", chosen.advantage)
+    asked = registry.inputs_of(loss) + registry.inputs_of(advantage)
+    if "values" not in asked and "prm_logprobs" not in asked:
+        return
     if is_missing_folder(cfg.critic.path):
         yield f"critic.path: {missing_folder(cfg.critic.path)}"
-    warmup_steps = cfg.critic.warmup_steps
-    if warmup_steps >= cfg.steps:
-        yield (
-            f"critic.warmup_steps: {warmup_steps} of steps {cfg.steps} leaves none "
-            "that trains the policy; lower it or raise steps"
-        )
-    advantage = registry.get("advantage", chosen.advantage)
     if registry.trial("advantage", advantage, chosen.advantage_options)[1] is None:
         yield (
             f"algorithm.advantage: {chosen.advantage} asks for a model that is trained beside the "

@@ -7,32 +7,13 @@ from typing import Any
 
 from spmdrl.check.sources import source_problems
 from spmdrl.config.fields import Config, sequences_together
-from spmdrl.config.tree import (
-    Bound,
-    bounds,
-    bounds_of,
-    changed,
-    flatten,
-    hints,
-    item_fields,
-    settings,
-)
+from spmdrl.config.tree import Bound, bounds, bounds_of, flatten, hints, item_fields, settings
 from spmdrl.imports import is_same_file
 
 
 def range_problems(cfg: Config) -> list[str]:
     """Return which values are out of range, each as `field: what, value seen`."""
     return list(_out_of_range(flatten(cfg), bounds(), settings()))
-
-
-def idle_problems(section: Any, at: str, why: str) -> Iterator[str]:
-    """Yield the fields of a section that are set, where it has no use.
-
-    Args:
-        at: the section's dotted name. why: what goes behind the value seen.
-    """
-    for name, value in changed(section).items():
-        yield f"{at}.{name}: {value!r} {why}"
 
 
 def _out_of_range(
@@ -66,14 +47,6 @@ def data_problems(cfg: Config) -> Iterator[str]:
             "model's files; set another --output-dir"
         )
     yield from source_problems(cfg)
-    data = cfg.data
-    # An environment's conversations go through the template all the same.
-    is_applied = data.chat_template != "never" or cfg.environment_fields()
-    if data.chat_template_kwargs and not is_applied:
-        yield (
-            f"data.chat_template_kwargs: {dict(data.chat_template_kwargs)} are for the chat "
-            "template, which data.chat_template never applies; leave them out, or set it to auto"
-        )
     longest = cfg.longest_sequence
     budget = cfg.batch.tokens_per_microbatch  # 0: found at start, no less than it must be
     if budget and cfg.objective.samples and budget < longest:
@@ -91,9 +64,4 @@ def data_problems(cfg: Config) -> Iterator[str]:
             f"{cfg.sampling.max_response_tokens}) = {together * longest}, so one "
             f"{'group' if cfg.objective.samples else 'pair'}, which stays together, may not fit; "
             "raise it or lower those"
-        )
-    if cfg.evaluate.every_steps and not cfg.data.eval:
-        yield (
-            f"evaluate.every_steps: {cfg.evaluate.every_steps}, but data.eval is "
-            "empty; name held-out rows"
         )

@@ -1,11 +1,11 @@
-"""Whether sampling suits the rest of a config: trainers must be able to score what was sampled."""
+"""Whether texts and ids that end responses, or change logits, can do so."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from spmdrl.config.fields import Config, EvaluateSettings
+from spmdrl.config.fields import Config
 
 _LONGEST_STOP = 256
 _ESCAPES = re.compile(r"(\\[nrt])+")
@@ -16,19 +16,8 @@ def sampling_problems(cfg: Config) -> list[str]:
     """Return what is wrong with sampling, each as `field: what, value seen, what to do`."""
     if not cfg.objective.samples:
         return []
-    found = (*_stop_problems(cfg), *_bias_problems(cfg), *_penalty_problems(cfg))
-    return [*(f"sampling.{problem}" for problem in found), *_greedy_problems(cfg)]
-
-
-def _greedy_problems(cfg: Config) -> list[str]:
-    """Return the limits of evaluation's draws under which nothing is drawn."""
-    own, defaults = cfg.evaluate, EvaluateSettings()
-    return [
-        f"evaluate.{name}: {getattr(own, name)} has no effect at evaluate.temperature 0, which "
-        "takes the likeliest token; leave it out, or raise the temperature"
-        for name in ("top_p", "top_k", "min_p")
-        if own.temperature == 0 and getattr(own, name) != getattr(defaults, name)
-    ]
+    found = (*_stop_problems(cfg), *_bias_problems(cfg))
+    return [f"sampling.{problem}" for problem in found]
 
 
 def _stop_problems(cfg: Config) -> Iterator[str]:
@@ -53,26 +42,6 @@ def _bias_problems(cfg: Config) -> Iterator[str]:
             yield (
                 f"logit_bias.{token}: must be a number in [-{_MOST_BIAS}, {_MOST_BIAS}], got "
                 f"{added!r}"
-            )
-
-
-def _penalty_problems(cfg: Config) -> Iterator[str]:
-    """Yield why trainers could not tell what counts as response: engines know it by request."""
-    schedule, environments = cfg.rollout.schedule, cfg.environment_fields()
-    for name in ("presence_penalty", "frequency_penalty"):
-        value = getattr(cfg.sampling, name)
-        if value and environments:
-            yield (
-                f"{name}: {value:g} with {next(iter(environments))}, where each turn is a request "
-                "of its own and turns may follow one another without a mark between them; take "
-                "repetition_penalty, which counts prompt and response alike, or leave it out"
-            )
-        elif value and (schedule.leaves_unfinished or schedule.in_flight):
-            what = "over_sample" if schedule.leaves_unfinished else "in_flight"
-            yield (
-                f"{name}: {value:g} with rollout.schedule.{what}, under which a resumed run takes "
-                "what a response has so far for its prompt, and would penalise otherwise than the "
-                "trainers; take repetition_penalty, which counts both alike, or leave one out"
             )
 
 

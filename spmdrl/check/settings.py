@@ -7,21 +7,21 @@ import sys
 
 from spmdrl.check.engine_options import engine_option_problems
 from spmdrl.check.keep import keep_problems
-from spmdrl.check.layout import layout_problems
 from spmdrl.check.methods import method_problems
 from spmdrl.check.model import model_problems
 from spmdrl.check.notes import notes
 from spmdrl.check.optimizer import optimizer_problems
 from spmdrl.check.ranges import data_problems, range_problems
 from spmdrl.check.rollouts import record_problems, schedule_problems
+from spmdrl.check.rules import rule_problems
 from spmdrl.check.sampling import sampling_problems
 from spmdrl.config.fields import Config
 from spmdrl.config.read import read, refuse, take_config_flags
-from spmdrl.config.tree import flatten
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, missing_folder
 from spmdrl.report.versions import version_text
 from spmdrl.rewards.signatures import reward_models
+from spmdrl.world.axes import axes_of, rank_problems
 from spmdrl.world.launch import tell_once, tell_refused
 
 
@@ -62,9 +62,9 @@ def validate(cfg: Config) -> list[str]:
     if problems := range_problems(cfg):
         return problems
     return [
-        *layout_problems(cfg),
+        *rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind),
         *data_problems(cfg),
-        *_idle_problems(cfg),
+        *rule_problems(cfg),
         *method_problems(cfg),
         *model_problems(cfg),
         *optimizer_problems(cfg),
@@ -73,49 +73,6 @@ def validate(cfg: Config) -> list[str]:
         *schedule_problems(cfg),
         *record_problems(cfg),
         *keep_problems(cfg),
-    ]
-
-
-_OF_ADVANTAGES: tuple[str, ...] = (
-    "algorithm.advantage",
-    "algorithm.correction",
-    "algorithm.entropy_control.",
-    "algorithm.entropy_schedule.",
-    "algorithm.kl_control.",
-    "algorithm.kl_schedule.",
-    "sampling.column",
-    "sampling.frequency_penalty",
-    "sampling.logit_bias",
-    "sampling.min_p",
-    "sampling.presence_penalty",
-    "sampling.repetition_penalty",
-    "sampling.top_k",
-    "sampling.top_p",
-)
-_OF_SAMPLES: tuple[str, ...] = (
-    "data.generation_prefix",
-    "model.moe.replay",
-    "rollout.environment",
-    "rollout.record.",
-    "rollout.replay_schedule",
-    "rollout.schedule.",
-    "sampling.stop",
-)
-
-
-def _idle_problems(cfg: Config) -> list[str]:
-    """Return the settings that act on sampled responses, where nothing is sampled."""
-    objective, defaults = cfg.algorithm.objective, flatten(Config())
-    if cfg.objective.has_advantages:
-        return []
-    idle = _OF_ADVANTAGES if cfg.objective.samples else _OF_ADVANTAGES + _OF_SAMPLES
-    why = f"has no effect under the objective {objective}, only under rl, which samples"
-    if cfg.objective.samples:
-        why = f"has no place in the loss of the objective {objective}, only in those of rl"
-    return [
-        f"{name}: {value!r} {why}; leave it out"
-        for name, value in flatten(cfg).items()
-        if name.startswith(idle) and value != defaults[name]
     ]
 
 

@@ -1,0 +1,354 @@
+"""What does not go together in objectives, methods and rewards.
+
+A method that does not exist breaks no rule here: the check of its name says so.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from spmdrl.check.rules.rule import Rule
+from spmdrl.check.rules.weights import unused
+from spmdrl.config.fields import Config
+from spmdrl.config.tree import settings
+from spmdrl.imports import attempt
+from spmdrl.rewards.signatures import reward_models
+
+_OF_ADVANTAGES = (
+    "algorithm.advantage",
+    "algorithm.correction",
+    "algorithm.entropy_coef",
+    "algorithm.entropy_control.",
+    "algorithm.entropy_schedule.",
+    "algorithm.kl_coef",
+    "algorithm.kl_control.",
+    "algorithm.kl_schedule.",
+    "sampling.column",
+    "sampling.frequency_penalty",
+    "sampling.logit_bias",
+    "sampling.min_p",
+    "sampling.presence_penalty",
+    "sampling.repetition_penalty",
+    "sampling.top_k",
+    "sampling.top_p",
+)
+_OF_SAMPLES = (
+    "data.generation_prefix",
+    "model.moe.replay",
+    "rollout.environment",
+    "rollout.record.",
+    "rollout.replay_schedule",
+    "rollout.schedule.",
+    "sampling.stop",
+)
+
+
+def _fields(prefixes: tuple[str, ...]) -> list[str]:
+    return [name for name in settings() if name.startswith(prefixes)]
+
+
+def _is_rl(cfg: Config) -> bool:
+    return cfg.objective.has_advantages
+
+
+def _found(cfg: Config, kind: Literal["loss", "advantage"]) -> object:
+    """Return the policy loss or the advantage of a config; None where it has none that exists."""
+    from spmdrl.algorithms import registry  # here: it comes with torch
+
+    if not _is_rl(cfg):
+        return None
+    return attempt(lambda: registry.get(kind, getattr(cfg.algorithm, kind)))[0]
+
+
+def _inputs(cfg: Config, kind: Literal["loss", "advantage"]) -> tuple[str, ...]:
+    from spmdrl.algorithms import registry
+
+    method = _found(cfg, kind)
+    return registry.inputs_of(method) if callable(method) else ()
+
+
+def _asks(cfg: Config, name: str) -> bool:
+    """Return whether the loss or the advantage asks for an input."""
+    return name in (*_inputs(cfg, "loss"), *_inputs(cfg, "advantage"))
+
+
+def _compares_turns(cfg: Config) -> bool:
+    from spmdrl.algorithms import registry
+
+    method = _found(cfg, "advantage")
+    return callable(method) and "turns" in registry.asked_by(method)
+
+
+def _is_per_token(cfg: Config) -> bool:
+    from spmdrl.algorithms import registry
+
+    method = _found(cfg, "advantage")
+    return callable(method) and registry.is_per_token(method)
+
+
+def _needs_group(cfg: Config) -> bool:
+    from spmdrl.algorithms import registry
+
+    return _is_rl(cfg) and registry.needs_group(cfg.algorithm.advantage)
+
+
+def _aggregations(cfg: Config) -> tuple[str, ...]:
+    """Return the aggregations that the loss may have."""
+    return getattr(_found(cfg, "loss"), "aggregations", (cfg.algorithm.aggregation,))
+
+
+def _is_online_pair(cfg: Config) -> bool:
+    return cfg.objective.trains_on_pairs and cfg.objective.samples
+
+
+def _is_unpaired(cfg: Config) -> bool:
+    from spmdrl.algorithms import registry
+
+    loss = attempt(lambda: registry.get("preference", cfg.algorithm.loss))[0]
+    return loss is not None and registry.is_unpaired(loss)
+
+
+def _kl_in_reward(cfg: Config) -> bool:
+    return _is_rl(cfg) and cfg.algorithm.kl_coef != 0 and cfg.algorithm.kl_in == "reward"
+
+
+def _reads_parts(cfg: Config) -> bool:
+    """Return whether a method reads reward functions one by one, and not their sum."""
+    return _asks(cfg, "reward_parts") and not _asks(cfg, "rewards")
+
+
+def _trains_critic(cfg: Config) -> bool:
+    return _asks(cfg, "values") or _asks(cfg, "prm_logprobs")
+
+
+def _uses_reference(cfg: Config) -> bool:
+    """Return whether a method uses a reference; true where it cannot be told."""
+    from spmdrl.train.objectives.objective_loss import needed_columns
+
+    columns, _ = attempt(lambda: needed_columns(cfg))
+    return columns is None or "ref_logprobs" in columns
+
+
+def _has_labels(cfg: Config) -> bool:
+    from spmdrl.data.examples import row_kind
+
+    return attempt(lambda: row_kind(cfg))[0] == "label"
+
+
+def _is_kept_alone(cfg: Config) -> bool:
+    """Return whether the logprobs of a reference are kept, by a run that may keep them."""
+    own = cfg.model.reference
+    return own.cache and not own.sync_every and not cfg.objective.samples
+
+
+def _asks_for_reference(cfg: Config, name: str) -> bool:
+    """Return whether a run says what is done with its reference, by cache or by sync_every."""
+    own = cfg.model.reference
+    return _is_kept_alone(cfg) if name == "cache" else own.sync_every > 0 and not own.cache
+
+
+def _reference_user(cfg: Config) -> str:
+    """Return the field that decides whether a reference is used."""
+    if _is_rl(cfg):
+        return "algorithm.kl_coef"
+    return "algorithm.loss" if cfg.objective.trains_on_pairs else "algorithm.objective"
+
+
+def _two_movers(name: str) -> Rule:
+    return Rule(
+        (f"algorithm.{name}_schedule.steps", f"algorithm.{name}_control"),
+        lambda cfg: (
+            _is_rl(cfg)
+            and getattr(cfg.algorithm, f"{name}_schedule").is_on
+            and getattr(cfg.algorithm, f"{name}_control").is_on
+        ),
+        f"both move algorithm.{name}_coef",
+        "leave one of them out",
+    )
+
+
+def _unused_reference(name: str, user: str) -> Rule:
+    return Rule(
+        (f"model.reference.{name}", user),
+        lambda cfg: (
+            user == _reference_user(cfg)
+            and _asks_for_reference(cfg, name)
+            and not _uses_reference(cfg)
+        ),
+        "no reference is used",
+        "leave it out",
+    )
+
+
+_OBJECTIVES = [
+    *unused(
+        _fields(_OF_ADVANTAGES),
+        "algorithm.objective",
+        lambda cfg: not _is_rl(cfg),
+        "leave it out",
+        reason="it acts under the objective rl alone",
+    ),
+    *unused(
+        _fields(_OF_SAMPLES),
+        "algorithm.objective",
+        lambda cfg: not cfg.objective.samples,
+        "leave it out",
+        reason="it acts on sampled responses, and nothing is sampled there",
+    ),
+    Rule(
+        ("model.teacher", "algorithm.objective"),
+        lambda cfg: cfg.objective.needs_teacher and not cfg.model.teacher,
+        "this objective follows a teacher",
+        "name a model",
+    ),
+    Rule(
+        ("algorithm.loss", "algorithm.objective"),
+        lambda cfg: _is_online_pair(cfg) and _is_unpaired(cfg),
+        "the loss judges single responses, and the objective compares two",
+        "take dpo, sppo or another loss on pairs",
+    ),
+    Rule(
+        ("batch.group_size", "algorithm.objective"),
+        lambda cfg: _is_online_pair(cfg) and cfg.batch.group_size == 1,
+        "two samples of a prompt are compared",
+        "use at least 2",
+    ),
+    Rule(
+        ("batch.epochs", "algorithm.objective"),
+        lambda cfg: cfg.batch.epochs > 1 and not cfg.objective.samples,
+        "its rows come again with further steps",
+        "leave it at 1 and raise steps",
+    ),
+]
+_ADVANTAGES = [
+    Rule(
+        ("batch.group_size", "algorithm.advantage"),
+        lambda cfg: cfg.batch.group_size == 1 and _needs_group(cfg),
+        "its baseline is the other samples of the prompt: every advantage would be 0",
+        "use at least 2",
+    ),
+    Rule(
+        ("algorithm.advantage", "data"),
+        lambda cfg: _compares_turns(cfg) and not cfg.environment_fields("train"),
+        "it compares turns that answer the same state, and no rows of data.train have an "
+        "environment",
+        "name an environment",
+    ),
+    Rule(
+        ("model.teacher", "algorithm.advantage", "algorithm.loss"),
+        lambda cfg: _asks(cfg, "teacher_logprobs") and not cfg.model.teacher,
+        "one of these follows a teacher",
+        "name a model",
+    ),
+    # Both change the sum of the rewards alone, and would do nothing without a word.
+    Rule(
+        ("rewards.shaping", "algorithm.advantage"),
+        lambda cfg: _reads_parts(cfg) and cfg.rewards.shaping.is_on,
+        "it reads the reward functions one by one, which are not shaped",
+        "leave rewards.shaping out",
+        "not built",
+    ),
+    Rule(
+        ("algorithm.kl_in", "algorithm.advantage"),
+        lambda cfg: _reads_parts(cfg) and _kl_in_reward(cfg),
+        "it reads the reward functions one by one",
+        "set it to loss",
+        "not built",
+    ),
+    Rule(
+        ("algorithm.kl_in", "algorithm.advantage"),
+        lambda cfg: _kl_in_reward(cfg) and _is_per_token(cfg) and not _asks(cfg, "kl_rewards"),
+        "it has no place for a KL in the reward",
+        "set it to loss",
+    ),
+    Rule(
+        ("rewards.functions", "algorithm.advantage"),
+        lambda cfg: _asks(cfg, "greedy_rewards") and reward_models(cfg.rewards.functions),
+        "a reward model scores sampled responses alone, and the advantage needs the reward of "
+        "greedy ones",
+        "take another advantage, or functions only",
+        "not built",
+    ),
+    Rule(
+        ("critic.warmup_steps", "steps"),
+        lambda cfg: _trains_critic(cfg) and cfg.critic.warmup_steps >= cfg.steps,
+        "it leaves no step that trains the policy",
+        "lower it or raise steps",
+    ),
+]
+_LOSSES = [
+    Rule(
+        ("algorithm.correction", "algorithm.loss"),
+        lambda cfg: (
+            "rollout_logprobs" in _inputs(cfg, "loss") and cfg.algorithm.correction != "none"
+        ),
+        "this loss weighs by pi / mu itself: the engine would be corrected for twice",
+        "set it to none",
+    ),
+    Rule(
+        ("algorithm.kl", "algorithm.kl_in"),
+        lambda cfg: (
+            _is_rl(cfg)
+            and cfg.algorithm.kl == "k1"
+            and cfg.algorithm.kl_coef != 0
+            and cfg.algorithm.kl_in == "loss"
+            and not cfg.algorithm.kl_options.get("unbiased")
+        ),
+        "k1 in the loss has an expected gradient of 0, no penalty at all",
+        "take k2 or k3, set kl_options {unbiased: true}, or kl_in: reward",
+    ),
+    Rule(
+        ("algorithm.aggregation", "algorithm.loss"),
+        lambda cfg: cfg.algorithm.aggregation not in _aggregations(cfg),
+        "its terms are of whole sequences, and this would not be its paper's objective",
+        lambda cfg: f"take {' or '.join(_aggregations(cfg))}",
+    ),
+]
+_COEFFICIENTS = [
+    *(_two_movers(name) for name in ("kl", "entropy")),
+    Rule(
+        ("algorithm.kl_schedule.steps", "algorithm.kl_coef"),
+        lambda cfg: (
+            _is_rl(cfg) and cfg.algorithm.kl_schedule.is_on and not cfg.algorithm.kl_coef > 0
+        ),
+        "the schedule begins at kl_coef, and at 0 there is no reference",
+        "set algorithm.kl_coef above 0",
+    ),
+    Rule(
+        ("algorithm.kl_control.target", "algorithm.kl_coef"),
+        lambda cfg: (
+            _is_rl(cfg)
+            and cfg.algorithm.kl_control.target > 0
+            and cfg.algorithm.kl_control.horizon > 0
+            and not cfg.algorithm.kl_coef > 0
+        ),
+        "kl_coef is what is moved toward the target, and it never leaves 0",
+        "set algorithm.kl_coef above 0",
+    ),
+    Rule(
+        ("rewards.shaping.overlong_penalty", "rewards.shaping.overlong_tokens"),
+        lambda cfg: (
+            cfg.objective.samples
+            and cfg.rewards.shaping.overlong_penalty != 1
+            and not cfg.rewards.shaping.overlong_tokens
+        ),
+        "overlong_tokens is the buffer that the penalty acts in",
+        "set overlong_tokens, or leave overlong_penalty out",
+    ),
+]
+_REFERENCE = [
+    *(
+        _unused_reference(name, user)
+        for name in ("cache", "sync_every")
+        for user in ("algorithm.kl_coef", "algorithm.loss", "algorithm.objective")
+    ),
+    Rule(
+        ("model.reference.cache", "algorithm.loss"),
+        lambda cfg: _is_kept_alone(cfg) and _uses_reference(cfg) and _has_labels(cfg),
+        "the loss puts each response to another prompt of its step for the KL, other pairs in "
+        "every epoch: there are no fixed rows whose logprobs could be kept",
+        "leave it out",
+    ),
+]
+
+METHODS: list[Rule] = [*_OBJECTIVES, *_ADVANTAGES, *_LOSSES, *_COEFFICIENTS, *_REFERENCE]

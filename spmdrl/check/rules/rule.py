@@ -1,0 +1,70 @@
+"""One rule about settings that do not go together, and what it says where it is broken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from spmdrl.config.fields import Config
+
+RuleKind = Literal["principle", "not built", "untried"]
+"""`principle`: cannot be right, or has no effect; `not built`: could be, and nobody wrote it;
+`untried`: may be right, and no test shows it."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Settings that do not go together."""
+
+    fields: tuple[str, ...]
+    """Dotted names: the one to change first, then those that it does not go with."""
+    when: Callable[[Config], object]
+    """Whether a config breaks the rule."""
+    reason: str
+    remedy: str | Callable[[Config], str]
+    kind: RuleKind = "principle"
+
+    def problem(self, cfg: Config) -> str:
+        """Return `field: value with field value; reason; remedy`."""
+        first, others = self.fields[0], self.fields[1:]
+        text = f"{_named(cfg, first)}: {shown(setting(cfg, first)) or 'is empty'}"
+        if others:
+            text += " with " + " and ".join(_with_value(cfg, name) for name in others)
+        remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(cfg)
+        return f"{text}; {self.reason}; {remedy}"
+
+
+def _with_value(cfg: Config, name: str) -> str:
+    value = setting(cfg, name)
+    if dataclasses.is_dataclass(value):
+        return name  # a whole section
+    return f"{_named(cfg, name)} {shown(value) or 'empty'}"
+
+
+def _named(cfg: Config, name: str) -> str:
+    """Return the field that holds an environment; other names stay as they are."""
+    environments = cfg.environment_fields() if name == "rollout.environment" else {}
+    return next(iter(environments), name)
+
+
+def setting(cfg: Config, name: str) -> Any:
+    """Return the value of a field, or of an option by its name; None for one that is not there."""
+    if name == "rollout.environment":
+        return next(iter(cfg.environment_fields().values()), {})
+    value: Any = cfg
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part)
+    return value
+
+
+def shown(value: Any) -> str:
+    """Return a value as a config has it; empty for nothing."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, tuple):
+        return ", ".join(map(shown, value))
+    return str(value) if value or value == 0 else ""

@@ -1,0 +1,298 @@
+"""What does not go together where responses are sampled: layout, engines, sampling, schedules."""
+
+from __future__ import annotations
+
+from spmdrl.check.rules.rule import Rule
+from spmdrl.check.rules.weights import unused
+from spmdrl.config.fields import Config, replay_folder
+from spmdrl.rewards.signatures import reward_models
+from spmdrl.rollout.decision_log import is_timed
+
+
+def _is_sampled(cfg: Config) -> bool:
+    """Return whether a run samples what it trains on."""
+    return cfg.objective.samples and not replay_folder(cfg)
+
+
+def _is_on_cpu(cfg: Config) -> bool:
+    from spmdrl.world.world import is_on_cpu  # here: it comes with torch
+
+    return is_on_cpu(cfg)
+
+
+def _has_reward_model(cfg: Config) -> bool:
+    return bool(reward_models(cfg.rewards.functions))
+
+
+def _counts_turn(cfg: Config, name: str) -> object:
+    return cfg.objective.samples and getattr(cfg.sampling, name) and cfg.environment_fields()
+
+
+def _counts_again(cfg: Config, name: str, schedule: str) -> object:
+    own = cfg.rollout.schedule
+    is_on = own.leaves_unfinished if schedule == "over_sample" else own.in_flight
+    return (
+        cfg.objective.samples
+        and getattr(cfg.sampling, name)
+        and not cfg.environment_fields()
+        and is_on
+    )
+
+
+def _option(cfg: Config, name: str) -> object:
+    """Return an engine's option by its dotted name."""
+    section, _, own = name.rpartition(".")
+    options = cfg.engine.options.get(section) if section else cfg.engine.options
+    return isinstance(options, dict) and options.get(own)
+
+
+def _truncating(cfg: Config) -> list[str]:
+    """Return the settings under which tokens are drawn among a part of the vocabulary."""
+    own = cfg.sampling
+    is_on = {
+        "top_p": own.top_p < 1,
+        "top_k": own.top_k > 0,
+        "min_p": own.min_p > 0,
+        "column": bool(own.column),
+    }
+    return [name for name, is_used in is_on.items() if is_used]
+
+
+def _gloo_over_axis(name: str) -> Rule:
+    return Rule(
+        ("layout.backend", f"layout.{name}", "layout.device"),
+        lambda cfg: (
+            cfg.layout.backend == "gloo"
+            and cfg.layout.device != "cpu"
+            and getattr(cfg.layout, name) > 1
+        ),
+        "between ranks of this axis messages go straight from GPU to GPU",
+        "leave layout.backend at auto (or say layout.device cpu, if no GPU is meant)",
+        "not built",
+    )
+
+
+def _tuning_of_all_ranks(name: str) -> Rule:
+    return Rule(
+        (f"engine.options.{name}", "layout.placement"),
+        lambda cfg: (
+            cfg.engine.kind == "vllm" and not cfg.layout.roles.shares_devices and _option(cfg, name)
+        ),
+        "vLLM tunes in a group of all ranks, and those that train would never come",
+        "take it out",
+        "not built",
+    )
+
+
+def _mask_of_guesses(name: str) -> Rule:
+    return Rule(
+        (f"sampling.{name}", "engine.options.speculative_config"),
+        lambda cfg: (
+            cfg.engine.kind == "vllm"
+            and name in _truncating(cfg)[:1]
+            and cfg.engine.options.get("speculative_config")
+            and _is_on_cpu(cfg)
+        ),
+        "the trainer must know which ids each token was drawn among, and on the CPU vLLM does "
+        "not say so of tokens that were guessed first",
+        "leave engine.options.speculative_config out",
+        "not built",
+    )
+
+
+def _penalty_per_turn(name: str) -> Rule:
+    return Rule(
+        (f"sampling.{name}", "rollout.environment"),
+        lambda cfg: _counts_turn(cfg, name),
+        "each turn is a request of its own, and turns may follow one another without a mark "
+        "between them",
+        "take repetition_penalty, which counts prompt and response alike, or leave it out",
+        "not built",
+    )
+
+
+def _penalty_of_resumed(name: str, schedule: str) -> Rule:
+    return Rule(
+        (f"sampling.{name}", f"rollout.schedule.{schedule}"),
+        lambda cfg: _counts_again(cfg, name, schedule),
+        "a resumed run takes what a response has so far for its prompt, and would penalise "
+        "otherwise than the trainers",
+        "take repetition_penalty, which counts both alike, or leave one out",
+        "not built",
+    )
+
+
+_LAYOUT = [
+    Rule(
+        ("layout.placement", "algorithm.objective", "rollout.record.replay"),
+        lambda cfg: cfg.layout.roles.has_engines != _is_sampled(cfg),
+        "sft, preference, reward_model, distill, and rl by rollout.record.replay, run without "
+        "engines",
+        "take offline for these, else split or colocated",
+    ),
+    Rule(
+        ("layout.backend", "layout.device"),
+        lambda cfg: cfg.layout.backend == "nccl" and cfg.layout.device == "cpu",
+        "NCCL needs GPUs",
+        "take gloo or auto",
+    ),
+    *(_gloo_over_axis(name) for name in ("cp", "ep", "tp", "inference_tp")),
+]
+_ENGINES = [
+    *(
+        _tuning_of_all_ranks(name)
+        for name in ("enable_flashinfer_autotune", "kernel_config.enable_flashinfer_autotune")
+    ),
+    Rule(
+        ("layout.inference_tp", "model.moe.replay"),
+        lambda cfg: (
+            cfg.engine.kind == "vllm"
+            and cfg.model.moe.replay
+            and cfg.layout.inference_tp > 1
+            and not _is_on_cpu(cfg)
+        ),
+        "on GPUs vLLM gives the routes to the first rank of an engine alone",
+        "set it to 1, or model.moe.replay to false",
+        "not built",
+    ),
+    *(_mask_of_guesses(name) for name in ("top_p", "top_k", "min_p", "column")),
+]
+
+
+_SAMPLING = [
+    *unused(
+        ["evaluate.top_p", "evaluate.top_k", "evaluate.min_p"],
+        "evaluate.temperature",
+        lambda cfg: cfg.objective.samples and cfg.evaluate.temperature == 0,
+        "the likeliest token is taken: leave it out, or raise the temperature",
+    ),
+    *(_penalty_per_turn(name) for name in ("presence_penalty", "frequency_penalty")),
+    *(
+        _penalty_of_resumed(name, schedule)
+        for name in ("presence_penalty", "frequency_penalty")
+        for schedule in ("over_sample", "in_flight")
+    ),
+]
+_SCHEDULE = [
+    Rule(
+        ("rollout.schedule.in_flight", "layout.placement"),
+        lambda cfg: (
+            _is_sampled(cfg) and cfg.rollout.schedule.in_flight and not cfg.layout.roles.overlaps
+        ),
+        "nothing is sampled while the policy trains",
+        "take split, or leave it out",
+    ),
+    Rule(
+        ("rollout.schedule.in_flight", "lag"),
+        lambda cfg: (
+            _is_sampled(cfg)
+            and cfg.rollout.schedule.in_flight
+            and cfg.layout.roles.overlaps
+            and not cfg.lag
+        ),
+        "nothing is sampled while the policy trains",
+        "set lag to 1 or more",
+    ),
+    Rule(
+        ("rollout.schedule.dynamic", "batch.group_size"),
+        lambda cfg: _is_sampled(cfg) and cfg.rollout.schedule.dynamic and cfg.batch.group_size == 1,
+        "no group of one sample has a spread of rewards",
+        "leave it out, or use groups of at least 2",
+    ),
+    Rule(
+        ("rollout.schedule.dynamic", "rewards.functions"),
+        lambda cfg: _is_sampled(cfg) and cfg.rollout.schedule.dynamic and _has_reward_model(cfg),
+        "trainers compute the rewards of a model, and the spread of a group's rewards is not known "
+        "where prompts are drawn",
+        "leave it out",
+        "not built",
+    ),
+    Rule(
+        ("rollout.schedule.curriculum", "rollout.schedule.dynamic"),
+        lambda cfg: (
+            _is_sampled(cfg)
+            and cfg.rollout.schedule.curriculum != 1
+            and cfg.rollout.schedule.dynamic
+        ),
+        "dynamic takes prompts before it is known what earlier steps measured",
+        "leave one of them out",
+        "not built",
+    ),
+    Rule(
+        ("rollout.schedule.curriculum", "rewards.functions"),
+        lambda cfg: (
+            _is_sampled(cfg)
+            and cfg.rollout.schedule.curriculum != 1
+            and not cfg.rollout.schedule.dynamic
+            and _has_reward_model(cfg)
+        ),
+        "trainers compute the rewards of a model, and pass rates are not known where prompts are "
+        "drawn",
+        "leave it out",
+        "not built",
+    ),
+]
+_RECORD = [
+    Rule(
+        ("rollout.record.every", "rollout.record.replay"),
+        lambda cfg: cfg.rollout.record.every and cfg.rollout.record.replay,
+        "replaying samples nothing new to record",
+        "leave one of them out",
+    ),
+    Rule(
+        ("rollout.replay_schedule", "rollout.schedule"),
+        lambda cfg: (
+            cfg.rollout.replay_schedule
+            and not (cfg.rollout.record.every and cfg.rollout.record.replay)
+            and not is_timed(cfg)
+        ),
+        "time decides nothing in this run: its engines neither work ahead nor have an "
+        "environment, and it repeats by itself",
+        "leave it out",
+    ),
+]
+_EVALUATION = [
+    Rule(
+        ("evaluate.every_steps", "data.eval"),
+        lambda cfg: cfg.evaluate.every_steps and not cfg.data.eval,
+        "there is nothing to evaluate on",
+        "name held-out rows in data.eval",
+    ),
+    Rule(
+        ("checkpoint.keep.mode", "checkpoint.keep.best"),
+        lambda cfg: cfg.checkpoint.keep.mode != "max" and not cfg.checkpoint.keep.best,
+        "it says which value of the metric in keep.best is the best",
+        "set keep.best, or leave it out",
+    ),
+    Rule(
+        ("checkpoint.keep.best", "layout.placement"),
+        lambda cfg: cfg.checkpoint.keep.best and not cfg.layout.roles.has_engines,
+        "the metrics of the evaluation are measured by sampling held-out problems, and nothing "
+        "samples",
+        "take it out",
+    ),
+    Rule(
+        ("checkpoint.keep.best", "evaluate.every_steps"),
+        lambda cfg: (
+            cfg.checkpoint.keep.best
+            and cfg.layout.roles.has_engines
+            and not cfg.evaluate.every_steps
+        ),
+        "nothing measures it",
+        "set evaluate.every_steps (a new best is saved when it is found, whatever "
+        "checkpoint.every_steps says)",
+    ),
+    Rule(
+        ("data.chat_template_kwargs", "data.chat_template"),
+        # An environment's conversations go through the template all the same.
+        lambda cfg: (
+            cfg.data.chat_template_kwargs
+            and cfg.data.chat_template == "never"
+            and not cfg.environment_fields()
+        ),
+        "they are for the chat template, which is never applied",
+        "leave them out, or set data.chat_template to auto",
+    ),
+]
+
+SAMPLING: list[Rule] = [*_LAYOUT, *_ENGINES, *_SAMPLING, *_SCHEDULE, *_RECORD, *_EVALUATION]

@@ -1,0 +1,125 @@
+"""The features that users combine, each by the settings that switch it on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from spmdrl.config.fields import Config
+from spmdrl.config.tree import build, flatten
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a run may have."""
+
+    name: str
+    """As the marker `proves` of a test has it."""
+    about: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """{field: value} that switch it on; none for what the model or its files decide."""
+
+
+_OFFLINE = {"layout.placement": "offline"}
+_BASE = {
+    "model.path": "model",
+    "data.train": "task:addition",
+    "data.size": 10,
+    "layout.world_size": 16,
+    "layout.trainer_ranks": 8,
+}
+"""What every pair starts from: sampling and training on ranks of their own, eight each."""
+
+FEATURES: tuple[Feature, ...] = (
+    Feature("lora", "adapters train", {"model.lora.rank": 8}),
+    Feature(
+        "lora_push",
+        "engines compute with adapters",
+        {"model.lora.rank": 8} | {"model.lora.push": "adapter"},
+    ),
+    Feature("quantised", "weights of files are quantised"),
+    Feature("images", "the model sees"),
+    Feature("moe", "the model is a mixture of experts"),
+    Feature("moe_replay", "routes are replayed", {"model.moe.replay": True}),
+    Feature("moe_balance", "experts are balanced", {"model.moe.balance": "bias"}),
+    Feature("ep", "expert parallelism", {"layout.ep": 2}),
+    Feature("tp", "tensor parallelism", {"layout.tp": 2}),
+    Feature("cp", "context parallelism", {"layout.cp": 2}),
+    Feature("inference_tp", "an engine of several ranks", {"layout.inference_tp": 2}),
+    Feature("split", "ranks train or generate", {"layout.placement": "split"}),
+    Feature("colocated", "ranks do both in turns", {"layout.placement": "colocated"}),
+    Feature("transformers", "engine.kind transformers", {"engine.kind": "transformers"}),
+    Feature(
+        "speculative",
+        "tokens are guessed first",
+        {"engine.options": {"speculative_config": {"method": "ngram"}}},
+    ),
+    Feature("lag", "generation runs ahead", {"lag": 1}),
+    Feature(
+        "in_flight",
+        "weights change within responses",
+        {"lag": 1, "rollout.schedule.in_flight": True},
+    ),
+    Feature("steal", "replicas take over prompts", {"rollout.schedule.balance": "steal"}),
+    Feature("over_sample", "more groups under way", {"rollout.schedule.over_sample": 1.5}),
+    Feature("dynamic", "groups without spread are replaced", {"rollout.schedule.dynamic": 3}),
+    Feature("curriculum", "solved prompts come less often", {"rollout.schedule.curriculum": 0.5}),
+    Feature(
+        "environments", "several turns, tools", {"rollout.environment": {"name": "guess_number"}}
+    ),
+    Feature("truncated", "top_p, top_k, min_p", {"sampling.top_p": 0.9}),
+    Feature("penalties", "presence or frequency penalty", {"sampling.presence_penalty": 0.5}),
+    Feature("reward_model", "a model scores", {"rewards.functions": ("model:scorer",)}),
+    Feature("judge", "an LLM judge scores", {"rewards.functions": ("judge.py:best",)}),
+    Feature("critic", "GAE with a value model", {"algorithm.advantage": "gae"}),
+    Feature("kl_reference", "a KL to a reference", {"algorithm.kl_coef": 0.1}),
+    Feature("epochs", "several epochs over a batch", {"batch.epochs": 2}),
+    Feature(
+        "distillation",
+        "on-policy distillation",
+        {"algorithm.objective": "on_policy_distill", "algorithm.loss": "divergence"}
+        | {"model.teacher": "teacher"},
+    ),
+    Feature(
+        "online_preference",
+        "the best against the worst of a group",
+        {"algorithm.objective": "online_preference", "algorithm.loss": "dpo"},
+    ),
+    Feature(
+        "preference",
+        "pairs of rows",
+        {"algorithm.objective": "preference", "algorithm.loss": "dpo"} | _OFFLINE,
+    ),
+    Feature("sft", "responses of rows", {"algorithm.objective": "sft"} | _OFFLINE),
+    Feature("muon", "the optimizer Muon", {"optimizer.kind": "muon"}),
+    Feature("int8_optimizer", "moments in 8 bits", {"model.memory.optimizer_dtype": "int8"}),
+    Feature(
+        "float16",
+        "trainer and engine in float16",
+        {"model.compute_dtype": "float16", "engine.dtype": "float16"},
+    ),
+    Feature("offload", "the optimizer waits on the host", {"model.memory.offload": "optimizer"}),
+    Feature("record", "rollouts are kept", {"rollout.record.every": 1}),
+    Feature("replay", "kept rollouts train", {"rollout.record.replay": "run"} | _OFFLINE),
+    Feature(
+        "replay_schedule",
+        "decisions of another run",
+        {"rollout.replay_schedule": "run", "rollout.schedule.balance": "steal"},
+    ),
+)
+
+
+def named(name: str) -> Feature:
+    """Return a feature by its name. Raises: KeyError."""
+    return {feature.name: feature for feature in FEATURES}[name]
+
+
+def config_of(*features: Feature, device: str) -> Config:
+    """Return the smallest config that has some features; where two set a field, the later does.
+
+    Args:
+        device: layout.device.
+    """
+    own = {key: value for feature in features for key, value in feature.settings.items()}
+    return build(flatten(Config()) | _BASE | {"layout.device": device} | own)

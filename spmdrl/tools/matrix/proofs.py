@@ -1,0 +1,60 @@
+"""Which test proves which features together, as the tests' own marker `proves` says."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[3] / "tests"
+SHIPPED = Path(__file__).with_name("proofs.jsonl")
+"""The same where the tests are not there."""
+
+
+@dataclass(frozen=True)
+class TestedFeatures:
+    """A test that runs some features together."""
+
+    test: str
+    """FILE::FUNCTION."""
+    features: tuple[str, ...]
+
+
+def proofs(tests: Path = TESTS) -> list[TestedFeatures]:
+    """Return what the tests prove, or what is shipped where there are none."""
+    if tests.is_dir():
+        return [proof for file in sorted(tests.glob("test_*.py")) for proof in _of_file(file)]
+    lines = SHIPPED.read_text(encoding="utf-8").splitlines()
+    return [TestedFeatures(own["test"], tuple(own["features"])) for own in map(json.loads, lines)]
+
+
+def as_lines(found: list[TestedFeatures]) -> str:
+    """Return proofs as the shipped file has them."""
+    return "".join(json.dumps(asdict(proof)) + "\n" for proof in found)
+
+
+def _of_file(file: Path) -> Iterator[TestedFeatures]:
+    """Yield the proofs of a file, without importing it: a marker stands above its test, or in the
+    cases of its parameters."""
+    text = file.read_text(encoding="utf-8")
+    if "mark.proves" not in text:
+        return
+    for node in ast.parse(text).body:
+        if not (isinstance(node, ast.FunctionDef) and node.name.startswith("test_")):
+            continue
+        for call in _marker_calls(node):
+            names = tuple(ast.literal_eval(argument) for argument in call.args)
+            yield TestedFeatures(f"{file.name}::{node.name}", names)
+
+
+def _marker_calls(test: ast.FunctionDef) -> Iterator[ast.Call]:
+    for decorator in test.decorator_list:
+        for call in ast.walk(decorator):
+            if isinstance(call, ast.Call) and _is_marker(call.func):
+                yield call
+
+
+def _is_marker(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "pytest.mark.proves"
