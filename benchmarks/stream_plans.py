@@ -152,9 +152,8 @@ HEADS = (
 
 def plan_world(world: World) -> None:
     """Print the lines of one world."""
-    from spmdrl.sync.describe import describe_held, describe_wanted
-    from spmdrl.sync.holders import Holders
-    from spmdrl.sync.routes import route_sums, routes_to
+    from spmdrl.sync.negotiation import describe_held, describe_wanted
+    from spmdrl.sync.routes import Holders, route_sums, routes_to
     from spmdrl.sync.tables import Wants
 
     table, cuts, wants = describe(world)
@@ -193,15 +192,14 @@ def plan_world(world: World) -> None:
 
 def plan_rank(rank: int, mine: Any, heard: Any, table: Any, sums: Any) -> dict[str, float]:
     """Plan as one rank does, but for waiting for others."""
-    from spmdrl.sync.bucket_size import choose_buckets
-    from spmdrl.sync.describe import (
+    from spmdrl.sync.buckets import Traffic, choose_buckets, cut_routes
+    from spmdrl.sync.negotiation import (
         Described,
         describe_held,
         describe_wanted,
         sums_sent,
         sums_taken,
     )
-    from spmdrl.sync.plan import Traffic, cut_routes
 
     Path("/proc/self/clear_refs").write_text("5")
     before, began = memory("VmRSS"), time.process_time()

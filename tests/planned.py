@@ -11,9 +11,8 @@ import torch
 
 from spmdrl.model.cuts import CutAxis, TensorCut
 from spmdrl.model.shards import Box, Part
-from spmdrl.sync.describe import Described, describe_held, describe_wanted, sums_sent, sums_taken
-from spmdrl.sync.pieces import pieces_of
-from spmdrl.sync.plan import Slices, StreamPlan, Traffic, count_buckets, cut_routes
+from spmdrl.sync.buckets import Slices, StreamPlan, Traffic, count_buckets, cut_routes, pieces_of
+from spmdrl.sync.negotiation import Described, describe_held, describe_wanted, sums_sent, sums_taken
 from spmdrl.sync.tables import FileTable, Want
 
 

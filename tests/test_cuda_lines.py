@@ -17,7 +17,7 @@ from spmdrl.certificate.made_with import device_name
 from spmdrl.checkpoint.state import rng_state, set_rng_state
 from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.provenance import describe_environment
-from spmdrl.sync.planning import _link
+from spmdrl.sync.negotiation import _link
 from spmdrl.world.machine.live_bytes import free_bytes, peak_bytes
 
 ROOT = Path(__file__).parents[1]

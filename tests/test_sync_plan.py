@@ -15,11 +15,9 @@ from planned import at, boxes_in_files, check_both_sides, plan_all, random_mesh_
 
 from spmdrl.model.cuts import CutAxis, TensorCut
 from spmdrl.model.shards import Box, Part
-from spmdrl.sync.bucket_size import LARGEST, best_count, choose_buckets, overhead_s
-from spmdrl.sync.checksums import checksum
-from spmdrl.sync.pieces import pieces_of
-from spmdrl.sync.plan import Traffic
+from spmdrl.sync.buckets import LARGEST, Traffic, best_count, choose_buckets, overhead_s, pieces_of
 from spmdrl.sync.tables import DTYPES, FileTable, Want
+from spmdrl.sync.verify import checksum
 from spmdrl.world.machine.hardware import CPU_LINK, GPUS, gpu_link
 
 BOUNDED = settings(max_examples=80, deadline=None, derandomize=True)

@@ -12,9 +12,9 @@ from ranks import run_ranks
 
 from spmdrl.config import Config
 from spmdrl.model.shards import Box, Part
-from spmdrl.sync import planning
+from spmdrl.sync import negotiation as planning
+from spmdrl.sync.buckets import StreamPlan
 from spmdrl.sync.live_shards import LiveShards
-from spmdrl.sync.plan import StreamPlan
 from spmdrl.sync.tables import Want
 
 SHAPES = {"a": (64, 32), "b": (40,)}

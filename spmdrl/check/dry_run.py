@@ -26,7 +26,7 @@ from spmdrl.model.lora.layers import Adapters, lora_form, sent_adapter
 from spmdrl.model.shape import with_known_shape
 from spmdrl.report.derived import derived
 from spmdrl.rewards.signatures import reward_models
-from spmdrl.sync.bucket_size import LARGEST
+from spmdrl.sync.buckets import LARGEST
 from spmdrl.world.axes import axes_of
 from spmdrl.world.folder_lock import folder_problems
 from spmdrl.world.machine.gpus import check_driver

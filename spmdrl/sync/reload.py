@@ -13,13 +13,12 @@ from spmdrl.imports import attempt
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
 from spmdrl.model.shards import Box
-from spmdrl.sync.bucket_size import LARGEST
-from spmdrl.sync.checksums import checksum, flip_bits, parameter_checksums, sums_sent
+from spmdrl.sync.buckets import LARGEST
 from spmdrl.sync.live_shards import LiveShards
-from spmdrl.sync.planning import make_plans
+from spmdrl.sync.negotiation import make_plans
 from spmdrl.sync.tables import Want
 from spmdrl.sync.transfer import Transfer, make_gather_groups
-from spmdrl.sync.verify import shown
+from spmdrl.sync.verify import checksum, flip_bits, parameter_checksums, shown, sums_sent
 from spmdrl.world.comm import agree, gather_objects, gather_problems
 from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.world import World

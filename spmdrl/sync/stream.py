@@ -18,10 +18,9 @@ from spmdrl.errors import Refusal
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
 from spmdrl.model.sharded import SentWeights
-from spmdrl.sync.adapter import trace_adapter
-from spmdrl.sync.in_place import TracedTensors
+from spmdrl.sync.buckets import StreamPlan
+from spmdrl.sync.in_place import TracedTensors, trace_adapter
 from spmdrl.sync.live_shards import LiveShards
-from spmdrl.sync.plan import StreamPlan
 from spmdrl.sync.reload import ReloadedTensors
 from spmdrl.sync.trace import Copy, trace_loader
 from spmdrl.sync.verify import layout_problems, probe_gap, shown

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.model.shards import Box, Value, narrow
+from spmdrl.sync.buckets import Piece, Slices, StreamPlan, pieces_of
 from spmdrl.sync.live_shards import LiveShards
-from spmdrl.sync.pieces import Piece, pieces_of
-from spmdrl.sync.plan import Slices, StreamPlan
 from spmdrl.world.torch_internals import all_gather_single, copy_all
 from spmdrl.world.world import World
 

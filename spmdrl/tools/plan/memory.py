@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from spmdrl.model.parallel.expert_parallel import expert_dim
 from spmdrl.model.shape import Block, ModelShape, Weight
-from spmdrl.sync.bucket_size import best_count, overhead_s
+from spmdrl.sync.buckets import best_count, overhead_s
 from spmdrl.tools.plan.run import Run
 from spmdrl.world.axes import Axes
 from spmdrl.world.machine.hardware import CPU_LINK, GPUS, LinkCost, gpu_link

@@ -8,14 +8,19 @@ the receiver, another one in each bucket; with few sources to many replicas, to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy
+import torch
 
+from spmdrl.model.shards import Box
 from spmdrl.sync.routes import Cells, OwnRoutes, dealt
-from spmdrl.sync.tables import Array
+from spmdrl.sync.tables import DTYPES, ITEMSIZES, Array, FileTable
+from spmdrl.world.machine.hardware import LinkCost
 
 _ALIGN = 16  # bytes; blocks start at a multiple of it, so that any dtype can view them
 _UNEVEN = 1.1  # the most that replicas, which gather parts of equal size, may pad
@@ -247,3 +252,68 @@ def _sliced(
 def _in_order(parts: Sequence[Slices]) -> Slices:
     joined = Slices.join(parts)
     return joined.rows(numpy.lexsort((joined.at, joined.bucket)))
+
+
+LARGEST = 512 * 2**20
+"""Bytes: of each, a rank has two."""
+
+
+def best_count(nbytes: float, link: LinkCost, *, messages: float, is_gathered: bool) -> int:
+    """Return the number of buckets with which a push takes least time.
+
+    Args:
+        nbytes: that the busiest rank sends or takes.
+        messages: that a rank sends and takes in a bucket.
+        is_gathered: whether replicas of an engine gather parts.
+    """
+    round_s, byte_s = _costs(link, messages=messages, is_gathered=is_gathered)
+    least = max(1, math.ceil(nbytes / LARGEST), math.floor(math.sqrt(nbytes * byte_s / round_s)))
+    return min(least, least + 1, key=lambda count: count * round_s + nbytes / count * byte_s)
+
+
+def overhead_s(
+    nbytes: float, count: int, link: LinkCost, *, messages: float, is_gathered: bool
+) -> float:
+    """Return the seconds of a push in `count` buckets besides those in which bytes travel."""
+    round_s, byte_s = _costs(link, messages=messages, is_gathered=is_gathered)
+    return count * round_s + nbytes / count * byte_s
+
+
+def _costs(link: LinkCost, *, messages: float, is_gathered: bool) -> tuple[float, float]:
+    """Return c and e, see above."""
+    alone = 2 / link.copy_bytes_per_s + is_gathered / link.bytes_per_s
+    return link.round_s + messages * link.message_s, alone
+
+
+def choose_buckets(traffic: Traffic, link: LinkCost) -> int:
+    """Return in how many buckets a push of this traffic is to travel."""
+    whole = max(int(own.max(initial=0)) for own in traffic.bucket_bytes(1))
+    is_gathered = any(len(ranks) > 1 for ranks in traffic.receivers)
+    wished = best_count(whole, link, messages=traffic.messages, is_gathered=is_gathered)
+    return count_buckets(traffic, -(-whole // wished) + 64)
+
+
+class Piece(NamedTuple):
+    """A box of a file tensor that one rank sends to another."""
+
+    source: int
+    target: int
+    at: int  # byte of the bucket at which its block begins
+    want: int  # index in the wants of the target
+    name: str
+    box: Box
+    dtype: torch.dtype  # on the wire, and of the engine
+    nbytes: int  # on the wire
+
+
+def pieces_of(slices: Slices, table: FileTable) -> Iterator[Piece]:
+    """Yield the boxes that rows are, in their order; a span of a box may be several."""
+    itemsizes = ITEMSIZES.tolist()
+    columns = (slices.source, slices.target, slices.at, slices.want, slices.file, slices.dtype)
+    for row, (source, target, at, want, file, dtype) in enumerate(
+        zip(*(column.tolist() for column in columns))
+    ):
+        cell = table.box(file, slices.start[row], slices.shape[row])
+        for box in cell.span(int(slices.first[row]), int(slices.last[row])):
+            nbytes = box.numel * itemsizes[dtype]  # torch.dtype.itemsize takes 50 us
+            yield Piece(source, target, at, want, table.names[file], box, DTYPES[dtype], nbytes)
