@@ -175,7 +175,7 @@ def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
         push_s.append(seconds_of(lambda: stream.push(version), world))
         plain_s.append(seconds_of(plain, world))
     gigabytes, traffic = stream.nbytes / 1e9, stream.plans[0].traffic
-    moved = sum(map(sum, sent_bytes(stream, world))) + int(traffic.nbytes[traffic.keeps].sum())
+    moved = sum(map(sum, sent_bytes(stream, world))) + int(traffic.nbytes[traffic.is_local].sum())
     assert moved == stream.nbytes, f"plain moves {moved} bytes, the push {stream.nbytes}"
     planned_s = planned_seconds(cfg)
     found = {

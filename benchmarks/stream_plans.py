@@ -166,7 +166,7 @@ def plan_world(world: World) -> None:
     holders = Holders([(range(world.trainers), cuts)], table)
     sums = numpy.zeros((size, tp, 2), numpy.int64)
     for at, own in enumerate(said):
-        cells = routes_to(Wants.unpack(unpack(own)[0]), receivers[at], holders=holders, turn=at)
+        cells = routes_to(Wants.unpack(unpack(own)[0]), receivers[at], holders=holders, receiver=at)
         sums[:, at] = route_sums(cells, cells.source, size)
     greeting = 4 * 32 + 200  # bytes, packed
     gathered = sum(map(len, (held, *said))) + size * (greeting + sums[0].nbytes + 200)
@@ -194,11 +194,11 @@ def plan_rank(rank: int, mine: Any, heard: Any, table: Any, sums: Any) -> dict[s
     """Plan as one rank does, but for waiting for others."""
     from spmdrl.sync.buckets import Traffic, choose_buckets, cut_routes
     from spmdrl.sync.negotiation import (
-        Described,
+        Negotiation,
         describe_held,
         describe_wanted,
-        sums_sent,
-        sums_taken,
+        received_sums,
+        sent_sums,
     )
 
     Path("/proc/self/clear_refs").write_text("5")
@@ -206,12 +206,12 @@ def plan_rank(rank: int, mine: Any, heard: Any, table: Any, sums: Any) -> dict[s
     for own in (describe_held(mine[0]), describe_wanted([mine[1]], table)):
         hashlib.sha256(own).digest()
     table.digest()
-    described = Described(*heard, table=table)
+    described = Negotiation(*heard, table=table)
     (routes,) = described.routes(rank)
-    assert numpy.array_equal(sums_sent(routes), sums[rank])
+    assert numpy.array_equal(sent_sums(routes), sums[rank])
     index = [i for i, ranks in enumerate(described.receivers) if rank in ranks]
     if index:
-        assert numpy.array_equal(sums_taken(routes, len(sums)), sums[:, index[0]])
+        assert numpy.array_equal(received_sums(routes, len(sums)), sums[:, index[0]])
     traffic = Traffic(described.receivers, sums[..., 0])
     number = choose_buckets(traffic, gpu_link(GPUS["H100"], is_one_node=False))
     plan = cut_routes(rank, traffic, num_buckets=number, routes=routes)

@@ -12,7 +12,13 @@ import torch
 from spmdrl.model.cuts import CutAxis, TensorCut
 from spmdrl.model.shards import Box, Part
 from spmdrl.sync.buckets import Slices, StreamPlan, Traffic, count_buckets, cut_routes, pieces_of
-from spmdrl.sync.negotiation import Described, describe_held, describe_wanted, sums_sent, sums_taken
+from spmdrl.sync.negotiation import (
+    Negotiation,
+    describe_held,
+    describe_wanted,
+    received_sums,
+    sent_sums,
+)
 from spmdrl.sync.tables import FileTable, Want
 
 
@@ -33,16 +39,16 @@ def plan_all(
 ) -> list[StreamPlan]:
     """Return every rank's plan, after the sums of sources and receivers were found equal."""
     table, world_size = FileTable(parts), len(held)
-    described = Described(
+    described = Negotiation(
         distinct([describe_held(own) for own in held]),
         distinct([describe_wanted([own], table) for own in wants]),
         table=table,
     )
     routes = [next(iter(described.routes(rank))) for rank in range(world_size)]
-    sums = numpy.stack([sums_sent(own) for own in routes])
+    sums = numpy.stack([sent_sums(own) for own in routes])
     for index, ranks in enumerate(described.receivers):
         for rank in ranks:
-            assert numpy.array_equal(sums_taken(routes[rank], world_size), sums[:, index])
+            assert numpy.array_equal(received_sums(routes[rank], world_size), sums[:, index])
     traffic = Traffic(described.receivers, sums[..., 0])
     number = count_buckets(traffic, bucket_bytes)
     return [
@@ -58,7 +64,7 @@ def at(box: Box, inside: Box) -> tuple[slice, ...]:
 def sources_of(plan: StreamPlan, wants: list[Want], table: FileTable) -> list[numpy.ndarray]:
     """Return per want of a rank the source of each element, each of which comes once."""
     found = [numpy.full(want.box.shape, -1) for want in wants]
-    for piece in pieces_of(plan.taken, table):
+    for piece in pieces_of(plan.received, table):
         want, own = wants[piece.want], found[piece.want]
         assert (piece.name, piece.dtype) == (want.name, want.dtype)
         place = at(piece.box, want.box)
@@ -71,10 +77,10 @@ def check_both_sides(plans: Sequence[StreamPlan], table: FileTable) -> None:
     """Hold what each rank sends in each bucket against what the other awaits."""
     awaited, sent = {}, {}
     for plan in plans:
-        own = _listed(plan.taken, table)
+        own = _listed(plan.received, table)
         assert all(target in plan.replicas for _, _, target in own)
         for rank in plan.replicas:  # all replicas know what each of them gets
-            assert own == _listed(plans[rank].taken, table)
+            assert own == _listed(plans[rank].received, table)
         awaited |= {key: v for key, v in own.items() if key[2] == plan.rank != key[1]}
         own = _listed(plan.sent, table)
         assert all(source == plan.rank for _, source, _ in own)
@@ -86,7 +92,7 @@ def _listed(slices: Slices, table: FileTable) -> dict[tuple[int, int, int], list
     """Return {(bucket, source, target): what travels, in order}."""
     found: dict[tuple[int, int, int], list] = {}
     for bucket in numpy.unique(slices.bucket).tolist():
-        for piece in pieces_of(slices.of(bucket), table):
+        for piece in pieces_of(slices.in_bucket(bucket), table):
             key = bucket, piece.source, piece.target
             found.setdefault(key, []).append((piece.name, piece.box, piece.dtype))
     return found

@@ -60,13 +60,13 @@ def test_what_one_rank_sends_in_a_bucket_the_other_awaits(seed, bucket_bytes):
 def test_no_bucket_is_larger_than_asked_and_blocks_hold_their_slices(seed, bucket_bytes):
     held, wants, parts = random_mesh_pair(seed)
     for plan in plan_all(held, wants, parts, bucket_bytes=bucket_bytes):
-        blocks = plan.traffic.blocks(plan.num_buckets)
+        blocks = plan.traffic.block_bytes(plan.num_buckets)
         assert max(plan.bucket_bytes) <= bucket_bytes or blocks.max() <= 32
-        for rows, size in zip((plan.sent, plan.taken), plan.bucket_bytes):
+        for rows, size in zip((plan.sent, plan.received), plan.bucket_bytes):
             places: dict[tuple[int, int], int] = {}
             used = numpy.zeros((plan.num_buckets, size), bool)
             for row in range(len(rows.bucket)):
-                key = int(rows.bucket[row]), int(rows.at[row])
+                key = int(rows.bucket[row]), int(rows.offset[row])
                 begin = places.get(key, key[1])
                 end = begin + int(rows.nbytes[row])
                 assert begin % DTYPES[rows.dtype[row]].itemsize == 0
@@ -84,7 +84,7 @@ def test_each_byte_leaves_the_trainers_once_however_many_replicas(seed):
     nbytes = sum(w.box.numel * w.dtype.itemsize for own in distinct for w in own)
     assert plans[0].nbytes == nbytes
     sent = sum(int(plan.sent.nbytes.sum()) for plan in plans)
-    kept = int(plans[0].traffic.nbytes[plans[0].traffic.keeps].sum())
+    kept = int(plans[0].traffic.nbytes[plans[0].traffic.is_local].sum())
     assert sent + kept == nbytes
 
 
@@ -110,7 +110,7 @@ def test_replicas_take_equal_parts_and_a_colocated_source_keeps_its_own():
     assert [plan.sent.target.tolist() for plan in split[:2]] == [[2], [3]]
     colocated = plan_all(halves, [want, want], parts, bucket_bytes=2**20)
     for plan in colocated:
-        assert not len(plan.sent.target) and plan.taken.target.tolist() == [0, 1]
+        assert not len(plan.sent.target) and plan.received.target.tolist() == [0, 1]
 
 
 def test_a_slow_source_with_much_to_send_spreads_it_over_all_replicas():

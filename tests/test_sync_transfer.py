@@ -71,6 +71,11 @@ def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.Monke
     clock = itertools.accumulate(itertools.repeat(1.0))  # each event takes a second
     monkeypatch.setattr(stream, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(stream, "await_all", lambda group: [next(clock) for _ in range(100)])
+
+    def push_weights() -> int:
+        next(clock)
+        return 6 * 10**9
+
     pushing = object.__new__(stream.WeightStream)
     vars(pushing).update(
         mode="traced",
@@ -85,8 +90,7 @@ def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.Monke
             is_inference=False,
         ),
         _handover=SimpleNamespace(wake_weights=lambda: next(clock), wake_cache=dict),
-        _push_weights=lambda: next(clock),
-        _weights=SimpleNamespace(plans=[SimpleNamespace(nbytes=6e9)]),
+        _push_weights=push_weights,
     )
     assert pushing.push(7) == {
         "sync/bytes": (6e9, 1.0),

@@ -1,15 +1,26 @@
-"""How the routes of a push are cut into buckets, and what one rank sends and takes in each.
+"""What travels in which bucket: how routes are cut into buckets, how many, and where pieces lie.
 
-A route is cut into slices of equal bytes, `ways` of them in each bucket, wherever that falls in a
-cell. So every bucket carries the same traffic from every source: senders stay balanced within
-each, block sizes are constants, and the bound on memory is arithmetic. A slice goes to one rank of
-the receiver, another one in each bucket; with few sources to many replicas, to several at once.
+A route is cut into slices of equal bytes, `fanout` of them in each bucket, wherever the cut falls
+in a cell. So every bucket carries the same traffic from every source: senders stay balanced within
+each bucket, the sizes of blocks are constants, and the bound on memory is arithmetic. A slice goes
+to one rank of the receiver, and to another one in the next bucket. With few sources and many
+replicas, a source sends to several ranks in each bucket.
+
+Where stream.bucket_bytes does not say how large a bucket is, the model is: a push in K buckets, of
+which the busiest rank sends or receives B bytes in all, takes about
+
+    B / link + K * c + (B / K) * e    seconds.
+
+c is what a round costs before its first byte: its start, and something for each message that a
+rank sends or receives. e is what a byte costs that overlaps with nothing: the first bucket is
+packed before anything travels, and the last one is gathered among replicas and written after
+everything has arrived. The least is at K = sqrt(B * e / c).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -18,140 +29,225 @@ import numpy
 import torch
 
 from spmdrl.model.shards import Box
-from spmdrl.sync.routes import Cells, OwnRoutes, dealt
+from spmdrl.sync.routes import Cells, RankRoutes, split_lines
 from spmdrl.sync.tables import DTYPES, ITEMSIZES, Array, FileTable
 from spmdrl.world.machine.hardware import LinkCost
 
-_ALIGN = 16  # bytes; blocks start at a multiple of it, so that any dtype can view them
-_UNEVEN = 1.1  # the most that replicas, which gather parts of equal size, may pad
-_SMALLEST_BLOCK = 2 * _ALIGN  # of a few elements: no bucket count makes it less
+LARGEST = 512 * 2**20
+"""Bytes of the largest bucket that is chosen; a rank has two to send and two to receive."""
+
+_ALIGN = 16  # bytes; a block starts at a multiple of it, so that any dtype can view it
+_SMALLEST_BLOCK = 2 * _ALIGN  # a few elements: more buckets do not make a block smaller
+_UNEVEN = 1.1  # how much more than the mean a replica may receive: parts are gathered at equal size
+
+
+# --------------------------------------------------------------------------- bytes and places
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of every route, and how much room they take in a bucket.
-
-    Equal on every rank.
-    """
+    """The bytes of every route, and how much room they take in a bucket; equal on every rank."""
 
     receivers: tuple[tuple[int, ...], ...]  # ranks of each, ascending
     nbytes: Array  # [world, receivers] int64: of each route
 
     @cached_property
-    def keeps(self) -> Array:
-        """[world, receivers] bool: the source is itself of the receiver, and keeps its share."""
-        keeps = numpy.zeros(self.nbytes.shape, bool)
+    def is_local(self) -> Array:
+        """[world, receivers] bool: the source is in the receiver itself, and keeps its share."""
+        is_member = numpy.zeros(self.nbytes.shape, bool)
         for index, ranks in enumerate(self.receivers):
-            keeps[list(ranks), index] = True
-        return keeps & (self.nbytes > 0)
+            is_member[list(ranks), index] = True
+        return is_member & (self.nbytes > 0)
 
     @cached_property
-    def order(self) -> Array:
-        """[world, receivers] int64: number of a source among those outside the receiver."""
-        outside = (self.nbytes > 0) & ~self.keeps
-        return outside.cumsum(axis=0) - outside
+    def is_remote(self) -> Array:
+        """[world, receivers] bool: the source sends to a receiver that it is not in."""
+        return (self.nbytes > 0) & ~self.is_local
 
     @cached_property
-    def ways(self) -> Array:
-        """[receivers] int64: targets of a source outside in one bucket. The fewer, the fewer
-        messages; targets get as much each, or about."""
+    def source_index(self) -> Array:
+        """[world, receivers] int64: the number of a source among the remote ones of a receiver."""
+        return self.is_remote.cumsum(axis=0) - self.is_remote
+
+    @cached_property
+    def fanout(self) -> Array:
+        """[receivers] int64: how many ranks of a receiver a remote source sends to in one bucket.
+
+        It is as small as possible, for few messages, while all ranks get about the same bytes.
+        """
         found = []
         for index, ranks in enumerate(self.receivers):
-            nbytes = self.nbytes[:, index][~self.keeps[:, index]]
-            found.append(_ways(nbytes[nbytes > 0], len(ranks)))
+            nbytes = self.nbytes[:, index][self.is_remote[:, index]]
+            found.append(_smallest_fanout(nbytes, len(ranks)))
         return numpy.array(found, numpy.int64)
 
-    def slices(self, num_buckets: int) -> Array:
-        """Return [world, receivers] int64: the slices of each route."""
-        return num_buckets * numpy.where(self.keeps, 1, self.ways)
+    def num_slices(self, num_buckets: int) -> Array:
+        """Return [world, receivers] int64: the number of slices of each route."""
+        return num_buckets * numpy.where(self.is_local, 1, self.fanout)
 
     def slack(self, num_buckets: int) -> Array:
         """Return [world, receivers] int64: bytes by which a cut may move to the start of a row."""
-        slices = self.slices(num_buckets)
-        return numpy.where(slices > 1, self.nbytes // slices // 16, 0)
+        num_slices = self.num_slices(num_buckets)
+        return numpy.where(num_slices > 1, self.nbytes // num_slices // 16, 0)
 
-    def blocks(self, num_buckets: int) -> Array:
-        """Return [world, receivers] int64: the room that a slice of each route takes, bytes."""
-        slices = self.slices(num_buckets)
+    def block_bytes(self, num_buckets: int) -> Array:
+        """Return [world, receivers] int64: the room in bytes for a slice of each route."""
         # A cut falls on an element: a slice may be up to one 8-byte element longer.
-        longest = -(-self.nbytes // slices) + 7 + self.slack(num_buckets)
-        room = -(-longest // _ALIGN) * _ALIGN
-        return numpy.where(self.nbytes > 0, room, 0)
+        longest = -(-self.nbytes // self.num_slices(num_buckets)) + 7 + self.slack(num_buckets)
+        aligned = -(-longest // _ALIGN) * _ALIGN
+        return numpy.where(self.nbytes > 0, aligned, 0)
 
-    def targets(self, receiver: int, bucket: int = 0) -> Array:
-        """Return [world, ways] int64: which ranks of a receiver a source outside it sends to."""
-        ways = int(self.ways[receiver])
-        first = (self.order[:, receiver] + bucket) * ways
-        return (first[:, None] + numpy.arange(ways)) % len(self.receivers[receiver])
+    def targets(self, receiver: int) -> Array:
+        """Return [world, fanout] int64: to which ranks of a receiver a source sends in bucket 0.
 
-    def places(self, receiver: int, num_buckets: int) -> tuple[Array, int]:
-        """Return where blocks lie in the part of the rank that gets them, and a part's bytes.
-
-        Which blocks meet in a part is the same in every bucket, of another rank each time.
-
-        Returns: [world, ways] int64 (a source that keeps its share has the first), and an int.
+        These are indices into the receiver's ranks; only the rows of remote sources count.
         """
-        blocks = self.blocks(num_buckets)[:, receiver]
-        keeps = self.keeps[:, receiver]
-        kept = int(blocks[keeps].max(initial=0))
+        fanout = int(self.fanout[receiver])
+        first = self.source_index[:, receiver] * fanout
+        return (first[:, None] + numpy.arange(fanout)) % len(self.receivers[receiver])
+
+    def block_offsets(self, receiver: int, num_buckets: int) -> tuple[Array, int]:
+        """Return where blocks lie in the part of the rank that receives them.
+
+        The blocks that share a part are the same in every bucket; the rank that receives them is
+        another one each time.
+
+        Returns: [world, fanout] int64 bytes (a local source has column 0), and the bytes of a part.
+        """
+        blocks = self.block_bytes(num_buckets)[:, receiver]
+        is_local = self.is_local[:, receiver]
+        local_bytes = int(blocks[is_local].max(initial=0))
         targets = self.targets(receiver)
-        room = numpy.where(keeps, 0, blocks)[:, None].repeat(targets.shape[1], axis=1)
-        places = numpy.zeros_like(room)
+        remote_blocks = numpy.where(is_local, 0, blocks)
+        room = remote_blocks[:, None].repeat(targets.shape[1], axis=1)
+        offsets = numpy.zeros_like(room)
         fullest = 0
         for target in range(len(self.receivers[receiver])):
-            meet = targets == target
-            ends = room[meet].cumsum()
-            places[meet] = kept + ends - room[meet]
-            fullest = max(fullest, int(ends[-1]) if len(ends) else 0)
-        places[keeps] = 0
-        return places, kept + fullest
+            same_target = targets == target
+            ends = room[same_target].cumsum()
+            offsets[same_target] = local_bytes + ends - room[same_target]
+            if len(ends):
+                fullest = max(fullest, int(ends[-1]))
+        offsets[is_local] = 0
+        return offsets, local_bytes + fullest
 
     def bucket_bytes(self, num_buckets: int) -> tuple[Array, Array]:
         """Return [world] int64 each: the bytes of one send bucket and of one receive bucket."""
-        blocks = self.blocks(num_buckets)
-        sent = (numpy.where(self.keeps, 0, blocks) * self.ways).sum(axis=1)
-        taken: Array = numpy.zeros(len(blocks), numpy.int64)
+        remote_blocks = numpy.where(self.is_local, 0, self.block_bytes(num_buckets))
+        sent = (remote_blocks * self.fanout).sum(axis=1)
+        received: Array = numpy.zeros(len(sent), numpy.int64)
         for index, ranks in enumerate(self.receivers):
-            # The parts of all replicas, gathered at equal size.
-            taken[list(ranks)] = len(ranks) * self.places(index, num_buckets)[1]
-        return sent, taken
+            _, part = self.block_offsets(index, num_buckets)
+            received[list(ranks)] = len(ranks) * part  # replicas gather parts of equal size
+        return sent, received
+
+    def largest_bucket(self, num_buckets: int) -> int:
+        """Return the bytes of the largest bucket of any rank."""
+        sent, received = self.bucket_bytes(num_buckets)
+        return max(int(sent.max(initial=0)), int(received.max(initial=0)))
 
     @property
-    def messages(self) -> int:
-        """The most blocks that a rank sends and takes in a bucket."""
-        outside = (self.nbytes > 0) & ~self.keeps
-        count = (outside * self.ways).sum(axis=1)
+    def max_messages(self) -> int:
+        """The most blocks that any rank sends and receives in a bucket."""
+        count = (self.is_remote * self.fanout).sum(axis=1)
         for index, ranks in enumerate(self.receivers):
-            meet = numpy.bincount(self.targets(index)[outside[:, index]].ravel())
-            count[list(ranks)] += meet.max(initial=0)
+            of_remote = self.targets(index)[self.is_remote[:, index]]
+            count[list(ranks)] += numpy.bincount(of_remote.ravel()).max(initial=0)
         return int(count.max(initial=0))
 
 
-def _ways(nbytes: Array, targets: int) -> int:
-    """Return the least divisor of `targets` with which each of them gets about as much.
+def _smallest_fanout(nbytes: Array, num_targets: int) -> int:
+    """Return the least divisor of `num_targets` with which each target gets about as much.
 
     Args:
-        nbytes: [sources] int64, in the order of Traffic.order.
+        nbytes: [sources] int64, of the remote sources in the order of Traffic.source_index.
     """
-    for ways in (n for n in range(1, targets) if targets % n == 0):
-        groups: Array = numpy.arange(len(nbytes)) % (targets // ways)
-        loads = numpy.bincount(groups, nbytes, targets // ways)
+    for fanout in range(1, num_targets):
+        if num_targets % fanout:
+            continue
+        num_groups = num_targets // fanout
+        groups: Array = numpy.arange(len(nbytes)) % num_groups
+        loads = numpy.bincount(groups, nbytes, num_groups)
         if loads.max() <= _UNEVEN * loads.mean():
-            return ways
-    return targets
+            return fanout
+    return num_targets
+
+
+# --------------------------------------------------------------------------- how many buckets
+
+
+def count_buckets(traffic: Traffic, bucket_bytes: int) -> int:
+    """Return the fewest buckets that are within `bucket_bytes` on every rank.
+
+    With so many ranks that a few elements for each do not fit, a bucket is as small as it can be.
+    """
+    number = max(1, -(-traffic.largest_bucket(1) // bucket_bytes))
+    while (
+        traffic.largest_bucket(number) > bucket_bytes
+        and traffic.block_bytes(number).max() > _SMALLEST_BLOCK
+    ):
+        number += max(1, number // 16)
+    return number
+
+
+def choose_buckets(traffic: Traffic, link: LinkCost) -> int:
+    """Return the number of buckets with which a push of this traffic takes least time."""
+    nbytes = traffic.largest_bucket(1)
+    is_gathered = any(len(ranks) > 1 for ranks in traffic.receivers)
+    best = best_count(nbytes, link, messages=traffic.max_messages, is_gathered=is_gathered)
+    return count_buckets(traffic, -(-nbytes // best) + 64)
+
+
+def best_count(nbytes: float, link: LinkCost, *, messages: float, is_gathered: bool) -> int:
+    """Return the number of buckets with which a push takes least time.
+
+    Args:
+        nbytes: what the busiest rank sends or receives.
+        messages: how many a rank sends and receives in a bucket.
+        is_gathered: whether replicas of an engine gather parts.
+    """
+    round_s, byte_s = _costs(link, messages=messages, is_gathered=is_gathered)
+    optimum = math.floor(math.sqrt(nbytes * byte_s / round_s))
+    count = max(1, math.ceil(nbytes / LARGEST), optimum)
+
+    def seconds(count: int) -> float:
+        return count * round_s + nbytes / count * byte_s
+
+    return min(count, count + 1, key=seconds)
+
+
+def overhead_s(
+    nbytes: float, count: int, link: LinkCost, *, messages: float, is_gathered: bool
+) -> float:
+    """Return the seconds of a push in `count` buckets in which no bytes travel; see best_count."""
+    round_s, byte_s = _costs(link, messages=messages, is_gathered=is_gathered)
+    return count * round_s + nbytes / count * byte_s
+
+
+def _costs(link: LinkCost, *, messages: float, is_gathered: bool) -> tuple[float, float]:
+    """Return c, seconds for a bucket, and e, seconds for a byte; see the top of this file."""
+    round_s = link.round_s + messages * link.message_s
+    byte_s = 2 / link.copy_bytes_per_s
+    if is_gathered:
+        byte_s += 1 / link.bytes_per_s
+    return round_s, byte_s
+
+
+# --------------------------------------------------------------------------- one rank's plan
 
 
 @dataclass(frozen=True)
 class Slices(Cells):
-    """Cells on the wire, a row each: by bucket, then by block, in each in the order of the line."""
+    """Pieces on the wire: ordered by bucket, then by block, then as on their route."""
 
     bucket: Array  # [N] int64
-    target: Array  # [N] int64: rank that the block goes to
-    at: Array  # [N] int64: byte of the bucket at which the block begins
+    target: Array  # [N] int64: the rank that receives the block
+    offset: Array  # [N] int64: byte of the bucket at which the block begins
 
-    def of(self, bucket: int) -> Slices:
-        """Return those of one bucket."""
-        return self.rows(slice(*self.bucket.searchsorted([bucket, bucket + 1])))
+    def in_bucket(self, bucket: int) -> Slices:
+        """Return the pieces of one bucket."""
+        first, last = self.bucket.searchsorted([bucket, bucket + 1])
+        return self.rows(slice(first, last))
 
 
 @dataclass(frozen=True)
@@ -161,136 +257,89 @@ class StreamPlan:
     rank: int
     traffic: Traffic
     num_buckets: int
-    sent: Slices  # to ranks of receivers that this rank is not of
-    taken: Slices  # all that comes to the receiver that this rank is of, by whichever rank of it
+    sent: Slices  # by this rank, to receivers that it is not in
+    received: Slices  # by any rank of the receiver that this rank is in
 
     @property
     def nbytes(self) -> int:
-        """Bytes that leave the sources in one push, all of them together."""
+        """Bytes that leave all sources together in one push."""
         return int(self.traffic.nbytes.sum())
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Ranks of the receiver that this rank is of, () if it wants nothing."""
-        return next((own for own in self.traffic.receivers if self.rank in own), ())
+        """Ranks of the receiver that this rank is in; () if it wants nothing."""
+        for ranks in self.traffic.receivers:
+            if self.rank in ranks:
+                return ranks
+        return ()
 
     @property
-    def held_here(self) -> Slices:
-        """What this rank is the source of, sent or kept."""
-        kept = self.taken.rows((self.taken.source == self.rank) & (self.taken.target == self.rank))
-        return Slices.join([self.sent, kept])
+    def from_this_rank(self) -> Slices:
+        """The pieces of which this rank is the source, sent or kept."""
+        is_kept = (self.received.source == self.rank) & (self.received.target == self.rank)
+        return Slices.join([self.sent, self.received.rows(is_kept)])
 
     @cached_property
     def bucket_bytes(self) -> tuple[int, int]:
         """Bytes of this rank's send bucket and of its receive bucket."""
-        sent, taken = self.traffic.bucket_bytes(self.num_buckets)
-        return int(sent[self.rank]), int(taken[self.rank])
+        sent, received = self.traffic.bucket_bytes(self.num_buckets)
+        return int(sent[self.rank]), int(received[self.rank])
 
 
-def count_buckets(traffic: Traffic, bucket_bytes: int) -> int:
-    """Return the fewest buckets that are within `bucket_bytes` on every rank.
-
-    With so many ranks that a few elements for each do not fit, a bucket is as small as it can be.
-    """
-    number = max(1, -(-_largest(traffic, 1) // bucket_bytes))
-    while (
-        _largest(traffic, number) > bucket_bytes and traffic.blocks(number).max() > _SMALLEST_BLOCK
-    ):
-        number += max(1, number // 16)
-    return number
-
-
-def _largest(traffic: Traffic, num_buckets: int) -> int:
-    return int(numpy.max(traffic.bucket_bytes(num_buckets)))
-
-
-def cut_routes(rank: int, traffic: Traffic, *, num_buckets: int, routes: OwnRoutes) -> StreamPlan:
-    """TensorCut a rank's routes into buckets."""
-    blocks, end = traffic.blocks(num_buckets)[rank], 0
-    sent, taken = [], []
+def cut_routes(rank: int, traffic: Traffic, *, num_buckets: int, routes: RankRoutes) -> StreamPlan:
+    """Cut a rank's routes into buckets."""
+    blocks = traffic.block_bytes(num_buckets)[rank]
+    end = 0
+    sent = []
     for index, cells in enumerate(routes.sent):
-        ways = int(traffic.ways[index])
-        places = end + numpy.arange(ways) * blocks[index]
-        sent.append(_sliced(cells, traffic, index, num_buckets=num_buckets, places=places[None]))
-        if traffic.keeps[rank, index]:
-            sent[-1] = sent[-1].rows(slice(0))  # it is among what it takes
+        fanout = int(traffic.fanout[index])
+        offsets = end + numpy.arange(fanout) * blocks[index]
+        slices = _slice(cells, traffic, index, num_buckets=num_buckets, offsets=offsets[None])
+        if traffic.is_local[rank, index]:
+            slices = slices.rows(slice(0))  # they are among what this rank receives
         else:
-            end += ways * int(blocks[index])
+            end += fanout * int(blocks[index])
+        sent.append(slices)
+    received = sent[0].rows(slice(0))
     for index, ranks in enumerate(traffic.receivers):
-        if rank in ranks and routes.taken:
-            places, part = traffic.places(index, num_buckets)
-            own = _sliced(routes.taken, traffic, index, num_buckets=num_buckets, places=places)
-            own.at[:] += numpy.array(ranks).searchsorted(own.target) * part
-            taken.append(own)
-    taken = taken or [sent[0].rows(slice(0))]
-    return StreamPlan(rank, traffic, num_buckets, _in_order(sent), _in_order(taken))
+        if rank in ranks and routes.received:
+            offsets, part = traffic.block_offsets(index, num_buckets)
+            received = _slice(
+                routes.received, traffic, index, num_buckets=num_buckets, offsets=offsets
+            )
+            # The receive bucket is the parts of all replicas, in order.
+            received.offset[:] += numpy.array(ranks).searchsorted(received.target) * part
+    return StreamPlan(
+        rank, traffic, num_buckets, sent=_in_order(Slices.join(sent)), received=_in_order(received)
+    )
 
 
-def _sliced(
-    cells: Cells, traffic: Traffic, receiver: int, *, num_buckets: int, places: Array
+def _slice(
+    cells: Cells, traffic: Traffic, receiver: int, *, num_buckets: int, offsets: Array
 ) -> Slices:
-    """TensorCut routes to one receiver into slices.
+    """Cut routes to one receiver into slices.
 
     Args:
-        places: [world or 1, ways]: where blocks lie.
+        offsets: [world or 1, fanout] int64: where blocks lie.
     """
+    num_slices = traffic.num_slices(num_buckets)[cells.source, receiver]
+    slack = traffic.slack(num_buckets)[cells.source, receiver]
+    pieces, number = split_lines(cells, num_slices, slack=slack)
+    source = pieces.source
+    is_local = traffic.is_local[source, receiver]
+    fanout = numpy.where(is_local, 1, traffic.fanout[receiver])
+    bucket, block = numpy.divmod(number, fanout)
+    # Sources take turns: each bucket goes to the next ranks of the receiver.
+    turn = (traffic.source_index[source, receiver] + bucket) * fanout + block
     ranks = numpy.array(traffic.receivers[receiver])
-    slices, slack = (
-        of(num_buckets)[cells.source, receiver] for of in (traffic.slices, traffic.slack)
-    )
-    pieces, index = dealt(cells, slices, slack=slack)
-    source, keeps = pieces.source, traffic.keeps[pieces.source, receiver]
-    ways = numpy.where(keeps, 1, traffic.ways[receiver])
-    bucket, way = numpy.divmod(index, ways)
-    turn = (traffic.order[source, receiver] + bucket) * ways + way
-    target = numpy.where(keeps, source, ranks[turn % len(ranks)])
-    at = places[source % len(places), way]
-    columns: list[Array] = [*pieces.columns, bucket, target, at]
+    target = numpy.where(is_local, source, ranks[turn % len(ranks)])
+    offset = offsets[source % len(offsets), block]
+    columns: list[Array] = [*pieces.columns, bucket, target, offset]
     return Slices(*columns)
 
 
-def _in_order(parts: Sequence[Slices]) -> Slices:
-    joined = Slices.join(parts)
-    return joined.rows(numpy.lexsort((joined.at, joined.bucket)))
-
-
-LARGEST = 512 * 2**20
-"""Bytes: of each, a rank has two."""
-
-
-def best_count(nbytes: float, link: LinkCost, *, messages: float, is_gathered: bool) -> int:
-    """Return the number of buckets with which a push takes least time.
-
-    Args:
-        nbytes: that the busiest rank sends or takes.
-        messages: that a rank sends and takes in a bucket.
-        is_gathered: whether replicas of an engine gather parts.
-    """
-    round_s, byte_s = _costs(link, messages=messages, is_gathered=is_gathered)
-    least = max(1, math.ceil(nbytes / LARGEST), math.floor(math.sqrt(nbytes * byte_s / round_s)))
-    return min(least, least + 1, key=lambda count: count * round_s + nbytes / count * byte_s)
-
-
-def overhead_s(
-    nbytes: float, count: int, link: LinkCost, *, messages: float, is_gathered: bool
-) -> float:
-    """Return the seconds of a push in `count` buckets besides those in which bytes travel."""
-    round_s, byte_s = _costs(link, messages=messages, is_gathered=is_gathered)
-    return count * round_s + nbytes / count * byte_s
-
-
-def _costs(link: LinkCost, *, messages: float, is_gathered: bool) -> tuple[float, float]:
-    """Return c and e, see above."""
-    alone = 2 / link.copy_bytes_per_s + is_gathered / link.bytes_per_s
-    return link.round_s + messages * link.message_s, alone
-
-
-def choose_buckets(traffic: Traffic, link: LinkCost) -> int:
-    """Return in how many buckets a push of this traffic is to travel."""
-    whole = max(int(own.max(initial=0)) for own in traffic.bucket_bytes(1))
-    is_gathered = any(len(ranks) > 1 for ranks in traffic.receivers)
-    wished = best_count(whole, link, messages=traffic.messages, is_gathered=is_gathered)
-    return count_buckets(traffic, -(-whole // wished) + 64)
+def _in_order(slices: Slices) -> Slices:
+    return slices.rows(numpy.lexsort((slices.offset, slices.bucket)))
 
 
 class Piece(NamedTuple):
@@ -298,22 +347,36 @@ class Piece(NamedTuple):
 
     source: int
     target: int
-    at: int  # byte of the bucket at which its block begins
+    offset: int  # byte of the bucket at which its block begins
     want: int  # index in the wants of the target
     name: str
     box: Box
-    dtype: torch.dtype  # on the wire, and of the engine
+    dtype: torch.dtype  # on the wire and in the engine
     nbytes: int  # on the wire
 
 
 def pieces_of(slices: Slices, table: FileTable) -> Iterator[Piece]:
-    """Yield the boxes that rows are, in their order; a span of a box may be several."""
+    """Yield the boxes of each row, in order; a row whose elements are no box gives several."""
+    # Python integers: reading numpy scalars, or torch.dtype.itemsize (50 us), would take longer.
     itemsizes = ITEMSIZES.tolist()
-    columns = (slices.source, slices.target, slices.at, slices.want, slices.file, slices.dtype)
-    for row, (source, target, at, want, file, dtype) in enumerate(
-        zip(*(column.tolist() for column in columns))
-    ):
+    sources = slices.source.tolist()
+    targets = slices.target.tolist()
+    offsets = slices.offset.tolist()
+    wants = slices.want.tolist()
+    files = slices.file.tolist()
+    dtypes = slices.dtype.tolist()
+    firsts = slices.first.tolist()
+    lasts = slices.last.tolist()
+    for row, file in enumerate(files):
         cell = table.box(file, slices.start[row], slices.shape[row])
-        for box in cell.span(int(slices.first[row]), int(slices.last[row])):
-            nbytes = box.numel * itemsizes[dtype]  # torch.dtype.itemsize takes 50 us
-            yield Piece(source, target, at, want, table.names[file], box, DTYPES[dtype], nbytes)
+        for box in cell.span(firsts[row], lasts[row]):
+            yield Piece(
+                source=sources[row],
+                target=targets[row],
+                offset=offsets[row],
+                want=wants[row],
+                name=table.names[file],
+                box=box,
+                dtype=DTYPES[dtypes[row]],
+                nbytes=box.numel * itemsizes[dtypes[row]],
+            )

@@ -1,4 +1,8 @@
-"""Tensors of the trainers that are written into live engine memory: planned, moved, compared."""
+"""Trainers' tensors written into live engine memory: planned, moved and compared.
+
+Weights go where a trace has seen the engine's loader put them. Adapters, where the engine computes
+with them itself, travel alone: A and scale * B, into the engine's adapter.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +21,35 @@ from spmdrl.sync.negotiation import make_plans
 from spmdrl.sync.tables import Want
 from spmdrl.sync.trace import Copy, Trace, trace_loader
 from spmdrl.sync.transfer import Transfer, make_gather_groups
-from spmdrl.sync.verify import differences, shown
+from spmdrl.sync.verify import bullet_list, differences
 from spmdrl.world.comm import gather_problems
 from spmdrl.world.world import World
 
 
 class TracedTensors:
-    """The way of some named tensors into the places where a trace has seen them go.
+    """Named tensors on their way to the places where a trace has seen them go.
 
     Every rank constructs it and calls its methods together.
 
     Args:
         world: the job.
-        kind: of tensors, names the folder of plans.
+        kind: of tensors, for the log.
         copies: the places in this rank's engine; empty where there is none.
         live: what this rank has of the tensors.
     """
 
     def __init__(self, world: World, *, kind: str, copies: Sequence[Copy], live: LiveShards):
-        self._world, self._copies, self._live = world, copies, live
+        self._world = world
+        self._copies = copies
+        self._live = live
         wants = [Want(copy.name, copy.box, copy.view.dtype) for copy in copies]
-        (self.plan,) = make_plans([wants], live, world=world, kind=kind)
+        self.plan = make_plans([wants], live, world=world, kind=kind)[0]
         self._gathers = make_gather_groups(self.plan)
         self._transfer: Transfer | None = None
 
     @property
     def plans(self) -> list[StreamPlan]:
-        """The plan."""
+        """The plan, in a list as ReloadedTensors has it."""
         return [self.plan]
 
     def release(self) -> None:
@@ -51,7 +57,7 @@ class TracedTensors:
         self._transfer = None
 
     def move(self) -> None:
-        """Write every tensor's value of now, in the dtype of its place."""
+        """Write every tensor's current value, in the dtype of its place."""
         if self._live.refresh():
             self.release()
         if self._transfer is None:
@@ -65,7 +71,7 @@ class TracedTensors:
         self._transfer.run()
 
     def differences(self) -> list[str]:
-        """Return, on every rank, which slices in engines are not those of the trainers."""
+        """Return, on every rank, which slices in engines differ from those of the trainers."""
         return differences(self._copies, self.plan, self._live, self._world)
 
 
@@ -76,32 +82,35 @@ def trace_adapter(
     engine: AdapterEngine,
     world: World,
 ) -> TracedTensors:
-    """Return the way of A and scale * B of every adapter; every rank calls.
+    """Trace and plan A and scale * B of every adapter; every rank calls.
 
     Args:
         sent: the matrices, on every rank.
-        shards: gives this rank's, by name; {} off the trainers.
+        shards: returns this rank's shards by name; {} off the trainers.
         engine: used on inference ranks.
         world: the job.
     Raises: Refusal on every rank, when an engine cannot take the matrices in place.
     """
-    trace, missing = Trace(), set()
+    trace = Trace()
+    reasons = []
     if world.is_inference:
         names = {name: (shape, torch.float32) for name, shape in sent.shapes.items()}
         trace = trace_loader(engine.adapter(sent.shapes), names, load=engine.load_adapter)
-        missing = sent.shapes.keys() - {copy.name for copy in trace.copies}
-    reasons = trace.reasons + [f"{name}: the engine takes none of it" for name in sorted(missing)]
+        copied = {copy.name for copy in trace.copies}
+        reasons += trace.reasons
+        for name in sorted(sent.shapes.keys() - copied):
+            reasons.append(f"{name}: the engine takes none of it")
     problems = gather_problems(reasons, group=world.control)
     if problems:
         raise Refusal(
             "model.lora.push: adapter, but this engine cannot take the adapters; push merged, "
-            f"or choose other targets\n{shown(problems)}"
+            f"or choose other targets\n{bullet_list(problems)}"
         )
 
-    def own() -> dict[str, Tensor]:
+    def adapter_shards() -> dict[str, Tensor]:
         held = shards()
         return {name: held[name] for name in sent.shapes if name in held}
 
     parts = {name: Part.whole(name, shape) for name, shape in sent.shapes.items()}
-    live = LiveShards(own, parts, factors=sent.factors)
+    live = LiveShards(adapter_shards, parts, factors=sent.factors)
     return TracedTensors(world, kind="adapters", copies=trace.copies, live=live)

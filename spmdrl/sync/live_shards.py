@@ -1,4 +1,4 @@
-"""What a rank has of the tensors that travel, wherever it lies at the moment."""
+"""The shards that a rank has of the tensors that travel, wherever they lie at the moment."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from spmdrl.sync.tables import FileTable
 
 
 class LiveShards:
-    """This rank's shards of tensors that travel, taken anew when they have moved.
+    """This rank's shards of the tensors that travel, which `refresh` reads again if they moved.
 
     Args:
-        shards: gives {live name: shard} of now; {} off the trainers.
+        shards: returns the current {live name: shard}; {} off the trainers.
         parts: {name of a tensor that travels: part of a live tensor}.
-        deltas: gives {live name: what to add on reading}, of the same names each time.
+        deltas: returns {live name: what to add on reading}, for the same names each time.
         factors: {live name: what to multiply with on reading}.
     """
 
@@ -29,9 +29,11 @@ class LiveShards:
         deltas: Callable[[], Mapping[str, Delta]] = dict,
         factors: Mapping[str, float] | None = None,
     ):
-        self._shards, self._deltas = shards, deltas
-        self.parts, self._factors = parts, factors
+        self.parts = parts
         self.table = FileTable(parts)
+        self._shards = shards
+        self._deltas = deltas
+        self._factors = factors
         self._addresses: tuple[int, ...] | None = None
         self.held: Held
         self.refresh()
@@ -41,16 +43,21 @@ class LiveShards:
 
         Raises: Refusal for partial sums.
         """
-        sent = {part.tensor for part in self.parts.values()}
-        return {name: cut_of(name, shard) for name, shard in self._shards().items() if name in sent}
+        travelling = {part.tensor for part in self.parts.values()}
+        cuts = {}
+        for name, shard in self._shards().items():
+            if name in travelling:
+                cuts[name] = cut_of(name, shard)
+        return cuts
 
     def refresh(self) -> bool:
-        """Take what is there now; return whether it has moved (a restored checkpoint may)."""
-        shards, deltas = self._shards(), self._deltas()
-        at = addresses(shards)
-        if at == self._addresses:
+        """Read the current shards; return whether they moved, as a restored checkpoint's may."""
+        shards = self._shards()
+        deltas = self._deltas()
+        current = addresses(shards)
+        if current == self._addresses:
             self.held.deltas = dict(deltas)
             return False
         self.held = Held(shards, self.parts, deltas, self._factors)
-        self._addresses = at
+        self._addresses = current
         return True

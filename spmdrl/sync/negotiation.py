@@ -1,4 +1,10 @@
-"""What ranks tell each other of what they hold and want, and what each makes of it by itself."""
+"""How ranks agree on the plans of pushes, each computing its own part alone.
+
+A rank describes to the others how its tensors are cut and what its engine wants; ranks with equal
+descriptions send one of them. From all descriptions a rank computes its own routes. Then ranks
+gather the bytes and a hash of each route, which its source and its receiver must have computed
+equal.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import hashlib
 import logging
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy
@@ -19,137 +25,22 @@ from spmdrl.sync.buckets import StreamPlan, Traffic, choose_buckets, count_bucke
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.routes import (
     Cells,
-    Description,
+    Cuts,
     Holders,
-    OwnRoutes,
+    RankRoutes,
+    missing_elements,
     route_sums,
     routes_to,
-    uncovered,
 )
 from spmdrl.sync.tables import Array, FileTable, Want, Wants
 from spmdrl.world.comm import agree, bytes_from, gather_objects, gather_problems
 from spmdrl.world.machine.hardware import CPU_LINK, GPUS, LinkCost, gpu_link, known_gpu
 from spmdrl.world.world import World
 
-Said = Sequence[tuple[Sequence[int], bytes]]
-"""(ranks, what each of them says), of ranks that say the same."""
-
-
-def describe_held(cuts: Description) -> bytes:
-    """Return what a rank says of what it holds; b"" for nothing."""
-    meshes: dict[tuple[int, ...], int] = {}  # each cut, and each mesh, is said once
-    known: dict[TensorCut, int] = {}
-    same = {}
-    for name, cut in cuts.items():
-        meshes.setdefault(cut.ranks, len(meshes))
-        same[name] = known.setdefault(cut, len(known))
-    forms = [
-        (c.shape, meshes[c.ranks], [list(vars(axis).values()) for axis in c.axes]) for c in known
-    ]
-    return zlib.compress(pack((list(meshes), forms, same))) if same else b""
-
-
-def _held(said: bytes) -> Description:
-    meshes, forms, same = unpack(zlib.decompress(said))
-    cuts = [
-        TensorCut(shape, meshes[mesh], tuple(CutAxis(*axis) for axis in axes))
-        for shape, mesh, axes in forms
-    ]
-    return {name: cuts[form] for name, form in same.items()}
-
-
-def describe_wanted(groups: Sequence[Sequence[Want]], table: FileTable) -> bytes:
-    """Return what a rank says of what it wants, in each of several pushes; b"" for nothing.
-
-    Raises: Refusal for a name that is no file tensor's.
-    """
-    packed = [table.wants(wants).pack() for wants in groups]
-    return pack(packed) if any(groups) else b""
-
-
-class Described:
-    """What all ranks have said; a rank computes its own routes from it.
-
-    Args:
-        held, wanted: what describe_held and describe_wanted made.
-        table: of the file tensors.
-    Raises: Refusal naming a tensor that ranks do not hold alike.
-    """
-
-    def __init__(self, held: Said, wanted: Said, *, table: FileTable):
-        self._table = table
-        own: list[tuple[Sequence[int], Mapping[str, TensorCut]]] = [
-            (ranks, _held(said)) for ranks, said in held if said
-        ]
-        self._holders = Holders(own, table)
-        wanting = [(tuple(ranks), said) for ranks, said in wanted if said]
-        self.receivers = tuple(ranks for ranks, _ in wanting)
-        """Ranks that want the same, ascending."""
-        self._wanted = [said for _, said in wanting]
-
-    def routes(self, rank: int) -> Iterator[OwnRoutes]:
-        """Yield a rank's routes in each push.
-
-        Raises: Refusal naming what this rank wants and nobody holds.
-        """
-        sent = [self._routes(index, source=rank) for index in range(len(self.receivers))]
-        own = next((i for i, ranks in enumerate(self.receivers) if rank in ranks), None)
-        taken = None if own is None else self._routes(own, is_checked=True)
-        pushes = zip(*sent) if sent else ()
-        for push, routes in enumerate(pushes):
-            yield OwnRoutes(list(routes), taken[push] if taken else None)
-
-    def _routes(
-        self, receiver: int, *, source: int | None = None, is_checked: bool = False
-    ) -> list[Cells]:
-        found = []
-        for packed in unpack(self._wanted[receiver]):
-            wants = Wants.unpack(packed)
-            cells = routes_to(
-                wants, self.receivers[receiver], holders=self._holders, turn=receiver, source=source
-            )
-            if is_checked:
-                self._check_whole(cells, wants)
-            found.append(cells)
-        return found
-
-    def _check_whole(self, cells: Cells, wants: Wants) -> None:
-        missing = numpy.flatnonzero(uncovered(cells, wants))
-        if len(missing):
-            first = missing[0]
-            file = wants.file[first]
-            box = self._table.box(file, wants.start[first], wants.shape[first])
-            raise Refusal(
-                f"no trainer rank holds {self._table.names[file]} from {list(box.start)}, shape "
-                f"{list(box.shape)}, which an engine needs; the policy's named_shards() must "
-                "cover every tensor of names()"
-            )
-
-
-def sums_sent(routes: OwnRoutes) -> Array:
-    """Return [receivers, 2] int64 of the routes that a rank sends; see route_sums."""
-    return numpy.concatenate([route_sums(cells, cells.source * 0, 1) for cells in routes.sent])
-
-
-def sums_taken(routes: OwnRoutes, world_size: int) -> Array:
-    """Return [world, 2] int64 of the routes that come to a rank's receiver; zeros without one."""
-    if routes.taken is None:
-        return numpy.zeros((world_size, 2), numpy.int64)
-    return route_sums(routes.taken, routes.taken.source, world_size)
-
-
 log = logging.getLogger(__name__)
 
-
-@record
-@dataclass(frozen=True)
-class _Greeting:
-    """What a rank says first: hashes of what it could say, b"" for nothing."""
-
-    table: bytes
-    held: bytes
-    wanted: bytes
-    link: LinkCost
+Descriptions = Sequence[tuple[Sequence[int], bytes]]
+"""(ranks, the description that all of these ranks give), of all ranks."""
 
 
 def make_plans(
@@ -158,104 +49,254 @@ def make_plans(
     """Plan pushes, each of some tensors; every rank calls.
 
     Args:
-        groups: what this rank wants in each push, as many on every rank.
+        groups: what this rank wants in each push; equally many pushes on every rank.
         live: what this rank has of the tensors.
         kind: of plans, for the log.
-    Returns: this rank's part of each.
-    Raises: Refusal on every rank, naming what an engine needs and nobody holds, or ranks do not
-        hold alike; RuntimeError where ranks do not agree on what is sent.
+    Returns: this rank's part of each push.
+    Raises: Refusal on every rank, naming what an engine needs and nobody holds, or what ranks cut
+        differently; RuntimeError where ranks do not agree on what is sent.
     """
-    began, size = time.perf_counter(), world.cfg.stream.bucket_bytes
+    began = time.perf_counter()
     table = live.table
     with agree(group=world.control):
-        own = describe_held(live.cuts()), describe_wanted(groups, table)
-    greetings = _greet(table, own, world)
-    link, receivers = greetings[0].link, _alike([greeting.wanted for greeting in greetings])
-    held = _alike([greeting.held for greeting in greetings])
-    heard = _hear(held, own[0], world), _hear(receivers, own[1], world)
+        held = describe_held(live.cuts())
+        wanted = describe_wanted(groups, table)
+    digests = _gather_digests(table, held, wanted, world)
+    holders = _ranks_alike([digest.held for digest in digests])
+    receivers = _ranks_alike([digest.wanted for digest in digests])
+    all_held = _gather_descriptions(holders, held, world)
+    all_wanted = _gather_descriptions(receivers, wanted, world)
     with agree(group=world.control):
-        routes = list(Described(*heard, table=table).routes(world.rank))
-    sums = [_sums(one, world.world_size) for one in routes]
+        routes = list(Negotiation(all_held, all_wanted, table=table).routes(world.rank))
+    bucket_bytes = world.cfg.stream.bucket_bytes
     plans = []
-    for one, traffic in zip(routes, _traffic(sums, receivers, world)):
-        number = count_buckets(traffic, size) if size else choose_buckets(traffic, link)
-        plans.append(cut_routes(world.rank, traffic, num_buckets=number, routes=one))
+    for own, traffic in zip(routes, _gather_traffic(routes, receivers, world)):
+        if bucket_bytes:
+            number = count_buckets(traffic, bucket_bytes)
+        else:
+            number = choose_buckets(traffic, digests[0].link)
+        plans.append(cut_routes(world.rank, traffic, num_buckets=number, routes=own))
     log.info(
         "weight stream: %s planned in %.1f s: %d bytes in %d buckets of up to %d bytes (%s)",
         kind,
         time.perf_counter() - began,
         sum(plan.nbytes for plan in plans),
         sum(plan.num_buckets for plan in plans),
-        max(int(numpy.max(plan.traffic.bucket_bytes(plan.num_buckets))) for plan in plans),
-        "stream.bucket_bytes" if size else "chosen for these links and ranks",
+        max(plan.traffic.largest_bucket(plan.num_buckets) for plan in plans),
+        "stream.bucket_bytes" if bucket_bytes else "chosen for these links and ranks",
     )
     return plans
 
 
-def _hear(alike: Sequence[tuple[int, ...]], own: bytes, world: World) -> Said:
-    """Return what ranks say, each thing once."""
-    return [(ranks, bytes_from(ranks[0], own, group=world.control)) for ranks in alike]
+# --------------------------------------------------------------------------- descriptions
 
 
-def _greet(table: FileTable, own: tuple[bytes, bytes], world: World) -> list[_Greeting]:
-    """Return what every rank says first.
+def describe_held(cuts: Cuts) -> bytes:
+    """Return the description of what a rank holds; b"" for nothing."""
+    if not cuts:
+        return b""
+    # Most tensors are cut alike, over a few meshes: each distinct cut and mesh is written once.
+    mesh_index: dict[tuple[int, ...], int] = {}
+    cut_index: dict[TensorCut, int] = {}
+    cut_of_name = {}
+    for name, cut in cuts.items():
+        mesh_index.setdefault(cut.ranks, len(mesh_index))
+        cut_of_name[name] = cut_index.setdefault(cut, len(cut_index))
+    packed_cuts = []
+    for cut in cut_index:
+        axes = [[axis.size, axis.dim, axis.factor] for axis in cut.axes]
+        packed_cuts.append((cut.shape, mesh_index[cut.ranks], axes))
+    return zlib.compress(pack((list(mesh_index), packed_cuts, cut_of_name)))
 
-    Raises: Refusal on every rank when they have other file tensors.
+
+def _read_held(description: bytes) -> Cuts:
+    """Return the cuts of which `describe_held` made a description."""
+    meshes, packed_cuts, cut_of_name = unpack(zlib.decompress(description))
+    cuts = []
+    for shape, mesh, axes in packed_cuts:
+        cuts.append(TensorCut(shape, meshes[mesh], tuple(CutAxis(*axis) for axis in axes)))
+    return {name: cuts[index] for name, index in cut_of_name.items()}
+
+
+def describe_wanted(groups: Sequence[Sequence[Want]], table: FileTable) -> bytes:
+    """Return the description of what a rank wants in each of several pushes; b"" for nothing.
+
+    Raises: Refusal for a name that no file tensor has.
     """
-    held, wanted = (hashlib.sha256(said).digest() if said else b"" for said in own)
-    mine = _Greeting(table.digest(), held, wanted, _link(world))
-    greetings = gather_objects(mine, group=world.control)
-    others = [rank for rank, one in enumerate(greetings) if one.table != greetings[0].table]
-    if others:
+    if not any(groups):
+        return b""
+    return pack([table.wants(wants).pack() for wants in groups])
+
+
+# --------------------------------------------------------------------------- a rank's own routes
+
+
+class Negotiation:
+    """What all ranks have described, from which a rank computes its own routes.
+
+    Args:
+        held, wanted: descriptions made by describe_held and describe_wanted.
+        table: of the file tensors.
+    Raises: Refusal naming a tensor that some ranks cut differently from others.
+    """
+
+    def __init__(self, held: Descriptions, wanted: Descriptions, *, table: FileTable):
+        self._table = table
+        cuts = [(ranks, _read_held(description)) for ranks, description in held if description]
+        self._holders = Holders(cuts, table)
+        receivers = []
+        self._wanted: list[bytes] = []
+        for ranks, description in wanted:
+            if description:
+                receivers.append(tuple(ranks))
+                self._wanted.append(description)
+        self.receivers = tuple(receivers)
+        """Sets of ranks with the same wants, ascending."""
+
+    def routes(self, rank: int) -> Iterator[RankRoutes]:
+        """Yield a rank's routes in each push.
+
+        Raises: Refusal naming what this rank wants and nobody holds.
+        """
+        if not self.receivers:
+            return
+        sent = []
+        received = None
+        for index, ranks in enumerate(self.receivers):
+            sent.append(self._routes_to(index, source=rank))
+            if rank in ranks:
+                received = self._routes_to(index)
+        for push, to_receivers in enumerate(zip(*sent)):
+            yield RankRoutes(list(to_receivers), received[push] if received else None)
+
+    def _routes_to(self, receiver: int, *, source: int | None = None) -> list[Cells]:
+        """Return the routes to a receiver in each push: those of one source, or all, checked."""
+        found = []
+        for packed in unpack(self._wanted[receiver]):
+            wants = Wants.unpack(packed)
+            cells = routes_to(
+                wants,
+                self.receivers[receiver],
+                holders=self._holders,
+                receiver=receiver,
+                source=source,
+            )
+            if source is None:
+                self._check_whole(cells, wants)
+            found.append(cells)
+        return found
+
+    def _check_whole(self, cells: Cells, wants: Wants) -> None:
+        incomplete = numpy.flatnonzero(missing_elements(cells, wants))
+        if not len(incomplete):
+            return
+        want = incomplete[0]
+        file = wants.file[want]
+        box = self._table.box(file, wants.start[want], wants.shape[want])
         raise Refusal(
-            f"model.path: rank {others[0]} finds other tensors there than rank 0; the folder must "
-            "be the same on every rank"
+            f"no trainer rank holds {self._table.names[file]} from {list(box.start)}, shape "
+            f"{list(box.shape)}, which an engine needs; the policy's named_shards() must "
+            "cover every tensor of names()"
         )
-    return greetings
 
 
-def _alike(digests: Sequence[bytes]) -> list[tuple[int, ...]]:
-    """Return the ranks, ascending, that say the same, for each thing that is said."""
+def sent_sums(routes: RankRoutes) -> Array:
+    """Return [receivers, 2] int64 of the routes that a rank sends; see route_sums."""
+    sums = [route_sums(cells, numpy.zeros_like(cells.source), 1) for cells in routes.sent]
+    return numpy.concatenate(sums)
+
+
+def received_sums(routes: RankRoutes, world_size: int) -> Array:
+    """Return [world, 2] int64 of the routes that come to a rank's receiver; zeros without one."""
+    if routes.received is None:
+        return numpy.zeros((world_size, 2), numpy.int64)
+    return route_sums(routes.received, routes.received.source, world_size)
+
+
+# --------------------------------------------------------------------------- between ranks
+
+
+@record
+@dataclass(frozen=True)
+class _Digests:
+    """Hashes of a rank's descriptions, b"" for an empty one, and what its links cost."""
+
+    table: bytes
+    held: bytes
+    wanted: bytes
+    link: LinkCost
+
+
+def _gather_digests(table: FileTable, held: bytes, wanted: bytes, world: World) -> list[_Digests]:
+    """Return the digests of every rank.
+
+    Raises: Refusal on every rank when they have different file tensors.
+    """
+    own = _Digests(table.digest(), _digest(held), _digest(wanted), _link(world))
+    digests = gather_objects(own, group=world.control)
+    for rank, other in enumerate(digests):
+        if other.table != digests[0].table:
+            raise Refusal(
+                f"model.path: rank {rank} finds other tensors there than rank 0; the folder must "
+                "be the same on every rank"
+            )
+    return digests
+
+
+def _digest(description: bytes) -> bytes:
+    return hashlib.sha256(description).digest() if description else b""
+
+
+def _ranks_alike(digests: Sequence[bytes]) -> list[tuple[int, ...]]:
+    """Return the ranks, ascending, of each distinct digest but the empty one."""
     ranks: dict[bytes, list[int]] = {}
     for rank, digest in enumerate(digests):
         if digest:
             ranks.setdefault(digest, []).append(rank)
-    return [tuple(own) for own in ranks.values()]
+    return [tuple(alike) for alike in ranks.values()]
+
+
+def _gather_descriptions(
+    groups: Sequence[tuple[int, ...]], own: bytes, world: World
+) -> Descriptions:
+    """Return the description of each group of ranks, sent once by its first rank."""
+    return [(ranks, bytes_from(ranks[0], own, group=world.control)) for ranks in groups]
 
 
 def _link(world: World) -> LinkCost:
-    """Return what messages over this rank's links cost; of a GPU that is not in the table, as of
-    an A100."""
+    """Return what messages over this rank's links cost.
+
+    A GPU that is not in the table of hardware counts as an A100, a careful guess.
+    """
     if world.wire.type == "cpu":
         return CPU_LINK
     gpu = known_gpu(torch.cuda.get_device_name(world.device)) or GPUS["A100"]
     return gpu_link(gpu, is_one_node=world.world_size <= torch.cuda.device_count())
 
 
-def _sums(routes: OwnRoutes, world_size: int) -> tuple[Array, Array]:
-    return sums_sent(routes), sums_taken(routes, world_size)
+def _gather_traffic(
+    routes: Sequence[RankRoutes], receivers: Sequence[tuple[int, ...]], world: World
+) -> list[Traffic]:
+    """Return the traffic of each push.
 
-
-def _traffic(
-    sums: Sequence[tuple[Array, Array]], receivers: Sequence[tuple[int, ...]], world: World
-) -> Iterator[Traffic]:
-    """Yield the traffic of each push, which sources and receivers have computed alike.
-
-    Raises: RuntimeError on every rank, naming a route that they have not.
+    Raises: RuntimeError on every rank, naming a route that its source and its receiver have not
+        computed equal.
     """
-    gathered = gather_objects([sent for sent, _ in sums], group=world.control)
-    pushes = [numpy.stack(push) for push in zip(*gathered)]  # [world, receivers, 2] each
+    gathered = gather_objects([sent_sums(own) for own in routes], group=world.control)
+    pushes = [numpy.stack(sums) for sums in zip(*gathered)]  # [world, receivers, 2] each
     problems = []
-    for index in (i for i, ranks in enumerate(receivers) if world.rank in ranks):
-        for sent, (_, taken) in zip(pushes, sums):
-            problems += [
-                f"rank {source} is to send other pieces than rank {world.rank} awaits"
-                for source in numpy.flatnonzero((sent[:, index] != taken).any(axis=1))
-            ]
+    for index, ranks in enumerate(receivers):
+        if world.rank not in ranks:
+            continue
+        for sent, own in zip(pushes, routes):
+            expected = received_sums(own, world.world_size)
+            for source in numpy.flatnonzero((sent[:, index] != expected).any(axis=1)):
+                problems.append(
+                    f"rank {source} is to send other pieces than rank {world.rank} awaits"
+                )
     problems = gather_problems(problems[:1], group=world.control)
     if problems:
         raise RuntimeError(
             f"weight stream: {problems[0]}; start ranks of one version of the program"
         )
-    for sent in pushes:
-        yield Traffic(tuple(receivers), sent[..., 0])
+    return [Traffic(tuple(receivers), sent[..., 0]) for sent in pushes]

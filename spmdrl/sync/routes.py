@@ -1,8 +1,18 @@
-"""Which rank holds which cell of which live tensor.
+"""Which rank sends which piece: a pure function of what ranks hold and what engines want.
 
-A tensor that is cut over a mesh is a grid: each of its dims is cut into intervals by the axes that
-shard it, and a cell, one interval of each dim, lies on the ranks at those positions. So where a
-box comes from is found by bisection, dim by dim, for thousands of boxes at once.
+- A cell is the part of a live tensor that is the same set of ranks' alone. A tensor that is
+  sharded over a mesh is a grid of cells: each of its dims is cut into intervals by the mesh axes
+  that shard it, and a cell is one interval of each dim. So the holders of a box are found by
+  bisection, dim by dim, for thousands of boxes at once.
+- A receiver is a set of ranks with the same wants (the replicas of one tensor-parallel rank).
+  Each byte leaves the trainers once for all of them: each replica takes a part, and the replicas
+  gather the parts.
+- Ranks that hold the same cells share the work: the cells that a receiver wants of them form a
+  line, which is cut into equal parts, one for each of these ranks.
+- A route is everything that one source sends to one receiver, as an ordered line of pieces.
+
+A source computes the routes that it sends, a rank of a receiver all routes to that receiver;
+nobody computes the others.
 """
 
 from __future__ import annotations
@@ -18,316 +28,388 @@ from spmdrl.imports import refusing
 from spmdrl.model.cuts import TensorCut
 from spmdrl.sync.tables import ITEMSIZES, Array, Columns, FileTable, Wants
 
-Description = Mapping[str, TensorCut]
+_LEAST_SHARE = 16 * 2**10  # bytes; sharing less would only make more messages
+
+Cuts = Mapping[str, TensorCut]
 """What a rank holds: {live name: how it is cut}."""
 
 
+# --------------------------------------------------------------------------- who holds what
+
+
 @dataclass(frozen=True)
-class Interval:
+class Intervals:
     """The intervals of one dim, ascending."""
 
     starts: Array  # [I] int64
     stops: Array  # [I] int64
-    owners: Array  # [I] int64: position on the axes that shard the dim
+    owners: Array  # [I] int64: position on the mesh axes that shard the dim
 
-    def of(self, owner: int) -> Interval:
-        """Return those of one position."""
-        own = self.owners == owner
-        return Interval(self.starts[own], self.stops[own], self.owners[own])
+    def owned_by(self, owner: int) -> Intervals:
+        """Return the intervals of one position."""
+        mask = self.owners == owner
+        return Intervals(self.starts[mask], self.stops[mask], self.owners[mask])
 
-    def is_like(self, other: Interval) -> bool:
-        """Whether the dim is cut and dealt alike."""
-        pairs = zip(vars(self).values(), vars(other).values())
-        return all(numpy.array_equal(a, b) for a, b in pairs)
+    def equals(self, other: Intervals) -> bool:
+        """Return whether both cut the dim at the same places and give it to the same positions."""
+        return (
+            numpy.array_equal(self.starts, other.starts)
+            and numpy.array_equal(self.stops, other.stops)
+            and numpy.array_equal(self.owners, other.owners)
+        )
 
 
 class Grid:
-    """Cells of a live tensor and the ranks that have them.
+    """The cells of a live tensor, and the ranks that hold them.
 
     Args:
-        cuts: how the tensor lies on one mesh of ranks or several, whose ranks have it alike.
-        depth: dims that boxes have, see tables.py.
-    Raises: Refusal when they do not cut it alike.
+        cuts: how the tensor lies on a mesh of ranks, or on several meshes that cut it equally.
+        depth: number of dims of a box, see tables.py.
+    Raises: Refusal when the meshes cut it differently.
     """
 
     def __init__(self, cuts: Sequence[TensorCut], depth: int):
         self.dims = _intervals(cuts[0], depth)
         for cut in cuts[1:]:
-            if not all(a.is_like(b) for a, b in zip(self.dims, _intervals(cut, depth))):
-                raise Refusal("some ranks cut it otherwise than others")
-        holders = numpy.concatenate([_holders(cut, depth) for cut in cuts], axis=-1)
+            for dim, other in zip(self.dims, _intervals(cut, depth)):
+                if not dim.equals(other):
+                    raise Refusal("some ranks cut it otherwise than others")
+        holders = numpy.concatenate([_cell_ranks(cut, depth) for cut in cuts], axis=-1)
         self.ranks = numpy.sort(holders, axis=-1)
-        """[positions of dim 0, .., of the last dim, copies] int32: who has a cell, ascending."""
+        """[positions of dim 0, .., of the last dim, copies] int32: holders of a cell, ascending."""
 
-    def held_by(self, rank: int) -> list[Interval] | None:
-        """Return the intervals of the cells that a rank has, None for a rank that has none."""
-        found = numpy.argwhere(self.ranks == rank)
-        if not len(found):
+    def held_by(self, rank: int) -> list[Intervals] | None:
+        """Return the intervals, dim by dim, of the cells that a rank holds; None if it has none."""
+        places = numpy.argwhere(self.ranks == rank)
+        if not len(places):
             return None
-        return [dim.of(owner) for dim, owner in zip(self.dims, found[0])]
+        return [dim.owned_by(owner) for dim, owner in zip(self.dims, places[0])]
 
     def cells(
-        self, start: Array, stop: Array, *, dims: Sequence[Interval]
+        self, start: Array, stop: Array, *, dims: Sequence[Intervals]
     ) -> tuple[Array, Array, Array, Array]:
-        """TensorCut boxes at the edges of cells.
+        """Cut boxes at the edges of cells.
 
         Args:
             start, stop: [N, depth] int64, of boxes in the live tensor.
-            dims: the intervals to look at: all, or those of a rank.
-        Returns: index of the box, position in `ranks` without its last dim (flat), start and
-            stop, of M cells: [M], [M], [M, depth], [M, depth]; in order of boxes.
+            dims: the intervals to look at: all of them, or those of one rank.
+        Returns: of M cells, in the order of the boxes: the index of the box [M], the index of the
+            cell in `ranks` with all but its last dim flattened [M], start [M, depth] and stop
+            [M, depth], all int64.
         """
-        low = [dim.stops.searchsorted(start[:, d], "right") for d, dim in enumerate(dims)]
-        high = [dim.starts.searchsorted(stop[:, d], "left") for d, dim in enumerate(dims)]
-        counts = [numpy.maximum(b - a, 0) for a, b in zip(low, high)]
-        number = numpy.prod(counts, axis=0)
-        box: Array = numpy.repeat(numpy.arange(len(start)), number)
-        within = numpy.arange(len(box)) - numpy.repeat(number.cumsum() - number, number)
-        first, last = start[box], stop[box]
-        position, stride = numpy.zeros_like(box), 1
+        # A box touches the intervals low .. low + count - 1 of each dim.
+        lows = []
+        counts = []
+        for d, dim in enumerate(dims):
+            low = dim.stops.searchsorted(start[:, d], "right")
+            high = dim.starts.searchsorted(stop[:, d], "left")
+            lows.append(low)
+            counts.append(numpy.maximum(high - low, 0))
+        num_cells = numpy.prod(counts, axis=0)
+        box: Array = numpy.repeat(numpy.arange(len(start)), num_cells)
+        # The number of a cell within its box; its digits are the indices of its intervals.
+        within = numpy.arange(len(box)) - numpy.repeat(num_cells.cumsum() - num_cells, num_cells)
+        first = start[box]
+        last = stop[box]
+        position = numpy.zeros_like(box)
+        stride = 1
         for d in reversed(range(len(dims))):
-            within, at = numpy.divmod(within, counts[d][box])
-            at = at + low[d][box]
-            first[:, d] = numpy.maximum(first[:, d], dims[d].starts[at])
-            last[:, d] = numpy.minimum(last[:, d], dims[d].stops[at])
-            position += dims[d].owners[at] * stride
+            within, digit = numpy.divmod(within, counts[d][box])
+            interval = digit + lows[d][box]
+            first[:, d] = numpy.maximum(first[:, d], dims[d].starts[interval])
+            last[:, d] = numpy.minimum(last[:, d], dims[d].stops[interval])
+            position += dims[d].owners[interval] * stride
             stride *= self.ranks.shape[d]
         return box, position, first, last
 
 
 class Holders:
-    """Who holds what.
+    """Which ranks hold which cells, of all live tensors.
 
     Args:
-        said: (ranks, what each of them says that it holds), of all ranks.
+        described: (ranks, what each of these ranks holds), of all ranks.
         table: of the file tensors.
-    Raises: Refusal naming a tensor that ranks do not hold alike.
+    Raises: Refusal naming a tensor that some ranks cut differently from others.
     """
 
-    def __init__(self, said: Sequence[tuple[Sequence[int], Description]], table: FileTable):
-        grids: dict[tuple[tuple[TensorCut, int], ...], int] = {}
+    def __init__(self, described: Sequence[tuple[Sequence[int], Cuts]], table: FileTable):
         self.table = table
         self.grids: list[Grid] = []
         self.grid_of = numpy.full(len(table.tensors), -1)
-        """[live tensors]: index in `grids`, -1 where nobody holds it."""
+        """[live tensors] int64: index in `grids`, -1 where nobody holds the tensor."""
+        # Tensors that are cut alike share a grid: layers repeat.
+        known: dict[tuple[tuple[TensorCut, int], ...], int] = {}
         for number, name in enumerate(table.tensors):
-            key = tuple((own[name], i) for i, (_, own) in enumerate(said) if name in own)
-            if key and key not in grids:
-                by_cut: dict[TensorCut, list[int]] = {}
+            key = tuple((cuts[name], i) for i, (_, cuts) in enumerate(described) if name in cuts)
+            if not key:
+                continue
+            if key not in known:
+                ranks_of: dict[TensorCut, list[int]] = {}
                 for cut, i in key:
-                    by_cut.setdefault(cut, []).extend(said[i][0])
+                    ranks_of.setdefault(cut, []).extend(described[i][0])
                 with refusing(f"weight stream: {name}", Refusal):
-                    self.grids.append(Grid(list(_on_ranks(by_cut)), table.depth))
-                grids[key] = len(grids)
-            if key:
-                self.grid_of[number] = grids[key]
+                    self.grids.append(Grid(list(_with_ranks(ranks_of)), table.depth))
+                known[key] = len(known)
+            self.grid_of[number] = known[key]
 
 
-def _on_ranks(by_cut: Mapping[TensorCut, Sequence[int]]) -> Iterator[TensorCut]:
-    """Yield each cut once, with its ranks named, who must all have said so."""
-    for cut, ranks in by_cut.items():
+def _with_ranks(ranks_of: Mapping[TensorCut, Sequence[int]]) -> Iterator[TensorCut]:
+    """Yield each cut with the ranks of its mesh.
+
+    Args:
+        ranks_of: {cut: the ranks that describe themselves with it}.
+    Raises: Refusal when a rank of a mesh does not describe itself so.
+    """
+    for cut, ranks in ranks_of.items():
         if not cut.ranks:
-            yield from (TensorCut(cut.shape, (rank,)) for rank in ranks)
-        elif missing := set(cut.ranks) - set(ranks):
+            # A plain tensor: each of these ranks has all of it.
+            for rank in ranks:
+                yield TensorCut(cut.shape, (rank,))
+            continue
+        missing = set(cut.ranks) - set(ranks)
+        if missing:
             raise Refusal(f"rank {min(missing)} does not hold the part that rank {ranks[0]} says")
-        else:
-            yield cut
+        yield cut
 
 
-def _intervals(cut: TensorCut, depth: int) -> list[Interval]:
-    one = numpy.array([0])
-    dims = [Interval(one, one + 1, one)] * (depth - len(cut.shape))
+def _intervals(cut: TensorCut, depth: int) -> list[Intervals]:
+    """Return the intervals of each of `depth` dims."""
+    zero = numpy.array([0])
+    whole = Intervals(zero, zero + 1, zero)
+    dims = [whole] * (depth - len(cut.shape))
     for dim in range(len(cut.shape)):
-        runs = [
-            (start, start + length, owner)
-            for owner, own in enumerate(cut.runs(dim))
-            for start, length in own
-            if length
-        ]
-        dims.append(Interval(*numpy.array(sorted(runs), numpy.int64).reshape(-1, 3).T))
+        found = []
+        for owner, runs in enumerate(cut.runs(dim)):
+            for start, length in runs:
+                if length:
+                    found.append((start, start + length, owner))
+        rows = numpy.array(sorted(found), numpy.int64).reshape(-1, 3)
+        dims.append(Intervals(rows[:, 0], rows[:, 1], rows[:, 2]))
     return dims
 
 
-def _holders(cut: TensorCut, depth: int) -> Array:
+def _cell_ranks(cut: TensorCut, depth: int) -> Array:
     """Return [positions of dim 0, .., of the last dim, copies] int32: the ranks of each cell."""
-    sharding = [
-        [i for i, axis in enumerate(cut.axes) if axis.dim == dim] for dim in range(len(cut.shape))
-    ]
-    copying = [i for i, axis in enumerate(cut.axes) if axis.dim is None]
+    order = []  # mesh axes: those that shard dim 0, dim 1, .., and last those that replicate
+    for dim in (*range(len(cut.shape)), None):
+        order += [i for i, axis in enumerate(cut.axes) if axis.dim == dim]
     mesh = numpy.array(cut.ranks, numpy.int32).reshape([axis.size for axis in cut.axes])
-    order = [i for own in (*sharding, copying) for i in own]
-    sizes = [len(cut.runs(dim)) for dim in range(len(cut.shape))]
-    return mesh.transpose(order).reshape([1] * (depth - len(sizes)) + sizes + [-1])
+    positions = [len(cut.runs(dim)) for dim in range(len(cut.shape))]
+    pad = [1] * (depth - len(positions))
+    return mesh.transpose(order).reshape([*pad, *positions, -1])
 
 
-_LEAST_SHARE = 16 * 2**10  # bytes; ranks that hold the same do not share less
+# --------------------------------------------------------------------------- who sends what
 
 
 @dataclass(frozen=True)
 class Cells(Columns):
-    """What one rank, or several alike, have of what is wanted: a row each."""
+    """Pieces of what is wanted: a range of the elements of a cell each."""
 
     want: Array  # [N] int64: row of the wants
-    file: Array  # [N] int32
+    file: Array  # [N] int32: index of the file tensor
     dtype: Array  # [N] int8: index in DTYPES, of the engine
     start: Array  # [N, depth] int64: of the cell in the file tensor
     shape: Array  # [N, depth] int64
-    first: Array  # [N] int64: the elements [first, last) of the cell, row-major, are meant
+    first: Array  # [N] int64: the piece is the elements [first, last) of the cell, row-major
     last: Array  # [N] int64
-    source: Array  # [N] int64: who sends it; in a step before, whose line it is on
+    source: Array  # [N] int64: the rank that sends it; before that is decided, its line
 
     @property
     def nbytes(self) -> Array:
-        """[N] int64: as the engine has it."""
+        """[N] int64: bytes in the engine's dtype."""
         return (self.last - self.first) * ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True)
-class OwnRoutes:
-    """What one rank has to do with one push, before it is cut into buckets."""
+class RankRoutes:
+    """One rank's routes in one push, before they are cut into buckets."""
 
-    sent: list[Cells]  # to each receiver, by this rank
-    taken: Cells | None  # all that comes to the receiver that this rank is of
+    sent: list[Cells]  # by this rank, to each receiver
+    received: Cells | None  # by the receiver that this rank belongs to, of all sources
 
 
 def routes_to(
-    wants: Wants, ranks: Sequence[int], *, holders: Holders, turn: int, source: int | None = None
+    wants: Wants,
+    ranks: Sequence[int],
+    *,
+    holders: Holders,
+    receiver: int,
+    source: int | None = None,
 ) -> Cells:
-    """Return who sends what to a receiver, in the order of lines: by source, wider dtypes first.
+    """Return the routes to a receiver, ordered by source, wider dtypes first.
 
     Args:
         wants: of the receiver.
-        ranks: of the receiver, ascending. Those among them that hold a cell keep it from others.
+        ranks: of the receiver, ascending. Where some of them hold a cell, only these send it.
         holders: of all tensors.
-        turn: index of the receiver, so that small things are dealt to other ranks each time.
-        source: return what this rank sends alone.
+        receiver: its index. The first part of a line goes to another rank for each receiver, so
+            that small lines do not all fall to the same rank.
+        source: if given, return only what this rank sends.
     """
-    found, sharers = _found(wants, ranks, holders=holders, source=source)
-    order = (*found.start.T[::-1], found.want, found.source)
-    found = found.rows(numpy.lexsort(order))
-    sizes = numpy.array([len(own) for own in sharers], numpy.int64)
-    nbytes = numpy.bincount(found.source, found.nbytes, len(sharers)).astype(numpy.int64)
-    shares = numpy.clip(nbytes // _LEAST_SHARE, 1, sizes)
-    pieces, share = dealt(found, shares[found.source])
+    cells, sharers = _wanted_cells(wants, ranks, holders=holders, source=source)
+    cells = cells.rows(numpy.lexsort((*cells.start.T[::-1], cells.want, cells.source)))
+    num_sharers = numpy.array([len(line) for line in sharers], numpy.int64)
+    nbytes = numpy.bincount(cells.source, cells.nbytes, len(sharers)).astype(numpy.int64)
+    num_shares = numpy.clip(nbytes // _LEAST_SHARE, 1, num_sharers)
+    pieces, share = split_lines(cells, num_shares[cells.source])
+    # Put the rank that sends a share in the place of the line.
     line = pieces.source
-    flat = numpy.array([rank for own in sharers for rank in own], numpy.int64)
-    who = (share + turn * shares[line]) % sizes[line]
-    pieces.source[:] = flat[(sizes.cumsum() - sizes)[line] + who]
+    flat = numpy.array([rank for line_ranks in sharers for rank in line_ranks], numpy.int64)
+    line_begins = num_sharers.cumsum() - num_sharers
+    sharer = (share + receiver * num_shares[line]) % num_sharers[line]
+    pieces.source[:] = flat[line_begins[line] + sharer]
     if source is not None:
         pieces = pieces.rows(pieces.source == source)
-    order = (pieces.first, *pieces.start.T[::-1], pieces.want)
-    return pieces.rows(numpy.lexsort((*order, -ITEMSIZES[pieces.dtype], pieces.source)))
+    narrowness = -ITEMSIZES[pieces.dtype]
+    # lexsort sorts by its last key first.
+    keys = (pieces.first, *pieces.start.T[::-1], pieces.want, narrowness, pieces.source)
+    return pieces.rows(numpy.lexsort(keys))
 
 
-def _found(
+def _wanted_cells(
     wants: Wants, ranks: Sequence[int], *, holders: Holders, source: int | None
 ) -> tuple[Cells, list[tuple[int, ...]]]:
-    """Return the cells of the wants, and who shares them: `source` is an index in the latter."""
+    """Return the cells of the wants, whole, and the ranks that share each line.
+
+    The `source` column of the cells is the index of their line in the second value.
+    """
     table = holders.table
-    start, stop = _in_tensors(wants, table)
-    grid_of, near = holders.grid_of[table.tensor[wants.file]], frozenset(ranks)
-    found = [_cells(wants, table, start[:0, 0], box=(start[:0], stop[:0]), line=start[:0, 0])]
+    start, stop = _live_boxes(wants, table)
+    grid_of_want = holders.grid_of[table.tensor[wants.file]]
+    receiver_ranks = frozenset(ranks)
+    nothing = start[:0]
+    tables = [
+        _cells(wants, table, nothing[:, 0], low=nothing, high=nothing, line=nothing[:, 0])
+    ]  # gives the columns their dtypes where nothing is found
     lines: dict[tuple[int, ...], int] = {}
     for number, grid in enumerate(holders.grids):
         dims = grid.dims if source is None else grid.held_by(source)
-        own = numpy.flatnonzero(grid_of == number)
-        if dims is None or not len(own):
+        of_grid = numpy.flatnonzero(grid_of_want == number)
+        if dims is None or not len(of_grid):
             continue
-        box, position, low, high = grid.cells(start[own], stop[own], dims=dims)
-        copies = grid.ranks.reshape(-1, grid.ranks.shape[-1])
-        line_of = numpy.full(len(copies), -1)
-        for at in numpy.unique(position):
-            sharers = tuple(copies[at].tolist())
-            sharers = tuple(rank for rank in sharers if rank in near) or sharers
-            line_of[at] = lines.setdefault(sharers, len(lines))
-        found.append(_cells(wants, table, own[box], box=(low, high), line=line_of[position]))
-    return Cells.join(found), list(lines)
+        box, position, low, high = grid.cells(start[of_grid], stop[of_grid], dims=dims)
+        holders_of_cell = grid.ranks.reshape(-1, grid.ranks.shape[-1])
+        line_of_cell = numpy.full(len(holders_of_cell), -1)
+        for cell in numpy.unique(position):
+            all_holders = tuple(holders_of_cell[cell].tolist())
+            local = tuple(rank for rank in all_holders if rank in receiver_ranks)
+            line_of_cell[cell] = lines.setdefault(local or all_holders, len(lines))
+        line = line_of_cell[position]
+        tables.append(_cells(wants, table, of_grid[box], low=low, high=high, line=line))
+    return Cells.join(tables), list(lines)
 
 
-def _in_tensors(wants: Wants, table: FileTable) -> tuple[Array, Array]:
-    """Return where the wants start and stop in live tensors."""
-    first = numpy.zeros_like(wants.start)
-    shape = numpy.zeros_like(wants.shape)
+def _live_boxes(wants: Wants, table: FileTable) -> tuple[Array, Array]:
+    """Return where the wants start and stop in live tensors, [N, depth] int64 each."""
     dims = table.dims[wants.file]
-    numpy.put_along_axis(first, dims, wants.start, axis=1)
+    start = numpy.zeros_like(wants.start)
+    shape = numpy.zeros_like(wants.shape)
+    numpy.put_along_axis(start, dims, wants.start, axis=1)
     numpy.put_along_axis(shape, dims, wants.shape, axis=1)
-    first += table.start[wants.file]
-    return first, first + shape
+    start += table.start[wants.file]
+    return start, start + shape
 
 
 def _cells(
-    wants: Wants, table: FileTable, want: Array, *, box: tuple[Array, Array], line: Array
+    wants: Wants, table: FileTable, want: Array, *, low: Array, high: Array, line: Array
 ) -> Cells:
+    """Return boxes of live tensors as whole cells of file tensors.
+
+    Args:
+        want: [N], row of the wants that each box belongs to.
+        low, high: [N, depth], start and stop in the live tensor.
+        line: [N].
+    """
     want = want.astype(numpy.int64)
-    file, (low, high) = wants.file[want], box
+    file = wants.file[want]
     dims = table.dims[file]
-    start = numpy.take_along_axis(low - table.start[file], dims, axis=1)
     shape = numpy.take_along_axis(high - low, dims, axis=1)
     numel = shape.prod(axis=1)
-    none = numpy.zeros_like(numel)
-    return Cells(want, file, wants.dtype[want], start, shape, none, numel, line.astype(numpy.int64))
+    return Cells(
+        want=want,
+        file=file,
+        dtype=wants.dtype[want],
+        start=numpy.take_along_axis(low - table.start[file], dims, axis=1),
+        shape=shape,
+        first=numpy.zeros_like(numel),
+        last=numel,
+        source=line.astype(numpy.int64),
+    )
 
 
-def dealt(cells: Cells, parts: Array, *, slack: Array | int = 0) -> tuple[Cells, Array]:
-    """Cut the line of each source into equal parts, at elements.
+def split_lines(cells: Cells, num_parts: Array, *, slack: Array | int = 0) -> tuple[Cells, Array]:
+    """Cut each line of cells into parts of equal bytes.
 
     Args:
-        cells: ordered by source; the cells of a source make up its line.
-        parts: [N] int64, of the line that a cell is on.
-        slack: [N] int64, bytes: a cut within a row of less is made before the row, so that both
-            parts are boxes.
-    Returns: the cells, those that a cut falls into several times, and the part of each.
+        cells: ordered by `source`; the cells with one `source` are a line.
+        num_parts: [N] int64, of the line that a cell is on.
+        slack: [N] int64, bytes: a cut that falls into a row of at most so many bytes moves to the
+            start of the row, so that both parts are boxes.
+    Returns: the pieces (a cell once for each part that it is in), and the part of each, [M] int64.
     """
-    nbytes, size = cells.nbytes, ITEMSIZES[cells.dtype]
-    lines = numpy.bincount(cells.source, nbytes).astype(numpy.int64)
-    before = lines.cumsum() - lines
-    begin, whole = nbytes.cumsum() - nbytes - before[cells.source], lines[cells.source]
-    # Part p begins at byte whole * p // parts: these are the parts of the first and last byte.
-    some = nbytes > 0
-    low = numpy.where(some, ((begin + 1) * parts - 1) // numpy.maximum(whole, 1), 0)
-    high = numpy.where(some, ((begin + nbytes) * parts - 1) // numpy.maximum(whole, 1), -1)
-    number = high - low + 1
-    row: Array = numpy.repeat(numpy.arange(len(low)), number)
-    part = numpy.arange(len(row)) - numpy.repeat(number.cumsum() - number - low, number)
-    pieces, width = cells.rows(row), _row_elements(cells)
-    width = numpy.where(width * size <= slack, width, 1)[row]
+    nbytes = cells.nbytes
+    itemsize = ITEMSIZES[cells.dtype]
+    bytes_of_line = numpy.bincount(cells.source, nbytes).astype(numpy.int64)
+    line_begins = bytes_of_line.cumsum() - bytes_of_line
+    begin = nbytes.cumsum() - nbytes - line_begins[cells.source]  # bytes of the line before a cell
+    line_bytes = bytes_of_line[cells.source]
+    # Part p begins at byte line_bytes * p // num_parts: low and high are the parts of the first
+    # and the last byte of a cell.
+    divisor = numpy.maximum(line_bytes, 1)
+    low = ((begin + 1) * num_parts - 1) // divisor
+    high = ((begin + nbytes) * num_parts - 1) // divisor
+    count = numpy.where(nbytes > 0, high - low + 1, 0)
+    row: Array = numpy.repeat(numpy.arange(len(count)), count)
+    part = numpy.arange(len(row)) - numpy.repeat(count.cumsum() - count - low, count)
+    row_numel = _row_numel(cells)
+    step = numpy.where(row_numel * itemsize <= slack, row_numel, 1)[row]
+    pieces = cells.rows(row)
 
     def cut(part: Array) -> Array:
-        byte = numpy.maximum(whole[row] * part // parts[row] - begin[row], 0)
-        at = cells.first[row] + byte // size[row]
-        at = numpy.where(at < cells.last[row], at - at % width, cells.last[row])
-        return numpy.maximum(at, cells.first[row])
+        """Return the element of each piece's cell at which a part begins."""
+        byte = numpy.maximum(line_bytes[row] * part // num_parts[row] - begin[row], 0)
+        element = cells.first[row] + byte // itemsize[row]
+        is_inside = element < cells.last[row]
+        element = numpy.where(is_inside, element - element % step, cells.last[row])
+        return numpy.maximum(element, cells.first[row])
 
-    pieces.first[:], pieces.last[:] = cut(part), cut(part + 1)
-    some = pieces.first < pieces.last
-    return pieces.rows(some), part[some]
+    first = cut(part)
+    last = cut(part + 1)
+    pieces.first[:] = first
+    pieces.last[:] = last
+    is_some = first < last
+    return pieces.rows(is_some), part[is_some]
 
 
-def _row_elements(cells: Cells) -> Array:
+def _row_numel(cells: Cells) -> Array:
     """Return [N] int64: the elements of a cell at one index of its first dim of more than 1."""
     first = (cells.shape > 1).argmax(axis=1)
-    return cells.shape.prod(axis=1) // numpy.take_along_axis(cells.shape, first[:, None], 1)[:, 0]
+    size = numpy.take_along_axis(cells.shape, first[:, None], axis=1)[:, 0]
+    return cells.shape.prod(axis=1) // size
 
 
-def uncovered(pieces: Cells, wants: Wants) -> Array:
-    """Return [wants] int64: the elements of each want that no piece of any source is."""
-    moved: Array = numpy.zeros(len(wants.file), numpy.int64)
-    numpy.add.at(moved, pieces.want, pieces.last - pieces.first)
-    return wants.shape.prod(axis=1) - moved
+def missing_elements(pieces: Cells, wants: Wants) -> Array:
+    """Return [wants] int64: how many elements of each want no source sends."""
+    arriving: Array = numpy.zeros(len(wants.file), numpy.int64)
+    numpy.add.at(arriving, pieces.want, pieces.last - pieces.first)
+    return wants.shape.prod(axis=1) - arriving
 
 
-def route_sums(pieces: Cells, key: Array, number: int) -> Array:
-    """Return [number, 2] int64 of routes 0 .. number - 1: bytes, and a hash of the pieces in order.
+def route_sums(pieces: Cells, route: Array, num_routes: int) -> Array:
+    """Return [num_routes, 2] int64: the bytes of each route, and a hash of its pieces in order.
 
     Args:
-        key: [N], ascending: the route of each piece.
+        route: [N], ascending: the number of the route that each piece is on.
     """
-    sums: Array = numpy.zeros((number, 2), numpy.int64)
     columns = (pieces.want, pieces.start, pieces.shape, pieces.first, pieces.last)
-    rows, nbytes = numpy.column_stack(columns).astype("<i8"), pieces.nbytes
-    edges = key.searchsorted(numpy.arange(number + 1))
-    for route in numpy.unique(key):
-        own = slice(edges[route], edges[route + 1])
-        digest = hashlib.blake2b(rows[own].tobytes(), digest_size=8).digest()
-        sums[route] = nbytes[own].sum(), int.from_bytes(digest, "little", signed=True)
+    rows = numpy.column_stack(columns).astype("<i8")
+    nbytes = pieces.nbytes
+    edges = route.searchsorted(numpy.arange(num_routes + 1))
+    sums: Array = numpy.zeros((num_routes, 2), numpy.int64)
+    for number in numpy.unique(route):
+        of_route = slice(edges[number], edges[number + 1])
+        digest = hashlib.blake2b(rows[of_route].tobytes(), digest_size=8).digest()
+        sums[number, 0] = nbytes[of_route].sum()
+        sums[number, 1] = int.from_bytes(digest, "little", signed=True)
     return sums

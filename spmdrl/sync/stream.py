@@ -1,7 +1,7 @@
 """The weight stream: the trainers' current weights into the engines, once per step.
 
-`WeightStream` traces, plans and proves at construction; `push` moves. Every rank calls each
-method at the same place: all of them cross roles.
+`WeightStream` traces, plans and checks at construction; `push` moves the weights. Every rank calls
+each method at the same place: each of them involves trainers and engines.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from spmdrl.model.sharded import SentWeights
 from spmdrl.sync.buckets import StreamPlan
 from spmdrl.sync.in_place import TracedTensors, trace_adapter
 from spmdrl.sync.live_shards import LiveShards
+from spmdrl.sync.logprob_gap import probe_gap
 from spmdrl.sync.reload import ReloadedTensors
 from spmdrl.sync.trace import Copy, trace_loader
-from spmdrl.sync.verify import layout_problems, probe_gap, shown
+from spmdrl.sync.verify import bullet_list, layout_problems
 from spmdrl.types import Sums
 from spmdrl.world.comm import await_all, gather_problems
 from spmdrl.world.world import World
@@ -35,22 +36,27 @@ class WeightStream:
     """Moves weights from trainer shards into engine storage.
 
     Construct it while the engines still hold what they loaded from `model.path`: that is what
-    the proof of layout compares with.
+    the check of the layout compares with.
 
     Args:
         sent: what travels: names on every rank, shards on trainers.
         engine: holds a live model on inference ranks.
-        world: the job; `world.cfg.stream` says how.
+        world: the job, with the settings in `world.cfg.stream`.
     Raises: Refusal on every rank, when `stream.mode` is `traced` and some engine parameter
         cannot be traced (it lists parameter and reason; with `auto` the log has that list), or
-        when vLLM's own reloading is to be used and does not restore what the engine holds.
+        when vLLM's own reloading is used and does not restore what the engine holds.
     """
 
     def __init__(self, sent: SentWeights, engine: EngineProtocol, world: World):
-        self._sent, self._engine, self._world = sent, engine, world
-        self._cfg, self._pushes, self.mode = world.cfg.stream, 0, "idle"
-        self._adapter: TracedTensors | None = None
-        self._changing: TracedTensors | None = None  # without what is frozen, of later pushes
+        self._sent = sent
+        self._engine = engine
+        self._world = world
+        self._cfg = world.cfg.stream
+        self._pushes = 0
+        self.mode = "idle"
+        """idle (no engines), traced or reload."""
+        self._adapter: TracedTensors | None = None  # where adapters travel alone
+        self._changing: TracedTensors | None = None  # what is not frozen, for later pushes
         self._probed: Sequence[Sequence[int]] = ()
         if not world.inference_ranks:
             return
@@ -61,15 +67,20 @@ class WeightStream:
 
     @property
     def plans(self) -> list[StreamPlan]:
-        """How the weights travel, in this order."""
+        """How all weights travel, push after push."""
         return [] if self.mode == "idle" else self._weights.plans
 
     @property
     def nbytes(self) -> int:
-        """Bytes that leave the trainers in one push, all of them together; where adapters travel
-        by themselves, or a part is frozen, in one after the first."""
-        later = self._adapter or self._changing
-        return later.plan.nbytes if later else self._weight_bytes
+        """Bytes that leave all trainers together in one push.
+
+        Where adapters travel alone, or a part of the model is frozen, the first push is larger.
+        """
+        if self._adapter is not None:
+            return self._adapter.plan.nbytes
+        if self._changing is not None:
+            return self._changing.plan.nbytes
+        return self._weight_bytes
 
     @property
     def _weight_bytes(self) -> int:
@@ -77,41 +88,43 @@ class WeightStream:
 
     def release(self) -> None:
         """Lend the engine's memory, which nothing needs until the next push; see Handover."""
-        if self.mode != "idle":
-            # A traced push writes every weight that counts (not what pads a vocabulary), but for
-            # those under adapters that travel by themselves, and those of a model that drafts.
-            is_whole = (
-                self.mode == "traced"
-                and self._adapter is None
-                and "speculative_config" not in self._world.cfg.engine.options
-            )
-            self._handover.release(keeps_weights=not is_whole)
+        if self.mode == "idle":
+            return
+        # A traced push writes every weight that counts (not what pads a vocabulary). It does not
+        # write the weights under adapters that travel alone, nor those of a model that drafts.
+        writes_all_weights = (
+            self.mode == "traced"
+            and self._adapter is None
+            and "speculative_config" not in self._world.cfg.engine.options
+        )
+        self._handover.release(keeps_weights=not writes_all_weights)
 
     def push(self, version: int) -> Sums:
         """Write the policy's weights into every engine, in the engines' dtype.
 
         Args:
-            version: of the policy; the engines are told it, and drop their cached prefixes.
-        Returns: what Handover.wake_cache does, sync/bytes, sync/seconds and sync/gb_per_s (1e9
-            bytes), by this rank's clock, from when all ranks are there; the bytes are those that
-            leave the trainers of the whole world.
+            version: of the policy. The engines learn it, and drop their cached prefixes.
+        Returns: the sums of Handover.wake_cache; sync/bytes, which leave all trainers together;
+            sync/seconds and sync/gb_per_s (1e9 bytes), by this rank's clock, from when all ranks
+            have arrived.
         Raises: RuntimeError on every rank when a checksum differs, or an engine's loader fails.
         """
         if self.mode == "idle":
             return {}
-        nbytes = self.nbytes if self._pushes or self._adapter else self._weight_bytes
+        is_first = self._pushes == 0
+        nbytes = 0
         with self._world.watch.wait("push", version):
             await_all(group=self._world.control)
             began = time.perf_counter()
             self._handover.wake_weights()
-            if self._adapter is None or not self._pushes:
-                self._push_weights()
+            if self._adapter is None or is_first:
+                nbytes += self._push_weights()
             if self._adapter is not None:
-                if not self._pushes:  # the weights under it stay as they are
+                if is_first:  # no later push writes the weights under the adapter
                     assert isinstance(self._weights, TracedTensors)
                     self._weights.release()
-                    nbytes += self._weight_bytes
                 self._adapter.move()
+                nbytes += self._adapter.plan.nbytes
             woken = self._handover.wake_cache()
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)
@@ -120,7 +133,7 @@ class WeightStream:
             self._engine.weights_changed(version)
         self._pushes += 1
         every = self._cfg.verify_every
-        if self._pushes == 1 or (every and self._pushes % every == 0):
+        if is_first or (every and self._pushes % every == 0):
             self.verify(version)
         return woken | {
             "sync/bytes": (float(nbytes), 1.0),
@@ -131,9 +144,9 @@ class WeightStream:
     def verify(self, version: int) -> None:
         """Compare checksums of what trainers hold with what engines hold, slice by slice.
 
-        In reload mode every tensor is loaded once more, over rubbish: that has to give the same
-        parameters from tensors that arrived as they were sent. The last probe is repeated then,
-        for what vLLM makes of the parameters besides.
+        In reload mode every tensor is loaded once more, over flipped bits: tensors that arrived as
+        they were sent must give the same parameters. Then the last probe is repeated, because vLLM
+        may derive other tensors from the parameters.
 
         Raises: RuntimeError on every rank, naming engine, tensor and both sums.
         """
@@ -143,7 +156,7 @@ class WeightStream:
                 problems += self._adapter.differences()
         if problems:
             raise RuntimeError(
-                f"push {version}: engine weights differ from the trainers'\n{shown(problems)}"
+                f"push {version}: engine weights differ from the trainers'\n{bullet_list(problems)}"
             )
         if self.mode == "reload":
             if self._world.is_inference:
@@ -154,7 +167,7 @@ class WeightStream:
         """Score token sequences by engines and trainers and compare.
 
         Args:
-            sequences: token ids, the same on every rank; Given where they show something.
+            sequences: token ids, the same on every rank; Given where they show images.
             version: of the weights, for messages.
         Returns: sync/probe_gap: (sum of |engine - trainer| logprob in nats, tokens), over all
             replicas; equal on every rank.
@@ -165,36 +178,42 @@ class WeightStream:
             return {}
         world, self._probed = self._world, sequences
         with world.watch.wait("probe", version):
-            of_engine = self._engine.score(sequences) if world.is_inference else []
-            of_trainer = self._sent.score(sequences) if world.is_trainer else []
-            limit = self._cfg.max_logprob_gap
-            return probe_gap(of_engine, of_trainer, limit=limit, version=version, world=world)
+            return probe_gap(
+                self._engine.score(sequences) if world.is_inference else [],
+                self._sent.score(sequences) if world.is_trainer else [],
+                limit=self._cfg.max_logprob_gap,
+                version=version,
+                world=world,
+            )
 
     # ---------------------------------------------------------------- construction
 
     def _plan(self) -> None:
-        sent, world = self._sent, self._world
+        """Choose the mode, and plan the pushes of weights and adapters."""
+        sent = self._sent
+        world = self._world
         live = LiveShards(sent.shards, sent.parts, deltas=sent.deltas)
         copies, reasons = self._trace()
         problems = gather_problems(reasons, group=world.control)
         if self._cfg.mode == "traced" and problems:
             raise Refusal(
                 f"stream.mode is traced, but these engine parameters cannot be "
-                f"written in place; use auto or reload\n{shown(problems)}"
+                f"written in place; use auto or reload\n{bullet_list(problems)}"
             )
         if problems:
             log.warning(
                 "weight stream: falling back to vLLM's own reloading, which is slower, because\n%s",
-                shown(problems),
+                bullet_list(problems),
             )
         self.mode = "reload" if self._cfg.mode == "reload" or problems else "traced"
         self._weights: TracedTensors | ReloadedTensors
         if self.mode == "traced":
             self._weights = TracedTensors(world, kind="weights", copies=copies, live=live)
-            # An engine that shares its devices drops all weights while it sleeps.
+            # An engine that shares its devices drops all weights while it sleeps, and needs the
+            # frozen ones again too.
             if sent.frozen and sent.adapter is None and not world.cfg.layout.roles.shares_devices:
-                left = [copy for copy in copies if copy.name not in sent.frozen]
-                self._changing = TracedTensors(world, kind="changing", copies=left, live=live)
+                changing = [copy for copy in copies if copy.name not in sent.frozen]
+                self._changing = TracedTensors(world, kind="changing", copies=changing, live=live)
         elif sent.adapter is not None:
             raise Refusal(
                 "model.lora.push: adapter, but this engine's weights cannot be "
@@ -209,6 +228,7 @@ class WeightStream:
             )
 
     def _trace(self) -> tuple[list[Copy], list[str]]:
+        """Return the loader's copies on this rank, and the reasons against writing in place."""
         if not self._world.is_inference or self._cfg.mode == "reload":
             return [], []
         trace = trace_loader(self._engine.model, self._sent.names, load=self._engine.load_weights)
@@ -220,18 +240,23 @@ class WeightStream:
 
     # ---------------------------------------------------------------- moving
 
-    def _push_weights(self) -> None:
+    def _push_weights(self) -> int:
+        """Move all weights, or after the first push those that change; return the bytes."""
         if self._pushes and self._changing is not None:
-            if self._pushes == 1:
+            if self._pushes == 1:  # nobody moves all weights any more: free their buffers
                 assert isinstance(self._weights, TracedTensors)
                 self._weights.release()
             self._changing.move()
+            nbytes = self._changing.plan.nbytes
         else:
             self._weights.move()
+            nbytes = self._weight_bytes
         if self.mode == "traced":
             assert self._engine_pointers() == self._pointers, "an engine's parameters have moved"
+        return nbytes
 
     def _engine_pointers(self) -> tuple[int, ...]:
+        """Return the addresses of this rank's engine's parameters."""
         if not self._world.is_inference:
             return ()
         return tuple(p.data_ptr() for p in self._engine.model.parameters())

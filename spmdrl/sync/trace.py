@@ -1,9 +1,9 @@
 """Find out where an engine's loader puts each slice of each checkpoint tensor, by watching it once.
 
 The engine's own `load_weights` runs with a placeholder (a meta tensor) per checkpoint name,
-under a dispatch mode that keeps every write from happening and notes it instead: from which
-box of which placeholder, into which view of which parameter. That holds for any architecture
-and any tensor-parallel rank, without a table of fused layers.
+under a dispatch mode that records every write instead of doing it: from which box of which
+placeholder, into which view of which parameter. That works for any architecture and any
+tensor-parallel rank, without a table of fused layers.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Copy:
 
 @dataclass
 class Trace:
-    """What the loader did. The copies are to be trusted only when there are no reasons."""
+    """What the loader did. Use the copies only when there are no reasons against it."""
 
     copies: list[Copy] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    """Why these copies would not make up the whole model; each names an engine parameter."""
+    """Why these copies would not give the whole model; each names an engine parameter."""
 
 
 def trace_loader(
@@ -65,13 +65,12 @@ def trace_loader(
     Returns: the copies and, when they do not cover every element of every parameter exactly
         once or the loader computes with the tensors, the reasons.
     """
-    placeholders = {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, (shape, dtype) in names.items()
-    }
+    placeholders = {}
+    for name, (shape, dtype) in names.items():
+        placeholders[name] = torch.empty(shape, dtype=dtype, device="meta")
     watcher = _Watcher(model, placeholders)
     with torch.no_grad(), watcher:
-        # A model's loader may raise anything; falling back is the answer.
+        # A model's loader may raise anything. The caller then falls back to reloading.
         _, error = attempt(lambda: load(iter(placeholders.items())), Exception)
     if error:
         watcher.trace.reasons.append(
@@ -79,17 +78,19 @@ def trace_loader(
             f"{watcher.last}: {first_line(error)}"
         )
     else:
-        watcher.trace.reasons += watcher.uncovered(model) + derived_tensors(model)
+        watcher.trace.reasons += watcher.replaced_parameters(model)
+        watcher.trace.reasons += watcher.unwritten_parameters()
+        watcher.trace.reasons += derived_tensors(model)
     return watcher.trace
 
 
 def derived_tensors(model: nn.Module) -> list[str]:
-    """Name tensors that a module keeps beside its parameters and buffers, made after loading.
+    """Name tensors that a module made after loading and keeps beside its parameters and buffers.
 
     A write in place would leave such a copy (MLA's absorbed projections, say) stale.
     """
     reasons = []
-    known = {storage_id(t) for t in (*model.parameters(), *model.buffers())}
+    known = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if (
@@ -107,25 +108,38 @@ def derived_tensors(model: nn.Module) -> list[str]:
 
 
 class _Watcher(TorchDispatchMode):
-    """Notes writes into a model's parameters instead of doing them."""
+    """Records writes into a model's parameters instead of doing them.
+
+    Args:
+        placeholders: {checkpoint name: meta tensor}.
+    """
 
     def __init__(self, model: nn.Module, placeholders: Mapping[str, Tensor]):
         super().__init__()
-        self.trace, self.last = Trace(), "its start"
-        self._sources = {storage_id(t): (name, t) for name, t in placeholders.items()}
-        self._computed: dict[int, str] = {}  # storage -> what it was computed by
-        self._cloned: set[int] = set()  # storages of which there are copies, as views
-        self._zeros: set[int] = set()  # storages that the loader made zero as a whole
-        self._kept: list[Tensor] = []  # storages must outlive their ids
-        self._scalars: dict[float, tuple[str, Box]] = {}
-        # A loader may write persistent buffers too, but need not: some are of the engine's own.
+        self.trace = Trace()
+        self.last = "its start"
+        """What the loader did last, for messages."""
+
+        # What the loader reads. A storage is known by its id, which stays its own while the
+        # storage lives: _alive holds those that the loader may drop.
+        self._sources = {}
+        for name, placeholder in placeholders.items():
+            self._sources[storage_id(placeholder)] = (name, placeholder)
+        self._computed: dict[int, str] = {}  # {storage: the operation that computed it}
+        self._cloned: set[int] = set()  # storages that a clone shares, see __torch_dispatch__
+        self._zeros: set[int] = set()  # storages that the loader set to zero as a whole
+        self._scalars: dict[float, tuple[str, Box]] = {}  # see _scalar
+        self._alive: list[Tensor] = []
+
+        # What the loader writes. Persistent buffers too, but it need not: some belong to the
+        # engine alone.
         self._by_name = {name: tensor.data for name, tensor in live_tensors(model).items()}
-        self._needed = {name for name, _ in model.named_parameters()}
-        self._parameters: dict[int, list[tuple[str, Tensor]]] = {}
+        self._must_be_written = {name for name, _ in model.named_parameters()}
+        self._by_storage: dict[int, list[tuple[str, Tensor]]] = {}
         for name, parameter in self._by_name.items():
-            self._parameters.setdefault(storage_id(parameter), []).append((name, parameter))
-        self._written: dict[str, list[Box]] = {}
-        self._filled: dict[str, list[Box]] = {}
+            self._by_storage.setdefault(storage_id(parameter), []).append((name, parameter))
+        self._written: dict[str, list[Box]] = {}  # {parameter: boxes copied from a checkpoint}
+        self._filled: dict[str, list[Box]] = {}  # {parameter: boxes set to a constant}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -138,72 +152,80 @@ class _Watcher(TorchDispatchMode):
             self._write(func, args, name=target)
             return args[0]
         if func is aten.clone.default and storage_id(args[0]) in self._sources:
-            # What is only put in another order of memory is still what it was.
+            # A clone may order the memory otherwise, but the values stay those of the checkpoint:
+            # a view stands for it, so that the loader's next operation is still seen as a copy.
             self._cloned.add(storage_id(args[0]))
             return aten.alias.default(args[0])
         result = func(*args, **kwargs)
         if is_write(func) and args and isinstance(args[0], Tensor):
-            self._overwritten(func, args[0])
-        self._follow(func, args, result=result)
+            self._source_overwritten(func, args[0])
+        self._note_computed(func, args, result=result)
         return result
 
     def _target(self, func: Any, args: Any) -> str | None:
         """Return the parameter that this operation writes into, if any."""
         if not (is_write(func) and args and isinstance(args[0], Tensor)):
             return None
-        own = self._parameters.get(storage_id(args[0]))
-        if own is None:
+        candidates = self._by_storage.get(storage_id(args[0]))
+        if candidates is None:
             return None
-        first = args[0].storage_offset()
-        for name, parameter in own:
-            low = parameter.storage_offset()
-            if low <= first <= low + extent(parameter):
+        # Several parameters may share a storage: take the one in which the target begins.
+        offset = args[0].storage_offset()
+        for name, parameter in candidates:
+            begin = parameter.storage_offset()
+            if begin <= offset <= begin + extent(parameter):
                 return name
-        return own[0][0]
+        return candidates[0][0]
 
     def _write(self, func: Any, args: Any, *, name: str) -> None:
-        if args[0].numel() == 0:
+        """Record an operation that writes into the parameter `name`."""
+        target = args[0]
+        if target.numel() == 0:
             return  # padding of no rows
-        inside = box_within(args[0], self._by_name[name])
+        inside = box_within(target, self._by_name[name])
         if inside is None:
             self._refuse(name, f"{func} writes a part that is not a box of it")
         elif func is aten.copy_.default and storage_id(args[1]) in self._sources:
-            self._copy(args[0], args[1], name=name, inside=inside)
+            self._record_tensor(target, args[1], name=name, inside=inside)
         elif func is aten.fill_.Scalar and args[1] in self._scalars:
             source, box = self._scalars[args[1]]
-            self._note(Copy(source, box, name, args[0].reshape(box.shape)), inside)
-        elif (
-            func in (aten.fill_.Scalar, aten.zero_.default)
-            or self._is_constant(func, args)
-            or (func is aten.copy_.default and storage_id(args[1]) in self._zeros)
-        ):
+            self._record(Copy(source, box, name, target.reshape(box.shape)), inside)
+        elif self._is_constant(func, args):
             self._filled.setdefault(name, []).append(inside)
             if any(inside.intersect(box) for box in self._written.get(name, ())):
                 self._refuse(name, f"{func} overwrites what was loaded")
+        elif func is aten.copy_.default and storage_id(args[1]) in self._computed:
+            self._refuse(name, f"is written from {self._computed[storage_id(args[1])]}")
         else:
-            made = self._computed.get(storage_id(args[1])) if func is aten.copy_.default else None
-            self._refuse(name, f"is written from {made}" if made else f"is changed by {func}")
+            self._refuse(name, f"is changed by {func}")
 
-    def _overwritten(self, func: Any, target: Tensor) -> None:
-        """Take note that the loader writes into what it was given: no longer the checkpoint's."""
+    def _is_constant(self, func: Any, args: Any) -> bool:
+        """Return whether this operation sets its target to a constant."""
+        if func in (aten.fill_.Scalar, aten.zero_.default):
+            return True
+        if func is aten.copy_.default:
+            return storage_id(args[1]) in self._zeros
+        if func is aten.fill_.Tensor:  # part[i] = number, which no checkpoint tensor gave
+            value = storage_id(args[1])
+            return value not in self._sources and value not in self._computed
+        return False
+
+    def _source_overwritten(self, func: Any, target: Tensor) -> None:
+        """If the loader writes into a placeholder, no longer take it for the checkpoint's."""
         key = storage_id(target)
         source = self._sources.pop(key, None)
         if source is None:
             return
         name, whole = source
-        self._kept.append(whole)
+        self._alive.append(whole)
         is_whole = target.numel() == whole.numel() and key not in self._cloned
         if func is aten.zero_.default and is_whole:
             self._zeros.add(key)
         else:
             self._computed[key] = f"{func} of {name}"
 
-    def _is_constant(self, func: Any, args: Any) -> bool:
-        """Whether this is `part[i] = number`, of no checkpoint tensor."""
-        known = self._sources.keys() | self._computed.keys()
-        return func is aten.fill_.Tensor and storage_id(args[1]) not in known
-
-    def _copy(self, target: Tensor, source: Tensor, *, name: str, inside: Box) -> None:
+    def _record_tensor(self, target: Tensor, source: Tensor, *, name: str, inside: Box) -> None:
+        """Record a copy of a part of a placeholder into the box `inside` of a parameter."""
         key, whole = self._sources[storage_id(source)]
         self.last = f"{name} (from {key})"
         box = box_within(source, whole)
@@ -219,9 +241,9 @@ class _Watcher(TorchDispatchMode):
         except RuntimeError:
             self._refuse(name, f"takes {key} in another order of elements")
             return
-        self._note(Copy(key, box, name, view), inside)
+        self._record(Copy(key, box, name, view), inside)
 
-    def _note(self, copy: Copy, inside: Box) -> None:
+    def _record(self, copy: Copy, inside: Box) -> None:
         if any(inside.intersect(box) for box in self._written.get(copy.parameter, ())):
             self._refuse(
                 copy.parameter,
@@ -234,7 +256,10 @@ class _Watcher(TorchDispatchMode):
         self.trace.reasons.append(f"{parameter}: {why}")
 
     def _scalar(self, source: Tensor) -> float:
-        # A number that occurs nowhere else, so that a later fill_ with it can be told apart.
+        """Return what `source.item()` gives the loader: a number that occurs nowhere else.
+
+        A later fill_ with that number is a copy of this element.
+        """
         key, whole = self._sources[storage_id(source)]
         value = 1.0 + math.pi * 2.0**-20 * (len(self._scalars) + 1)
         box = box_within(source, whole)
@@ -242,31 +267,42 @@ class _Watcher(TorchDispatchMode):
         self._scalars[value] = (key, box)
         return value
 
-    def _follow(self, func: Any, args: Any, *, result: Any) -> None:
-        """Remember results that were computed from placeholders, for the message."""
-        used = [storage_id(t) for t in tree_leaves(args) if isinstance(t, Tensor)]
-        origin = next((self._sources[key][0] for key in used if key in self._sources), None)
-        made = next((self._computed[key] for key in used if key in self._computed), None)
-        if origin is None and made is None:
+    def _note_computed(self, func: Any, args: Any, *, result: Any) -> None:
+        """Remember that a result was computed from placeholders, for messages."""
+        used = [storage_id(leaf) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        computed = [self._computed[key] for key in used if key in self._computed]
+        names = [self._sources[key][0] for key in used if key in self._sources]
+        if computed:
+            made_by = computed[0]
+        elif names:
+            made_by = f"{func} of {names[0]}"
+        else:
             return
-        for t in tree_leaves(result):
-            if isinstance(t, Tensor) and storage_id(t) not in self._sources:
-                self._computed.setdefault(storage_id(t), made or f"{func} of {origin}")
-                self._kept.append(t)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and storage_id(leaf) not in self._sources:
+                self._computed.setdefault(storage_id(leaf), made_by)
+                self._alive.append(leaf)
 
-    def uncovered(self, model: nn.Module) -> list[str]:
-        """Say which elements of which parameters no write reaches."""
-        reasons = [
-            f"{name}: the loader replaces it by another tensor"
-            for name, p in model.named_parameters()
-            if storage_id(p) not in self._parameters
-        ]
+    def replaced_parameters(self, model: nn.Module) -> list[str]:
+        """Name the parameters that are other tensors than before the load."""
+        reasons = []
+        for name, parameter in model.named_parameters():
+            if storage_id(parameter) not in self._by_storage:
+                reasons.append(f"{name}: the loader replaces it by another tensor")
+        return reasons
+
+    def unwritten_parameters(self) -> list[str]:
+        """Name the parameters some of whose elements no write reaches."""
+        reasons = []
         for name, parameter in self._by_name.items():
-            if name not in self._needed:
+            if name not in self._must_be_written:
                 continue
             rest = [Box.whole(parameter.shape)]
-            for box in self._written.get(name, []) + self._filled.get(name, []):
-                rest = [part for old in rest for part in old.minus(box)]
+            for written in self._written.get(name, []) + self._filled.get(name, []):
+                remaining = []
+                for box in rest:
+                    remaining += box.minus(written)
+                rest = remaining
             count = sum(box.numel for box in rest)
             if count:
                 reasons.append(

@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 from spmdrl.config import Config
 from spmdrl.model.shards import Box, Part
-from spmdrl.sync import negotiation as planning
+from spmdrl.sync import negotiation
 from spmdrl.sync.buckets import StreamPlan
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.tables import Want
@@ -29,16 +29,16 @@ def _plan(rank: int, *, shapes: dict[str, tuple[int, ...]] = SHAPES) -> StreamPl
     parts = {name: Part.whole(name, shape) for name, shape in shapes.items()}
     wants = [Want(name, Box.whole(shape), torch.float32) for name, shape in shapes.items()]
     live = LiveShards(lambda: shards, parts)
-    (plan,) = planning.make_plans([wants if rank else []], live, world=world, kind="weights")
+    (plan,) = negotiation.make_plans([wants if rank else []], live, world=world, kind="weights")
     return plan
 
 
 def _differing(folder: Path) -> tuple[int, list[str], list[str]]:
     dist.init_process_group("gloo")
-    rank, sums = dist.get_rank(), planning.sums_sent
+    rank, sums = dist.get_rank(), negotiation.sent_sums
     nbytes, messages = _plan(rank).nbytes, []
     if rank == 0:  # as a rank that runs another version
-        planning.sums_sent = lambda routes: sums(routes) + 1
+        negotiation.sent_sums = lambda routes: sums(routes) + 1
     for shapes in (SHAPES, {"a": (64, 32), "c": (9,)} if rank == 1 else SHAPES):
         try:
             _plan(rank, shapes=shapes)
