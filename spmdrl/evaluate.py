@@ -51,7 +51,7 @@ class Result:
 
 
 class ModelScorer(Protocol):
-    """The trainer of a run, or a bystander: what scores with its reward models."""
+    """What scores with a run's reward models: its trainer, or a NullTrainer."""
 
     world: World
 

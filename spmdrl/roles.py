@@ -1,5 +1,7 @@
-"""What the trainer is on this rank: the real one where it trains, and where not a bystander, which
-loads nothing of spmdrl.train."""
+"""The trainer of this rank: the real one on trainer ranks, elsewhere one that does nothing.
+
+A rank that does not train loads nothing of spmdrl.train.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,25 @@ if TYPE_CHECKING:
     from spmdrl.train.trainer import Trainer
 
 
-class Bystander:
-    """Stand where the trainer does, on a rank that does not train: every call does nothing, but
-    for those that all ranks make together.
+class NullTrainer:
+    """The trainer on a rank that does not train, so that every rank runs the same loop.
+
+    Its methods do nothing, but take part in what all ranks do together.
 
     Args:
         weights: names of what trainers send.
     """
 
     def __init__(self, world: World, *, weights: SentWeights):
-        self.world, self.weights = world, weights
+        self.world = world
+        self.weights = weights
 
     def size_microbatches(self) -> None:
-        """Learn what trainers find for the size of a micro-batch."""
+        """Receive the size of a micro-batch from the trainers."""
         agree_on_tokens(self.world, None)
 
-    def _nothing(self, *given: Any, **named: Any) -> dict[Any, Any]:
-        """Return {}: trainers keep, and measure, what there is."""
+    def _nothing(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """Return {}: this rank has no state, no scores and no metrics."""
         return {}
 
     joined = check_agreement = state_dict = scores = update = _nothing
@@ -54,14 +58,14 @@ def make_trainer(
     loss_fn: Callable[..., Any] | None = None,
     advantage_fn: Callable[..., Any] | None = None,
     columns: Collection[str] = (),
-) -> Trainer | Bystander:
+) -> Trainer | NullTrainer:
     """Return the trainer of this rank; every rank calls it.
 
     Args:
         loss_fn, advantage_fn, columns: see Trainer; the first two of the config by default.
     Raises: Refusal, on all ranks together, when a model cannot be loaded or laid out.
     """
-    trainer: Trainer | Bystander
+    trainer: Trainer | NullTrainer
     with agree(group=world.control, waiting=world.watch.wait("load the policy", -1)):
         hf_model = build_meta_model(cfg.model, is_scalar=cfg.objective.is_scalar)
         weights = SentWeights(hf_model, cfg.model.lora, train=cfg.model.train)
@@ -78,6 +82,6 @@ def make_trainer(
                 columns=columns,
             )
         else:
-            trainer = Bystander(world, weights=weights)
+            trainer = NullTrainer(world, weights=weights)
     trainer.joined()
     return trainer

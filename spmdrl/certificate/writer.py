@@ -16,7 +16,7 @@ from spmdrl.types import Advantages, Batch, Sums
 from spmdrl.world.world import World
 
 if TYPE_CHECKING:
-    from spmdrl.roles import Bystander
+    from spmdrl.roles import NullTrainer
     from spmdrl.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Certificate:
     """
 
     def __init__(
-        self, cfg: Config, world: World, trainer: Trainer | Bystander, *, step: int, aside: Path
+        self, cfg: Config, world: World, trainer: Trainer | NullTrainer, *, step: int, aside: Path
     ):
         self._cfg, self._rank = cfg, world.rank
         self._file = JsonLines(Path(cfg.output_dir) / NAME)
