@@ -25,7 +25,7 @@ import numpy
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model.cuts import TensorCut
+from spmdrl.model.cuts import Runs, TensorCut
 from spmdrl.sync.tables import ITEMSIZES, Array, Columns, FileTable, Wants
 
 _LEAST_SHARE = 16 * 2**10  # bytes; sharing less would only make more messages
@@ -178,14 +178,23 @@ def _intervals(cut: TensorCut, depth: int) -> list[Intervals]:
     whole = Intervals(zero, zero + 1, zero)
     dims = [whole] * (depth - len(cut.shape))
     for dim in range(len(cut.shape)):
-        found = []
-        for owner, runs in enumerate(cut.runs(dim)):
-            for start, length in runs:
-                if length:
-                    found.append((start, start + length, owner))
-        rows = numpy.array(sorted(found), numpy.int64).reshape(-1, 3)
-        dims.append(Intervals(rows[:, 0], rows[:, 1], rows[:, 2]))
+        dims.append(_intervals_of(cut.runs(dim)))
     return dims
+
+
+def _intervals_of(runs_of_owners: Sequence[Runs]) -> Intervals:
+    """Return the intervals of one dim.
+
+    Args:
+        runs_of_owners: what each position on the mesh axes that shard the dim has of it.
+    """
+    found = []
+    for owner, runs in enumerate(runs_of_owners):
+        for start, length in runs:
+            if length:
+                found.append((start, start + length, owner))
+    rows = numpy.array(sorted(found), numpy.int64).reshape(-1, 3)
+    return Intervals(rows[:, 0], rows[:, 1], rows[:, 2])
 
 
 def _cell_ranks(cut: TensorCut, depth: int) -> Array:
