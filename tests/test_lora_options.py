@@ -97,7 +97,7 @@ def test_unknown_options_and_types_are_refused(lora, says, tmp_path):
             {"targets": ["q_proj"]},
             "model.lora.targets: q_proj with model.lora.rank 0; it has no effect there; set",
         ),
-        ({"path": "x", "rank": 4}, "model.lora.rank: 4 with model.lora.path x; it has no effect there; the adapter"),
+        ({"path": "x", "rank": 4}, "model.lora.rank: 4 with model.lora.path x; it has no effect"),
     ],
 )
 def test_values_that_cannot_be_are_refused(lora, says, tmp_path):
