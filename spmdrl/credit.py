@@ -102,7 +102,8 @@ def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World
     A method may ask for sums over the whole batch, and for [S, ...] per sequence, see
     `masked.attach`. Trainers meet for each sum.
     """
-    options, inputs = cfg.algorithm.advantage_options, _inputs(batch, cfg)
+    options = cfg.algorithm.advantage_options
+    inputs = _inputs(batch, cfg)
     totals: dict[str, Tensor] = {}
     per_sequence: dict[str, Tensor] = {}
     if registry.helpers_of(method):
@@ -138,7 +139,8 @@ def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World
 
 def _inputs(batch: Batch, cfg: Config) -> list[Inputs]:
     """Return all that a method may ask for of each micro-batch."""
-    scalars, chosen = batch.scalars, cfg.algorithm
+    scalars = batch.scalars
+    chosen = cfg.algorithm
     lengths = reduce.loss_lengths(scalars, mask_truncated=chosen.mask_truncated)
     of_sequences = {
         "rewards": scalars.rewards,
@@ -177,7 +179,8 @@ def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: Wor
     mean, std = mean_and_std(combine_moments(torch.cat(world.gather_per_dp(own.cpu()))))
     if not (mean.isfinite() and std.isfinite()):
         return list(advantages)  # as they are: the update is skipped on all ranks, and counted
-    mean, std = mean.to(own.device), std.to(own.device)
+    mean = mean.to(own.device)
+    std = std.to(own.device)
     return [whiten(a, loss_mask=m, mean=mean, std=std) for a, m in zip(advantages, masks)]
 
 

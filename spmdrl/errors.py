@@ -142,7 +142,8 @@ def users_traceback(error: BaseException) -> str:
     called it; the whole one where no code of the user's was called."""
     told: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
     assert told is not None
-    text, seen = told, set()
+    text = told
+    seen = set()
     while told is not None and id(told) not in seen:
         seen.add(id(told))
         begin = _begin(told.stack)

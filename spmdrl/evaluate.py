@@ -67,14 +67,16 @@ def evaluate(source: Source, engine: EngineProtocol, *, trainer: ModelScorer, st
 
     Returns: eval/ sums over all replicas, equal on every rank; empty when not due.
     """
-    world, cfg = trainer.world, trainer.world.cfg
+    world = trainer.world
+    cfg = trainer.world.cfg
     every = cfg.evaluate.every_steps
     if not every or (step % every and step != cfg.steps):
         return {}
     outcomes = sample(source, engine, trainer=trainer, world=world, step=step)
     if outcomes and world.rank == 0:
         found = Result(step, outcomes)
-        file, output = evaluation_file(cfg.output_dir, step), Path(cfg.output_dir)
+        file = evaluation_file(cfg.output_dir, step)
+        output = Path(cfg.output_dir)
         write(file, cfg, found, model=cfg.output_dir, within=output)
     return eval_sums(outcomes, samples=cfg.evaluate.samples)
 
@@ -218,7 +220,8 @@ def _notes(outcomes: Sequence[ProblemOutcome], *, samples: int, right_at: float)
 
 def content(cfg: Config, result: Result, *, model: str, right_at: float = RIGHT_AT) -> dict:
     """Return all that was found as plain values for JSON."""
-    samples, outcomes = cfg.evaluate.samples, result.outcomes
+    samples = cfg.evaluate.samples
+    outcomes = result.outcomes
 
     def plain(own: Sequence[ProblemOutcome]) -> dict:
         found = summarize(own, samples=samples, right_at=right_at)

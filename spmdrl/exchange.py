@@ -176,7 +176,8 @@ def _move(
     Returns: the tokens that this rank received, and where in them each sequence begins: [S]
         int64, -1 for those that went elsewhere.
     """
-    lengths, dp_ids = table.scalars.lengths, plan.dp_ids
+    lengths = table.scalars.lengths
+    dp_ids = plan.dp_ids
     dp_of_rank = [
         world.dp_index(r) if r in world.trainer_ranks else -1 for r in range(world.world_size)
     ]
@@ -206,7 +207,8 @@ def _moved(
     tokens: Tokens, columns: dict[str, Traveller], *, order: Tensor, passage: Passage
 ) -> Tokens:
     """Send the tokens at `order` [n] int64, and return those that came."""
-    numbers, own = _numbers(tokens), {}
+    numbers = _numbers(tokens)
+    own = {}
     for name, traveller in columns.items():
         column = getattr(tokens, name)
         own[name] = traveller.none(len(tokens.tokens)) if column is None else column

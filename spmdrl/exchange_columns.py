@@ -172,7 +172,9 @@ class _ItemFeatures(Traveller[Shown]):
     @classmethod
     def agreed(cls, told: Mapping[int, Any], rows: Sequence[Tensor]) -> _ItemFeatures:
         known: dict[str, tuple[int, int]] = {}  # {key: (its number, who sends it)}
-        items, of_rows, of_items = [], [], []
+        items = []
+        of_rows = []
+        of_items = []
         for rank, (forms, (sequences, which)) in told.items():
             for key, num_tokens, form in forms:
                 if key not in known:
@@ -196,7 +198,8 @@ class _ItemFeatures(Traveller[Shown]):
 
     def moved(self, own: Shown, numbers: Sequence[Tensor], passage: Passage) -> Shown:
         wanted = self._wanted(passage)
-        rank, mine = passage.world.rank, {item: item for item in own.items}
+        rank = passage.world.rank
+        mine = {item: item for item in own.items}
         leaving = [which[self.holders[which] == rank].tolist() for which in wanted]
         arriving = [
             wanted[rank][self.holders[wanted[rank]] == r].tolist() for r in range(len(wanted))

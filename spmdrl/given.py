@@ -115,15 +115,14 @@ class Shown:
             items: in the order of their tokens; one may come twice.
         Raises: ValueError when the tokens are not as many as the items have.
         """
-        expected, found = sum(p.num_tokens for p in items), int(is_shown.sum())
+        expected = sum(p.num_tokens for p in items)
+        found = int(is_shown.sum())
         if expected != found:
             raise ValueError(f"{found} tokens stand for items that have {expected}")
         own = tuple(dict.fromkeys(items))
-        starts, at, rows = (
-            cls(torch.empty(0), own).starts,
-            {},
-            [torch.empty(0, dtype=torch.int64)],
-        )
+        starts = cls(torch.empty(0), own).starts
+        at = {}
+        rows = [torch.empty(0, dtype=torch.int64)]
         for item, start in zip(own, starts.tolist()):
             at[item] = torch.arange(start, start + item.num_tokens)
         rows += [at[item] for item in items]

@@ -42,7 +42,8 @@ def import_object(
         known: {short name: `module:NAME`}.
     Raises: Refusal when it does not exist, or importing it fails.
     """
-    known, where = known or {}, f"{field}: " if field else ""
+    known = known or {}
+    where = f"{field}: " if field else ""
     place, colon, name = known.get(spec, spec).rpartition(":")
     if not colon or not place or not name:
         names = f", or a known name{nearest(spec, known)}" if known else ""
@@ -71,7 +72,8 @@ def _import_module(place: str) -> ModuleType:
 
     Raises: ImportError; whatever the module raises.
     """
-    top, here = place.partition(".")[0], str(Path.cwd())
+    top = place.partition(".")[0]
+    here = str(Path.cwd())
     is_found = top in sys.modules or importlib.util.find_spec(top) is not None
     if not is_found and here not in sys.path:
         sys.path.append(here)  # for good: a module may import its neighbours later
@@ -186,7 +188,8 @@ def in_child(
         given, options: what can be pickled, as rows of data can.
         what: is done there, for messages: `rewards.functions: importing f.py:f`.
     """
-    place, timeout_s = f"{function.__module__}:{function.__qualname__}", max(0.0, timeout_s)
+    place = f"{function.__module__}:{function.__qualname__}"
+    timeout_s = max(0.0, timeout_s)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     # Files, not pipes: a process that it leaves behind may hold a pipe open.
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:

@@ -39,8 +39,10 @@ class KeptSets:
     def of(cls, kept: Tensor) -> KeptSets:
         """Return sets given as [T, V] bool, on the CPU."""
         vocab = kept.shape[1]
-        width, counts = (vocab + 7) // 8, kept.sum(dim=1)
-        listed, whole = 4 * counts < width, counts == vocab
+        width = (vocab + 7) // 8
+        counts = kept.sum(dim=1)
+        listed = 4 * counts < width
+        whole = counts == vocab
         sizes = torch.where(listed, 4 * counts, width).masked_fill(whole, 0).cpu()
         ids = (kept & (listed & ~whole)[:, None]).nonzero()[:, 1].int().cpu()
         bits = numpy.packbits(
@@ -98,7 +100,8 @@ class KeptSets:
     def __getitem__(self, order: Tensor) -> KeptSets:
         """Return those of the tokens at `order` [n] int64."""
         ends = self.sizes.long().cumsum(0)
-        sizes, ends = self.sizes[order].long(), ends[order]
+        sizes = self.sizes[order].long()
+        ends = ends[order]
         shift = ends - sizes.cumsum(0)
         at = torch.arange(int(sizes.sum()), device=sizes.device) + shift.repeat_interleave(sizes)
         return KeptSets(self.vocab, sizes.int(), self.data[at])
@@ -132,7 +135,8 @@ class KeptSets:
 
     def check(self, tokens: Tensor) -> None:
         """Raise ValueError unless the sets make sense, each with its own token [T] int64."""
-        sizes, width = self.sizes.long(), self.bitmap_bytes
+        sizes = self.sizes.long()
+        width = self.bitmap_bytes
         is_whole = len(sizes) == len(tokens) and int(sizes.sum()) == len(self.data)
         if not is_whole or bool((sizes < 0).any()):
             raise ValueError(f"kept sets of {len(sizes)} tokens, where {len(tokens)} are")

@@ -63,7 +63,8 @@ class _Buffer:
     """Takes the bytes behind the JSON, in order."""
 
     def __init__(self, data: bytes, at: int):
-        self._data, self.at = data, at
+        self._data = data
+        self.at = at
 
     def take(self, size: int) -> bytes:
         if not 0 <= size <= len(self._data) - self.at:
@@ -138,7 +139,8 @@ def _meant(said: Any, buffer: _Buffer) -> Any:
 
 
 def _mean_array(own: list, buffer: _Buffer) -> Any:
-    dtype, shape = numpy.dtype(own[0]), own[1]
+    dtype = numpy.dtype(own[0])
+    shape = own[1]
     if dtype.kind not in _KINDS:
         raise ValueError(f"these are no packed values: an array of {dtype}")
     data = buffer.take(dtype.itemsize * math.prod(shape))
@@ -146,7 +148,8 @@ def _mean_array(own: list, buffer: _Buffer) -> Any:
 
 
 def _mean_tensor(own: list, buffer: _Buffer) -> torch.Tensor:
-    dtype, shape = _mean_dtype(own[0], buffer), own[1]
+    dtype = _mean_dtype(own[0], buffer)
+    shape = own[1]
     data = bytearray(buffer.take(dtype.itemsize * math.prod(shape)))
     flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return flat.view(dtype).reshape(shape)

@@ -160,7 +160,8 @@ def link_problems(folder: Path) -> list[str]:
 
 def _problems(folder: Path) -> Iterator[str]:
     for name in (*FILES, *FOLDERS):
-        path, kind = folder / name, "file" if name in FILES else "folder"
+        path = folder / name
+        kind = "file" if name in FILES else "folder"
         try:
             found = path.lstat()
         except (FileNotFoundError, NotADirectoryError):
@@ -213,7 +214,8 @@ def _second_name(path: Path, found: os.stat_result) -> Iterator[str]:
 
 def _opened(folder: Path, within: Path, *, makes: bool = False) -> int:
     """Open a folder in or below `within`, without following a link below that."""
-    held, path = os.open(within, _FOLDER), within
+    held = os.open(within, _FOLDER)
+    path = within
     for part in folder.relative_to(within).parts:
         path /= part
         try:

@@ -154,7 +154,8 @@ def join_routes(parts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tenso
     known = [part for part in parts if part is not None]
     if not known:
         return None
-    joined, at = known[0].new_full((sum(lengths), *known[0].shape[1:]), -1), 0
+    joined = known[0].new_full((sum(lengths), *known[0].shape[1:]), -1)
+    at = 0
     for part, length in zip(parts, lengths):
         if part is not None:
             assert len(part) <= length, f"routes of {len(part)} tokens, where {length} are"
@@ -226,7 +227,8 @@ class Tokens:
     def plain(self) -> dict[str, Any]:
         """Return all fields by name, kept sets and what is shown as dictionaries; tensors are
         shared."""
-        sets, shown = self.kept_sets, self.shown
+        sets = self.kept_sets
+        shown = self.shown
         return vars(self) | {
             "kept_sets": None if sets is None else dict(vars(sets)),
             "shown": None if shown is None else shown.plain(),

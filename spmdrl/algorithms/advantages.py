@@ -184,7 +184,8 @@ def gdpo(
         groups = group_rewards(part, group_ids, is_valid=is_valid)
         stds = torch.where(groups.has_spread, groups.stds, 1.0)
         term = weight * groups.centred() / stds[groups.index]
-        total, size = total + term, size + term.abs()
+        total = total + term
+        size = size + term.abs()
         counted = is_valid & (groups.counts >= 2)[groups.index]
     total = torch.where(total.abs() > ROUNDING * size, total, 0.0)  # parts that cancel out
     std = (total.square().sum() / counted.sum().clamp(min=1)).sqrt()

@@ -37,7 +37,8 @@ def log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor
     0 off the loss mask and where the engine's logprob is not finite. A trainer logprob that
     is not finite stays visible, for the update to be skipped.
     """
-    old, rollout = old_logprobs.detach().double(), rollout_logprobs.detach().double()
+    old = old_logprobs.detach().double()
+    rollout = rollout_logprobs.detach().double()
     return keep(old - rollout, loss_mask & rollout.isfinite())
 
 

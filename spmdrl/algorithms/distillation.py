@@ -93,7 +93,8 @@ def distill_topk(
         raise Refusal(f"k: must be at least 1, got {k}")
     rows = loss_mask.nonzero().squeeze(1)  # as in `divergence`
     dtype = torch.promote_types(student_logits.dtype, torch.float32)
-    student, teacher = student_logits[rows].to(dtype), teacher_logits.detach()[rows].to(dtype)
+    student = student_logits[rows].to(dtype)
+    teacher = teacher_logits.detach()[rows].to(dtype)
     top, ids = teacher.topk(min(k, teacher.shape[-1]), dim=-1)
     at_ids = student.gather(-1, ids) - student.logsumexp(-1, keepdim=True)
     found, stats = topk_divergence(
@@ -142,11 +143,14 @@ def topk_divergence(
     mask = loss_mask[:, None]
     student = torch.where(mask, student_logprobs_at_ids, filler).double()
     teacher = torch.where(mask, teacher_logprobs.detach(), filler).double()
-    student_mass, teacher_mass = student.logsumexp(-1), teacher.logsumexp(-1)
+    student_mass = student.logsumexp(-1)
+    teacher_mass = teacher.logsumexp(-1)
     if tail == "bucket":
-        student, teacher = _with_rest(student, student_mass), _with_rest(teacher, teacher_mass)
+        student = _with_rest(student, student_mass)
+        teacher = _with_rest(teacher, teacher_mass)
     else:
-        student, teacher = student - student_mass[:, None], teacher - teacher_mass[:, None]
+        student = student - student_mass[:, None]
+        teacher = teacher - teacher_mass[:, None]
     terms = keep(_divergence(teacher, student, kind=kind, beta=beta), loss_mask)
     stats = {
         "policy/distill": masked_mean(terms, loss_mask),

@@ -72,7 +72,8 @@ def k1(apart: Apart, *, unbiased: bool = False) -> Tensor:
     Returns: terms [T], nats, in the dtype of `logprobs`. Negative for some tokens.
     Source: Schulman 2020, joschu.net/blog/kl-approx.html.
     """
-    d, r = apart.d, apart.r
+    d = apart.d
+    r = apart.r
     return apart.terms(r * d, r * (d + 1)) if unbiased else apart.terms(d, torch.ones_like(d))
 
 
@@ -106,7 +107,8 @@ def k3(apart: Apart, *, unbiased: bool = False) -> Tensor:
     Source: Schulman 2020, joschu.net/blog/kl-approx.html; 2402.03300 eq. 4 as a loss;
         2512.02556 for `unbiased`.
     """
-    d, r = apart.d, apart.r
+    d = apart.d
+    r = apart.r
     # expm1: e^-d - 1 loses all digits near d = 0, where most tokens are.
     above = torch.expm1(-d.clamp(min=-MAX_LOG_RATIO))
     return apart.terms(r * (above + d), r * d) if unbiased else apart.terms(above + d, -above)

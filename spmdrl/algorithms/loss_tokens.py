@@ -70,7 +70,8 @@ def loss_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> LossTokens:
     counts = counts.index_add(0, sequence, torch.ones_like(sequence))
     ends = counts.cumsum(0)
     places = torch.arange(len(sequence), device=index.device)
-    position, last = places - (ends - counts)[sequence], ends[sequence] - 1
+    position = places - (ends - counts)[sequence]
+    last = ends[sequence] - 1
     return LossTokens(index, sequence, position, last, counts, loss_mask.numel())
 
 
@@ -89,9 +90,11 @@ def discounted_sums(values: Tensor, *, discounts: Tensor | float, last: Tensor) 
     left = last - places  # [N] entries of the sequence behind this one
     longest = int(left.max()) if len(values) else 0
     discounts = torch.as_tensor(discounts, dtype=torch.float64, device=values.device)
-    sums, reach = values, 1
+    sums = values
+    reach = 1
     while reach <= longest:
         ahead = torch.where(left >= reach, sums.roll(-reach), 0.0)
         sums = sums + discounts * ahead
-        discounts, reach = discounts.square(), 2 * reach
+        discounts = discounts.square()
+        reach = 2 * reach
     return sums

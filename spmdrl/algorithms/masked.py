@@ -102,7 +102,8 @@ def log1mexp(values: Tensor) -> Tensor:
     """Return log(1 - exp(x)) for x < 0 without loss of digits, as is its gradient."""
     # Each form keeps its digits on its own side of -ln 2; inputs stay on that side, since an
     # infinite gradient of the form not taken would come back as NaN.
-    near, far = values.clamp(min=-math.log(2)), values.clamp(max=-math.log(2))
+    near = values.clamp(min=-math.log(2))
+    far = values.clamp(max=-math.log(2))
     return torch.where(values > -math.log(2), (-near.expm1()).log(), (-far.exp()).log1p())
 
 

@@ -22,7 +22,8 @@ from spmdrl.errors import Refusal
 
 _BINS_PER_DECADE = 50  # a bin's upper edge is 4.7 % above its lower one
 _DECADES = 8  # gaps from 1e-8 to 1
-MIN_ESS, MAX_OUTSIDE_FRAC = 0.5, 0.05
+MIN_ESS = 0.5
+MAX_OUTSIDE_FRAC = 0.05
 """Bounds of `correction_advice`, shares of the loss tokens."""
 NUM_GAP_BINS = 1 + _BINS_PER_DECADE * _DECADES  # the first one: below 1e-8
 
@@ -174,5 +175,6 @@ def _bin_value(position: Tensor, *, within: float) -> Tensor:
 
 
 def _gap(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor) -> Tensor:
-    old, rollout = old_logprobs.detach().double(), rollout_logprobs.detach().double()
+    old = old_logprobs.detach().double()
+    rollout = rollout_logprobs.detach().double()
     return keep(old.exp() - rollout.exp(), loss_mask & rollout.isfinite()).abs()

@@ -213,7 +213,8 @@ def problems(kind: Kind, name: str, options: Named) -> list[str]:
 
 def function_problems(kind: Kind, function: Method, options: Named) -> list[str]:
     """Return what is wrong with a function and its options, as `problems` does."""
-    name, offered = getattr(function, "__name__", repr(function)), _offered(kind, function)
+    name = getattr(function, "__name__", repr(function))
+    offered = _offered(kind, function)
     strange = [n for n in inputs_of(function) if n not in offered]
     if strange and not helpers_of(function):
         return [
@@ -330,8 +331,10 @@ def trial_inputs(kind: str, *, is_per_token: bool = False) -> dict[str, Tensor]:
     Args:
         kind: a key of INPUTS.
     """
-    ones, yes = torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)
-    rewards, zeros = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.zeros(3)
+    ones = torch.ones(2, dtype=torch.int64)
+    yes = torch.ones(2, dtype=torch.bool)
+    rewards = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    zeros = torch.zeros(3)
     values = dict(
         rewards=rewards,
         reward_parts=rewards[:, None],

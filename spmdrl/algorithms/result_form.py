@@ -19,13 +19,16 @@ def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> st
         name: of the method, for messages.
         is_per_token: of an advantage that is computed per token.
     """
-    tensor, what, each = result, "a tensor", "token"
+    tensor = result
+    what = "a tensor"
+    each = "token"
     if kind != "kl" and (kind != "advantage" or is_per_token):
         is_pair = isinstance(result, tuple) and len(result) == 2
         if not (is_pair and (is_per_token or isinstance(result[1], dict))):
             second = "returns or None" if is_per_token else "stats dict"
             return f"{name} must return ([T] tensor, {second}), got {type(result).__name__}"
-        tensor, what = result[0], "as its first value a tensor"
+        tensor = result[0]
+        what = "as its first value a tensor"
     if kind in OF_PAIRS:
         each = "pair or response"
     elif kind == "advantage" and not is_per_token:

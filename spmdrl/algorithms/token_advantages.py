@@ -290,6 +290,7 @@ def whiten(
     Raises: Refusal for eps not above 0.
     """
     check_positive(eps=eps)
-    mean, std = torch.as_tensor(mean), torch.as_tensor(std)
+    mean = torch.as_tensor(mean)
+    std = torch.as_tensor(std)
     has_scale = std > ROUNDING * mean.abs()
     return torch.where(loss_mask & has_scale, (advantages - mean) / (std + eps), 0.0)

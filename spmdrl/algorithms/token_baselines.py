@@ -134,7 +134,8 @@ def gigpo_steps(
     Source: arXiv 2505.10978 (GiGPO).
     """
     check_unit(gamma=gamma)
-    own, states = turns[..., 0].clone(), turns[..., 1]
+    own = turns[..., 0].clone()
+    states = turns[..., 1]
     exists = (states > NO_TURN) & is_valid[:, None]
     if exists.any() and not (states[exists] >= 0).any():
         raise Refusal(

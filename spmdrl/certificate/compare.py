@@ -92,7 +92,8 @@ def differences(a: Line, b: Line) -> Iterator[Difference]:
             what = f"copies on several ranks of the {which} run's {_said(section, own)}"
             yield Difference(what, section, own)
     for section in SECTIONS:
-        one, other = a[section], b[section]
+        one = a[section]
+        other = b[section]
         for name in [*one, *(name for name in other if name not in one)]:
             pair = one.get(name), other.get(name)
             if not _are_alike(*pair):

@@ -87,7 +87,8 @@ class _Segment:
     def filled(self, view: Tensor, *, per_block: int, device: torch.device) -> list[Tensor]:
         """Return its elements with zeros around them, whole blocks, in pieces to be joined."""
         own = view.reshape(-1)[self.begin : self.end].to(device)
-        length, width = len(own) // self.rows, self.per_row * per_block
+        length = len(own) // self.rows
+        width = self.per_row * per_block
         if length == width:
             return [own]
         lead = int(self.leads[0])
@@ -115,7 +116,8 @@ class Digester:
         itemsize: int,
         device: torch.device,
     ):
-        self._per_block, self._device = _WORDS * 8 // itemsize, device
+        self._per_block = _WORDS * 8 // itemsize
+        self._device = device
         self._of = [number for number, *_ in boxes]
         self._chunks: list[list[_Segment]] = []
         room = 0
@@ -157,33 +159,42 @@ def _segments(
     if not box.numel:
         return
     starts, length = _rows_of(box, shape)
-    leads, blocks = starts % per_block, starts // per_block
+    leads = starts % per_block
+    blocks = starts // per_block
     if len(starts) == 1:  # a row of any length, cut where blocks end
-        lead, first, begin = int(leads), int(blocks), 0
+        lead = int(leads)
+        first = int(blocks)
+        begin = 0
         while begin < length:
             end = min(begin + most * per_block - lead, length)
             count = -(-(lead + end - begin) // per_block)
             own = torch.tensor([lead]), torch.tensor([first])
             yield _Segment(view, begin, end, 1, *own, count)
-            first, begin, lead = first + count, end, 0
+            first = first + count
+            begin = end
+            lead = 0
         return
     per_row = -(-(int(leads.max()) + length) // per_block)
     size = max(1, most // per_row)
     for row in range(0, len(starts), size):
         some = slice(row, row + size)
         rows = len(starts[some])
-        begin, end = row * length, (row + rows) * length
+        begin = row * length
+        end = (row + rows) * length
         yield _Segment(view, begin, end, rows, leads[some], blocks[some], per_row)
 
 
 def _rows_of(box: Box, shape: Sequence[int]) -> tuple[Tensor, int]:
     """Return where a box's rows without a gap begin in the whole tensor, [n] int64, and their
     length, elements."""
-    starts, inner, length = torch.zeros(1, dtype=torch.int64), 1, 1
+    starts = torch.zeros(1, dtype=torch.int64)
+    inner = 1
+    length = 1
     is_gapless = True
     for at, own, size in reversed([*zip(box.start, box.shape, shape)]):
         if is_gapless:
-            starts, length = starts + at * inner, length * own
+            starts = starts + at * inner
+            length = length * own
         else:
             here = (torch.arange(own) + at) * inner
             starts = (here[:, None] + starts).flatten()
@@ -244,7 +255,8 @@ class Sequences:
 
     def __init__(self, rows: Tensor, starts: Tensor):
         lengths = starts.diff().long()
-        self._starts, self._kept = starts.long(), rows >= 0
+        self._starts = starts.long()
+        self._kept = rows >= 0
         self._inside = torch.arange(int(starts[-1]), device=rows.device)
         self._inside -= self._starts[:-1].repeat_interleave(lengths)
         self._rows = rows.repeat_interleave(lengths)

@@ -61,15 +61,18 @@ class State:
     def __init__(
         self, read: Callable[[], dict[str, Any]], world: World, *, section: str, is_near: bool
     ):
-        self._read, self._world = read, world
-        self._section, self._is_near = section, is_near
+        self._read = read
+        self._world = world
+        self._section = section
+        self._is_near = is_near
         self._live: list[tuple[TensorGroup, list[Tensor]]] | None = None
         self._copies: list[str] = []
 
     def add_to(self, tally: Tally) -> None:
         """Add all of it."""
         if self._live is None:
-            first, second = tensor_leaves(self._read()), tensor_leaves(self._read())
+            first = tensor_leaves(self._read())
+            second = tensor_leaves(self._read())
             # Both are held: no copy of the one has the address of the other's.
             self._copies = [name for name in first if not _shares(first[name], second[name])]
             live = {name: own for name, own in first.items() if name not in self._copies}
@@ -115,7 +118,9 @@ class FingerprintCollector:
         is_due: Callable[[int], bool],
         is_near: Callable[[int], bool],
     ):
-        self._world, self._is_due, self._is_near = world, is_due, is_near
+        self._world = world
+        self._is_due = is_due
+        self._is_near = is_near
         self._optimizer = trainer.policy.optimizer
         policy = trainer.policy
         # A changed moment shows in the `after`; of several updates in all that follows the first.
@@ -173,7 +178,8 @@ class FingerprintCollector:
         """
         self._add_batch(batch, advantages)
         self._after.add_to(self._tally)
-        tally, self._tally = self._tally, Tally(self._world, is_near=False)
+        tally = self._tally
+        self._tally = Tally(self._world, is_near=False)
         with self._world.watch.wait("certificate", step):
             totals = tally.total()
         found: dict[str, Any] = {section: {} for section in SECTIONS}
@@ -196,7 +202,8 @@ class FingerprintCollector:
         return found | ({"differing_copies": totals.differing} if totals.differing else {})
 
     def _add_batch(self, batch: Batch, advantages: Advantages) -> None:
-        tally, scalars = self._tally, vars(batch.scalars)
+        tally = self._tally
+        scalars = vars(batch.scalars)
         plain = {f"rollouts/{name}": values for name, values in scalars.items()}
         plain |= {"plan/update_ids": batch.update_ids}
         shapes = tuple((name, values.shape, values.dtype) for name, values in plain.items())
@@ -246,8 +253,10 @@ def _place_in_line(name: str) -> int:
 
 def _identified(batch: Batch) -> dict[str, Any]:
     """Return each sequence's reward, and what it is: where groups are whole, their size says it."""
-    scalars, at = batch.scalars, torch.arange(len(batch.scalars))
-    groups, samples = scalars.group_ids.cpu(), scalars.sample_ids.cpu()
+    scalars = batch.scalars
+    at = torch.arange(len(batch.scalars))
+    groups = scalars.group_ids.cpu()
+    samples = scalars.sample_ids.cpu()
     size = int(samples.max()) + 1 if len(at) else 1
     is_whole = torch.equal(groups, at // size) and torch.equal(samples, at % size)
     ids: dict[str, Any] = {"group_size": size}

@@ -54,12 +54,15 @@ class Layout:
         Args:
             name: for messages.
         """
-        trainers, first = len(world.trainer_ranks), world.trainer_ranks[0]
+        trainers = len(world.trainer_ranks)
+        first = world.trainer_ranks[0]
         if not isinstance(tensor, DTensor):
             return cls((Box.whole(tensor.shape),), (), trainers, world.rank == first)
-        cut, local = cut_of(name, tensor), local_part(tensor)
+        cut = cut_of(name, tensor)
+        local = local_part(tensor)
         parts = math.prod(axis.size for axis in cut.axes if axis.dim is not None)
-        here, held = tensor.device_mesh.get_coordinate(), held_boxes(name, tensor)
+        here = tensor.device_mesh.get_coordinate()
+        held = held_boxes(name, tensor)
         assert here is not None
         copied = [at for axis, at in zip(cut.axes, here) if axis.dim is None]
         # Of meshes over some axes of the trainers there are several: one has the first rank.
@@ -90,7 +93,8 @@ class TensorGroup:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], world: World, *, is_near: bool = True):
-        self.names, self.is_near = list(tensors), is_near
+        self.names = list(tensors)
+        self.is_near = is_near
         self._layouts = [Layout.of(name, tensor, world) for name, tensor in tensors.items()]
         self.held = [(layout.copies, layout.speaks) for layout in self._layouts]
         """Of each, as its layout has them."""
@@ -135,7 +139,8 @@ class Tally:
     """
 
     def __init__(self, world: World, *, is_near: bool):
-        self._world, self._is_near = world, is_near
+        self._world = world
+        self._is_near = is_near
         self._shares: list[tuple[Sequence[str], Tensor]] = []
         self._held: dict[str, tuple[int, bool]] = {}  # copies, and whether this rank counts
         self._near: dict[str, Tensor] = {}
@@ -178,7 +183,8 @@ class Tally:
             starts: [S+1] integers, where sequences begin among the tokens.
             kept: names of which each sequence's own digest is kept, of `count` in the batch.
         """
-        world, names = self._world, list(columns)
+        world = self._world
+        names = list(columns)
         own = Sequences(sequences, starts)
         found = own.digests(list(columns.values()))
         self._shares.append((names, whole(found, own.rows)))
@@ -256,7 +262,8 @@ def _near(view: Tensor, box: Box, *, device: torch.device) -> Tensor:
     found = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=device)
     if not box.numel:
         return found
-    start, shape = box.start or (0,), box.shape or (1,)
+    start = box.start or (0,)
+    shape = box.shape or (1,)
     of_rows = torch.ones(1, SKETCHES, dtype=torch.float64, device=device)
     for dim, (at, count) in enumerate(zip(start[:-1], shape[:-1])):
         own = _signs(at, count, len(shape) - 1 - dim, device)

@@ -22,7 +22,8 @@ from spmdrl.report.jsonl import read_rows
 
 NAME = "certificate.jsonl"
 FORMAT = 2
-_OWN, _BEFORE = "sha256", "previous"
+_OWN = "sha256"
+_BEFORE = "previous"
 Line = dict[str, Any]
 
 
@@ -56,7 +57,8 @@ def chain(path: Path) -> Iterator[ChainLink]:
 
     Raises: OSError; Refusal for a file that is no regular one, or a line that is too long.
     """
-    previous, at = "", 0
+    previous = ""
+    at = 0
     for number, own in enumerate(run_files.read_lines(path, run_files.CERTIFICATE), 1):
         problem, line = _problem(own, previous=previous)
         if problem:
@@ -76,7 +78,8 @@ class StepLines(Mapping[int, Line]):
     """
 
     def __init__(self, path: Path, places: Mapping[int, int]):
-        self._path, self._places = path, places
+        self._path = path
+        self._places = places
 
     def __getitem__(self, step: int) -> Line:
         with run_files.opened(self._path, run_files.CERTIFICATE) as file:
@@ -152,7 +155,8 @@ def _read(path: Path) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
     """Return {step: where its line begins}, and {step: what the run is made with from it on}."""
     places: dict[int, int] = {}
     made: dict[int, dict[str, Any]] = {}
-    at, order = 0, _Order()
+    at = 0
+    order = _Order()
     for number, link in enumerate(chain(path), 1):
         problem = link.problem
         if not problem and (why := order.problem_with(link.line)):
@@ -178,7 +182,8 @@ class _Order:
 
     def problem_with(self, line: Line) -> str:
         """Return why a line cannot be the next one; empty where it can."""
-        step, due = line["step"], self._next_due()
+        step = line["step"]
+        due = self._next_due()
         if "made_with" in line:
             if step <= self._attempt or step < self._begin:
                 return f"begins an attempt at step {step}, and lines before it are of later steps"
@@ -200,7 +205,8 @@ class _Order:
         """Return the next step that must be certified; None where none is."""
         if not self._config or not self._config["report.certificate"]:
             return None
-        every, last = self._config["report.certificate"], self._config["steps"] - 1
+        every = self._config["report.certificate"]
+        last = self._config["steps"] - 1
         regular = -(-self._begin // every) * every
         return last if self._begin <= last < regular else regular
 

@@ -50,7 +50,8 @@ def place(a: Line, b: Line, *, section: str, name: str) -> SequencePlace | None:
     if not (column in one and column in other):
         return None
     digests = [numpy.frombuffer(base64.b64decode(own[column]), numpy.int64) for own in (one, other)]
-    ids, others = _ids(one, len(digests[0])), _ids(other, len(digests[1]))
+    ids = _ids(one, len(digests[0]))
+    others = _ids(other, len(digests[1]))
     if not numpy.array_equal(ids, others):
         return None  # other sequences: of their numbers the lines say so
     rows = numpy.flatnonzero(digests[0] != digests[1])

@@ -37,9 +37,11 @@ class Certificate:
     def __init__(
         self, cfg: Config, world: World, trainer: Trainer | NullTrainer, *, step: int, aside: Path
     ):
-        self._cfg, self._rank = cfg, world.rank
+        self._cfg = cfg
+        self._rank = world.rank
         self._file = JsonLines(Path(cfg.output_dir) / NAME)
-        self._previous, self._again = "", dict[int, Line]()
+        self._previous = ""
+        self._again = dict[int, Line]()
         self._collector: FingerprintCollector | None = None
         every = cfg.report.certificate
         if world.is_trainer and every:
@@ -81,16 +83,21 @@ class Certificate:
         self._file.append(line)
 
     def _go_on(self, made: Line, *, step: int, aside: Path) -> None:
-        path, kept, last = self._file.path, 0, None
-        removed, problem = 0, ""
+        path = self._file.path
+        kept = 0
+        last = None
+        removed = 0
+        problem = ""
         for link in chain(path) if path.exists() else ():
-            line, problem = link.line, link.problem
+            line = link.line
+            problem = link.problem
             if problem or removed or line["step"] >= step:
                 removed += not problem
                 if "made_with" not in line and not problem:
                     self._again[line["step"]] = line
                 continue
-            kept, self._previous = link.end, line["sha256"]
+            kept = link.end
+            self._previous = line["sha256"]
             last = line.get("made_with", last)
         if problem and not removed:
             log.warning("%s: %s; it and all behind it is moved to %s", path, problem, aside)

@@ -137,8 +137,11 @@ def problems(cfg: Config) -> Iterator[str]:
 
 def mesh_map(cfg: Config, *, shows_all: bool = True) -> dict[str, str]:
     """Return the two meshes, and {rank: its coordinates in each role}, of few ranks or of all."""
-    axes, trainers, engines = axes_of(cfg), trainer_ranks(cfg), inference_ranks(cfg)
-    shape, itp = mesh_shape(cfg), axes.inference_tp
+    axes = axes_of(cfg)
+    trainers = trainer_ranks(cfg)
+    engines = inference_ranks(cfg)
+    shape = mesh_shape(cfg)
+    itp = axes.inference_tp
     at = list(itertools.product(*map(range, shape)))  # of each trainer, in order
     pairs = {
         "trainer mesh": " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape)),

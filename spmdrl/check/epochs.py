@@ -15,7 +15,8 @@ def epoch_problems(cfg: Config, loss: Callable[..., Any] | None = None) -> Itera
         cfg: whose methods exist and take their options.
         loss: that takes the place of the one that it names.
     """
-    epochs, chosen = cfg.batch.epochs, cfg.algorithm
+    epochs = cfg.batch.epochs
+    chosen = cfg.algorithm
     if epochs == 1 or not cfg.objective.has_advantages:
         return  # a divergence is right wherever the policy stands
     from spmdrl.algorithms import registry

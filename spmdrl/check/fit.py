@@ -167,7 +167,8 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
 
 def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
     """Yield what asks for a tower that is not there, and what is not done with one."""
-    model, kind = cfg.model, hf_model.config.model_type  # type: ignore[union-attr]
+    model = cfg.model
+    kind = hf_model.config.model_type  # type: ignore[union-attr]
     text = instead(model.path) if sees(hf_model) else ""
     asked: dict[str, Any] = {} if model.train == "all" else {"train": model.train}
     for name, value in ({} if sees(hf_model) else (asked | model.own_rates)).items():
@@ -275,12 +276,14 @@ def _model_problems(
 
 def _rope_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]:
     """Yield that a model would compute all sequences of a row by the frequencies of the longest."""
-    longest, config = cfg.longest_sequence, hf_model.config.get_text_config()
+    longest = cfg.longest_sequence
+    config = hf_model.config.get_text_config()
     own = getattr(config, "rope_parameters", None) or {}
     for rope in (own, *(part for part in own.values() if isinstance(part, dict))):
         names = ("original_max_position_embeddings", "max_position_embeddings")
         lengths = [rope.get(names[0]), *(getattr(config, name, None) for name in names)]
-        kind, known = rope.get("rope_type"), next(filter(None, lengths), None)
+        kind = rope.get("rope_type")
+        known = next(filter(None, lengths), None)
         if kind in ("dynamic", "longrope") and known and longest > known:
             yield (
                 f"data.max_prompt_tokens + sampling.max_response_tokens: {longest} tokens, and the "
@@ -388,7 +391,9 @@ def _form_of(cfg: Config, hf_model: nn.Module) -> LoraForm:
 
 def _router_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> list[str]:
     """Return why the policy's routes cannot be replayed, or its experts not balanced so."""
-    moe, kind, at = cfg.model.moe, counts.model_type, f"(model.path {cfg.model.path})"
+    moe = cfg.model.moe
+    kind = counts.model_type
+    at = f"(model.path {cfg.model.path})"
     if moe.replay and not counts.experts:
         return [f"model.moe.replay: true with a {kind}, which has no experts {at}; take it out"]
     if moe.replay and kind not in WEIGHTS:

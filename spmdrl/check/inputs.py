@@ -78,7 +78,8 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
         yield str(error)
     if tokenizer:
         yield from _context_problems(cfg, tokenizer)
-    looked_at, errors = [], []
+    looked_at = []
+    errors = []
     for source in cfg.data.sources("train"):
         found, error = attempt(partial(_looked_at, cfg, source, split="train"))
         looked_at.append(found or (None, []))

@@ -61,10 +61,12 @@ def _advantage_problems(cfg: Config) -> list[str]:
     """Return what is wrong with the methods of an objective that trains by advantages."""
     from spmdrl.algorithms import registry
 
-    chosen, problems = cfg.algorithm, []
+    chosen = cfg.algorithm
+    problems = []
     kinds: tuple[registry.Kind, ...] = ("advantage", "loss", "correction", "kl")
     for kind in kinds:
-        name, options = getattr(chosen, kind), getattr(chosen, f"{kind}_options")
+        name = getattr(chosen, kind)
+        options = getattr(chosen, f"{kind}_options")
         problems += [f"algorithm.{kind}{text}" for text in registry.problems(kind, name, options)]
     if not problems:
         problems += [*epoch_problems(cfg), *_critic_problems(cfg)]
@@ -88,7 +90,8 @@ def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> 
     """
     from spmdrl.algorithms import registry
 
-    chosen, kind = cfg.algorithm, cfg.objective.loss_kind
+    chosen = cfg.algorithm
+    kind = cfg.objective.loss_kind
     options = {} if cfg.objective.only_loss else chosen.loss_options
     problems = [f"loss{text}" for text in registry.function_problems(kind, loss_fn, options)]
     if cfg.objective.has_advantages:
@@ -140,7 +143,8 @@ def _matched_problems(cfg: Config, loss: Callable) -> Iterator[str]:
 
 def _entropy_problems(cfg: Config) -> Iterator[str]:
     """Yield what is wrong with an entropy that is held at a target."""
-    coef, control = cfg.algorithm.entropy_coef, cfg.algorithm.entropy_control
+    coef = cfg.algorithm.entropy_coef
+    control = cfg.algorithm.entropy_control
     place = "algorithm.entropy_control"
     if not (control.target or control.delta):
         for name, default in (("lower", 0.0), ("upper", 1.0)):
@@ -175,7 +179,8 @@ def _coefficient_schedule_problems(cfg: Config) -> Iterator[str]:
 def _kl_problems(cfg: Config) -> Iterator[str]:
     """Yield what is wrong with a KL that is held at a target."""
     control = cfg.algorithm.kl_control
-    place, num_samples = "algorithm.kl_control", cfg.batch.prompts_per_step * cfg.batch.group_size
+    place = "algorithm.kl_control"
+    num_samples = cfg.batch.prompts_per_step * cfg.batch.group_size
     if not (control.target or control.horizon):
         return
     if not (control.target and control.horizon):
@@ -191,7 +196,9 @@ def _kl_problems(cfg: Config) -> Iterator[str]:
 
 
 def _shaping_problems(cfg: Config) -> list[str]:
-    shaping, most, problems = cfg.rewards.shaping, cfg.sampling.max_response_tokens, []
+    shaping = cfg.rewards.shaping
+    most = cfg.sampling.max_response_tokens
+    problems = []
     if shaping.overlong_tokens > most:
         problems.append(
             f"overlong_tokens: must be at most sampling.max_response_tokens = {most}, got "
@@ -207,7 +214,8 @@ def _shaping_problems(cfg: Config) -> list[str]:
 
 
 def _reward_problems(cfg: Config) -> Iterator[str]:
-    functions, sources = cfg.reward_functions, cfg.data.all_sources()
+    functions = cfg.reward_functions
+    sources = cfg.data.all_sources()
     for spec in filter(is_generated, functions):
         options = [source.task_options for source in sources if source.path == spec]
         if not options:

@@ -16,7 +16,8 @@ def notes(cfg: Config) -> list[str]:
 
 
 def _warmup_notes(cfg: Config) -> Iterator[str]:
-    warmup, steps = cfg.optimizer.warmup_steps, cfg.steps
+    warmup = cfg.optimizer.warmup_steps
+    steps = cfg.steps
     if warmup > steps:
         reached = cfg.optimizer.lr * steps / warmup
         yield (

@@ -53,7 +53,8 @@ def check_index(metadata: Metadata, path: Path) -> None:
 
 
 def _problems(metadata: Metadata) -> Iterator[str]:
-    tensors, places = metadata.state_dict_metadata, metadata.storage_data
+    tensors = metadata.state_dict_metadata
+    places = metadata.storage_data
     if not isinstance(tensors, dict) or not isinstance(places, dict):
         yield "it holds no tensors, or not where they are"
         return
@@ -94,12 +95,14 @@ def _tensor_problems(name: Any, entry: Any) -> Iterator[str]:
     kind = getattr(entry, "properties", None)
     if not isinstance(kind, TensorProperties) or not isinstance(kind.dtype, torch.dtype):
         yield f"{name} is of no dtype"
-    size, chunks = getattr(entry, "size", None), getattr(entry, "chunks", None)
+    size = getattr(entry, "size", None)
+    chunks = getattr(entry, "chunks", None)
     if not isinstance(size, torch.Size) or not _are_sizes(size) or math.prod(size) > _LARGEST:
         yield f"{name} has the shape {size!r:.60}"
     if not isinstance(chunks, list):
         yield f"the parts of {name} are {chunks!r:.60}"
-    count, begins = 0, set()
+    count = 0
+    begins = set()
     for chunk in chunks or ():
         if not _is_within(chunk, size):
             yield f"a part of {name}, {chunk!r:.100}, is not within {tuple(size or ())}"
@@ -112,7 +115,8 @@ def _tensor_problems(name: Any, entry: Any) -> Iterator[str]:
 def _is_within(chunk: Any, size: Any) -> bool:
     if not isinstance(chunk, ChunkStorageMetadata):
         return False
-    offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+    offsets = getattr(chunk, "offsets", None)
+    sizes = getattr(chunk, "sizes", None)
     if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size):
         return False
     is_alike = len(offsets) == len(sizes) == len(size) and _are_sizes((*offsets, *sizes))

@@ -101,7 +101,8 @@ def prune(root: Path, keep: KeepSettings) -> None:
 
 def link_best(root: Path, keep: KeepSettings) -> None:
     """Let `best` name the best checkpoint, by one rename. Raises: OSError."""
-    best, link = best_of(disk.complete_checkpoints(root), keep), root / BEST
+    best = best_of(disk.complete_checkpoints(root), keep)
+    link = root / BEST
     if link.exists() and not link.is_symlink():  # a copy that followed the link, say
         aside = root / f"{BEST}.aside"
         disk.remove(aside)

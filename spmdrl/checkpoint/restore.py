@@ -105,7 +105,8 @@ def _finished_steps(cfg: Config) -> int:
 
 def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
     """Return the checkpoints to try, newest first, and what is wrong with the request."""
-    root, resume = disk.checkpoints_folder(cfg.output_dir), cfg.checkpoint.resume
+    root = disk.checkpoints_folder(cfg.output_dir)
+    resume = cfg.checkpoint.resume
     found = disk.complete_checkpoints(root)
     if resume == "auto":
         return found, ""
@@ -206,7 +207,8 @@ def _load(
     Raises: Refusal when it is of another model, or a file holds anything but what it should.
     """
     state: dict[str, Any] = {}
-    reader, problems = disk.TensorReader(folder / disk.POLICY), []
+    reader = disk.TensorReader(folder / disk.POLICY)
+    problems = []
     if world.is_trainer:
         state = policy.state_dict()
         problems = _tensor_differences(reader, tensor_leaves(state))
@@ -334,7 +336,8 @@ def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:
         saved: flattened config of the checkpoint. A field it does not know had its default.
         cfg: the present config.
     """
-    found, schedule = _differences(saved, cfg), cfg.optimizer.schedule
+    found = _differences(saved, cfg)
+    schedule = cfg.optimizer.schedule
     return [line for name, line in found.items() if shapes_result(name, schedule=schedule)]
 
 

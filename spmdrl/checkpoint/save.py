@@ -65,7 +65,8 @@ class Saver:
     """
 
     def __init__(self, cfg: Config, world: World):
-        self.cfg, self.world = cfg, world
+        self.cfg = cfg
+        self.world = world
         self.root = disk.checkpoints_folder(cfg.output_dir)
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="spmdrl-checkpoint")
@@ -94,7 +95,8 @@ class Saver:
         """
         self._settle()
         is_last = stop or step == self.cfg.steps
-        every, values = self.cfg.checkpoint.every_steps, values_of(evaluated or {})
+        every = self.cfg.checkpoint.every_steps
+        values = values_of(evaluated or {})
         is_due = is_last or (every > 0 and step % every == 0)
         if not is_due and not self._is_new_best(step, values):
             return

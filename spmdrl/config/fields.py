@@ -327,7 +327,8 @@ def useful_tokens(cfg: Config, *, dp_size: int = 0) -> int:
     Args:
         dp_size: parts of a batch; 0 takes the layout's.
     """
-    layout, batch = cfg.layout, cfg.batch
+    layout = cfg.layout
+    batch = cfg.batch
     is_alone = cfg.objective.samples and not cfg.objective.trains_on_pairs
     groups = -(-batch.prompts_per_step // batch.updates_per_step)
     units = groups * (batch.group_size if is_alone else 1)

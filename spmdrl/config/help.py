@@ -34,7 +34,8 @@ def show_help(cfg: Config, words: list[str], *, prog: str, about: str) -> None:
             "    Given several times, a later file overrides the fields of those before it.\n"
             "--version\n    prints the versions of this program and of what it stands on."
         )
-    values, width = flatten(cfg), max(60, shutil.get_terminal_size((100, 24)).columns)
+    values = flatten(cfg)
+    width = max(60, shutil.get_terminal_size((100, 24)).columns)
     for section, cls in sections().items():
         docs = field_docs(cls)
         names = {f"{section}.{own}".lstrip("."): own for own in docs}
@@ -69,7 +70,8 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def _form(hint: Any) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is Literal:
         return "|".join(args)
     if len(kinds(hint)) > 1:

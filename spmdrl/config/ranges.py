@@ -142,7 +142,8 @@ def _bytes(text: str) -> int:
     return len(text.encode(errors="surrogatepass"))
 
 
-_LONGEST_PATH, _LONGEST_NAME = 4095, 255
+_LONGEST_PATH = 4095
+_LONGEST_NAME = 255
 _MONTH_S = 31 * 24 * 3600
 
 PathText = Annotated[str, PathForm()]

@@ -166,9 +166,11 @@ def _is_foreign(name: str, value: Any) -> bool:
 def _foreign_problems(name: str, value: Mapping[Any, Any]) -> list[str]:
     """Return what each field of another program's section is here, and last those that are nothing
     here."""
-    problems, unknown = [], []
+    problems = []
+    unknown = []
     for field, _ in _leaves_below(name, value):
-        other, near = elsewhere(field), same_name(field)
+        other = elsewhere(field)
+        near = same_name(field)
         if other:
             problems.append(f"{field}: unknown key; {other}")
         elif near:
@@ -245,12 +247,14 @@ def with_flags(cfg: Config, argv: list[str]) -> Config:
         if not flag:
             problems.append(_no_flag((words or ["--"])[0]))
             continue
-        name, text = flag.replace("-", "_"), words
+        name = flag.replace("-", "_")
+        text = words
         section, _, own = name.rpartition(".")
         positive = f"{section}.{own.removeprefix('no_')}".lstrip(".")
         can_be_false = positive in settings() and bool in kinds(settings()[positive])
         if name not in settings() and can_be_false and not words:
-            name, text = positive, ["false"]
+            name = positive
+            text = ["false"]
         with _noted(problems, f"--{name}"):
             value = _flag_value(name, text)
             if name in found and found[name] != value:

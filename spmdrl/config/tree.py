@@ -176,7 +176,8 @@ def kinds(hint: Any) -> tuple[Any, ...]:
 
 def convert(value: Any, hint: Any) -> Any:
     """Return a value of YAML as the type of a field has it. Raises: Refusal."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if hint is Any:
         return option_value(value)
     if len(kinds(hint)) > 1:
@@ -263,7 +264,8 @@ _TYPE_TEXTS = {bool: "true or false", int: "a whole number", float: "a number", 
 
 def type_text(hint: Any) -> str:
     """Return a type for people."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin is Literal:
         return ", ".join(args)
     if len(kinds(hint)) > 1:

@@ -14,7 +14,8 @@ else:
     _BaseLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _MOST_CHARACTERS = 2**20
-_DEEPEST, _MOST_VALUES = 32, 10**5
+_DEEPEST = 32
+_MOST_VALUES = 10**5
 _LARGEST = 2**63
 _MERGE = "tag:yaml.org,2002:merge"
 
@@ -45,7 +46,8 @@ def plain_data(text: str, *, file: str = "") -> Any:
 
 
 def _located(error: yaml.MarkedYAMLError) -> str:
-    mark, parts = error.problem_mark or error.context_mark, [error.context, error.problem]
+    mark = error.problem_mark or error.context_mark
+    parts = [error.context, error.problem]
     place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     return place + ", ".join(part for part in parts if part)
 

@@ -79,7 +79,8 @@ class ExampleSource:
     def __init__(
         self, cfg: Config, tokenizer: PreTrainedTokenizerBase, *, max_positions: int | None = None
     ):
-        self.cfg, self.tokenizer = cfg, tokenizer
+        self.cfg = cfg
+        self.tokenizer = tokenizer
         self.rows = load_rows(cfg, split="train", need=self.need)
         self._fit = Fit(*self.limit(), cfg.data.overlong_prompts)
         if max_positions is not None and max_positions < self._fit.limit:

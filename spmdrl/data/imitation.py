@@ -53,7 +53,8 @@ def encode_example(
     Returns: tokens [T] and response_mask [T]; the last token is trained.
     Raises: Refusal when the row cannot be rendered or nothing in it is to be trained.
     """
-    prompt, held = row.get("prompt"), column_of(row, where=where)
+    prompt = row.get("prompt")
+    held = column_of(row, where=where)
     seen = Seen(tokenizer, files=files or files_of(), where=where)
     show = functools.partial(
         apply_template, tokenizer=tokenizer, template=template, tools=row.get("tools"), where=where
@@ -116,7 +117,8 @@ class _Turns:
     """
 
     def __init__(self, seen: Seen, held: Sequence[Any]):
-        self._seen, self._opened = seen, seen.opened(held)
+        self._seen = seen
+        self._opened = seen.opened(held)
         self.tokens = Given()
         self.mask: list[bool] = []
 
@@ -145,8 +147,10 @@ def _encode_conversation(
     messages: Messages, seen: Seen, *, show: Callable[..., str], first: int
 ) -> Example:
     bare, held = split(messages)
-    ends, where = _special_ids(seen.tokenizer), seen.where
-    turns, done = _Turns(seen, held), ""
+    ends = _special_ids(seen.tokenizer)
+    where = seen.where
+    turns = _Turns(seen, held)
+    done = ""
     for i in _reply_turns(bare, first=first, where=where):
         before = show(bare[:i], add_generation_prompt=True)
         after = show(bare[: i + 1])

@@ -87,7 +87,8 @@ def partition(
     unit_costs = costs.new_zeros(num_units).index_add(0, unit_of, costs)
     update_ids = index * num_updates // max(len(ids), 1)
     unit_updates = update_ids.new_zeros(num_units).index_copy(0, unit_of, update_ids)
-    places, counts = torch.zeros_like(unit_lengths), []
+    places = torch.zeros_like(unit_lengths)
+    counts = []
     for update in range(num_updates):
         units = torch.nonzero(unit_updates == update).flatten()
         found, count = _pack(
@@ -113,7 +114,8 @@ def _check_budget(
     if longest <= budget:
         return
     rows = torch.nonzero(unit_of == unit_lengths.argmax()).flatten()
-    group, sizes = int(group_ids[rows[0]]), lengths[rows].tolist()
+    group = int(group_ids[rows[0]])
+    sizes = lengths[rows].tolist()
     what = f"a sequence of group {group} has {longest} tokens"
     if len(sizes) > 1:
         what = (
@@ -145,7 +147,8 @@ def _pack(lengths: _Column, costs: _Column, *, dp_size: int, budget: int) -> tup
     ones go together into the first micro-batches, where they wait for each other.
     """
     order = np.argsort(-lengths, kind="stable")
-    lengths, costs = lengths[order], costs[order]
+    lengths = lengths[order]
+    costs = costs[order]
     count = -(-_least_bins(lengths, budget=budget) // dp_size)
     while (bins := _fill(lengths, costs, num_bins=count * dp_size, budget=budget)) is None:
         count += 1  # ends at the latest with one bin per unit
@@ -182,7 +185,8 @@ def _fill(
             cap nothing is left out.
     Returns: [U]; None when a unit without a cap has no bin.
     """
-    room, total = [budget] * num_bins, [0] * num_bins
+    room = [budget] * num_bins
+    total = [0] * num_bins
     # A bin without room for one unit may have it for a later one: it waits in `full`, so that
     # each unit costs a few heap operations whatever the number of bins.
     able = [(0, b) for b in range(num_bins)]

@@ -18,7 +18,10 @@ class RowOrder:
     """An endless order of rows."""
 
     def __init__(self, num_rows: int, *, per_step: int, seed: int, shuffle: bool):
-        self.num_rows, self.per_step, self.seed, self.shuffle = num_rows, per_step, seed, shuffle
+        self.num_rows = num_rows
+        self.per_step = per_step
+        self.seed = seed
+        self.shuffle = shuffle
 
     def at(self, step: int) -> list[int]:
         """Return the row positions of `step`."""
@@ -116,7 +119,8 @@ class WeightedOrder(RowOrder):
         sources = self._pattern[(begin + numpy.arange(self.per_step)) % _PERIOD]
         if self.shuffle:
             sources = _random(self.seed % 2**64, 0, step).permutation(sources)
-        taken, rows = self._taken(begin), []
+        taken = self._taken(begin)
+        rows = []
         for source in sources.tolist():
             rows.append(self._begins[source] + self._orders[source].row(taken[source]))
             taken[source] += 1

@@ -137,7 +137,10 @@ class PromptPlanner:
         history: int = 0,
     ):
         assert keep == 1 or horizon, "a curriculum needs what was measured"
-        self.order, self.horizon, self.keep, self.history = order, horizon, keep, history
+        self.order = order
+        self.horizon = horizon
+        self.keep = keep
+        self.history = history
         self._kept = kept
         self.measured = Measured()
         self._cursor = self._planned = 0  # in the order; steps
@@ -169,7 +172,8 @@ class PromptPlanner:
     def _next_plan(self, step: int) -> PromptPlan:
         known = self.measured
         if self.keep == 1:
-            rows, passed = self.order.at(step), 0
+            rows = self.order.at(step)
+            passed = 0
         else:
             rows, self._cursor, passed = choose(
                 self.order,
@@ -203,17 +207,21 @@ class PromptPlanner:
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
         """Take up what `state_dict` returned before `step`."""
-        rows, rates = state["rows"].tolist(), state["rates"].tolist()
+        rows = state["rows"].tolist()
+        rates = state["rates"].tolist()
         self.measured = Measured(
             rates={row: rate for row, rate in zip(rows, rates) if rate == rate},
             lengths=dict(zip(rows, state["lengths"].tolist())),
             length=state["length"],
         )
-        self._planned, self._cursor = state["planned"], state["cursor"]
+        self._planned = state["planned"]
+        self._cursor = state["cursor"]
         self._plans = {
             k: PromptPlan(**plan | {name: tuple(plan[name]) for name in ("rows", "lengths")})
             for k, plan in state["plans"].items()
         }
         if state["per_step"] != self.order.per_step:  # a changed config: plan anew from here
-            self._planned, self._cursor, self._plans = step, step * self.order.per_step, {}
+            self._planned = step
+            self._cursor = step * self.order.per_step
+            self._plans = {}
         self._plan_until(step + self.horizon)

@@ -133,7 +133,8 @@ def make_order(cfg: Config, kept: Chain) -> RowOrder:
 
     Raises: Refusal where a step would repeat rows.
     """
-    sources, per_step = cfg.data.sources("train"), cfg.batch.prompts_per_step
+    sources = cfg.data.sources("train")
+    per_step = cfg.batch.prompts_per_step
     if not any(source.weight for source in sources):
         return Order(len(kept), per_step=per_step, seed=cfg.seed, shuffle=cfg.data.shuffle)
     return WeightedOrder(
@@ -150,7 +151,8 @@ class _Encoder:
     """Prompts of rows, and which rows fit."""
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
-        self.cfg, self.tokenizer = cfg, tokenizer
+        self.cfg = cfg
+        self.tokenizer = tokenizer
         limit = cfg.data.max_prompt_tokens
         self._fit = Fit(limit, "data.max_prompt_tokens", cfg.data.overlong_prompts)
 
@@ -166,7 +168,8 @@ class _Encoder:
         return Prompt(index, tokens, text, row, rows.source(index), rows.where(index))
 
     def _tokens(self, rows: SourcesRows, index: int) -> tuple[Given, str, dict]:
-        row, where = rows[index], rows.where(index)
+        row = rows[index]
+        where = rows.where(index)
         row_sampling(row, self.cfg, where=where)  # refuses what cannot be
         tokens, text = encode_prompt(
             prompt_of(row),
@@ -190,7 +193,8 @@ def held_out_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Pr
     """
     if not cfg.data.eval:
         return []
-    encoder, rows = _Encoder(cfg, tokenizer), load_rows(cfg, split="eval")
+    encoder = _Encoder(cfg, tokenizer)
+    rows = load_rows(cfg, split="eval")
     return [encoder.prompt(rows, i) for i in encoder.usable(rows)]
 
 
@@ -226,8 +230,10 @@ class PromptSource:
     """
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
-        self.cfg, self.tokenizer = cfg, tokenizer
-        encoder, rows = _Encoder(cfg, tokenizer), load_rows(cfg, split="train")
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+        encoder = _Encoder(cfg, tokenizer)
+        rows = load_rows(cfg, split="train")
         self._prompt = functools.lru_cache(maxsize=cached_rows(rows, tokenizer))(
             functools.partial(encoder.prompt, rows)
         )
@@ -275,7 +281,8 @@ def check_context(
 
     Raises: Refusal with the arithmetic.
     """
-    prompt, response = cfg.data.max_prompt_tokens, cfg.sampling.max_response_tokens
+    prompt = cfg.data.max_prompt_tokens
+    response = cfg.sampling.max_response_tokens
     if cfg.objective.samples and max_positions and cfg.longest_sequence > max_positions:
         raise Refusal(
             f"data.max_prompt_tokens {prompt} + sampling.max_response_tokens {response} = "

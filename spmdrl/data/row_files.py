@@ -23,9 +23,11 @@ if TYPE_CHECKING:  # what reads lines alone needs none of it
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _BATCH_BYTES = 64 * 2**20
-_LEAST_ROWS, _MOST_ROWS = 16, 4096
+_LEAST_ROWS = 16
+_MOST_ROWS = 4096
 # No data shrinks a thousandfold but such as was made to fill memory.
-_MOST_TIMES, _FREE_BYTES = 1000, 64 * 2**20
+_MOST_TIMES = 1000
+_FREE_BYTES = 64 * 2**20
 _ROW_BYTES = 8  # at least
 _LIST_BYTES = 4 * 2**30  # of a .json file that is one list, which takes several times that
 
@@ -282,7 +284,8 @@ def hub_rows(spec: str) -> Iterator[tuple[str, Any]]:
     from datasets.exceptions import DatasetGenerationError
 
     find_on_hub(name, field="data", kind="dataset")
-    config, split = rest[0] if len(rest) == 2 else None, rest[-1] if rest else "train"
+    config = rest[0] if len(rest) == 2 else None
+    split = rest[-1] if rest else "train"
     # The hub client raises many kinds; all mean "not readable".
     with refusing(f"hub dataset {name} (config {config}, split {split})", Exception):
         try:

@@ -28,7 +28,8 @@ def plain_row(row: Any, *, place: str, most_bytes: int = ROW_BYTES) -> dict:
     """
     if not isinstance(row, dict):
         raise Refusal(f"{place}: a row is a JSON object with columns, got {shown(row)}")
-    left, found = most_bytes, {}
+    left = most_bytes
+    found = {}
     for column, value in row.items():
         walk = _Walk(f"{place}: column {shown(column)}", left, most_bytes)
         walk.takes_bytes = column in COLUMNS
@@ -74,7 +75,9 @@ class _Walk:
     """
 
     def __init__(self, what: str, left: int, most: int):
-        self.what, self.left, self.most = what, left, most
+        self.what = what
+        self.left = left
+        self.most = most
         self.takes_bytes = False
         """Whether the column may hold bytes, besides those that a mapping calls so."""
 

@@ -31,7 +31,8 @@ class Rows:
 
     def __init__(self, rows: list[dict], *, places: list[str]):
         assert len(rows) == len(places)
-        self._rows, self._places = rows, places
+        self._rows = rows
+        self._places = places
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -49,7 +50,8 @@ class Rows:
 
 def read_rows(spec: str, *, size: int = 0, **how: Any) -> Rows:
     """Read a dataset into memory; see `checked_rows`."""
-    rows, places = [], []
+    rows = []
+    places = []
     for place, row in checked_rows(spec, size=size, **how):
         rows.append(row)
         places.append(place)
@@ -116,7 +118,8 @@ _COLUMNS: dict[Need, tuple[str, ...]] = {
 
 def _check_row(row: dict, *, place: str, need: Need) -> None:
     for column in ("prompt", *_COLUMNS[need], "messages"):
-        value, where = row.get(column), f"{place}: column {column!r}"
+        value = row.get(column)
+        where = f"{place}: column {column!r}"
         if isinstance(value, list):
             row[column] = _checked_messages(value, place=where)
         elif value is not None and (column == "messages" or not isinstance(value, str)):
@@ -239,7 +242,8 @@ def pair_of(
     is_whole = isinstance(chosen, list) and chosen[0]["role"] != "assistant"
     if is_whole or not row.get("prompt"):
         prompt = chosen[: _common(chosen, rejected)]
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        chosen = chosen[len(prompt) :]
+        rejected = rejected[len(prompt) :]
         if not prompt:
             raise Refusal(
                 f"{place}: there is no `prompt`, and `chosen` and `rejected` do not "

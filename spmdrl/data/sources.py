@@ -21,7 +21,8 @@ SourceRows = Rows | GeneratedRows | StreamedRows
 """Rows of one source, which can say where they came from."""
 # Evaluations of runs with different seeds ask the same questions, so that they compare.
 _EVAL_SEED = 0
-_CACHED_ROWS, _CACHED_ON_DISK = 16384, 1024
+_CACHED_ROWS = 16384
+_CACHED_ON_DISK = 1024
 
 
 class Chain(Sequence[int]):
@@ -65,7 +66,9 @@ class SourcesRows:
     def __init__(
         self, sources: Sequence[SourceSettings], parts: Sequence[SourceRows], *, first: int = 0
     ):
-        self.sources, self.parts, self._first = sources, parts, first
+        self.sources = sources
+        self.parts = parts
+        self._first = first
         self._chain = Chain([range(len(part)) for part in parts])
 
     def __len__(self) -> int:

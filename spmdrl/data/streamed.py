@@ -25,7 +25,8 @@ SUFFIXES = (".jsonl", ".parquet")
 _CHUNK_BYTES = 16 * 2**20
 _GROUP_BYTES = 512 * 2**20
 """Of a row group, unpacked: one is held."""
-_NEWLINE, _SPACE = 10, 32
+_NEWLINE = 10
+_SPACE = 32
 
 
 def stream_rows(path: Path, **how: Any) -> StreamedRows:
@@ -48,7 +49,10 @@ class StreamedRows:
     def __init__(
         self, path: Path, *, size: int, need: Need, most_bytes: int, columns: Mapping[str, str]
     ):
-        self.path, self._need, self._most, self._columns = path, need, most_bytes, columns
+        self.path = path
+        self._need = need
+        self._most = most_bytes
+        self._columns = columns
         with self._reading():
             self._file = path.open("rb", buffering=0)
             self._identity = self._stat()
@@ -126,7 +130,8 @@ class _RowGroups(StreamedRows):
         return values_of(batches[at].slice(number - begins[at], 1), self.path, index)[0]
 
     def _batches(self, group: int) -> list[pyarrow.RecordBatch]:
-        batches, spent = [], 0
+        batches = []
+        spent = 0
         with opened_parquet(self.path, opened=self._file, metadata=self._metadata) as file:
             for batch in group_batches(file, group):
                 batches.append(batch)
@@ -166,7 +171,8 @@ class _Lines(StreamedRows):
 
     def _end(self, index: int) -> int:
         """Return where a row ends at the latest: where the next begins, or as long as it may be."""
-        begin, size = int(self._begins[index]), self._identity[0]
+        begin = int(self._begins[index])
+        size = self._identity[0]
         following = self._begins[index + 1] if index + 1 < len(self) else size
         return min(int(following), begin + self._most + 2)
 
@@ -179,7 +185,10 @@ def _lines(
 
     Raises: Refusal for a line above `most_bytes`.
     """
-    rest, offset, rows, lines = b"", 0, 0, 0
+    rest = b""
+    offset = 0
+    rows = 0
+    lines = 0
     while (chunk := file.read(_CHUNK_BYTES)) or rest:
         data = rest + chunk if chunk else rest + b"\n"  # the last line may have no end
         values = numpy.frombuffer(data, numpy.uint8)
@@ -195,7 +204,8 @@ def _lines(
             is_blank[i] = not data[begins[i] : ends[i]].strip()
         before = rows + numpy.cumsum(~is_blank)
         yield offset + begins[~is_blank], before[is_blank]
-        rows, lines = rows + int((~is_blank).sum()), lines + len(ends)
+        rows = rows + int((~is_blank).sum())
+        lines = lines + len(ends)
         offset += len(data) - len(rest)
         if not chunk or (size and rows >= size):
             return

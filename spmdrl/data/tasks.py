@@ -110,7 +110,8 @@ class Addition:
         draw = random.Random(f"{seed}/{split}/{index}")
         low = 10 ** (self.digits - 1) if self.digits > 1 else 0
         for _ in range(_TRIES):
-            a, b = draw.randrange(low, 10**self.digits), draw.randrange(low, 10**self.digits)
+            a = draw.randrange(low, 10**self.digits)
+            b = draw.randrange(low, 10**self.digits)
             sign = draw.choice("+-") if self.subtraction else "+"
             small, large = sorted((a, b))
             # 2+3 and 3+2 are one problem: both go to one split.
@@ -134,7 +135,8 @@ class Addition:
 
     def score_answer(self, answer: str, entry: dict) -> float:
         """Return 1.0 for the exact answer, else 0.0, or the share of right digits."""
-        given, right = answer.strip(), entry["answer"]
+        given = answer.strip()
+        right = entry["answer"]
         if given == right or not self.partial:
             return float(given == right)
         same = sum(a == b for a, b in zip(reversed(given), reversed(right)))
@@ -190,7 +192,9 @@ class GuessNumberTask:
     prompt: str = "Guess my number from {low} to {high}."
 
     def __post_init__(self) -> None:
-        low, high, prompt = self.low, self.high, self.prompt
+        low = self.low
+        high = self.high
+        prompt = self.prompt
         if high - low < 4:
             raise Refusal(
                 "data.task_options.high: must be at least low + 4, so that some "
@@ -227,7 +231,9 @@ class ReasoningGym:
 
         if name not in DATASETS:
             raise Refusal(f"reasoning_gym:{name}: unknown dataset{nearest(name, sorted(DATASETS))}")
-        self.name, self.options, self.size = name, options, size
+        self.name = name
+        self.options = options
+        self.size = size
         self._block = functools.cache(self._made)
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:
@@ -287,7 +293,10 @@ class GeneratedRows:
     def __init__(self, spec: str, options: dict[str, Any], *, size: int, seed: int, split: Split):
         if size < 1:
             raise Refusal(f"{spec}: a generated task needs a size of at least 1, got {size}")
-        self.spec, self.seed, self.split, self._size = spec, seed, split, size
+        self.spec = spec
+        self.seed = seed
+        self.split = split
+        self._size = size
         self.task = make_task(spec, options, size=size)
 
     def __len__(self) -> int:

@@ -49,7 +49,8 @@ def with_template_options(
     """
     if not options:
         return tokenizer
-    what, templates = "data.chat_template_kwargs", tokenizer.chat_template
+    what = "data.chat_template_kwargs"
+    templates = tokenizer.chat_template
     if not templates:
         raise Refusal(
             f"{what}: {dict(options)} are for a chat template, and the tokenizer of "
@@ -113,7 +114,8 @@ def end_token_ids(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
 
     Raises: Refusal for a generation_config.json that cannot be read, or ids that are none.
     """
-    name, trusted = cfg.model.path, cfg.model.trust_remote_code
+    name = cfg.model.path
+    trusted = cfg.model.trust_remote_code
     file = Path(name) / "generation_config.json"
     what = f"model.path: {file} cannot be read"
     with refusing(what, Exception, names_kind=True):  # of a file that may hold anything

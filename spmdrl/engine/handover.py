@@ -15,7 +15,8 @@ from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 
-GROWTH_FRAC, GROWTH_BYTES = 0.05, 2**29
+GROWTH_FRAC = 0.05
+GROWTH_BYTES = 2**29
 """How far the level after waking may grow over that of the first wake that follows an update: by
 this share of it, or so many bytes if that is more."""
 _GIB = 2**30
@@ -88,7 +89,8 @@ class Handover:
         self._wakes += 1
         if self._wakes <= 2:  # the second follows an update, which makes what all others find
             self._level = level
-        grown, margin = level - self._level, max(GROWTH_FRAC * self._level, GROWTH_BYTES)
+        grown = level - self._level
+        margin = max(GROWTH_FRAC * self._level, GROWTH_BYTES)
         if grown > margin:
             raise RuntimeError(
                 f"memory grows: {level / _GIB:.4g} GiB are in use after the engine woke for the "

@@ -32,7 +32,8 @@ class KVCache:
     """
 
     def __init__(self, num_slots: int, length: int):
-        self.num_slots, self.length = num_slots, length
+        self.num_slots = num_slots
+        self.length = length
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # each [N, Hkv, length, D]
 
     @property
@@ -137,7 +138,8 @@ def cached_attention(
         work.cache.write(
             module.layer_idx, new_keys, new_values, slots=work.slots, positions=work.positions
         )
-    outputs, num = [], work.num_prompt_tokens
+    outputs = []
+    num = work.num_prompt_tokens
     if work.packing is not None:
         q, k, v = (part[:, :, :num] for part in (query, key, value))
         options |= dict(scaling=scaling, softcap=softcap, s_aux=s_aux)
@@ -160,7 +162,8 @@ def cached_attention(
 def _attend_one(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Weighing) -> Tensor:
     """Attend from one token of each sequence, [B, Hq, D], to what it sees of its slot, [B, 1, 1, L]
     bool; returns [B, Hq, D]."""
-    count, scale = len(query), how.scale_of(query)
+    count = len(query)
+    scale = how.scale_of(query)
     keys, values = (kept[:count, :, : seen.shape[-1]] for kept in (keys, values))
     # Query heads that read one key/value head see the same: they are its rows.
     query = query.unflatten(1, (keys.shape[1], -1))

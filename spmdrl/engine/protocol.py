@@ -90,7 +90,8 @@ class Completion:
 
     def until(self, count: int) -> Completion:
         """Return what was drawn up to a token that ended it, the first `count`."""
-        routes, over = self.routes, len(self.tokens) - count
+        routes = self.routes
+        over = len(self.tokens) - count
         return replace(
             self,
             tokens=self.tokens[:count],

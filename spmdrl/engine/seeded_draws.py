@@ -60,7 +60,8 @@ def _draw(
 ) -> tuple[Tensor, Tensor, KeptSets | None]:
     is_greedy = temperatures == 0
     scale = torch.where(is_greedy, 1.0, temperatures)
-    logits, kept = logits.float() / scale[:, None], None
+    logits = logits.float() / scale[:, None]
+    kept = None
     if truncations:
         logits = truncate(logits, truncations)
         kept = KeptSets.of(logits != -torch.inf)  # what is no number is found below

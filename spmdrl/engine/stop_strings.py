@@ -25,7 +25,8 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None):
-        self.are_sought, self._tokenizer = tokenizer is not None, tokenizer
+        self.are_sought = tokenizer is not None
+        self._tokenizer = tokenizer
         self._requests: dict[str, Request] = {}
         self._seen: dict[str, int] = {}  # tokens of each that were looked at
 

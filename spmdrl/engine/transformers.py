@@ -43,10 +43,12 @@ class TransformersEngine:
     """
 
     def __init__(self, cfg: Config, world: World):
-        self.cfg, self.world = cfg, world
+        self.cfg = cfg
+        self.world = world
         self.dtype = getattr(torch, cfg.engine.dtype)
         self.version = -1
-        self._longest, self._keeps_sets = cfg.longest_sequence, cfg.sampling.truncates
+        self._longest = cfg.longest_sequence
+        self._keeps_sets = cfg.sampling.truncates
         self._waiting: deque[Sampled] = deque()
         self._running: list[Sampled] = []  # the i-th has slot i
         if not world.inference_ranks:
@@ -119,7 +121,8 @@ class TransformersEngine:
         return admitted
 
     def _draw(self, logits: Tensor) -> None:
-        device, running = self.world.device, self._running
+        device = self.world.device
+        running = self._running
         seeds, counts = zip(*((s.seed, len(s.tokens)) for s in running))
         at = numbers(self._runner.tensor(seeds), self._runner.tensor(counts))
         temperatures = torch.tensor([s.request.temperature for s in running], device=device)
@@ -149,7 +152,8 @@ class TransformersEngine:
 
     def _retire(self) -> list[Completion]:
         """Take out what is finished, and close the gaps from the end."""
-        found, gaps = [], []
+        found = []
+        gaps = []
         for slot, sequence in enumerate(self._running):
             is_full = (
                 len(sequence.tokens) >= sequence.request.max_tokens

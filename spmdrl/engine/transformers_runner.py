@@ -119,7 +119,9 @@ class ModelRunner:
     """
 
     def __init__(self, cfg: Config, device: torch.device, *, longest: int):
-        self._cfg, self._device, self._longest = cfg, device, longest
+        self._cfg = cfg
+        self._device = device
+        self._longest = longest
         dtype = getattr(torch, cfg.engine.dtype)
         register_attention()
         self.hf_model = load_whole_model(
@@ -149,8 +151,10 @@ class ModelRunner:
         return not self._separation.mixers
 
     def _fitting_slots(self) -> int:
-        engine, per_sequence = self._cfg.engine, self.cache.nbytes * self._longest
-        what, room = "cpu_kv_cache_gib", int(engine.cpu_kv_cache_gib * 2**30)
+        engine = self._cfg.engine
+        per_sequence = self.cache.nbytes * self._longest
+        what = "cpu_kv_cache_gib"
+        room = int(engine.cpu_kv_cache_gib * 2**30)
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
             what = "gpu_memory_frac"
@@ -188,7 +192,8 @@ class ModelRunner:
             kept += range(prompts[own], prompts[own] + len(own))
             slots += [slot] * len(own)
             last.append(prompts[own] + len(own) - 1)
-        num, lengths = len(tokens), [sequence.num_tokens for sequence in sequences[:old]]
+        num = len(tokens)
+        lengths = [sequence.num_tokens for sequence in sequences[:old]]
         tokens += [sequence.tokens[-1] for sequence in sequences[:old]]
         positions += [length - 1 for length in lengths]
         row = range(num, len(tokens))

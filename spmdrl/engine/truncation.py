@@ -22,7 +22,8 @@ def truncate(logits: Tensor, truncations: Sequence[Truncation]) -> Tensor:
         logits: [N, V] float32, over temperature.
         truncations: N of them.
     """
-    vocab, device = logits.shape[1], logits.device
+    vocab = logits.shape[1]
+    device = logits.device
 
     def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=device)[:, None]

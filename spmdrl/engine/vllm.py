@@ -47,7 +47,8 @@ class VllmEngine:
     """
 
     def __init__(self, cfg: Config, world: World):
-        self.cfg, self.world = cfg, world
+        self.cfg = cfg
+        self.world = world
         self.dtype = getattr(torch, cfg.engine.dtype)
         self.version = -1
         self._llm: Any = None
@@ -109,7 +110,8 @@ class VllmEngine:
 
     def _prompt(self, tokens: Sequence[int]) -> dict[str, Any]:
         # The salt keeps it from what older weights computed for unfinished requests.
-        model_config, salt = self._llm.vllm_config.model_config, str(self.version)
+        model_config = self._llm.vllm_config.model_config
+        salt = str(self.version)
         return prompt_of(tokens, salt=salt, model_config=model_config)
 
     def step(self) -> list[Completion]:
@@ -251,7 +253,8 @@ class VllmEngine:
 @contextlib.contextmanager
 def _own_randomness() -> Iterator[None]:
     """Keep the process's generators, which vLLM seeds, as they are: a trainer may be in it."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         yield
     random.setstate(python)

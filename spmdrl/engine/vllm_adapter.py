@@ -52,7 +52,8 @@ class AdapterSlot:
 
     def memory(self, names: Iterable[str]) -> nn.Module:
         """Return what matrices of these names go into; see protocol.AdapterEngine."""
-        wanted, found = {name_in_engine(self._model, name) for name in names}, nn.Module()
+        wanted = {name_in_engine(self._model, name) for name in names}
+        found = nn.Module()
         for layer, module in self._manager.modules.items():
             if not any(wanted.intersection(pair) for pair in self._pairs(layer)):
                 continue

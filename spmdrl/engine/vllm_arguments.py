@@ -38,7 +38,8 @@ def _defaults(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     if on_cpu:
         return {"enable_sleep_mode": False}
     shared: dict[str, Any] = {"enable_sleep_mode": cfg.layout.roles.shares_devices}
-    options, kernels = cfg.engine.options, cfg.engine.options.get("kernel_config")
+    options = cfg.engine.options
+    kernels = cfg.engine.options.get("kernel_config")
     said = {*options, *(kernels if isinstance(kernels, Mapping) else ())}
     if "enable_flashinfer_autotune" not in said:
         # It waits in a group of all ranks, where trainers never come.

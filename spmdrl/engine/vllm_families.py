@@ -89,7 +89,8 @@ def model_arguments(cfg: Config) -> dict[str, Any]:
 
 def _lacking(config: Any, *, dtype: str, on_cpu: bool) -> str:
     """Return what vLLM lacks for a model, and what to do; empty where nothing is known."""
-    family, other = config.model_type, "set it to transformers"
+    family = config.model_type
+    other = "set it to transformers"
     if family == "mamba2" and config.n_groups > 1:
         return (
             f"its n_groups is {config.n_groups}, and vLLM normalises each group of channels by "
@@ -152,7 +153,8 @@ def _head_sizes(config: Any) -> set[int]:
     text = config.get_text_config()
     fields = text.to_dict()
     fields |= {name: fields.get(other) for name, other in text.attribute_map.items()}
-    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    heads = fields.get("num_attention_heads")
+    hidden = fields.get("hidden_size")
     if not isinstance(heads, int) or not heads or fields.get("kv_lora_rank"):
         return set()
     sizes = {fields.get("head_dim") or hidden // heads, fields.get("global_head_dim")}
@@ -186,7 +188,8 @@ def check_mixers(hf_model: Any, mixers: Collection[str]) -> None:
         mixers: kinds of layers that mix tokens otherwise than by softmax attention.
     Raises: Refusal where there are some and vLLM has no class of its own for the model.
     """
-    name, own = type(hf_model).__name__, own_classes()
+    name = type(hf_model).__name__
+    own = own_classes()
     if mixers and own and name not in own:
         raise Refusal(
             f"engine.kind: vllm with a {hf_model.config.model_type}: the vLLM that is installed "

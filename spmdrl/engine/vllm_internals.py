@@ -304,7 +304,8 @@ class SlotCache:
                 "it to false, or engine.kind to transformers"
             )
         self._group, group = found[0]
-        self._attention, self._runner = group.layer_names[0], runner
+        self._attention = group.layer_names[0]
+        self._runner = runner
         self.num_slots = config.num_blocks * group.kv_cache_spec.block_size
 
     def of_step(self) -> Tensor | None:
@@ -320,7 +321,8 @@ class SlotCache:
         row = batch.req_id_to_index.get(request_id)
         if row is None:
             return None
-        table, at = batch.block_table[self._group], torch.arange(tokens.start, tokens.stop)
+        table = batch.block_table[self._group]
+        at = torch.arange(tokens.start, tokens.stop)
         blocks = torch.from_numpy(table.block_table.np[row])[at // table.block_size].long()
         return blocks * table.block_size + at % table.block_size
 

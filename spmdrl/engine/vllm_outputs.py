@@ -68,8 +68,10 @@ class Outputs:
                 record.keep(request)
 
     def _finished(self, output: Any, version: int) -> Completion:
-        sample, key = output.outputs[0], output.request_id
-        tokens, records = flat(sample.token_ids, "int64"), self._records.items()
+        sample = output.outputs[0]
+        key = output.request_id
+        tokens = flat(sample.token_ids, "int64")
+        records = self._records.items()
         made = Completion(
             key,
             tokens,
@@ -100,7 +102,8 @@ class Outputs:
         self._forget(key)
 
     def _so_far(self, request: Unfinished, version: int) -> Completion:
-        tokens, records = flat(request.tokens, "int64"), self._records.items()
+        tokens = flat(request.tokens, "int64")
+        records = self._records.items()
         return Completion(
             request.key,
             tokens,

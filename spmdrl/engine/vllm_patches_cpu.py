@@ -116,7 +116,9 @@ def route_in_one_group() -> None:
         is_plain = self.scoring_func == "softmax" and self.e_score_correction_bias is None
         knows = self.scoring_func in ("softmax", "sigmoid") and not self.custom_routing_function
         if knows and not is_plain and not self.use_grouped_topk:
-            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+            self.use_grouped_topk = True
+            self.num_expert_group = 1
+            self.topk_group = 1
 
     CPURouter.__init__ = built
 

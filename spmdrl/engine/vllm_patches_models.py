@@ -41,7 +41,8 @@ def keep_transformers_classes() -> None:
 
     if hasattr(base.Base.__init__, "__wrapped__"):
         return
-    build, decorate = base.Base.__init__, base.support_torch_compile
+    build = base.Base.__init__
+    decorate = base.support_torch_compile
 
     @wraps(build)
     def built(self: Any, **options: Any) -> None:
@@ -114,7 +115,8 @@ class _Undecorated:
     """A class as it was before vLLM decorated it."""
 
     def __init__(self, cls: type):
-        self._cls, self._bases = cls, cls.__bases__
+        self._cls = cls
+        self._bases = cls.__bases__
         self._own = {name: cls.__dict__[name] for name in _ADDED if name in cls.__dict__}
 
     def restore(self, model: nn.Module) -> None:

@@ -33,7 +33,8 @@ def sampling_params(request: Request, *, returns_masks: bool = False) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    temperature, limits = request.temperature, request.truncation
+    temperature = request.temperature
+    limits = request.truncation
     penalties = request.penalties
     top_k = limits.top_k
     if returns_masks:

@@ -129,7 +129,8 @@ class _Returned(RequestRecord):
     """Routes that vLLM itself returns, of all layers, for those with experts."""
 
     def __init__(self, layers: list[int], *, dtype: torch.dtype):
-        self._layers, self._dtype = layers, dtype
+        self._layers = layers
+        self._dtype = dtype
 
     def finished(self, key: str, output: Any, tokens: Tensor) -> Tensor:
         found = output.outputs[0].routed_experts

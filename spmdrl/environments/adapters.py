@@ -27,7 +27,8 @@ class TaskEnvironment:
     def __init__(self, *, task: str, **options: Any):
         if ":" not in task:
             raise Refusal(f"task: expected task:NAME or reasoning_gym:NAME, got {task!r}")
-        self.task, self._options = task, json.dumps(options)
+        self.task = task
+        self._options = json.dumps(options)
         self.row: dict = {}
         _task(task, self._options)
 
@@ -81,12 +82,14 @@ class GymEnvironment:
         max_turns: int = 16,
     ):
         check_at_least(1, max_turns=max_turns)
-        self._action, self._show = action, show
+        self._action = action
+        self._show = show
         _reader(action)
         _shower(show)
         make = import_object(env, kind="Class", field="env")
         self.env = construct(make, env_options or {}, field="env_options")
-        self.max_turns, self.turns = max_turns, 0
+        self.max_turns = max_turns
+        self.turns = 0
 
     def reset(self, row: dict) -> list[Message]:
         """Open with the row's prompt and the first observation."""

@@ -38,8 +38,12 @@ class GuessNumber:
                 f"turn_cost: must be from 0 to 1 / max_turns = {1 / max_turns:g}, so "
                 f"that a late success is worth more than none, got {turn_cost}"
             )
-        self.low, self.high, self.max_turns, self.turn_cost = low, high, max_turns, turn_cost
-        self.secret, self.turns = low, 0
+        self.low = low
+        self.high = high
+        self.max_turns = max_turns
+        self.turn_cost = turn_cost
+        self.secret = low
+        self.turns = 0
         self.known = (low, high)  # bounds that the answers have told
 
     def reset(self, row: dict) -> list[Message]:
@@ -63,9 +67,11 @@ class GuessNumber:
             return self._end(reward=0.0, solved=0.0)
         answer, (low, high) = "no number", self.known
         if guess is not None and guess < self.secret:
-            answer, self.known = "higher", (max(low, guess + 1), high)
+            answer = "higher"
+            self.known = (max(low, guess + 1), high)
         elif guess is not None:
-            answer, self.known = "lower", (low, min(high, guess - 1))
+            answer = "lower"
+            self.known = (low, min(high, guess - 1))
         return Turn(messages=[{"role": "user", "content": answer}])
 
     def state(self) -> str:

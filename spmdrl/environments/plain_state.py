@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-PLAIN, PICKLED = b"J", b"P"
+PLAIN = b"J"
+PICKLED = b"P"
 """First byte of an environment that travels: JSON of `text_of`, or a pickle."""
 _SCALARS = (type(None), bool, str)
 

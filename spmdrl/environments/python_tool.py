@@ -26,7 +26,8 @@ class Python:
         self, *, timeout_s: float = 5.0, memory_mb: int = 512, allow_unprotected: bool = False
     ):
         Limits(timeout_s, memory_mb)  # refused now, if out of range
-        self.timeout_s, self.memory_mb = timeout_s, memory_mb
+        self.timeout_s = timeout_s
+        self.memory_mb = memory_mb
         self.allow_unprotected = allow_unprotected
 
     def prepare(self) -> None:

@@ -16,7 +16,8 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 
 _WORD = re.compile(r"\w+")
-_K1, _B = 1.2, 0.75
+_K1 = 1.2
+_B = 0.75
 
 
 class Index:
@@ -75,7 +76,9 @@ class Search:
         if not Path(corpus).expanduser().is_file():
             raise Refusal(f"corpus: no such file {corpus!r} (looked from {Path.cwd()})")
         check_at_least(1, results=results, max_chars=max_chars)
-        self.corpus, self.results, self.max_chars = corpus, results, max_chars
+        self.corpus = corpus
+        self.results = results
+        self.max_chars = max_chars
 
     def prepare(self) -> None:
         """Read the corpus and index it."""
@@ -100,7 +103,8 @@ class Search:
 
 @functools.lru_cache(maxsize=4)
 def _corpus(place: str) -> tuple[list[str], list[str], Index]:
-    titles, texts = [], []
+    titles = []
+    texts = []
     with Path(place).expanduser().open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():

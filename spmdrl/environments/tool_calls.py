@@ -81,7 +81,9 @@ def llama3(text: str) -> tuple[ToolCall, ...]:
     JSON objects with a name and arguments are calls wherever they stand. A response that begins
     like a call and holds none is a malformed one.
     """
-    calls, at, decoder = [], 0, json.JSONDecoder()
+    calls = []
+    at = 0
+    decoder = json.JSONDecoder()
     left = _READINGS * len(text)  # a try reads to where it fails, and many can fail far off
     while (found := _OBJECT.search(text, at)) and left > 0:
         at = found.start()
@@ -109,7 +111,8 @@ def call_of(value: Any) -> ToolCall:
     """Return the call that a decoded object is, or a call that says why it is none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", {}, error='expected a JSON object with "name" and "arguments"')
-    arguments, problem = value.get("arguments", value.get("parameters", {})), ""
+    arguments = value.get("arguments", value.get("parameters", {}))
+    problem = ""
     if isinstance(arguments, str):  # as OpenAI's API has them
         arguments, problem = _from_json(arguments)
     if reason := unfit([value["name"], arguments]):

@@ -45,7 +45,8 @@ def describe(function: Callable[..., Any], *, name: str = "") -> dict[str, Any]:
         raise Refusal(f"tool {name}: has no docstring; the policy is told what it says")
     summary, told = _read_docstring(doc)
     hints = get_type_hints(function)
-    properties, required = {}, []
+    properties = {}
+    required = []
     for parameter in inspect.signature(function).parameters.values():
         place = f"tool {name}, parameter {parameter.name}"
         if parameter.name not in hints:
@@ -91,7 +92,8 @@ def _schema_of(hint: Any, *, place: str) -> dict[str, Any]:
         return {}
     if hint in _TYPES:
         return {"type": _TYPES[hint]}
-    origin, given = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    given = get_args(hint)
     if origin is Literal:
         kinds = {_TYPES.get(type(value)) for value in given}
         if len(kinds) == 1 and None not in kinds:

@@ -149,8 +149,11 @@ class ToolEnvironment:
         if reply_role not in _REPLY_ROLES:
             raise Refusal(f"reply_role: must be tool or user, got {reply_role!r}")
         self._key = json.dumps(dict(tools) if isinstance(tools, Mapping) else list(tools))
-        self.max_turns, self.max_result_chars = max_turns, max_result_chars
-        self.reply_role, self.turns, self.calls = reply_role, 0, 0
+        self.max_turns = max_turns
+        self.max_result_chars = max_result_chars
+        self.reply_role = reply_role
+        self.turns = 0
+        self.calls = 0
         is_told = reply_role == "user"
         self.tool_parser = "hermes" if is_told and parser == "auto" else parser
         descriptions = [tool.description for tool in _tools_of(self._key).values()]
@@ -222,7 +225,8 @@ class ToolEnvironment:
     def _messages(self, texts: list[str], calls: tuple[ToolCall, ...]) -> list[Message]:
         if self.reply_role == "user":
             return [{"role": "user", "content": "\n\n".join(texts)}]
-        first, self.calls = self.calls + 1, self.calls + len(calls)
+        first = self.calls + 1
+        self.calls = self.calls + len(calls)
         return [
             {
                 "role": "tool",

@@ -43,7 +43,8 @@ class VerifiersEnvironment:
         self, *, load: str, load_options: dict[str, Any] | None = None, max_turns: int = 0
     ):
         check_at_least(0, max_turns=max_turns)
-        self.load, self.max_turns = load, max_turns
+        self.load = load
+        self.max_turns = max_turns
         self._options = json.dumps(load_options or {}, sort_keys=True)
         self.state: dict[str, Any] = {}
         live = self._live()
@@ -65,7 +66,8 @@ class VerifiersEnvironment:
 
     def reset(self, row: dict) -> list[Message]:
         """Set the state up and open with the row's prompt."""
-        live, prompt = self._live(), opening_messages(row)
+        live = self._live()
+        prompt = opening_messages(row)
         rules = getattr(live, "system_prompt", None)
         if rules and prompt[0]["role"] != "system":
             prompt = [{"role": "system", "content": rules}, *prompt]
@@ -90,7 +92,8 @@ class VerifiersEnvironment:
 
     def step(self, response: Response) -> Turn:
         """Let the environment answer, or score the episode by its rubric at the end."""
-        live, state = self._live(), self.state
+        live = self._live()
+        state = self.state
         state["completion"].append(_assistant_message(response, turn=state["turn"]))
         # The documented stop conditions count turns by either of these.
         state["turn"] += 1
@@ -134,13 +137,15 @@ class VerifiersEnvironment:
         return bool(ran(method(*given)))
 
     def _scored(self) -> Turn:
-        live, state = self._live(), self.state
+        live = self._live()
+        state = self.state
         given = {
             name: state.get(name) for name in ("prompt", "completion", "answer", "task", "info")
         }
         given |= getattr(live.rubric, "class_objects", {}) | {"state": state}
         given.setdefault("parser", getattr(live.rubric, "parser", getattr(live, "parser", None)))
-        reward, info = 0.0, {"turns": float(state["turn"])}
+        reward = 0.0
+        info = {"turns": float(state["turn"])}
         for function, weight in _reward_funcs(live.rubric):
             value = float(ran(function(**_selected(function, given))))
             info[_name_of(function)] = value

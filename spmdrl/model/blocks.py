@@ -41,7 +41,8 @@ def _language_model(hf_model: nn.Module) -> str:
 
 
 def _blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
-    kinds, within = block_kinds(hf_model), _language_model(hf_model)
+    kinds = block_kinds(hf_model)
+    within = _language_model(hf_model)
     found = {
         name: module
         for name, module in hf_model.named_modules()

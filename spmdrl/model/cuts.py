@@ -57,7 +57,8 @@ def cut_of(name: str, tensor: Tensor) -> TensorCut:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return TensorCut(shape)
-    mesh, axes = tensor.device_mesh, []
+    mesh = tensor.device_mesh
+    axes = []
     for size, placement in zip(mesh.shape, tensor.placements):
         if isinstance(placement, Replicate):
             axes.append(CutAxis(size))
@@ -94,7 +95,8 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
     joined: list[tuple[int, int]] = []
     for start, length in runs:
         if joined and sum(joined[-1]) == start:
-            start, length = joined[-1][0], joined.pop()[1] + length
+            start = joined[-1][0]
+            length = joined.pop()[1] + length
         joined.append((start, length))
     return tuple(joined)
 
@@ -110,7 +112,8 @@ def _within(runs: Runs, low: int, high: int) -> Iterator[tuple[int, int]]:
     """Yield what elements [low, high) of the indices that the runs list are, as runs."""
     at = 0
     for start, length in runs:
-        first, last = max(low - at, 0), min(high - at, length)
+        first = max(low - at, 0)
+        last = min(high - at, length)
         if first < last:
             yield start + first, last - first
         at += length

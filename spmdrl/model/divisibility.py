@@ -78,7 +78,8 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         intermediate=count("intermediate_size") * has_mlp,
         vocab=count("vocab_size"),
     )
-    styles, known = tp_styles(hf_model), own.cut_by_tp.values()
+    styles = tp_styles(hf_model)
+    known = own.cut_by_tp.values()
     other: dict[int, str] = {}  # the first of each size
     for name, weight in hf_model.named_parameters():
         dim = split_dim(name, styles)
@@ -100,7 +101,8 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
 
 def why_never(hf_model: nn.Module) -> str:
     """Return why a model cannot be tensor-parallel, over however many ranks; empty if it can."""
-    styles, kind = tp_styles(hf_model), type(hf_model).__name__
+    styles = tp_styles(hf_model)
+    kind = type(hf_model).__name__
     for name, module in hf_model.named_modules():
         if name.endswith("act_fn") and any(True for _ in module.parameters()):
             own = f"{type(module).__name__} of {name}"
@@ -154,7 +156,9 @@ def _tp_misfits(counts: ModelCounts, tp: int) -> Iterator[str]:
 
 
 def _cp_misfits(counts: ModelCounts, axes: Axes, *, context: str) -> Iterator[str]:
-    cp, tp, heads = axes.cp, axes.tp, counts.heads
+    cp = axes.cp
+    tp = axes.tp
+    heads = counts.heads
     if cp > 1 and (counts.unsliced or not heads):
         which = f"({', '.join(counts.unsliced)})" if counts.unsliced else "without attention heads"
         yield (

@@ -37,7 +37,8 @@ class Changes:
         Args:
             part: of consecutive scored tokens, at least one.
         """
-        begin, end = self.ends[part.start + 1], self.ends[part.stop]
+        begin = self.ends[part.start + 1]
+        end = self.ends[part.stop]
         ids = self.ids[:end] - first
         ids = torch.where((ids >= 0) & (ids < width), ids, width)  # a column that nobody reads
         changes = torch.zeros(
@@ -85,7 +86,8 @@ def _history(
         at = torch.cat([after[chosen], end[chosen]])
         by = torch.ones(len(chosen), dtype=torch.int32)
         order = at.argsort(stable=True)
-        at, ids = at[order], tokens[chosen].repeat(2)[order]
+        at = at[order]
+        ids = tokens[chosen].repeat(2)[order]
         ends = torch.searchsorted(at, torch.arange(-1, len(scored)), right=True)
         return Changes(
             at.to(device),
@@ -109,7 +111,8 @@ def penalise(
     Returns: the penalised logits, and by how much they change per change of the plain ones (None:
         by as much).
     """
-    width, scale = logits.shape[1], None
+    width = logits.shape[1]
+    scale = None
     if penalties.bias:
         ids = torch.tensor([i for i, _ in penalties.bias], device=logits.device) - first
         added = torch.tensor([b for _, b in penalties.bias], device=logits.device)

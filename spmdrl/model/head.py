@@ -93,13 +93,15 @@ class _Head(torch.autograd.Function):
         local = _local(targets, weight, options)
         logprobs, entropy, log_total = _scores(hidden, weight, bias, local, options, rules)
         ctx.save_for_backward(hidden, weight, bias, local, log_total, entropy)
-        ctx.options, ctx.rules = options, rules
+        ctx.options = options
+        ctx.rules = rules
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
         hidden, weight, bias, local, log_total, entropy = ctx.saved_tensors
-        options, rules = ctx.options, ctx.rules
+        options = ctx.options
+        rules = ctx.rules
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         grad_bias = None if bias is None else grad_weight.new_zeros(bias.shape)

@@ -132,7 +132,8 @@ def build_meta_model(
     what = f"model.path: cannot build {what}"
     with torch.device("meta"), refusing(what, Exception, names_kind=True):
         hf_model = build(config)
-    head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
+    head = hf_model.get_output_embeddings()
+    embedding = hf_model.get_input_embeddings()
     # Some say so of a head that is one of its own, and some do not say it.
     config.tie_word_embeddings = getattr(head, "weight", None) is embedding.weight
     return hf_model
@@ -238,7 +239,8 @@ def read_tensors(
     Raises: Refusal, on a rank that reads it, for a value that is not finite, and for one in which
         a copy of a tied tensor differs.
     """
-    held, names = Held(tensors, parts), reader.names()
+    held = Held(tensors, parts)
+    names = reader.names()
     copies_of = {name: copy for copy, name in copies.items()}
     for name, boxes in held.boxes().items():
         for box in boxes:
@@ -347,7 +349,8 @@ def load_whole_model(
     hf_model = build_meta_model(model, attention=attention and "eager", config=config)
     if attention is not None:  # after it is made: some choose their classes by the name
         set_attention(hf_model, attention)
-    names, parts = list(live_tensors(hf_model)), file_tensors(hf_model)
+    names = list(live_tensors(hf_model))
+    parts = file_tensors(hf_model)
     reader = CheckpointReader(model_folder(model.path), part=model.part)
     copies = check_weights(reader, hf_model, parts) if config is None else {}
     for parameter in hf_model.parameters():

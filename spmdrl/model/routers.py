@@ -73,7 +73,8 @@ def check_balance(hf_model: nn.Module, *, balance: str) -> None:
         hf_model: as it was built, on any device.
     Raises: Refusal.
     """
-    layers, kind = routed_layers(hf_model), hf_model.config.model_type
+    layers = routed_layers(hf_model)
+    kind = hf_model.config.model_type
     why = ""
     if balance != "none" and not layers:
         why = f"{balance} with a {kind}, which has no experts; leave it out"

@@ -55,7 +55,8 @@ def head_form(hf_model: nn.Module) -> HeadForm:
     Raises: Refusal for a model without a linear output head, or one that makes logits of its
         products in another way.
     """
-    head, kind = hf_model.get_output_embeddings(), type(hf_model).__name__
+    head = hf_model.get_output_embeddings()
+    kind = type(hf_model).__name__
     if head is None or getattr(head, "weight", None) is None:
         raise Refusal(f"model: {kind} has no linear output head, from which logprobs are made")
     has_bias = getattr(head, "bias", None) is not None
@@ -207,7 +208,8 @@ def make_row(
             f"response_mask holds the first token of a sequence (packed position "
             f"{int(first[0])}), which no token comes before; mask it out where rows are read"
         )
-    scored, device = mask.nonzero()[:, 0], slicing.device
+    scored = mask.nonzero()[:, 0]
+    device = slicing.device
     rules = partial(make_rules, tokens, lengths, kept_sets=kept_sets, drawn=drawn, device=device)
     own = make_slice(
         tokens, lengths, scored=scored, slicing=slicing, routes=routes, rules=rules, shown=shown
@@ -227,7 +229,8 @@ class Scorer(nn.Module):
 
     def __init__(self, hf_model: nn.Module, options: HeadOptions):
         super().__init__()
-        form, head = head_form(hf_model), hf_model.get_output_embeddings()
+        form = head_form(hf_model)
+        head = hf_model.get_output_embeddings()
         (_, self.base), self.eyes = base_of(hf_model), eyes_of(hf_model)
         self._is_tied = bool(hf_model.config.tie_word_embeddings)
         self.lm_head = _own_part(head) if self._is_tied else head
@@ -239,9 +242,11 @@ class Scorer(nn.Module):
         Args:
             head: what to make of the states instead.
         """
-        hidden, own = _states(self.base, row.own, self.eyes), row.own
+        hidden = _states(self.base, row.own, self.eyes)
+        own = row.own
         rows: Any = self.base.get_input_embeddings() if self._is_tied else self.lm_head
-        weight, bias = to_local(rows.weight), to_local(getattr(self.lm_head, "bias", None))
+        weight = to_local(rows.weight)
+        bias = to_local(getattr(self.lm_head, "bias", None))
         head = head or partial(logprobs_and_entropy, options=self.head_options, rules=own.rules)
         return head(hidden.index_select(0, own.before), weight, bias, targets=own.targets)
 

@@ -75,7 +75,8 @@ class ShardedModel:
         is_float32: bool = False,
         lora: LoraForm | None = None,
     ):
-        self.cfg, self.world = cfg, world
+        self.cfg = cfg
+        self.world = world
         model = replace(cfg.model, path=path)
         dtype = getattr(torch, model.compute_dtype)
         register_attention()
@@ -87,7 +88,8 @@ class ShardedModel:
         if problems := list(found):
             raise Refusal("\n".join(problems))
         separation = separate(hf_model)
-        self._names, self.parts = list(live_tensors(hf_model)), file_tensors(hf_model)
+        self._names = list(live_tensors(hf_model))
+        self.parts = file_tensors(hf_model)
         if not is_trained:
             for parameter in hf_model.parameters():
                 parameter.requires_grad = False
@@ -120,7 +122,8 @@ class ShardedModel:
         compute_buffers(hf_model)
 
     def _set_attention(self, model: ModelSettings, separation: Separation) -> Slicing:
-        config, world = self.hf_model.config.get_text_config(), self.world
+        config = self.hf_model.config.get_text_config()
+        world = self.world
         attention = kernel_of(
             self.hf_model,
             path=model.path,
@@ -129,7 +132,8 @@ class ShardedModel:
             dtype=getattr(torch, model.compute_dtype),
         )
         is_padded = attention == "padded" or bool(separation.mixers)
-        slicing, method = slicing_of(world, is_padded=is_padded, chunk=separation.chunk), ""
+        slicing = slicing_of(world, is_padded=is_padded, chunk=separation.chunk)
+        method = ""
         if slicing.group is not None:
             heads = config.num_attention_heads // world.mesh["tp"].size()
             method = "_" + context_method(model.kernels.context, heads=heads, cp=slicing.size)
@@ -211,7 +215,8 @@ class ShardedModel:
         """
         scored = []
         for row in rows:
-            options, rules = self.scorer.head_options, row.own.rules
+            options = self.scorer.head_options
+            rules = row.own.rules
             head = partial(logprobs_and_entropy, options=options, rules=rules, squares=squares)
             scored.append(tuple(map(row.spread, self.forward(row, head))))
         reshard(self.scorer)
@@ -232,7 +237,8 @@ class ShardedModel:
         """
         scored: list[Tensor] = []
         for pack in packs(tokens, row_tokens or self.world.tokens_per_microbatch):
-            lengths, given = [len(sequence) for sequence in pack], joined(pack)
+            lengths = [len(sequence) for sequence in pack]
+            given = joined(pack)
             row = self.row(
                 torch.tensor(given),
                 lengths,

@@ -55,10 +55,14 @@ class Box:
         common = self.intersect(hole)
         if common is None:
             return [self]
-        rest, start, shape = [], list(self.start), list(self.shape)
+        rest = []
+        start = list(self.start)
+        shape = list(self.shape)
         for dim in range(len(shape)):
-            first, count = common.start[dim], common.shape[dim]
-            below, above = first - start[dim], start[dim] + shape[dim] - first - count
+            first = common.start[dim]
+            count = common.shape[dim]
+            below = first - start[dim]
+            above = start[dim] + shape[dim] - first - count
             for at, size in ((start[dim], below), (first + count, above)):
                 if size:
                     rest.append(
@@ -78,13 +82,15 @@ class Box:
             yield self
             return
         row = math.prod(self.shape[1:])
-        low, high = first // row, (last - 1) // row
+        low = first // row
+        high = (last - 1) // row
         if low == high:
             yield from self._row(low, first=first - low * row, last=last - low * row)
             return
         if first % row:
             yield from self._row(low, first=first - low * row, last=row)
-        full, end = -(-first // row), last // row
+        full = -(-first // row)
+        end = last // row
         if end > full:
             yield Box((self.start[0] + full, *self.start[1:]), (end - full, *self.shape[1:]))
         if last % row:
@@ -178,7 +184,8 @@ class Part:
 
     def in_tensor(self, part: Box) -> Box:
         """Return where a box of the file tensor lies in the live tensor."""
-        start, shape = list(self.box.start), [1] * len(self.box.shape)
+        start = list(self.box.start)
+        shape = [1] * len(self.box.shape)
         for dim, at, size in zip(self.dims, part.start, part.shape):
             start[dim] += at
             shape[dim] = size
@@ -232,7 +239,8 @@ class Held:
     ):
         self._views = {name: held_boxes(name, tensor) for name, tensor in shards.items()}
         self._parts = {name: part for name, part in parts.items() if part.tensor in shards}
-        self.deltas, self._factors = dict(deltas or {}), dict(factors or {})
+        self.deltas = dict(deltas or {})
+        self._factors = dict(factors or {})
 
     def boxes(self) -> dict[str, tuple[Box, ...]]:
         """Return what to tell the other ranks: {file name: boxes of it}."""
@@ -297,8 +305,10 @@ def box_within(view: Tensor, base: Tensor) -> Box | None:
         (d for d in range(base.dim()) if base.shape[d] > 1), key=lambda d: -base.stride(d)
     )
     first = view.storage_offset() - base.storage_offset()
-    start, stop = [0] * base.dim(), [1] * base.dim()
-    low, high = first, first + extent(view)
+    start = [0] * base.dim()
+    stop = [1] * base.dim()
+    low = first
+    high = first + extent(view)
     for dim in order:
         start[dim], low = divmod(low, base.stride(dim))
         last, high = divmod(high, base.stride(dim))

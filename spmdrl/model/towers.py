@@ -81,7 +81,8 @@ def towers_of(hf_model: nn.Module) -> dict[str, nn.Module]:
 
 def tower_blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
     """Return {name: module} of the blocks of the towers, first to last; {} of a model without."""
-    kinds, found = block_kinds(hf_model), {}
+    kinds = block_kinds(hf_model)
+    found = {}
     for place, tower in towers_of(hf_model).items():
         for name, module in tower.named_modules():
             is_item = name.rpartition(".")[2].isdigit()

@@ -198,7 +198,8 @@ def quiet() -> Iterator[None]:
     """Have transformers say nothing below an error for a while, and draw no progress."""
     from transformers import logging as own
 
-    level, had_bar = own.get_verbosity(), own.is_progress_bar_enabled()
+    level = own.get_verbosity()
+    had_bar = own.is_progress_bar_enabled()
     own.set_verbosity_error()
     own.disable_progress_bar()
     try:

@@ -14,7 +14,8 @@ MIN_ENTROPY_FRAC = 0.05
 """Of the entropy at the start of the run, below which it counts as collapsed."""
 MAX_TRUNCATED_FRAC = 0.5
 """Of the responses; beyond it most are cut before their end."""
-MAX_GAP_GROWTH, MIN_GAP = 10.0, 1e-3
+MAX_GAP_GROWTH = 10.0
+MIN_GAP = 1e-3
 """A gap between engine and trainer has grown when it is so many times the run's first, and is at
 least so many nats."""
 _SAME = 1e-9
@@ -28,7 +29,8 @@ class Advisor:
     """
 
     def __init__(self, cfg: Config):
-        self._cfg, self._steps = cfg, cfg.report.warn_after
+        self._cfg = cfg
+        self._steps = cfg.report.warn_after
         self._lasted = [0] * len(_SIGNS)
         self._first: list[Values] = []
         self._has_corrected = False
@@ -56,7 +58,8 @@ class Advisor:
         return found
 
     def _signs(self, values: Values) -> list[str]:
-        start, found = _means(self._first), []
+        start = _means(self._first)
+        found = []
         for i, sign in enumerate(_SIGNS):
             text = sign(values, start, self._cfg)
             self._lasted[i] = self._lasted[i] + 1 if text else 0
@@ -136,7 +139,8 @@ def _no_gradient(values: Values, start: Values, cfg: Config) -> str:
 
 
 def _collapsed(values: Values, start: Values, cfg: Config) -> str:
-    entropy, first = values.get("policy/entropy"), start.get("policy/entropy", 0.0)
+    entropy = values.get("policy/entropy")
+    first = start.get("policy/entropy", 0.0)
     # Where rows are fitted, low entropy is what comes of it.
     if entropy is None or not entropy < MIN_ENTROPY_FRAC * first or not cfg.objective.samples:
         return ""
@@ -168,7 +172,8 @@ def _cut(values: Values, start: Values, cfg: Config) -> str:
 
 
 def _gap(values: Values, start: Values, cfg: Config) -> str:
-    gap, first = values.get("policy/mismatch_k3", 0.0), start.get("policy/mismatch_k3", 0.0)
+    gap = values.get("policy/mismatch_k3", 0.0)
+    first = start.get("policy/mismatch_k3", 0.0)
     if gap < MIN_GAP or not gap > MAX_GAP_GROWTH * first > 0:
         return ""
     causes = (

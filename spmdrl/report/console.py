@@ -69,7 +69,8 @@ def sparkline(history: Sequence[float], *, width: int, blocks: str = _BLOCKS) ->
         return ""
     edges = [i * len(history) // count for i in range(count + 1)]
     means = [sum(history[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
-    low, high = min(means), max(means)
+    low = min(means)
+    high = max(means)
     if not high > low:
         return blocks[0] * count
     top = len(blocks) - 1
@@ -285,7 +286,8 @@ class Console:
         if not self.is_live:
             return
         with self._lock:
-            erase, self._live = self._erase(), text[: self.width]
+            erase = self._erase()
+            self._live = text[: self.width]
             self._write(erase + self._live)
 
     def _erase(self) -> str:

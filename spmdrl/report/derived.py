@@ -13,7 +13,8 @@ def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
     Args:
         tokens: of a micro-batch, if the config leaves them open and they are known.
     """
-    batch, axes = cfg.batch, axes_of(cfg)
+    batch = cfg.batch
+    axes = axes_of(cfg)
     is_rl = cfg.objective.samples
     group = cfg.sequences_per_row
     sequences = batch.prompts_per_step * group
@@ -51,7 +52,8 @@ def _share(total: int, parts: int) -> str:
 
 def _microbatches(cfg: Config, tokens: int, *, found: int) -> str:
     """Args: tokens: of a dp rank in one update, at most. found: of a micro-batch, 0 if unknown."""
-    budget, updates = cfg.batch.tokens_per_microbatch, cfg.batch.updates_per_step
+    budget = cfg.batch.tokens_per_microbatch
+    updates = cfg.batch.updates_per_step
     if not (budget or found):
         return (
             f"auto: of {least_tokens(cfg)} to {useful_tokens(cfg)} tokens, as many as fit; "

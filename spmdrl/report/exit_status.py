@@ -53,7 +53,8 @@ def nothing_learnt(rows: Sequence[Row]) -> str:
     if not steps or any(_has_update(row) and row.get("policy/grad_norm") != 0 for row in steps):
         return ""
     skipped = sum(row["policy/skipped_updates"] or 0 for row in steps)
-    empty, flat = sum(map(_is_empty, steps)), sum(map(_has_update, steps))
+    empty = sum(map(_is_empty, steps))
+    flat = sum(map(_has_update, steps))
     why = []
     if skipped:
         why.append(

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 _MOST_BYTES = 2**30
 # What a row takes in memory, about: itself, and each of its values.
-_ROW_BYTES, _VALUE_BYTES = 300, 40
+_ROW_BYTES = 300
+_VALUE_BYTES = 40
 
 
 class JsonLines:
@@ -51,7 +52,8 @@ class JsonLines:
 
     def _write_waiting(self) -> None:
         with open_file(self.path, "ab", buffering=0) as file:
-            good, data = os.fstat(file.fileno()).st_size, b"".join(self._waiting)
+            good = os.fstat(file.fileno()).st_size
+            data = b"".join(self._waiting)
             try:
                 while data:
                     data = data[file.write(data) :]

@@ -135,7 +135,8 @@ class _Tee:
     """sys.stderr, with a copy of what is written going to the log file."""
 
     def __init__(self, stream: TextIO, copy: TextIO):
-        self._stream, self._copy = stream, _Quiet(copy)
+        self._stream = stream
+        self._copy = _Quiet(copy)
 
     def write(self, text: str) -> int:
         self._copy.write(text)

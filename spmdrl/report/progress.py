@@ -20,14 +20,16 @@ _LOST = {
 }
 """Totals that a run's last line names, where they are not 0."""
 _SAMPLES_SHOWN = 3
-SAMPLES_KEPT, _CELL_CHARS = 200, 4000  # the tracker's table is rewritten each time
+SAMPLES_KEPT = 200  # the tracker writes the whole table again each time
+_CELL_CHARS = 4000
 
 
 class Progress:
     """The table of steps with the line below it, and the trend of one metric."""
 
     def __init__(self, cfg: Config, console: Console):
-        self._console, self._num_steps = console, cfg.steps
+        self._console = console
+        self._num_steps = cfg.steps
         self._every = cfg.report.console.table_every
         self._headline = cfg.objective.headline
         self._trend: list[float] = []
@@ -81,7 +83,8 @@ class Samples:
     """Samples of the run: a few on the console, all of a due step in a file and a table."""
 
     def __init__(self, cfg: Config, console: Console, *, file: JsonLines):
-        self._file, self._console = file, console
+        self._file = file
+        self._console = console
         self._shown_every = cfg.report.console.samples_every
         self._every = self._shown_every or cfg.report.console.table_every
         self._rows: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)

@@ -44,7 +44,8 @@ def describe_environment() -> dict[str, Any]:
 def describe_code(cfg: Config) -> dict[str, Any]:
     """Return the started program's path, git revision and, as of all of the user's own files, the
     digest, ready for JSON."""
-    files, program = user_files(cfg), started_program()
+    files = user_files(cfg)
+    program = started_program()
     return {
         "program": str(program) if program else None,
         "program_git": git_revision(program.parent, files.values()) if program else None,
@@ -59,7 +60,8 @@ def git_revision(folder: Path, files: Iterable[Path] = ()) -> dict[str, Any] | N
         files: are named where they are not as committed. Of other folders that git does not know
             it names the folder alone.
     """
-    commit, root = _git(folder, "rev-parse", "HEAD"), _git(folder, "rev-parse", "--show-toplevel")
+    commit = _git(folder, "rev-parse", "HEAD")
+    root = _git(folder, "rev-parse", "--show-toplevel")
     if commit is None or root is None:
         return None
     changed = _git(folder, "status", "--porcelain") or ""

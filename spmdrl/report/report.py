@@ -41,8 +41,10 @@ class Report:
     """
 
     def __init__(self, cfg: Config, world: World):
-        self.cfg, self.rank = cfg, world.rank
-        self._world, self._watch = world, world.watch
+        self.cfg = cfg
+        self.rank = world.rank
+        self._world = world
+        self._watch = world.watch
         self._peak_flops = device_peak_flops(world.device, dtype=cfg.model.compute_dtype)
         self.folder = Path(cfg.output_dir)
         self.attempt_folder = agree_attempt_folder(world)
@@ -190,7 +192,8 @@ class Report:
         if self.rank != 0:
             return {}
         now = time.perf_counter()
-        step_s, self._last_at = now - self._last_at, now
+        step_s = now - self._last_at
+        self._last_at = now
         times: Sums = {clean_name(f"time/{name}"): (s, 1) for name, s in seconds.items()}
         sums = times | {clean_name(name): as_pair(name, pair) for name, pair in sums.items()}
         sums = {"perf/step_s": (step_s, 1)} | sums

@@ -111,13 +111,17 @@ def after_hashes(text: str) -> str | None:
 
 def in_tag(text: str) -> str | None:
     """Return what stands in the last <answer>...</answer>; None without."""
-    opening, closing, found, end = "<answer>", "</answer>", None, 0
+    opening = "<answer>"
+    closing = "</answer>"
+    found = None
+    end = 0
     # Not a regular expression: one reads from each of many opening tags to the end of the text.
     while (begin := text.find(opening, end)) >= 0:
         begin += len(opening)
         if (end := text.find(closing, begin)) < 0:
             break
-        found, end = text[begin:end].strip(), end + len(closing)
+        found = text[begin:end].strip()
+        end = end + len(closing)
     return found
 
 

@@ -52,7 +52,8 @@ def function_problems(
         has_greedy: a greedy response, which is none of its group, is scored too.
         no_step: why functions cannot see a whole step; empty where they can.
     """
-    problems, scopes = [], set()
+    problems = []
+    scopes = set()
     for spec in specs:
         found, error = attempt(partial(_check, spec, kinds, scope=scope), RAISED)
         if isinstance(error, Refusal):

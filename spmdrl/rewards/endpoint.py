@@ -218,7 +218,8 @@ class _Cache:
     """Replies by key: nowhere, in memory, or in a file. For several threads."""
 
     def __init__(self, place: str):
-        self.is_kept, self._is_bounded = bool(place), place == "memory"
+        self.is_kept = bool(place)
+        self._is_bounded = place == "memory"
         self._place = ":memory:" if self._is_bounded else place
         self._file: sqlite3.Connection | None = None
         self._lock = threading.Lock()

@@ -31,7 +31,8 @@ class Parameters:
     @classmethod
     def of(cls, function: Callable) -> Parameters:
         """Return those of a function; none where it tells nothing."""
-        parameters, kinds = parameters_of(function).values(), inspect.Parameter
+        parameters = parameters_of(function).values()
+        kinds = inspect.Parameter
         named = [p for p in parameters if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]
         return Parameters(
             names=frozenset(p.name for p in named),

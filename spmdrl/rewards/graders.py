@@ -64,7 +64,8 @@ def exact(
     given = find_answer(solution_str, where=where)
     right = str(ground_truth).strip() if where == "all" else reference_answer(ground_truth)
     if given is not None and ignore_case:
-        given, right = given.casefold(), right.casefold()
+        given = given.casefold()
+        right = right.casefold()
     return reported(float(given == right), pred=given)
 
 

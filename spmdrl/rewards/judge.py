@@ -79,10 +79,13 @@ class ServedReward:
         concurrency: int,
         scope: Scope = "sample",
     ):
-        self.scope, self.concurrency = scope, concurrency
+        self.scope = scope
+        self.concurrency = concurrency
         self._is_of_groups = scope == "group"  # whatever the user sets the attribute to
         self.prepare = endpoint.headers  # refuses at the start what no request can cure
-        self._endpoint, self._body, self._read = endpoint, body, read
+        self._endpoint = endpoint
+        self._body = body
+        self._read = read
 
     def __call__(
         self, prompts: list, completions: list, log_extra: Callable | None = None, **columns: list
@@ -103,7 +106,8 @@ class ServedReward:
             # A judge may favour what stands first: the order is of chance, and the same when
             # repeated.
             together = [sorted(range(len(texts)), key=lambda i: _digest(f"{i}\n{texts[i]}"))]
-        rewards, replies = [0.0] * len(texts), [""] * len(texts)
+        rewards = [0.0] * len(texts)
+        replies = [""] * len(texts)
         for order in together:
             first = min(order)
             row = {name: own[first] for name, own in columns.items() if isinstance(own, list)}

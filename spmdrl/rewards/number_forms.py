@@ -46,9 +46,11 @@ def plain_numbers(text: str) -> str:
 
 def _of_fraction(found: re.Match[str]) -> str:
     whole = found[1] or ""
-    top, bottom = (found[2] or found[3] or "").strip(), (found[4] or found[5] or "").strip()
+    top = (found[2] or found[3] or "").strip()
+    bottom = (found[4] or found[5] or "").strip()
     if bottom.startswith("-"):  # the sign of a quotient stands before it
-        top, bottom = top[1:] if top.startswith("-") else f"-{top}", bottom[1:]
+        top = top[1:] if top.startswith("-") else f"-{top}"
+        bottom = bottom[1:]
     before = found.string[found.start() - 1 : found.start()]
     after = found.string[found.end() : found.end() + 1]
     value = whole and _mixed(whole, top, bottom)
@@ -57,7 +59,8 @@ def _of_fraction(found: re.Match[str]) -> str:
 
 
 def _of_power(found: re.Match[str]) -> str:
-    base, power = found[1], found[2] or found[3]
+    base = found[1]
+    power = found[2] or found[3]
     if not base or len(power) > 4 or abs(int(power)) > _MAX_POWER:
         return " "
     value = str(int(base) ** abs(int(power)))

@@ -104,9 +104,12 @@ def code(
         program = solution_str
     options = {"memory_mb": memory_mb, "packages": packages, "allow_unprotected": allow_unprotected}
     end = time.monotonic() + total_s
-    passed, timed_out, why = 0, False, ""
+    passed = 0
+    timed_out = False
+    why = ""
     for number, case in enumerate(cases):
-        left, failure = min(timeout_s, end - time.monotonic()), "timeout"
+        left = min(timeout_s, end - time.monotonic())
+        failure = "timeout"
         if left > 0:
             failure = _failure(program, case, timeout_s=left, **options)
         passed += not failure
@@ -134,7 +137,8 @@ def _failure(program: str, case: Case, **options: Any) -> str:
     if case.kind == "stdin":
         got = run_python(program, stdin=case.given, **options)
         return _status(got) or ("" if _same_output(got.stdout, case.expected) else "wrong output")
-    mark, files = secrets.token_hex(16), {"solution.py": program}
+    mark = secrets.token_hex(16)
+    files = {"solution.py": program}
     if case.kind == "assert":
         got = run_python(_ASSERTING, stdin=mark, files=files | {"test.py": case.given}, **options)
         return _status(got) or ("" if got.stdout.endswith(mark) else "left early")
@@ -210,7 +214,8 @@ def _known_cases(tests: Any, entry_point: str | None) -> list[Case]:
         return [Case("assert", tests + (f"\ncheck({entry_point})\n" if entry_point else ""))]
     cases = []
     if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys():
-        inputs, outputs = tests["inputs"], tests["outputs"]
+        inputs = tests["inputs"]
+        outputs = tests["outputs"]
         if len(inputs) != len(outputs):
             raise Refusal(f"the tests have {len(inputs)} inputs and {len(outputs)} outputs")
         name = tests.get("fn_name") or ""
@@ -249,6 +254,7 @@ def _pair(given: Any, expected: Any, name: str) -> Case:
         ]
         return Case("stdin", *joined)
     if isinstance(given, str):  # LiveCodeBench: one argument in JSON on each line
-        given, expected = [json.loads(line) for line in given.splitlines()], json.loads(expected)
+        given = [json.loads(line) for line in given.splitlines()]
+        expected = json.loads(expected)
     # As it comes back: keys are texts, tuples lists.
     return Case("call", json.loads(json.dumps(given)), json.loads(json.dumps(expected)), name)

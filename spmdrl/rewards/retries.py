@@ -44,7 +44,8 @@ class Retries:
     """
 
     def __init__(self, most: int, *, end: float):
-        self._most, self._end = most, end
+        self._most = most
+        self._end = end
         self.count = 0
         """Calls that were made again."""
 

@@ -96,7 +96,8 @@ class Practice:
             book.complete = [number for number in book.complete if number not in groups]
             slots = self.slots_of(book.next)
             book.closed[book.next] = _placed(groups, step=book.next, slots=slots)
-            book.next, book.dropped = book.next + 1, 0
+            book.next = book.next + 1
+            book.dropped = 0
         return [
             self._take(book, move) for _ in range(min(move.most, self._num_to_take(book, move)))
         ]
@@ -167,7 +168,8 @@ class OwnBook:
     """A book of one replica alone."""
 
     def __init__(self, book: Book, practice: Practice):
-        self.book, self.practice = book, practice
+        self.book = book
+        self.practice = practice
 
     @property
     def is_due(self) -> bool:
@@ -202,7 +204,8 @@ class SharedBook(OwnBook):
     def __init__(self, store: SealedStore, book: Book, practice: Practice, *, replicas: int):
         super().__init__(book, practice)
         self.spacing_s = replicas / _LOOKS_PER_S
-        self._store, self._looked_at = store, -math.inf
+        self._store = store
+        self._looked_at = -math.inf
         self.number = 0
         """Moves that are in `book`, since the run's first."""
         self.latest_own = 0
@@ -231,7 +234,9 @@ class SharedBook(OwnBook):
 
     def follow(self) -> bool:
         """As OwnBook."""
-        self._looked_at, before, number = time.monotonic(), self.number, 1
+        self._looked_at = time.monotonic()
+        before = self.number
+        number = 1
         self.repeat(len(self._past))
         while number:
             keys = [_KEY.format(self.number + 1 + k) for k in range(number)]
@@ -252,7 +257,8 @@ class SharedBook(OwnBook):
             past: the moves that are known, from the first on.
             begun: how many of them are in the book.
         """
-        self._past, self.number = past, begun
+        self._past = past
+        self.number = begun
 
     def repeat(self, number: int) -> list[Ticket]:
         """Play the known moves up to this number; return the tickets of the last."""
@@ -277,7 +283,8 @@ class SharedBook(OwnBook):
         return self._store.compare_set(_KEY.format(self.number + 1), "", text.decode())
 
     def _play(self, move: Move) -> list[Ticket]:
-        before, self.number = self.book.next, self.number + 1
+        before = self.book.next
+        self.number = self.number + 1
         tickets = self.practice.play(self.book, move)
         self._closed_at |= dict.fromkeys(range(before, self.book.next), self.number)
         # Weights of this version were pushed: all replicas had closed the steps before.

@@ -77,9 +77,12 @@ class Chat:
         field: str = "rollout.environment",
         files: AttachedFiles | None = None,
     ):
-        self._prefix, self._where = prefix, field
+        self._prefix = prefix
+        self._where = field
         self._files = files or files_of()
-        self.tokenizer, self.tools, self._parser = tokenizer, tools or None, parser
+        self.tokenizer = tokenizer
+        self.tools = tools or None
+        self._parser = parser
         self._stops = frozenset(stop_token_ids)
         # The samples of a group open alike, and openings are the long texts.
         self._encoded_opening = functools.lru_cache(maxsize=_CACHED_OPENINGS)(self._seen)
@@ -213,7 +216,8 @@ class Chat:
         replies = ["first", "<think>\nwhy\n</think>\n\nsecond", "third"]
         if self._prefix.rstrip().endswith("<think>"):
             replies = [f"why\n</think>\n\n{text}" for text in ("first", "second", "third")]
-        kept, whole = self._opening_text(head), list(head)
+        kept = self._opening_text(head)
+        whole = list(head)
         for reply in replies:
             kept += reply + self._joint(messages)
             whole += [{"role": "assistant", "content": self._prefix + reply}, *messages]

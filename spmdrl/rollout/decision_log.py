@@ -112,7 +112,8 @@ class Writer:
     def __init__(self, path: Path, lines: Sequence[Line]):
         output = path.parents[1]
         make_folder(path.parent, within=output)
-        self.nbytes, self._digest = 0, ""
+        self.nbytes = 0
+        self._digest = ""
         data = b"".join(map(self._packed, lines))
         if not path.exists() or path.read_bytes() != data:
             replace_file(path, data, within=output)
@@ -262,7 +263,8 @@ def _replicas(cfg: Config) -> int:
 
 def _files_of_model(cfg: Config) -> str:
     """Return what the files of a model are known by: what small ones say, and sizes of weights."""
-    folder, found = Path(cfg.model.path), hashlib.sha256()
+    folder = Path(cfg.model.path)
+    found = hashlib.sha256()
     if not folder.is_dir():
         return cfg.model.path  # of the hub
     for path in sorted(folder.iterdir()):
@@ -285,7 +287,8 @@ def differences(there: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def _pairs(
     prefix: str, there: dict[str, Any], now: dict[str, Any], *, name: str
 ) -> list[tuple[str, Any, Any]]:
-    old, new = there.get(name, {}), now[name]
+    old = there.get(name, {})
+    new = now[name]
     return [(prefix + key, old.get(key), new.get(key)) for key in sorted({*old, *new})]
 
 
@@ -312,7 +315,9 @@ def made_of(files: Sequence[Sequence[Line]], *, replica: int, version: int) -> D
     Args:
         files: lines of all replicas, in their order.
     """
-    found, seen, moves = Decided(), Counter[tuple[str, int]](), moves_of(files)
+    found = Decided()
+    seen = Counter[tuple[str, int]]()
+    moves = moves_of(files)
     own: list[Line] = []
     for line in files[replica]:
         if line[0] == "closed":
@@ -377,7 +382,8 @@ def check_schedule(cfg: Config, *, tokens_per_microbatch: int | None = None) -> 
             "replicas (layout.world_size, trainer_ranks, inference_tp) as that run had"
         )
     tokens = tokens_per_microbatch or cfg.batch.tokens_per_microbatch
-    now, files = facts(cfg, tokens_per_microbatch=tokens), []
+    now = facts(cfg, tokens_per_microbatch=tokens)
+    files = []
     for path in paths:
         lines, wrong = read_lines(path)
         if wrong:

@@ -126,7 +126,8 @@ class Decisions:
         """
         if not is_timed(cfg):
             return
-        folder, replicas = Path(cfg.output_dir) / FOLDER, max(1, world.num_replicas)
+        folder = Path(cfg.output_dir) / FOLDER
+        replicas = max(1, world.num_replicas)
         paths = [file_of(folder, replica=r, replicas=replicas) for r in range(replicas)]
         found = [read_lines(path) if path.exists() else ([], "") for path in paths]
         if wrong := found[world.replica][1]:
@@ -135,7 +136,8 @@ class Decisions:
         self._must_repeat = bool(cfg.rollout.replay_schedule)
         self._astray = folder / ASTRAY
         self._drops = cfg.rewards.on_failure == "drop"
-        files, path = agreeing([lines for lines, _ in found]), paths[world.replica]
+        files = agreeing([lines for lines, _ in found])
+        path = paths[world.replica]
         was_astray = ["the start before this one came to other numbers"] * self._astray.exists()
         self._open = partial(
             _taken_up, cfg, world, version=version, path=path, files=files, anew=was_astray
@@ -157,8 +159,10 @@ class Decisions:
             if isinstance(book, SharedBook):
                 book.take_up(self._made.moves, begun=self._made.begun)
             self._noted = self._made.begun
-        self._what, self._clock = (kind, version), 0
-        number, opening = self._counts[self._what], [kind, version, last]
+        self._what = (kind, version)
+        self._clock = 0
+        number = self._counts[self._what]
+        opening = [kind, version, last]
         self._counts[self._what] += 1
         lines = self._made.stretches.get((kind, version, number), [])
         self._ahead = deque(lines)
@@ -210,7 +214,8 @@ class Decisions:
             if own is not None and own != json.loads(json.dumps(move)):
                 raise self._differs(f"the move {list(move)}")
             self._again()
-            self._noted, tickets = number, book.repeat(number)
+            self._noted = number
+            tickets = book.repeat(number)
             return None if own is None else tickets
         if not (book.is_due or is_urgent):
             return None
@@ -285,9 +290,11 @@ class Decisions:
         """
         if self._writer is None:
             return
-        own, there = {group.key: _digest(group) for group in groups}, self._made.digests.get(step)
+        own = {group.key: _digest(group) for group in groups}
+        there = self._made.digests.get(step)
         if there is not None and (wrong := [k for k in there | own if there.get(k) != own.get(k)]):
-            was, now = there.get(wrong[0]), own.get(wrong[0])
+            was = there.get(wrong[0])
+            now = own.get(wrong[0])
             what = f"group {wrong[0]} of step {step} came to {was} there and to {now} here"
             if self._must_repeat:
                 raise RuntimeError(f"{self._source}: {what}. {_UNLIKE}")
@@ -346,8 +353,11 @@ def _taken_up(
         anew: why the steps to come are to be decided anew; [] where they are not.
     Returns: what is made again, what writes the file, and whether it has these lines already.
     """
-    tokens, must_repeat = world.tokens_per_microbatch, bool(cfg.rollout.replay_schedule)
-    now, own, is_known = facts(cfg, tokens_per_microbatch=tokens), files[world.replica], False
+    tokens = world.tokens_per_microbatch
+    must_repeat = bool(cfg.rollout.replay_schedule)
+    now = facts(cfg, tokens_per_microbatch=tokens)
+    own = files[world.replica]
+    is_known = False
     said = _said(own)
     if said is not None and not must_repeat:
         why = [*anew, *differences(said, now), *filter(None, [unrepeatable(cfg)])]
@@ -376,7 +386,8 @@ def _digest(group: Group) -> str:
     """Return what a group came to: tokens, logprobs, versions and rewards, bit for bit."""
     found = hashlib.sha256()
     for sample in group.placed:
-        own, reward = sample.trajectory, sample.reward
+        own = sample.trajectory
+        reward = sample.reward
         for column in (own.tokens, own.rollout_logprobs, own.policy_versions):
             found.update(column.contiguous().numpy().tobytes())
         found.update(repr((own.is_truncated, own.earned, reward.value, reward.failure)).encode())

@@ -255,7 +255,8 @@ class Episode:
 
     def request(self) -> Request:
         """Return the request that draws its next tokens."""
-        draw, is_greedy = self.group.draw, self.sample == GREEDY
+        draw = self.group.draw
+        is_greedy = self.sample == GREEDY
         return Request(
             key=self.request_key,
             prompt=self.trajectory.whole,

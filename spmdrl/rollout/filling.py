@@ -43,8 +43,12 @@ class StepFiller:
     """
 
     def __init__(self, cfg: Config, world: World, *, loop: Loop, prompts: PromptSource, draw: Draw):
-        self.cfg, self.world, self.loop, self.draw = cfg, world, loop, draw
-        self.schedule, replicas = cfg.rollout.schedule, max(1, world.num_replicas)
+        self.cfg = cfg
+        self.world = world
+        self.loop = loop
+        self.draw = draw
+        self.schedule = cfg.rollout.schedule
+        replicas = max(1, world.num_replicas)
         is_shared = self.schedule.dealing == "steal" and replicas > 1
         self.share = Share(world.replica, replicas, is_shared=is_shared)
         # Whole groups go to one replica, which prefills the prompt once.
@@ -77,7 +81,8 @@ class StepFiller:
         self._flat: list[int] = []  # the same, without a spread of rewards: to be replaced
         self._dropped: list[Group] = []  # replaced, since the last step closed
         # Of generation since the last step closed; when this stretch of it began, inf outside one.
-        self._seconds, self._since = 0.0, math.inf
+        self._seconds = 0.0
+        self._since = math.inf
 
     def fill(self, engine: EngineProtocol, *, last: int, must_pause: Callable[[], bool]) -> None:
         """Sample until this replica's share of every step up to `last` is complete, or it must
@@ -168,19 +173,22 @@ class StepFiller:
     def _keep(self, book: Book) -> None:
         """Go on with this book."""
         practice = Practice(self.rules, self.prompts.deal, self.prompts.slots_of)
-        share, self.book = self.share, OwnBook(book, practice)
+        share = self.share
+        self.book = OwnBook(book, practice)
         if share.is_shared:
             self.book = SharedBook(self.world.store, book, practice, replicas=share.replicas)
 
     def _keep_book(self, version: int, *, last: int, is_pausing: bool) -> list[Ticket]:
         """Tell the book what is complete, take tickets, hand over closed steps."""
         most = 0 if is_pausing else self._room(last)
-        complete, flat = tuple(self._complete), tuple(self._flat)
+        complete = tuple(self._complete)
+        flat = tuple(self._flat)
         move = Move(self.share.part, version, last, most, complete=complete, dropped=flat)
         is_urgent = is_pausing or not self.loop.is_busy
         tickets = self.decisions.move(self.book, move, is_urgent=is_urgent)
         if tickets is not None:
-            self._complete, self._flat = [], []
+            self._complete = []
+            self._flat = []
             self._dropped += [self.waiting.pop(number) for number in flat]
         num_dropped = self.book.book.dropped
         self._hand_over(self.book.book.closed)

@@ -73,7 +73,8 @@ class Idle:
 
     def take(self) -> Sums:
         """Return the metrics since the last call, as means over replicas, and start anew."""
-        seconds, self._seconds = self._seconds, {}
+        seconds = self._seconds
+        self._seconds = {}
         sums: Sums = {f"time/engine_idle_{cause}": (seconds.get(cause, 0.0), 1) for cause in CAUSES}
         return {"time/engine_idle": (sum(seconds.values()), 1)} | sums
 

@@ -64,8 +64,11 @@ class Loop:
         link: Link,
         chats: Mapping[int, Chat] = MappingProxyType({}),
     ):
-        self.cfg, self.tokenizer = cfg, tokenizer
-        self.pool, self.link, self.chats = pool, link, chats
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+        self.pool = pool
+        self.link = link
+        self.chats = chats
         self.decisions = Decisions()  # of time
         self.idle = Idle()  # takes the seconds in which the engine was not full
         self.failed_rewards = FailedRewardLog()
@@ -140,7 +143,8 @@ class Loop:
     def alone(self) -> Iterator[None]:
         """Hold back what is to be drawn, for an evaluation: what it samples is a function of the
         weights, and what waits is not computed in its company."""
-        waiting, self._to_draw = self._to_draw, []
+        waiting = self._to_draw
+        self._to_draw = []
         yield
         self._to_draw = waiting
 
@@ -151,8 +155,10 @@ class Loop:
         Raises: RuntimeError naming the sample as soon as a reward fails, if draw.must_score;
             Refusal for an opening that is too long, unless such are dropped.
         """
-        new, self._to_draw = self._to_draw, []
-        began, playing = time.perf_counter(), self._num_playing()
+        new = self._to_draw
+        self._to_draw = []
+        began = time.perf_counter()
+        playing = self._num_playing()
         is_idle = not new and not engine.is_busy
         if not is_idle:
             requests = [episode.request() for episode in new]
@@ -160,7 +166,8 @@ class Loop:
             for request in requests:
                 engine.add(request)
             self._drawing |= {episode.request_key: episode for episode in new}
-            drawing, completions = len(self._drawing), engine.step()
+            drawing = len(self._drawing)
+            completions = engine.step()
             self.decisions.stepped()
             self.idle.stepped(time.perf_counter() - began, drawing=drawing, playing=playing)
             self._drawn(completions)
@@ -197,7 +204,8 @@ class Loop:
             are_truncated=[episode.trajectory.is_truncated for episode in episodes],
         )
         for episode, response in zip(episodes, responses):
-            episode.stage, episode.text = "answer", response.text
+            episode.stage = "answer"
+            episode.text = response.text
             self._outside[episode.key] = episode
             self.pool.turn(
                 episode.key,
@@ -242,10 +250,12 @@ class Loop:
         assert chat is not None
         if result.failure:
             return _failed(result, result.failure, f"environment: {result.message}")
-        episode.environment, episode.state = result.environment, result.state
+        episode.environment = result.environment
+        episode.state = result.state
         for name, value in result.info.items():
             episode.info[name] = episode.info.get(name, 0.0) + value
-        is_opening, so_far = episode.stage == "open", episode.trajectory
+        is_opening = episode.stage == "open"
+        so_far = episode.trajectory
         if not is_opening:
             so_far = episode.trajectory = replace(
                 so_far, earned=(*so_far.earned[:-1], result.reward)
@@ -277,7 +287,9 @@ class Loop:
         return None
 
     def _finish(self, episode: Episode, reward: RewardResult) -> Group:
-        group, trajectory, text = episode.group, episode.trajectory, episode.text
+        group = episode.group
+        trajectory = episode.trajectory
+        text = episode.text
         prompt = group.prompt
         if self._chat_of(group) is not None:
             (text,) = self.texts([trajectory.response])

@@ -211,7 +211,8 @@ def _over(
     values = list(map(value, outcomes))
     if not values:
         return None
-    mean, count = fmean(values), len(values)
+    mean = fmean(values)
+    count = len(values)
     if count == 1:
         return Estimate(mean, None, 1)
     variance = math.fsum((v - mean) ** 2 for v in values) / (count - 1)

@@ -35,7 +35,8 @@ _NONSENSE += (
 
 SHOWN_BYTES = 64 * 2**20
 """Most bytes of a table that is shown to people; Python's objects take ten times as many."""
-_FREE_BYTES, _MOST_TIMES = 256 * 2**20, 200
+_FREE_BYTES = 256 * 2**20
+_MOST_TIMES = 200
 """Of a table that is trained on: no rollouts shrink to less than a 200th of their size."""
 _END = b"PAR1"
 _SOON_READ = 4 * 2**30
@@ -109,7 +110,8 @@ class RecordedFile:
 
     def groups_with(self, number: int) -> list[int]:
         """Return the row groups that hold the sequences of one group."""
-        at, found = SCHEMA.names.index("group"), []
+        at = SCHEMA.names.index("group")
+        found = []
         for place in range(self.num_groups):
             known = self._file.metadata.row_group(place).column(at).statistics
             if known is None or known.min == number:

@@ -115,8 +115,10 @@ class Recorder:
     """
 
     def __init__(self, cfg: Config, *, replica: int, num_replicas: int):
-        self.cfg, self.every = cfg, cfg.rollout.record.every
-        self.replica, self.num_replicas = replica, num_replicas
+        self.cfg = cfg
+        self.every = cfg.rollout.record.every
+        self.replica = replica
+        self.num_replicas = num_replicas
         self._within = Path(cfg.output_dir)
         self.folder = self._within / FOLDER
         probe = self.folder / f".replica_{replica}.partial"
@@ -202,7 +204,9 @@ def _draft_of(partial: Path) -> Path:
 def _replace(partial: Path, path: Path) -> None:
     """Give a written file its name, its digest first: until the name is its, that of the file which
     has it stands there too. Raises: OSError."""
-    digest, new, within = digest_file(path), digest_line(partial, path.name), path.parents[1]
+    digest = digest_file(path)
+    new = digest_line(partial, path.name)
+    within = path.parents[1]
     old = digest.read_text() if digest.is_file() and path.is_file() else ""
     for text in (new + old, new) if old else (new,):
         draft = _draft_of(partial)
@@ -274,7 +278,9 @@ def _rows(
     starts = cumulative(scalars.lengths)
     for name in TOKEN_COLUMNS:
         columns[name] = _lists(getattr(tokens, name), starts, kind=SCHEMA.field(name).type)
-    table, sets, routes = pa.table(columns, schema=SCHEMA), tokens.kept_sets, tokens.routes
+    table = pa.table(columns, schema=SCHEMA)
+    sets = tokens.kept_sets
+    routes = tokens.routes
     if sets is not None:
         ends = cumulative(sets.sizes.long())[starts].tolist()
         own = [sets.data[begin:end].numpy().tobytes() for begin, end in pairwise(ends)]

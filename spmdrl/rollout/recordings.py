@@ -75,7 +75,8 @@ def find_recorded(path: str | Path) -> Recorded:
 
 def ranges(steps: Collection[int]) -> str:
     """Return steps for people, with what lies evenly between put together: `0 to 20 by 5`."""
-    left, texts = sorted(steps), []
+    left = sorted(steps)
+    texts = []
     while left:
         gap = left[1] - left[0] if len(left) > 1 else 0
         count = 1
@@ -122,10 +123,16 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
 
     Raises: Refusal when a file cannot be read.
     """
-    tables, sums, shown, number, form, vocab = [], [], (), 0, None, 0
+    tables = []
+    sums = []
+    shown = ()
+    number = 0
+    form = None
+    vocab = 0
     for path in files:
         file = RecordedFile(path)
-        header, count = file.header(), file.num_groups
+        header = file.header()
+        count = file.num_groups
         mine = [i for i in range(count) if (number + i) % num_parts == part]
         number += count
         tables.append(file.read(mine))
@@ -168,7 +175,8 @@ def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
         name: _tensor(table[name].combine_chunks().flatten(), kind)
         for name, kind in TOKEN_COLUMNS.items()
     }
-    scalars, routes = scalars_of(table), None
+    scalars = scalars_of(table)
+    routes = None
     if form is not None:
         layers, chosen, kind = form
         column = table["routes"].combine_chunks()
@@ -192,7 +200,8 @@ def _kept_sets(table: pa.Table, vocab: int) -> KeptSets:
     own = _tensor(sizes.flatten(), torch.int32).split(
         sizes.value_lengths().fill_null(0).to_pylist()
     )
-    lengths, is_known = table["length"].to_pylist(), sizes.is_valid().to_pylist()
+    lengths = table["length"].to_pylist()
+    is_known = sizes.is_valid().to_pylist()
     none = [torch.zeros(length, dtype=torch.int32) for length in lengths]
     whole = torch.cat([a if known else b for a, b, known in zip(own, none, is_known)])
     text = numpy.frombuffer(b"".join(part or b"" for part in data.to_pylist()), numpy.uint8)

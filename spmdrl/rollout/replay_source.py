@@ -40,14 +40,16 @@ class ReplaySource(Source):
         vocab_size: int,
         recorded: Recorded | None = None,
     ):
-        self.cfg, self.world = cfg, world
+        self.cfg = cfg
+        self.world = world
         self.recorded = recorded or check_recorded(cfg)
         if cfg.evaluate.every_steps and world.rank == 0:
             log.warning(
                 "evaluation is left out: a replay has no engine to sample with; evaluate "
                 "a checkpoint by `python -m spmdrl evaluate`"
             )
-        self._max_positions, self._vocab_size = max_positions, vocab_size
+        self._max_positions = max_positions
+        self._vocab_size = vocab_size
         self._replays_routes = cfg.model.moe.replay
 
     def take(self, step: int) -> Rollouts:
@@ -68,7 +70,8 @@ class ReplaySource(Source):
         return rollouts if self._replays_routes else replace(rollouts, routes=None)
 
     def _check(self, rollouts: Rollouts, step: int) -> None:
-        longest, highest = int(rollouts.scalars.lengths.max()), int(rollouts.tokens.max())
+        longest = int(rollouts.scalars.lengths.max())
+        highest = int(rollouts.tokens.max())
         if self._max_positions is not None and longest > self._max_positions:
             raise Refusal(
                 f"{self.recorded.folder}: step {step} has a sequence of {longest} "

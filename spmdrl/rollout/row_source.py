@@ -67,7 +67,8 @@ def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
         for sample, (example, reward) in enumerate(zip(unit.examples, unit.rewards))
     ]
     slots, samples, tokens, masks, rewards = zip(*rows) if rows else [()] * 5
-    lengths, count = ints([len(row) for row in tokens]), len(rows)
+    lengths = ints([len(row) for row in tokens])
+    count = len(rows)
     given = Tokens.given(joined(tokens))
     mask = torch.tensor([*chain(*masks)], dtype=torch.bool)
     given = replace(given, response_mask=mask, policy_versions=torch.where(mask, version, -1))

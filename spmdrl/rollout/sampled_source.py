@@ -59,7 +59,8 @@ class SampledSource(Source):
     """
 
     def __init__(self, cfg: Config, world: World, *, tokenizer: PreTrainedTokenizerBase):
-        self.cfg, self.world = cfg, world
+        self.cfg = cfg
+        self.world = world
         self.prompts = PromptSource(cfg, tokenizer)
         self.link = Link(world)
         self.filler = None
@@ -150,7 +151,8 @@ class SampledSource(Source):
         if self.filler is None:
             self.link.follow(engine)
             return []
-        cfg, prompts = self.cfg.evaluate, self.prompts.eval()
+        cfg = self.cfg.evaluate
+        prompts = self.prompts.eval()
         draw = self._draw("eval", cfg, samples=cfg.samples)
         groups = [
             Group(slot, step, slot, prompt, engine.version, draw.of_prompt(prompt, self.cfg))
@@ -158,7 +160,9 @@ class SampledSource(Source):
                 enumerate(prompts), self.world.replica, None, self.world.num_replicas
             )
         ]
-        idle, self.loop.idle = self.loop.idle, Idle()  # it is no part of a step
+        # An evaluation is not part of a step: its idle time counts by itself.
+        idle = self.loop.idle
+        self.loop.idle = Idle()
         decisions = self.loop.decisions
         with self.loop.alone():
             decisions.begin("evaluate", version=engine.version, book=self.filler.book)
@@ -176,7 +180,8 @@ class SampledSource(Source):
 
     def outcomes(self, samples: Sequence[FinishedEpisode]) -> list[ProblemOutcome]:
         """Return what held-out samples came to, problem by problem."""
-        first, sources = len(self.cfg.data.sources("train")), self.cfg.data.sources("eval")
+        first = len(self.cfg.data.sources("train"))
+        sources = self.cfg.data.sources("eval")
         several = enumerate(sources, first) if len(sources) > 1 else ()
         return outcomes_of(samples, names={i: source.name for i, source in several})
 

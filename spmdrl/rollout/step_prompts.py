@@ -25,7 +25,9 @@ class StepPrompts:
     """
 
     def __init__(self, cfg: Config, prompts: PromptSource, *, share: Share, max_staleness: int):
-        self.cfg, self.share, self.schedule = cfg, share, cfg.rollout.schedule
+        self.cfg = cfg
+        self.share = share
+        self.schedule = cfg.rollout.schedule
         self.planner = PromptPlanner(
             prompts.order,
             kept=prompts.kept,

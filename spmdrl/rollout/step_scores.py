@@ -36,7 +36,8 @@ def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
     }
     if not found:
         return
-    began, state = time.perf_counter(), loop.pool.state(step)
+    began = time.perf_counter()
+    state = loop.pool.state(step)
     texts = loop.texts([_last_turn(s) for _, s in found.values()])
     samples = {
         key: RewardSample(

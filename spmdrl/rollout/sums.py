@@ -82,7 +82,8 @@ def source_sums(groups: Sequence[Group], names: Sequence[str], *, is_first: bool
         own = [group for group in groups if group.prompt.source == i]
         samples = [sample for group in own for sample in group.drawn]
         spread = [has_spread(group.drawn) for group in own if mean_reward(group.drawn)[1] > 1]
-        count, prefix = len(samples), f"source/{name}"
+        count = len(samples)
+        prefix = f"source/{name}"
         sums |= {
             f"{prefix}/samples": (count, 1 if is_first else 0),
             f"{prefix}/reward": mean_reward(samples),
@@ -101,7 +102,8 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
     """
     greedy = [s for s in samples if s.sample == GREEDY]
     samples = [s for s in samples if s.sample != GREEDY]
-    count, one = len(samples), 1 if is_first else 0  # counts add up over replicas: n / 1
+    count = len(samples)
+    one = 1 if is_first else 0  # counts of all replicas add up and are divided by 1
     sums: Sums = {
         "rollout/response_length": (sum(s.trajectory.num_sampled for s in samples), count),
         "rollout/prompt_length": (sum(len(s.prompt.tokens) for s in samples), count),

@@ -25,16 +25,34 @@ import stat
 import struct
 
 _STOP = 40
-_FIRST_UID, _NOBODY, _INNER_UID = 2_000_000_000, 65534, 1000
-_NEW_USER, _NEW_NET = 0x10000000, 0x40000000
+_FIRST_UID = 2_000_000_000
+_NOBODY = 65534
+_INNER_UID = 1000
+_NEW_USER = 0x10000000
+_NEW_NET = 0x40000000
 _NEW_OTHERS = 0x2E020000  # mounts, host name, IPC, processes, cgroup view
-_RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_RDONLY = 1
+_NOSUID = 2
+_NODEV = 4
+_REMOUNT = 32
+_BIND = 4096
+_REC = 16384
+_PRIVATE = 1 << 18
 _KEPT_FLAGS = 0xF | 0x400 | 0x800 | 0x200000  # which a user namespace may not take off a mount
-_DETACH, _AT_FDCWD, _AT_RECURSIVE = 2, -100, 0x8000
-_MOUNT_SETATTR, _PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
-_PDEATHSIG, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVS = 1, 22, 36, 38
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_READ, _ON_FILES = 0b1101, 0b1100000000000111  # execute, read_file, read_dir; what files have
+_DETACH = 2
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_MOUNT_SETATTR = 442
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_PDEATHSIG = 1
+_SECCOMP = 22
+_SUBREAPER = 36
+_NO_NEW_PRIVS = 38
+_LANDLOCK_CREATE = 444
+_LANDLOCK_ADD = 445
+_LANDLOCK_RESTRICT = 446
+_READ = 0b1101  # execute, read_file, read_dir
+_ON_FILES = 0b1100000000000111  # the rights that apply to files
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -82,7 +100,8 @@ def _die_with(parent_pid: int) -> None:
 
 
 def _run_in_namespaces(request: dict, status_fd: int, parent_pid: int) -> None:
-    outer_uid, outer_gid = os.geteuid(), os.getegid()
+    outer_uid = os.geteuid()
+    outer_gid = os.getegid()
     flags = _NEW_OTHERS | (_NEW_NET if request["new_net"] else 0)
     _call("unshare", flags | (_NEW_USER if request["new_user"] else 0))
     if request["new_user"]:

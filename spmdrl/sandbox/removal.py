@@ -26,7 +26,8 @@ def own_folder(kind: str = "sandbox", *, base: str | None = None) -> Iterator[st
     Args:
         kind: what it is for, part of its name. base: where; None for the system's folder.
     """
-    base, prefix = base or tempfile.gettempdir(), f"spmdrl_{kind}_"
+    base = base or tempfile.gettempdir()
+    prefix = f"spmdrl_{kind}_"
     _sweep(base, prefix)
     folder = tempfile.mkdtemp(prefix=prefix, dir=base)
     held = os.open(folder, _FOLDER)

@@ -78,16 +78,29 @@ _REFUSED = {  # name: (x86_64, aarch64)
     "settimeofday": (164, 170),
     "adjtimex": (159, 171),
 }
-_KILL, _TKILL, _TGKILL = (62, 129), (200, 130), (234, 131)
-_CLONE, _CLONE3, _FCNTL, _IOCTL, _PRLIMIT = (56, 220), (435, 435), (72, 25), (16, 29), (302, 261)
+_KILL = (62, 129)
+_TKILL = (200, 130)
+_TGKILL = (234, 131)
+_CLONE = (56, 220)
+_CLONE3 = (435, 435)
+_FCNTL = (72, 25)
+_IOCTL = (16, 29)
+_PRLIMIT = (302, 261)
 _NEW_NAMESPACES = 0x7E020000
 # Descriptors can be made to signal any process of the same user.
 _FCNTL_OWNER = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 _IOCTL_OWNER = (0x8901, 0x8902, 0x5412, 0x541C)  # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
 
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _END_PROCESS, _FAIL = 0x7FFF0000, 0x80000000, 0x00050000
-_EPERM, _ENOSYS = 1, 38
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_ANY_BIT = 0x45
+_RETURN = 0x06
+_ALLOW = 0x7FFF0000
+_END_PROCESS = 0x80000000
+_FAIL = 0x00050000
+_EPERM = 1
+_ENOSYS = 38
 
 
 def seccomp_filter(*, has_own_pids: bool) -> bytes:

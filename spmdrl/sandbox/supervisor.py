@@ -103,7 +103,8 @@ class _Running:
                 cwd="/",
                 env=library_path(),
             )
-        out, err = self.process.stdout, self.process.stderr
+        out = self.process.stdout
+        err = self.process.stderr
         assert out and err
         self._pipes = {pipe.fileno(): pipe for pipe in (self._status, out, err)}
         self._read = {fd: bytearray() for fd in self._pipes}
@@ -154,10 +155,13 @@ class _Running:
 
     def _stop(self, why: Status) -> None:
         self.process.send_signal(_STOP)
-        self._stopped, self._deadline = why, time.monotonic() + _GRACE_S
+        self._stopped = why
+        self._deadline = time.monotonic() + _GRACE_S
 
     def _take(self, fd: int, data: bytes) -> None:
-        read, now, most = self._read[fd], time.monotonic(), self._limits.output_bytes
+        read = self._read[fd]
+        now = time.monotonic()
+        most = self._limits.output_bytes
         if fd != self._status.fileno():
             read += data[: max(0, most + 1 - len(read))]
             if len(read) > most and self._stopped is None and self._ended is None:
@@ -165,9 +169,11 @@ class _Running:
             return
         read += data
         if self._began is None and b"started\n" in read:
-            self._began, self._deadline = now, now + self._limits.timeout_s
+            self._began = now
+            self._deadline = now + self._limits.timeout_s
         if self._ended is None and b"\nended " in read:
-            self._ended, self._deadline = now, now + _GRACE_S
+            self._ended = now
+            self._deadline = now + _GRACE_S
 
     def result(self) -> ProgramResult:
         """Return what became of the program. Raises: LaunchError when that is not known."""

@@ -82,7 +82,8 @@ def chosen_way() -> tuple[Way, Protection]:
     the one that gives the most."""
     if sys.platform != "linux":
         return Way(), Protection(text=f"the sandbox needs Linux, this is {sys.platform}")
-    failed, enough = [], list[tuple[Way, Protection]]()
+    failed = []
+    enough = list[tuple[Way, Protection]]()
     for name, way in ways():
         found, error = attempt(functools.partial(tried, way, name=name), LaunchError)
         if found and found.is_enough:
@@ -105,7 +106,8 @@ def chosen_way() -> tuple[Way, Protection]:
 
 def ways() -> list[tuple[str, Way]]:
     """Return the ways that may be enough, by name, the best first."""
-    inside, beside = seccomp_filter(has_own_pids=True), seccomp_filter(has_own_pids=False)
+    inside = seccomp_filter(has_own_pids=True)
+    beside = seccomp_filter(has_own_pids=False)
     root = os.geteuid() == 0
     of_root = Way(namespaces=True, new_net=True, drop_uid=True, seccomp=inside)
     return [("namespaces of root", of_root)] * root + [
@@ -123,7 +125,8 @@ def _weakest(reasons: str) -> tuple[Way, Protection]:
         "a container with the capability SYS_ADMIN, or Linux 5.13 with Landlock and seccomp "
         "and a Python installation that other users may read"
     )
-    beside, root = seccomp_filter(has_own_pids=False), os.geteuid() == 0
+    beside = seccomp_filter(has_own_pids=False)
+    root = os.geteuid() == 0
     for way in (Way(drop_uid=root, seccomp=beside), Way(drop_uid=root), Way(seccomp=beside), Way()):
         found, _ = attempt(functools.partial(tried, way, name=text), LaunchError)
         if found:

@@ -176,7 +176,8 @@ class WeightStream:
         """
         if self.mode == "idle" or not sequences:
             return {}
-        world, self._probed = self._world, sequences
+        world = self._world
+        self._probed = sequences
         with world.watch.wait("probe", version):
             return probe_gap(
                 self._engine.score(sequences) if world.is_inference else [],

@@ -76,7 +76,9 @@ class AdamW:
         key: str = "",
         factors: Mapping[str, float] | None = None,
     ):
-        self.parameters, self._key, self.options = dict(parameters), key, options
+        self.parameters = dict(parameters)
+        self._key = key
+        self.options = options
         self.local = {name: local_part(p) for name, p in parameters.items()}
         self._device = device or next(iter(self.local.values())).device
         self._is_away = is_on_host and self._device.type == "cuda"

@@ -149,7 +149,8 @@ def _plain_gaps(cfg: Config, world: World) -> Sums:
     Returns: the gaps that were measured.
     Raises: RuntimeError where two differ.
     """
-    model, device = cfg.model, world.device
+    model = cfg.model
+    device = world.device
     register_attention()
     whole = hf_config_of(model)
     small, _ = attempt(lambda: first_layers(whole.get_text_config()), Exception)
@@ -241,7 +242,8 @@ def _scored_as_released(
 
 
 def _by_transformers(hf_model: nn.Module, row: Given, *, device: torch.device) -> Tensor:
-    tokens, given = torch.tensor(row, device=device), plain_inputs(hf_model, row, device)
+    tokens = torch.tensor(row, device=device)
+    given = plain_inputs(hf_model, row, device)
     logits = hf_model(input_ids=tokens[None], use_cache=False, **given).logits[0, :-1].float()
     own = torch.log_softmax(logits, dim=-1).gather(1, tokens[1:, None])[:, 0]
     return torch.cat([own.new_zeros(1), own]).cpu()
@@ -254,7 +256,8 @@ def _packed(hf_model: nn.Module, rows: list[Given], *, device: torch.device) -> 
     scorer = Scorer(hf_model, HeadOptions(1024))
     found: list[Tensor] = []
     for pack in packs(rows, len(rows[0])):
-        lengths, given = [len(row) for row in pack], joined(pack)
+        lengths = [len(row) for row in pack]
+        given = joined(pack)
         mask = torch.cat([torch.arange(n) > 0 for n in lengths])
         row = make_row(torch.tensor(given), lengths, mask=mask, slicing=slicing, shown=given.shown)
         found += row.spread(scorer(row)[0]).cpu().split(lengths)

@@ -31,7 +31,8 @@ class Coefficients:
         self.kl = chosen.kl_coef
         self.entropy = chosen.entropy_coef
         self._carried = chosen.entropy_coef  # goes on moving while `entropy` is off
-        self._kl_control, self._entropy_control = chosen.kl_control, chosen.entropy_control
+        self._kl_control = chosen.kl_control
+        self._entropy_control = chosen.entropy_control
         self._chosen = chosen
 
     def begin(self, step: int) -> None:

@@ -69,7 +69,8 @@ class Quantised:
     def part(self, begin: int, count: int) -> Quantised:
         """Return a run of the elements; `begin` is a multiple of BLOCK."""
         count = min(count, self.count - begin)
-        first, last = begin // BLOCK, math.ceil((begin + count) / BLOCK)
+        first = begin // BLOCK
+        last = math.ceil((begin + count) / BLOCK)
         return Quantised(
             self.codes[first * BLOCK : last * BLOCK], self.scales[first:last], count, self.is_signed
         )

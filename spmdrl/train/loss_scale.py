@@ -32,7 +32,8 @@ class LossScale:
     """
 
     def __init__(self, options: LossScaleSettings, *, is_on: bool):
-        self.is_on, self._growth_interval = is_on, options.growth_interval
+        self.is_on = is_on
+        self._growth_interval = options.growth_interval
         self.value = options.initial if is_on else 1.0
         self._num_good = 0
 
@@ -46,7 +47,8 @@ class LossScale:
         if is_finite:
             self._num_good += 1
             if self._num_good == self._growth_interval:
-                self.value, self._num_good = 2 * self.value, 0
+                self.value = 2 * self.value
+                self._num_good = 0
             return False
         self._num_good = 0
         is_overflow = self.value > LEAST
@@ -62,4 +64,5 @@ class LossScale:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
         value, num_good = state["state"].tolist()
-        self.value, self._num_good = value, int(num_good)
+        self.value = value
+        self._num_good = int(num_good)

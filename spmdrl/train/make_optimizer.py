@@ -21,8 +21,10 @@ def make_optimizer(
     model: ShardedModel, shards: Mapping[str, Tensor], options: OptimizerSettings, *, name: str
 ) -> AdamW:
     """Return the optimizer of a model's shards, as the config's sections say."""
-    cfg, device = model.cfg, model.world.device
-    kept, embedding = cfg.model.memory, model.hf_model.get_input_embeddings().weight
+    cfg = model.cfg
+    device = model.world.device
+    kept = cfg.model.memory
+    embedding = model.hf_model.get_input_embeddings().weight
     matrices = block_matrices(model.hf_model, shards) if options.kind == "muon" else set()
     make = partial(Muon, matrices=matrices) if matrices else AdamW
     own_rate = sum(cfg.model.own_rates.values()) if name == "policy" else 0.0

@@ -66,7 +66,9 @@ def make_rows(
     Args:
         columns: that `Trainer.annotate` would add; zeros here.
     """
-    device, total, rows = world.device, count * length, 2 * count
+    device = world.device
+    total = count * length
+    rows = 2 * count
     ids = torch.arange(rows)
     # Of a few thousand different tokens, in no order, so that routers spread them.
     tokens = torch.arange(total, device=device) * 7919 % 65521 % vocab
@@ -123,11 +125,14 @@ class SizeProbe:
         vocab: int,
         longest: int,
     ):
-        self._rehearse, self._world = rehearse, world
-        self._columns, self._vocab = columns, vocab
+        self._rehearse = rehearse
+        self._world = world
+        self._columns = columns
+        self._vocab = vocab
         self._unit = sequences_together(world.cfg)
         self._longest = longest
-        self._least, self._most = self._unit * longest, useful_tokens(world.cfg)
+        self._least = self._unit * longest
+        self._most = useful_tokens(world.cfg)
         self._room = 0.0
 
     def find(self, shares: int) -> int:

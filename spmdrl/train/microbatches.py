@@ -57,7 +57,8 @@ def prepare(
     Returns: [updates][micro-batches].
     Raises: Refusal when a sequence's first token is marked as a response.
     """
-    scalars, device = batch.scalars, model.world.device
+    scalars = batch.scalars
+    device = model.world.device
     has_penalties = cfg.objective.samples and cfg.sampling.penalties.is_on
     lengths = reduce.loss_lengths(scalars, mask_truncated=cfg.algorithm.mask_truncated)
     updates: list[list[PreparedMicrobatch]] = []

@@ -128,7 +128,8 @@ class Muon(AdamW):
         for name, parameter in self.matrices.items():
             if name not in gradients:
                 continue
-            momentum, gradient = self._momentum[name], gradients[name].float()
+            momentum = self._momentum[name]
+            gradient = gradients[name].float()
             momentum.lerp_(gradient, 1 - own.momentum)
             ahead = gradient.lerp(momentum, own.momentum) if own.nesterov else momentum
             whole = like(parameter, ahead)

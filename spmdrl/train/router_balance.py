@@ -38,9 +38,14 @@ class Routers:
     """
 
     def __init__(self, model: ShardedModel, *, name: str):
-        hf_model, options = model.hf_model, model.cfg.model.moe
-        self._balance, self._coef, self._rate = options.balance, options.coef, options.rate
-        self._world, self._name, self._layers = model.world, name, routed_layers(hf_model)
+        hf_model = model.hf_model
+        options = model.cfg.model.moe
+        self._balance = options.balance
+        self._coef = options.coef
+        self._rate = options.rate
+        self._world = model.world
+        self._name = name
+        self._layers = routed_layers(hf_model)
         if name == "policy" and options != MoeSettings() and not self._layers:
             raise Refusal(
                 f"model.moe: balance {options.balance}, replay {options.replay} with a "
@@ -85,16 +90,19 @@ class Routers:
         that activation checkpointing repeats, count nowhere."""
         # A dummy micro-batch has one token, which nobody sampled.
         num_real = len(microbatch.row.tokens) if microbatch.num_tokens else 0
-        self._is_real, self._is_watching = microbatch.row.own.kept < num_real, True
+        self._is_real = microbatch.row.own.kept < num_real
+        self._is_watching = True
         for layer in self._layers:
-            layer.counts, layer.logits = [], []
+            layer.counts = []
+            layer.logits = []
         seen: list[Tensor] = []
         if self._replay:
             self._replay.seen = seen
         yield
         self._is_watching = False
         if self._replay:
-            self._replayed, self._replay.seen = seen, None
+            self._replayed = seen
+            self._replay.seen = None
 
     def _count(self, layer: RoutedLayer, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._is_watching:
@@ -164,7 +172,8 @@ class Routers:
                 self._sums[0] += torch.special.entr(probs.detach()).sum()
                 if self._shares is not None:
                     loss = loss + (probs.sum(0) * self._shares[index]).sum()
-            layer.counts, layer.logits = [], []
+            layer.counts = []
+            layer.logits = []
         loss = loss * self._counts.shape[1]
         self._sums[1] += loss.detach()
         return 0.0 if self._shares is None else self._coef * loss / self._num_tokens

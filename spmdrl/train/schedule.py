@@ -15,7 +15,8 @@ def learning_rate(options: OptimizerSettings, step: int, *, steps: int) -> float
         step: from 0.
         steps: of the whole run.
     """
-    warmup_steps, min_lr_frac = options.warmup_steps, options.min_lr_frac
+    warmup_steps = options.warmup_steps
+    min_lr_frac = options.min_lr_frac
     if step < warmup_steps:
         return options.lr * (step + 1) / warmup_steps
     if options.schedule == "constant":

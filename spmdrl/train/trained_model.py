@@ -35,7 +35,9 @@ class TrainedModel:
     """
 
     def __init__(self, model: ShardedModel, options: OptimizerSettings, *, name: str = "policy"):
-        self.model, self.options, self.name = model, options, name
+        self.model = model
+        self.options = options
+        self.name = name
         self.cfg, self.world = cfg, world = model.cfg, model.world
         self.on_gradients: Callable[..., None] | None = None
         """Called before each optimizer step with this rank's gradients by name, not yet clipped,
@@ -108,7 +110,8 @@ class TrainedModel:
     ) -> tuple[dict[str, Tensor], GlobalTotals]:
         """Return {name: live local gradient} of micro-batches, unclipped and without the loss
         scale, and what all trainer ranks add up."""
-        own, scale = self._accumulate(microbatches, loss_of), self.loss_scale.value
+        own = self._accumulate(microbatches, loss_of)
+        scale = self.loss_scale.value
         gradients = self.optimizer.gradients()
         self.model.complete(gradients)
         if scale != 1:
@@ -178,7 +181,8 @@ class TrainedModel:
 
     def _sums(self, totals: GlobalTotals, *, lr: float, is_first: bool) -> Sums:
         once = float(is_first)  # the denominator of what is a total over the step's updates
-        is_finite, name = totals.is_finite, self.name
+        is_finite = totals.is_finite
+        name = self.name
         sums: Sums = {
             f"{name}/lr": (lr, 1.0),
             f"{name}/skipped_updates": (float(not is_finite), once),

@@ -56,12 +56,15 @@ class Trainer:
         advantage_fn: Method | None = None,
         columns: Collection[str] = (),
     ):
-        self.cfg, self.world, self.weights = cfg, world, weights
+        self.cfg = cfg
+        self.world = world
+        self.weights = weights
         self._shape = countable_shape(hf_model)
         self._vocab = hf_model.get_input_embeddings().weight.shape[0]
         given = {"loss_fn": loss_fn, "advantage_fn": advantage_fn}
         methods = named_methods(cfg) | {name: f for name, f in given.items() if f}
-        self.coefficients, kind = Coefficients(cfg), loss_class(cfg)
+        self.coefficients = Coefficients(cfg)
+        kind = loss_class(cfg)
         self.columns = kind.columns_of(cfg, **methods) | {*columns}
         """Per-token columns that `annotate` finds."""
         self._loss = kind(cfg, world, loss_fn=methods["loss_fn"], coefficients=self.coefficients)

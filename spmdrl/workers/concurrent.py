@@ -63,7 +63,8 @@ async def _rest(scorer: RewardScorer, partial: PartialScore) -> Done:
         return scorer.result(partial)
     task.cancel()  # and not waited for: it may not listen
     called = " or ".join(f"{name}{reward.place}" for name, reward in scorer.left(partial))
-    partial.failure, partial.message = "timeout", no_result(scorer.timeout_s, called=called)
+    partial.failure = "timeout"
+    partial.message = no_result(scorer.timeout_s, called=called)
     return partial.done(None)
 
 
@@ -82,7 +83,8 @@ async def _in_thread(work: Callable[..., None], *args: Any) -> None:
 
     Not asyncio's pool: a call that hangs would keep a place there, and the process's end waiting.
     """
-    loop, is_done = asyncio.get_running_loop(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    is_done = asyncio.Event()
 
     def run() -> None:
         work(*args)

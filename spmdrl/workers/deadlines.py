@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from spmdrl.workers.messages import Done
     from spmdrl.workers.worker_process import WorkerProcess
 
-_STUCK_TIMES, _STUCK_S = 4.0, 0.2
+_STUCK_TIMES = 4.0
+_STUCK_S = 0.2
 """A job is stuck that runs longer than this many times the mean, and this long."""
 _SILENT_S = 1.0  # a worker that keeps its deadlines itself says so earlier
 

@@ -139,7 +139,8 @@ class EnvironmentServer:
         return pack(live, kind=self._kind), turn, _state_of(live)
 
     def _unpacked(self, environment: bytes) -> Any:
-        form, data = environment[:1], environment[1:]
+        form = environment[:1]
+        data = environment[1:]
         if form == PLAIN:
             return environment_of(data.decode(), self._kind, lambda: self._make(**self._options))
         return pickle.loads(data)  # made in this run, or of a checkpoint that is trusted
@@ -160,7 +161,8 @@ def pack(environment: Any, *, kind: type | None = None) -> bytes:
         kind: the class that it is made again of from plain data; of another it is pickled.
     Raises: BadValue naming the attribute that cannot be pickled, or the largest one above 16 MiB.
     """
-    name, data = type(environment).__name__, _plain_or_pickled(environment, kind)
+    name = type(environment).__name__
+    data = _plain_or_pickled(environment, kind)
     if isinstance(data, Exception):
         place = _culprit(environment, name, depth=_DEPTH)
         raise BadValue(

@@ -38,7 +38,8 @@ class JobQueue:
     """
 
     def __init__(self, setup: Setup, *, workers: int, timeout_s: float):
-        self._setup, self._num_workers = setup, workers
+        self._setup = setup
+        self._num_workers = workers
         self._deadlines = Deadlines(timeout_s)
         self._workers: list[WorkerProcess] = []
         self._waiting: deque[QueuedJob] = deque()
@@ -85,7 +86,8 @@ class JobQueue:
         Raises: Refusal as `start`; RuntimeError when workers cannot be started again.
         """
         self._pump()
-        done, self._done = self._done, []
+        done = self._done
+        self._done = []
         return sorted(done, key=lambda pair: pair[0].number)
 
     def wait_for_all(self) -> None:
@@ -156,7 +158,8 @@ class JobQueue:
         for job, done in worker.receive():
             called = worker.called(job)
             self._done.append((job, self._deadlines.judged(done, kind=job.kind, called=called)))
-        returned, worker.returned = worker.returned, []
+        returned = worker.returned
+        worker.returned = []
         self._waiting.extendleft(reversed(returned))
 
     def _check_start(self, worker: WorkerProcess) -> None:
@@ -179,7 +182,8 @@ class JobQueue:
             raise RuntimeError(f"a worker process did not load {names} in {_START_TIMEOUT_S:g} s")
 
     def _replace(self, worker: WorkerProcess, *, failure: Failure, message: str) -> None:
-        seconds, suspects = worker.running_s(), worker.suspects()
+        seconds = worker.running_s()
+        suspects = worker.suspects()
         worker.kill()
         self._workers.remove(worker)
         self._expect_faults()

@@ -66,7 +66,8 @@ class Joining:
         own = {key: self._awaited[key] for key in keys}
         if not own:
             return None
-        what, samples = next(iter(own.values())).what, tuple(a.sample for a in own.values())
+        what = next(iter(own.values())).what
+        samples = tuple(a.sample for a in own.values())
         return Call("group", tuple(own), what), RewardList("group", samples)
 
     def scored(
@@ -138,10 +139,13 @@ def _joined(found: Sequence[RewardResult], *, least: float | None) -> RewardResu
 
 def _of_each(call: Call, done: Done) -> list[RewardResult]:
     """Return what a call came to, for each of its samples."""
-    count, failure, message = len(call.keys), done.failure, done.message
+    count = len(call.keys)
+    failure = done.failure
+    message = done.message
     results = done.result.results if isinstance(done.result, ListResult) else (done.result,)
     if failure is None and len(results) != count:
-        failure, message = "error", f"the worker answered for {len(results)} of {count} samples"
+        failure = "error"
+        message = f"the worker answered for {len(results)} of {count} samples"
     if failure is not None:
         if count > 1:
             message += f" (called with {count} samples of a {call.scope}, which all fail by it)"

@@ -17,8 +17,11 @@ import select
 import signal
 import sys
 
-_PDEATHSIG, _SUBREAPER = 1, 36
-_SHORT_MS, _WATCH_MS, _IDLE_MS = 20, 100, 1000
+_PDEATHSIG = 1
+_SUBREAPER = 36
+_SHORT_MS = 20
+_WATCH_MS = 100
+_IDLE_MS = 1000
 _FIRST_VICTIM = "500"  # of the kernel, where the machine's memory ends; the trainer has 0
 
 

@@ -56,7 +56,8 @@ def main(life_fd: int, memory_bytes: int) -> None:
 
         serve_concurrently(server, lambda: _next(inbox), write)
         return
-    surroundings, strays = Surroundings(), Strays()
+    surroundings = Surroundings()
+    strays = Strays()
     while (message := _next(inbox)) is not None:
         done = server.serve(*message)
         surroundings.restore()
@@ -106,9 +107,12 @@ def _take_pipes() -> tuple[BinaryIO, Callable[[Report], None]]:
     os.dup2(2, 1)
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
-    is_free, worker = threading.Lock(), os.getpid()
+    is_free = threading.Lock()
+    worker = os.getpid()
     # Bound here: what user code puts in their places is not called.
-    pid, leave, put = os.getpid, os._exit, os.write
+    pid = os.getpid
+    leave = os._exit
+    put = os.write
     # A process that user code forks has no part in the protocol.
     os.register_at_fork(after_in_child=lambda: _close(sink, source.fileno()))
 

@@ -48,7 +48,8 @@ class RewardPool(JobQueue):
     """
 
     def __init__(self, cfg: Config, *, steps_per_epoch: float = math.inf):
-        rewards, functions = cfg.rewards, cfg.reward_functions
+        rewards = cfg.rewards
+        functions = cfg.reward_functions
         models = reward_models(functions)  # the trainers'
         weights = cfg.reward_weights
         own = [i for i in range(len(functions)) if i not in models]
@@ -71,7 +72,8 @@ class RewardPool(JobQueue):
             setup, workers=rewards.workers if is_needed else 0, timeout_s=rewards.timeout_s
         )
         self._early: list[RewardResult | TurnResult] = []  # to be polled
-        self._max_steps, self._steps_per_epoch = cfg.steps, steps_per_epoch
+        self._max_steps = cfg.steps
+        self._steps_per_epoch = steps_per_epoch
         # Models, or an environment, score every sample: no function need apply to its row.
         scored = [i for i, source in enumerate(sources) if models or source.environment]
         self._joining = Joining(otherwise_scored=scored)
@@ -203,7 +205,8 @@ class RewardPool(JobQueue):
 
         Raises: Refusal as `start`; RuntimeError when workers cannot be started again.
         """
-        found, self._early = self._early, []
+        found = self._early
+        self._early = []
         for job, done in self.take():
             found += self._read(job, done)
         return found
@@ -255,7 +258,8 @@ def _source_setups(cfg: Config, names: Sequence[str]) -> tuple[SourceSetup, ...]
     differ = any(source.rewards for source in sources)
     found = []
     for source, (field, environment) in zip(sources, cfg.environments()):
-        functions, is_task = cfg.functions_of(source), is_generated(source.path)
+        functions = cfg.functions_of(source)
+        is_task = is_generated(source.path)
         if not functions and not is_task and not environment:
             raise Refusal(
                 f"rewards.functions: is empty, and {source.path} has neither an environment nor, "

@@ -127,10 +127,12 @@ def take_reports(buffer: bytearray) -> Iterator[Report]:
         mark, size, more = _HEADER.unpack_from(buffer)
         if mark != _MARK or size + more > _MAX_BYTES:
             raise BadReport(f"{bytes(buffer[:40])!r}")
-        begin, end = _HEADER.size, _HEADER.size + size + more
+        begin = _HEADER.size
+        end = _HEADER.size + size + more
         if len(buffer) < end:
             return
-        text, data = bytes(buffer[begin : begin + size]), bytes(buffer[begin + size : end])
+        text = bytes(buffer[begin : begin + size])
+        data = bytes(buffer[begin + size : end])
         del buffer[:end]
         yield _read(text, data)
 
@@ -166,7 +168,8 @@ def _made(value: Any, kinds: tuple[type, ...]) -> Any:
 
 def _checked(value: Any, kind: Any) -> Any:
     """Return a value of this very type, of which a report may have fields; true is no integer."""
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if kind is Any:
         return value
     if origin in (Union, UnionType):

@@ -43,13 +43,16 @@ class RunningJob:
         try:
             yield
         except BadValue as error:
-            self.failure, self.message = "bad_value", f"{returned}{error}"
+            self.failure = "bad_value"
+            self.message = f"{returned}{error}"
         except BaseException as error:  # SystemExit too: user code may call sys.exit
-            self.failure, self.message = "error", f"{raised}{told(error)}"
+            self.failure = "error"
+            self.message = f"{raised}{told(error)}"
 
     def done(self, result: RewardResult | ListResult | TurnResult | None) -> Done:
         """Return what became of it."""
-        now, message = monotonic(), self.message[:_MAX_MESSAGE_CHARS]
+        now = monotonic()
+        message = self.message[:_MAX_MESSAGE_CHARS]
         return Done(self.id, now, now - self.began, self.failure, message, result, self.num_retries)
 
     @property
@@ -109,7 +112,8 @@ class RewardScorer:
     """
 
     def __init__(self, setup: Setup):
-        self._weights, self.timeout_s = setup.weights, setup.timeout_s
+        self._weights = setup.weights
+        self.timeout_s = setup.timeout_s
         self._retries = setup.retries
         self._rewards: dict[str, Reward] = {
             name: self._grader(spec, setup.options_of(spec))
@@ -181,12 +185,14 @@ class RewardScorer:
         found = [self._summed(partial, index) for index in range(len(partial.samples))]
         if isinstance(partial.work, RewardList):
             return partial.done(ListResult(None, results=tuple(found)))
-        partial.failure, partial.message = found[0].failure, found[0].message
+        partial.failure = found[0].failure
+        partial.message = found[0].message
         return partial.done(replace(found[0], failure=None, message=""))
 
     def _summed(self, partial: PartialScore, index: int) -> RewardResult:
         """Return what the functions of the scope say of one sample; no value where none applies."""
-        parts, total = {}, Score()
+        parts = {}
+        total = Score()
         for name, weight, _ in self._applicable(partial.work):
             score = partial.scores[name][index]
             if score.bad:

@@ -38,7 +38,8 @@ class Server:
     @property
     def facts(self) -> dict[str, Any]:
         """Return what the parent may want to know of what was loaded."""
-        scorer, servers = self.scorer, self._environments
+        scorer = self.scorer
+        servers = self._environments
         called = {
             "RewardSample": scorer.called(is_list=False),
             "RewardList": scorer.called(is_list=True),
@@ -57,7 +58,8 @@ class Server:
         if isinstance(work, RewardSample | RewardList):
             return self.scorer.score(id, work)
         server = self._environments[work.environment]
-        job, result = RunningJob(id=id), None
+        job = RunningJob(id=id)
+        result = None
         with job.blaming():
             if isinstance(work, Open):
                 moved = server.open(work.row, seed=work.seed)

@@ -25,13 +25,15 @@ class Surroundings:
         self._umask = os.umask(0o077)
         os.umask(self._umask)
         self._handlers = {n: _signal.getsignal(n) for n in _SIGNALS}
-        self._recursion, self._trace = sys.getrecursionlimit(), sys.gettrace()
+        self._recursion = sys.getrecursionlimit()
+        self._trace = sys.gettrace()
         self._streams = {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr")}
         # What is added later stays: a function may load what it needs when it is first called.
         self._kept: list[tuple[MutableMapping, dict]] = [
             (shared, dict(shared)) for shared in (sys.modules, vars(builtins))
         ]
-        self._environment, self._as_bytes = dict(os.environ), dict(vars(os.environb)["_data"])
+        self._environment = dict(os.environ)
+        self._as_bytes = dict(vars(os.environb)["_data"])
         self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
     def restore(self) -> None:

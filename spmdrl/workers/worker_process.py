@@ -36,7 +36,8 @@ _START = (
 )
 _PIPE_BYTES = 2**20
 _READ_BYTES = 2**18
-_MIN_WINDOW, _MAX_WINDOW = 2, 256
+_MIN_WINDOW = 2
+_MAX_WINDOW = 256
 _WINDOW_S = 0.25
 _GRACE_S = 1.0
 _KILL_S = 10.0
@@ -89,14 +90,16 @@ class WorkerProcess:
                 bufsize=0,
             )
         assert self.process.stdin and self.process.stdout
-        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self.stdin = self.process.stdin
+        self.stdout = self.process.stdout
         for pipe in (self.stdin, self.stdout):
             os.set_blocking(pipe.fileno(), False)
             with contextlib.suppress(OSError):  # the system may cap pipes below this: only slower
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._pipe_bytes = fcntl.fcntl(self.stdout.fileno(), fcntl.F_GETPIPE_SZ)
         self.started = time.monotonic()
-        self.is_ready, self.refusal = False, ""
+        self.is_ready = False
+        self.refusal = ""
         self.facts: dict[str, Any] = {}  # what it said of itself when it was ready
         self.jobs: dict[int, QueuedJob] = {}  # by id, in the order of handing over
         self.num_done = 0
@@ -216,7 +219,8 @@ class WorkerProcess:
         if isinstance(report, Refused) and not self.is_ready:
             self.refusal = report.text or "it gave no reason"
         elif isinstance(report, Ready) and not self.is_ready:
-            self.is_ready, self.facts = True, report.facts
+            self.is_ready = True
+            self.facts = report.facts
             self._begin = min(report.at, time.monotonic())
         elif isinstance(report, Began) and report.id in self.jobs:
             self.jobs[report.id].began = min(report.at, time.monotonic())

@@ -84,7 +84,9 @@ def rank_problems(axes: Axes, *, engine_kind: str) -> Iterator[str]:
     Args:
         engine_kind: engine.kind.
     """
-    trainers, engines, inference_tp = axes.trainers, axes.engines, axes.inference_tp
+    trainers = axes.trainers
+    engines = axes.engines
+    inference_tp = axes.inference_tp
     if axes.roles.overlaps and not 0 < trainers < axes.world_size:
         yield (
             f"layout.trainer_ranks: split placement with world_size {axes.world_size} and "

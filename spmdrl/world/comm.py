@@ -27,7 +27,8 @@ from spmdrl.world.torch_internals import all_gather_single
 
 _MOST_BYTES = 1 << 40
 _GREETING = struct.Struct("<qq48s")  # bytes to come, step and name of the wait
-_SIZE_BYTES, _PLACE_BYTES = 8, 512
+_SIZE_BYTES = 8
+_PLACE_BYTES = 512
 _turns: Counter[str] = Counter()
 """Messages so far in each group: the same on all its ranks, who meet in each."""
 
@@ -157,7 +158,8 @@ def bytes_from(rank: int, payload: bytes, *, group: dist.ProcessGroup) -> bytes:
         rank: in `group`.
         payload: read there alone.
     """
-    place, own = _next_place(group), b""
+    place = _next_place(group)
+    own = b""
     if group.rank() == rank:
         own = mark(f"{place} {rank}", payload) + payload
     size = torch.tensor(len(own))
@@ -177,7 +179,8 @@ def _next_place(group: dist.ProcessGroup) -> str:
 
 
 def _checked(marked: bytes, rank: int, *, place: str, group: dist.ProcessGroup) -> bytes:
-    found, payload = marked[:MARK_BYTES], marked[MARK_BYTES:]
+    found = marked[:MARK_BYTES]
+    payload = marked[MARK_BYTES:]
     if not is_marked(f"{place} {rank}", payload, found):
         raise Unauthentic(_refusal(rank, "its message bears no mark of the job's secret", group))
     return payload

@@ -19,7 +19,9 @@ from spmdrl.run_folder import link_problems
 from spmdrl.world.launch import job_of_launcher, known_rank
 
 NAME = "run.lock"
-_TRIES, _BETWEEN_S = 10, 0.1  # one that only looks has it for a moment
+# A process that only looks holds the lock for a moment.
+_TRIES = 10
+_BETWEEN_S = 0.1
 _TOUCH_S = 20.0
 _ALIVE_S = 90.0
 """Another machine's locks are not seen on every file system; its holder touches the file."""
@@ -64,7 +66,8 @@ def own_folder(folder: Path) -> Iterator[None]:
     if known_rank() != "0":
         yield
         return
-    file, over = _take(folder), threading.Event()
+    file = _take(folder)
+    over = threading.Event()
     held = [file]
     # A child that is forked and lives longer must not keep the lock; nor close it twice.
     os.register_at_fork(after_in_child=lambda: os.close(held.pop()) if held else None)
@@ -141,7 +144,8 @@ def _touch(file: int, over: threading.Event) -> None:
 def _held(folder: Path, file: int, *, kind: int) -> list[str]:
     """Return who has a folder, as a problem; where nobody has, `file` is locked if that can be."""
     is_locked = _try_lock(file, kind)
-    holder, own = _read(file), Holder.own()
+    holder = _read(file)
+    own = Holder.own()
     advice = (
         f"two runs would write over each other: set another --output-dir, or end that one; if it "
         f"is gone for good, remove {folder / NAME}"

@@ -118,7 +118,8 @@ def make_groups(cfg: Config, *, rank: int, device: torch.device) -> WorldGroups:
 
 def _replica_group(cfg: Config, rank: int) -> dist.ProcessGroup | None:
     """Return the gloo group of this rank's engine replica; every rank helps to create all."""
-    size, own = cfg.layout.inference_tp, None
+    size = cfg.layout.inference_tp
+    own = None
     if size == 1:
         return None
     ranks = inference_ranks(cfg)

@@ -25,13 +25,16 @@ from spmdrl.errors import Refusal, printable, say
 from spmdrl.world.lost_peers.neighbours import birth
 
 _TOLD_CHARS = 2000
-_TOLD_S, _SOONER_S = 60.0, 5.0
+_TOLD_S = 60.0
+_SOONER_S = 5.0
 _GLOO = "GLOO_SOCKET_IFNAME"
 SECRET = "SPMDRL_SECRET"
 """Variable with the job's secret, see secret.py."""
 _SECRET_CHARS = 16
 _OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # of no matter which: nothing is sent
-_OWN_PID, _PARENT_PID = os.getpid(), os.getppid()  # as early as can be: it may die any time
+# As early as possible: the parent may die any time.
+_OWN_PID = os.getpid()
+_PARENT_PID = os.getppid()
 _ALONE: set[str] = set()  # ports that this process chose for jobs of itself alone
 
 
@@ -184,7 +187,8 @@ def job_of_launcher() -> tuple[str, int]:
 
 def tell_launcher(reason: str) -> None:
     """Leave the reason of an end where torchrun looks for it: it closes its own report with it."""
-    path, text = os.environ.get("TORCHELASTIC_ERROR_FILE"), printable(reason[:_TOLD_CHARS])
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    text = printable(reason[:_TOLD_CHARS])
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(path, "w") as file:  # it is printed besides
@@ -209,7 +213,8 @@ def tell_once(text: str, *, of_rank: str = "") -> None:
     env = os.environ
     is_alone = (env.get("WORLD_SIZE") or env.get("SLURM_NTASKS") or "1") == "1"
     if not is_alone and _is_told(text):
-        text, of_rank = "ends for the same reason", of_rank or f"[rank {known_rank()}] "
+        text = "ends for the same reason"
+        of_rank = of_rank or f"[rank {known_rank()}] "
     say(f"{of_rank}{text}", file=sys.stderr, flush=True)
 
 
@@ -217,8 +222,10 @@ def _is_told(text: str) -> bool:
     """Return whether another rank of this job prints a text on this machine; else this one must."""
     # Ranks of a machine have one launcher, and no other job has its process at this time. Where it
     # is a shell it may have started another attempt before: what that told is older than we are.
-    env, parent = os.environ, os.getppid()
-    launcher, own = birth(parent), birth(os.getpid())
+    env = os.environ
+    parent = os.getppid()
+    launcher = birth(parent)
+    own = birth(os.getpid())
     if not launcher or not own:
         return False
     job = [parent, launcher, env.get("MASTER_PORT"), env.get("TORCHELASTIC_RESTART_COUNT")]

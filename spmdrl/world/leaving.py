@@ -51,7 +51,8 @@ def obey_signals(world: Member) -> None:
 def _obey(world: Member, pipe: int) -> None:
     first_at = None
     while received := os.read(pipe, 1):
-        number, now = signal.Signals(received[0]), time.monotonic()
+        number = signal.Signals(received[0])
+        now = time.monotonic()
         if number == signal.SIGUSR1:  # Slurm's --signal=USR1@N
             world.stop_requested = True
         elif number not in (signal.SIGINT, signal.SIGTERM):
@@ -106,7 +107,8 @@ def ended(error: BaseException, world: Member | None) -> int:
     """
     if isinstance(error, dist.DistError) and world is not None:  # of the job's store
         error = world.watch.explained(error)
-    rank, text = known_rank() if world is None else world.rank, first_line(error)
+    rank = known_rank() if world is None else world.rank
+    text = first_line(error)
     is_own = not isinstance(error, PeersMissing)
     if isinstance(error, Refusal):
         tell_refused(str(error))
@@ -136,7 +138,8 @@ def _show(error: BaseException, rank: int | str, *, has_world: bool) -> None:
     if isinstance(error, (Refusal, RewardFailed, PeersMissing)):
         shown = f"[rank {rank}] {described(error) if isinstance(error, Refusal) else error}"
     else:
-        shown, place = users_traceback(error), users_line(error)
+        shown = users_traceback(error)
+        place = users_line(error)
         shown += f"[rank {rank}] ended with {first_line(error)}" + (f" ({place})" if place else "")
     say(shown, file=sys.stderr, flush=True)
     if not shown.startswith(whole):  # what is printed goes to the log too

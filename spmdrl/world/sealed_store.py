@@ -54,7 +54,8 @@ class SealedStore:
         Raises: RuntimeError where a stranger's value cannot be replaced.
         """
         assert not expected, "only a first value can be compared with"
-        stands, own = b"", _sealed(key, text)
+        stands = b""
+        own = _sealed(key, text)
         while True:
             try:
                 found = self._store.compare_set(key, stands.decode(), own)
@@ -77,7 +78,8 @@ class SealedStore:
         return self._store.delete_key(key)
 
     def _believed(self, key: str, value: bytes) -> bytes:
-        seal, text = value[:_HEX], value[_HEX:]
+        seal = value[:_HEX]
+        text = value[_HEX:]
         if hmac.compare_digest(seal, mark(key, text).hex().encode()):
             return text
         if key not in self._named:

@@ -86,7 +86,8 @@ def remove_files() -> None:
 
 
 def _from_rank_0(store: dist.Store, launch: Launch, shared: Path | None) -> str:
-    said, told = store.get(_WHERE).decode(errors="replace"), told_secret()
+    said = store.get(_WHERE).decode(errors="replace")
+    told = told_secret()
     if said == json.dumps("") and told:
         return told
     if said == json.dumps("") or told:

@@ -258,7 +258,8 @@ def _join(
 ) -> tuple[Watch, SealedStore]:
     """Start this rank's watch, and make the group of all ranks; return the job's store too."""
     launch.pass_on()
-    within_s, backend = cfg.layout.startup_timeout_s, pick_backend(cfg)
+    within_s = cfg.layout.startup_timeout_s
+    backend = pick_backend(cfg)
     store = meet(launch, shared=Path(cfg.output_dir), within=timedelta(seconds=within_s))
     sealed = SealedStore(store.clone())
     watch = Watch(
@@ -299,7 +300,8 @@ def is_on_cpu(cfg: Config) -> bool:
 def device_problem(cfg: Config) -> str:
     """Return why no rank on this machine can have the device or the backend that the config names;
     empty where one can."""
-    layout, host = cfg.layout, socket.gethostname()
+    layout = cfg.layout
+    host = socket.gethostname()
     if torch.cuda.device_count():
         return ""
     why = f"torch {torch.__version__} sees none (nvidia-smi, CUDA_VISIBLE_DEVICES)"

@@ -107,7 +107,8 @@ def clip_cov_statistics(
     Invariant under: permuting the columns.
     """
     _check_select(select_frac, cov_low=cov_low, cov_high=cov_high)
-    mean_advantage, mean_logprob = _mean(advantages), _mean(old_logprobs)
+    mean_advantage = _mean(advantages)
+    mean_logprob = _mean(old_logprobs)
     covariance = _covariance(old_logprobs, advantages, mean_logprob, mean_advantage)
     candidates = ((covariance > cov_low) & (covariance < cov_high)).sum()
     wanted = max(select_frac * len(covariance), 1.0)
@@ -179,7 +180,8 @@ def kl_cov_statistics(
     Invariant under: permuting the columns.
     """
     check_share(select_frac=select_frac)
-    mean_advantage, mean_logprob = _mean(advantages), _mean(old_logprobs)
+    mean_advantage = _mean(advantages)
+    mean_logprob = _mean(old_logprobs)
     covariance = _covariance(old_logprobs, advantages, mean_logprob, mean_advantage)
     count = max(1, int(select_frac * len(covariance)))
     if count < len(covariance):

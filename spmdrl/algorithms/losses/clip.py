@@ -68,7 +68,8 @@ def ppo_clip(
             f"ratio_cap: must be above 1 + clip_high = {1 + clip_high:g} (or 0 for "
             f"off), got {ratio_cap}"
         )
-    advantages, ratio = moved.advantages, moved.ratio
+    advantages = moved.advantages
+    ratio = moved.ratio
     _, low, high = moved.clipped(clip_low, clip_high)
     capped = ratio.clamp(max=ratio_cap) if ratio_cap else ratio
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -164,7 +165,8 @@ def a3po(
     alpha = torch.where(policy_versions >= 0, age / (age + 1), 0.0)
     prox_log_w = alpha * log_w.detach()
     from_prox = replace(moved, log_ratio=log_w - prox_log_w, is_from_old=True)
-    weight, bounds = ratio_of(prox_log_w), (clip_low, clip_high)
+    weight = ratio_of(prox_log_w)
+    bounds = (clip_low, clip_high)
     terms, stats = _decoupled(from_prox, weight, bounds, weight_cap=weight_cap)
     return terms, stats | moved.loss(terms)[1]
 

@@ -92,7 +92,8 @@ class Moved:
 
     def _moves(self, ratio: Tensor) -> Stats:
         """Report the mean ratio, and k1 of earlier || current in nats."""
-        mask, ratio = self.loss_mask, ratio.detach()
+        mask = self.loss_mask
+        ratio = ratio.detach()
         if self.is_from_old:
             kl = masked_mean(-ratio.log(), mask)
             return {"policy/ratio": masked_mean(ratio, mask), "policy/kl_old": kl}
@@ -108,7 +109,8 @@ class Moved:
         Raises: Refusal for bounds out of range.
         """
         check_clip(clip_low, clip_high)
-        advantages, ratio = self.advantages, self.ratio if ratio is None else ratio
+        advantages = self.advantages
+        ratio = self.ratio if ratio is None else ratio
         bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
         low = (advantages < 0) & (ratio < 1 - clip_low)
         high = (advantages > 0) & (ratio > 1 + clip_high)

@@ -114,7 +114,8 @@ def gmpo(
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     check_not_negative(clip_low=clip_low, clip_high=clip_high)
-    log_r, advantages = moved.log_ratio, moved.advantages
+    log_r = moved.log_ratio
+    advantages = moved.advantages
     high = (advantages > 0) & (log_r > clip_high)
     low = (advantages < 0) & (log_r < -clip_low)
     bounded = log_r.masked_fill(high, clip_high).masked_fill(low, -clip_low)

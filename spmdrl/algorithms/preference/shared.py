@@ -59,7 +59,8 @@ class Pairs:
             terms: [P] float.
             rewards: of each side, [P] float; None for beta `own`.
         """
-        rewards, kept = rewards or self.scaled(), self.kept
+        rewards = rewards or self.scaled()
+        kept = self.kept
         margin = rewards[0].detach() - rewards[1].detach()
         stats = {
             "preference/accuracy": masked_mean((margin.sign() + 1) / 2, kept),
@@ -80,7 +81,8 @@ def pairs_of(
     rejected_lengths: Tensor,
 ) -> Pairs:
     """Compare pairs without a reference; see the package for the inputs."""
-    logps, lengths = (chosen_logps, rejected_logps), (chosen_lengths, rejected_lengths)
+    logps = (chosen_logps, rejected_logps)
+    lengths = (chosen_lengths, rejected_lengths)
     kept = pairs_in_loss(*lengths)
     return Pairs(logps, lengths, [keep(side, kept) for side in logps])
 
@@ -102,8 +104,10 @@ def compared(
     Raises: Refusal for beta out of range.
     """
     check_positive(beta=beta)
-    logps, lengths = (chosen_logps, rejected_logps), (chosen_lengths, rejected_lengths)
-    kept, refs = pairs_in_loss(*lengths), (ref_chosen_logps, ref_rejected_logps)
+    logps = (chosen_logps, rejected_logps)
+    lengths = (chosen_lengths, rejected_lengths)
+    kept = pairs_in_loss(*lengths)
+    refs = (ref_chosen_logps, ref_rejected_logps)
     # Not clamped as a token's: sums over a response are often beyond 20.
     rho = [log_ratio(side, ref, kept) for side, ref in zip(logps, refs)]
     return Pairs(logps, lengths, rho, beta)

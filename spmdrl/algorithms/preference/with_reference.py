@@ -112,7 +112,8 @@ def exo_pair(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 1e-3) 
     if not 0 < label_smoothing < 0.5:
         raise Refusal(f"label_smoothing: must be in (0, 0.5), got {label_smoothing}")
     chosen, rejected = pairs.scaled()
-    margin, smooth = chosen - rejected, label_smoothing
+    margin = chosen - rejected
+    smooth = label_smoothing
     towards = torch.sigmoid(margin) * (logsigmoid(margin) - math.log1p(-smooth))
     away = torch.sigmoid(-margin) * (logsigmoid(-margin) - math.log(smooth))
     return pairs.loss(towards + away)

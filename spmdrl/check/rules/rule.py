@@ -28,7 +28,8 @@ class Rule:
 
     def problem(self, cfg: Config) -> str:
         """Return `field: value with field value; reason; remedy`."""
-        first, others = self.fields[0], self.fields[1:]
+        first = self.fields[0]
+        others = self.fields[1:]
         text = f"{_named(cfg, first)}: {shown(setting(cfg, first)) or 'is empty'}"
         if others:
             text += " with " + " and ".join(_with_value(cfg, name) for name in others)

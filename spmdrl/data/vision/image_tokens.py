@@ -44,7 +44,8 @@ class ImageReader:
     def __init__(
         self, folder: str, *, tokenizer: PreTrainedTokenizerBase, image_token_id: int
     ) -> None:
-        self._tokenizer, self._image_token_id = tokenizer, image_token_id
+        self._tokenizer = tokenizer
+        self._image_token_id = image_token_id
         with refusing(
             f"model.path: no image processor can be loaded from {folder}",
             Exception,  # of files that may hold anything
@@ -68,7 +69,8 @@ class ImageReader:
         writes it; without one, the processor's own placeholder."""
         if not self._tokenizer.chat_template:
             return self.placeholder
-        begin, end = "spmdrl-begin", "spmdrl-end"
+        begin = "spmdrl-begin"
+        end = "spmdrl-end"
         parts = [{"type": "text", "text": begin}, {"type": "image"}, {"type": "text", "text": end}]
         said = [{"role": "user", "content": parts}]
         what = "the chat template refuses a message with an image"

@@ -108,7 +108,9 @@ class _Supply:
     """The images of a row's column, taken in order by their places."""
 
     def __init__(self, images: Sequence[Any], *, where: str):
-        self._images, self._where, self.taken = images, where, 0
+        self._images = images
+        self._where = where
+        self.taken = 0
 
     def filled(self, content: str | list) -> str | list[dict]:
         """Return the content of a message with an image in each place."""
@@ -178,7 +180,8 @@ def holds_some(row: Mapping[str, Any]) -> bool:
 
 def split(messages: Sequence[dict]) -> tuple[list[dict], list[Any]]:
     """Return messages as a chat template takes them, and the images that they hold, in order."""
-    bare, found = [], []
+    bare = []
+    found = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):

@@ -49,7 +49,8 @@ def with_pictures(table: pa.Table, pictures: Shown | None) -> pa.Table:
         own = pictures[torch.arange(begin, end)]
         new = [item for item in own.items if (group, item) not in seen]
         seen |= {(group, item) for item in new}
-        keys, places = [item.key for item in own.items], own.places.int().numpy()
+        keys = [item.key for item in own.items]
+        places = own.places.int().numpy()
         forms, features, images = zip(*map(_packed, new)) if new else ((), (), ())
         for column, value in zip(columns, (keys, places, forms, features, images), strict=True):
             column.append(value)
@@ -112,7 +113,8 @@ def recorded_fields() -> Sequence[pa.Field]:
 def _checked(text: str) -> dict[str, Any]:
     """Return a picture's form. Raises: ValueError for what no run records."""
     form = json_object(text, place="a picture's form")
-    count, features = form.get("num_tokens"), form.get("features")
+    count = form.get("num_tokens")
+    features = form.get("features")
     is_counted = type(count) is int and 0 <= count < 2**31
     if not is_counted or not isinstance(form.get("key"), str) or not isinstance(features, dict):
         raise ValueError(f"a picture's form is {text!r:.100}")
@@ -146,7 +148,8 @@ class Preview(bytes):
         """Return it as a part of a page."""
         if not self:
             return f"[{self.label}]"
-        name, data = self.label, base64.b64encode(self).decode()
+        name = self.label
+        data = base64.b64encode(self).decode()
         return f'<img alt="{name}" title="{name}" src="data:image/png;base64,{data}">'
 
 
@@ -165,7 +168,8 @@ def picture_previews(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, Previe
             known[told["key"]] = told["num_tokens"], Preview(png)
     found: list[dict[int, Preview | None]] = []
     for row in rows:
-        pngs, start = {}, 0
+        pngs = {}
+        start = 0
         for key in row.get(_SHOWN.name) or ():
             pngs[start] = known[key][1]
             start += known[key][0]

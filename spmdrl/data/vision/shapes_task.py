@@ -114,7 +114,8 @@ class Shapes:
     def __post_init__(self) -> None:
         self.kinds = self.kind.split("+")
         self.paints, self.ground = (_BRIGHT, "black") if self.dark else (_COLOURS, "white")
-        self.hues, self.outlines = list(self.paints)[: self.colours], _FORMS[: self.forms]
+        self.hues = list(self.paints)[: self.colours]
+        self.outlines = _FORMS[: self.forms]
         what = "data.task_options"
         for one in self.kinds:
             if one not in _KINDS:
@@ -139,7 +140,8 @@ class Shapes:
         if self.least and self.jitter:
             raise Refusal(f"{what}.jitter: with least things stand anywhere anyway; leave it out")
         for kind in self.kinds:
-            cell, least = self._cell_of(kind), 8 if kind == "digits" else 4
+            cell = self._cell_of(kind)
+            least = 8 if kind == "digits" else 4
             if self.least and not least - 2 <= self.least <= cell - 2:
                 raise Refusal(
                     f"{what}.least: must be 0, or from {least - 2} to {cell - 2} pixels in cells "
@@ -232,7 +234,9 @@ class Shapes:
         return Scene(things, f"{first} or {second}", order[0], order[1])
 
     def _thing(self, kind: str, *, cell: int, form: str, draw: random.Random) -> Thing:
-        whole, low, high = self._cell_of(kind), -self.jitter, self.jitter
+        whole = self._cell_of(kind)
+        low = -self.jitter
+        high = self.jitter
         room = whole - 2 * self.jitter - 2
         if self.least:
             room = draw.randint(self.least, room)
@@ -260,7 +264,9 @@ class Shapes:
         from PIL import ImageDraw as drawing
 
         image = pillow.new("RGB", (self.side, self.side), self.ground)
-        pen, cells, cell = drawing.Draw(image), self._cells_of(kind), self._cell_of(kind)
+        pen = drawing.Draw(image)
+        cells = self._cells_of(kind)
+        cell = self._cell_of(kind)
         for one in scene.things:
             row, column = (0, one.cell) if kind == "digits" else divmod(one.cell, cells)
             middle = self.side // 2 if kind == "digits" else row * cell + cell // 2
@@ -291,9 +297,11 @@ def _draw(pen: ImageDraw, one: Thing, *, at: tuple[int, int], colour: tuple[int,
 def _draw_digit(
     pen: ImageDraw, digit: int, *, at: tuple[int, int], block: int, colour: tuple[int, int, int]
 ) -> None:
-    left, top = at[0] - 5 * block // 2, at[1] - 7 * block // 2
+    left = at[0] - 5 * block // 2
+    top = at[1] - 7 * block // 2
     for row, bits in enumerate(_FONT[digit]):
         for column in range(5):
             if bits >> (4 - column) & 1:
-                x, y = left + column * block, top + row * block
+                x = left + column * block
+                y = top + row * block
                 pen.rectangle((x, y, x + block - 1, y + block - 1), fill=colour)

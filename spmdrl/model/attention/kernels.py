@@ -182,7 +182,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing, spans: Tensor | None
     Args:
         spans: [B, L], whose tokens see each other; see Packing.
     """
-    length, keys = q.shape[1], k.shape[1]
+    length = q.shape[1]
+    keys = k.shape[1]
     window = None if how.window is None or how.window >= keys else how.window
     if spans is not None:
         return _sdpa(q, k, v, _seen_with(spans, window)[:, None], scale=how.scale_of(q))
@@ -219,7 +220,8 @@ def _attend_with_sinks(
 ) -> Tensor:
     """Attend with the sinks as the first key, which all see. Without a mask it gets a query, too,
     so that a causal kernel has as many queries as keys."""
-    width, is_causal = v.shape[-1], mask is None
+    width = v.shape[-1]
+    is_causal = mask is None
     q, k, v = with_sink_keys(q, k, v, sinks, scale=scale)
     if is_causal:
         return _sdpa(F.pad(q, (0, 0, 0, 0, 1, 0)), k, v, None, scale=scale)[:, 1:, :, :width]
@@ -228,7 +230,8 @@ def _attend_with_sinks(
 
 def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor, how: Weighing) -> Tensor:
     batch, length, heads, dim = q.shape
-    kv_heads, scale = k.shape[2], how.scale_of(q)
+    kv_heads = k.shape[2]
+    scale = how.scale_of(q)
     shared = heads // kv_heads  # query heads that read one key/value head
     q = q.unflatten(2, (kv_heads, shared)).permute(0, 2, 3, 1, 4)
     q = q.reshape(batch * kv_heads, shared * length, dim)
@@ -278,7 +281,8 @@ def check_supported(
         options: keyword arguments that the model gives to its attention.
     Raises: Refusal.
     """
-    dropout, chooses = options.get("dropout"), [n for n in CHOOSING if options.get(n) is not None]
+    dropout = options.get("dropout")
+    chooses = [n for n in CHOOSING if options.get(n) is not None]
     has_both = options.get("s_aux") is not None and options.get("softcap") is not None
     is_causal = getattr(module, "is_causal", True) and options.get("is_causal") is not False
     for is_present, what in (

@@ -190,7 +190,8 @@ def _span_of(
 
 def visible(queries: Tensor, keys: Tensor, span: Span) -> Tensor:
     """Return [Q, K] bool: which keys, by their place in the sequence, each query sees."""
-    queries, keys = queries[:, None], keys[None]
+    queries = queries[:, None]
+    keys = keys[None]
     seen = keys <= queries
     if span.window is not None:
         seen = seen & (keys > queries - span.window)

@@ -127,7 +127,8 @@ def _alike(lengths: Tensor, key_lengths: Tensor) -> list[Tensor]:
     is_own = (lengths == key_lengths)[order]
     groups = [*order[~is_own][:, None]]
     order = order[is_own]
-    begin, ordered = 0, lengths[order].tolist()
+    begin = 0
+    ordered = lengths[order].tolist()
     while begin < len(ordered):
         shortest = 1 if ordered[begin] <= SHORT // 2 else 0.75 * ordered[begin]
         end = begin
@@ -143,7 +144,9 @@ def _pack(
 ) -> tuple[list[int], Packing]:
     """Return where each group's padded rows start, and the packing without its groups."""
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-    starts, row, empty = [], 0, torch.empty(0, dtype=torch.int64)
+    starts = []
+    row = 0
+    empty = torch.empty(0, dtype=torch.int64)
     pads = [empty]
     rows_of = torch.empty(int(cu_seqlens[-1]) if groups else 0, dtype=torch.int64)
     for members in groups:

@@ -155,7 +155,8 @@ def separate(hf_model: nn.Module) -> Separation:
         hf_model.get_submodule(name).span = span  # type: ignore[assignment]
     for name, temperature in found.temperatures.items():
         attention: Any = hf_model.get_submodule(name)
-        attention.attn_temperature_tuning, attention.temperature = False, temperature
+        attention.attn_temperature_tuning = False
+        attention.temperature = temperature
     for name in [part for own in found.mixers.values() for part in own]:
         mixer = hf_model.get_submodule(name)
         attention = found.own_attention.get(name)
@@ -430,7 +431,8 @@ def _by_rows(
         return pad(value[0], packing) if is_of_tokens else value
 
     biases = {name: kwargs.pop(name) for name in (attention.biases if attention else ())}
-    whole, others = padded_rows(hidden_states), tree_map(padded_rows, kwargs)
+    whole = padded_rows(hidden_states)
+    others = tree_map(padded_rows, kwargs)
     padded = whole.shape[0]
     outputs = []
     for start, count, rows in _alike_rows(packing, one_by_one=bool(biases)):

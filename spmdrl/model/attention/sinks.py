@@ -59,7 +59,8 @@ def with_sink_scores(scores: Tensor, sinks: Tensor, *, kv_heads: int) -> Tensor:
         sinks: [Hq].
     Returns: [B * Hkv, n, K] float32.
     """
-    batch, rows = scores.shape[0] // kv_heads, scores.shape[1] * kv_heads // len(sinks)
+    batch = scores.shape[0] // kv_heads
+    rows = scores.shape[1] * kv_heads // len(sinks)
     column = sinks.view(1, kv_heads, -1).repeat_interleave(rows, dim=2).expand(batch, -1, -1)
     column = column.reshape(*scores.shape[:2], 1).to(scores.dtype)
     return torch.cat([scores, column], dim=-1).softmax(dim=-1, dtype=torch.float32)[..., :-1]

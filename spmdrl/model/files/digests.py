@@ -26,7 +26,8 @@ def shared_digests(
         field: of the config that names the folder, for messages.
     Raises: Refusal on all of them for a file that one cannot read.
     """
-    own, group = {}, world.trainer_control
+    own = {}
+    group = world.trainer_control
     with agree(group=group, waiting=world.watch.wait("read digests", -1)):
         for name in sorted(names)[world.rank :: len(world.trainer_ranks)]:
             with refusing(f"{field}: cannot read {folder / name}", OSError):

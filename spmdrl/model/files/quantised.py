@@ -120,7 +120,8 @@ class Scaled:
 
     def _blocks(self, files: Files) -> tuple[int, ...] | None:
         """Return the elements of each dim with one scale; None where all have the same."""
-        whole, scales = files.raw_shape(self.weight), files.raw_shape(self.scales)
+        whole = files.raw_shape(self.weight)
+        scales = files.raw_shape(self.scales)
         if all(size == 1 for size in scales):
             return None
         if self.block is not None and len(whole) >= 2:
@@ -161,8 +162,10 @@ class Packed:
         """Return a box of the plain tensor, float32."""
         *outer, at, row = start
         *sizes, width, rows = shape
-        first, last = at // _PER_BLOCK, -(-(at + width) // _PER_BLOCK)
-        begin, count = [*outer, row, first], [*sizes, rows, last - first]
+        first = at // _PER_BLOCK
+        last = -(-(at + width) // _PER_BLOCK)
+        begin = [*outer, row, first]
+        count = [*sizes, rows, last - first]
         packed = files.raw(self.blocks, [*begin, 0], [*count, _PER_BLOCK // 2])
         exponents = files.raw(self.scales, begin, count).to(torch.int32) - 127
         signed = torch.tensor([*_E2M1, *(-value for value in _E2M1)])

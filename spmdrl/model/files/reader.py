@@ -107,7 +107,8 @@ def _located(whole: nn.Module, text: nn.Module) -> TextPart:
     return TextPart(names, start, _is_tied(whole), own_heads, type(text).__name__)
 
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 
 
 def has_weights(folder: Path) -> bool:

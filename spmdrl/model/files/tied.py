@@ -55,7 +55,8 @@ def copies_in(reader: CheckpointReader, tied: Mapping[str, str]) -> dict[str, st
     Args:
         tied: as `tied_names` returns.
     """
-    names, found = reader.names(), {}
+    names = reader.names()
+    found = {}
     for copy, name in tied.items():
         copy = reader.tied_heads.get(copy, copy)
         if (copy in names or copy in reader.tied_heads.values()) and name in names:

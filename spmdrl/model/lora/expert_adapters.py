@@ -103,6 +103,7 @@ def _linear(experts: Any, key: str, x: Tensor, *, ids: Tensor, offsets: Tensor) 
         return out
     b = getattr(experts, f"{key}_lora_B")
     filling = -a.shape[1] % _ALIGN
-    a, b = F.pad(a, (0, 0, 0, filling)), F.pad(b, (0, filling))
+    a = F.pad(a, (0, 0, 0, filling))
+    b = F.pad(b, (0, filling))
     low = grouped_linear(grouped_linear(x, a, offsets), b, offsets)
     return out + low * experts.adapters.form.scale

@@ -34,8 +34,10 @@ from spmdrl.run_folder import write_file
 if TYPE_CHECKING:
     from spmdrl.world.world import World
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX, _WRAPPED = "base_model.model.", ".base_layer"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_WRAPPED = ".base_layer"
 LAYER_A = re.compile(r"\.lora_A\.weight$|_lora_A$")
 """The end of the name of an A matrix, of a linear layer, an embedding or experts."""
 _OF_EMBEDDING = {"lora_B.weight": "lora_embedding_A", "lora_A.weight": "lora_embedding_B"}
@@ -304,7 +306,9 @@ class AdapterRecord:
     def __init__(self, form: LoraForm, folder: Path, world: World):
         names = CheckpointReader(folder).files()
         digests = shared_digests(folder, names, world, field="model.path")
-        self._folder, self._form, self._base = folder, form, base_digest(digests)
+        self._folder = folder
+        self._form = form
+        self._base = base_digest(digests)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return {alpha: [] float64, use_rslora: [] int64, base: [] int64}."""

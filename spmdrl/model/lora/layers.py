@@ -47,7 +47,8 @@ class Adapters:
     """
 
     def __init__(self, hf_model: nn.Module, form: LoraForm):
-        self.form, self.is_on = form, True
+        self.form = form
+        self.is_on = True
         self.targets = targeted(hf_model, form.targets)
         for module, key in self.targets.values():
             if key == "weight":
@@ -166,7 +167,8 @@ def plus_adapter(module: nn.Linear, out: Tensor, *, x: Tensor) -> Tensor:
     adapters = getattr(module, "adapters", None)
     if adapters is None or not adapters.is_on:
         return out
-    a, b = to_local(module.lora_A.weight), to_local(module.lora_B.weight)
+    a = to_local(module.lora_A.weight)
+    b = to_local(module.lora_B.weight)
     return out + F.linear(F.linear(x, a), b) * adapters.form.scale
 
 
@@ -176,10 +178,12 @@ def _adapted(module: nn.Linear, forward: Any, x: Tensor) -> Tensor:
 
 def _adapted_rows(module: nn.Embedding, forward: Any, ids: Tensor) -> Tensor:
     """Add the rows of B A to those of the weight, [.., H] from ids [..]; of own rows under tp."""
-    out, adapters = forward(ids), module.adapters
+    out = forward(ids)
+    adapters = module.adapters
     if not adapters.is_on:
         return out
-    a, b = to_local(module.lora_A.weight), to_local(module.lora_B.weight)
+    a = to_local(module.lora_A.weight)
+    b = to_local(module.lora_B.weight)
     rows = F.embedding(ids, b, padding_idx=module.padding_idx)
     return out + F.linear(rows, a.t()) * adapters.form.scale
 

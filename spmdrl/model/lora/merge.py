@@ -26,7 +26,8 @@ def low_rank_product(b: Tensor, a: Tensor, *, scale: float) -> Tensor:
     Args:
         b: [.., out, r] float32. a: [.., r, in] float32; one of each expert where there are some.
     """
-    scaled, total = b * scale, b.new_zeros(*b.shape[:-1], a.shape[-1])
+    scaled = b * scale
+    total = b.new_zeros(*b.shape[:-1], a.shape[-1])
     for column, row in zip(scaled.unbind(-1), a.unbind(-2)):
         total += column[..., None] * row[..., None, :]
     return total
@@ -75,7 +76,8 @@ def _needed_rows(a: Tensor, weight: Tensor) -> Tensor:
 
 def _delta(name: str, a: _Parts, b: _Parts, box: Box, *, scale: float) -> Tensor:
     rank = a[0][0].shape[-2]
-    experts, sizes = box.start[:-2], box.shape[:-2]  # () of a linear layer
+    experts = box.start[:-2]  # empty for a linear layer
+    sizes = box.shape[:-2]
     rows = Box((*experts, box.start[-2], 0), (*sizes, box.shape[-2], rank))
     columns = Box((*experts, 0, box.start[-1]), (*sizes, rank, box.shape[-1]))
     own = "the adapter, not sharded like its layer, of " + name

@@ -131,7 +131,8 @@ def _matches(
     """Return {target: names of what it matches}; a module of experts by all its parameters."""
     is_match: Callable[[str, str], object] = _is_end
     if isinstance(targets, str):
-        targets, is_match = (targets,), re.fullmatch
+        targets = (targets,)
+        is_match = re.fullmatch
     return {
         target: {
             name

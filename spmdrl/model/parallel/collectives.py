@@ -18,7 +18,8 @@ Exchange = Callable[[Tensor, Any], Tensor]
 class _WithGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: Any, forward: Exchange, backward: Exchange) -> Tensor:
-        ctx.group, ctx.exchange = group, backward
+        ctx.group = group
+        ctx.exchange = backward
         return forward(x, group)
 
     @staticmethod

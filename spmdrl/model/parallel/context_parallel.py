@@ -106,7 +106,8 @@ def _ulysses(
 ) -> Tensor:
     """Attend over whole sequences with a part of the heads. Hq divides by the ranks; key and value
     heads are repeated to a number that does. Source: arXiv 2309.14509, section 3."""
-    group, size = packing.group, dist.get_world_size(packing.group)
+    group = packing.group
+    size = dist.get_world_size(packing.group)
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
     q, k, v = (
@@ -126,9 +127,11 @@ def _gathered(
 
     Source: arXiv 2407.21783, section 3.3.2.
     """
-    kv_heads, size = key.shape[1], dist.get_world_size(packing.group)
+    kv_heads = key.shape[1]
+    size = dist.get_world_size(packing.group)
     sinks = attend.sinks
-    shared, step = query.shape[1] // kv_heads, -(-kv_heads // size)
+    shared = query.shape[1] // kv_heads
+    step = -(-kv_heads // size)
     outputs = [
         checkpoint(
             _gathered_heads,

@@ -108,7 +108,8 @@ def _forward(
     Returns: [T, H].
     """
     num_tokens, num_chosen = top_k_index.shape
-    ranks, local = dist.get_world_size(group), experts.num_experts // dist.get_world_size(group)
+    ranks = dist.get_world_size(group)
+    local = experts.num_experts // dist.get_world_size(group)
     chosen = top_k_index.reshape(-1)  # [T * K]
     order = torch.sort(chosen, stable=True).indices
     sent = counts(chosen, experts.num_experts).long().view(ranks, local)

@@ -48,8 +48,11 @@ def lay_out(
         whole, see tensor_parallel.apply_tp.
     Raises: Refusal for what the model cannot do.
     """
-    kernels, spared, mesh = cfg.model.kernels, cfg.model.memory, world.mesh
-    whole, tp_group = {}, None
+    kernels = cfg.model.kernels
+    spared = cfg.model.memory
+    mesh = world.mesh
+    whole = {}
+    tp_group = None
     if experts_modules(hf_model) and _is_blackwell(world.device):
         zero_idle_experts()
     if kernels.liger and world.device.type == "cuda" and sees(hf_model):
@@ -95,7 +98,8 @@ def _is_blackwell(device: torch.device) -> bool:
 
 def _wrapped_blocks(hf_model: nn.Module, cfg: Config) -> list[nn.Module]:
     """Return the blocks, first to last, with what spares their activations around them."""
-    names, spared = list(blocks(hf_model)), cfg.model.memory
+    names = list(blocks(hf_model))
+    spared = cfg.model.memory
     recompute.checkpoint(hf_model, spared.activation_checkpointing)
     if cfg.model.kernels.compile:
         for name in names:
@@ -123,7 +127,8 @@ def give_storage(scorer: nn.Module, offload: str, *, device: torch.device) -> No
 
 def slicing_of(world: World, *, is_padded: bool, chunk: int | None) -> Slicing:
     """Return which part of every packed row this rank computes; see Slicing."""
-    mesh, tp = world.mesh["cp"], world.mesh["tp"]
+    mesh = world.mesh["cp"]
+    tp = world.mesh["tp"]
     return Slicing(
         group=mesh.get_group() if mesh.size() > 1 else None,
         rank=mesh.get_local_rank(),

@@ -50,7 +50,8 @@ class Tile:
         """Return [n, m] bool, what a query sees; None where it sees all."""
         if not self.is_causal:
             return None
-        ends, count = self.cu_seqlens[0], self.queries.stop - self.queries.start
+        ends = self.cu_seqlens[0]
+        count = self.queries.stop - self.queries.start
         sequences = torch.arange(len(ends) - 1, device=ends.device)
         of_token = sequences.repeat_interleave(ends.diff(), output_size=count)
         return (of_token[:, None] == of_token).tril()
@@ -104,7 +105,8 @@ def _tile(
     if own == keys:
         inside = [end - own[0] for end in ends[first:] if end < own[1]] + [chunk]
         sizes = [b - a for a, b in zip([0, *inside], inside)]
-        begin, num_queries = keys[0], chunk
+        begin = keys[0]
+        num_queries = chunk
     else:
         begin = max(keys[0], ends[first - 1] if first else 0)
         if begin >= keys[1] or keys[0] > own[0]:
@@ -219,7 +221,8 @@ def flash_backward(
     return of_q, of_k, of_v[..., : v.shape[-1]]
 
 
-DENSE, FLASH = (dense_forward, dense_backward), (flash_forward, flash_backward)
+DENSE = (dense_forward, dense_backward)
+FLASH = (flash_forward, flash_backward)
 
 
 # --------------------------------------------------------------------------- the ring
@@ -229,7 +232,8 @@ class _Arriving:
     """A tensor that goes to the next rank, and the previous rank's, which comes."""
 
     def __init__(self, leaving: Tensor, group: dist.ProcessGroup):
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        size = dist.get_world_size(group)
         self._leaving = leaving.contiguous()  # kept until it has left
         self._tensor = torch.empty_like(self._leaving)
         self._works = dist.batch_isend_irecv(
@@ -278,15 +282,20 @@ class Ring(torch.autograd.Function):
             here = next_ones.wait() if next_ones else here
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.rounds, ctx.group, ctx.kernel, ctx.scale = rounds, group, kernel, scale
+        ctx.rounds = rounds
+        ctx.group = group
+        ctx.kernel = kernel
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k, v and sinks."""
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        grad, of_q = grad.contiguous(), torch.zeros_like(q, dtype=torch.float32)
-        here, following = torch.cat([k, v], dim=-1), None
+        grad = grad.contiguous()
+        of_q = torch.zeros_like(q, dtype=torch.float32)
+        here = torch.cat([k, v], dim=-1)
+        following = None
         for turn, tiles in enumerate(ctx.rounds):
             next_ones = _Arriving(here, ctx.group) if turn + 1 < len(ctx.rounds) else None
             keys, values = here.split([k.shape[-1], v.shape[-1]], dim=-1)

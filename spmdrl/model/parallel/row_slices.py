@@ -140,16 +140,19 @@ def make_slice(
         rules: from the positions of scored tokens to how they were drawn.
         shown: by the tokens, on the CPU; None: nothing, on no rank.
     """
-    missing, device = -len(tokens) % slicing.unit, slicing.device
+    missing = -len(tokens) % slicing.unit
+    device = slicing.device
     if missing:
         lengths = [*lengths, missing]
-    position_ids, spans = torch.cat([torch.arange(length) for length in lengths]), None
+    position_ids = torch.cat([torch.arange(length) for length in lengths])
+    spans = None
     row = F.pad(tokens, (0, missing))
     rows = torch.arange(len(row))
     if shown is not None:
         assert slicing.sight is not None, "only to a model that sees anything is shown"
         sight = slicing.sight.row(row, lengths, shown)
-        position_ids, spans = sight.position_ids, sight.spans
+        position_ids = sight.position_ids
+        spans = sight.spans
     whole = make_packing(
         lengths, device, padded=slicing.is_padded, chunk=slicing.chunk, spans=spans
     )
@@ -182,7 +185,9 @@ def make_slice(
 
 
 def _sliced(whole: Packing, lengths: Sequence[int], slicing: Slicing) -> SlicedPacking:
-    row, rank, size = sum(lengths), slicing.rank, slicing.size
+    row = sum(lengths)
+    rank = slicing.rank
+    size = slicing.size
     first, second = chunk_spans(row, rank=rank, size=size)
     return SlicedPacking(
         slicing.group,
@@ -207,7 +212,10 @@ def chunk_spans(length: int, *, rank: int, size: int) -> tuple[tuple[int, int], 
 
 def _chunk(span: tuple[int, int], lengths: Sequence[int], slicing: Slicing) -> Chunk:
     begin, end = span
-    queries, keys, first_key, at = [], [], begin, 0
+    queries = []
+    keys = []
+    first_key = begin
+    at = 0
     for length in lengths:
         inside = min(end, at + length) - max(begin, at)
         if inside > 0:

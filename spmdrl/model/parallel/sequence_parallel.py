@@ -59,7 +59,8 @@ def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
     Args:
         styles: what `tp_plan.tp_styles` returned.
     """
-    inside, apart = blocks(hf_model), mixtures(hf_model)
+    inside = blocks(hf_model)
+    apart = mixtures(hf_model)
     for place, block in inside.items():
         for name, child in block.named_children():
             where = f"{place}.{name}"
@@ -111,7 +112,8 @@ def shard_tokens(
     """
     partial = {f"{name}.bias" for name, style in styles.items() if style.startswith("rowwise")}
     embedding, (_, base) = hf_model.get_input_embeddings(), base_of(hf_model)
-    whole, apart = {id(p) for p in embedding.parameters()}, mixtures(hf_model).values()
+    whole = {id(p) for p in embedding.parameters()}
+    apart = mixtures(hf_model).values()
     for block in blocks(hf_model).values():
         for part in _PARTS:
             module = getattr(block, part, None)

@@ -98,7 +98,8 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
         if dim is not None:  # a parameter that has a style itself: sinks, one per head
             place, _, key = name.rpartition(".")
             _shard(hf_model.get_submodule(place), key, dim=dim, mesh=mesh)
-    head, embedding = hf_model.get_output_embeddings(), hf_model.get_input_embeddings()
+    head = hf_model.get_output_embeddings()
+    embedding = hf_model.get_input_embeddings()
     is_tied = getattr(hf_model.config, "tie_word_embeddings", False)
     is_tied = is_tied or (head is not None and head.weight is embedding.weight)
     if head is not None and not is_tied:
@@ -183,7 +184,8 @@ def _vocab_parallel(
 ) -> Tensor:
     """Look up this rank's rows and add the ranks up; what the model does besides the lookup
     (Gemma scales it) is linear, so it commutes with the sum."""
-    whole, padding = module.weight, module.padding_idx
+    whole = module.weight
+    padding = module.padding_idx
     local = whole.to_local()
     first = dist.get_rank(group) * local.shape[0]
     is_own = (ids >= first) & (ids < first + local.shape[0])
@@ -217,7 +219,8 @@ def sum_replicated_gradients(
         return
     flat = torch.cat([g.reshape(-1) for g, _ in chosen])
     dist.all_reduce(flat, group=group)
-    size, at = dist.get_world_size(group), 0
+    size = dist.get_world_size(group)
+    at = 0
     for gradient, kind in chosen:
         total = flat[at : at + gradient.numel()].view_as(gradient)
         gradient.copy_(total if kind == "partial" else total / size)

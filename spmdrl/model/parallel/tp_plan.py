@@ -44,7 +44,8 @@ def tp_styles(hf_model: nn.Module) -> dict[str, str]:
     own = tp_plan(hf_model) or _plan_of_language(hf_model)
     added = {**_norms_plan(hf_model, own), **_sinks_plan(hf_model)}
     plan = {**added, **own, **_latent_plan(hf_model)}
-    head, inside = hf_model.get_output_embeddings(), tuple(f"{n}." for n in mixtures(hf_model))
+    head = hf_model.get_output_embeddings()
+    inside = tuple(f"{n}." for n in mixtures(hf_model))
     places = [n for n, m in hf_model.named_modules() if m is not head]
     places += [n for n, _ in hf_model.named_parameters()]
     return {

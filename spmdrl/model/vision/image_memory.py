@@ -27,7 +27,8 @@ class TowerShape:
         intermediate one.
         """
         tower = config.vision_config
-        hidden, inner = tower.hidden_size, tower.intermediate_size
+        hidden = tower.hidden_size
+        inner = tower.intermediate_size
         side = _first(tower.patch_size)
         return cls(
             patches=_patches(config, side),

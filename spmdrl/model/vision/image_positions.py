@@ -29,7 +29,8 @@ class PictureSight:
     def __init__(self, hf_model: nn.Module, *, device: torch.device | str):
         self._config: Any = hf_model.config
         self._whole: Any = hf_model.get_submodule(base_of(hf_model)[0].rpartition(".")[0])
-        self._both_ways, self._device = attends_both_ways(hf_model), device
+        self._both_ways = attends_both_ways(hf_model)
+        self._device = device
 
     def row(self, tokens: Tensor, lengths: Sequence[int], shown: Shown) -> RowSight:
         """Return what a packed row shows, see Sight."""

@@ -51,8 +51,10 @@ def shown_in(hf_model: nn.Module, ids: Sequence[int], *, seed: int) -> Given:
     if not sees(hf_model):
         return Given(ids)
     generator = torch.Generator().manual_seed(seed)
-    picture, config = _noise(hf_model, generator, key=f"noise {seed}"), hf_model.config
-    count, mark = picture.num_tokens, config.image_token_id  # type: ignore[union-attr]
+    picture = _noise(hf_model, generator, key=f"noise {seed}")
+    config = hf_model.config
+    count = picture.num_tokens  # type: ignore[union-attr]
+    mark = config.image_token_id
     if count + 2 > len(ids):
         return Given(ids, Shown.none(len(ids)))
     tokens = torch.tensor([ids[0], *[mark] * count, *ids[1 + count :]])

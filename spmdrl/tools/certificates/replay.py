@@ -61,7 +61,8 @@ def plan_ways(
     """
     recorded = find_recorded(run.run)
     starts = weights_of(run.run, cfg)
-    ways, reasons = [], []
+    ways = []
+    reasons = []
     for step in sorted(asked or run.steps):
         way = _way(step, run, starts, recorded=recorded)
         if isinstance(way, Reached):
@@ -106,7 +107,8 @@ def _gaps(steps: Sequence[int], *, begin: int, end: int) -> str:
 
 def _check(run: Certified, cfg: Config, way: Reached, *, recorded: Recorded) -> None:
     """Refuse what is not of this run as its config.yaml has it."""
-    made, now = run.made_at(way.step), {"config": config_of(cfg)}
+    made = run.made_at(way.step)
+    now = {"config": config_of(cfg)}
     for one in made_differences(made, {**made, **now}):
         if shapes(one, schedule=cfg.optimizer.schedule) or rounds(one):
             raise Refusal(
@@ -123,7 +125,8 @@ def replay_config(cfg: Config) -> Config:
 
     Raises: Refusal where other than these were started.
     """
-    count, launch = len(trainer_ranks(cfg)), read_launch()
+    count = len(trainer_ranks(cfg))
+    launch = read_launch()
     if launch.world_size != count:
         raise Refusal(
             f"the run trained on {count} ranks, and {launch.world_size} are started here; sums "

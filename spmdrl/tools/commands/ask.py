@@ -66,7 +66,8 @@ def ask(
     """
     _check(folder, task=task, prompt=prompt, image=image, num_problems=num_problems)
     _check_sampling(max_response_tokens, temperature, seed)
-    options, problems = _options(task_option), None
+    options = _options(task_option)
+    problems = None
     if prompt or data:
         rows = _prompted(prompt, image)
         rows += read_rows(data, size=num_problems) if data else []

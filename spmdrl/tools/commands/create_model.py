@@ -177,7 +177,8 @@ def _seeing_model(family: str, folder: Path | str, **sizes: Any) -> Path:
 
 def _mixture(architecture: Architecture, *, experts: int, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the further fields of a mixture of experts; none of a dense architecture."""
-    width, head = sizes["intermediate_size"], sizes["head_dim"]
+    width = sizes["intermediate_size"]
+    head = sizes["head_dim"]
     own = dict(num_experts_per_tok=2)
     if architecture in ("qwen3_moe", "qwen3_vl_moe"):
         return own | dict(num_experts=experts, moe_intermediate_size=width, norm_topk_prob=True)

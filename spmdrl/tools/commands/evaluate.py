@@ -89,7 +89,8 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
             "run's folder, or a checkpoint"
         )
     chosen, rest = tyro.cli(EvaluateFlags, args=argv[1:], add_help=False, return_unknown_args=True)
-    model, has_config = argv[0], any(word.split("=")[0] == "--config" for word in rest)
+    model = argv[0]
+    has_config = any(word.split("=")[0] == "--config" for word in rest)
     is_checkpoint = _is_checkpoint(model)
     file = "" if has_config or not is_checkpoint else str(_config_of(Path(model)))
     asked = read(
@@ -192,10 +193,12 @@ def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
     """Return a config that takes from a training one what generating and rewarding need."""
     longest = cfg.longest_sequence
     uncut = replace(cfg.layout, trainer_ranks=1, dp_replicate=1, cp=1, ep=1, tp=1)
-    functions, models = cfg.rewards.functions, reward_models(cfg.rewards.functions)
+    functions = cfg.rewards.functions
+    models = reward_models(cfg.rewards.functions)
     kept = [i for i in range(len(functions)) if i not in models]  # models score on trainers
     # What is of the training rows alone would be refused without them.
-    held_out, options = cfg.data.sources("eval"), cfg.data.task_options
+    held_out = cfg.data.sources("eval")
+    options = cfg.data.task_options
     are_taken = any(one.is_generated and one.task_options == options for one in held_out)
     options = options if are_taken else {}
     columns = {} if all(one.is_generated for one in held_out) else cfg.data.columns

@@ -70,7 +70,8 @@ def export(
     made = out.with_name(out.name + ".partial")
     with Ranks.joined(is_shared=is_shared) as ranks:
         folder, content = ranks.first(lambda: _begin(checkpoint, out, which=which, made=made))
-        base, trusts = model or content.model, trust_remote_code
+        base = model or content.model
+        trusts = trust_remote_code
         ranks.first(lambda: _check_code(content, base, trusts=trust_remote_code))
         if adapter:
             saved = SavedWeights(folder)

@@ -176,7 +176,8 @@ def _check_flags(own: PlanFlags, cfg: config.Config) -> None:
                 f"{_text(flag)} {value:g}: expected a number above 0, or 0 for the table's"
             )
     for flag, field in _MEANS.items():
-        mean, most = getattr(own, flag), operator.attrgetter(field)(cfg)
+        mean = getattr(own, flag)
+        most = operator.attrgetter(field)(cfg)
         if not 0 <= mean <= most:
             raise Refusal(
                 f"{_text(flag)} {mean:g}: expected a mean length of at most {field} {most}, "
@@ -220,7 +221,8 @@ def answer(own: PlanFlags, run: Run, rates: Rates) -> tuple[Run, Rates, Plan, li
 
     Raises: Refusal when there is no layout of so many ranks.
     """
-    axes, top = axes_of(run.cfg), 0 if own.brief else own.top
+    axes = axes_of(run.cfg)
+    top = 0 if own.brief else own.top
     best: list[Plan] = []
     plan: Plan | None = None
     if top or own.gpus:

@@ -36,7 +36,8 @@ class MergedWeights:
     def __init__(
         self, saved: SavedWeights, base: Path, parts: Mapping[str, Part], *, part: str = "all"
     ):
-        self._saved, self._parts = saved, parts
+        self._saved = saved
+        self._parts = parts
         self._reader = CheckpointReader(base, part=part)
         found = base_digest({name: file_digest(base / name) for name in self._reader.files()})
         if found != int(saved.record("base")):
@@ -70,7 +71,8 @@ class MergedWeights:
         return whole
 
     def _scale(self, *, rank: int) -> float:
-        alpha, is_root = float(self._saved.record("alpha")), bool(self._saved.record("use_rslora"))
+        alpha = float(self._saved.record("alpha"))
+        is_root = bool(self._saved.record("use_rslora"))
         return alpha / (math.sqrt(rank) if is_root else rank)
 
 

@@ -129,7 +129,8 @@ def write_folder(
     """
 
     def describe() -> torch.dtype:
-        trusts, own = model.trust_remote_code, ("config.json", "generation_config.json")
+        trusts = model.trust_remote_code
+        own = ("config.json", "generation_config.json")
         _copy_small_files(model.path, out, flag="--model", trusts=trusts)
         _copy_small_files(model.tokenizer, out, flag="--tokenizer", trusts=trusts, skip=own)
         return _set_dtype(out / "config.json", dtype)
@@ -208,10 +209,8 @@ def _json_of(path: Path) -> dict[str, Any]:
 def _from_hub(name: str, *, flag: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    what, hint = (
-        "is neither a folder here nor a hub name in reach",
-        f"; say by {flag} where it is now",
-    )
+    what = "is neither a folder here nor a hub name in reach"
+    hint = f"; say by {flag} where it is now"
     with refusing(f"{name} {what}", OSError, ValueError, hint=hint):
         find_on_hub(name, field=flag)
         return Path(snapshot_download(name, allow_patterns=[*_SMALL_FILES, "*.py"]))

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from spmdrl.checkpoint import manifest as disk
 
-_MODEL, _LORA = "model.", "lora."  # parts of a checkpoint, before the tensors' own names
+# Parts of a checkpoint: prefixes of the tensors' own names.
+_MODEL = "model."
+_LORA = "lora."
 
 
 class SavedWeights:

@@ -82,7 +82,9 @@ def saved_bytes(shape: ModelShape, work: RowPart, *, num_scored: int) -> SavedBy
     Args:
         num_scored: of its tokens, those with a logprob.
     """
-    kernels, tokens, tp = work.kernels, work.tokens, work.cut.tp
+    kernels = work.kernels
+    tokens = work.tokens
+    tp = work.cut.tp
     c = kernels.compute_bytes
     each = [(_block_bytes(block, shape, work), count) for block, count in shape.kinds]
     tables = 2 * shape.rotary * tokens * shape.rotary_dims * c
@@ -106,7 +108,8 @@ def saved_bytes(shape: ModelShape, work: RowPart, *, num_scored: int) -> SavedBy
 
 def _product_width(block: Block, *, hidden: int, tp: int) -> int:
     """Return the elements per token of a block's products and of its attention's output."""
-    own, experts = block.attention, block.experts
+    own = block.attention
+    experts = block.experts
     width = (own.heads + own.kv_heads) * (own.qk_dim + own.v_dim) // tp
     width += sum(own.latent) if own.latent else 0
     width += 2 * hidden + 2 * block.intermediate // tp
@@ -125,8 +128,12 @@ def _norm_bytes(width: int, kernels: Kernels, *, is_gemma: bool) -> int:
 
 @lru_cache(maxsize=4096)
 def _block_bytes(block: Block, shape: ModelShape, work: RowPart) -> int:
-    kernels, tokens, tp = work.kernels, work.tokens, work.cut.tp
-    c, hidden, is_gemma = kernels.compute_bytes, shape.hidden, shape.has_gemma_norms
+    kernels = work.kernels
+    tokens = work.tokens
+    tp = work.cut.tp
+    c = kernels.compute_bytes
+    hidden = shape.hidden
+    is_gemma = shape.has_gemma_norms
     # Norms and experts are of own tokens under tp; what enters attention and MLP is gathered.
     total = block.norms * tokens * _norm_bytes(hidden, kernels, is_gemma=is_gemma) // tp
     total += tokens * hidden * c  # the input of attention, and that of the MLP
@@ -137,13 +144,16 @@ def _block_bytes(block: Block, shape: ModelShape, work: RowPart) -> int:
 
 def mlp_bytes(block: Block, work: RowPart, *, hidden: int) -> int:
     """Return what is kept of a block's MLP, or of its experts, besides their input."""
-    kernels, tokens, cut = work.kernels, work.tokens, work.cut
+    kernels = work.kernels
+    tokens = work.tokens
+    cut = work.cut
     c = kernels.compute_bytes
     # Gate, its activation (liger computes it again), up, their product.
     per_width = (3 if kernels.has_liger else 4) * c
     total = tokens * block.intermediate * per_width // cut.tp
     if block.experts is not None:
-        experts, rows = block.experts, tokens * block.experts.top_k // cut.tp
+        experts = block.experts
+        rows = tokens * block.experts.top_k // cut.tp
         total += tokens * 4 * experts.count // cut.tp  # the router's probabilities
         # A row for each expert that a token goes to: input, gate and up, activation, product,
         # output; its weight and where it belongs. With ep the output once more, back at home.
@@ -153,7 +163,9 @@ def mlp_bytes(block: Block, work: RowPart, *, hidden: int) -> int:
 
 
 def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
-    kernels, tokens, cut = work.kernels, work.tokens, work.cut
+    kernels = work.kernels
+    tokens = work.tokens
+    cut = work.cut
     c = kernels.compute_bytes
     heads, kv_heads = work.heads(own)
     total = 0
@@ -168,7 +180,8 @@ def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
     if kernels.is_padded or cut.method:  # the output, out of the padded rows or swapped back
         total += tokens * heads * own.v_dim * c
     if cut.method:  # ulysses: some heads of the whole row; keys and values may be repeated
-        tokens, heads = tokens * cut.cp, heads // cut.cp
+        tokens = tokens * cut.cp
+        heads = heads // cut.cp
         kv_heads = math.lcm(kv_heads, cut.cp) // cut.cp
     if kernels.is_padded:
         each = (_group_bytes(own, g, c=c, heads=heads, kv_heads=kv_heads) for g in work.groups)
@@ -187,7 +200,9 @@ def exchange_bytes(own: Attention, work: RowPart) -> int:
     and output of the heads that read them are computed again. ring: two slices of keys and values,
     and of their gradients; the gradients of queries and output.
     """
-    c, tokens, cut = work.kernels.compute_bytes, work.tokens, work.cut
+    c = work.kernels.compute_bytes
+    tokens = work.tokens
+    cut = work.cut
     heads, kv_heads = work.heads(own)
     if cut.method == "ulysses":
         return 2 * tokens * c * heads * own.v_dim
@@ -216,7 +231,8 @@ def unkept_bytes(own: Attention, work: RowPart) -> int:
 
 
 def _group_bytes(own: Attention, group: PaddedGroup, *, c: int, heads: int, kv_heads: int) -> int:
-    rows, length = group.count * group.length, group.length
+    rows = group.count * group.length
+    length = group.length
     has_window = own.window is not None and own.window < length
     operands = rows * c * (heads * own.qk_dim + kv_heads * (own.qk_dim + own.v_dim))
     if own.has_softcap or length <= SHORT:

@@ -22,7 +22,8 @@ def engine_weight_bytes(run: Run, axes: Axes) -> int:
     vocabulary to a multiple of 64.
     """
     shape = run.shape
-    tp, pads = axes.inference_tp, run.engine.kind == "vllm"
+    tp = axes.inference_tp
+    pads = run.engine.kind == "vllm"
     rows = engine_rows(shape.vocab) if pads else shape.vocab
     numel = 0
     for weight in shape.root:

@@ -118,13 +118,15 @@ def bucket_count(run: Run, axes: Axes, *, nbytes: float) -> int:
     """Return the number of buckets in which an engine rank takes `nbytes`."""
     if run.cfg.stream.bucket_bytes:
         return max(1, math.ceil(nbytes / run.cfg.stream.bucket_bytes))
-    own, is_gathered = _messages(axes), axes.replicas > 1
+    own = _messages(axes)
+    is_gathered = axes.replicas > 1
     return best_count(nbytes, _link(run, axes), messages=own, is_gathered=is_gathered)
 
 
 def rounds_s(run: Run, axes: Axes, *, nbytes: float) -> float:
     """Return the seconds of a push besides those in which bytes travel."""
-    own, is_gathered = _messages(axes), axes.replicas > 1
+    own = _messages(axes)
+    is_gathered = axes.replicas > 1
     count = bucket_count(run, axes, nbytes=nbytes)
     return overhead_s(nbytes, count, _link(run, axes), messages=own, is_gathered=is_gathered)
 

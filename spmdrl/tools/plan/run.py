@@ -121,7 +121,8 @@ _PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_lo
 
 
 def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
-    kernels, memory = cfg.model.kernels, cfg.model.memory
+    kernels = cfg.model.kernels
+    memory = cfg.model.memory
     c = _item_bytes(cfg.model.compute_dtype)
     is_padded = kernels.attention == "padded" or not (on_gpu and c == 2)
     mode = memory.activation_checkpointing

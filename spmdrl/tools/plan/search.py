@@ -56,7 +56,8 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, tokens: int = 0) -> Plan:
             as fit and an update can fill.
     """
     alone = replace(axes, inference_tp=1)  # what trainers hold does not depend on it
-    engine, room = None, int(USABLE_FRAC * rates.memory_bytes)
+    engine = None
+    room = int(USABLE_FRAC * rates.memory_bytes)
     trainer_room = room
     if axes.engines:
         engine = engine_memory(run, axes, memory_bytes=rates.memory_bytes)
@@ -244,7 +245,8 @@ def best_plans(run: Run, *, gpus: int, rates: Rates) -> tuple[list[Plan], Plan |
     shared = [
         replace(run, engine=replace(run.engine, gpu_memory_frac=frac)) for frac in sorted(fracs)
     ]
-    found, nearest = [], None
+    found = []
+    nearest = None
     for axes in layouts(run, gpus=gpus, gpus_per_node=rates.gpus_per_node):
         for own in shared if axes.roles.shares_devices else [run]:
             plan = make_plan(own, axes, rates=rates)

@@ -88,7 +88,8 @@ def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, 
         * _OPTIMIZER_BYTES
         / (rates.gpu.memory_bytes_per_s * rates.memory_frac)
     )
-    work, behind = compute + sum(open_.values()), sum(hidden.values())
+    work = compute + sum(open_.values())
+    behind = sum(hidden.values())
     parts = {"matmuls": compute} | open_ | ({"FSDP": behind} if behind > work else {})
     return max(work, behind) + steps, max(parts, key=lambda name: parts[name])
 
@@ -98,7 +99,8 @@ def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float,
     shape = run.shape
     if not axes.engines or not slots:
         return 0.0, "nothing"
-    tp, each = axes.inference_tp, run.sequences / axes.replicas
+    tp = axes.inference_tp
+    each = run.sequences / axes.replicas
     width = max(1.0, min(slots, each))
     steps = max(1.0, each * run.response_tokens / width) + (
         run.cfg.sampling.max_response_tokens - run.response_tokens

@@ -141,7 +141,8 @@ def _best_lines(best: Sequence[Plan]) -> Iterator[str]:
         "  gen s  upd s push s step s  limited by"
     )
     for plan in best:
-        axes, own = plan.axes, plan.seconds
+        axes = plan.axes
+        own = plan.seconds
         engine = (
             f"{axes.inference_tp:>9} {plan.engine_frac:>5.2f}"
             if axes.engines
@@ -168,7 +169,8 @@ def rates_dict(rates: Rates) -> dict[str, Any]:
 
 def as_dict(plan: Plan, *, rates: Rates) -> dict[str, Any]:
     """Return a plan as plain values: bytes, seconds, tokens."""
-    own, axes = plan.seconds, plan.axes
+    own = plan.seconds
+    axes = plan.axes
     return {
         "layout": vars(axes) | {"dp_shard": axes.dp_shard, "engines": axes.engines},
         "problems": list(plan.problems),

@@ -57,9 +57,13 @@ def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
 
 def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     """Yield what sharding and replicating weights sends in `count` micro-batches."""
-    shape, n, memory = run.shape, axes.fsdp, run.cfg.model.memory
-    updates, epochs = run.cfg.batch.optimizer_steps, run.cfg.batch.epochs
-    blocks, state = len(shape.blocks), shards_numel(shape, axes)
+    shape = run.shape
+    n = axes.fsdp
+    memory = run.cfg.model.memory
+    updates = run.cfg.batch.optimizer_steps
+    epochs = run.cfg.batch.epochs
+    blocks = len(shape.blocks)
+    state = shards_numel(shape, axes)
     trained = lora_numel(run, axes) if run.lora_numel else state
     apart = expert_shards_numel(shape, axes)  # gathered among the ranks that ep leaves
     sent = (n - 1) * (state - apart) + (axes.replica // axes.ep - 1) * apart
@@ -67,22 +71,26 @@ def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     # Forward, backward unless what was gathered is still there; forward alone.
     gathers = count * (epochs * (1 if memory.reshard == "never" else 2) + run.forwards)
     reduces = updates if memory.reduce == "last" else count * epochs
-    c, span = run.kernels.compute_bytes, axes.span("fsdp")
+    c = run.kernels.compute_bytes
+    span = axes.span("fsdp")
     yield Flow("FSDP gathers", gathers * c * sent, gathers * blocks, span, hides=True)
     yield Flow("FSDP reduces", reduces * 4 * reduced, reduces * blocks, span, hides=True)
-    copies, span = axes.dp_replicate, axes.span("dp_replicate")
+    copies = axes.dp_replicate
+    span = axes.span("dp_replicate")
     summed = updates * (2 * (copies - 1) / copies) * 4 * trained
     yield Flow("dp_replicate reduces", summed, updates * blocks, span, hides=True)
 
 
 def _activation_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     """Yield what sharing out the work on rows sends in `count` micro-batches."""
-    shape, c = run.shape, run.kernels.compute_bytes
+    shape = run.shape
+    c = run.kernels.compute_bytes
     own = run.tokens / axes.dp_size / axes.cp  # tokens of this rank in a step
     # Forward, again where it is computed again, backward.
     passes = run.forwards + run.cfg.batch.epochs * (3 if run.kernels.recomputes else 2)
     calls = 2 * len(shape.blocks) * passes * count
-    times, share = _tp_passes(shape) * passes, 2 * (axes.tp - 1) / axes.tp
+    times = _tp_passes(shape) * passes
+    share = 2 * (axes.tp - 1) / axes.tp
     sent = times * share * own * shape.hidden * c
     yield Flow("tp all-reduces", sent, times * count, axes.span("tp"))
     sent = passes * own * c * _context_width(run, axes)

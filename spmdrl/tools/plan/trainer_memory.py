@@ -76,7 +76,8 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     causes |= moments[moment]
     if axes.roles.has_engines:
         # Trainers pack into two buckets; what travels from live memory needs none.
-        sent, whole = state * run.engine_bytes, run.shape.numel * run.engine_bytes
+        sent = state * run.engine_bytes
+        whole = run.shape.numel * run.engine_bytes
         causes["stream buckets"] = 2 * sent // bucket_count(run, axes, nbytes=whole)
     if run.on_gpu:
         causes["CUDA context"] = CUDA_CONTEXT
@@ -93,7 +94,8 @@ def _shown_bytes(run: Run, axes: Axes, *, tokens: int) -> int:
     Args:
         tokens: of a row, on all ranks of cp together.
     """
-    tower, kernels = run.shape.tower, run.kernels
+    tower = run.shape.tower
+    kernels = run.kernels
     if tower is None:
         return 0
     given = tokens * run.prompt_tokens / (run.prompt_tokens + run.response_tokens)
@@ -162,7 +164,8 @@ def _head_rows(shape: ModelShape, axes: Axes) -> int:
 
 def _at_head(run: Run, axes: Axes, *, saved: SavedBytes) -> dict[str, int]:
     shape = run.shape
-    c, rows = run.kernels.compute_bytes, _head_rows(shape, axes)
+    c = run.kernels.compute_bytes
+    rows = _head_rows(shape, axes)
     # Logits, their exponentials and the gradient in float32, and once more to multiply.
     logits = run.chunk_tokens * rows * (12 + (c if c < 4 else 0))
     # The weight's gradient in float32; in bfloat16 also a chunk's share, or the sum.
@@ -178,14 +181,17 @@ def _at_head(run: Run, axes: Axes, *, saved: SavedBytes) -> dict[str, int]:
 
 def _in_attention(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> dict[str, int]:
     """Return what is there when ulysses has attended; what the MLP keeps is yet to come."""
-    shape, kernels, c = run.shape, run.kernels, run.kernels.compute_bytes
+    shape = run.shape
+    kernels = run.kernels
+    c = run.kernels.compute_bytes
     if kernels.recomputes or kernels.is_selective:  # once more, in the block's backward pass
         at_once = _at_last_block(run, axes, saved, work)
         stream = work.tokens * (4 + c) * shape.hidden
     else:  # gathered: this block, and once more as it came, in one piece
         is_kept = run.cfg.model.memory.reshard == "never"
         shared = 0 if is_kept else max(_shared(b, axes) for b, _ in shape.kinds)
-        at_once, stream = {"gathered by FSDP": _kept(run, axes) + 2 * c * shared}, 0
+        at_once = {"gathered by FSDP": _kept(run, axes) + 2 * c * shared}
+        stream = 0
     unkept = max(
         unkept_bytes(b.attention, work) - mlp_bytes(b, work, hidden=shape.hidden)
         for b, _ in shape.kinds
@@ -195,7 +201,8 @@ def _in_attention(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> dic
 
 def _at_last_block(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> dict[str, int]:
     shape = run.shape
-    c, numel = run.kernels.compute_bytes, _largest(shape, axes)
+    c = run.kernels.compute_bytes
+    numel = _largest(shape, axes)
     # Gathered: this block and the next, on its way in one piece. Of the block before, gradients
     # and their float32 copy are still being reduced; the head's gradient waits for the end.
     gathered = _kept(run, axes)
@@ -217,7 +224,9 @@ def _working(shape: ModelShape, work: RowPart) -> int:
     """Return what a block's backward pass makes before it drops as much: gradients of the MLP's
     product and of its factors, and of the residual stream; or, when what the MLP kept is gone,
     what attention exchanges over cp."""
-    c, tokens, tp = work.kernels.compute_bytes, work.tokens, work.cut.tp
+    c = work.kernels.compute_bytes
+    tokens = work.tokens
+    tp = work.cut.tp
     widths = [
         b.intermediate // tp + (b.experts.top_k * b.experts.intermediate // tp if b.experts else 0)
         for b, _ in shape.kinds
@@ -232,7 +241,8 @@ def _working(shape: ModelShape, work: RowPart) -> int:
 
 def _at_end(run: Run, axes: Axes) -> dict[str, int]:
     shape = run.shape
-    c, numel = run.kernels.compute_bytes, gathered_numel(shape.root, axes)
+    c = run.kernels.compute_bytes
+    numel = gathered_numel(shape.root, axes)
     reduced = 0 if run.lora_numel else numel * (c + 4)
     return {"gathered by FSDP": _kept(run, axes), "gradients on their way": reduced}
 
@@ -245,7 +255,8 @@ def most_tokens(run: Run, axes: Axes, *, room: int) -> int:
     def fits(tokens: int) -> bool:
         return trainer_memory(run, axes, tokens=tokens).total <= room
 
-    step, least = 256, max(least_tokens(run.cfg), axes.cp)
+    step = 256
+    least = max(least_tokens(run.cfg), axes.cp)
     if not fits(least):
         return 0
     low = high = -(-least // step)  # in steps
@@ -253,7 +264,8 @@ def most_tokens(run: Run, axes: Axes, *, room: int) -> int:
         return least
     while high < 2**14 and fits(2 * high * step):
         high *= 2
-    low, high = high, 2 * high
+    low = high
+    high = 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * step) else (low, middle)

@@ -73,7 +73,8 @@ def batch_of(world: Any, hf_model: nn.Module) -> tuple[Batch, Tensor]:
 def scalars_of(lengths: Sequence[int]) -> Scalars:
     """Return the scalars of sequences of so many tokens, of which the first third is a prompt:
     groups of two, one that is not valid, one that is truncated."""
-    ids, own = torch.arange(len(lengths)), torch.tensor(lengths)
+    ids = torch.arange(len(lengths))
+    own = torch.tensor(lengths)
     return Scalars(
         lengths=own,
         response_lengths=own - (own + 2) // 3,
@@ -104,7 +105,8 @@ def _microbatch(ids: list[int], rows: list[Given]) -> Microbatch:
 
 
 def _sequence(index: int, vocabulary: int) -> list[int]:
-    count, generator = (_TRAINED[index],), _generator(index)
+    count = (_TRAINED[index],)
+    generator = _generator(index)
     return torch.randint(_FIRST, vocabulary, count, generator=generator).tolist()
 
 
@@ -139,7 +141,8 @@ def alone(cfg: Config, export_to: str, reference: str) -> Measured:
     """
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
-    rows, plain = _rows(trainer), _plain(cfg.model.path)
+    rows = _rows(trainer)
+    plain = _plain(cfg.model.path)
     packed = trainer.weights.score(rows)
     expected = [_plain_logprobs(plain, row).detach() for row in rows]
     found = {
@@ -147,7 +150,8 @@ def alone(cfg: Config, export_to: str, reference: str) -> Measured:
         "single": gap(_singly(trainer, rows), expected),
         "gradients": _gradient_gap(trainer, plain, rows),
     }
-    before, saver = _whole(trainer), Checkpointer(cfg, world)
+    before = _whole(trainer)
+    saver = Checkpointer(cfg, world)
     for step in range(UPDATES):
         _update(trainer, step)
         saver.maybe_save(step + 1, trainer, NoSource())
@@ -174,9 +178,11 @@ def adapters(cfg: Config, export_to: str) -> Measured:
     """Train adapters, and compare what they compute with their merged export."""
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
-    rows, plain = _rows(trainer), _plain(cfg.model.path)
+    rows = _rows(trainer)
+    plain = _plain(cfg.model.path)
     expected = [_plain_logprobs(plain, row).detach() for row in rows]
-    first, saver = trainer.weights.score(rows), Checkpointer(cfg, world)
+    first = trainer.weights.score(rows)
+    saver = Checkpointer(cfg, world)
     for step in range(UPDATES):
         _update(trainer, step)
         saver.maybe_save(step + 1, trainer, NoSource())
@@ -276,7 +282,8 @@ def _plain_logprobs(model: nn.Module, row: Sequence[int]) -> Tensor:
 def _gradient_gap(trainer: Any, plain: nn.Module, rows: list[Given]) -> Measured:
     """Return how far the gradients of a sum of logprobs differ, relative to the largest of each
     tensor, and whose do most."""
-    model, lengths = trainer.policy.model, [len(row) for row in rows]
+    model = trainer.policy.model
+    lengths = [len(row) for row in rows]
     given = joined(rows)
     mask = torch.cat([torch.arange(n) > 0 for n in lengths])
     signs = torch.cos(torch.arange(int(mask.sum())).double())
@@ -290,7 +297,8 @@ def _gradient_gap(trainer: Any, plain: nn.Module, rows: list[Given]) -> Measured
     worst: tuple[float, str] = (0.0, "")
     for name, shard in model.named_shards().items():
         if name in theirs:
-            own, grad = _full(shard.grad), theirs[name]
+            own = _full(shard.grad)
+            grad = theirs[name]
             scale = max(float(grad.abs().max()), 1e-3 * largest)
             worst = max(worst, (float((own - grad).abs().max()) / scale, name))
     for shard in model.named_shards().values():
@@ -327,7 +335,8 @@ def _export_gap(trainer: Any, cfg: Config, export_to: str) -> tuple[float, float
     write_folder(
         checkpoint, out, model=cfg.model, dtype="float32", max_file_bytes=2**30, ranks=Ranks()
     )
-    rows, plain = _rows(trainer), _plain(export_to)
+    rows = _rows(trainer)
+    plain = _plain(export_to)
     with torch.no_grad():
         expected = [_plain_logprobs(plain, row) for row in rows]
     # One at a time: what packing does wrong is another line's.

@@ -63,9 +63,12 @@ class Proof:
         layout: LayoutSettings | None = None,
         timeout_s: float = 180.0,
     ):
-        self.folder, self._layout, self._timeout_s = folder, layout, timeout_s
+        self.folder = folder
+        self._layout = layout
+        self._timeout_s = timeout_s
         self._hf_config = hf_config
-        self._model, self._export = folder / "model", folder / "export"
+        self._model = folder / "model"
+        self._export = folder / "export"
         self._reference = str(folder / "reference.pt")
         self.class_name = ""
         """Of the model that transformers makes, once it is made."""
@@ -118,7 +121,8 @@ class Proof:
 
     def _alone(self) -> Iterator[Line]:
         """Yield what one rank shows: the same run gives three lines."""
-        began, cfg = time.monotonic(), self._config("alone")
+        began = time.monotonic()
+        cfg = self._config("alone")
         found, error = self._run(jobs.alone, cfg, str(self._export), self._reference)
         seconds = time.monotonic() - began
         for name, judge in (("packed = single = plain", _packed), ("gradients", _gradients)):
@@ -170,7 +174,8 @@ class Proof:
     def _run(
         self, job: Callable[..., jobs.Measured], cfg: Config, *args: str
     ) -> tuple[jobs.Measured | None, BaseException | None]:
-        ranks, log = cfg.layout.world_size, Path(f"{cfg.output_dir}.log")
+        ranks = cfg.layout.world_size
+        log = Path(f"{cfg.output_dir}.log")
         found, error = attempt(
             lambda: on_ranks(ranks, job, cfg, *args, log=log, timeout_s=self._timeout_s)[0],
             RankError,
@@ -288,7 +293,8 @@ def _engine(found: jobs.Measured) -> tuple[bool, str]:
     if rounding := found.get(
         "rounding"
     ):  # of a small random model, whose routers change their minds
-        limit, note = 2 * rounding, f"{note}; plain transformers in bfloat16 {rounding:.1e}"
+        limit = 2 * rounding
+        note = f"{note}; plain transformers in bfloat16 {rounding:.1e}"
     return max(gaps) <= limit and moved > MOVED, note
 
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 _FAINTEST_NATS = -5.0
 """A token this unlikely, or less, has the strongest colour."""
-UP, DOWN, UNLIKELY = "0, 150, 60", "210, 40, 40", "220, 120, 0"
+UP = "0, 150, 60"
+DOWN = "210, 40, 40"
+UNLIKELY = "220, 120, 0"
 """Green, red and orange."""
 Paint = Callable[[int], tuple[str, float, str]]
 """Of the token at a position: its colour, how strong from 0 to 1, and a number to say, if any."""

@@ -190,7 +190,8 @@ def read_groups(
     # It may be missing.
     path = recorded.folder.resolve().parent / "config.yaml"
     cfg, error = attempt(lambda: load_yaml(path))
-    known, is_yours = None, cfg is not None and is_own(path)[0]
+    known = None
+    is_yours = cfg is not None and is_own(path)[0]
     if cfg:
         trusts = trust_run or is_yours
         known, error = attempt(lambda: advantages(recorded, step, cfg, trusts=trusts))

@@ -42,7 +42,8 @@ _GRANITE = dict(
     tie_word_embeddings=True,
 )
 _LFM2 = "conv conv full conv conv full conv conv full conv full conv full conv full conv"
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": dict(

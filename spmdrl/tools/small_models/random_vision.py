@@ -92,7 +92,8 @@ def make_seeing_model(
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
-    made, folder = MADE[family], Path(folder)
+    made = MADE[family]
+    folder = Path(folder)
     words = character_tokenizer(
         chat_template=True, special=made.special, say=_SAY.replace("IMAGE", made.text)
     )

@@ -196,7 +196,8 @@ def _heads(common: Mapping[str, Any], *, kv_heads: int) -> dict[str, Any]:
     Args:
         common: the real fields, by the names that most classes have.
     """
-    heads, hidden = common.get("num_attention_heads"), common["hidden_size"]
+    heads = common.get("num_attention_heads")
+    hidden = common["hidden_size"]
     if not heads:
         return {"hidden_size": 2 * HEAD_DIM}
     kv_name = next((n for n in ("num_key_value_heads", "num_kv_heads") if common.get(n)), "")

@@ -13,7 +13,8 @@ from spmdrl.tools.small_models.shrink import shrunk, tiny_model
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LAYERS, _WIDTH = 4, 32  # of the tower
+_LAYERS = 4  # of the tower
+_WIDTH = 32  # of the tower
 _PLACES = {"fullatt_block_indexes": [1, 3], "deepstack_visual_indexes": [0, 2]}
 """Two blocks of each kind: of windows, or over all of a picture; shown to deeper layers, or not."""
 _TOKEN = re.compile(r"_token_(id|index)$")
@@ -49,7 +50,8 @@ def _like(real: dict[str, Any], *, small: dict[str, Any], text: dict[str, Any]) 
         small: fields as random_vision.py has them.
         text: fields of the text model, shrunk.
     """
-    made, rope = small["text_config"], text["rope_parameters"]
+    made = small["text_config"]
+    rope = text["rope_parameters"]
     words = {n: v for n, v in text.items() if n != "vocab_size" and not _TOKEN.search(n)}
     for name in ("rope_parameters", "rope_scaling"):
         if name in made:

@@ -76,7 +76,9 @@ class _Observer:
     """
 
     def __init__(self, model: ShardedModel, loss_fn: Method):
-        self.world, self._model, self._loss = model.world, model, loss_fn
+        self.world = model.world
+        self._model = model
+        self._loss = loss_fn
         self.rows: list[_Row] = []
 
     def forward(self, row: ScoredRow) -> tuple[Tensor, Tensor]:
@@ -107,7 +109,8 @@ class _Observer:
         if terms.shape != apart.shape or not terms.requires_grad:
             return  # the loss refuses another shape; what depends on nothing pushes nothing
         row = self.rows[-1]
-        row.apart, row.terms = apart, terms
+        row.apart = apart
+        row.terms = terms
         total = terms[row.microbatch.loss_mask].sum()
         (row.slopes,) = torch.autograd.grad(total, apart, retain_graph=True, allow_unused=True)
         apart.retain_grad()  # from here on: else the pass above would be in their gradients
@@ -134,9 +137,13 @@ def probe(trainer: Trainer, batch: Batch, alternative: Alternative, *, step: int
         step: of the run.
     Raises: Refusal for a result of a function that does not fit the batch.
     """
-    cfg, world, model = alternative.cfg, trainer.world, trainer.policy.model
-    methods, kind = named_methods(cfg), loss_class(cfg)
-    observer, coefficients = _Observer(model, methods["loss_fn"]), _coefficients(trainer, cfg)
+    cfg = alternative.cfg
+    world = trainer.world
+    model = trainer.policy.model
+    methods = named_methods(cfg)
+    kind = loss_class(cfg)
+    observer = _Observer(model, methods["loss_fn"])
+    coefficients = _coefficients(trainer, cfg)
     coefficients.begin(step)
     batch = replace(_with_columns(batch, kind.columns_of(cfg, **methods)), kl_coef=coefficients.kl)
     advantages = advantages_of(batch, methods["advantage_fn"], cfg=cfg, world=world, step=step)
@@ -165,7 +172,9 @@ def _with_columns(batch: Batch, names: set[str]) -> Batch:
 def _coefficients(trainer: Trainer, cfg: Config) -> Coefficients:
     """Return the weights of KL and entropy bonus: where they move, and an alternative leaves that
     as it is, those to which the run had moved them."""
-    found, chosen, own = Coefficients(cfg), cfg.algorithm, trainer.cfg.algorithm
+    found = Coefficients(cfg)
+    chosen = cfg.algorithm
+    own = trainer.cfg.algorithm
     state = trainer.coefficients.state_dict()
     if (chosen.kl_coef, chosen.kl_control) != (own.kl_coef, own.kl_control):
         state.pop("kl", None)
@@ -216,9 +225,12 @@ def _marks(row: _Row, *, scale: float) -> Tensor:
     nothing from the loss function, is left out by what multiplies the terms; and what its advantage
     is multiplied by, engine and trainer compared, clipped, corrected."""
     one = row.microbatch
-    weights, advantages = one.weights.double(), one.columns["advantages"].double()
-    in_loss, zeros = one.loss_mask & (weights > 0), torch.zeros_like(weights)
-    through, factors = zeros, zeros
+    weights = one.weights.double()
+    advantages = one.columns["advantages"].double()
+    in_loss = one.loss_mask & (weights > 0)
+    zeros = torch.zeros_like(weights)
+    through = zeros
+    factors = zeros
     if row.apart is not None and row.apart.grad is not None:
         through = row.apart.grad.double().abs() / scale
     if row.terms is not None and row.terms.grad is not None:

@@ -111,7 +111,9 @@ def alone(cfg: Config, *, output_dir: str, alternatives: Sequence[Alternative]) 
 def _columns(cfg: Config, everyone: Sequence[Alternative]) -> set[str]:
     """Return the columns that all ask for. Raises: Refusal where their model, or the greedy samples
     of an advantage, are not there."""
-    own, found, drawn = needed_columns(cfg), set(), _asked(cfg)
+    own = needed_columns(cfg)
+    found = set()
+    drawn = _asked(cfg)
     for other in everyone:
         asked = needed_columns(other.cfg) - own
         if "greedy_rewards" in _asked(other.cfg) - drawn:
@@ -172,7 +174,8 @@ def _compared(run: RecordedRun, step: int, own: Probe) -> tuple[dict[str, float]
 
     Raises: Refusal where its gradient norm was another one: then it is not this step.
     """
-    row, cfg = recorded_metrics(run, step), run.cfg
+    row = recorded_metrics(run, step)
+    cfg = run.cfg
     if cfg.batch.optimizer_steps > 1:
         return {}, [
             f"the run took {cfg.batch.optimizer_steps} optimizer steps on this batch; this is the "
@@ -182,7 +185,9 @@ def _compared(run: RecordedRun, step: int, own: Probe) -> tuple[dict[str, float]
     norm = "policy/grad_norm"
     if norm not in known:
         return {}, ["metrics.jsonl has no gradient norm of this step to compare with"]
-    here, there, dtype = own.metrics[norm], known[norm], cfg.model.compute_dtype
+    here = own.metrics[norm]
+    there = known[norm]
+    dtype = cfg.model.compute_dtype
     bound = _CLOSE.get(dtype, _LOOSE)
     if not math.isclose(here, there, rel_tol=bound, abs_tol=1e-9):
         raise Refusal(

@@ -38,7 +38,8 @@ def about(found: StepFound) -> str:
     """Return where a step's numbers are from, and how its own gradient compares with the run's."""
     lines = [f"step {found.step}: {len(found.scalars)} samples, weights of {found.weights}"]
     if _NORM in found.recorded:
-        here, there = found.outcomes[0].metrics[_NORM], found.recorded[_NORM]
+        here = found.outcomes[0].metrics[_NORM]
+        there = found.recorded[_NORM]
         apart = abs(here - there) / there if there else 0.0
         lines.append(
             f"as run: gradient norm {here:.7g}, in metrics.jsonl {there:.7g} ({apart:.0e} apart)"
@@ -71,7 +72,8 @@ def disputed(found: StepFound, *, limit: int) -> list[dict[str, Any]]:
         measures.disagreement), `up` and `down` (who pushes up more, and down more) and, by name of
         the alternative, `pushes` and `shares` of its whole push; none on which all agree.
     """
-    scalars, pushes = found.scalars, torch.stack([one.pushes for one in found.outcomes])
+    scalars = found.scalars
+    pushes = torch.stack([one.pushes for one in found.outcomes])
     known = torch.nonzero(pushes.isfinite().all(0)).flatten()
     pushes = pushes[:, known]
     amounts, up, down = disagreement(pushes)

@@ -50,7 +50,8 @@ class RewardModels:
     """
 
     def __init__(self, cfg: Config, world: World):
-        self.cfg, self.world = cfg, world
+        self.cfg = cfg
+        self.world = world
         named = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
         self._models: dict[int, ShardedModel] = {}
         self._reencoders: dict[int, Reencoder] = {}  # of those with another tokenizer
@@ -116,8 +117,10 @@ class RewardModels:
     ) -> Tensor:
         """Return the value after the last token of each sequence: [s] float32; TOO_LONG where the
         model cannot read it."""
-        model, host = self._models[position], on_host(microbatch)
-        tokens, lengths = host.tokens, host.cu_seqlens.diff().tolist()
+        model = self._models[position]
+        host = on_host(microbatch)
+        tokens = host.tokens
+        lengths = host.cu_seqlens.diff().tolist()
         shown = host.shown
         is_long = [False] * len(lengths)
         if (reencoder := self._reencoders.get(position)) is not None:
@@ -146,8 +149,10 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
     Raises: Refusal naming the sample for a score that is not finite under on_failure=fail;
         RuntimeError when none is left; Refusal for samples made under other functions.
     """
-    scalars, rewards = batch.scalars, cfg.rewards
-    num_parts, num_functions = scalars.reward_parts.shape[1], len(rewards.functions)
+    scalars = batch.scalars
+    rewards = cfg.rewards
+    num_parts = scalars.reward_parts.shape[1]
+    num_functions = len(rewards.functions)
     if num_parts != num_functions:
         raise Refusal(
             f"step {step}: its samples were rewarded by {num_parts} functions before "
@@ -168,7 +173,8 @@ def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: i
             "reward models are not finite; check the models of rewards.functions"
         )
     sums: Sums = {}
-    parts, raw = scalars.reward_parts.clone(), scalars.rewards.clone()
+    parts = scalars.reward_parts.clone()
+    raw = scalars.rewards.clone()
     for position, score in scores.items():
         parts[:, position] = torch.where(score.isfinite(), score, 0.0)
         raw += weights[position] * parts[:, position]
@@ -260,7 +266,8 @@ def check_reward_model(
         head, or one that cannot read the policy's sequences: fewer tokens, shorter sequences,
         or another tokenizer (its tokenizer.json) that nothing can be put into.
     """
-    hf, policy = hf_config_of(cfg.model, path=path), hf_config_of(cfg.model)
+    hf = hf_config_of(cfg.model, path=path)
+    policy = hf_config_of(cfg.model)
     is_other = folder is not None and bool(other_tokens(cfg, folder))
     if hf.get_text_config().vocab_size < policy.get_text_config().vocab_size and not is_other:
         raise Refusal(

@@ -37,7 +37,8 @@ class Reencoder:
     """
 
     def __init__(self, cfg: Config, *, folder: Path, limit: int | None):
-        self.cfg, self.limit = cfg, limit
+        self.cfg = cfg
+        self.limit = limit
         self._ours = load_tokenizer(cfg)
         self._theirs = read_tokenizer(str(folder), trust_remote_code=cfg.model.trust_remote_code)
         self._rows = {"train": load_rows(cfg, split="train")}
@@ -54,7 +55,8 @@ class Reencoder:
             scalars: of the whole batch.
             split: which data their rows are of.
         """
-        starts, found = host.cu_seqlens.tolist(), []
+        starts = host.cu_seqlens.tolist()
+        found = []
         for row, begin, end in zip(host.sequence_ids.tolist(), starts, starts[1:]):
             if row < 0:
                 found.append([0])
@@ -62,7 +64,8 @@ class Reencoder:
             is_own = host.response_mask[begin:end].tolist()
             given = is_own.index(True) if True in is_own else len(is_own)
             response = host.tokens[begin + given : end]
-            at, is_cut = int(scalars.rows[row]), bool(scalars.is_truncated[row])
+            at = int(scalars.rows[row])
+            is_cut = bool(scalars.is_truncated[row])
             found.append(self._encoded(at, response, is_cut=is_cut, split=split))
         limit = self.limit or max(map(len, found))
         return [ids[:limit] for ids in found], [len(ids) > limit for ids in found]
@@ -83,7 +86,8 @@ class Reencoder:
                 f"{rows.where(index)}: holds more than text, and a reward model with another "
                 "tokenizer is shown text alone; take one with the policy's tokenizer"
             )
-        prompt, prefix = _conversation(self.cfg, prompt_of(row)), self.cfg.data.generation_prefix
+        prompt = _conversation(self.cfg, prompt_of(row))
+        prefix = self.cfg.data.generation_prefix
         if isinstance(prompt, str):
             ids = encode_plain(prompt + prefix + text, self._theirs)
             ends = not is_cut and self._theirs.eos_token_id is not None
@@ -92,7 +96,8 @@ class Reencoder:
         if last["role"] == "assistant":  # which the policy went on with
             answer = {**last, "content": f"{last['content']}{text}"}
         else:
-            before, answer = prompt, {"role": "assistant", "content": prefix + text}
+            before = prompt
+            answer = {"role": "assistant", "content": prefix + text}
         whole = apply_template(
             [*before, answer], self._theirs, tools=row.get("tools"), where=rows.where(index)
         )

@@ -49,7 +49,8 @@ class WithoutAdapters(Companion):
 
     def __init__(self, policy: ShardedModel):
         assert policy.adapters is not None
-        self._policy, self._adapters = policy, policy.adapters
+        self._policy = policy
+        self._adapters = policy.adapters
 
     def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
         """Score packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
@@ -81,7 +82,8 @@ class Synced(Frozen):
         self, cfg: Config, world: World, *, path: str, policy: ShardedModel, every: int, mix: float
     ):
         super().__init__(cfg, world, path=path, column="ref_logprobs", is_float32=mix < 1)
-        self._every, self._mix = every, mix
+        self._every = every
+        self._mix = mix
         own, other = (
             {name: tuple(p.shape) for name, p in model.named_shards().items()}
             for model in (self.model, policy)
@@ -103,7 +105,8 @@ class Synced(Frozen):
             return
         theirs = policy.named_shards()  # in the same sharding: each rank mixes its own parts
         for name, parameter in self.model.named_shards().items():
-            own, other = local_part(parameter), local_part(theirs[name])
+            own = local_part(parameter)
+            other = local_part(theirs[name])
             if self._mix == 1:
                 own.copy_(other)
             else:

@@ -41,7 +41,8 @@ from spmdrl.world.world import World
 log = logging.getLogger(__name__)
 
 _PACKS = 8  # rows of tokens_per_microbatch that a rank scores between two gathers
-_SAY_S, _SAVE_S = 10.0, 600.0  # between two lines of progress; between two saves on the way
+_SAY_S = 10.0  # between two lines of progress
+_SAVE_S = 600.0  # between two saves on the way
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
     keys = hashlib.sha256(repr([s.key for s in own]).encode()).hexdigest()
     with world.watch.wait("count rows", -1):
         counts = world.gather_per_dp((num_own, len(own), keys))
-    rows, lacking = sum(n for n, _, _ in counts), sum(n for _, n, _ in counts)
+    rows = sum(n for n, _, _ in counts)
+    lacking = sum(n for _, n, _ in counts)
     if world.rank == 0:
         _say_start(file, parts, problem=problem, rows=rows, lacking=lacking)
     if not lacking:
@@ -108,7 +110,8 @@ def look_up(table: Table, row: ScoredRow) -> Tensor:
     Raises: RuntimeError for a sequence that is not in the table.
     """
     tokens = row.tokens.cpu()
-    mask, found = torch.zeros(tokens.shape, dtype=torch.bool), torch.zeros(tokens.shape)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    found = torch.zeros(tokens.shape)
     mask[row.scored.cpu()] = True
     for sequence, own, values in zip(*(t.split(row.lengths) for t in (tokens, mask, found))):
         if not own.any():
@@ -156,7 +159,9 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
         cfg, load_tokenizer(cfg), max_positions=max_positions(hf_config_of(cfg.model))
     )
     assert isinstance(source, PairSource), "only losses on pairs ask for a reference"
-    known, found, seen = set(table.keys.tolist()), {}, set()
+    known = set(table.keys.tolist())
+    found = {}
+    seen = set()
     for index in source.rows_of_run()[world.dp_index(world.rank) :: world.dp_size]:
         for tokens, mask in source.unit(index).examples:
             if tokens.items:
@@ -164,7 +169,8 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
                     f"{source.rows.where(index)}: shows more than text, and what is kept of "
                     "the reference is found by its tokens alone; leave model.reference.cache out"
                 )
-            row, own = torch.tensor(tokens), torch.tensor(mask)
+            row = torch.tensor(tokens)
+            own = torch.tensor(mask)
             if own[0]:
                 raise Refusal(
                     f"{source.rows.where(index)}: the first token belongs to the "
@@ -219,7 +225,8 @@ def _compute(
     """
     with _agreed(world):
         model = ShardedModel(cfg, world, path=path, is_trained=False)
-    known, began = shared_table(file, parts, world)[0], time.monotonic()
+    known = shared_table(file, parts, world)[0]
+    began = time.monotonic()
     done = set(known.keys.tolist())
     rows = [
         row
@@ -256,15 +263,18 @@ class _Progress:
     """Says how far the computing is, and how long it will take."""
 
     def __init__(self, num_tokens: int):
-        self.done, self._total = 0, num_tokens
+        self.done = 0
+        self._total = num_tokens
         self._began = self._said = time.monotonic()
 
     def say(self) -> None:
         """Log a line, if the last one is old or all is done."""
-        now, is_done = time.monotonic(), self.done == self._total
+        now = time.monotonic()
+        is_done = self.done == self._total
         if now - self._said < _SAY_S and not is_done:
             return
-        self._said, seconds = now, now - self._began
+        self._said = now
+        seconds = now - self._began
         left = seconds * (self._total / self.done - 1)
         log.info(
             "reference logprobs: %s of %s tokens in %.0f s%s",

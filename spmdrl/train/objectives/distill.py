@@ -66,7 +66,8 @@ class DistillationLoss(ObjectiveLoss):
         targets: Tensor,
     ) -> tuple[Tensor, Stats]:
         """Return the divergence at each scored token, [n] float32 nats, and its metrics."""
-        terms, stats = [], []
+        terms = []
+        stats = []
         # One chunk without positions, if there is none: parameters must be in the graph and
         # metrics in the totals of every rank, so that collectives match.
         for part in chunks(len(hidden), options.chunk_tokens) or [slice(0, 0)]:

@@ -34,7 +34,9 @@ class ObjectiveLoss:
     """
 
     def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
-        self.cfg, self._loss, self._coefficients = cfg, loss_fn, coefficients
+        self.cfg = cfg
+        self._loss = loss_fn
+        self._coefficients = coefficients
 
     @classmethod
     def columns_of(cls, cfg: Config, *, loss_fn: Method, advantage_fn: Method) -> set[str]:

@@ -162,7 +162,8 @@ class PairLoss(ObjectiveLoss):
 
     def _known(self, microbatch: PreparedMicrobatch) -> dict[str, Tensor]:
         """Return the loss's inputs that do not come from the model in training."""
-        columns, lengths = microbatch.columns, _lengths(microbatch)
+        columns = microbatch.columns
+        lengths = _lengths(microbatch)
         rewards = columns["pair_rewards"]
         inputs = {"margins": rewards[:, 0] - rewards[:, 1]}
         inputs |= {f"{side}_lengths": n for side, n in zip(_SIDES, lengths)}

@@ -91,7 +91,8 @@ class RolloutLoss(ObjectiveLoss):
         self, model: ShardedModel, microbatch: PreparedMicrobatch, *, known: Known
     ) -> tuple[Tensor, Stats]:
         """See ObjectiveLoss."""
-        chosen, coefficients = self.cfg.algorithm, self._coefficients
+        chosen = self.cfg.algorithm
+        coefficients = self._coefficients
         logprobs, entropy = map(microbatch.row.spread, model.forward(microbatch.row))
         inputs = self._inputs(microbatch, logprobs, entropy=entropy, known=known)
         terms, stats = registry.call(self._loss, inputs, chosen.loss_options)
@@ -106,7 +107,8 @@ class RolloutLoss(ObjectiveLoss):
         if self._filter_options:
             at_start = inputs | {"entropy": microbatch.columns["old_entropy"]}
             kept, filtered = registry.call(top_entropy, at_start, self._filter_options)
-            terms, stats = terms * kept, stats | filtered
+            terms = terms * kept
+            stats = stats | filtered
         if "ref_logprobs" in inputs:
             mask = microbatch.loss_mask
             stats |= kl_stats(logprobs, inputs["ref_logprobs"], loss_mask=mask)
@@ -139,7 +141,9 @@ class RolloutLoss(ObjectiveLoss):
 
 def _sampling_stats(inputs: Mapping[str, Tensor], microbatch: PreparedMicrobatch) -> Stats:
     """Return how far the policy is from the one that sampled, and how sure it is."""
-    packed, mask, old = microbatch.packed, microbatch.loss_mask, inputs["old_logprobs"]
+    packed = microbatch.packed
+    mask = microbatch.loss_mask
+    old = inputs["old_logprobs"]
     gaps = gap_histogram(old, packed.rollout_logprobs, loss_mask=mask)
     age = torch.where(mask, inputs["version"] - packed.policy_versions, 0)
     return {

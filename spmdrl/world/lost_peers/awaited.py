@@ -26,14 +26,16 @@ class Awaited:
     def __init__(self, store: SealedStore):
         self._store = store
         self._own: SealedStore | None = None
-        self._key, self._found = "", threading.Event()
+        self._key = ""
+        self._found = threading.Event()
 
     def is_set(self, key: str) -> bool:
         """Return whether `key` is known to be set. The first call for a key begins to wait for it;
         a key must be set before the next is asked for."""
         if key != self._key:
             self._own = self._own or self._store.clone()
-            self._key, self._found = key, threading.Event()
+            self._key = key
+            self._found = threading.Event()
             work = (self._own, key, self._found)
             threading.Thread(target=_wait, args=work, daemon=True, name="spmdrl-awaited").start()
         return self._found.is_set()

@@ -12,7 +12,8 @@ from spmdrl.world.lost_peers.place import lost_store_text
 from spmdrl.world.sealed_store import SealedStore
 
 T = TypeVar("T")
-_CAUSE, _ENDED = "watch/cause", "watch/ended"
+_CAUSE = "watch/cause"
+_ENDED = "watch/ended"
 
 
 class Board:
@@ -24,7 +25,9 @@ class Board:
     """
 
     def __init__(self, store: SealedStore, rank: int, *, keeper: int | None = None):
-        self._store, self._rank, self._keeper = store, rank, keeper
+        self._store = store
+        self._rank = rank
+        self._keeper = keeper
         self._of_keeper: dict | None = None  # what it wrote last
         self.has_store = True
 

@@ -41,6 +41,7 @@ def text_of(record: bytes) -> str:
 def _line(entry: Mapping[str, Any]) -> str:
     own = (f for f in entry.get("frames", ()) if "/torch/" not in f["filename"])
     caller = next((f"{f['filename']}:{f['line']} {f['name']}" for f in own), "?")
-    group, number = entry["process_group"][0], entry["collective_seq_id"]
+    group = entry["process_group"][0]
+    number = entry["collective_seq_id"]
     what = f"{entry['profiling_name']} {entry['input_sizes']}"
     return f"group {group} number {number}  {entry['state']:<10} {what}  {caller}"

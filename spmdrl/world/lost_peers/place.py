@@ -49,7 +49,8 @@ def state_text(state: dict | None, *, own: Place, beat_s: float, now: float) -> 
         return "is missing: it never reported, or the store is gone"
     if "error" in state:
         return f"ended with {state['error']}"
-    place, silent = Place(**state["place"]), now - state["beat"]
+    place = Place(**state["place"])
+    silent = now - state["beat"]
     host = f" on {state['host']}" if "host" in state else ""
     if silent > 2.5 * beat_s:
         return (

@@ -72,21 +72,29 @@ class Watch:
         is_orphaned: Callable[[], bool] = lambda: False,
         flight_folder: Path | None = None,
     ):
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
         self.before_exit: list[Callable[[Ending], None]] = []
         """Called when the process ends before its work is done; each must be quick."""
-        self.seconds, self.totals = dict[str, float](), dict[str, float]()
+        self.seconds = dict[str, float]()
+        self.totals = dict[str, float]()
         """Per phase and wait: since `take_seconds`, and since the start."""
-        self.board, self._keeper = Board(store, rank, keeper=keeper), keeper
-        self._flight_folder, self.is_orphaned, self._is_leaving = flight_folder, is_orphaned, False
-        self._process, self._main = own_process(), threading.get_ident()
+        self.board = Board(store, rank, keeper=keeper)
+        self._keeper = keeper
+        self._flight_folder = flight_folder
+        self.is_orphaned = is_orphaned
+        self._is_leaving = False
+        self._process = own_process()
+        self._main = threading.get_ident()
         self._neighbours = Neighbours(self._process)
         self._dead: dict[int, str] = {}  # what is known of those beside this rank
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
         self.place = Place("start", -1, time.time(), False)  # whole, for the thread to read
         self.beat_s = max(_LEAST_BEAT_S, world_size / _BEATS_PER_S)
         self._spacing_s = 0.0 if world_size <= _FEW_RANKS else self.beat_s
-        self._beat_at, self.turns = 0.0, 0
+        self._beat_at = 0.0
+        self.turns = 0
         self._beats_per_look = -(-world_size // int(_LOOKS_PER_S * self.beat_s))
         self.closed = threading.Event()
         run = functools.partial(_ending_with, self.leave, self._run)
@@ -125,7 +133,8 @@ class Watch:
     def _entered(
         self, name: str, step: int, *, waits: bool, timeout_s: float | None = None
     ) -> Iterator[None]:
-        before, began = self.place, time.time()
+        before = self.place
+        began = time.time()
         self.place = Place(name, step, began, waits, timeout_s)
         if began - self._beat_at >= self._spacing_s:  # else the thread says it with its next
             self._beat()
@@ -139,7 +148,8 @@ class Watch:
 
     def take_seconds(self) -> dict[str, float]:
         """Return seconds spent per phase and wait since the last call, and start anew."""
-        seconds, self.seconds = self.seconds, {}
+        seconds = self.seconds
+        self.seconds = {}
         return seconds
 
     def report(self) -> str:
@@ -226,7 +236,8 @@ class Watch:
         beats = self.rank  # ranks look in turns
         while not self.closed.wait(self.beat_s):
             self._beat()
-            beats, self.turns = beats + 1, self.turns + 1
+            beats = beats + 1
+            self.turns = self.turns + 1
             place = self.place
             waited = time.time() - place.since if place.waits else 0.0
             states: list[dict | None] = []
@@ -288,7 +299,8 @@ class Watch:
 def _mind_store(watch: Watch) -> None:
     # A node without power closes no connection: to ask the store that it kept takes a quarter
     # of an hour, in which the other thread would look at no deadline.
-    turns, silent_s = -1, 0.0
+    turns = -1
+    silent_s = 0.0
     while not watch.closed.wait(watch.beat_s):
         if watch.is_orphaned():
             watch.leave_after_peer("its launcher is gone, which nobody would tell of its end")

@@ -24,7 +24,8 @@ _CGROUPS = (  # limit, usage, what the kernel killed: of version 2 and version 1
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.oom_control"),
 )
 _EVERY_S = 2.0
-_LOW, _FINE = 0.05, 0.10  # fractions of the host's memory: said below the one, over at the other
+_LOW = 0.05  # of the host's memory: warn when less is free
+_FINE = 0.10  # of the host's memory: the warning ends when more is free
 _NAMED = 3
 _GIB = 2**30
 
@@ -41,11 +42,14 @@ class HostMemory:
 def host_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
     """Measure the host's memory."""
     memory = psutil.virtual_memory()
-    free, total = memory.available, memory.total
+    free = memory.available
+    total = memory.total
     for limit_name, usage_name, _ in _CGROUPS:
-        limit, usage = _number(cgroups / limit_name), _number(cgroups / usage_name)
+        limit = _number(cgroups / limit_name)
+        usage = _number(cgroups / usage_name)
         if limit is not None and usage is not None and limit < total:
-            free, total = min(free, max(0, limit - usage)), limit
+            free = min(free, max(0, limit - usage))
+            total = limit
     return HostMemory(free, total)
 
 
@@ -74,7 +78,8 @@ class MemoryWatch:
 
     def __init__(self, measure: Callable[[], HostMemory] = host_memory):
         self._measure = measure
-        self._said_at, self._killed_before = _LOW, kills()
+        self._said_at = _LOW
+        self._killed_before = kills()
 
     def start(self, watch: Watch) -> None:
         """Look every two seconds, in a thread that ends with the process, and when this rank ends
@@ -122,7 +127,8 @@ def _processes() -> Iterator[tuple[int, str]]:
         info = process.info  # None for what is another user's
         if not (memory := info["memory_info"]):
             continue
-        env, command = info["environ"] or {}, " ".join(info["cmdline"] or ())
+        env = info["environ"] or {}
+        command = " ".join(info["cmdline"] or ())
         rank = env.get("RANK") or env.get("SLURM_PROCID")  # its own, or of the one that it serves
         of_rank = f" of rank {rank}" if rank else ""
         size = f"{memory.rss / _GIB:.2f} GiB"
