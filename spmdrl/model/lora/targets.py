@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import re
@@ -112,9 +111,13 @@ def _computes_as_linear(module: nn.Linear) -> bool:
     draws = torch.Generator().manual_seed(0)
     weight = torch.randn(3, 2, generator=draws, dtype=torch.float64)
     bias = None if module.bias is None else torch.randn(3, generator=draws, dtype=torch.float64)
-    small = copy.copy(module)
-    # Its dict of parameters is the layer's own until it gets another.
-    small._parameters = {"weight": weight, "bias": bias}
+    small: nn.Linear = object.__new__(type(module))
+    nn.Module.__init__(small)
+    for name, value in vars(module).items():
+        if name not in vars(small):  # the layer's own settings, not its parameters
+            setattr(small, name, value)
+    small.weight = nn.Parameter(weight)
+    small.bias = None if bias is None else nn.Parameter(bias)
     x = torch.randn(1, 4, 2, generator=draws, dtype=torch.float64)
     for scale in (1e-4, 1.0, 1e4):
         found, _ = attempt(partial(type(module).forward, small, scale * x), Exception)
