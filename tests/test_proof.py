@@ -64,7 +64,7 @@ def still(cfg) -> jobs.Measured:
     from spmdrl.sync.stream import WeightStream
 
     with (
-        mock.patch.object(WeightStream, "_push_weights", lambda self: None),
+        mock.patch.object(WeightStream, "_push_weights", lambda self: 0),
         mock.patch.object(WeightStream, "verify", lambda self, version: None),
     ):
         return jobs.engine(cfg)

@@ -232,7 +232,7 @@ def _outside_of_blocks(hf_model: nn.Module) -> Iterator[str]:
         if (
             module not in inside
             and not holds_blocks
-            and not isinstance(module, nn.Embedding)  # OPT's takes the mask to count positions
+            and not _looks_up_positions(module)
             and (_mixes(module) or _asks_interface(module))
         ):
             yield f"{base_name}.{name} ({type(module).__name__}) mixes tokens outside of its layers"
@@ -277,6 +277,13 @@ def _parts(block: nn.Module) -> tuple[list[str], list[str]]:
 
 def _is_within(name: str, others: list[str]) -> bool:
     return any(name == other or name.startswith(f"{other}.") for other in others)
+
+
+def _looks_up_positions(module: nn.Module) -> bool:
+    """Return whether a module is an embedding of positions that it is given; OPT's takes the mask
+    to count them where it is given none."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return isinstance(module, nn.Embedding) and {"attention_mask", "position_ids"} <= {*parameters}
 
 
 def _mixes(module: nn.Module) -> bool:
