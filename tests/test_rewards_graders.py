@@ -204,7 +204,7 @@ def test_long_hostile_responses_are_read_in_linear_time(read):
         if seconds(text) < 0.004:  # nothing that grows with the square is so quick
             continue
         longer = head + unit * (100_000 // len(unit))
-        ratios = (seconds(longer) / max(seconds(text), 1e-3) for _ in range(8))
+        ratios = (seconds(longer) / max(seconds(text), 1e-3) for _ in range(3))
         assert any(ratio < 30 for ratio in ratios), (head, unit)  # a busy machine is tried again
 
 
