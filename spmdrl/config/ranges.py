@@ -132,7 +132,7 @@ def _holds_secret(address: str) -> bool:
     if scheme.partition("+")[0] in ("sqlite", "file"):
         return "@" in parts.netloc
     # A user's name alone is what a database asks for; elsewhere it may be a token. An unescaped
-    # slash in a password moves the rest of it behind the host.
+    # slash in a password puts the rest of it after the host.
     user, has_user, _ = rest.rpartition("@")
     is_name = scheme not in ("http", "https") and re.fullmatch(r"[\w.-]+", user) is not None
     return bool(has_user) and not is_name

@@ -98,7 +98,7 @@ class RecordedFile:
         if header.get("format") != FORMAT:
             raise Refusal(
                 f"{self.path}: is of format {header.get('format', 'unknown')}, this program "
-                f"reads format {FORMAT}; record anew"
+                f"reads format {FORMAT}; record again"
             )
         for name, (is_right, what) in _HEADER.items():
             if not is_right(header.get(name)):

@@ -122,10 +122,10 @@ def _check_fields(cfg: Config, path: Path, *, header: dict[str, Any]) -> None:
         raise Refusal(
             f"{path} holds rollouts of other values, which its numbers contain:\n  "
             + "\n  ".join(differing)
-            + "\nSet these fields as they were, or record anew"
+            + "\nSet these fields as they were, or record again"
         )
     if cfg.model.moe.replay and "routes" not in header:
         raise Refusal(
             f"model.moe.replay: {path} was recorded without the engine's routes, by "
-            "a run that had model.moe.replay off; set it to false, or record anew"
+            "a run that had model.moe.replay off; set it to false, or record again"
         )

@@ -3,7 +3,7 @@
 Attention that asks transformers' interface gets ours, which knows where sequences begin; what each
 layer's sees besides is found by mask_spans.py. Other layers that mix tokens (state-space models,
 short convolutions, linear attention, attention by code of its own) know nothing of packing: they
-compute one sequence per row, padded behind its end, where causal layers do not look. What is
+compute one sequence per row, padded after its end, where causal layers do not look. What is
 neither is refused by name.
 
 A `packing` goes down to the layers as a keyword argument. Where a model, or one of its layers, does
