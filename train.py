@@ -61,7 +61,7 @@ def train(cfg: Config, world: World) -> int:
     state = checkpoints.restore(trainer, source)  # meets: step 0, or where a run had come to
     stream.release()  # colocated: the engines' memory is the trainers' until the next push
     trainer.size_microbatches()  # meets: by trying, if the config leaves it open
-    agreed = trainer.check_agreement()  # meets: trainers; rows are computed right, or stop
+    agreed = trainer.check_packing()  # meets: trainers; rows are computed right, or stop
     pushed = stream.push(version=state.step)  # meets: proves the path before the first step
     probed = stream.probe(source.probe_tokens())  # meets: engine and trainer agree, or stop
     sizes = derived(cfg, tokens=world.tokens_per_microbatch)

@@ -31,8 +31,8 @@ from spmdrl.data.microbatch_plan import Partition, partition
 from spmdrl.rollout.balance import deal
 from spmdrl.rollout.book import Book, Move, Practice, SharedBook
 from spmdrl.rollout.staleness import make_rules
-from spmdrl.world.lost_peers.awaited import Awaited
 from spmdrl.world.lost_peers.watch import Watch
+from spmdrl.world.lost_peers.watched_keys import WatchedKeys
 
 _BUDGET = 32768
 _QUADRATIC_TOKENS = 24576
@@ -262,7 +262,7 @@ def _listen(index: int, port: int, replicas: int, steps: int) -> list[float]:
     """Look for each step as replicas do in every step of an engine."""
     store, delays = connect(port), []
     number = len(range(index, replicas, PROCESSES))
-    listening = [Awaited(_Connected(own)) for own in connect_all(port, number)]
+    listening = [WatchedKeys(_Connected(own)) for own in connect_all(port, number)]
     store.set(f"listens/{index}", "")
     for step in range(steps):
         deaf = list(listening)

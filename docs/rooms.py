@@ -17,7 +17,7 @@ ORDER = tuple(
     for level in [
         "errors",
         "run_files",
-        "kept_sets=given",
+        "sampling_masks=model_inputs",
         "types=imports=plain=run_folder",
         "config",
         "algorithms",

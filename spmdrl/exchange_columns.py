@@ -1,4 +1,4 @@
-"""How columns that only some runs have travel with their tokens: routes, kept sets, items.
+"""How columns that only some runs have travel with their tokens: routes, sampling masks, items.
 
 A column adds numbers to what is sent of each token, or sends what it has the way of the tokens, or
 both. What all ranks need to know of it beforehand is gathered with the scalars. Letters: T tokens
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.given import Item, Shown
-from spmdrl.kept_sets import KeptSets
+from spmdrl.model_inputs import Item, Shown
+from spmdrl.sampling_masks import SamplingMasks
 from spmdrl.types import Tokens
 from spmdrl.world.world import World
 
@@ -113,34 +113,36 @@ class _RouteRows(Traveller[Tensor]):
 
 
 @dataclass(frozen=True)
-class _KeptSetBytes(Traveller[KeptSets]):
+class _SamplingMaskBytes(Traveller[SamplingMasks]):
     """Bytes, as many as each token's number says."""
 
     vocab: int
 
     @staticmethod
-    def told(own: KeptSets, lengths: Tensor) -> Any:
+    def told(own: SamplingMasks, lengths: Tensor) -> Any:
         return own.vocab
 
     @classmethod
-    def agreed(cls, told: Mapping[int, Any], rows: Sequence[Tensor]) -> _KeptSetBytes:
+    def agreed(cls, told: Mapping[int, Any], rows: Sequence[Tensor]) -> _SamplingMaskBytes:
         return cls(max(told.values()))
 
-    def none(self, count: int) -> KeptSets:
+    def none(self, count: int) -> SamplingMasks:
         sizes = torch.zeros(count, dtype=torch.int32)
-        return KeptSets(self.vocab, sizes, torch.empty(0, dtype=torch.uint8))
+        return SamplingMasks(self.vocab, sizes, torch.empty(0, dtype=torch.uint8))
 
-    def numbers(self, own: KeptSets) -> list[Tensor]:
+    def numbers(self, own: SamplingMasks) -> list[Tensor]:
         return [own.sizes]
 
-    def moved(self, own: KeptSets, numbers: Sequence[Tensor], passage: Passage) -> KeptSets:
+    def moved(
+        self, own: SamplingMasks, numbers: Sequence[Tensor], passage: Passage
+    ) -> SamplingMasks:
         arriving = numbers[0].contiguous()
         of_bytes = replace(
             passage,
             leaving=[int(part.sum()) for part in own.sizes.split([*passage.leaving])],
             arriving=[int(part.sum()) for part in arriving.cpu().split([*passage.arriving])],
         )
-        return KeptSets(self.vocab, arriving, of_bytes.moved(own.data))
+        return SamplingMasks(self.vocab, arriving, of_bytes.moved(own.data))
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class _ItemFeatures(Traveller[Shown]):
 
 
 _KINDS: dict[str, type[Traveller]] = {
-    "kept_sets": _KeptSetBytes,
+    "sampling_masks": _SamplingMaskBytes,
     "routes": _RouteRows,
     "shown": _ItemFeatures,
 }

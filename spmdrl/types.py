@@ -15,8 +15,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from spmdrl.given import Given, Shown, shown_by
-from spmdrl.kept_sets import KeptSets
+from spmdrl.model_inputs import Given, Shown, shown_by
+from spmdrl.sampling_masks import SamplingMasks
 
 Sums = dict[str, tuple[float, float]]
 """Named (numerator, denominator) pairs. Sums from any number of ranks and micro-batches add
@@ -172,7 +172,7 @@ TOKEN_COLUMNS = {
 }
 """What every token has, from the engine to the loss, with its dtype."""
 
-_OPTIONAL_COLUMNS = ("routes", "kept_sets", "shown")
+_OPTIONAL_COLUMNS = ("routes", "sampling_masks", "shown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ class Tokens:
     routes: Tensor | None = None
     """[T, L, K] int8 or int16, the K experts of each token in each of L layers with experts, as
     the engine chose them; -1 where it did not say. None without model.moe.replay."""
-    kept_sets: KeptSets | None = None
+    sampling_masks: SamplingMasks | None = None
     """The ids among which each was drawn. None without top_k, top_p and min_p."""
     shown: Shown | None = None
     """What each token shows. None where no token of anyone shows anything."""
@@ -211,7 +211,7 @@ class Tokens:
         return Tokens(
             **columns,
             routes=join_routes([p.routes for p in parts], lengths),
-            kept_sets=KeptSets.concat([p.kept_sets for p in parts], lengths),
+            sampling_masks=SamplingMasks.concat([p.sampling_masks for p in parts], lengths),
             shown=Shown.concat([p.shown for p in parts], lengths),
         )
 
@@ -225,12 +225,12 @@ class Tokens:
         return {name: getattr(self, name) for name in (*TOKEN_COLUMNS, *_OPTIONAL_COLUMNS)}
 
     def plain(self) -> dict[str, Any]:
-        """Return all fields by name, kept sets and what is shown as dictionaries; tensors are
+        """Return all fields by name, sampling masks and what is shown as dictionaries; tensors are
         shared."""
-        sets = self.kept_sets
+        sets = self.sampling_masks
         shown = self.shown
         return vars(self) | {
-            "kept_sets": None if sets is None else dict(vars(sets)),
+            "sampling_masks": None if sets is None else dict(vars(sets)),
             "shown": None if shown is None else shown.plain(),
         }
 
@@ -239,7 +239,7 @@ def unplain(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of which `Tokens.plain` made these."""
     return {
         **plain,
-        "kept_sets": KeptSets.restored(plain["kept_sets"]),
+        "sampling_masks": SamplingMasks.restored(plain["sampling_masks"]),
         "shown": Shown.restored(plain["shown"]),
     }
 
@@ -267,7 +267,7 @@ class Rollouts(Tokens):
 @dataclass(frozen=True, kw_only=True)
 class Microbatch(Tokens):
     """One forward pass of one dp rank. A micro-batch without sequences holds one dummy token
-    with an empty mask, no routes and no kept sets, so that collectives stay matched."""
+    with an empty mask, no routes and no sampling masks, so that collectives stay matched."""
 
     position_ids: Tensor  # [T] int64, restarting at 0 in every sequence
     cu_seqlens: Tensor  # [S+1] int32

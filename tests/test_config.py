@@ -407,7 +407,7 @@ def test_a_name_of_other_programs_is_told_by_ours(flag, field):
 
 
 def test_the_names_of_other_programs_lead_to_fields_and_are_none_of_ours():
-    from spmdrl.config.elsewhere import ELSEWHERE
+    from spmdrl.config.other_frameworks import ELSEWHERE
 
     own = {name.rpartition(".")[2] for name in settings()}
     for other, text in ELSEWHERE.items():

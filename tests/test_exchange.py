@@ -11,7 +11,7 @@ from ranks import run_ranks
 
 from spmdrl.config import Config, LayoutSettings, inference_ranks
 from spmdrl.exchange import exchange_rollouts
-from spmdrl.kept_sets import KeptSets
+from spmdrl.sampling_masks import SamplingMasks
 from spmdrl.types import Batch as ExchangedBatch
 from spmdrl.types import Rollouts, Scalars
 from spmdrl.world.world import World
@@ -153,7 +153,7 @@ def test_every_sequence_arrives_whole_at_one_dp_index(layout, sizes):
     for (spread, single), _ in results:  # the batch does not depend on who generated what
         for one, other in zip(sum(spread.updates, ()), sum(single.updates, ()), strict=True):
             own, others = dict(vars(one)), dict(vars(other))
-            for name in ("routes", "kept_sets", "shown"):
+            for name in ("routes", "sampling_masks", "shown"):
                 assert own.pop(name) is None and others.pop(name) is None
             assert all(torch.equal(a, b) for a, b in zip(own.values(), others.values()))
 
@@ -167,7 +167,7 @@ def routes_of(group: int, sample: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def deliver_routes(cfg: Config, dtype: torch.dtype) -> tuple[list[ExchangedBatch], int]:
-    """Exchange with routes everywhere, and where the leader with the lowest rank has none."""
+    """Exchange with routes everywhere, and where the first leader has none."""
     batches = []
     with started(cfg) as world:
         for silent in (-1, inference_ranks(cfg)[0]):
@@ -211,17 +211,17 @@ def test_routes_arrive_with_their_tokens(layout, dtype):
         assert known > 0 and (unknown > 0) == (which == 1)
 
 
-def sets_of(group: int, sample: int) -> KeptSets:
+def sets_of(group: int, sample: int) -> SamplingMasks:
     """Of sizes that differ, 0 too; each has its own token."""
     tokens = sequence(group, sample)["tokens"]
     kept = torch.rand(len(tokens), 4000, generator=torch.Generator().manual_seed(group)) < 0.002
     kept[3::5], kept[4::5] = True, kept[4::5].roll(7, 1) | (torch.arange(4000) % (sample + 2) == 0)
     kept[torch.arange(len(tokens)), tokens] = True
-    return KeptSets.of(kept)
+    return SamplingMasks.of(kept)
 
 
 def deliver_sets(cfg: Config) -> tuple[list[ExchangedBatch], int]:
-    """Exchange with kept sets everywhere, and where the leader with the lowest rank has none."""
+    """Exchange with sampling masks everywhere, and where the first leader has none."""
     batches = []
     with started(cfg) as world:
         for silent in (-1, inference_ranks(cfg)[0]):
@@ -229,8 +229,8 @@ def deliver_sets(cfg: Config) -> tuple[list[ExchangedBatch], int]:
             own = rollouts(mine)
             if mine and world.rank != silent:
                 parts = [sets_of(*key) for key in mine]
-                sets = KeptSets.concat(parts, [len(part) for part in parts])
-                own = dataclasses.replace(own, kept_sets=sets)
+                sets = SamplingMasks.concat(parts, [len(part) for part in parts])
+                own = dataclasses.replace(own, sampling_masks=sets)
             batches.append(exchange_rollouts(own, world, step=3))
         return batches, world.dp_index(world.rank) if world.is_trainer else -1
 
@@ -238,7 +238,7 @@ def deliver_sets(cfg: Config) -> tuple[list[ExchangedBatch], int]:
 @pytest.mark.parametrize(
     "layout", [lay("split", 4, trainer_ranks=2), lay("colocated", 4, cp=2, inference_tp=2)]
 )
-def test_kept_sets_arrive_with_their_tokens(layout):
+def test_sampling_masks_arrive_with_their_tokens(layout):
     results = run_ranks(layout.world_size, deliver_sets, config(layout))
     for which in range(2):
         check_delivery([(batches[which], dp) for batches, dp in results], config(layout))
@@ -247,12 +247,12 @@ def test_kept_sets_arrive_with_their_tokens(layout):
             scalars = batches[which].scalars
             for mb in sum(batches[which].updates, ()):
                 if mb.sequence_ids.tolist() == [-1]:
-                    assert mb.kept_sets is None
+                    assert mb.sampling_masks is None
                     continue
                 cu = mb.cu_seqlens.tolist()
                 for row, a, b in zip(mb.sequence_ids.tolist(), cu, cu[1:]):
                     made = sets_of(int(scalars.group_ids[row]), int(scalars.sample_ids[row]))
-                    own = mb.kept_sets[torch.arange(a, b)]
+                    own = mb.sampling_masks[torch.arange(a, b)]
                     is_unknown = not bool(own.sizes.any())
                     assert is_unknown or torch.equal(own.data, made.data)
                     assert is_unknown or torch.equal(own.sizes, made.sizes)

@@ -16,10 +16,10 @@ from spmdrl.check.sampling import ids_above
 from spmdrl.check.settings import validate
 from spmdrl.config import Penalties, dump, load_yaml
 from spmdrl.engine.protocol import Request, Truncation
-from spmdrl.kept_sets import KeptSets
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import make_row
+from spmdrl.sampling_masks import SamplingMasks
 
 H, V = 8, 40
 LENGTHS = (9, 1, 14, 6)
@@ -43,8 +43,8 @@ def row_and_kept(how: str = "all"):
     mask = drawn & (torch.rand(total, generator=generator) < 0.8)
     kept = torch.rand(total, V, generator=generator) < 0.5
     kept[torch.arange(total), tokens] = True
-    sets = KeptSets.of(kept) if how == "kept" else None
-    row = make_row(tokens, LENGTHS, mask=mask, drawn=drawn, kept_sets=sets)
+    sets = SamplingMasks.of(kept) if how == "kept" else None
+    row = make_row(tokens, LENGTHS, mask=mask, drawn=drawn, sampling_masks=sets)
     return tokens, drawn, mask, kept if how == "kept" else torch.ones_like(kept), row
 
 
@@ -231,11 +231,13 @@ def test_settings_read_back_and_what_trainers_cannot_score_is_refused(tmp_path):
 
 def test_context_parallel_ranks_have_the_rules_of_their_own_tokens():
     tokens, drawn, mask, kept, whole = row_and_kept("kept")
-    sets, count = KeptSets.of(kept), len(whole.scored)
+    sets, count = SamplingMasks.of(kept), len(whole.scored)
     every, seen = whole.own.rules, []
     for rank in range(2):
         slicing = Slicing(group=object(), rank=rank, size=2)
-        own = make_row(tokens, LENGTHS, mask=mask, slicing=slicing, drawn=drawn, kept_sets=sets).own
+        own = make_row(
+            tokens, LENGTHS, mask=mask, slicing=slicing, drawn=drawn, sampling_masks=sets
+        ).own
         at, part = own.scored, slice(0, len(own.scored))
         dropped = own.rules.kept.dropped(part, first=0, width=V)
         assert torch.equal(dropped, every.kept.dropped(slice(0, count), first=0, width=V)[at])

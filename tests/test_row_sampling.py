@@ -7,7 +7,7 @@ import json
 import pytest
 from built import changed, good, made, small_model
 from runs import metrics, run
-from test_kept_sets_train import flags_of
+from test_sampling_masks_train import flags_of
 
 from spmdrl.check.settings import validate
 from spmdrl.data.prompts import PromptSource
@@ -108,7 +108,7 @@ def test_a_run_draws_each_row_by_its_own_settings(tmp_path):
     for row in read_table(path).to_pylist():
         how = own[row["row"] % 4] or {}
         assert row["response_length"] <= how.get("max_tokens", 12)
-        cut = [size > 0 for size, s in zip(row["kept_set_bytes"], row["response_mask"]) if s]
+        cut = [size > 0 for size, s in zip(row["sampling_mask_bytes"], row["response_mask"]) if s]
         assert all(cut) if {"top_k", "top_p"} & how.keys() else not any(cut)
         if "top_p" in how:
             drawn = [p for p, s in zip(row["rollout_logprobs"], row["response_mask"]) if s]

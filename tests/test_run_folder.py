@@ -35,7 +35,7 @@ PRECIOUS = "precious"
 
 
 @pytest.fixture
-def elsewhere(tmp_path) -> Path:
+def in_other_frameworks(tmp_path) -> Path:
     """A folder of somebody's, in which nothing may change."""
     folder = tmp_path / "elsewhere"
     (folder / "inner").mkdir(parents=True)
@@ -209,7 +209,7 @@ _ALLOWED = {
     "spmdrl/tools/commands/export.py": "the empty folder that the user names",
     "spmdrl/rewards/forked.py": "a pipe",
     "spmdrl/sandbox/supervisor.py": "a pipe",
-    "spmdrl/workers/keeper.py": "a file of /proc",
+    "spmdrl/workers/subreaper.py": "a file of /proc",
 }
 
 

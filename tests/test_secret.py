@@ -31,8 +31,8 @@ from spmdrl.rollout.staleness import make_rules
 from spmdrl.world import comm, groups, secret
 from spmdrl.world.comm import agree, bytes_from, gather_objects
 from spmdrl.world.launch import SECRET, Launch
-from spmdrl.world.lost_peers.awaited import Awaited
 from spmdrl.world.lost_peers.watch import Watch
+from spmdrl.world.lost_peers.watched_keys import WatchedKeys
 from spmdrl.world.ports import listen
 from spmdrl.world.sealed_store import SealedStore
 from spmdrl.world.secret import Unauthentic
@@ -259,7 +259,7 @@ def test_strangers_end_no_run_and_announce_no_update(store, monkeypatch) -> None
     watch.tell_end("the true one")
     assert watch.board.cause() == "rank 0 ended with the true one"
     watch.close()
-    awaited = Awaited(SimpleNamespace(clone=lambda: sealed))
+    awaited = WatchedKeys(SimpleNamespace(clone=lambda: sealed))
     assert not awaited.is_set("updated/3")
     seen = threading.Event()
     sealed.set("updated/3", "1")

@@ -20,7 +20,7 @@ from spmdrl.config import Config, LayoutSettings
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.vllm_families import model_arguments
 from spmdrl.errors import Refusal
-from spmdrl.given import Given, ToldItems
+from spmdrl.model_inputs import Given, ToldItems
 from spmdrl.plain import pack, unpack
 
 SIZES = ((70, 56), (100, 40), (30, 30))

@@ -27,9 +27,9 @@ from spmdrl.config import Config, dump, inference_ranks
 from spmdrl.data.attachments import FEATURES, with_items
 from spmdrl.data.microbatch_plan import partition
 from spmdrl.exchange import exchange_rollouts
-from spmdrl.given import Item, Shown
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.shape import model_shape
+from spmdrl.model_inputs import Item, Shown
 from spmdrl.rollout.episode import Episode, Group
 from spmdrl.rollout.packing import pack_step, rollouts_from_dict, rollouts_to_dict
 from spmdrl.rollout.recorder import HEADER, SCHEMA, digest_line

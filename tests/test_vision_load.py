@@ -23,12 +23,12 @@ from spmdrl.model.blocks import base_of, blocks
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import build_meta_model, checkpoint_shapes, load_whole_model
+from spmdrl.model.multimodal import sight_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
-from spmdrl.model.senses import sight_of
 from spmdrl.model.shown_rows import features_of
-from spmdrl.model.towers import tower_blocks, tower_parameters
-from spmdrl.model.vision import eyes
+from spmdrl.model.vision import vision_tower
+from spmdrl.model.vision_families import tower_blocks, tower_parameters
 
 
 @pytest.fixture(params=FAMILIES)
@@ -122,7 +122,7 @@ def test_pixels_are_copied_for_a_forward_pass_and_go_with_its_graph(tmp_path, mo
         gc.collect()
         return [not copy.expired() for copy in copies]
 
-    monkeypatch.setattr(eyes, "features_of", watched)
+    monkeypatch.setattr(vision_tower, "features_of", watched)
     register_attention()
     hf_model = load_whole_model(
         ModelSettings(path=str(folder)),

@@ -16,11 +16,11 @@ from worlds import another_trainer, with_trainer
 from spmdrl.check.fit import fit_problems
 from spmdrl.check.rules import rule_problems
 from spmdrl.config import ModelSettings, OptimizerSettings
-from spmdrl.given import Given
 from spmdrl.model.load import load_whole_model
-from spmdrl.model.senses import noisy_sequence, plain_inputs, sight_of
+from spmdrl.model.multimodal import noisy_sequence, plain_inputs, sight_of
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.towers import tower_parameters
+from spmdrl.model.vision_families import tower_parameters
+from spmdrl.model_inputs import Given
 from spmdrl.train.adamw import AdamW
 from spmdrl.train.microbatches import prepare
 
@@ -65,7 +65,7 @@ def _values(trainer: Any) -> list[torch.Tensor]:
 
 def _measured(trainer: Any) -> dict[str, Any]:
     found: dict[str, Any] = {n: _changes(trainer, own) for n, own in SETTINGS.items()}
-    return found | {"agreement": trainer.check_agreement(), "values": _values(trainer)}
+    return found | {"agreement": trainer.check_packing(), "values": _values(trainer)}
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from spmdrl.world.lost_peers import watch as watch_module
-from spmdrl.world.lost_peers.awaited import Awaited
 from spmdrl.world.lost_peers.neighbours import Neighbours
 from spmdrl.world.lost_peers.watch import Watch
+from spmdrl.world.lost_peers.watched_keys import WatchedKeys
 
 
 class CountedStore:
@@ -211,7 +211,7 @@ def test_an_announcement_is_heard_without_asking_twice() -> None:
     store._store = host.clone()
     cloned = []
     store.clone = lambda: cloned.append(host.clone()) or cloned[-1]
-    awaited = Awaited(store)
+    awaited = WatchedKeys(store)
     for step in range(3):
         assert not any(awaited.is_set(f"updated/{step}") for _ in range(1000))
         time.sleep(0.05)

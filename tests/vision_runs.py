@@ -13,7 +13,7 @@ from torch import Tensor
 from vlm import noise, reader
 
 from spmdrl.config import Config
-from spmdrl.given import Given, Shown, joined
+from spmdrl.model_inputs import Given, Shown, joined
 from spmdrl.types import Batch, Microbatch, Scalars, Tokens
 
 IMAGES = (noise(60, 40, seed=1), noise(84, 84, seed=2), noise(30, 80, seed=3))

@@ -17,7 +17,7 @@ from ranks import forget_imports
 from torch import Tensor
 
 from spmdrl.data.vision.image_tokens import ImageReader
-from spmdrl.given import Shown, shown_by
+from spmdrl.model_inputs import Shown, shown_by
 from spmdrl.tools.small_models.random_vision import MADE, make_seeing_model
 
 FAMILIES = tuple(MADE)

@@ -30,8 +30,8 @@ from spmdrl.model.lora.targets import adapter_shapes, has_embedding, largest_ran
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.routers import WEIGHTS, check_balance, unknown_router
 from spmdrl.model.scorer import head_form
-from spmdrl.model.towers import sees, tower_parameters
 from spmdrl.model.transformers_internals import rewritten_on_loading
+from spmdrl.model.vision_families import sees, tower_parameters
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of
 from spmdrl.world.machine.gpus import check_driver

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import yaml
 
-from spmdrl.config.elsewhere import elsewhere
 from spmdrl.config.fields import Config
 from spmdrl.config.options import shown
+from spmdrl.config.other_frameworks import in_other_frameworks
 from spmdrl.config.ranges import PathForm
 from spmdrl.config.tree import (
     build,
@@ -160,7 +160,7 @@ def _is_foreign(name: str, value: Any) -> bool:
     is_ours = name in settings() or name in sections()
     if is_ours or not isinstance(value, dict) or not value:
         return False
-    return bool(elsewhere(name)) or not is_near(name)
+    return bool(in_other_frameworks(name)) or not is_near(name)
 
 
 def _foreign_problems(name: str, value: Mapping[Any, Any]) -> list[str]:
@@ -169,7 +169,7 @@ def _foreign_problems(name: str, value: Mapping[Any, Any]) -> list[str]:
     problems = []
     unknown = []
     for field, _ in _leaves_below(name, value):
-        other = elsewhere(field)
+        other = in_other_frameworks(field)
         near = same_name(field)
         if other:
             problems.append(f"{field}: unknown key; {other}")
@@ -209,7 +209,7 @@ def _checked(name: str, value: Any) -> Any:
         own = [field for field in settings() if field.rpartition(".")[0] == name]
         raise Refusal(f"expected a mapping of fields, got {shown(value)}; known: {', '.join(own)}")
     if name not in settings():
-        other = elsewhere(name)
+        other = in_other_frameworks(name)
         raise Refusal(f"unknown key{f'; {other}' if other else nearest_field(name)}")
     return convert(value, settings()[name])
 
@@ -321,7 +321,8 @@ def _no_flag(word: str) -> str:
         form = "flags are not written NAME=VALUE here but --NAME VALUE"
         if name in settings():
             return f"{word}: {form}: {start} {value}"
-        return f"{word}: {form}; {name}: {elsewhere(name) or 'unknown key' + nearest_field(name)}"
+        problem = in_other_frameworks(name) or "unknown key" + nearest_field(name)
+        return f"{word}: {form}; {name}: {problem}"
     if word.endswith((".yaml", ".yml")):
         return f"{word}: expected a flag, --config {word}"
     return f"{word}: expected a flag, --SECTION.FIELD VALUE"

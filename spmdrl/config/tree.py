@@ -11,9 +11,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal, TypeGuard, Union
 
-from spmdrl.config.elsewhere import value_elsewhere
 from spmdrl.config.fields import Config
 from spmdrl.config.options import checked_text, option_name, option_value, shown
+from spmdrl.config.other_frameworks import value_in_other_frameworks
 from spmdrl.config.ranges import AddressForm, PathForm, Range
 from spmdrl.errors import Refusal
 
@@ -187,7 +187,7 @@ def convert(value: Any, hint: Any) -> Any:
             return value
         near = difflib.get_close_matches(str(value), args, n=1)
         hint_text = f"; did you mean {near[0]}?" if near else ""
-        if other := value_elsewhere(value, choices=args):
+        if other := value_in_other_frameworks(value, choices=args):
             hint_text = f"; {other}"
         raise Refusal(f"{shown(value)} is not one of {', '.join(args)}{hint_text}")
     if origin is tuple:

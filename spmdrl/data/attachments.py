@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from spmdrl.config import Config
     from spmdrl.data.vision.image_tokens import ImageReader
     from spmdrl.data.vision.recorded import Preview
-    from spmdrl.given import Given, Shown
+    from spmdrl.model_inputs import Given, Shown
 
 SEEING = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types that see: proved against plain transformers, their images prepared one by one as
@@ -146,7 +146,7 @@ class Seen:
 
     def encoded_of(self, text: str, opened: Sequence[Any]) -> Given:
         """Return what `encoded` does, of attachments that are opened."""
-        from spmdrl.given import Given
+        from spmdrl.model_inputs import Given
 
         if (reader := _reader_of(self.tokenizer)) is None:
             return Given(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -175,7 +175,7 @@ class Seen:
         Raises: Refusal as `encoded`, and for attachments and places that differ in number.
         """
         from spmdrl.data.plain_ids import encode_plain
-        from spmdrl.given import Given
+        from spmdrl.model_inputs import Given
 
         self.check(held)
         if (reader := _reader_of(self.tokenizer)) is None:

@@ -12,7 +12,7 @@ from spmdrl.data.attachments import AttachedFiles, Seen, column_of, files_of, in
 from spmdrl.data.rows import Messages
 from spmdrl.data.templates import apply_template
 from spmdrl.errors import Refusal
-from spmdrl.given import Given
+from spmdrl.model_inputs import Given
 
 
 class Example(NamedTuple):

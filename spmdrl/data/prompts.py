@@ -19,7 +19,7 @@ from spmdrl.data.rows import prompt_of
 from spmdrl.data.sources import Chain, SourcesRows, in_file_order, load_rows
 from spmdrl.data.templates import encode_prompt
 from spmdrl.errors import Refusal
-from spmdrl.given import Given
+from spmdrl.model_inputs import Given
 from spmdrl.types import Prompt
 from spmdrl.world.launch import known_rank
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.data.attachments import AttachedFiles, Seen, files_of, inlined, split
 from spmdrl.data.rows import Messages
 from spmdrl.errors import Refusal
-from spmdrl.given import Given
 from spmdrl.imports import refusing
+from spmdrl.model_inputs import Given
 
 
 def encode_prompt(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import NO_PENALTIES, Penalties
-from spmdrl.kept_sets import KeptSets
+from spmdrl.sampling_masks import SamplingMasks
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Completion:
     first n tokens went to, prompt included. n is all but the last token, which the engine never
     read; fewer for a request that is unfinished. A token keeps the route of its first computation.
     None without model.moe.replay."""
-    kept_sets: KeptSets | None = None
+    sampling_masks: SamplingMasks | None = None
     """Of the sampled ids; None where the config's sampling leaves out none, or it is greedy."""
 
     def until(self, count: int) -> Completion:
@@ -99,7 +99,7 @@ class Completion:
             versions=self.versions[:count],
             is_truncated=False,
             routes=None if routes is None else routes[: len(routes) - over],
-            kept_sets=self.kept_sets and self.kept_sets[torch.arange(count)],
+            sampling_masks=self.sampling_masks and self.sampling_masks[torch.arange(count)],
         )
 
 

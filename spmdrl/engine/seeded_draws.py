@@ -13,7 +13,7 @@ from torch import Tensor
 from spmdrl.algorithms.splitmix import GAMMA, mixed, uniform
 from spmdrl.engine.protocol import Truncation
 from spmdrl.engine.truncation import truncate
-from spmdrl.kept_sets import KeptSets
+from spmdrl.sampling_masks import SamplingMasks
 
 _ELEMENTS_AT_ONCE = 2**24  # of logits: bounds the temporaries of a draw, 24 bytes for each
 _UNIT = 2.0**52  # a probability of 1 as a whole number
@@ -32,7 +32,7 @@ def numbers(seeds: Tensor, positions: Tensor) -> Tensor:
 
 def draw(
     logits: Tensor, *, temperatures: Tensor, at: Tensor, truncations: Sequence[Truncation] = ()
-) -> tuple[Tensor, Tensor, KeptSets | None]:
+) -> tuple[Tensor, Tensor, SamplingMasks | None]:
     """Draw a token from each row by inverting its cumulative distribution.
 
     Args:
@@ -51,20 +51,20 @@ def draw(
         for part in zip(logits.split(rows), temperatures.split(rows), at.split(rows), ours)
     ]
     tokens, logprobs, kept = zip(*parts)
-    sets = KeptSets.concat(kept, [len(part) for part in tokens])
+    sets = SamplingMasks.concat(kept, [len(part) for part in tokens])
     return torch.cat(tokens), torch.cat(logprobs), sets
 
 
 def _draw(
     logits: Tensor, temperatures: Tensor, at: Tensor, truncations: Sequence[Truncation]
-) -> tuple[Tensor, Tensor, KeptSets | None]:
+) -> tuple[Tensor, Tensor, SamplingMasks | None]:
     is_greedy = temperatures == 0
     scale = torch.where(is_greedy, 1.0, temperatures)
     logits = logits.float() / scale[:, None]
     kept = None
     if truncations:
         logits = truncate(logits, truncations)
-        kept = KeptSets.of(logits != -torch.inf)  # what is no number is found below
+        kept = SamplingMasks.of(logits != -torch.inf)  # what is no number is found below
     logprobs = torch.log_softmax(logits, dim=-1)
     # Whole numbers, whose sums do not depend on the order of summation.
     ends = (logprobs.exp().double() * _UNIT).long().cumsum(dim=-1)

@@ -23,11 +23,11 @@ from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.seeded_draws import draw, numbers
 from spmdrl.engine.stop_strings import make_stop_strings
 from spmdrl.engine.transformers_runner import ModelRunner, Sampled
-from spmdrl.engine.truncation import KeptRows
+from spmdrl.engine.truncation import SampledRows
 from spmdrl.errors import Refusal
-from spmdrl.given import Given
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.shards import Held
+from spmdrl.model_inputs import Given
 from spmdrl.world.comm import await_all
 from spmdrl.world.machine.live_bytes import device_bytes
 from spmdrl.world.world import World
@@ -82,7 +82,7 @@ class TransformersEngine:
         seed = request.seed
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
-        kept: KeptRows | None = [] if self._keeps_sets and request.is_cut else None
+        kept: SampledRows | None = [] if self._keeps_sets and request.is_cut else None
         self._stops.added(request)
         self._waiting.append(Sampled(request, seed, kept=kept))
 

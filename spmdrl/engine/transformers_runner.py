@@ -17,18 +17,18 @@ from torch import Tensor, nn
 from spmdrl.config import Config
 from spmdrl.engine.kv_cache import KVCache, Work, register_attention
 from spmdrl.engine.protocol import Completion, Request, route_dtype
-from spmdrl.engine.truncation import KeptRows, kept_of
+from spmdrl.engine.truncation import SampledRows, kept_of
 from spmdrl.errors import Refusal
-from spmdrl.given import Given, joined
 from spmdrl.model.attention.packing import Packing, make_packing, packs
 from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import base_of, experts_modules
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import load_whole_model
+from spmdrl.model.multimodal import sight_of, vision_tower_of
 from spmdrl.model.scorer import head_form
-from spmdrl.model.senses import eyes_of, sight_of
 from spmdrl.model.shown_rows import RowSight
+from spmdrl.model_inputs import Given, joined
 from spmdrl.types import flat
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class Sampled:
     """A string of `request.stop` is complete."""
     lead: int = 0
     """Rotary position of the next token, less the tokens before it: those of an item take fewer."""
-    kept: KeptRows | None = None
+    kept: SampledRows | None = None
     """Among what each token was drawn, where the trainer is to know."""
 
     @property
@@ -129,7 +129,10 @@ class ModelRunner:
         )
         self._form = head_form(self.hf_model)
         self._separation = separate(self.hf_model)
-        self._sight, self._eyes = sight_of(self.hf_model, device=device), eyes_of(self.hf_model)
+        self._sight, self._vision_tower = (
+            sight_of(self.hf_model, device=device),
+            vision_tower_of(self.hf_model),
+        )
         self._routes = _Routes(self.hf_model) if cfg.model.moe.replay else None
         self._kernel = kernel_of(
             self.hf_model, path=cfg.model.path, wanted="auto", device=device, dtype=dtype
@@ -270,10 +273,10 @@ class ModelRunner:
         _, base = base_of(self.hf_model)
         given = {"input_ids": self.tensor(tokens)[None]}
         if seen is not None:
-            assert self._eyes is not None
+            assert self._vision_tower is not None
             every = torch.arange(len(tokens))
             embeddings = base.get_input_embeddings()(given["input_ids"])
-            given = self._eyes(embeddings, seen.shown(every, every))
+            given = self._vision_tower(embeddings, seen.shown(every, every))
         states = base(
             **given,
             position_ids=positions.unsqueeze(-2),

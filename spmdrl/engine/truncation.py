@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spmdrl.engine.protocol import Truncation
 from spmdrl.imports import refusing
-from spmdrl.kept_sets import KeptSets
+from spmdrl.sampling_masks import SamplingMasks
 
 
 def truncate(logits: Tensor, truncations: Sequence[Truncation]) -> Tensor:
@@ -49,20 +49,20 @@ def truncate(logits: Tensor, truncations: Sequence[Truncation]) -> Tensor:
     return torch.empty_like(logits).scatter_(1, order, ascending)
 
 
-KeptRows = list[tuple[KeptSets, int]]
-"""The kept sets of a request's tokens so far: places in the sets of whole engine steps."""
+SampledRows = list[tuple[SamplingMasks, int]]
+"""The sampling masks of a request's tokens so far: places in the sets of whole engine steps."""
 
 
-def kept_of(rows: KeptRows, tokens: Tensor, *, key: str) -> KeptSets | None:
+def kept_of(rows: SampledRows, tokens: Tensor, *, key: str) -> SamplingMasks | None:
     """Return the sets of a request's tokens [n] int64; None for no token.
 
     Raises: RuntimeError when they are not those of its tokens.
     """
     own = [step[torch.tensor([place])] for step, place in rows]
-    return checked(KeptSets.concat(own, [1] * len(own)), tokens, key=key)
+    return checked(SamplingMasks.concat(own, [1] * len(own)), tokens, key=key)
 
 
-def checked(sets: KeptSets | None, tokens: Tensor, *, key: str) -> KeptSets | None:
+def checked(sets: SamplingMasks | None, tokens: Tensor, *, key: str) -> SamplingMasks | None:
     """Return the sets of a request's tokens [n] int64, each of which has its own token.
 
     Raises: RuntimeError naming the request.
@@ -72,5 +72,5 @@ def checked(sets: KeptSets | None, tokens: Tensor, *, key: str) -> KeptSets | No
         if sets is not None:
             sets.check(tokens)
         elif len(tokens):
-            raise ValueError(f"no kept set of its {len(tokens)} tokens")
+            raise ValueError(f"no sampling mask of its {len(tokens)} tokens")
     return sets

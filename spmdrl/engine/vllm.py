@@ -27,7 +27,7 @@ from spmdrl.engine.vllm_families import model_arguments
 from spmdrl.engine.vllm_outputs import Outputs
 from spmdrl.engine.vllm_plain import with_plain_weights
 from spmdrl.engine.vllm_trial import refusing_models, try_engine
-from spmdrl.model.senses import drop_embeddings, prompt_of
+from spmdrl.model.multimodal import drop_embeddings, prompt_of
 from spmdrl.world.comm import agree
 from spmdrl.world.machine.live_bytes import device_bytes
 from spmdrl.world.world import World

@@ -8,8 +8,8 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.engine.vllm_adapter import lora_arguments
-from spmdrl.engine.vllm_kept_sets import kept_arguments
 from spmdrl.engine.vllm_routes import route_arguments
+from spmdrl.engine.vllm_sampling_masks import kept_arguments
 
 log = logging.getLogger(__name__)
 

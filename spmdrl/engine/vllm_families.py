@@ -18,7 +18,7 @@ import torch
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.model.load import hf_config_of
-from spmdrl.model.senses import lacking_to_see, seeing_arguments
+from spmdrl.model.multimodal import lacking_to_see, seeing_arguments
 from spmdrl.world.world import is_on_cpu
 
 _BACKEND = {"model_impl": "transformers"}  # vLLM's own, which runs transformers' modules

@@ -1,4 +1,4 @@
-"""What vLLM draws, made into completions: versions, routes, kept sets, ends by strings."""
+"""What vLLM draws, made into completions: versions, routes, sampling masks, ends by strings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.stop_strings import make_stop_strings
-from spmdrl.engine.vllm_kept_sets import make_kept_source
 from spmdrl.engine.vllm_requests import RequestRecord, Unfinished, unfinished
 from spmdrl.engine.vllm_routes import make_routes
+from spmdrl.engine.vllm_sampling_masks import make_kept_source
 from spmdrl.types import flat
 
 
@@ -31,7 +31,7 @@ class Outputs:
         if cfg.model.moe.replay:
             self._records["routes"] = make_routes(llm, on_cpu=on_cpu)
         if cfg.sampling.truncates:
-            self._records["kept_sets"] = make_kept_source(llm, on_cpu=on_cpu)
+            self._records["sampling_masks"] = make_kept_source(llm, on_cpu=on_cpu)
         self._stops = make_stop_strings(cfg)
         # {request: [(tokens drawn when these weights were replaced, their version)]}
         self._replaced: dict[str, list[tuple[int, int]]] = {}

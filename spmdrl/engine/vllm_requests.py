@@ -88,7 +88,7 @@ class Unfinished:
     routes: Sequence[Any]
     """Arrays [n, layers, K] of consecutive tokens, where the engine returns them."""
     kept: Sequence[Any]
-    """What `to_nested_list` makes kept sets of, of consecutive tokens, where it returns them."""
+    """From these `to_nested_list` makes sampling masks, where the engine returns them."""
 
 
 def unfinished(llm: Any) -> Iterator[Unfinished]:
@@ -106,7 +106,7 @@ def unfinished(llm: Any) -> Iterator[Unfinished]:
 
 class RequestRecord:
     """What an engine says of its requests besides their tokens, for the trainer: experts' routes,
-    or kept sets."""
+    or sampling masks."""
 
     def added(self, request: Request, request_id: str) -> None:
         """Take up a request, which vLLM calls so."""

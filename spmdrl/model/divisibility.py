@@ -18,7 +18,7 @@ from spmdrl.model.attention.separation import separation_of
 from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures, of_layers
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import split_dim, style_problems, tp_styles
-from spmdrl.model.towers import attends_both_ways
+from spmdrl.model.vision_families import attends_both_ways
 from spmdrl.world.axes import Axes
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -1,9 +1,9 @@
 """How scored tokens were drawn, where that is more than a temperature that all share.
 
 Penalties ask what came before a token. An id that stands somewhere in a sequence counts for the
-tokens behind it up to the sequence's end: +1 at the first of them that is scored, -1 behind the
-last. Counts of a chunk are the sum of what comes before it and running sums over it. Kept sets are
-masks of logits, made chunk by chunk too.
+tokens after it up to the sequence's end: +1 at the first of them that is scored, -1 after the
+last. Counts of a chunk are the sum of what comes before it and running sums over it. Sampling
+masks are masks of logits, made chunk by chunk too.
 
 Shape letters: N scored tokens, n of them in a chunk, V vocabulary (this rank's part of it where
 logits are), E changes of counts or ids in lists, B sets of bits.
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.config import Penalties
-from spmdrl.kept_sets import KeptSets
+from spmdrl.sampling_masks import SamplingMasks
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def penalise(
 
 
 @dataclass(frozen=True)
-class KeptMask:
+class SamplingMask:
     """The ids among which each of N scored tokens was drawn, where the logits are."""
 
     vocab: int  # V
@@ -164,11 +164,11 @@ class KeptMask:
         return dropped[:, :width]
 
 
-def make_kept_mask(sets: KeptSets, device: torch.device | str) -> KeptMask:
-    """Return kept sets, on the CPU, ready to be applied on a device."""
+def make_sampling_mask(sets: SamplingMasks, device: torch.device | str) -> SamplingMask:
+    """Return sampling masks, on the CPU, ready to be applied on a device."""
     (rows, ids), (owners, bits) = sets.ids(), sets.bitmaps()
     bounds = torch.arange(len(sets) + 1)
-    return KeptMask(
+    return SamplingMask(
         vocab=sets.vocab,
         is_cut=(sets.sizes > 0).to(device),
         rows=rows.to(device),
@@ -187,7 +187,7 @@ _NEVER = -1e30  # finite: its product with a probability of 0 is 0
 class DrawRules:
     """Of N scored tokens."""
 
-    kept: KeptMask | None = None
+    kept: SamplingMask | None = None
     """The ids that each was drawn among; None: all."""
     history: History | None = None
     """What came before each, for penalties; None: there are none."""
@@ -231,7 +231,7 @@ def make_rules(
     lengths: Sequence[int],
     scored: Tensor,
     *,
-    kept_sets: KeptSets | None,
+    sampling_masks: SamplingMasks | None,
     drawn: Tensor | None,
     device: torch.device | str,
 ) -> DrawRules | None:
@@ -241,13 +241,13 @@ def make_rules(
         tokens: [T] int64 on the CPU.
         lengths: tokens per sequence.
         scored: [N] int64 on the CPU, positions, ascending.
-        kept_sets: of the T tokens, on the CPU; None for none.
+        sampling_masks: of the T tokens, on the CPU; None for none.
         drawn: [T] bool, tokens of responses, for penalties; None for none.
         device: of the result.
     """
-    if kept_sets is None and drawn is None:
+    if sampling_masks is None and drawn is None:
         return None
-    kept = None if kept_sets is None else make_kept_mask(kept_sets[scored], device)
+    kept = None if sampling_masks is None else make_sampling_mask(sampling_masks[scored], device)
     if drawn is None:
         return DrawRules(kept)
     return DrawRules(kept, _history(tokens, lengths, drawn=drawn, scored=scored, device=device))

@@ -24,8 +24,8 @@ from spmdrl.model.files.quantised import quantisation
 from spmdrl.model.files.reader import CheckpointReader, some, text_config, text_part
 from spmdrl.model.files.tied import check_copy, check_sample, copies_in, tied_names
 from spmdrl.model.shards import Held, Part
-from spmdrl.model.towers import build_seeing_model, check_family, set_attention
 from spmdrl.model.transformers_internals import has_towers, ignored_names, initialise, owners
+from spmdrl.model.vision_families import build_seeing_model, check_family, set_attention
 from spmdrl.world.torch_internals import is_persistent
 
 SCALAR_HEAD = "score.weight"

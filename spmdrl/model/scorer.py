@@ -19,15 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
-from spmdrl.given import Shown
-from spmdrl.kept_sets import KeptSets
 from spmdrl.model.blocks import base_of, blocks, name_of, replaced_forward
 from spmdrl.model.draw_rules import make_rules
 from spmdrl.model.files.reader import some
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
+from spmdrl.model.multimodal import vision_tower_of
 from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
-from spmdrl.model.senses import eyes_of
 from spmdrl.model.shards import to_local
+from spmdrl.model_inputs import Shown
+from spmdrl.sampling_masks import SamplingMasks
 
 _LEVELS = (1.0, -1.0, 1e-4, 1e6, 3.0, -40.0)  # of the numbers that pass; 1e6 fills any cap
 _CLOSE = 1e-5
@@ -184,7 +184,7 @@ def make_row(
     mask: Tensor,
     slicing: Slicing = Slicing(),
     routes: Tensor | None = None,
-    kept_sets: KeptSets | None = None,
+    sampling_masks: SamplingMasks | None = None,
     drawn: Tensor | None = None,
     shown: Shown | None = None,
 ) -> ScoredRow:
@@ -196,7 +196,7 @@ def make_row(
         mask: [T] bool on the CPU.
         slicing: which slice of the row this rank computes, and where; by default all of it.
         routes: [T, L, K] on the CPU, to be replayed; None for none.
-        kept_sets: among which ids each token was drawn, on the CPU; None: all of them.
+        sampling_masks: among which ids each token was drawn, on the CPU; None: all of them.
         drawn: [T] bool on the CPU, tokens of responses, where penalties count them.
         shown: by the tokens, on the CPU; None: nothing, on no rank.
     Raises: Refusal when the mask holds a sequence's first token, which nothing predicts.
@@ -210,7 +210,9 @@ def make_row(
         )
     scored = mask.nonzero()[:, 0]
     device = slicing.device
-    rules = partial(make_rules, tokens, lengths, kept_sets=kept_sets, drawn=drawn, device=device)
+    rules = partial(
+        make_rules, tokens, lengths, sampling_masks=sampling_masks, drawn=drawn, device=device
+    )
     own = make_slice(
         tokens, lengths, scored=scored, slicing=slicing, routes=routes, rules=rules, shown=shown
     )
@@ -231,7 +233,8 @@ class Scorer(nn.Module):
         super().__init__()
         form = head_form(hf_model)
         head = hf_model.get_output_embeddings()
-        (_, self.base), self.eyes = base_of(hf_model), eyes_of(hf_model)
+        _, self.base = base_of(hf_model)
+        self.vision = vision_tower_of(hf_model)
         self._is_tied = bool(hf_model.config.tie_word_embeddings)
         self.lm_head = _own_part(head) if self._is_tied else head
         self.head_options = replace(options, scale=form.scale, softcap=form.softcap)
@@ -242,7 +245,7 @@ class Scorer(nn.Module):
         Args:
             head: what to make of the states instead.
         """
-        hidden = _states(self.base, row.own, self.eyes)
+        hidden = _states(self.base, row.own, self.vision)
         own = row.own
         rows: Any = self.base.get_input_embeddings() if self._is_tied else self.lm_head
         weight = to_local(rows.weight)
@@ -263,22 +266,22 @@ def _own_part(head: nn.Module) -> nn.Module | None:
 def scorer_prefixes(hf_model: nn.Module) -> dict[str, str]:
     """Return {a child of the scorer: the name that the model has for it}."""
     base = base_of(hf_model)[0]
-    prefixes = {"base": base, "eyes": base.rpartition(".")[0], "score": "score"}
+    prefixes = {"base": base, "vision": base.rpartition(".")[0], "score": "score"}
     if head := hf_model.get_output_embeddings():
         prefixes["lm_head"] = name_of(hf_model, head)
     return prefixes
 
 
-def _states(base: nn.Module, own: RowSlice, eyes: nn.Module | None) -> Tensor:
+def _states(base: nn.Module, own: RowSlice, vision: nn.Module | None) -> Tensor:
     """Return the last hidden states of the slice's tokens: [t, H].
 
     Args:
-        eyes: of a model that sees; it runs where the row shows something on any rank.
+        vision: of a model that sees; it runs where the row shows something on any rank.
     """
     given = {"input_ids": own.tokens[None]}
     if own.shown is not None:
-        assert eyes is not None, "only to a model that sees anything is shown"
-        given = eyes(base.get_input_embeddings()(own.tokens[None]), own.shown)  # type: ignore[operator]
+        assert vision is not None, "only to a model that sees anything is shown"
+        given = vision(base.get_input_embeddings()(own.tokens[None]), own.shown)  # type: ignore[operator]
     return base(
         **given,
         position_ids=own.position_ids.unsqueeze(-2),
@@ -297,10 +300,11 @@ class Valuer(nn.Module):
 
     def __init__(self, hf_model: nn.Module):
         super().__init__()
-        (_, self.base), self.eyes = base_of(hf_model), eyes_of(hf_model)
+        _, self.base = base_of(hf_model)
+        self.vision = vision_tower_of(hf_model)
         self.score = hf_model.score
 
     def forward(self, row: ScoredRow) -> Tensor:
         """Return the value after each token of the slice: [t] float32."""
-        values = self.score(_states(self.base, row.own, self.eyes))
+        values = self.score(_states(self.base, row.own, self.vision))
         return values.float().sum(-1)  # not a view, which FSDP2 warns of

@@ -21,8 +21,8 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.blocks import blocks
 from spmdrl.model.divisibility import ModelCounts, counts_of
+from spmdrl.model.multimodal import TowerShape, shape_of_tower
 from spmdrl.model.parallel.tp_plan import split_dim, tp_styles
-from spmdrl.model.senses import TowerShape, shape_of_tower
 
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_num_experts_per_tok", "top_k_experts", "moe_k")
 """Fields by which configs say how many experts serve a token."""

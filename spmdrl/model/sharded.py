@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.errors import Refusal
-from spmdrl.given import joined
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import packs
 from spmdrl.model.attention.pick import kernel_of
@@ -37,14 +36,15 @@ from spmdrl.model.load import (
 from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters, adapted_weights, sent_adapter, train_adapters_only
 from spmdrl.model.lora.merge import deltas
+from spmdrl.model.multimodal import sight_of
 from spmdrl.model.parallel.context_parallel import register_context_attention
 from spmdrl.model.parallel.layout import give_storage, lay_out, reshard, slicing_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
 from spmdrl.model.scorer import Head, ScoredRow, Valuer, make_row, scorer_prefixes
-from spmdrl.model.senses import sight_of
 from spmdrl.model.shards import Delta, local_part, write
-from spmdrl.model.towers import freeze_towers, set_attention, tower_parameters
+from spmdrl.model.vision_families import freeze_towers, set_attention, tower_parameters
+from spmdrl.model_inputs import joined
 from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import multiply_all, plain_name
 from spmdrl.world.world import World

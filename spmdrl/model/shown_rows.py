@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.given import Item, Shown
+from spmdrl.model_inputs import Item, Shown
 
 
 @dataclass(frozen=True)

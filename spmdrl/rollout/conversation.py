@@ -35,7 +35,7 @@ from spmdrl.data.templates import apply_template, render
 from spmdrl.environments.protocol import Message, Response, ToolCall
 from spmdrl.environments.tool_calls import Parser
 from spmdrl.errors import Refusal
-from spmdrl.given import Given
+from spmdrl.model_inputs import Given
 
 _REPLY = "spmdrl-stands-for-the-reply"
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)

@@ -12,7 +12,7 @@ from spmdrl.config import NO_PENALTIES, Config, Penalties
 from spmdrl.data.hashed import hashed
 from spmdrl.data.row_sampling import row_sampling
 from spmdrl.engine.protocol import UNTRUNCATED, Completion, Request, Truncation
-from spmdrl.given import Given
+from spmdrl.model_inputs import Given
 from spmdrl.types import Prompt, Tokens, unplain
 from spmdrl.workers.pool import RewardResult
 
@@ -126,7 +126,7 @@ class Trajectory(Tokens):
             response_mask=torch.ones_like(completion.tokens, dtype=torch.bool),
             rollout_logprobs=completion.logprobs,
             policy_versions=completion.versions,
-            kept_sets=completion.kept_sets,
+            sampling_masks=completion.sampling_masks,
         )
         routes = self.routes
         if completion.routes is not None:

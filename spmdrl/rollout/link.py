@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from spmdrl.config import Penalties
 from spmdrl.engine.protocol import EngineProtocol, Request, Truncation
-from spmdrl.given import Given, ToldItems, shown_by
+from spmdrl.model_inputs import Given, ToldItems, shown_by
 from spmdrl.plain import pack, unpack
 from spmdrl.world.secret import MARK_BYTES, Unauthentic, is_marked, mark
 from spmdrl.world.world import World

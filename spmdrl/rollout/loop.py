@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, EngineProtocol
 from spmdrl.errors import Refusal, RewardFailed
-from spmdrl.given import Given
+from spmdrl.model_inputs import Given
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.decisions import Decisions
 from spmdrl.rollout.episode import (

@@ -232,7 +232,7 @@ _HEADER: dict[str, _Form] = {
 }
 _MAYBE: dict[str, _Form] = {
     "routes": (_is_form, f"two counts and one of {', '.join(_ROUTES)}"),
-    "kept_sets": (_is_count, "a whole number"),
+    "sampling_masks": (_is_count, "a whole number"),
 }
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from spmdrl.config import Config, ShapingSettings, flatten
 from spmdrl.data.attachments import with_items
-from spmdrl.given import Shown
 from spmdrl.imports import attempt, refusing
+from spmdrl.model_inputs import Shown
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
 from spmdrl.rollout.packing import cumulative, flat_episodes
@@ -85,10 +85,9 @@ SCHEMA = pa.schema(
 )
 _ROUTES = pa.field("routes", pa.large_list(pa.int16()))
 """Of a run with model.moe.replay: [n, L, K] of a sequence, flat; L and K are in the header."""
-_SET_SIZES = pa.field("kept_set_bytes", pa.list_(pa.int32()))
-_SETS = pa.field("kept_sets", pa.large_binary())
-"""Of a run with top_k, top_p or min_p, see KeptSets; the size of the vocabulary is in the header.
-"""
+_SET_SIZES = pa.field("sampling_mask_bytes", pa.list_(pa.int32()))
+_SETS = pa.field("sampling_masks", pa.large_binary())
+"""Written with top_k, top_p or min_p, see SamplingMasks. The header holds the vocabulary size."""
 SOME_FIELDS = (_ROUTES, _SET_SIZES, _SETS)
 """Of the columns that some runs record."""
 NUMBERS = {
@@ -157,8 +156,8 @@ class Recorder:
         }
         if share.routes is not None:
             header["routes"] = [*share.routes.shape[1:], str(share.routes.dtype)[6:]]
-        if share.kept_sets is not None:
-            header["kept_sets"] = share.kept_sets.vocab
+        if share.sampling_masks is not None:
+            header["sampling_masks"] = share.sampling_masks.vocab
         partial = self.folder / f".{name}.partial"
         try:
             _write(partial, _table(step, groups, share), header)
@@ -252,14 +251,14 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
     own = [found.get(e.slot, numpy.nan) for e in greedy]
     tokens, others = flat_episodes(greedy, rewards=own, greedy_rewards=own, part_names=())
     no_parts = scalars.reward_parts.new_zeros(len(greedy), scalars.reward_parts.shape[1])
-    # What a table has not is null in its rows: the greedy ones have no routes, and no kept sets.
+    # Greedy rows have no routes and no sampling masks: these columns are null there.
     # Items are added to all, since a group's are in one of its rows.
     rows = [
         _rows(step, drawn, share, scalars=scalars),
         _rows(
             step,
             greedy,
-            replace(tokens, routes=None, kept_sets=None, shown=None),
+            replace(tokens, routes=None, sampling_masks=None, shown=None),
             scalars=replace(others, reward_parts=no_parts),
         ),
     ]
@@ -279,7 +278,7 @@ def _rows(
     for name in TOKEN_COLUMNS:
         columns[name] = _lists(getattr(tokens, name), starts, kind=SCHEMA.field(name).type)
     table = pa.table(columns, schema=SCHEMA)
-    sets = tokens.kept_sets
+    sets = tokens.sampling_masks
     routes = tokens.routes
     if sets is not None:
         ends = cumulative(sets.sizes.long())[starts].tolist()

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from spmdrl.data.attachments import FEATURES, recorded_items
 from spmdrl.errors import Refusal
-from spmdrl.kept_sets import KeptSets
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
 from spmdrl.rollout.recorded_tables import SHOWN_BYTES, RecordedFile, reading
 from spmdrl.rollout.recorder import FILE_NAME, FOLDER, NUMBERS
+from spmdrl.sampling_masks import SamplingMasks
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, add_sums, join_routes
 
 
@@ -137,7 +137,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
         number += count
         tables.append(file.read(mine))
         form = header.get("routes", form)
-        vocab = header.get("kept_sets", vocab)
+        vocab = header.get("sampling_masks", vocab)
         if part == 0:
             sums.append({name: (*pair,) for name, pair in header["sums"].items()})
             shown += tuple(header["shown"])
@@ -147,9 +147,9 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
         table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
         rollouts = _packed(table, form)
         if vocab and len(rollouts):
-            sets = _kept_sets(table, vocab)
+            sets = _sampling_masks(table, vocab)
             sets.check(rollouts.tokens)
-            rollouts = replace(rollouts, kept_sets=sets)
+            rollouts = replace(rollouts, sampling_masks=sets)
         rollouts = replace(rollouts, shown=recorded_items(table))
         return replace(rollouts, sums=add_sums(*sums), samples=shown)
 
@@ -194,9 +194,11 @@ def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
     )
 
 
-def _kept_sets(table: pa.Table, vocab: int) -> KeptSets:
+def _sampling_masks(table: pa.Table, vocab: int) -> SamplingMasks:
     """Return those of a table's tokens; a replica none of whose samples was cut wrote none."""
-    sizes, data = (table[name].combine_chunks() for name in ("kept_set_bytes", "kept_sets"))
+    sizes, data = (
+        table[name].combine_chunks() for name in ("sampling_mask_bytes", "sampling_masks")
+    )
     own = _tensor(sizes.flatten(), torch.int32).split(
         sizes.value_lengths().fill_null(0).to_pylist()
     )
@@ -205,7 +207,7 @@ def _kept_sets(table: pa.Table, vocab: int) -> KeptSets:
     none = [torch.zeros(length, dtype=torch.int32) for length in lengths]
     whole = torch.cat([a if known else b for a, b, known in zip(own, none, is_known)])
     text = numpy.frombuffer(b"".join(part or b"" for part in data.to_pylist()), numpy.uint8)
-    return KeptSets(vocab, whole, torch.from_numpy(text.copy()))
+    return SamplingMasks(vocab, whole, torch.from_numpy(text.copy()))
 
 
 def scalars_of(table: pa.Table) -> Scalars:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.data.examples import Unit, example_source
-from spmdrl.given import joined
+from spmdrl.model_inputs import joined
 from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
 from spmdrl.rollout.source import Source
 from spmdrl.types import Rollouts, Scalars, Sums, Tokens

@@ -15,7 +15,7 @@ from spmdrl.data.prompts import PromptSource
 from spmdrl.data.tokenizer import end_token_ids
 from spmdrl.engine.protocol import EngineProtocol, Truncation
 from spmdrl.errors import Refusal
-from spmdrl.given import Given
+from spmdrl.model_inputs import Given
 from spmdrl.rewards.samples import Scope
 from spmdrl.rollout.chats import make_chats
 from spmdrl.rollout.episode import Draw, FinishedEpisode, Group

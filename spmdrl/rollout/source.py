@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.given import Given
+from spmdrl.model_inputs import Given
 from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.outcomes import ProblemOutcome
 from spmdrl.types import Batch, Rollouts

@@ -59,13 +59,15 @@ def _named(reward: RewardResult) -> dict[str, float]:
 
 
 def kept_sums(samples: Sequence[FinishedEpisode]) -> Sums:
-    """Return what the kept sets of sampled tokens are and take, per sampled token."""
+    """Return what the sampling masks of sampled tokens are and take, per sampled token."""
     tokens = sum(s.trajectory.num_sampled for s in samples)
-    known = [s.trajectory.kept_sets for s in samples if s.trajectory.kept_sets is not None]
+    known = [
+        s.trajectory.sampling_masks for s in samples if s.trajectory.sampling_masks is not None
+    ]
     cut = sum(int((sets.sizes > 0).sum()) for sets in known)
     return {
-        "rollout/kept_set_bytes": (sum(len(sets.data) for sets in known), tokens),
-        "rollout/kept_set_ids": (sum(sets.num_ids() for sets in known), cut),
+        "rollout/sampling_mask_bytes": (sum(len(sets.data) for sets in known), tokens),
+        "rollout/sampling_mask_ids": (sum(sets.num_ids() for sets in known), cut),
         "rollout/kept_all_frac": (tokens - cut, tokens),
     }
 

@@ -93,7 +93,7 @@ def prepare(
                         sizes.tolist(),
                         mask=loss_mask,
                         routes=host.routes,
-                        kept_sets=host.kept_sets,
+                        sampling_masks=host.sampling_masks,
                         shown=host.shown,
                         drawn=host.response_mask if has_penalties else None,
                     ),

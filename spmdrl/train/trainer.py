@@ -17,7 +17,6 @@ from spmdrl.model.load import longest_sequence, model_folder
 from spmdrl.model.lora.files import AdapterRecord
 from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.sharded import SentWeights, ShardedModel
-from spmdrl.train.agreement import check_agreement
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.make import make_companions
@@ -25,6 +24,7 @@ from spmdrl.train.companions.model_rewards import RewardModels
 from spmdrl.train.microbatch_size import SizeProbe
 from spmdrl.train.microbatches import PreparedMicrobatch, prepare
 from spmdrl.train.objectives.objective_loss import loss_class, named_methods
+from spmdrl.train.packing_check import check_packing
 from spmdrl.train.trained_model import TrainedModel, in_epochs
 from spmdrl.types import Advantages, Batch, Sums, add_sums
 from spmdrl.world.found_microbatch_size import agree_on_tokens
@@ -170,13 +170,13 @@ class Trainer:
 
     # ---------------------------------------------------------------- training
 
-    def check_agreement(self) -> Sums:
+    def check_packing(self) -> Sums:
         """Compare packed rows with single ones, and with plain transformers; trainers meet.
 
-        Returns, raises: see agreement.check_agreement.
+        Returns, raises: see agreement.check_packing.
         """
         with self.world.watch.wait("check rows", -1):
-            return check_agreement(self.policy.model, self.cfg, self.world)
+            return check_packing(self.policy.model, self.cfg, self.world)
 
     def size_microbatches(self) -> None:
         """Find the token budget of a micro-batch where the config leaves it open, by 0; call on

@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from spmdrl.workers.keeper import Strays, become_worker
 from spmdrl.workers.messages import RECALL, read_message
+from spmdrl.workers.process_state import ProcessState
 from spmdrl.workers.reports import Ready, Refused, Report, Returned, pack_report
 from spmdrl.workers.reward_jobs import told
 from spmdrl.workers.server import Server
-from spmdrl.workers.surroundings import Surroundings
+from spmdrl.workers.subreaper import Strays, become_worker
 
 
 def main(life_fd: int, memory_bytes: int) -> None:
@@ -56,11 +56,11 @@ def main(life_fd: int, memory_bytes: int) -> None:
 
         serve_concurrently(server, lambda: _next(inbox), write)
         return
-    surroundings = Surroundings()
+    process_state = ProcessState()
     strays = Strays()
     while (message := _next(inbox)) is not None:
         done = server.serve(*message)
-        surroundings.restore()
+        process_state.restore()
         strays.end()
         write(done)
 

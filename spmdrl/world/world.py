@@ -24,8 +24,8 @@ from spmdrl.world.comm import any_of, await_all, gather_objects
 from spmdrl.world.groups import WorldGroups, join_world, make_groups, meet
 from spmdrl.world.launch import Launch, ask_cublas_to_repeat, is_orphaned
 from spmdrl.world.leaving import obey_signals
-from spmdrl.world.lost_peers.awaited import Awaited
 from spmdrl.world.lost_peers.watch import Watch, store_timeout
+from spmdrl.world.lost_peers.watched_keys import WatchedKeys
 from spmdrl.world.machine.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
 from spmdrl.world.machine.host_memory import MemoryWatch
 from spmdrl.world.sealed_store import SealedStore
@@ -51,13 +51,13 @@ class World(WorldGroups):
     """A signal asked for it: save at the next step boundary, then leave."""
     is_started: bool = field(default=False)
     """Start-up is over: there is progress to save."""
-    updated: Awaited = field(init=False)
+    updated: WatchedKeys = field(init=False)
     """The announcement of the trainers that a replica waits for."""
     found_tokens: int = field(default=0)
     """What was found for batch.tokens_per_microbatch 0, the same on every rank; 0 before."""
 
     def __post_init__(self) -> None:
-        self.updated = Awaited(self.store)
+        self.updated = WatchedKeys(self.store)
 
     @classmethod
     def start(cls, cfg: Config) -> World:

@@ -13,8 +13,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from spmdrl.given import Given, Item, Shown
 from spmdrl.imports import refusing
+from spmdrl.model_inputs import Given, Item, Shown
 
 if TYPE_CHECKING:
     from PIL.Image import Image

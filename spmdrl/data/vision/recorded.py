@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from spmdrl.data.vision.images import FEATURES
-from spmdrl.given import Item, Shown
+from spmdrl.model_inputs import Item, Shown
 from spmdrl.run_files import json_object
 
 _SHOWN = pa.field("picture_keys", pa.list_(pa.string()))

@@ -8,7 +8,7 @@ import torch
 
 from spmdrl.model.attention.kernels import pick_attention
 from spmdrl.model.files.reader import instead
-from spmdrl.model.towers import attends_both_ways
+from spmdrl.model.vision_families import attends_both_ways
 
 
 def kernel_of(

@@ -27,8 +27,8 @@ from spmdrl.model.parallel import recompute, tensor_parallel
 from spmdrl.model.parallel.expert_parallel import apply_ep, replicated, shard_experts
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, Valuer
-from spmdrl.model.towers import sees, tower_blocks
 from spmdrl.model.transformers_internals import apply_liger, zero_idle_experts
+from spmdrl.model.vision_families import sees, tower_blocks
 from spmdrl.world.torch_internals import pin_exactly
 from spmdrl.world.world import World
 

@@ -19,12 +19,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.given import Shown
 from spmdrl.model.attention.packing import Packing, make_packing
 from spmdrl.model.draw_rules import DrawRules
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
 from spmdrl.model.shown_rows import Sight, SliceShown
+from spmdrl.model_inputs import Shown
 from spmdrl.world.torch_internals import tree_map
 
 

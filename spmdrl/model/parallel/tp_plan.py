@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from spmdrl.model.blocks import blocks, is_latent, mixtures
-from spmdrl.model.towers import towers_of
 from spmdrl.model.transformers_internals import tp_plan
+from spmdrl.model.vision_families import towers_of
 
 PARTIAL = "replicated_with_grad_allreduce"
 """Style of what every rank has whole, for its own heads: gradients are added up."""

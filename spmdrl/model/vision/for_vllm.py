@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.data.attachments import SEEING
-from spmdrl.given import Item, Shown, shown_by
+from spmdrl.model_inputs import Item, Shown, shown_by
 
 _PARTS = {"gemma3": "num_patches", "internvl": "image_num_patches"}
 """{model type: argument of vLLM's class with the images that a picture was cut into}"""

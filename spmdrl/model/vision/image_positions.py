@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.given import Item, Shown
 from spmdrl.model.blocks import base_of
 from spmdrl.model.shown_rows import Places, RowSight, SliceShown
-from spmdrl.model.towers import attends_both_ways
+from spmdrl.model.vision_families import attends_both_ways
+from spmdrl.model_inputs import Item, Shown
 
 
 class PictureSight:

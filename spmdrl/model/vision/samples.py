@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.given import Given, Item, Shown, shown_by
 from spmdrl.model.blocks import base_of
 from spmdrl.model.shown_rows import features_of
-from spmdrl.model.towers import sees
 from spmdrl.model.vision.image_positions import made_picture
+from spmdrl.model.vision_families import sees
+from spmdrl.model_inputs import Given, Item, Shown, shown_by
 
 _AROUND = 4
 """Tokens before and behind the picture."""

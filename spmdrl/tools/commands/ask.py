@@ -145,7 +145,7 @@ def _answers(
 
     from spmdrl.data.attachments import column_of, files_of
     from spmdrl.data.templates import encode_prompt
-    from spmdrl.model.senses import plain_inputs
+    from spmdrl.model.multimodal import plain_inputs
 
     torch.manual_seed(seed)
     model, tokenizer = _load(folder)

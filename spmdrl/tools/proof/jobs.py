@@ -20,9 +20,9 @@ from spmdrl.config import Config
 from spmdrl.credit import per_token
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
-from spmdrl.given import Given, joined
-from spmdrl.model.senses import num_plain_ids, plain_inputs, shown_in
+from spmdrl.model.multimodal import num_plain_ids, plain_inputs, shown_in
 from spmdrl.model.transformers_internals import class_of
+from spmdrl.model_inputs import Given, joined
 from spmdrl.roles import make_trainer
 from spmdrl.sync.stream import WeightStream
 from spmdrl.tools.export.hf_folder import Ranks, write_folder

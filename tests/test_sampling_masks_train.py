@@ -12,8 +12,8 @@ from runs import TINY, metrics, run
 from test_train import assert_same_end, final_weights
 
 from spmdrl.engine.protocol import Completion, Request, Truncation
-from spmdrl.kept_sets import KeptSets
 from spmdrl.rollout.recordings import find_recorded, read_header, read_table
+from spmdrl.sampling_masks import SamplingMasks
 
 PROMPTS = ((5, 6, 7, 8), (9, 10, 11), (5, 6, 7, 8), (12,))
 HOWS = (
@@ -73,11 +73,11 @@ def drawn(cfg) -> dict[str, tuple]:
             before = {c.key: c for c in engine.unfinished()}
             engine.weights_changed(engine.version + 1)
             for key, part in before.items():
-                assert (part.kept_sets is None) == (key[:3] != "cut" or not len(part.tokens))
+                assert (part.sampling_masks is None) == (key[:3] != "cut" or not len(part.tokens))
         drain(engine, found)
         scored = engine.score([prompts[k] + tuple(c.tokens.tolist()) for k, c in found.items()])
     assert any(len(part.tokens) for part in before.values())
-    plain = {k: (prompts[k], c.tokens, c.logprobs, c.kept_sets) for k, c in found.items()}
+    plain = {k: (prompts[k], c.tokens, c.logprobs, c.sampling_masks) for k, c in found.items()}
     return plain | {"scored": dict(zip(found, scored))}
 
 
@@ -114,11 +114,11 @@ def test_engines_say_among_what_each_token_was_drawn(kind, model):
     assert all(len(set(own)) > 1 for which, own in sizes.items() if which != 1), sizes
 
 
-def opened(sets: KeptSets) -> torch.Tensor:
-    from spmdrl.model.draw_rules import make_kept_mask
+def opened(sets: SamplingMasks) -> torch.Tensor:
+    from spmdrl.model.draw_rules import make_sampling_mask
 
     width = sets.vocab
-    return ~make_kept_mask(sets, "cpu").dropped(slice(0, len(sets)), first=0, width=width)
+    return ~make_sampling_mask(sets, "cpu").dropped(slice(0, len(sets)), first=0, width=width)
 
 
 # --------------------------------------------------------------------------- whole runs
@@ -155,12 +155,12 @@ def check_run(out: Path, steps: int) -> None:
         if row["policy/staleness"] == 0:
             assert row["policy/mismatch_logprob_diff"] < 2e-6, row
             assert row["policy/mismatch_prob_diff_max"] < 2e-5, row
-        assert 1 < row["rollout/kept_set_ids"] <= 20
-        assert 0 < row["rollout/kept_set_bytes"] <= 16
+        assert 1 < row["rollout/sampling_mask_ids"] <= 20
+        assert 0 < row["rollout/sampling_mask_bytes"] <= 16
         assert 0 <= row["rollout/kept_all_frac"] < 0.5
     (file,) = find_recorded(out).files_of(steps - 1)
-    assert read_header(file)["kept_sets"] > 20
-    assert all(row["kept_sets"] for row in read_table(file).to_pylist())
+    assert read_header(file)["sampling_masks"] > 20
+    assert all(row["sampling_masks"] for row in read_table(file).to_pylist())
 
 
 @pytest.mark.proves("truncated", "tp", "split", "record")
@@ -177,7 +177,7 @@ def test_what_vllm_truncates_is_scored_so_by_tensor_parallel_trainers(model, tmp
 
 @pytest.mark.proves("truncated", "lag", "split", "record", "transformers")
 @pytest.mark.proves("truncated", "replay", "lag")
-def test_a_run_resumes_and_replays_with_its_kept_sets(model, tmp_path):
+def test_a_run_resumes_and_replays_with_its_sampling_masks(model, tmp_path):
     whole, later, again = tmp_path / "whole", tmp_path / "later", tmp_path / "again"
     flags = {
         "engine.kind": "transformers",

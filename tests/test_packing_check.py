@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from spmdrl.model.attention.mask_spans import Span
 from spmdrl.model.load import load_whole_model
 from spmdrl.train import agreement
-from spmdrl.train.agreement import _plain_gaps, check_agreement, lengths_of
+from spmdrl.train.packing_check import _plain_gaps, check_packing, lengths_of
 
 
 def _mean_so_far(states: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _said(path: str) -> dict[str, Any]:
     )
     with training(cfg) as (world, trainer):
         model = trainer.policy.model
-        found: dict[str, Any] = {"right": check_agreement(model, cfg, world)}
+        found: dict[str, Any] = {"right": check_packing(model, cfg, world)}
         changes = {
             "leak": _plus(model, _mean_so_far),
             "row": _plus(model, _place_in_row),
@@ -82,7 +82,7 @@ def _said(path: str) -> dict[str, Any]:
         }
         for name, change in changes.items():
             with change, pytest.raises(RuntimeError) as error:
-                check_agreement(model, cfg, world)
+                check_packing(model, cfg, world)
             found[name] = str(error.value)
     return found
 

@@ -16,7 +16,7 @@ from typing import Any
 _SIGNALS = [n for n in range(1, 32) if n not in (signal.SIGKILL, signal.SIGSTOP)]
 
 
-class Surroundings:
+class ProcessState:
     """Working directory, umask, signals, timers, limits of recursion, and what was there of the
     environment, the modules and the builtins, as they are when this is made. In the main thread."""
 

@@ -1,4 +1,4 @@
-"""What fields are called in other programs, and what they are here: a table in `elsewhere.md`."""
+"""The names of settings in other frameworks, read from the table in `other_frameworks.md`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-_PAGE = Path(__file__).with_name("elsewhere.md")
+_PAGE = Path(__file__).with_name("other_frameworks.md")
 
 
 def _rows() -> list[list[str]]:
@@ -32,7 +32,7 @@ ELSEWHERE = {
 """What to do instead of fields that other programs have, by their names."""
 
 
-def elsewhere(name: str) -> str:
+def in_other_frameworks(name: str) -> str:
     """Return what a field of another program is here; empty for none that is known.
 
     Args:
@@ -59,7 +59,7 @@ _VALUES = {
 }
 
 
-def value_elsewhere(value: object, *, choices: Sequence[str]) -> str:
+def value_in_other_frameworks(value: object, *, choices: Sequence[str]) -> str:
     """Return what a value of other programs is here; empty for none that is known.
 
     Args:

@@ -15,7 +15,7 @@ _FOREVER = timedelta(days=365)
 _AGAIN_S = 1.0
 
 
-class Awaited:
+class WatchedKeys:
     """Whether keys of a store are set, one key at a time.
 
     Args:

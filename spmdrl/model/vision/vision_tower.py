@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from spmdrl.model.blocks import base_of
 from spmdrl.model.shown_rows import SliceShown, features_of
-from spmdrl.model.towers import towers_of
+from spmdrl.model.vision_families import towers_of
 
 
-class Eyes(nn.Module):
+class VisionTower(nn.Module):
     """Puts what pictures show in the place of the embeddings of their tokens.
 
     Args:

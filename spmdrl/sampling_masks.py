@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class KeptSets:
+class SamplingMasks:
     """Of each of T tokens, the ids among which it was drawn (by top_k, top_p, min_p), compressed.
 
     A set is its ids, ascending, 4 bytes each; or a bit for each id of the vocabulary where that
@@ -36,7 +36,7 @@ class KeptSets:
         return (self.vocab + 7) // 8
 
     @classmethod
-    def of(cls, kept: Tensor) -> KeptSets:
+    def of(cls, kept: Tensor) -> SamplingMasks:
         """Return sets given as [T, V] bool, on the CPU."""
         vocab = kept.shape[1]
         width = (vocab + 7) // 8
@@ -55,7 +55,7 @@ class KeptSets:
         return cls(vocab, sizes.int(), data)
 
     @classmethod
-    def listed(cls, ids: Sequence[Sequence[int]], *, vocab: int) -> KeptSets:
+    def listed(cls, ids: Sequence[Sequence[int]], *, vocab: int) -> SamplingMasks:
         """Return sets given by their ids, ascending."""
         sizes: list[int] = []
         parts: list[Any] = [numpy.empty(0, numpy.uint8)]
@@ -76,12 +76,14 @@ class KeptSets:
         )
 
     @staticmethod
-    def restored(plain: Mapping[str, Any] | None) -> KeptSets | None:
+    def restored(plain: Mapping[str, Any] | None) -> SamplingMasks | None:
         """Return those whose fields these are; None for none."""
-        return None if plain is None else KeptSets(**plain)
+        return None if plain is None else SamplingMasks(**plain)
 
     @staticmethod
-    def concat(parts: Sequence[KeptSets | None], lengths: Sequence[int]) -> KeptSets | None:
+    def concat(
+        parts: Sequence[SamplingMasks | None], lengths: Sequence[int]
+    ) -> SamplingMasks | None:
         """Join those of consecutive tokens, `lengths` of them each; None says nothing of its own.
 
         Returns: None where all parts are None.
@@ -95,25 +97,27 @@ class KeptSets:
         ]
         assert [len(own) for own in sizes] == [*lengths]
         assert len({part.vocab for part in known}) == 1, "sets of different vocabularies"
-        return KeptSets(known[0].vocab, torch.cat(sizes), torch.cat([part.data for part in known]))
+        return SamplingMasks(
+            known[0].vocab, torch.cat(sizes), torch.cat([part.data for part in known])
+        )
 
-    def __getitem__(self, order: Tensor) -> KeptSets:
+    def __getitem__(self, order: Tensor) -> SamplingMasks:
         """Return those of the tokens at `order` [n] int64."""
         ends = self.sizes.long().cumsum(0)
         sizes = self.sizes[order].long()
         ends = ends[order]
         shift = ends - sizes.cumsum(0)
         at = torch.arange(int(sizes.sum()), device=sizes.device) + shift.repeat_interleave(sizes)
-        return KeptSets(self.vocab, sizes.int(), self.data[at])
+        return SamplingMasks(self.vocab, sizes.int(), self.data[at])
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> KeptSets:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SamplingMasks:
         """Return the same on a device."""
         sizes, data = (t.to(device, non_blocking=non_blocking) for t in (self.sizes, self.data))
-        return KeptSets(self.vocab, sizes, data)
+        return SamplingMasks(self.vocab, sizes, data)
 
-    def cpu(self) -> KeptSets:
+    def cpu(self) -> SamplingMasks:
         """Return the same on the CPU."""
-        return KeptSets(self.vocab, self.sizes.cpu(), self.data.cpu())
+        return SamplingMasks(self.vocab, self.sizes.cpu(), self.data.cpu())
 
     def ids(self) -> tuple[Tensor, Tensor]:
         """Return the sets of lists: which token, and which id, [E] int64 each; on the CPU."""
@@ -139,9 +143,9 @@ class KeptSets:
         width = self.bitmap_bytes
         is_whole = len(sizes) == len(tokens) and int(sizes.sum()) == len(self.data)
         if not is_whole or bool((sizes < 0).any()):
-            raise ValueError(f"kept sets of {len(sizes)} tokens, where {len(tokens)} are")
+            raise ValueError(f"sampling masks of {len(sizes)} tokens, where {len(tokens)} are")
         if bool(((sizes > width) | ((sizes < width) & (sizes % 4 > 0))).any()):
-            raise ValueError("kept sets of a size that none has")
+            raise ValueError("sampling masks of a size that none has")
         (rows, ids), (owners, bits) = self.ids(), self.bitmaps()
         own = tokens[owners]
         has = sizes == 0

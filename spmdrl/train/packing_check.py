@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config, ModelSettings
-from spmdrl.given import Given, Shown, joined
 from spmdrl.imports import attempt
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import packs
@@ -38,12 +37,13 @@ from spmdrl.model.load import (
     longest_sequence,
     model_folder,
 )
+from spmdrl.model.multimodal import noisy_sequence, plain_inputs, sight_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
-from spmdrl.model.senses import noisy_sequence, plain_inputs, sight_of
 from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.towers import set_attention, with_text_config
 from spmdrl.model.transformers_internals import class_of, quiet
+from spmdrl.model.vision_families import set_attention, with_text_config
+from spmdrl.model_inputs import Given, Shown, joined
 from spmdrl.types import Sums
 from spmdrl.world.comm import agree
 from spmdrl.world.lost_peers.watch import first_line
@@ -71,7 +71,7 @@ def lengths_of(longest: int) -> list[int]:
     return found
 
 
-def check_agreement(model: ShardedModel, cfg: Config, world: World) -> Sums:
+def check_packing(model: ShardedModel, cfg: Config, world: World) -> Sums:
     """Compare the ways to compute a model; trainer ranks call it together.
 
     Returns: proof/leak, proof/packed_gap and, on rank 0, proof/plain_gap and proof/loaded_gap:

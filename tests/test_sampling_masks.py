@@ -1,4 +1,4 @@
-"""Kept sets: compressed, moved, and scored among, against float64."""
+"""Sampling masks: compressed, moved, and scored among, against float64."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ranks import run_ranks
 from spmdrl.engine.protocol import Truncation
 from spmdrl.engine.seeded_draws import draw
 from spmdrl.engine.truncation import truncate
-from spmdrl.kept_sets import KeptSets
-from spmdrl.model.draw_rules import DrawRules, make_kept_mask
+from spmdrl.model.draw_rules import DrawRules, make_sampling_mask
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
+from spmdrl.sampling_masks import SamplingMasks
 
 
 def masks(seed: int, tokens: int, vocab: int) -> torch.Tensor:
@@ -25,22 +25,22 @@ def masks(seed: int, tokens: int, vocab: int) -> torch.Tensor:
     return kept
 
 
-def opened(sets: KeptSets, *, part: slice, first: int, width: int) -> torch.Tensor:
-    return ~make_kept_mask(sets, "cpu").dropped(part, first=first, width=width)
+def opened(sets: SamplingMasks, *, part: slice, first: int, width: int) -> torch.Tensor:
+    return ~make_sampling_mask(sets, "cpu").dropped(part, first=first, width=width)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**30), st.integers(0, 9), st.sampled_from([1, 7, 8, 64, 65, 900]))
 def test_sets_come_back_whole_and_in_any_order(seed, tokens, vocab):
     kept = masks(seed, tokens, vocab)
-    sets = KeptSets.of(kept)
-    again = KeptSets.listed([row.nonzero()[:, 0].tolist() for row in kept], vocab=vocab)
+    sets = SamplingMasks.of(kept)
+    again = SamplingMasks.listed([row.nonzero()[:, 0].tolist() for row in kept], vocab=vocab)
     assert torch.equal(sets.sizes, again.sizes) and torch.equal(sets.data, again.data)
     most = torch.minimum(4 * kept.sum(1), torch.tensor((vocab + 7) // 8))
     assert torch.equal(sets.sizes.long(), most.masked_fill(kept.all(1), 0))
     assert sets.num_ids() == int(kept[~kept.all(1)].sum())
     order = torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))[: tokens // 2 + 1]
-    taken = KeptSets.concat([sets[order], None, sets], [len(order), 2, tokens])
+    taken = SamplingMasks.concat([sets[order], None, sets], [len(order), 2, tokens])
     want = torch.cat([kept[order], torch.ones(2, vocab, dtype=torch.bool), kept])
     assert torch.equal(opened(taken, part=slice(0, len(want)), first=0, width=vocab), want)
     for part in (slice(1, len(want)), slice(0, 1)):
@@ -60,14 +60,14 @@ def test_sets_come_back_whole_and_in_any_order(seed, tokens, vocab):
 
 
 def test_sets_that_make_no_sense_are_refused():
-    sets = KeptSets.of(masks(0, 6, 900))
+    sets = SamplingMasks.of(masks(0, 6, 900))
     own = torch.stack([row.nonzero()[0, 0] for row in masks(0, 6, 900)])
     sets.check(own)
     for bad in (
-        KeptSets(900, sets.sizes[:-1], sets.data),
-        KeptSets(900, sets.sizes, sets.data[1:]),
-        KeptSets(900, torch.tensor([3]), sets.data[:3]),
-        KeptSets(900, torch.tensor([8]), torch.tensor([own[0], 999]).int().view(torch.uint8)),
+        SamplingMasks(900, sets.sizes[:-1], sets.data),
+        SamplingMasks(900, sets.sizes, sets.data[1:]),
+        SamplingMasks(900, torch.tensor([3]), sets.data[:3]),
+        SamplingMasks(900, torch.tensor([8]), torch.tensor([own[0], 999]).int().view(torch.uint8)),
     ):
         with pytest.raises(ValueError):
             bad.check(own[: len(bad)] if len(bad) < 5 else own)
@@ -112,7 +112,7 @@ def ours(options: HeadOptions, rows: slice = slice(None)) -> list[torch.Tensor]:
     hidden, weight, targets, kept, upstream = inputs()
     weight = weight[rows].clone().requires_grad_()
     hidden.requires_grad_()
-    rules = DrawRules(make_kept_mask(KeptSets.of(kept), "cpu"))
+    rules = DrawRules(make_sampling_mask(SamplingMasks.of(kept), "cpu"))
     given = dict(targets=targets, options=options, rules=rules)
     logprobs, entropy = logprobs_and_entropy(hidden, weight, **given)
     (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
@@ -139,7 +139,7 @@ def test_scores_and_gradients_are_those_of_the_kept_ids_in_float64(chunk):
 
 def test_only_kept_ids_get_a_gradient():
     hidden, weight, targets, kept, _ = inputs()
-    rules = DrawRules(make_kept_mask(KeptSets.of(kept), "cpu"))
+    rules = DrawRules(make_sampling_mask(SamplingMasks.of(kept), "cpu"))
     for row in range(N):
         weight.grad = None
         logprobs, entropy = logprobs_and_entropy(
@@ -240,8 +240,8 @@ def test_engines_that_cannot_say_what_they_kept_are_refused(monkeypatch):
 
 def test_gpus_get_requests_that_vllm_returns_masks_for():
     from spmdrl.engine.protocol import Request
-    from spmdrl.engine.vllm_kept_sets import kept_arguments
     from spmdrl.engine.vllm_requests import sampling_params, scoring_params
+    from spmdrl.engine.vllm_sampling_masks import kept_arguments
 
     assert kept_arguments(on_cpu=False) == {"return_sampling_mask": True}
     cut = Request("k", (1,), 3, 0.7, 1, (), Truncation(top_p=0.9, min_p=0.1))
@@ -259,7 +259,7 @@ def test_sets_that_vllm_returns_are_taken_for_truncated_requests_alone():
     from types import SimpleNamespace
 
     from spmdrl.engine.protocol import Request
-    from spmdrl.engine.vllm_kept_sets import make_kept_source
+    from spmdrl.engine.vllm_sampling_masks import make_kept_source
 
     config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 900))
     worker = SimpleNamespace(
@@ -291,9 +291,9 @@ def test_sets_that_vllm_returns_are_taken_for_truncated_requests_alone():
 
     for key in ("whole", "greedy"):
         assert source.finished(key, output(ids), tokens) is None
-    with pytest.raises(RuntimeError, match="request cut: kept sets of 2 tokens, where 3 are"):
+    with pytest.raises(RuntimeError, match="request cut: sampling masks of 2 tokens, where 3 are"):
         source.finished("cut", output(ids[:2]), tokens)
-    with pytest.raises(RuntimeError, match="no kept set of its 3 tokens"):
+    with pytest.raises(RuntimeError, match="no sampling mask of its 3 tokens"):
         source.finished("cut", output([]), tokens)
     assert source.finished("cut", output(ids), tokens).sizes.tolist() == [8, 113, 0]
     assert source.finished("cut", output(ids), tokens) is None  # it is known no more

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from spmdrl.given import Given, Item, Shown
+from spmdrl.model_inputs import Given, Item, Shown
 from tests import vlm
 
 COUNTS = [2, 3, 1]

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 from spmdrl.model.shown_rows import Sight
-from spmdrl.model.towers import sees
-from spmdrl.model.vision.eyes import Eyes
 from spmdrl.model.vision.for_vllm import (
     drop_embeddings,
     lacking_to_see,
@@ -21,12 +19,14 @@ from spmdrl.model.vision.for_vllm import (
 from spmdrl.model.vision.image_memory import TowerShape
 from spmdrl.model.vision.image_positions import PictureSight
 from spmdrl.model.vision.samples import noisy_sequence, num_plain_ids, plain_inputs, shown_in
+from spmdrl.model.vision.vision_tower import VisionTower
+from spmdrl.model.vision_families import sees
 
 
-def eyes_of(hf_model: nn.Module) -> nn.Module | None:
+def vision_tower_of(hf_model: nn.Module) -> nn.Module | None:
     """Return tower and projector of a model as a part of the module that scores; None of one that
     does not see."""
-    return Eyes(hf_model) if sees(hf_model) else None
+    return VisionTower(hf_model) if sees(hf_model) else None
 
 
 def sight_of(hf_model: nn.Module, *, device: torch.device | str) -> Sight | None:
