@@ -138,7 +138,7 @@ def plain_exchange(stream: object, world: World) -> object:
 def planned_seconds(cfg: Config) -> float:
     """Return what the planner says of a push over the links of a CPU."""
     from spmdrl.model.load import build_meta_model
-    from spmdrl.model.shape import model_shape
+    from spmdrl.model.model_shape import model_shape
 
     run = run_of(
         cfg,

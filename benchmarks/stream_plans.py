@@ -27,8 +27,8 @@ import torch.distributed as dist
 from start import header
 
 from spmdrl.config import Config, LayoutSettings
-from spmdrl.model.shape import SHAPES
-from spmdrl.model.shards import Box
+from spmdrl.model.model_shape import SHAPES
+from spmdrl.model.tensor_parts import Box
 from spmdrl.plain import unpack
 from spmdrl.world.machine.hardware import GPUS, gpu_link
 
@@ -231,7 +231,7 @@ def list_messages(plan: Any, table: Any, wants: Any) -> tuple[float, int]:
     """Return seconds and bytes of what the first push does once: every view and every message."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from spmdrl.model.shards import Value
+    from spmdrl.model.tensor_parts import Value
     from spmdrl.sync.transfer import Transfer
 
     size, meta = len(plan.traffic.nbytes), torch.device("meta")

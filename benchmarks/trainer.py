@@ -37,7 +37,7 @@ from spmdrl.config import Config
 from spmdrl.credit import per_token
 from spmdrl.model.flops import training_flops
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.shape import model_shape
+from spmdrl.model.model_shape import model_shape
 from spmdrl.roles import make_trainer
 from spmdrl.tools.commands.create_model import create_model
 from spmdrl.train.trainer import Trainer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmdrl.config import Config
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.sharded import SentWeights
+from spmdrl.model.sharded_model import SentWeights
 from spmdrl.types import Batch
 from spmdrl.world.comm import agree
 from spmdrl.world.found_microbatch_size import agree_on_tokens

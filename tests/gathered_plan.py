@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from spmdrl.model.shards import Box
+from spmdrl.model.tensor_parts import Box
 from spmdrl.sync.tables import Want
 
 _SPREAD_BYTES = 16 * 2**10  # pieces above this are spread over all their holders

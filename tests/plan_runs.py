@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.engine import make_engine
 from spmdrl.model.scorer import make_row
-from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.shards import local_part
+from spmdrl.model.sharded_model import ShardedModel
+from spmdrl.model.tensor_parts import local_part
 from spmdrl.train.adamw import AdamW
 from spmdrl.world.machine.live_bytes import LiveBytes
 from spmdrl.world.world import World

@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from spmdrl.model.cuts import CutAxis, TensorCut
-from spmdrl.model.shards import Box, Part
+from spmdrl.model.tensor_parts import Box, Part
 from spmdrl.sync.buckets import Slices, StreamPlan, Traffic, count_buckets, cut_routes, pieces_of
 from spmdrl.sync.negotiation import (
     Negotiation,

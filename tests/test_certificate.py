@@ -25,7 +25,7 @@ from spmdrl.certificate.fingerprints import _COUNT, _near, deviation
 from spmdrl.certificate.lines import NAME, has_norms, read, sealed
 from spmdrl.config import Config, flatten
 from spmdrl.credit import advantages_of
-from spmdrl.model.shards import Box, narrow
+from spmdrl.model.tensor_parts import Box, narrow
 from spmdrl.tools.commands import diff
 
 # --------------------------------------------------------------------------- digests

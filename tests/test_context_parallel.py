@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from worlds import with_trainer
 
 from spmdrl.model.attention.kernels import KERNELS
-from spmdrl.model.attention.mask_spans import Span
+from spmdrl.model.attention.mask_patterns import Span
 from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.divisibility import ModelCounts, context_method, misfits
 from spmdrl.model.parallel import context_parallel

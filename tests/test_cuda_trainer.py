@@ -24,7 +24,7 @@ from torch import Tensor
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.model.attention import kernels
 from spmdrl.model.attention.kernels import KERNELS, Weighing, pick_attention
-from spmdrl.model.attention.mask_spans import Span
+from spmdrl.model.attention.mask_patterns import Span
 from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.parallel import layout
 from spmdrl.model.parallel.recompute import pins_exactly

@@ -18,7 +18,7 @@ from worlds import another_trainer, with_trainer
 
 from spmdrl.check.model import model_problems
 from spmdrl.config import MemorySettings, OptimizerSettings
-from spmdrl.model.shards import local_part
+from spmdrl.model.tensor_parts import local_part
 from spmdrl.train import adamw as optimizer
 from spmdrl.train.adamw import AdamW
 

@@ -20,16 +20,16 @@ from spmdrl.check.fit import check_fit
 from spmdrl.config import ModelSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
-from spmdrl.model.attention.separation import separation_of
+from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.divisibility import why_never
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import targeted
+from spmdrl.model.model_shape import model_shape
 from spmdrl.model.parallel.recompute import checkpoint
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
-from spmdrl.model.shape import model_shape
 from spmdrl.model.transformers_internals import rewritten_on_loading
 from spmdrl.tools.proof.jobs import ROWS, drawn_rows
 from spmdrl.tools.proof.prove import EXACT
@@ -78,7 +78,7 @@ def test_packed_equals_single_equals_plain_or_is_refused(family, tmp_path):
     tiny_model(small, tmp_path)
     meta = build_meta_model(ModelSettings(path=str(tmp_path)))
     attempt(lambda: model_shape(meta))  # its sizes are known, or refused
-    found = separation_of(meta)
+    found = packing_support(meta)
     reason = "; ".join(found.reasons)
     assert bool(reason) == (family in REFUSED), reason
     if not reason:
@@ -152,7 +152,7 @@ def test_every_family_of_transformers_is_right_or_refused(family, tmp_path):
         pytest.skip(f"refused: {why}")
     meta = build_meta_model(ModelSettings(path=str(tmp_path)))
     attempt(lambda: model_shape(meta))
-    assert_scored_as_plain(tmp_path, small.vocab_size, chunk=separation_of(meta).chunk)
+    assert_scored_as_plain(tmp_path, small.vocab_size, chunk=packing_support(meta).chunk)
 
 
 def assert_refused_by_its_config(family: str, folder: Path, *, why: str) -> None:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from spmdrl.algorithms.reduce import loss_lengths
 from spmdrl.config import AlgorithmSettings, Config
 from spmdrl.model.attention.kernels import register_attention
-from spmdrl.model.attention.separation import separate
+from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.flops import (
     forward_flops,
     trained_flops,
@@ -22,8 +22,8 @@ from spmdrl.model.flops import (
     visible_pairs,
 )
 from spmdrl.model.head import HeadOptions
+from spmdrl.model.model_shape import model_shape
 from spmdrl.model.scorer import Scorer
-from spmdrl.model.shape import model_shape
 from spmdrl.report.glossary import lookup, values_of
 from spmdrl.world.machine.hardware import GPUS, known_gpu
 
@@ -36,7 +36,7 @@ def _scorer(family: str) -> tuple[Any, Scorer, Any]:
     """A model, what scores with it, and a row to score."""
     register_attention()
     model = tiny_model(family)
-    separate(model)
+    enable_packing(model)
     model.set_attn_implementation("spmdrl_padded")
     if hasattr(model.config, "num_local_experts"):
         model.set_experts_implementation("eager")  # the counter knows no grouped matmul

@@ -212,7 +212,7 @@ def test_the_planner_lends_memory_from_role_to_role():
     from plan_runs import run_config, tiny_config
     from transformers import AutoModelForCausalLM
 
-    from spmdrl.model.shape import model_shape
+    from spmdrl.model.model_shape import model_shape
     from spmdrl.tools.plan.run import rates_of, run_of
     from spmdrl.tools.plan.search import make_plan
     from spmdrl.world.axes import Axes

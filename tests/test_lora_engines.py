@@ -31,8 +31,8 @@ from spmdrl.engine.protocol import Request
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import adapter_numel
-from spmdrl.model.shape import model_shape
-from spmdrl.model.shards import Held, local_part
+from spmdrl.model.model_shape import model_shape
+from spmdrl.model.tensor_parts import Held, local_part
 from spmdrl.tools.plan.run import run_of
 from spmdrl.tools.plan.traffic import push_flows
 from spmdrl.world.axes import axes_of

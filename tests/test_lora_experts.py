@@ -32,7 +32,7 @@ from spmdrl.config import Config
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
-from spmdrl.model.shards import Held
+from spmdrl.model.tensor_parts import Held
 
 RANK, ALPHA = 3, 12
 CASES = {  # ranks, ep, experts, rank of the adapters

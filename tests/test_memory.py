@@ -18,7 +18,7 @@ from spmdrl.check.fit import check_fit
 from spmdrl.check.rules import rule_problems
 from spmdrl.config import Config, LayoutSettings, MemorySettings, ModelSettings, OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload, has, move_buffers
-from spmdrl.model.shards import local_part
+from spmdrl.model.tensor_parts import local_part
 from spmdrl.train import adamw as optimizer
 from spmdrl.train.adamw import AdamW, stochastic_round
 

@@ -21,7 +21,7 @@ from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.credit import per_token
 from spmdrl.data.microbatch_plan import partition
 from spmdrl.model.routers import BIAS
-from spmdrl.model.shards import local_part
+from spmdrl.model.tensor_parts import local_part
 from spmdrl.tools.commands.create_model import create_model
 from spmdrl.train import microbatch_size as microbatch
 from spmdrl.train.microbatch_size import Point, fitting_tokens

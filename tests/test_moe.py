@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from spmdrl.config import ModelSettings
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.load import load_whole_model
-from spmdrl.model.shards import Box, Held, Part
+from spmdrl.model.tensor_parts import Box, Held, Part
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 EXPERT = {

@@ -17,9 +17,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from spmdrl.model.attention.mask_spans import Span
+from spmdrl.model.attention.mask_patterns import Span
 from spmdrl.model.load import load_whole_model
-from spmdrl.train import agreement
+from spmdrl.train import packing_check
 from spmdrl.train.packing_check import _plain_gaps, check_packing, lengths_of
 
 
@@ -45,13 +45,13 @@ def _plus(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 
 def _narrow(hf_model: nn.Module) -> Any:
-    found = agreement_separate(hf_model)
+    found = enable_packing_there(hf_model)
     for name in found.spans:
         hf_model.get_submodule(name).span = Span(window=2)
     return found
 
 
-agreement_separate = agreement.separate
+enable_packing_there = packing_check.enable_packing
 
 
 def _with_another_head(*args: Any, **options: Any) -> Any:
@@ -77,8 +77,8 @@ def _said(path: str) -> dict[str, Any]:
         changes = {
             "leak": _plus(model, _mean_so_far),
             "row": _plus(model, _place_in_row),
-            "narrow": mock.patch.object(agreement, "separate", _narrow),
-            "loaded": mock.patch.object(agreement, "load_whole_model", _with_another_head),
+            "narrow": mock.patch.object(packing_check, "enable_packing", _narrow),
+            "loaded": mock.patch.object(packing_check, "load_whole_model", _with_another_head),
         }
         for name, change in changes.items():
             with change, pytest.raises(RuntimeError) as error:

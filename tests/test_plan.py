@@ -13,7 +13,7 @@ from runs import ROOT
 from spmdrl.config import Config, ModelSettings
 from spmdrl.model.divisibility import misfits
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.shape import SHAPES, ModelShape, model_shape
+from spmdrl.model.model_shape import SHAPES, ModelShape, model_shape
 from spmdrl.tools.commands.plan import main
 from spmdrl.tools.commands.plan_examples import examples, output
 from spmdrl.tools.plan.engine_memory import cache_bytes_per_token

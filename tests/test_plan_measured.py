@@ -19,7 +19,7 @@ from benchmarks.gpu.push import link_row  # noqa: E402
 from benchmarks.gpu.rows import Row  # noqa: E402
 from spmdrl.config import ModelSettings  # noqa: E402
 from spmdrl.model.load import build_meta_model  # noqa: E402
-from spmdrl.model.shape import SHAPES, model_shape  # noqa: E402
+from spmdrl.model.model_shape import SHAPES, model_shape  # noqa: E402
 from spmdrl.world.machine.hardware import GPUS  # noqa: E402
 
 PLAN = "--shape qwen3-1.7b --layout.world-size 2 --top 0 --model.memory.reshard always"

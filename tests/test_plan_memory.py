@@ -22,7 +22,7 @@ from spmdrl.config import Config, MemorySettings
 from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import adapter_numel
-from spmdrl.model.shape import ModelShape, model_shape
+from spmdrl.model.model_shape import ModelShape, model_shape
 from spmdrl.tools.plan.activations import Kernels, RowPart, padded_groups, saved_bytes
 from spmdrl.tools.plan.engine_memory import (
     cache_bytes_per_token,

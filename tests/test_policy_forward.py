@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from spmdrl.config import ModelSettings
 from spmdrl.model.attention.kernels import pick_attention, register_attention
 from spmdrl.model.attention.packing import make_packing
-from spmdrl.model.attention.separation import separate
+from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.scorer import ScoredRow, Scorer, make_row
@@ -41,7 +41,7 @@ def plain_scorer(folder: Path) -> tuple[torch.nn.Module, Scorer]:
         dtype=torch.float32,
         device=torch.device("cpu"),
     ).requires_grad_()
-    separate(hf_model)
+    enable_packing(hf_model)
     return hf_model, Scorer(hf_model, HeadOptions(16)).eval()
 
 
@@ -120,7 +120,7 @@ def test_kernels_are_refused_where_they_cannot_run():
     ):
         with pytest.raises(ValueError, match="model.kernels.attention"):
             pick_attention(wanted, device=device, dtype=dtype, has_softcap=softcap)
-    both = dict(device=cpu, dtype=bf16, has_softcap=True, both_ways=True)
+    both = dict(device=cpu, dtype=bf16, has_softcap=True, bidirectional_images=True)
     with pytest.raises(ValueError, match="caps its logits .* does both; take another model, or so"):
         pick_attention("auto", **both, otherwise=", or so")
 

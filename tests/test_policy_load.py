@@ -22,7 +22,7 @@ from spmdrl.config import Config
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import check_weights, load_hf_config
-from spmdrl.model.shards import held_boxes
+from spmdrl.model.tensor_parts import held_boxes
 from spmdrl.types import Advantages, Batch
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from spmdrl.check import proved_models as records
 from spmdrl.check.proved_models import Line, Record
 from spmdrl.config import LayoutSettings
-from spmdrl.data.attachments import SEEING
+from spmdrl.data.attachments import VISION_FAMILIES
 from spmdrl.data.vision.image_tokens import ImageReader
 from spmdrl.tools.commands.check import _status
 from spmdrl.tools.proof import jobs, prove
@@ -147,7 +147,7 @@ def test_every_family_is_proved_or_refused(family, tmp_path):
 
 @pytest.mark.models
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("family", SEEING)
+@pytest.mark.parametrize("family", VISION_FAMILIES)
 def test_every_family_that_sees_is_proved_with_its_tower(family, tmp_path):
     lines = list(Proof(family_config(family), tmp_path, timeout_s=600.0).lines())
     assert not [str(line) for line in lines if line.verdict == "WRONG"]
@@ -177,10 +177,10 @@ def test_the_families_of_the_days_are_in_the_table():
     for names in KINDS.values():
         assert len({*names}) == len(names) and {*names} <= {*FAMILIES}
     shipped = {one.model: one for one in records.read(records.SHIPPED)}
-    assert {*shipped} == {*family_names()} and {*WITH_TOWERS} == {*SEEING}
-    proved = [name for names in (*KINDS.values(), SEEING) for name in names]
+    assert {*shipped} == {*family_names()} and {*WITH_TOWERS} == {*VISION_FAMILIES}
+    proved = [name for names in (*KINDS.values(), VISION_FAMILIES) for name in names]
     assert all(shipped[name].is_proved for name in proved)
-    assert all(shipped[name].model_type == name for name in SEEING)
+    assert all(shipped[name].model_type == name for name in VISION_FAMILIES)
 
 
 # ------------------------------------------------------------------------- records, table

@@ -16,7 +16,7 @@ from spmdrl.config import Config, ModelSettings
 from spmdrl.config.read import read
 from spmdrl.data import row_files
 from spmdrl.data.rows import ground_truth_of, prompt_of, read_rows
-from spmdrl.model.shape import SHAPES, with_known_shape
+from spmdrl.model.model_shape import SHAPES, with_known_shape
 from spmdrl.report.derived import derived
 from spmdrl.rewards import graders
 from spmdrl.tools.commands import fetch_problems

@@ -19,7 +19,7 @@ from spmdrl import config as configs
 from spmdrl.check.fit import fit_problems
 from spmdrl.config import Config
 from spmdrl.model.attention.kernels import register_attention
-from spmdrl.model.attention.separation import separate
+from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.blocks import experts_modules
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.files.reader import CheckpointReader
@@ -150,7 +150,7 @@ def replaying_scorer(folder: Path, family: str, *, checkpointing: str) -> tuple[
     register_attention()
     hf_model = build_meta_model(configs.ModelSettings(path=str(folder)), attention="spmdrl_padded")
     parts = file_tensors(hf_model)
-    separate(hf_model)
+    enable_packing(hf_model)
     hf_model.to_empty(device="cpu")
     read_tensors(
         CheckpointReader(model_folder(str(folder))), live_tensors(hf_model), parts, copies={}

@@ -11,8 +11,8 @@ from ranks import run_ranks
 from spmdrl.engine.protocol import Truncation
 from spmdrl.engine.seeded_draws import draw
 from spmdrl.engine.truncation import truncate
-from spmdrl.model.draw_rules import DrawRules, make_sampling_mask
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
+from spmdrl.model.sampling_rules import SamplingRules, make_sampling_mask
 from spmdrl.sampling_masks import SamplingMasks
 
 
@@ -112,7 +112,7 @@ def ours(options: HeadOptions, rows: slice = slice(None)) -> list[torch.Tensor]:
     hidden, weight, targets, kept, upstream = inputs()
     weight = weight[rows].clone().requires_grad_()
     hidden.requires_grad_()
-    rules = DrawRules(make_sampling_mask(SamplingMasks.of(kept), "cpu"))
+    rules = SamplingRules(make_sampling_mask(SamplingMasks.of(kept), "cpu"))
     given = dict(targets=targets, options=options, rules=rules)
     logprobs, entropy = logprobs_and_entropy(hidden, weight, **given)
     (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
@@ -139,7 +139,7 @@ def test_scores_and_gradients_are_those_of_the_kept_ids_in_float64(chunk):
 
 def test_only_kept_ids_get_a_gradient():
     hidden, weight, targets, kept, _ = inputs()
-    rules = DrawRules(make_sampling_mask(SamplingMasks.of(kept), "cpu"))
+    rules = SamplingRules(make_sampling_mask(SamplingMasks.of(kept), "cpu"))
     for row in range(N):
         weight.grad = None
         logprobs, entropy = logprobs_and_entropy(

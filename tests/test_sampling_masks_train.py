@@ -115,7 +115,7 @@ def test_engines_say_among_what_each_token_was_drawn(kind, model):
 
 
 def opened(sets: SamplingMasks) -> torch.Tensor:
-    from spmdrl.model.draw_rules import make_sampling_mask
+    from spmdrl.model.sampling_rules import make_sampling_mask
 
     width = sets.vocab
     return ~make_sampling_mask(sets, "cpu").dropped(slice(0, len(sets)), first=0, width=width)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmdrl.model.attention import sinks
 from spmdrl.model.attention.kernels import KERNELS
-from spmdrl.model.attention.mask_spans import Span
+from spmdrl.model.attention.mask_patterns import Span
 from spmdrl.model.attention.packing import make_packing
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -27,7 +27,7 @@ from spmdrl.config import (
     StreamSettings,
 )
 from spmdrl.engine.protocol import Request
-from spmdrl.model.shards import Delta, Held, Part, local_part
+from spmdrl.model.tensor_parts import Delta, Held, Part, local_part
 from spmdrl.world.comm import gather_objects
 
 PROMPTS = [[5, 9, 12, 7, 30, 21], [1, 8, 40, 41, 42, 8, 9, 3, 17]]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from spmdrl.config import Config
-from spmdrl.model.shards import Box, Part
+from spmdrl.model.tensor_parts import Box, Part
 from spmdrl.sync import negotiation
 from spmdrl.sync.buckets import StreamPlan
 from spmdrl.sync.live_shards import LiveShards

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planned import at, boxes_in_files, check_both_sides, plan_all, random_mesh_pair, sources_of
 
 from spmdrl.model.cuts import CutAxis, TensorCut
-from spmdrl.model.shards import Box, Part
+from spmdrl.model.tensor_parts import Box, Part
 from spmdrl.sync.buckets import LARGEST, Traffic, best_count, choose_buckets, overhead_s, pieces_of
 from spmdrl.sync.tables import DTYPES, FileTable, Want
 from spmdrl.sync.verify import checksum

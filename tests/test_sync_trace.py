@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from spmdrl.model.shards import Box, held_boxes
+from spmdrl.model.tensor_parts import Box, held_boxes
 from spmdrl.sync.trace import trace_loader
 
 F32 = torch.float32

@@ -13,7 +13,7 @@ from planned import plan_all
 from ranks import run_ranks
 
 from spmdrl.model.cuts import TensorCut
-from spmdrl.model.shards import Box, Part, Value
+from spmdrl.model.tensor_parts import Box, Part, Value
 from spmdrl.sync import stream
 from spmdrl.sync.tables import FileTable, Want
 from spmdrl.sync.transfer import Transfer

@@ -19,7 +19,7 @@ from spmdrl.model.cuts import TensorCut, cut_of
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.lora.layers import Adapters, lora_form
 from spmdrl.model.parallel.layout import lay_out
-from spmdrl.model.shards import Box, Part
+from spmdrl.model.tensor_parts import Box, Part
 from spmdrl.sync.tables import FileTable, Want
 from spmdrl.world.mesh import make_expert_mesh, make_meshes
 from spmdrl.world.torch_internals import plain_name

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from spmdrl.check.fit import fit_problems
 from spmdrl.model.blocks import mixtures
 from spmdrl.model.divisibility import counts_of, misfits, why_never
+from spmdrl.model.model_shape import model_shape
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import PARTIAL, style_problems, tp_styles
-from spmdrl.model.shape import model_shape
 from spmdrl.world.axes import Axes
 
 

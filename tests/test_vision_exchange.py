@@ -28,7 +28,7 @@ from spmdrl.data.attachments import FEATURES, with_items
 from spmdrl.data.microbatch_plan import partition
 from spmdrl.exchange import exchange_rollouts
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.shape import model_shape
+from spmdrl.model.model_shape import model_shape
 from spmdrl.model_inputs import Item, Shown
 from spmdrl.rollout.episode import Episode, Group
 from spmdrl.rollout.packing import pack_step, rollouts_from_dict, rollouts_to_dict

@@ -18,7 +18,7 @@ from vlm import FAMILIES, seeing_model
 from spmdrl.config import ModelSettings
 from spmdrl.engine.vllm_plain import with_plain_weights
 from spmdrl.model.attention.kernels import register_attention
-from spmdrl.model.attention.separation import separate
+from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.blocks import base_of, blocks
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.head import HeadOptions
@@ -28,7 +28,7 @@ from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.model.shown_rows import features_of
 from spmdrl.model.vision import vision_tower
-from spmdrl.model.vision_families import tower_blocks, tower_parameters
+from spmdrl.model.vision_families import vision_blocks, vision_parameters
 
 
 @pytest.fixture(params=FAMILIES)
@@ -45,8 +45,8 @@ def test_a_model_that_sees_is_built_by_the_names_of_its_files(folder):
     assert {name: tuple(shape) for name, shape in found.items()} == shapes
     assert base_of(hf_model)[0] == "model.language_model"
     assert all(name.startswith("model.language_model.layers.") for name in blocks(hf_model))
-    towers = tower_parameters(hf_model)
-    assert len(blocks(hf_model)) == len(tower_blocks(hf_model)) == 2
+    towers = vision_parameters(hf_model)
+    assert len(blocks(hf_model)) == len(vision_blocks(hf_model)) == 2
     rest = {n for n, _ in hf_model.named_parameters()} - towers
     assert towers and all(n.startswith(("model.language_model.", "lm_head.")) for n in rest)
 
@@ -130,7 +130,7 @@ def test_pixels_are_copied_for_a_forward_pass_and_go_with_its_graph(tmp_path, mo
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    separate(hf_model.requires_grad_(True))
+    enable_packing(hf_model.requires_grad_(True))
     scorer = Scorer(hf_model, HeadOptions(64))
     slicing, ids = Slicing(sight=sight_of(hf_model, device="cpu")), sequences(folder)[0]
     moved = microbatch(folder, [0]).to(torch.device("meta"))

@@ -17,9 +17,9 @@ from spmdrl.check.fit import fit_problems
 from spmdrl.check.rules import rule_problems
 from spmdrl.config import ModelSettings, OptimizerSettings
 from spmdrl.model.load import load_whole_model
-from spmdrl.model.multimodal import noisy_sequence, plain_inputs, sight_of
-from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.vision_families import tower_parameters
+from spmdrl.model.multimodal import image_inputs, noise_image_sequence, sight_of
+from spmdrl.model.sharded_model import ShardedModel
+from spmdrl.model.vision_families import vision_parameters
 from spmdrl.model_inputs import Given
 from spmdrl.train.adamw import AdamW
 from spmdrl.train.microbatches import prepare
@@ -48,7 +48,7 @@ def _changes(base: Any, settings: dict[str, Any]) -> dict[str, Any]:
     after = full_parameters(trainer)
     return {
         "moved": {n: float((after[n] - t).abs().max()) for n, t in before.items()},
-        "towers": {n for n in before if n in tower_parameters(model.hf_model)},
+        "towers": {n for n in before if n in vision_parameters(model.hf_model)},
         "state": set(trainer.policy.state_dict()["optimizer"]["exp_avg"]),
         "frozen": {trainer.weights.parts[name].tensor for name in trainer.weights.frozen},
     }
@@ -109,13 +109,13 @@ def test_the_proof_of_its_rows_shows_it_a_picture(family, tmp_path):
     hf_model = load_whole_model(
         model, attention=None, dtype=torch.float32, device=torch.device("cpu")
     )
-    ids = noisy_sequence(hf_model, longest=64)
+    ids = noise_image_sequence(hf_model, longest=64)
     tokens, cpu = torch.tensor(ids)[None], torch.device("cpu")
     with torch.no_grad():
-        seen = hf_model(input_ids=tokens, **plain_inputs(hf_model, ids, cpu)).logits[0]
+        seen = hf_model(input_ids=tokens, **image_inputs(hf_model, ids, cpu)).logits[0]
         blind = hf_model(input_ids=tokens).logits[0]
     assert float((seen - blind)[-1].abs().max()) > 1e-3
-    assert noisy_sequence(hf_model, longest=8) is None
+    assert noise_image_sequence(hf_model, longest=8) is None
 
 
 def test_its_rows_are_proved_at_a_run_s_start(measured):

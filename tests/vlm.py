@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdrl.data.vision.image_tokens import ImageReader
 from spmdrl.model_inputs import Shown, shown_by
-from spmdrl.tools.small_models.random_vision import MADE, make_seeing_model
+from spmdrl.tools.small_models.random_vision import MADE, make_vision_model
 
 FAMILIES = tuple(MADE)
 TEXT = dict(
@@ -38,7 +38,7 @@ def seeing_model(family: str, folder: Path, *, seed: int = 0) -> Path:
     text = TEXT | dict(tie_word_embeddings=family == "gemma3")
     if family == "qwen3_vl_moe":
         text |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
-    make_seeing_model(family, folder, text=text, seed=seed)
+    make_vision_model(family, folder, text=text, seed=seed)
     return folder
 
 

@@ -27,7 +27,7 @@ from benchmarks.start import draw_all
 from spmdrl import config
 from spmdrl.config import Config
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.shape import ModelShape, model_shape
+from spmdrl.model.model_shape import ModelShape, model_shape
 from spmdrl.tools.plan.run import Rates, run_of
 from spmdrl.tools.plan.seconds import step_seconds
 from spmdrl.world.axes import axes_of

@@ -30,7 +30,7 @@ from spmdrl.config import Config
 from spmdrl.model.flops import training_flops
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.shape import ModelShape, model_shape
+from spmdrl.model.model_shape import ModelShape, model_shape
 from spmdrl.roles import make_trainer
 from spmdrl.tools.plan.run import run_of
 from spmdrl.tools.plan.trainer_memory import trainer_memory

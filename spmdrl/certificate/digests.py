@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.splitmix import mixed
-from spmdrl.model.shards import Box
+from spmdrl.model.tensor_parts import Box
 
 _WORDS = 64
 """Of a block."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.certificate.fingerprints import Tally, TensorGroup, by_size
 from spmdrl.checkpoint.state import tensor_leaves
-from spmdrl.model.shards import local_part
+from spmdrl.model.tensor_parts import local_part
 from spmdrl.types import TOKEN_COLUMNS, Advantages, Batch, Sums
 from spmdrl.world.torch_internals import sharded_like
 from spmdrl.world.world import World

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from spmdrl.algorithms.splitmix import mixed, signed
 from spmdrl.certificate.digests import Digester, Sequences, factor_of, whole
 from spmdrl.model.cuts import cut_of
-from spmdrl.model.shards import Box, held_boxes, local_part
+from spmdrl.model.tensor_parts import Box, held_boxes, local_part
 from spmdrl.world.world import World
 
 SKETCHES = 4

@@ -23,7 +23,7 @@ from spmdrl.config import Config, inference_ranks, trainer_ranks
 from spmdrl.errors import RAISED, Refusal, say, with_line
 from spmdrl.model.load import build_meta_model, checkpoint_shapes
 from spmdrl.model.lora.layers import Adapters, lora_form, sent_adapter
-from spmdrl.model.shape import with_known_shape
+from spmdrl.model.model_shape import with_known_shape
 from spmdrl.report.derived import derived
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.sync.buckets import LARGEST

@@ -31,7 +31,7 @@ from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.routers import WEIGHTS, check_balance, unknown_router
 from spmdrl.model.scorer import head_form
 from spmdrl.model.transformers_internals import rewritten_on_loading
-from spmdrl.model.vision_families import sees, tower_parameters
+from spmdrl.model.vision_families import has_vision_tower, vision_parameters
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of
 from spmdrl.world.machine.gpus import check_driver
@@ -115,7 +115,9 @@ def fit_problems(cfg: Config) -> list[str]:
 
 def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     counts = counts_of(hf_model)
-    problems = policy_problems(cfg, hf_model) + _companion_problems(cfg, is_seen=sees(hf_model))
+    problems = policy_problems(cfg, hf_model) + _companion_problems(
+        cfg, is_seen=has_vision_tower(hf_model)
+    )
     if cfg.engine.kind == "vllm" and axes_of(cfg).engines:
         problems += refusal(lambda: model_arguments(cfg))
         problems += refusal(lambda: check_mixers(hf_model, counts.mixers))
@@ -169,25 +171,25 @@ def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
     """Yield what asks for a tower that is not there, and what is not done with one."""
     model = cfg.model
     kind = hf_model.config.model_type  # type: ignore[union-attr]
-    text = instead(model.path) if sees(hf_model) else ""
+    text = instead(model.path) if has_vision_tower(hf_model) else ""
     asked: dict[str, Any] = {} if model.train == "all" else {"train": model.train}
-    for name, value in ({} if sees(hf_model) else (asked | model.own_rates)).items():
+    for name, value in ({} if has_vision_tower(hf_model) else (asked | model.own_rates)).items():
         yield (
             f"model.{name}: {value} with a {kind}, which has no tower (model.path "
             f"{model.path}, model.part {model.part}); leave it out"
         )
-    if sees(hf_model) and not cfg.batch.tokens_per_microbatch:
+    if has_vision_tower(hf_model) and not cfg.batch.tokens_per_microbatch:
         yield (
             f"batch.tokens_per_microbatch: 0 with a {kind}, which sees: sizes are tried on rows of "
             "text, and what its tower keeps would come on top; set a number (python -m "
             f"spmdrl plan names the largest that fits){text} (model.path {model.path})"
         )
-    if sees(hf_model) and model.kernels.compile:
+    if has_vision_tower(hf_model) and model.kernels.compile:
         yield (
             f"model.kernels.compile: true with a {kind}, which sees: rows that show something were "
             f"never proved compiled; set it to false{text} (model.path {model.path})"
         )
-    if model.lora.pushes_adapter and adapted_weights(hf_model, model.lora) & tower_parameters(
+    if model.lora.pushes_adapter and adapted_weights(hf_model, model.lora) & vision_parameters(
         hf_model
     ):
         yield (
@@ -200,7 +202,7 @@ def _kind_problem(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]
     """Yield that a model beside one that sees would not see what its rows show."""
     policy, _ = attempt(lambda: build_policy(cfg))
     kinds = [getattr(m.config, "model_type", "") for m in (policy, hf_model) if m is not None]
-    if policy is not None and sees(policy) and len({*kinds}) > 1:
+    if policy is not None and has_vision_tower(policy) and len({*kinds}) > 1:
         yield (
             f"{at}: is a {kinds[1]} beside a policy that sees, a {kinds[0]}: what rows show is as "
             "the policy's processor prepared it; take a model of the policy's kind"
@@ -240,7 +242,7 @@ def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
             problems += _model_problems(cfg, hf_model, counts, at=f"{field} {path}")
             problems += _kind_problem(cfg, hf_model, at=f"{field} {path}")
             problems += _axes_problems(cfg, counts, at=f"({field} {path})", is_policy=False)
-            if is_seen and not sees(hf_model):
+            if is_seen and not has_vision_tower(hf_model):
                 problems.append(
                     f"{field} {path}: it does not see, and the policy does: of what is shown "
                     f"it would read the placeholders alone; take one that sees{text}"

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from spmdrl.data.vision.recorded import Preview
     from spmdrl.model_inputs import Given, Shown
 
-SEEING = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+VISION_FAMILIES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types that see: proved against plain transformers, their images prepared one by one as
 together."""
 
@@ -68,7 +68,7 @@ def give_reader(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """
     from spmdrl.data.vision.image_tokens import give_image_reader
 
-    give_image_reader(cfg, tokenizer, families=SEEING)
+    give_image_reader(cfg, tokenizer, families=VISION_FAMILIES)
 
 
 def _reader_of(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.model.attention.kernels import KERNELS, Weighing, capped
-from spmdrl.model.attention.mask_spans import Span, span_of, visible
+from spmdrl.model.attention.mask_patterns import Span, mask_pattern_of, visible
 from spmdrl.model.attention.packing import Packing
 from spmdrl.model.attention.sinks import with_sink_scores
 
@@ -146,7 +146,7 @@ def cached_attention(
         kernel = KERNELS[work.kernel]
         outputs.append(kernel(module, q, k, v, attention_mask, packing=work.packing, **options)[0])
     if work.longest:
-        span = span_of(module)
+        span = mask_pattern_of(module)
         how = Weighing(scaling, span.window, softcap, s_aux)
         assert work.cache is not None, "what goes on has its keys there"
         keys, values = work.cache.layers[module.layer_idx]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spmdrl.config import Penalties
 from spmdrl.engine.transformers_runner import Sampled
-from spmdrl.model.draw_rules import penalise
+from spmdrl.model.sampling_rules import penalise
 
 
 def penalised(logits: Tensor, sequences: Sequence[Sampled]) -> Tensor:

@@ -26,7 +26,7 @@ from spmdrl.engine.transformers_runner import ModelRunner, Sampled
 from spmdrl.engine.truncation import SampledRows
 from spmdrl.errors import Refusal
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
-from spmdrl.model.shards import Held
+from spmdrl.model.tensor_parts import Held
 from spmdrl.model_inputs import Given
 from spmdrl.world.comm import await_all
 from spmdrl.world.machine.live_bytes import device_bytes

@@ -20,8 +20,8 @@ from spmdrl.engine.protocol import Completion, Request, route_dtype
 from spmdrl.engine.truncation import SampledRows, kept_of
 from spmdrl.errors import Refusal
 from spmdrl.model.attention.packing import Packing, make_packing, packs
+from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.attention.pick import kernel_of
-from spmdrl.model.attention.separation import separate
 from spmdrl.model.blocks import base_of, experts_modules
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import load_whole_model
@@ -128,7 +128,7 @@ class ModelRunner:
             cfg.model, attention="spmdrl_cached", dtype=dtype, device=device
         )
         self._form = head_form(self.hf_model)
-        self._separation = separate(self.hf_model)
+        self._packing_support = enable_packing(self.hf_model)
         self._sight, self._vision_tower = (
             sight_of(self.hf_model, device=device),
             vision_tower_of(self.hf_model),
@@ -151,7 +151,7 @@ class ModelRunner:
     def _keeps(self) -> bool:
         """Whether what was computed of a sequence is kept: states of layers besides attention are
         not."""
-        return not self._separation.mixers
+        return not self._packing_support.mixers
 
     def _fitting_slots(self) -> int:
         engine = self._cfg.engine
@@ -292,7 +292,7 @@ class ModelRunner:
         spans = None if seen is None or seen.spans is None else seen.spans[: sum(lengths)]
         is_padded = self._kernel == "padded" or not self._keeps
         return make_packing(
-            lengths, self._device, padded=is_padded, chunk=self._separation.chunk, spans=spans
+            lengths, self._device, padded=is_padded, chunk=self._packing_support.chunk, spans=spans
         )
 
     def tensor(self, values: Sequence[int]) -> Tensor:

@@ -27,7 +27,7 @@ from spmdrl.engine.vllm_families import model_arguments
 from spmdrl.engine.vllm_outputs import Outputs
 from spmdrl.engine.vllm_plain import with_plain_weights
 from spmdrl.engine.vllm_trial import refusing_models, try_engine
-from spmdrl.model.multimodal import drop_embeddings, prompt_of
+from spmdrl.model.multimodal import reset_encoder_cache, vllm_prompt
 from spmdrl.world.comm import agree
 from spmdrl.world.machine.live_bytes import device_bytes
 from spmdrl.world.world import World
@@ -112,7 +112,7 @@ class VllmEngine:
         # The salt keeps it from what older weights computed for unfinished requests.
         model_config = self._llm.vllm_config.model_config
         salt = str(self.version)
-        return prompt_of(tokens, salt=salt, model_config=model_config)
+        return vllm_prompt(tokens, salt=salt, model_config=model_config)
 
     def step(self) -> list[Completion]:
         """Run one scheduling step and return what finished in it."""
@@ -174,7 +174,7 @@ class VllmEngine:
             self._llm.reset_prefix_cache()
         elif self.cfg.rollout.schedule.kv_cache != "keep":
             self._llm.reset_prefix_cache(reset_running_requests=True)
-            drop_embeddings(self._llm)  # requests that begin anew are told apart by no salt
+            reset_encoder_cache(self._llm)  # requests that begin anew are told apart by no salt
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors by checkpoint name into the live model, by vLLM's loader for it."""

@@ -18,7 +18,7 @@ import torch
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.model.load import hf_config_of
-from spmdrl.model.multimodal import lacking_to_see, seeing_arguments
+from spmdrl.model.multimodal import missing_for_vision, vision_arguments
 from spmdrl.world.world import is_on_cpu
 
 _BACKEND = {"model_impl": "transformers"}  # vLLM's own, which runs transformers' modules
@@ -73,7 +73,7 @@ def model_arguments(cfg: Config) -> dict[str, Any]:
             f"engine.options.kv_cache_dtype: {cache}, and vLLM keeps keys and values in 8 bits on "
             f"the CPU {reason}; leave it out (model.path {cfg.model.path})"
         )
-    seeing = seeing_arguments(family, on_cpu=is_on_cpu(cfg))
+    seeing = vision_arguments(family, on_cpu=is_on_cpu(cfg))
     differs = _OTHERWISE.get(family, lambda config, dtype: False)
     if not differs(config, cfg.engine.dtype):
         return seeing | _TOLD.get(family, lambda config: {})(config)
@@ -101,7 +101,7 @@ def _lacking(config: Any, *, dtype: str, on_cpu: bool) -> str:
             "its attention repeats keys and values once per expert of a token, and vLLM's "
             f"Transformers backend pairs them with queries otherwise; {other}"
         )
-    if missing := lacking_to_see(family, on_cpu=on_cpu):
+    if missing := missing_for_vision(family, on_cpu=on_cpu):
         return f"{missing}, or {other}"
     if not on_cpu:
         return ""

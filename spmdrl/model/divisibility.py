@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from spmdrl.imports import divisors
-from spmdrl.model.attention.separation import separation_of
+from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures, of_layers
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import split_dim, style_problems, tp_styles
-from spmdrl.model.vision_families import attends_both_ways
+from spmdrl.model.vision_families import has_bidirectional_images
 from spmdrl.world.axes import Axes
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -38,7 +38,7 @@ class ModelCounts:
     other: tuple[tuple[str, int], ...] = ()  # (weight and dim, size) that tp cuts besides
     unsliced: tuple[str, ...] = ()  # kinds of layers that need whole sequences
     mixers: tuple[str, ...] = ()  # kinds of those that compute one sequence per row
-    both_ways: bool = False  # tokens that show one thing see each other
+    bidirectional_images: bool = False  # tokens that show one thing see each other
     leak: str = ""  # why packed sequences would see each other
     tp_problem: str = ""  # why it cannot be tensor-parallel over however many ranks
 
@@ -67,10 +67,10 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         return math.gcd(*counts)
 
     has_mlp = len(mixtures(hf_model)) < len(blocks(hf_model))
-    separation = separation_of(hf_model)
-    names = {name for own in separation.mixers.values() for name in own}
+    support = packing_support(hf_model)
+    names = {name for own in support.mixers.values() for name in own}
     mixers = sorted({type(hf_model.get_submodule(name)).__name__ for name in names})
-    chunked = ["attention within chunks"] if separation.chunk else []
+    chunked = ["attention within chunks"] if support.chunk else []
     own = ModelCounts(
         model_type=hf_model.config.model_type,
         heads=count("num_attention_heads"),
@@ -93,8 +93,8 @@ def counts_of(hf_model: nn.Module) -> ModelCounts:
         other=tuple((name, size) for size, name in other.items()),
         unsliced=(*mixers, *chunked),
         mixers=tuple(mixers),
-        both_ways=attends_both_ways(hf_model),
-        leak=next(iter(separation.reasons), ""),
+        bidirectional_images=has_bidirectional_images(hf_model),
+        leak=next(iter(support.reasons), ""),
         tp_problem=f"its {mixers[0]} is not cut" if mixers else why_never(hf_model),
     )
 
@@ -167,7 +167,7 @@ def _cp_misfits(counts: ModelCounts, axes: Axes, *, context: str) -> Iterator[st
         )
     elif (
         cp > 1
-        and counts.both_ways
+        and counts.bidirectional_images
         and not heads % tp
         and context_method(context, heads=heads // tp, cp=cp) != "ulysses"
     ):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config
 from spmdrl.imports import attempt
-from spmdrl.model.shape import ModelShape, model_shape
+from spmdrl.model.model_shape import ModelShape, model_shape
 from spmdrl.types import Sums
 from spmdrl.world.machine.hardware import known_gpu
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.config import NO_PENALTIES, ModelSettings, Penalties
-from spmdrl.model.draw_rules import DrawRules
+from spmdrl.model.sampling_rules import SamplingRules
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def logprobs_and_entropy(
     *,
     targets: Tensor,
     options: HeadOptions,
-    rules: DrawRules | None = None,
+    rules: SamplingRules | None = None,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
     """Score one target per position under softmax(logits / temperature), by `rules` if any.
@@ -88,7 +88,7 @@ class _Head(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         options: HeadOptions,
-        rules: DrawRules | None,
+        rules: SamplingRules | None,
     ) -> tuple[Tensor, Tensor]:
         local = _local(targets, weight, options)
         logprobs, entropy, log_total = _scores(hidden, weight, bias, local, options, rules)
@@ -135,7 +135,7 @@ def _scores(
     bias: Tensor | None,
     local: Tensor,
     options: HeadOptions,
-    rules: DrawRules | None,
+    rules: SamplingRules | None,
     *,
     squares: bool = False,
 ) -> list[Tensor]:
@@ -166,7 +166,7 @@ def _ruled(
     options: HeadOptions,
     *,
     bias: Tensor | None,
-    rules: DrawRules | None,
+    rules: SamplingRules | None,
     part: slice,
 ) -> _Ruled:
     """Return the logits of consecutive positions, by rules if any; see `scaled_logits`."""

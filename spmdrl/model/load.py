@@ -23,9 +23,9 @@ from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.files.quantised import quantisation
 from spmdrl.model.files.reader import CheckpointReader, some, text_config, text_part
 from spmdrl.model.files.tied import check_copy, check_sample, copies_in, tied_names
-from spmdrl.model.shards import Held, Part
+from spmdrl.model.tensor_parts import Held, Part
 from spmdrl.model.transformers_internals import has_towers, ignored_names, initialise, owners
-from spmdrl.model.vision_families import build_seeing_model, check_family, set_attention
+from spmdrl.model.vision_families import build_vision_model, check_vision_family, set_attention
 from spmdrl.world.torch_internals import is_persistent
 
 SCALAR_HEAD = "score.weight"
@@ -71,7 +71,7 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "a
     if not has_towers(config):
         return config
     if part != "text":
-        check_family(config, path=path)
+        check_vision_family(config, path=path)
         return config
     own = text_part(path)
     config = text_config(config)
@@ -122,7 +122,7 @@ def build_meta_model(
         trust_remote_code=model.trust_remote_code,
     )
     if has_towers(config):
-        build = partial(build_seeing_model, attention=attention, is_scalar=is_scalar)
+        build = partial(build_vision_model, attention=attention, is_scalar=is_scalar)
     elif is_scalar:
         config.num_labels = 1
     what = f"{config.model_type} of {model.path} as a " + (

@@ -11,29 +11,34 @@ from torch import nn
 
 from spmdrl.model.shown_rows import Sight
 from spmdrl.model.vision.for_vllm import (
-    drop_embeddings,
-    lacking_to_see,
-    prompt_of,
-    seeing_arguments,
+    missing_for_vision,
+    reset_encoder_cache,
+    vision_arguments,
+    vllm_prompt,
 )
-from spmdrl.model.vision.image_memory import TowerShape
+from spmdrl.model.vision.image_memory import VisionTowerShape
 from spmdrl.model.vision.image_positions import PictureSight
-from spmdrl.model.vision.samples import noisy_sequence, num_plain_ids, plain_inputs, shown_in
+from spmdrl.model.vision.samples import (
+    image_inputs,
+    noise_image_sequence,
+    num_text_ids,
+    with_noise_image,
+)
 from spmdrl.model.vision.vision_tower import VisionTower
-from spmdrl.model.vision_families import sees
+from spmdrl.model.vision_families import has_vision_tower
 
 
 def vision_tower_of(hf_model: nn.Module) -> nn.Module | None:
     """Return tower and projector of a model as a part of the module that scores; None of one that
     does not see."""
-    return VisionTower(hf_model) if sees(hf_model) else None
+    return VisionTower(hf_model) if has_vision_tower(hf_model) else None
 
 
 def sight_of(hf_model: nn.Module, *, device: torch.device | str) -> Sight | None:
     """Return how a model's tokens stand for what they show; None of one that does not see."""
-    return PictureSight(hf_model, device=device) if sees(hf_model) else None
+    return PictureSight(hf_model, device=device) if has_vision_tower(hf_model) else None
 
 
-def shape_of_tower(hf_model: Any) -> TowerShape | None:
+def vision_tower_shape(hf_model: Any) -> VisionTowerShape | None:
     """Return a model's tower, as far as memory goes; None of one that does not see."""
-    return TowerShape.of(hf_model.config) if sees(hf_model) else None
+    return VisionTowerShape.of(hf_model.config) if has_vision_tower(hf_model) else None

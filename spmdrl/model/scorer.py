@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import base_of, blocks, name_of, replaced_forward
-from spmdrl.model.draw_rules import make_rules
 from spmdrl.model.files.reader import some
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 from spmdrl.model.multimodal import vision_tower_of
 from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
-from spmdrl.model.shards import to_local
+from spmdrl.model.sampling_rules import make_sampling_rules
+from spmdrl.model.tensor_parts import to_local
 from spmdrl.model_inputs import Shown
 from spmdrl.sampling_masks import SamplingMasks
 
@@ -211,7 +211,12 @@ def make_row(
     scored = mask.nonzero()[:, 0]
     device = slicing.device
     rules = partial(
-        make_rules, tokens, lengths, sampling_masks=sampling_masks, drawn=drawn, device=device
+        make_sampling_rules,
+        tokens,
+        lengths,
+        sampling_masks=sampling_masks,
+        drawn=drawn,
+        device=device,
     )
     own = make_slice(
         tokens, lengths, scored=scored, slicing=slicing, routes=routes, rules=rules, shown=shown

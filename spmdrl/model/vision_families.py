@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from spmdrl.config import ModelSettings
-from spmdrl.data.attachments import SEEING
+from spmdrl.data.attachments import VISION_FAMILIES
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.blocks import base_of
@@ -18,7 +18,7 @@ from spmdrl.model.files.reader import text_part
 from spmdrl.model.transformers_internals import block_kinds, class_of, has_towers
 
 
-def check_family(config: Any, *, path: str) -> None:
+def check_vision_family(config: Any, *, path: str) -> None:
     """Refuse a model with towers that is of no known family.
 
     Args:
@@ -26,12 +26,12 @@ def check_family(config: Any, *, path: str) -> None:
         path: of the model, for messages.
     Raises: Refusal.
     """
-    if config.model_type in SEEING:
+    if config.model_type in VISION_FAMILIES:
         return
     _, error = attempt(lambda: text_part(path))
     raise Refusal(
         f"model.path: {path} is a {config.model_type} with a tower; those that can be trained as "
-        f"they are: {', '.join(SEEING)}; "
+        f"they are: {', '.join(VISION_FAMILIES)}; "
         + (
             f"and its text part cannot be trained alone either: {error}"
             if error
@@ -43,17 +43,17 @@ def check_family(config: Any, *, path: str) -> None:
 _BOTH_WAYS = ("gemma3",)
 
 
-def attends_both_ways(hf_model: nn.Module) -> bool:
+def has_bidirectional_images(hf_model: nn.Module) -> bool:
     """Return whether tokens that show one thing attend to each other in both directions."""
-    return sees(hf_model) and hf_model.config.model_type in _BOTH_WAYS  # type: ignore[union-attr]
+    return has_vision_tower(hf_model) and hf_model.config.model_type in _BOTH_WAYS  # type: ignore[union-attr]
 
 
-def sees(hf_model: nn.Module) -> bool:
+def has_vision_tower(hf_model: nn.Module) -> bool:
     """Return whether a model has a tower."""
     return has_towers(getattr(hf_model, "config", None))
 
 
-def build_seeing_model(config: Any, *, attention: str | None, is_scalar: bool) -> nn.Module:
+def build_vision_model(config: Any, *, attention: str | None, is_scalar: bool) -> nn.Module:
     """Build a model that sees, with the vocabulary's head or a scalar one named `score`.
 
     Args:
@@ -69,21 +69,21 @@ def build_seeing_model(config: Any, *, attention: str | None, is_scalar: bool) -
     return hf_model
 
 
-def towers_of(hf_model: nn.Module) -> dict[str, nn.Module]:
+def vision_modules(hf_model: nn.Module) -> dict[str, nn.Module]:
     """Return {name: module} of tower and projector: what is below the head of a model that sees and
     is no language model; {} of others."""
-    if not sees(hf_model):
+    if not has_vision_tower(hf_model):
         return {}
     whole, _, language = base_of(hf_model)[0].rpartition(".")
     children = hf_model.get_submodule(whole).named_children()
     return {f"{whole}.{name}": child for name, child in children if name != language}
 
 
-def tower_blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
+def vision_blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
     """Return {name: module} of the blocks of the towers, first to last; {} of a model without."""
     kinds = block_kinds(hf_model)
     found = {}
-    for place, tower in towers_of(hf_model).items():
+    for place, tower in vision_modules(hf_model).items():
         for name, module in tower.named_modules():
             is_item = name.rpartition(".")[2].isdigit()
             if is_item and type(module).__name__ in kinds:
@@ -91,11 +91,11 @@ def tower_blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def tower_parameters(hf_model: nn.Module) -> set[str]:
+def vision_parameters(hf_model: nn.Module) -> set[str]:
     """Return the names of the parameters of tower and projector."""
     return {
         f"{place}.{name}"
-        for place, tower in towers_of(hf_model).items()
+        for place, tower in vision_modules(hf_model).items()
         for name, _ in tower.named_parameters()
     }
 
@@ -103,14 +103,14 @@ def tower_parameters(hf_model: nn.Module) -> set[str]:
 def set_attention(hf_model: nn.Module, name: str) -> None:
     """Have a model's language model attend by a function of transformers' interface; a tower goes
     on as it was built."""
-    chosen: Any = {"text_config": name} if sees(hf_model) else name
+    chosen: Any = {"text_config": name} if has_vision_tower(hf_model) else name
     hf_model.set_attn_implementation(chosen)  # type: ignore[operator]
 
 
-def freeze_towers(hf_model: nn.Module, model: ModelSettings) -> None:
+def freeze_vision(hf_model: nn.Module, model: ModelSettings) -> None:
     """Take tower and projector out of what is trained, where model.train says so."""
     if model.train == "language":
-        for tower in towers_of(hf_model).values():
+        for tower in vision_modules(hf_model).values():
             tower.requires_grad_(False)
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
-from spmdrl.model.shards import Box
+from spmdrl.model.tensor_parts import Box
 from spmdrl.sync.routes import Cells, RankRoutes, split_lines
 from spmdrl.sync.tables import DTYPES, ITEMSIZES, Array, FileTable
 from spmdrl.world.machine.hardware import LinkCost

@@ -14,7 +14,7 @@ from torch import Tensor
 from spmdrl.engine.protocol import AdapterEngine
 from spmdrl.errors import Refusal
 from spmdrl.model.lora.targets import SentAdapter
-from spmdrl.model.shards import Part
+from spmdrl.model.tensor_parts import Part
 from spmdrl.sync.buckets import StreamPlan
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.negotiation import make_plans

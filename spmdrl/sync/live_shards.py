@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from spmdrl.model.cuts import TensorCut, cut_of
-from spmdrl.model.shards import Delta, Held, Part, addresses
+from spmdrl.model.tensor_parts import Delta, Held, Part, addresses
 from spmdrl.sync.tables import FileTable
 
 

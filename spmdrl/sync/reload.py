@@ -12,7 +12,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
-from spmdrl.model.shards import Box
+from spmdrl.model.tensor_parts import Box
 from spmdrl.sync.buckets import LARGEST
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.negotiation import make_plans

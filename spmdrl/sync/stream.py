@@ -17,7 +17,7 @@ from spmdrl.engine.protocol import AdapterEngine, EngineProtocol
 from spmdrl.errors import Refusal
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
-from spmdrl.model.sharded import SentWeights
+from spmdrl.model.sharded_model import SentWeights
 from spmdrl.sync.buckets import StreamPlan
 from spmdrl.sync.in_place import TracedTensors, trace_adapter
 from spmdrl.sync.live_shards import LiveShards

@@ -17,7 +17,7 @@ import numpy
 import torch
 
 from spmdrl.errors import Refusal
-from spmdrl.model.shards import Box, Part
+from spmdrl.model.tensor_parts import Box, Part
 from spmdrl.plain import pack, unpack
 
 Array = Any

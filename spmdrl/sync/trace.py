@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spmdrl.imports import attempt
 from spmdrl.model.files.file_tensors import live_tensors
-from spmdrl.model.shards import Box, box_within, extent
+from spmdrl.model.tensor_parts import Box, box_within, extent
 from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.torch_internals import (
     LOCAL_SCALAR,

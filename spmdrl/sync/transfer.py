@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.model.shards import Box, Value, narrow
+from spmdrl.model.tensor_parts import Box, Value, narrow
 from spmdrl.sync.buckets import Piece, Slices, StreamPlan, pieces_of
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.world.torch_internals import all_gather_single, copy_all

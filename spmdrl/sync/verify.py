@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spmdrl.algorithms.splitmix import signed
 from spmdrl.model.files.file_tensors import live_tensors
 from spmdrl.model.files.reader import CheckpointReader
-from spmdrl.model.shards import Box
+from spmdrl.model.tensor_parts import Box
 from spmdrl.sync.buckets import StreamPlan, pieces_of
 from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.trace import Copy

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.config import OptimizerSettings
 from spmdrl.model.attention.packing import packs
-from spmdrl.model.shards import held_boxes, local_part, write
+from spmdrl.model.tensor_parts import held_boxes, local_part, write
 from spmdrl.train.eight_bits import LEAST, Quantised
 from spmdrl.world.torch_internals import fused_adamw, sharded_like
 

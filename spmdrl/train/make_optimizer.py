@@ -10,8 +10,8 @@ from torch import Tensor
 
 from spmdrl.config import OptimizerSettings
 from spmdrl.model.parallel.recompute import has
-from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.vision_families import tower_parameters
+from spmdrl.model.sharded_model import ShardedModel
+from spmdrl.model.vision_families import vision_parameters
 from spmdrl.train.adamw import AdamW
 from spmdrl.train.muon import Muon, block_matrices
 from spmdrl.world.torch_internals import plain_name
@@ -28,7 +28,7 @@ def make_optimizer(
     matrices = block_matrices(model.hf_model, shards) if options.kind == "muon" else set()
     make = partial(Muon, matrices=matrices) if matrices else AdamW
     own_rate = sum(cfg.model.own_rates.values()) if name == "policy" else 0.0
-    seeing = tower_parameters(model.hf_model) if own_rate else set()
+    seeing = vision_parameters(model.hf_model) if own_rate else set()
     return make(
         shards,
         options=options,

@@ -11,7 +11,7 @@ from torch import Tensor
 from spmdrl.algorithms import reduce
 from spmdrl.config import Config
 from spmdrl.model.scorer import ScoredRow
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.types import Advantages, Batch, Microbatch
 
 Stats = dict[str, tuple[Tensor, Tensor]]

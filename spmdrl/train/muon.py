@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from spmdrl.config import OptimizerSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks, experts_modules
-from spmdrl.model.shards import Box, held_boxes, local_part, narrow, write
+from spmdrl.model.tensor_parts import Box, held_boxes, local_part, narrow, write
 from spmdrl.train.adamw import AdamW, like
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -25,7 +25,7 @@ from spmdrl.config import Config, ModelSettings
 from spmdrl.imports import attempt
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import packs
-from spmdrl.model.attention.separation import separate
+from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.files.quantised import quantisation
 from spmdrl.model.first_layers import first_layers
@@ -37,10 +37,10 @@ from spmdrl.model.load import (
     longest_sequence,
     model_folder,
 )
-from spmdrl.model.multimodal import noisy_sequence, plain_inputs, sight_of
+from spmdrl.model.multimodal import image_inputs, noise_image_sequence, sight_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.model.transformers_internals import class_of, quiet
 from spmdrl.model.vision_families import set_attention, with_text_config
 from spmdrl.model_inputs import Given, Shown, joined
@@ -130,7 +130,7 @@ def drawn(lengths: Sequence[int], *, vocabulary: int, seed: int = 0) -> list[lis
 
 def with_shown(rows: list[list[int]], hf_model: nn.Module, *, longest: int) -> list[Given]:
     """Add a sequence that shows something, of a model that sees."""
-    seen = noisy_sequence(hf_model, longest=longest)
+    seen = noise_image_sequence(hf_model, longest=longest)
     if seen is None:
         return [Given(row) for row in rows]
     return [*(Given(row, Shown.none(len(row))) for row in rows), seen]
@@ -243,7 +243,7 @@ def _scored_as_released(
 
 def _by_transformers(hf_model: nn.Module, row: Given, *, device: torch.device) -> Tensor:
     tokens = torch.tensor(row, device=device)
-    given = plain_inputs(hf_model, row, device)
+    given = image_inputs(hf_model, row, device)
     logits = hf_model(input_ids=tokens[None], use_cache=False, **given).logits[0, :-1].float()
     own = torch.log_softmax(logits, dim=-1).gather(1, tokens[1:, None])[:, 0]
     return torch.cat([own.new_zeros(1), own]).cpu()
@@ -251,7 +251,7 @@ def _by_transformers(hf_model: nn.Module, row: Given, *, device: torch.device) -
 
 def _packed(hf_model: nn.Module, rows: list[Given], *, device: torch.device) -> list[Tensor]:
     sight = sight_of(hf_model, device=device)
-    slicing = Slicing(chunk=separate(hf_model).chunk, device=device, sight=sight)
+    slicing = Slicing(chunk=enable_packing(hf_model).chunk, device=device, sight=sight)
     set_attention(hf_model, "spmdrl_padded")
     scorer = Scorer(hf_model, HeadOptions(1024))
     found: list[Tensor] = []

@@ -23,7 +23,7 @@ from spmdrl.config import MoeSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.lora.expert_adapters import counts
 from spmdrl.model.routers import RoutedLayer, RouterReplay, check_balance, routed_layers
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.microbatches import PreparedMicrobatch
 from spmdrl.types import Sums
 

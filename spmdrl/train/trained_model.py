@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spmdrl.config import OptimizerSettings
 from spmdrl.model.parallel.recompute import check_offload
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.gradient_norm import copies, square_sum
 from spmdrl.train.loss_scale import LossScale
 from spmdrl.train.make_optimizer import make_optimizer

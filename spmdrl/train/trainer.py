@@ -16,7 +16,7 @@ from spmdrl.model.flops import countable_shape, trained_flops
 from spmdrl.model.load import longest_sequence, model_folder
 from spmdrl.model.lora.files import AdapterRecord
 from spmdrl.model.lora.layers import lora_form
-from spmdrl.model.sharded import SentWeights, ShardedModel
+from spmdrl.model.sharded_model import SentWeights, ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.make import make_companions

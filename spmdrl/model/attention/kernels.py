@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
-from spmdrl.model.attention.mask_spans import span_of
+from spmdrl.model.attention.mask_patterns import mask_pattern_of
 from spmdrl.model.attention.packing import SHORT, Packing, pad, unpad
 from spmdrl.model.attention.sinks import FlashWithSinks, with_sink_keys, with_sink_scores
-from spmdrl.model.shards import to_local
+from spmdrl.model.tensor_parts import to_local
 from spmdrl.world.torch_internals import varlen
 
 CHOOSING = ("indices", "block_indices", "position_bias")
@@ -85,7 +85,7 @@ def _kernel(
         query: [1, Hq, T, D]; key: [1, Hkv, K, D]; value: [1, Hkv, K, Dv], of D or another head
             dim. Compute dtype.
         attend: gets them as [T, Hq, D] and so on, and returns [T, Hq, Dv].
-        module: one that separation.py has told what it sees.
+        module: one that packing_support.py has told what it sees.
         packing: of the T tokens and the K keys, with its padded layout where it pads.
         s_aux: [Hq], attention sinks; sharded over tp as the heads are.
         model_kwargs: whatever else the model hands to attention; the interface requires it.
@@ -96,7 +96,7 @@ def _kernel(
     if (temperature := getattr(module, "temperature", None)) is not None:
         query = temperature.applied(query, packing.places(query.shape[2]))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    span = span_of(module)
+    span = mask_pattern_of(module)
     packing = packing.in_chunks if span.chunk else packing
     how = Weighing(scaling, span.window, softcap, to_local(s_aux))
     # Some models view what attention returns in another shape, as they may of transformers' own.
@@ -323,23 +323,24 @@ def pick_attention(
     device: torch.device,
     dtype: torch.dtype,
     has_softcap: bool,
-    both_ways: bool = False,
+    bidirectional_images: bool = False,
     otherwise: str = "",
 ) -> str:
     """Return the kernel for `model.kernels.attention`: padded, varlen or flash.
 
     Args:
-        both_ways: there are spans whose tokens see each other, which the padded one alone can do.
+        bidirectional_images: the tokens of an image attend to each other in both directions, which
+            the padded kernel alone can do.
         otherwise: what a refusal of the model ends with, see files/reader.py:instead.
     Raises: Refusal when the one asked for cannot serve this device, dtype or model.
     """
-    if both_ways and has_softcap:
+    if bidirectional_images and has_softcap:
         raise Refusal(
             "model: tokens that show one thing see each other in it, and its attention caps its "
             "logits (attn_logit_softcapping): no kernel here does both; take another model"
             + otherwise
         )
-    if both_ways and wanted != "padded":
+    if bidirectional_images and wanted != "padded":
         if wanted != "auto":
             raise Refusal(
                 f"model.kernels.attention: {wanted} looks back alone, and tokens that show one "

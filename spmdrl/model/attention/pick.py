@@ -8,7 +8,7 @@ import torch
 
 from spmdrl.model.attention.kernels import pick_attention
 from spmdrl.model.files.reader import instead
-from spmdrl.model.vision_families import attends_both_ways
+from spmdrl.model.vision_families import has_bidirectional_images
 
 
 def kernel_of(
@@ -22,12 +22,12 @@ def kernel_of(
     Raises: Refusal when the one asked for cannot serve this device, dtype or model.
     """
     config = hf_model.config.get_text_config()
-    both_ways = attends_both_ways(hf_model)
+    bidirectional_images = has_bidirectional_images(hf_model)
     return pick_attention(
         wanted,
         device=torch.device(device),
         dtype=dtype,
         has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
-        both_ways=both_ways,
-        otherwise=instead(path) if both_ways else "",
+        bidirectional_images=bidirectional_images,
+        otherwise=instead(path) if bidirectional_images else "",
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
-from spmdrl.model.shards import Part, box_within
+from spmdrl.model.tensor_parts import Part, box_within
 from spmdrl.model.transformers_internals import as_saved
 from spmdrl.world.torch_internals import UNSAFE_VIEW, TorchDispatchMode, is_persistent, storage_id
 

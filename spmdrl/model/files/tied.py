@@ -15,7 +15,7 @@ from torch import nn
 from spmdrl.errors import Refusal
 from spmdrl.model.files.file_tensors import live_tensors
 from spmdrl.model.files.reader import CheckpointReader
-from spmdrl.model.shards import Part
+from spmdrl.model.tensor_parts import Part
 from spmdrl.model.transformers_internals import as_saved
 
 _SAMPLED = 64

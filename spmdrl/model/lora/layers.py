@@ -30,7 +30,7 @@ from spmdrl.model.lora.expert_adapters import add_to_experts
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.targets import SentAdapter, adapter_shapes, pair_names, targeted, weight_name
-from spmdrl.model.shards import held_boxes, to_local
+from spmdrl.model.tensor_parts import held_boxes, to_local
 
 log = logging.getLogger(__name__)
 

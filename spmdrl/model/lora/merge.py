@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import pair_names
-from spmdrl.model.shards import Box, Delta, held_boxes, view_of
+from spmdrl.model.tensor_parts import Box, Delta, held_boxes, view_of
 
 _Parts = list[tuple[Box, Tensor]]
 

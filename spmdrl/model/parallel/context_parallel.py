@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.model.attention.kernels import KERNELS, check_supported
-from spmdrl.model.attention.mask_spans import span_of
+from spmdrl.model.attention.mask_patterns import mask_pattern_of
 from spmdrl.model.attention.packing import Packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import gathered, scattered_sum, swapped, with_gradient
 from spmdrl.model.parallel.row_slices import SlicedPacking
-from spmdrl.model.shards import to_local
+from spmdrl.model.tensor_parts import to_local
 
 Kernel = Callable[..., tuple[Tensor, None]]
 
@@ -173,7 +173,7 @@ def _ring(
     kernel stands for matrix products in float32, the others for torch's flash attention.
     """
     options = attend.options
-    if span_of(attend.module).window is not None or options.get("softcap") is not None:
+    if mask_pattern_of(attend.module).window is not None or options.get("softcap") is not None:
         return _gathered(query, key, value, packing, attend)
     check_supported(attend.module, attend.attention_mask, options)
     scaling = options.get("scaling")

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from spmdrl.model.blocks import experts_modules
 from spmdrl.model.lora.expert_adapters import compute_experts, counts
 from spmdrl.model.parallel.collectives import with_gradient
-from spmdrl.model.shards import to_local
+from spmdrl.model.tensor_parts import to_local
 
 
 def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:

@@ -28,7 +28,7 @@ from spmdrl.model.parallel.expert_parallel import apply_ep, replicated, shard_ex
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, Valuer
 from spmdrl.model.transformers_internals import apply_liger, zero_idle_experts
-from spmdrl.model.vision_families import sees, tower_blocks
+from spmdrl.model.vision_families import has_vision_tower, vision_blocks
 from spmdrl.world.torch_internals import pin_exactly
 from spmdrl.world.world import World
 
@@ -55,7 +55,7 @@ def lay_out(
     tp_group = None
     if experts_modules(hf_model) and _is_blackwell(world.device):
         zero_idle_experts()
-    if kernels.liger and world.device.type == "cuda" and sees(hf_model):
+    if kernels.liger and world.device.type == "cuda" and has_vision_tower(hf_model):
         kind = type(hf_model).__name__
         log.warning("%s goes without liger's kernels: not compared beside a tower", kind)
     elif kernels.liger and world.device.type == "cuda":
@@ -75,7 +75,7 @@ def lay_out(
     if cfg.layout.ep > 1:
         assert world.experts is not None
         apply_ep(hf_model, world.experts["ep"])
-    towers = list(tower_blocks(hf_model))
+    towers = list(vision_blocks(hf_model))
     hf_blocks = _wrapped_blocks(hf_model, cfg)
     if hasattr(hf_model, "score"):
         scorer = Valuer(hf_model)

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks
-from spmdrl.model.shards import local_part
-from spmdrl.model.vision_families import tower_blocks
+from spmdrl.model.tensor_parts import local_part
+from spmdrl.model.vision_families import vision_blocks
 from spmdrl.world.torch_internals import (
     CheckpointImpl,
     Wrapper,
@@ -74,7 +74,7 @@ def checkpoint(hf_model: nn.Module, mode: str) -> None:
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     wrap = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT, **options)
-    for name, block in (blocks(hf_model) | tower_blocks(hf_model)).items():
+    for name, block in (blocks(hf_model) | vision_blocks(hf_model)).items():
         hf_model.set_submodule(name, wrap(block))
 
 

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.model.attention.packing import Packing, make_packing
-from spmdrl.model.draw_rules import DrawRules
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
+from spmdrl.model.sampling_rules import SamplingRules
 from spmdrl.model.shown_rows import Sight, SliceShown
 from spmdrl.model_inputs import Shown
 from spmdrl.world.torch_internals import tree_map
@@ -94,7 +94,7 @@ class RowSlice:
     routes: Tensor | None = None
     """[t / R, L, K], experts of `kept` to replay, -1 where the routers choose; None: they choose
     everywhere."""
-    rules: DrawRules | None = None
+    rules: SamplingRules | None = None
     """How the `targets` were drawn, besides by a temperature; None: not at all."""
     shown: SliceShown | None = None
     """What the tokens show; None: nothing, on no rank."""
@@ -126,7 +126,7 @@ def make_slice(
     scored: Tensor,
     slicing: Slicing,
     routes: Tensor | None = None,
-    rules: Callable[[Tensor], DrawRules | None] = lambda scored: None,
+    rules: Callable[[Tensor], SamplingRules | None] = lambda scored: None,
     shown: Shown | None = None,
 ) -> RowSlice:
     """Return a rank's slice of a packed row.

@@ -26,7 +26,7 @@ from spmdrl.model.lora.layers import plus_adapter
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.collectives import Exchange, added, gathered, same, with_gradient
 from spmdrl.model.parallel.tp_plan import PARTIAL, SPLIT_DIMS, tp_styles
-from spmdrl.model.vision_families import tower_parameters
+from spmdrl.model.vision_families import vision_parameters
 from spmdrl.world.torch_internals import put_parameter
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
         _shard(head, "bias", dim=0, mesh=mesh)
     if not reason:
         partial |= sequence_parallel.shard_tokens(hf_model, styles, mesh.get_group())
-        partial |= tower_parameters(hf_model)  # of what own tokens show
+        partial |= vision_parameters(hf_model)  # of what own tokens show
     elsewhere = experts_parameters(hf_model)
     return {
         name: "partial" if name in partial else "replicated"

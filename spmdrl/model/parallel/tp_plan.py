@@ -15,7 +15,7 @@ from torch import nn
 
 from spmdrl.model.blocks import blocks, is_latent, mixtures
 from spmdrl.model.transformers_internals import tp_plan
-from spmdrl.model.vision_families import towers_of
+from spmdrl.model.vision_families import vision_modules
 
 PARTIAL = "replicated_with_grad_allreduce"
 """Style of what every rank has whole, for its own heads: gradients are added up."""
@@ -64,7 +64,7 @@ _GATED = {
 
 def _plan_of_language(hf_model: nn.Module) -> dict[str, str]:
     """Return the plan of a model that sees and has none, as Qwen3-VL beside its mixtures."""
-    if not towers_of(hf_model):
+    if not vision_modules(hf_model):
         return {}
     return {
         _pattern(f"{place}.{part}"): _GATED[part.rpartition(".")[2]]

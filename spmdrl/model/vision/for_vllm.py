@@ -3,9 +3,9 @@ twice, and a sample's tokens mean the same to both.
 
 Serves vLLM 0.32 and 0.33. Per line: the name here, vLLM's own, and when it can go.
 
-seeing_arguments    EngineArgs limit_mm_per_prompt, mm_processor_cache_gb ...   never: documented
-drop_embeddings     LLMEngine.reset_encoder_cache           never: documented
-prompt_of           inputs.engine.mm_input, multimodal.inputs       never: its form of a prompt
+vision_arguments    EngineArgs limit_mm_per_prompt, mm_processor_cache_gb ...   never: documented
+reset_encoder_cache     LLMEngine.reset_encoder_cache           never: documented
+vllm_prompt           inputs.engine.mm_input, multimodal.inputs       never: its form of a prompt
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmdrl.data.attachments import SEEING
+from spmdrl.data.attachments import VISION_FAMILIES
 from spmdrl.model_inputs import Item, Shown, shown_by
 
 _PARTS = {"gemma3": "num_patches", "internvl": "image_num_patches"}
 """{model type: argument of vLLM's class with the images that a picture was cut into}"""
 
 
-def seeing_arguments(family: str, *, on_cpu: bool) -> dict[str, Any]:
+def vision_arguments(family: str, *, on_cpu: bool) -> dict[str, Any]:
     """Return what an engine is told of pictures where engine.options says nothing else.
 
     Args:
         family: model type.
     """
-    if family not in SEEING:
+    if family not in VISION_FAMILIES:
         return {}
     return {
         "skip_tokenizer_init": False,  # vLLM asks how many tokens a picture may have
@@ -40,7 +40,7 @@ def seeing_arguments(family: str, *, on_cpu: bool) -> dict[str, Any]:
     }
 
 
-def lacking_to_see(family: str, *, on_cpu: bool) -> str:
+def missing_for_vision(family: str, *, on_cpu: bool) -> str:
     """Return what vLLM lacks for a model that sees, and what helps; empty for nothing."""
     has_torchvision = importlib.util.find_spec("torchvision") is not None
     if family.startswith("qwen3_5") and not has_torchvision:  # its text part too
@@ -48,7 +48,7 @@ def lacking_to_see(family: str, *, on_cpu: bool) -> str:
             "vLLM's module for it imports torchvision, which is not installed; pip install the "
             "torchvision of this torch"
         )
-    if family not in SEEING:
+    if family not in VISION_FAMILIES:
         return ""
     if on_cpu and family == "gemma3":
         return (
@@ -64,7 +64,7 @@ def lacking_to_see(family: str, *, on_cpu: bool) -> str:
     return ""
 
 
-def prompt_of(tokens: Sequence[int], *, salt: str, model_config: Any) -> dict[str, Any]:
+def vllm_prompt(tokens: Sequence[int], *, salt: str, model_config: Any) -> dict[str, Any]:
     """Return a prompt as vLLM's engine takes it.
 
     Args:
@@ -144,7 +144,7 @@ def _item(picture: Item, model_config: Any) -> Any:
     return MultiModalKwargsItems.from_hf_inputs(BatchFeature(given), fields)["image"][0]
 
 
-def drop_embeddings(llm: Any) -> None:
+def reset_encoder_cache(llm: Any) -> None:
     """Forget what the tower made of pictures; no request that has some is past its prompt."""
     if llm.vllm_config.model_config.is_multimodal_model:
         llm.reset_encoder_cache()

@@ -9,7 +9,7 @@ _FLOAT = 4  # bytes; what a processor gives is float32
 
 
 @dataclass(frozen=True)
-class TowerShape:
+class VisionTowerShape:
     """A vision tower, as far as memory goes."""
 
     patches: float  # that it reads for one token of the language model
@@ -19,7 +19,7 @@ class TowerShape:
     kept: int  # elements of a patch that a block keeps for its backward pass
 
     @classmethod
-    def of(cls, config: Any) -> TowerShape:
+    def of(cls, config: Any) -> VisionTowerShape:
         """Read the tower's shape in the config of a model that sees.
 
         A block keeps about ten times the hidden size (inputs of two norms and what these give,

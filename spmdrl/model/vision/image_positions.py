@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from spmdrl.model.blocks import base_of
 from spmdrl.model.shown_rows import Places, RowSight, SliceShown
-from spmdrl.model.vision_families import attends_both_ways
+from spmdrl.model.vision_families import has_bidirectional_images
 from spmdrl.model_inputs import Item, Shown
 
 
@@ -29,7 +29,7 @@ class PictureSight:
     def __init__(self, hf_model: nn.Module, *, device: torch.device | str):
         self._config: Any = hf_model.config
         self._whole: Any = hf_model.get_submodule(base_of(hf_model)[0].rpartition(".")[0])
-        self._both_ways = attends_both_ways(hf_model)
+        self._both_ways = has_bidirectional_images(hf_model)
         self._device = device
 
     def row(self, tokens: Tensor, lengths: Sequence[int], shown: Shown) -> RowSight:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from spmdrl.model.blocks import base_of
 from spmdrl.model.shown_rows import features_of
 from spmdrl.model.vision.image_positions import made_picture
-from spmdrl.model.vision_families import sees
+from spmdrl.model.vision_families import has_vision_tower
 from spmdrl.model_inputs import Given, Item, Shown, shown_by
 
 _AROUND = 4
 """Tokens before and behind the picture."""
 
 
-def noisy_sequence(hf_model: nn.Module, *, longest: int, seed: int = 0) -> Given | None:
+def noise_image_sequence(hf_model: nn.Module, *, longest: int, seed: int = 0) -> Given | None:
     """Return random ids around a picture of noise, the same on every rank.
 
     Args:
@@ -27,7 +27,7 @@ def noisy_sequence(hf_model: nn.Module, *, longest: int, seed: int = 0) -> Given
     Returns: ids and what they show; None of a model that does not see, or one whose smallest
         picture has more tokens than there may be.
     """
-    if not sees(hf_model):
+    if not has_vision_tower(hf_model):
         return None
     generator = torch.Generator().manual_seed(seed)
     picture = _noise(hf_model, generator, key=f"noise {seed}")
@@ -42,13 +42,13 @@ def noisy_sequence(hf_model: nn.Module, *, longest: int, seed: int = 0) -> Given
     return Given(ids.tolist(), Shown.by(ids == config.image_token_id, [picture]))
 
 
-def shown_in(hf_model: nn.Module, ids: Sequence[int], *, seed: int) -> Given:
+def with_noise_image(hf_model: nn.Module, ids: Sequence[int], *, seed: int) -> Given:
     """Put a picture of noise into a sequence, behind its first token, where it has room for one.
 
     Args:
         seed: of the noise; two sequences of one seed show the same picture.
     """
-    if not sees(hf_model):
+    if not has_vision_tower(hf_model):
         return Given(ids)
     generator = torch.Generator().manual_seed(seed)
     picture = _noise(hf_model, generator, key=f"noise {seed}")
@@ -61,7 +61,7 @@ def shown_in(hf_model: nn.Module, ids: Sequence[int], *, seed: int) -> Given:
     return Given(tokens.tolist(), Shown.by(tokens == mark, [picture]))
 
 
-def num_plain_ids(hf_model: nn.Module) -> int:
+def num_text_ids(hf_model: nn.Module) -> int:
     """Return how many ids there are, from 0 on, that stand for no picture."""
     own: Any = hf_model.config
     return min(own.get_text_config().vocab_size, getattr(own, "image_token_id", 2**31))
@@ -73,7 +73,7 @@ def _noise(hf_model: nn.Module, generator: torch.Generator, *, key: str) -> Item
     return made_picture(key, hf_model.config, whole, cells=(2, 3), draw=draw)
 
 
-def plain_inputs(
+def image_inputs(
     hf_model: nn.Module, sequence: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
     """Return what transformers' own forward takes of one sequence's pictures, beside its ids."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spmdrl.model.blocks import base_of
 from spmdrl.model.shown_rows import SliceShown, features_of
-from spmdrl.model.vision_families import towers_of
+from spmdrl.model.vision_families import vision_modules
 
 
 class VisionTower(nn.Module):
@@ -22,7 +22,7 @@ class VisionTower(nn.Module):
 
     def __init__(self, hf_model: nn.Module):
         super().__init__()
-        for name, child in towers_of(hf_model).items():
+        for name, child in vision_modules(hf_model).items():
             self.add_module(name.rpartition(".")[2], child)
         # In a tuple: as a child it would bring the language model along.
         self._whole: Any = (hf_model.get_submodule(base_of(hf_model)[0].rpartition(".")[0]),)

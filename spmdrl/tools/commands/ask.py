@@ -145,7 +145,7 @@ def _answers(
 
     from spmdrl.data.attachments import column_of, files_of
     from spmdrl.data.templates import encode_prompt
-    from spmdrl.model.multimodal import plain_inputs
+    from spmdrl.model.multimodal import image_inputs
 
     torch.manual_seed(seed)
     model, tokenizer = _load(folder)
@@ -162,7 +162,7 @@ def _answers(
         )
         if not tokens:
             raise Refusal(f"question {index} has no tokens; give it some text")
-        shown = plain_inputs(model, tokens, model.device)
+        shown = image_inputs(model, tokens, model.device)
         response = _response(
             model, tokens, shown=shown, max_tokens=max_tokens, temperature=temperature
         )

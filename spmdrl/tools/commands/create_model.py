@@ -38,7 +38,7 @@ Architecture = Literal[
 
 # gemma3 without its vision tower has a model type of its own.
 _MODEL_TYPES = {"gemma3": "gemma3_text"}
-_SEEING = {
+_VISION_MODELS = {
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl_moe",
@@ -117,10 +117,10 @@ def create_model(
     sizes |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
     sizes |= dict(max_position_embeddings=max_positions, initializer_range=initializer_std)
     sizes |= _mixture(architecture, experts=moe_experts, sizes=sizes)
-    if architecture in _SEEING:
+    if architecture in _VISION_MODELS:
         _check_tower(tower, tokenizer=tokenizer)
         own = dict(vars(tower), seed=seed, max_shard_size=max_shard_size)
-        return _seeing_model(_SEEING[architecture], folder, text=sizes, **own)
+        return _vision_model(_VISION_MODELS[architecture], folder, text=sizes, **own)
     words = _tokenizer(tokenizer, chat_template=chat_template)
     model = _random_model(architecture, sizes=sizes, words=words, seed=seed)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
@@ -168,10 +168,10 @@ def _is_tied(architecture: Architecture, tied: bool | None) -> bool:
     return architecture in ("gemma2", "gemma3", "gemma3_vision") if tied is None else tied
 
 
-def _seeing_model(family: str, folder: Path | str, **sizes: Any) -> Path:
-    from spmdrl.tools.small_models.random_vision import make_seeing_model
+def _vision_model(family: str, folder: Path | str, **sizes: Any) -> Path:
+    from spmdrl.tools.small_models.random_vision import make_vision_model
 
-    make_seeing_model(family, folder, **sizes)
+    make_vision_model(family, folder, **sizes)
     return Path(folder)
 
 

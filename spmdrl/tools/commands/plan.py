@@ -27,7 +27,7 @@ from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import adapter_numel
-from spmdrl.model.shape import SHAPES, model_shape, with_known_shape
+from spmdrl.model.model_shape import SHAPES, model_shape, with_known_shape
 from spmdrl.tools.plan.run import Rates, Run, rates_of, read_measured, run_of
 from spmdrl.tools.plan.search import Plan, best_plans, distinct, make_plan, remedies
 from spmdrl.tools.plan.text import as_dict, brief, layout_text, page, rates_dict

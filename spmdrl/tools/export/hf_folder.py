@@ -28,7 +28,7 @@ from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.quantised import QUANTISATION_KEYS
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
-from spmdrl.model.shards import Box, Part, narrow
+from spmdrl.model.tensor_parts import Box, Part, narrow
 from spmdrl.run_folder import write_file
 from spmdrl.tools.export.adapters import MergedWeights
 from spmdrl.tools.export.weights import SavedWeights

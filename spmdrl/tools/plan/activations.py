@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 from spmdrl.model.attention.packing import SHORT, PaddedGroup, make_packing
-from spmdrl.model.shape import Attention, Block, ModelShape
+from spmdrl.model.model_shape import Attention, Block, ModelShape
 
 
 @dataclass(frozen=True)

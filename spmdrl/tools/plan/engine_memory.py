@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from spmdrl.model.divisibility import engine_rows
-from spmdrl.model.shape import Block, Weight
+from spmdrl.model.model_shape import Block, Weight
 from spmdrl.tools.plan.memory import CUDA_CONTEXT, Memory, bucket_count
 from spmdrl.tools.plan.run import Run
 from spmdrl.world.axes import Axes

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from spmdrl.model.model_shape import Block, ModelShape, Weight
 from spmdrl.model.parallel.expert_parallel import expert_dim
-from spmdrl.model.shape import Block, ModelShape, Weight
 from spmdrl.sync.buckets import best_count, overhead_s
 from spmdrl.tools.plan.run import Run
 from spmdrl.world.axes import Axes

@@ -14,8 +14,8 @@ import torch
 from spmdrl.config import Config, EngineSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
+from spmdrl.model.model_shape import ModelShape
 from spmdrl.model.parallel.recompute import has
-from spmdrl.model.shape import ModelShape
 from spmdrl.run_files import SMALL, json_of, read_bytes
 from spmdrl.tools.plan.activations import Kernels
 from spmdrl.train.objectives.objective_loss import needed_columns

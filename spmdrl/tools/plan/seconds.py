@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from spmdrl.model.flops import forward_flops
-from spmdrl.model.shape import ModelShape
+from spmdrl.model.model_shape import ModelShape
 from spmdrl.tools.plan.engine_memory import cache_bytes_per_token, engine_weight_bytes
 from spmdrl.tools.plan.memory import shards_numel
 from spmdrl.tools.plan.run import Rates, Run

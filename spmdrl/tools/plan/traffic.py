@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spmdrl.model.shape import ModelShape
+from spmdrl.model.model_shape import ModelShape
 from spmdrl.tools.plan.engine_memory import engine_weight_bytes
 from spmdrl.tools.plan.memory import (
     bucket_count,

@@ -10,7 +10,7 @@ from functools import lru_cache
 from spmdrl.config.fields import least_tokens
 from spmdrl.model.attention.packing import PaddedGroup
 from spmdrl.model.divisibility import context_method
-from spmdrl.model.shape import Block, ModelShape
+from spmdrl.model.model_shape import Block, ModelShape
 from spmdrl.tools.plan.activations import (
     Cut,
     RowPart,

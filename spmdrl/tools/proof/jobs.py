@@ -20,7 +20,7 @@ from spmdrl.config import Config
 from spmdrl.credit import per_token
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
-from spmdrl.model.multimodal import num_plain_ids, plain_inputs, shown_in
+from spmdrl.model.multimodal import image_inputs, num_text_ids, with_noise_image
 from spmdrl.model.transformers_internals import class_of
 from spmdrl.model_inputs import Given, joined
 from spmdrl.roles import make_trainer
@@ -41,12 +41,12 @@ _FIRST = 3  # id behind those of padding, beginning and end
 def _rows(trainer: Any) -> list[Given]:
     """Return the sequences that are scored."""
     hf_model = trainer.policy.model.hf_model
-    return showing(hf_model, drawn_rows(num_plain_ids(hf_model)))
+    return showing(hf_model, drawn_rows(num_text_ids(hf_model)))
 
 
 def showing(hf_model: nn.Module, rows: Iterable[Sequence[int]]) -> list[Given]:
     """Put an item of noise into each sequence that has room for one, where a model sees."""
-    return [shown_in(hf_model, row, seed=at) for at, row in enumerate(rows)]
+    return [with_noise_image(hf_model, row, seed=at) for at, row in enumerate(rows)]
 
 
 def drawn_rows(vocabulary: int) -> list[list[int]]:
@@ -63,7 +63,7 @@ def batch_of(world: Any, hf_model: nn.Module) -> tuple[Batch, Tensor]:
     count = len(_TRAINED)
     own = list(range(world.dp_index(world.rank), count, world.dp_size))
     half = -(-len(own) // 2)
-    rows = showing(hf_model, (_sequence(i, num_plain_ids(hf_model)) for i in range(count)))
+    rows = showing(hf_model, (_sequence(i, num_text_ids(hf_model)) for i in range(count)))
     parts = tuple(_microbatch(part, rows) for part in (own[:half], own[half:]))
     advantages = torch.linspace(-1.0, 1.5, count).double()
     ids = torch.zeros(count, dtype=torch.int64)
@@ -273,7 +273,7 @@ def _rounding(folder: str, rows: list[Given]) -> float:
 def _plain_logprobs(model: nn.Module, row: Sequence[int]) -> Tensor:
     """Return [len] float64 logprobs by a plain model, the first 0."""
     tokens = torch.tensor(row)
-    given = plain_inputs(model, row, tokens.device)
+    given = image_inputs(model, row, tokens.device)
     logits = model(input_ids=tokens[None], use_cache=False, **given).logits[0].double()
     logprobs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
     return nn.functional.pad(logprobs, (1, 0))

@@ -62,7 +62,7 @@ class Sizes:
     """Pixels of the side of the largest image, a multiple of 28; larger ones are shrunk."""
 
 
-def make_seeing_model(
+def make_vision_model(
     family: str,
     folder: Path | str,
     *,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spmdrl.model.transformers_internals import has_towers
-from spmdrl.tools.small_models.random_vision import make_seeing_model
+from spmdrl.tools.small_models.random_vision import make_vision_model
 from spmdrl.tools.small_models.shrink import shrunk, tiny_model
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def tiny_of(config: Any, folder: Path, *, kv_heads: int) -> PreTrainedModel:
     def whole(small: dict[str, Any]) -> dict[str, Any]:
         return _like(config.to_dict(), small=small, text=own)
 
-    return make_seeing_model(
+    return make_vision_model(
         config.model_type, folder, text=own, width=_WIDTH, layers=_LAYERS, fields=whole
     )
 

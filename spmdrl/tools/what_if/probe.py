@@ -21,7 +21,7 @@ from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.credit import advantages_of
 from spmdrl.model.scorer import ScoredRow
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.report.glossary import values_of
 from spmdrl.tools.what_if.alternatives import Alternative
 from spmdrl.tools.what_if.measures import Gradients, effective_share, share

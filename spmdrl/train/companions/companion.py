@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from spmdrl.model.scorer import ScoredRow
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.microbatches import PreparedMicrobatch
 from spmdrl.types import Sums
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from spmdrl.config import Config
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.process_reward_model import ProcessRewardModel
 from spmdrl.train.companions.reference import Cached, Frozen, Synced, WithoutAdapters

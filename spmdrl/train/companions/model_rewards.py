@@ -23,7 +23,7 @@ from spmdrl.imports import refusing
 from spmdrl.model.files.reader import CheckpointReader, check_files
 from spmdrl.model.load import SCALAR_HEAD, hf_config_of, max_positions, model_folder
 from spmdrl.model.parallel.layout import reshard
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.train.companions.reencoding import (
     Reencoder,

@@ -11,7 +11,7 @@ from spmdrl.algorithms.outcome_loss import outcome_loss
 from spmdrl.algorithms.reduce import sequence_sum
 from spmdrl.config import Config
 from spmdrl.model.scorer import ScoredRow
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.companions.trained import TrainedCompanion
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.world.world import World

@@ -11,8 +11,8 @@ from torch import Tensor
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.model.scorer import ScoredRow
-from spmdrl.model.sharded import ShardedModel
-from spmdrl.model.shards import local_part
+from spmdrl.model.sharded_model import ShardedModel
+from spmdrl.model.tensor_parts import local_part
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.reference_cache import cached_logprobs, look_up
 from spmdrl.world.world import World

@@ -25,7 +25,7 @@ from spmdrl.model.files.digests import shared_digests
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import hf_config_of, max_positions, model_folder
 from spmdrl.model.scorer import ScoredRow
-from spmdrl.model.sharded import ShardedModel, scoring_temperature
+from spmdrl.model.sharded_model import ShardedModel, scoring_temperature
 from spmdrl.run_folder import remove
 from spmdrl.train.companions.reference_table import (
     Table,

@@ -11,7 +11,7 @@ from torch import Tensor
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.trained_model import TrainedModel

@@ -12,7 +12,7 @@ from spmdrl.algorithms.values import explained_variance, value_loss
 from spmdrl.config import Config
 from spmdrl.model.parallel.layout import reshard
 from spmdrl.model.scorer import ScoredRow
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.companions.trained import TrainedCompanion
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.types import Sums

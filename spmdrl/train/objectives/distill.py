@@ -20,7 +20,7 @@ from spmdrl.errors import Refusal
 from spmdrl.model.head import HeadOptions, chunks, scaled_logits
 from spmdrl.model.load import hf_config_of
 from spmdrl.model.parallel.tensor_parallel import enter, gather_last
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss

@@ -12,7 +12,7 @@ from torch import Tensor
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch, Stats
 from spmdrl.types import Batch

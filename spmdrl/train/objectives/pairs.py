@@ -21,7 +21,7 @@ from spmdrl.algorithms.preference.shared import pairs_in_loss
 from spmdrl.algorithms.preference.unpaired import kto_kl
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss, gather_columns

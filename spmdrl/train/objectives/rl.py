@@ -15,7 +15,7 @@ from spmdrl.algorithms.mismatch import gap_histogram, mismatch_stats
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.errors import Refusal, place_of
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss, gather_columns

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from spmdrl.algorithms import registry
-from spmdrl.model.sharded import ShardedModel
+from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
 

@@ -19,8 +19,8 @@ from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import packs
+from spmdrl.model.attention.packing_support import PackingSupport, enable_packing
 from spmdrl.model.attention.pick import kernel_of
-from spmdrl.model.attention.separation import Separation, separate
 from spmdrl.model.blocks import experts_parameters
 from spmdrl.model.divisibility import context_method, counts_of, misfits
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
@@ -42,8 +42,8 @@ from spmdrl.model.parallel.layout import give_storage, lay_out, reshard, slicing
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
 from spmdrl.model.scorer import Head, ScoredRow, Valuer, make_row, scorer_prefixes
-from spmdrl.model.shards import Delta, local_part, write
-from spmdrl.model.vision_families import freeze_towers, set_attention, tower_parameters
+from spmdrl.model.tensor_parts import Delta, local_part, write
+from spmdrl.model.vision_families import freeze_vision, set_attention, vision_parameters
 from spmdrl.model_inputs import joined
 from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import multiply_all, plain_name
@@ -87,7 +87,7 @@ class ShardedModel:
         )
         if problems := list(found):
             raise Refusal("\n".join(problems))
-        separation = separate(hf_model)
+        support = enable_packing(hf_model)
         self._names = list(live_tensors(hf_model))
         self.parts = file_tensors(hf_model)
         if not is_trained:
@@ -103,10 +103,10 @@ class ShardedModel:
             master = getattr(torch, model.memory.master_dtype)
             for parameter in hf_model.parameters():
                 parameter.data = parameter.data.to(master)
-            freeze_towers(hf_model, model)
+            freeze_vision(hf_model, model)
         self._experts = experts_parameters(hf_model)
         self._prefixes = scorer_prefixes(hf_model)
-        self.slicing = self._set_attention(model, separation)
+        self.slicing = self._set_attention(model, support)
         self.row = partial(make_row, slicing=self.slicing)
         """What this model needs to score the masked tokens of a packed row; see make_row."""
         reader = CheckpointReader(model_folder(path), part=model.part)
@@ -121,7 +121,7 @@ class ShardedModel:
             self.adapters.fill(self.state_dict(), seed=cfg.seed)
         compute_buffers(hf_model)
 
-    def _set_attention(self, model: ModelSettings, separation: Separation) -> Slicing:
+    def _set_attention(self, model: ModelSettings, support: PackingSupport) -> Slicing:
         config = self.hf_model.config.get_text_config()
         world = self.world
         attention = kernel_of(
@@ -131,8 +131,8 @@ class ShardedModel:
             device=world.device,
             dtype=getattr(torch, model.compute_dtype),
         )
-        is_padded = attention == "padded" or bool(separation.mixers)
-        slicing = slicing_of(world, is_padded=is_padded, chunk=separation.chunk)
+        is_padded = attention == "padded" or bool(support.mixers)
+        slicing = slicing_of(world, is_padded=is_padded, chunk=support.chunk)
         method = ""
         if slicing.group is not None:
             heads = config.num_attention_heads // world.mesh["tp"].size()
@@ -279,7 +279,7 @@ class SentWeights:
             name: (tuple(part.shape), live[part.tensor].dtype) for name, part in self.parts.items()
         }
         """{name in the safetensors files: (shape, float32)}."""
-        towers = tower_parameters(hf_model)
+        towers = vision_parameters(hf_model)
         unadapted = towers - adapted_weights(hf_model, lora)
         self.frozen = frozenset(
             name

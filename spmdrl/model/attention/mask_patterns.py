@@ -44,8 +44,8 @@ class Span:
         return replace(self, dtype=dtype)
 
 
-def span_of(module: nn.Module) -> Span:
-    """Return what attention sees, of a model that separation.py has told it."""
+def mask_pattern_of(module: nn.Module) -> Span:
+    """Return what attention sees, of a model that packing_support.py has told it."""
     span = module.span
     assert isinstance(span, Span)
     return span

@@ -21,7 +21,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model.blocks import blocks
 from spmdrl.model.divisibility import ModelCounts, counts_of
-from spmdrl.model.multimodal import TowerShape, shape_of_tower
+from spmdrl.model.multimodal import VisionTowerShape, vision_tower_shape
 from spmdrl.model.parallel.tp_plan import split_dim, tp_styles
 
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_num_experts_per_tok", "top_k_experts", "moe_k")
@@ -103,7 +103,7 @@ class ModelShape:
     blocks: tuple[Block, ...]
     root: tuple[Weight, ...]  # embedding, final norm, untied head
     counts: ModelCounts  # what axes divide in it
-    tower: TowerShape | None = None  # of a model that sees
+    tower: VisionTowerShape | None = None  # of a model that sees
 
     @cached_property
     def numel(self) -> int:
@@ -170,7 +170,7 @@ def _shape(hf_model: nn.Module, *, name: str) -> ModelShape:
         blocks=tuple(_block(n, m, styles=styles, config=config) for n, m in modules),
         root=tuple(root),
         counts=counts_of(hf_model),
-        tower=shape_of_tower(hf_model),
+        tower=vision_tower_shape(hf_model),
     )
 
 

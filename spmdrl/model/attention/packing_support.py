@@ -1,7 +1,7 @@
 """How the layers of a model keep apart the sequences that are packed into one row.
 
 Attention that asks transformers' interface gets ours, which knows where sequences begin; what each
-layer's sees besides is found by mask_spans.py. Other layers that mix tokens (state-space models,
+layer's sees besides is found by mask_patterns.py. Other layers that mix tokens (state-space models,
 short convolutions, linear attention, attention by code of its own) know nothing of packing: they
 compute one sequence per row, padded after its end, where causal layers do not look. What is
 neither is refused by name.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from spmdrl.errors import Refusal
 from spmdrl.model.attention.kernels import CHOOSING, Temperature
-from spmdrl.model.attention.mask_spans import (
+from spmdrl.model.attention.mask_patterns import (
     PLACES,
     SHOWN_TOKENS,
     Other,
@@ -81,7 +81,7 @@ class OwnAttention:
 
 
 @dataclass
-class Separation:
+class PackingSupport:
     """What keeps sequences apart in a model."""
 
     spans: dict[str, Span] = field(default_factory=dict)
@@ -105,20 +105,20 @@ class Separation:
         return next((span.chunk for span in self.spans.values() if span.chunk), None)
 
 
-def separation_of(hf_model: nn.Module) -> Separation:
+def packing_support(hf_model: nn.Module) -> PackingSupport:
     """Read off a model how its layers keep packed sequences apart.
 
     Args:
         hf_model: on any device; nothing of it is computed, and a model of the hub's own code is
             read alike.
     """
-    found = Separation()
+    found = PackingSupport()
     try:
         given = block_inputs(hf_model)
     except UnknownMask as error:
-        return Separation(reasons=[str(error)])
+        return PackingSupport(reasons=[str(error)])
     except Exception as error:  # of the model's own code, which may do anything
-        return Separation(reasons=[_why_not_followed(error)])
+        return PackingSupport(reasons=[_why_not_followed(error)])
     for name, block in blocks(hf_model).items():
         found.reasons += _read_block(name, block, given[name], found)
     found.reasons += _outside_of_blocks(hf_model)
@@ -141,14 +141,14 @@ def _why_not_followed(error: Exception) -> str:
     )
 
 
-def separate(hf_model: nn.Module) -> Separation:
+def enable_packing(hf_model: nn.Module) -> PackingSupport:
     """Have the layers of a model keep packed sequences apart, and say how.
 
     Its blocks are to be given `packing`, or `work` that has one.
 
     Raises: Refusal for a model that cannot be served.
     """
-    found = separation_of(hf_model)
+    found = packing_support(hf_model)
     if found.reasons:
         raise Refusal(f"model: {type(hf_model).__name__} is not served: {found.reasons[0]}")
     for name, span in found.spans.items():
@@ -187,7 +187,7 @@ def separate(hf_model: nn.Module) -> Separation:
 
 
 def _read_block(
-    name: str, block: nn.Module, given: Mapping[str, Any], found: Separation
+    name: str, block: nn.Module, given: Mapping[str, Any], found: PackingSupport
 ) -> Iterator[str]:
     span = given.get("attention_mask")
     asking, mixing = _parts(block)
@@ -291,7 +291,7 @@ def _mixes(module: nn.Module) -> bool:
     return is_told or any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
-def _attention_problems(name: str, module: nn.Module, found: Separation) -> Iterator[str]:
+def _attention_problems(name: str, module: nn.Module, found: PackingSupport) -> Iterator[str]:
     if "torch.arange" in _code(type(module).forward):
         # Llama 4's, by their place in the row. It is the last thing that they go through.
         if not hasattr(module, "attn_temperature_tuning"):

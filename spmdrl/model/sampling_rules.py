@@ -184,7 +184,7 @@ _NEVER = -1e30  # finite: its product with a probability of 0 is 0
 
 
 @dataclass(frozen=True)
-class DrawRules:
+class SamplingRules:
     """Of N scored tokens."""
 
     kept: SamplingMask | None = None
@@ -226,7 +226,7 @@ class DrawRules:
         return dropped
 
 
-def make_rules(
+def make_sampling_rules(
     tokens: Tensor,
     lengths: Sequence[int],
     scored: Tensor,
@@ -234,7 +234,7 @@ def make_rules(
     sampling_masks: SamplingMasks | None,
     drawn: Tensor | None,
     device: torch.device | str,
-) -> DrawRules | None:
+) -> SamplingRules | None:
     """Return how scored tokens of a packed row were drawn; None where there is nothing to say.
 
     Args:
@@ -249,5 +249,5 @@ def make_rules(
         return None
     kept = None if sampling_masks is None else make_sampling_mask(sampling_masks[scored], device)
     if drawn is None:
-        return DrawRules(kept)
-    return DrawRules(kept, _history(tokens, lengths, drawn=drawn, scored=scored, device=device))
+        return SamplingRules(kept)
+    return SamplingRules(kept, _history(tokens, lengths, drawn=drawn, scored=scored, device=device))

@@ -10,9 +10,8 @@ from built import changed, good
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.check.fit import check_fit
-from spmdrl.model.attention import separation
-from spmdrl.model.attention.mask_spans import Other, Span, visible
-from spmdrl.model.attention.separation import separate, separation_of
+from spmdrl.model.attention.mask_patterns import Other, Span, visible
+from spmdrl.model.attention.packing_support import enable_packing, packing_support
 from spmdrl.model.blocks import blocks
 
 HYBRID = ["linear_attention", "full_attention"]
@@ -75,9 +74,9 @@ def meta_model(family: str, **fields: Any) -> torch.nn.Module:
 def test_what_would_mix_packed_sequences_is_named(family):
     fields, why = REFUSED[family]
     model = meta_model(family, **fields)
-    assert why in separation_of(model).reasons[0]
+    assert why in packing_support(model).reasons[0]
     with pytest.raises(ValueError, match=f"{type(model).__name__} is not served"):
-        separate(model)
+        enable_packing(model)
 
 
 @pytest.mark.parametrize("family", SEEN)
@@ -86,7 +85,7 @@ def test_windows_and_chunks_are_those_that_the_model_asks_for(family):
     model = meta_model(family, **fields)
     attention = model.config._attn_implementation
     forwards = [vars(module).get("forward") for module in model.modules()]
-    found = separation_of(model)
+    found = packing_support(model)
     assert not found.reasons and not found.mixers
     assert list(found.spans.values()) == spans
     scaled = ["model.layers.1.self_attn"] if family == "llama4_text" else []
@@ -101,7 +100,7 @@ def test_windows_and_chunks_are_those_that_the_model_asks_for(family):
 def test_layers_that_are_no_attention_compute_one_sequence_per_row(family):
     fields, kinds = MIXERS[family]
     model = meta_model(family, **fields)
-    found = separation_of(model)
+    found = packing_support(model)
     assert not found.reasons
     names = [name for own in found.mixers.values() for name in own]
     assert [type(model.get_submodule(name)).__name__ for name in names] == kinds
@@ -109,7 +108,7 @@ def test_layers_that_are_no_attention_compute_one_sequence_per_row(family):
 
 def test_attention_by_code_of_its_own_is_given_the_mask_and_biases_that_its_model_makes():
     falcon, bloom, mpt = (
-        next(iter(separation_of(meta_model(family)).own_attention.values()))
+        next(iter(packing_support(meta_model(family)).own_attention.values()))
         for family in ("falcon", "bloom", "mpt")
     )
     assert (falcon.biases, bloom.biases, mpt.biases) == ((), ("alibi",), ())  # MPT's cuts its own
@@ -123,16 +122,16 @@ def test_attention_by_code_of_its_own_is_given_the_mask_and_biases_that_its_mode
 def test_masks_that_come_otherwise_are_refused(given, monkeypatch):
     model = meta_model("llama")
     inputs = {name: {"packing": 0, **given} for name in blocks(model)}
-    monkeypatch.setattr(separation, "block_inputs", lambda _: inputs)
-    (reason, *_) = separation_of(model).reasons
+    monkeypatch.setattr(f"{packing_support.__module__}.block_inputs", lambda _: inputs)
+    (reason, *_) = packing_support(model).reasons
     assert reason == "model.layers.0 is given masks otherwise than as attention_mask"
 
 
 def test_blocks_that_hand_on_more_than_hidden_states_are_refused(monkeypatch):
     model = meta_model("llama")
     inputs = {name: {"packing": 0, "states": (Other(),)} for name in blocks(model)}
-    monkeypatch.setattr(separation, "block_inputs", lambda _: inputs)
-    (reason, *_) = separation_of(model).reasons
+    monkeypatch.setattr(f"{packing_support.__module__}.block_inputs", lambda _: inputs)
+    (reason, *_) = packing_support(model).reasons
     assert "is given more by the block before it than hidden states: states" in reason
 
 
