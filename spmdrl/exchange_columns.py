@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.model_inputs import Item, Shown
+from spmdrl.model_inputs import MultimodalItem, MultimodalItems
 from spmdrl.sampling_masks import SamplingMasks
 from spmdrl.types import Tokens
 from spmdrl.world.world import World
@@ -146,23 +146,23 @@ class _SamplingMaskBytes(Traveller[SamplingMasks]):
 
 
 @dataclass(frozen=True)
-class _ItemFeatures(Traveller[Shown]):
+class _ItemFeatures(Traveller[MultimodalItems]):
     """Places among the items of the whole batch; and each item once to each rank that trains
     on a sequence which shows it, from the first rank that has it."""
 
-    items: tuple[Item, ...]
+    items: tuple[MultimodalItem, ...]
     """[P], on the meta device: of what shapes they are."""
     holders: Tensor  # [P] int64, the rank that sends it
     rows: Tensor  # [n] int64, a sequence among S, and
-    shown: Tensor  # [n] int64, an item among P that it shows; no pair twice
+    multimodal: Tensor  # [n] int64, an item among P that it shows; no pair twice
 
     @staticmethod
-    def told(own: Shown, lengths: Tensor) -> Any:
+    def told(own: MultimodalItems, lengths: Tensor) -> Any:
         if not own.items:
             return None
-        is_shown = own.places >= 0
-        sequences = torch.arange(len(lengths)).repeat_interleave(lengths)[is_shown]
-        which = torch.bucketize(own.places[is_shown], own.starts[1:], right=True)
+        is_placeholder = own.places >= 0
+        sequences = torch.arange(len(lengths)).repeat_interleave(lengths)[is_placeholder]
+        which = torch.bucketize(own.places[is_placeholder], own.starts[1:], right=True)
         used, which = which.unique(return_inverse=True)
         pairs = torch.stack([sequences, which]).unique(dim=1)
         forms = [
@@ -181,24 +181,28 @@ class _ItemFeatures(Traveller[Shown]):
             for key, num_tokens, form in forms:
                 if key not in known:
                     known[key] = len(known), rank
-                    items.append(Item.formed(key, num_tokens, form))
+                    items.append(MultimodalItem.formed(key, num_tokens, form))
             numbers = torch.tensor([known[key][0] for key, _, _ in forms])
             of_rows.append(rows[rank][sequences])
             of_items.append(numbers[which])
         holders = torch.tensor([rank for _, rank in known.values()])
         return cls(tuple(items), holders, torch.cat(of_rows), torch.cat(of_items))
 
-    def none(self, count: int) -> Shown:
-        return Shown.none(count)
+    def none(self, count: int) -> MultimodalItems:
+        return MultimodalItems.none(count)
 
-    def of_dummy(self) -> Shown:  # or its rank would not run the tower, which others wait for
-        return Shown.none(1)
+    def of_dummy(
+        self,
+    ) -> MultimodalItems:  # or its rank would not run the tower, which others wait for
+        return MultimodalItems.none(1)
 
-    def numbers(self, own: Shown) -> list[Tensor]:
-        starts = Shown(torch.empty(0), self.items).starts.tolist()
+    def numbers(self, own: MultimodalItems) -> list[Tensor]:
+        starts = MultimodalItems(torch.empty(0), self.items).starts.tolist()
         return [own.placed(dict(zip(self.items, starts))).int()]
 
-    def moved(self, own: Shown, numbers: Sequence[Tensor], passage: Passage) -> Shown:
+    def moved(
+        self, own: MultimodalItems, numbers: Sequence[Tensor], passage: Passage
+    ) -> MultimodalItems:
         wanted = self._wanted(passage)
         rank = passage.world.rank
         mine = {item: item for item in own.items}
@@ -219,12 +223,12 @@ class _ItemFeatures(Traveller[Shown]):
         # On the host, where rows are made of them.
         for i, own_bytes in zip(came, received.cpu().split([sizes[i] for i in came])):
             items[i] = self.items[i].of_bytes(own_bytes)
-        return Shown(numbers[0].long(), tuple(items))
+        return MultimodalItems(numbers[0].long(), tuple(items))
 
     def _wanted(self, passage: Passage) -> list[Tensor]:
         """Return the items that each rank trains on: [p] int64 of each, ascending."""
         dp_ids = passage.dp_ids[self.rows]
-        of_dp = {dp: self.shown[dp_ids == dp].unique() for dp in {*passage.dp_of_rank}}
+        of_dp = {dp: self.multimodal[dp_ids == dp].unique() for dp in {*passage.dp_of_rank}}
         return [of_dp[dp] for dp in passage.dp_of_rank]
 
     def work(self, num_sequences: int) -> Tensor:
@@ -236,13 +240,13 @@ class _ItemFeatures(Traveller[Shown]):
         counted with each: who shares it is not known before the plan is made.
         """
         tokens = torch.tensor([item.num_tokens for item in self.items])
-        return tokens.new_zeros(num_sequences).index_add(0, self.rows, tokens[self.shown])
+        return tokens.new_zeros(num_sequences).index_add(0, self.rows, tokens[self.multimodal])
 
 
 _KINDS: dict[str, type[Traveller]] = {
     "sampling_masks": _SamplingMaskBytes,
     "routes": _RouteRows,
-    "shown": _ItemFeatures,
+    "multimodal": _ItemFeatures,
 }
 """{column of Tokens: how it travels}, in the order in which they do."""
 

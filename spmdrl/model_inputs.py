@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class MultimodalItem:
     """One thing that tokens show, as the model's processor prepared it. Two of one key are the
     same."""
 
@@ -35,7 +35,7 @@ class Item:
     is not known. It does not go to trainers."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Item) and self.key == other.key
+        return isinstance(other, MultimodalItem) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -43,12 +43,12 @@ class Item:
     @staticmethod
     def formed(
         key: str, num_tokens: int, forms: Mapping[str, tuple[torch.dtype, Sequence[int]]]
-    ) -> Item:
+    ) -> MultimodalItem:
         """Return one of whose features, on the meta device, dtypes and shapes alone are known."""
         meta = {n: torch.empty(shape, dtype=d, device="meta") for n, (d, shape) in forms.items()}
-        return Item(key, num_tokens, meta)
+        return MultimodalItem(key, num_tokens, meta)
 
-    def of_bytes(self, data: Tensor) -> Item:
+    def of_bytes(self, data: Tensor) -> MultimodalItem:
         """Return the one of this form whose bytes these are; memory of its own, aligned."""
         parts = data.split([like.nbytes for like in self.features.values()])
         pairs = zip(self.features.items(), parts)
@@ -72,13 +72,13 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Shown:
+class MultimodalItems:
     """The items that T tokens show, each once, and which row of their embeddings each token is."""
 
     places: Tensor
     """[T] int64, row among the embeddings of `items`, one after the other; -1 for a token that
     shows nothing."""
-    items: tuple[Item, ...]
+    items: tuple[MultimodalItem, ...]
     """[P], without repetition, in the order in which tokens first show them."""
 
     def __len__(self) -> int:
@@ -91,7 +91,7 @@ class Shown:
         return counts.cumsum(0)
 
     @property
-    def repeated(self) -> list[Item]:
+    def repeated(self) -> list[MultimodalItem]:
         """Return the items in the order of the tokens that show them, as often as they do."""
         begins = dict(zip(self.starts.tolist(), self.items))
         return [begins[place] for place in self.places.tolist() if place in begins]
@@ -102,21 +102,23 @@ class Shown:
         return sum(item.nbytes for item in self.items)
 
     @classmethod
-    def none(cls, count: int) -> Shown:
+    def none(cls, count: int) -> MultimodalItems:
         """Return what `count` tokens show that show nothing."""
         return cls(torch.full((count,), -1), ())
 
     @classmethod
-    def by(cls, is_shown: Tensor, items: Sequence[Item]) -> Shown:
+    def at_placeholders(
+        cls, is_placeholder: Tensor, items: Sequence[MultimodalItem]
+    ) -> MultimodalItems:
         """Return what tokens show where those of an item follow one another.
 
         Args:
-            is_shown: [T] bool, tokens that stand for a part of an item.
+            is_placeholder: [T] bool, tokens that stand for a part of an item.
             items: in the order of their tokens; one may come twice.
         Raises: ValueError when the tokens are not as many as the items have.
         """
         expected = sum(p.num_tokens for p in items)
-        found = int(is_shown.sum())
+        found = int(is_placeholder.sum())
         if expected != found:
             raise ValueError(f"{found} tokens stand for items that have {expected}")
         own = tuple(dict.fromkeys(items))
@@ -126,16 +128,18 @@ class Shown:
         for item, start in zip(own, starts.tolist()):
             at[item] = torch.arange(start, start + item.num_tokens)
         rows += [at[item] for item in items]
-        places = torch.full(is_shown.shape, -1)
-        places[is_shown] = torch.cat(rows)
+        places = torch.full(is_placeholder.shape, -1)
+        places[is_placeholder] = torch.cat(rows)
         return cls(places, own)
 
     @staticmethod
-    def restored(plain: Mapping[str, Any] | None) -> Shown | None:
+    def restored(plain: Mapping[str, Any] | None) -> MultimodalItems | None:
         """Undo `plain`; None for none."""
         if plain is None:
             return None
-        return Shown(plain["places"], tuple(Item(**item) for item in plain["items"]))
+        return MultimodalItems(
+            plain["places"], tuple(MultimodalItem(**item) for item in plain["items"])
+        )
 
     def plain(self) -> dict[str, Any]:
         """Return all fields, as dictionaries; tensors are shared."""
@@ -143,7 +147,9 @@ class Shown:
         return {"places": self.places, "items": items}
 
     @staticmethod
-    def concat(parts: Sequence[Shown | None], lengths: Sequence[int]) -> Shown | None:
+    def concat(
+        parts: Sequence[MultimodalItems | None], lengths: Sequence[int]
+    ) -> MultimodalItems | None:
         """Join what consecutive tokens show, `lengths` of them each; None shows nothing.
 
         Returns: None where all parts are None.
@@ -151,23 +157,25 @@ class Shown:
         if not any(part is not None for part in parts):
             return None
         items = tuple(dict.fromkeys(item for part in parts if part for item in part.items))
-        starts = dict(zip(items, Shown(torch.empty(0), items).starts.tolist()))
+        starts = dict(zip(items, MultimodalItems(torch.empty(0), items).starts.tolist()))
         places = []
         for part, length in zip(parts, lengths):
-            part = part or Shown.none(length)
+            part = part or MultimodalItems.none(length)
             assert len(part) == length, f"{len(part)} tokens show something, where {length} are"
             places.append(part.placed(starts))
-        return Shown(torch.cat(places), items)
+        return MultimodalItems(torch.cat(places), items)
 
-    def __getitem__(self, order: Tensor) -> Shown:
+    def __getitem__(self, order: Tensor) -> MultimodalItems:
         """Return what the tokens at `order` [n] int64 show, without the items that none shows."""
         places = self.places[order]
         used = torch.bucketize(places[places >= 0].cpu(), self.starts[1:], right=True).unique()
         items = tuple(self.items[i] for i in used.tolist())
-        own = Shown(places, self.items)
-        return Shown(own.placed(dict(zip(items, Shown(places, items).starts.tolist()))), items)
+        own = MultimodalItems(places, self.items)
+        return MultimodalItems(
+            own.placed(dict(zip(items, MultimodalItems(places, items).starts.tolist()))), items
+        )
 
-    def placed(self, starts: Mapping[Item, int]) -> Tensor:
+    def placed(self, starts: Mapping[MultimodalItem, int]) -> Tensor:
         """Return the places where each item's rows begin elsewhere; those left out keep none."""
         if not self.items:
             return self.places
@@ -175,20 +183,22 @@ class Shown:
         shifts = [starts.get(item, 0) - own for item, own in zip(self.items, self.starts.tolist())]
         counts = torch.tensor([item.num_tokens for item in self.items])
         shift = torch.tensor(shifts).repeat_interleave(counts).to(device)
-        is_shown = self.places >= 0
-        return torch.where(is_shown, self.places + shift[self.places.clamp(min=0)], self.places)
+        is_placeholder = self.places >= 0
+        return torch.where(
+            is_placeholder, self.places + shift[self.places.clamp(min=0)], self.places
+        )
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Shown:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MultimodalItems:
         """Return the same with the places on a device; features, which are large, stay on the host
         until a tower reads them."""
-        return Shown(self.places.to(device, non_blocking=non_blocking), self.items)
+        return MultimodalItems(self.places.to(device, non_blocking=non_blocking), self.items)
 
-    def cpu(self) -> Shown:
+    def cpu(self) -> MultimodalItems:
         """Return the same with the places on the CPU."""
         return self.to("cpu")
 
 
-class Given(tuple[int, ...]):
+class TokenIds(tuple[int, ...]):
     """Token ids and what they show: a prompt, a turn, a sequence. To whoever asks for no more it is
     the tuple of its ids.
 
@@ -196,53 +206,59 @@ class Given(tuple[int, ...]):
 
     Args:
         ids: T token ids.
-        shown: by these; None of a model without a tower. By default what `ids` show already.
+        multimodal: items of these; None of a model without a tower. By default those of `ids`.
     """
 
-    shown: Shown | None
+    multimodal: MultimodalItems | None
 
-    def __new__(cls, ids: Iterable[int] = (), shown: Shown | None = None) -> Given:
+    def __new__(
+        cls, ids: Iterable[int] = (), multimodal: MultimodalItems | None = None
+    ) -> TokenIds:
         """Make one; see the class."""
         own = super().__new__(cls, ids)
-        own.shown = shown_by(ids) if shown is None else shown
-        assert own.shown is None or len(own.shown) == len(own)
+        own.multimodal = multimodal_of(ids) if multimodal is None else multimodal
+        assert own.multimodal is None or len(own.multimodal) == len(own)
         return own
 
     @property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[MultimodalItem, ...]:
         """Return the items that are shown."""
-        return () if self.shown is None else self.shown.items
+        return () if self.multimodal is None else self.multimodal.items
 
     @property
-    def are_shown(self) -> list[bool]:
+    def are_placeholders(self) -> list[bool]:
         """Return of each token whether it stands for a part of an item."""
-        return [False] * len(self) if self.shown is None else (self.shown.places >= 0).tolist()
+        return (
+            [False] * len(self)
+            if self.multimodal is None
+            else (self.multimodal.places >= 0).tolist()
+        )
 
     def once(self) -> list[int]:
         """Return the ids with one for each showing of an item, the first."""
-        if self.shown is None:
+        if self.multimodal is None:
             return list(self)
-        is_text = self.shown.places < 0
-        is_first = torch.isin(self.shown.places, self.shown.starts[:-1])
+        is_text = self.multimodal.places < 0
+        is_first = torch.isin(self.multimodal.places, self.multimodal.starts[:-1])
         return torch.tensor(self)[is_text | is_first].tolist()
 
     @overload
     def __getitem__(self, at: SupportsIndex) -> int: ...
     @overload
-    def __getitem__(self, at: slice) -> Given: ...
-    def __getitem__(self, at: SupportsIndex | slice) -> int | Given:
+    def __getitem__(self, at: slice) -> TokenIds: ...
+    def __getitem__(self, at: SupportsIndex | slice) -> int | TokenIds:
         if not isinstance(at, slice):
             return super().__getitem__(at)
         ids = super().__getitem__(at)
-        if self.shown is None:
-            return Given(ids)
-        return Given(ids, self.shown[torch.arange(len(self))[at]])
+        if self.multimodal is None:
+            return TokenIds(ids)
+        return TokenIds(ids, self.multimodal[torch.arange(len(self))[at]])
 
-    def __add__(self, other: Sequence[int]) -> Given:  # type: ignore[override]
-        return joined([self, other])
+    def __add__(self, other: Sequence[int]) -> TokenIds:  # type: ignore[override]
+        return concat_ids([self, other])
 
-    def __radd__(self, other: Sequence[int]) -> Given:
-        return joined([other, self])
+    def __radd__(self, other: Sequence[int]) -> TokenIds:
+        return concat_ids([other, self])
 
     def __eq__(self, other: object) -> bool:
         if super().__eq__(other) is not True:
@@ -257,54 +273,56 @@ class Given(tuple[int, ...]):
 
 def _told_apart(ids: object) -> tuple[Any, ...]:
     """Return what token ids show, to be compared."""
-    shown = shown_by(ids)
-    return (shown.items, shown.places.tolist()) if shown and shown.items else ()
+    multimodal = multimodal_of(ids)
+    return (multimodal.items, multimodal.places.tolist()) if multimodal and multimodal.items else ()
 
 
-def shown_by(ids: object) -> Shown | None:
+def multimodal_of(ids: object) -> MultimodalItems | None:
     """Return what token ids show; None of a plain sequence."""
-    return getattr(ids, "shown", None)
+    return getattr(ids, "multimodal", None)
 
 
-def joined(parts: Sequence[Sequence[int]]) -> Given:
+def concat_ids(parts: Sequence[Sequence[int]]) -> TokenIds:
     """Return sequences one after another, with what they show."""
-    shown = Shown.concat([shown_by(part) for part in parts], [len(part) for part in parts])
-    return Given((one for part in parts for one in part), shown)
+    multimodal = MultimodalItems.concat(
+        [multimodal_of(part) for part in parts], [len(part) for part in parts]
+    )
+    return TokenIds((one for part in parts for one in part), multimodal)
 
 
 _REMEMBERED = 256
 
 
-class ToldItems:
-    """Items that are told one after another, each once: `said` at one end, `meant` at the other.
+class ItemCodec:
+    """Items that are told one after another, each once: `encode` at one end, `decode` at the other.
 
     Both ends remember the same ones, the latest, since they hear of the same ones in one order.
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, Item] = OrderedDict()
+        self._known: OrderedDict[str, MultimodalItem] = OrderedDict()
 
-    def said(self, shown: Shown | None) -> dict[str, Any] | None:
+    def encode(self, multimodal: MultimodalItems | None) -> dict[str, Any] | None:
         """Return what is shown as plain data, without items that were said before."""
-        if shown is None:
+        if multimodal is None:
             return None
-        new = [item for item in shown.items if item.key not in self._known]
-        self._remember(shown)
-        keys = {"keys": [item.key for item in shown.items]}
-        return Shown(shown.places, tuple(new)).plain() | keys
+        new = [item for item in multimodal.items if item.key not in self._known]
+        self._remember(multimodal)
+        keys = {"keys": [item.key for item in multimodal.items]}
+        return MultimodalItems(multimodal.places, tuple(new)).plain() | keys
 
-    def meant(self, said: Mapping[str, Any] | None) -> Shown | None:
+    def decode(self, said: Mapping[str, Any] | None) -> MultimodalItems | None:
         """Return what was said."""
         if said is None:
             return None
-        new = {item["key"]: Item(**item) for item in said["items"]}
+        new = {item["key"]: MultimodalItem(**item) for item in said["items"]}
         items = tuple(new.get(key) or self._known[key] for key in said["keys"])
-        shown = Shown(said["places"], items)
-        self._remember(shown)
-        return shown
+        multimodal = MultimodalItems(said["places"], items)
+        self._remember(multimodal)
+        return multimodal
 
-    def _remember(self, shown: Shown) -> None:
-        for item in shown.items:
+    def _remember(self, multimodal: MultimodalItems) -> None:
+        for item in multimodal.items:
             self._known[item.key] = item
             self._known.move_to_end(item.key)
         while len(self._known) > _REMEMBERED:

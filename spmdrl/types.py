@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from spmdrl.model_inputs import Given, Shown, shown_by
+from spmdrl.model_inputs import MultimodalItems, TokenIds, multimodal_of
 from spmdrl.sampling_masks import SamplingMasks
 
 Sums = dict[str, tuple[float, float]]
@@ -52,7 +52,7 @@ class Prompt:
 
     index: int
     """Position of the row in its data source: stable across epochs, ranks and runs."""
-    tokens: Given
+    tokens: TokenIds
     """Prompt token ids, chat template applied, and what they show."""
     text: str
     """What was tokenised, for people and string-based rewards."""
@@ -172,7 +172,7 @@ TOKEN_COLUMNS = {
 }
 """What every token has, from the engine to the loss, with its dtype."""
 
-_OPTIONAL_COLUMNS = ("routes", "sampling_masks", "shown")
+_OPTIONAL_COLUMNS = ("routes", "sampling_masks", "multimodal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,19 +188,19 @@ class Tokens:
     the engine chose them; -1 where it did not say. None without model.moe.replay."""
     sampling_masks: SamplingMasks | None = None
     """The ids among which each was drawn. None without top_k, top_p and min_p."""
-    shown: Shown | None = None
+    multimodal: MultimodalItems | None = None
     """What each token shows. None where no token of anyone shows anything."""
 
     @classmethod
     def given(cls, ids: Sequence[int]) -> Tokens:
-        """Return tokens that the policy did not sample; of Given also what they show."""
+        """Return tokens that the policy did not sample; of TokenIds also what they show."""
         tokens = flat(ids, "int64")
         return Tokens(
             tokens=tokens,
             response_mask=torch.zeros_like(tokens, dtype=torch.bool),
             rollout_logprobs=torch.zeros_like(tokens, dtype=torch.float32),
             policy_versions=torch.full_like(tokens, -1),
-            shown=shown_by(ids),
+            multimodal=multimodal_of(ids),
         )
 
     @classmethod
@@ -212,7 +212,7 @@ class Tokens:
             **columns,
             routes=join_routes([p.routes for p in parts], lengths),
             sampling_masks=SamplingMasks.concat([p.sampling_masks for p in parts], lengths),
-            shown=Shown.concat([p.shown for p in parts], lengths),
+            multimodal=MultimodalItems.concat([p.multimodal for p in parts], lengths),
         )
 
     def at(self, order: Tensor) -> Tokens:
@@ -228,10 +228,10 @@ class Tokens:
         """Return all fields by name, sampling masks and what is shown as dictionaries; tensors are
         shared."""
         sets = self.sampling_masks
-        shown = self.shown
+        multimodal = self.multimodal
         return vars(self) | {
             "sampling_masks": None if sets is None else dict(vars(sets)),
-            "shown": None if shown is None else shown.plain(),
+            "multimodal": None if multimodal is None else multimodal.plain(),
         }
 
 
@@ -240,7 +240,7 @@ def unplain(plain: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **plain,
         "sampling_masks": SamplingMasks.restored(plain["sampling_masks"]),
-        "shown": Shown.restored(plain["shown"]),
+        "multimodal": MultimodalItems.restored(plain["multimodal"]),
     }
 
 

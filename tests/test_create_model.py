@@ -159,7 +159,7 @@ def test_a_model_that_sees_is_made_with_its_processor(architecture, tmp_path):
     assert model.config.text_config.num_hidden_layers == SMALL["layers"]
     given = dict(ids.items[0].features)
     if "qwen" in architecture:
-        given["mm_token_type_ids"] = torch.tensor([ids.are_shown]).long()
+        given["mm_token_type_ids"] = torch.tensor([ids.are_placeholders]).long()
     logits = model(input_ids=torch.tensor([ids]), **given).logits
     assert torch.isfinite(logits).all() and logits.shape[1] == len(ids)
 

@@ -42,13 +42,13 @@ def check_shown(words, example, images):
     """The pictures of an example are those of its image tokens, in order."""
     read = words.image_reader
     ids = read.encode(" ".join([read.placeholder] * len(images)), images)
-    stands_for = {one for one, is_shown in zip(ids, ids.are_shown) if is_shown}
-    is_shown = [token in stands_for for token in example.tokens]
-    assert example.tokens.are_shown == is_shown
+    stands_for = {one for one, is_placeholder in zip(ids, ids.are_placeholders) if is_placeholder}
+    is_placeholder = [token in stands_for for token in example.tokens]
+    assert example.tokens.are_placeholders == is_placeholder
     assert example.tokens.items == ids.items
-    shown, places = (p.shown.places[p.shown.places >= 0] for p in (example.tokens, ids))
+    shown, places = (p.multimodal.places[p.multimodal.places >= 0] for p in (example.tokens, ids))
     assert torch.equal(shown, places)
-    assert not any(m and own for m, own in zip(example.mask, example.tokens.are_shown))
+    assert not any(m and own for m, own in zip(example.mask, example.tokens.are_placeholders))
 
 
 def said(words, example):
@@ -81,10 +81,10 @@ def test_supervised_rows_of_each_form_show_their_images_and_train_the_replies(fa
     assert replies[4] == "r<eos>" and "ee " in replies[3] and replies[3].endswith(" there<eos>")
     packed = pack_units(list(enumerate(units)), version=3)
     of_rows = [unit.examples[0].tokens for unit in units]
-    assert packed.shown.items == of_rows[0].items + of_rows[1].items
+    assert packed.multimodal.items == of_rows[0].items + of_rows[1].items
     begin, end = packed.cu_seqlens[2:4].tolist()
-    own = packed.shown[torch.arange(begin, end)]
-    assert torch.equal(own.places, of_rows[2].shown.places)
+    own = packed.multimodal[torch.arange(begin, end)]
+    assert torch.equal(own.places, of_rows[2].multimodal.places)
 
 
 def test_pairs_and_labels_show_the_image_of_their_prompt(tmp_path):

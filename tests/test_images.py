@@ -95,7 +95,7 @@ def test_every_form_of_one_image_gives_the_same_prompt(folder, tmp_path):
     assert len({p.tokens for p in found}) == len({p.tokens.items for p in found}) == 1
     assert "see <|vision_start|><|image_pad|><|vision_end|>?" in found[0].text
     (picture,) = found[0].tokens.items
-    assert sum(found[0].tokens.are_shown) == picture.num_tokens
+    assert sum(found[0].tokens.are_placeholders) == picture.num_tokens
 
 
 def test_parquet_holds_bytes_as_datasets_stores_them(folder, tmp_path):
@@ -150,7 +150,7 @@ def test_several_images_stand_among_text_in_order_and_without_a_place_they_come_
     three, led, text = prompts(folder, jsonl(tmp_path, *rows))
     first, second = three.tokens.items
     counts = [first.num_tokens, second.num_tokens]
-    rows_shown = three.tokens.shown.places[three.tokens.shown.places >= 0].tolist()
+    rows_shown = three.tokens.multimodal.places[three.tokens.multimodal.places >= 0].tolist()
     assert rows_shown == [*range(sum(counts)), *range(counts[0])]
     assert led.tokens.items == (first, second)
     assert led.text.index("<|vision_end|>q") > led.text.index("<|image_pad|>")
@@ -177,11 +177,11 @@ def test_text_of_a_model_that_sees_shows_nothing_and_of_one_that_does_not_has_no
         tmp_path, dict(prompt="a literal <image> here"), dict(prompt=SPOKEN, image="img:1")
     )
     for prompt in prompts(folder, path):
-        assert not prompt.tokens.items and len(prompt.tokens.shown) == len(prompt.tokens)
+        assert not prompt.tokens.items and len(prompt.tokens.multimodal) == len(prompt.tokens)
         assert "<image>" in prompt.text
     cfg = config(folder, path)
     blind = PromptSource(cfg, character_tokenizer(chat_template=True))
-    assert blind.of([0])[0].tokens.shown is None
+    assert blind.of([0])[0].tokens.multimodal is None
 
 
 # --------------------------------------------------------------------------- pixels

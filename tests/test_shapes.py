@@ -175,4 +175,4 @@ def test_a_model_that_sees_gets_a_picture_in_each_prompt(tmp_path):
     words = load_tokenizer(cfg)
     for prompt in [*PromptSource(cfg, words).at(0), *held_out_prompts(cfg, words)]:
         (picture,) = prompt.tokens.items
-        assert picture.num_tokens == 9 == sum(prompt.tokens.are_shown)
+        assert picture.num_tokens == 9 == sum(prompt.tokens.are_placeholders)

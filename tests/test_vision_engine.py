@@ -20,7 +20,7 @@ from spmdrl.config import Config, LayoutSettings
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.vllm_families import model_arguments
 from spmdrl.errors import Refusal
-from spmdrl.model_inputs import Given, ToldItems
+from spmdrl.model_inputs import ItemCodec, TokenIds
 from spmdrl.plain import pack, unpack
 
 SIZES = ((70, 56), (100, 40), (30, 30))
@@ -33,7 +33,7 @@ def seeing_cfg(folder: Path | str, *, kind: str) -> Config:
     return changed(cfg, data={"max_prompt_tokens": 192})
 
 
-def message(folder: Path, images: list[int]) -> Given:
+def message(folder: Path, images: list[int]) -> TokenIds:
     """Return the ids of a message with some images of noise, and what they show."""
     words = AutoTokenizer.from_pretrained(folder)
     shown = [[{"type": "text", "text": f" {i}: "}, {"type": "image"}] for i in images]
@@ -62,7 +62,7 @@ def tower_runs(engine: Any) -> list[int]:
     return runs
 
 
-def draw(engine: Any, rows: list[Given], *, samples: int, turn: int = 0) -> dict[str, Any]:
+def draw(engine: Any, rows: list[TokenIds], *, samples: int, turn: int = 0) -> dict[str, Any]:
     """Draw 8 tokens for each sample of each row, the first greedily."""
     for n, prompt in enumerate(rows):
         for s in range(samples):
@@ -76,7 +76,7 @@ def gap(found: Tensor, right: Tensor) -> float:
     return float((found - right).abs().max())
 
 
-def gaps(engine: Any, model: Any, rows: list[Given], done: dict[str, Any]) -> dict[str, float]:
+def gaps(engine: Any, model: Any, rows: list[TokenIds], done: dict[str, Any]) -> dict[str, float]:
     """Return largest differences to plain transformers, and drawn tokens that are not the likeliest
     where they should be."""
     whole, found = [], {"drawn": 0.0, "scored": 0.0, "unlikely": 0}
@@ -147,12 +147,12 @@ def test_vllm_refuses_what_it_cannot_see_with(tmp_path, monkeypatch):
 def test_pictures_are_told_once(tmp_path):
     folder = seeing_model("internvl", tmp_path)
     rows = [message(folder, images) for images in ([0, 1], [1], [])]
-    said, heard = ToldItems(), ToldItems()
-    messages = [said.said(row.shown) for row in (*rows, *rows)]
+    said, heard = ItemCodec(), ItemCodec()
+    messages = [said.encode(row.multimodal) for row in (*rows, *rows)]
     assert [len(of["items"]) for of in messages] == [2, 0, 0, 0, 0, 0]
     for of, row in zip(messages, (*rows, *rows), strict=True):
-        meant = heard.meant(unpack(pack(of)))
-        assert Given(row, meant) == row and torch.equal(meant.places, row.shown.places)
+        meant = heard.decode(unpack(pack(of)))
+        assert TokenIds(row, meant) == row and torch.equal(meant.places, row.multimodal.places)
         for own, right in zip(meant.items, row.items, strict=True):
             assert torch.equal(own.features["pixel_values"], right.features["pixel_values"])
-    assert said.said(None) is None and heard.meant(None) is None
+    assert said.encode(None) is None and heard.decode(None) is None

@@ -29,7 +29,7 @@ from spmdrl.data.microbatch_plan import partition
 from spmdrl.exchange import exchange_rollouts
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.model_shape import model_shape
-from spmdrl.model_inputs import Item, Shown
+from spmdrl.model_inputs import MultimodalItem, MultimodalItems
 from spmdrl.rollout.episode import Episode, Group
 from spmdrl.rollout.packing import pack_step, rollouts_from_dict, rollouts_to_dict
 from spmdrl.rollout.recorder import HEADER, SCHEMA, digest_line
@@ -48,7 +48,7 @@ from tests import vlm
 # ---------------------------------------------------------------- a batch that shows
 
 
-def picture(number: int) -> Item:
+def picture(number: int) -> MultimodalItem:
     """Make one of a shape of its own, of features of two dtypes."""
     draw, tokens = torch.Generator().manual_seed(number), 1 + number % 2
     rows = 3 * tokens + number  # sizes of bytes that no wider dtype divides
@@ -56,7 +56,7 @@ def picture(number: int) -> Item:
         "pixel_values": torch.rand(rows, 5, generator=draw).to(torch.float16),
         "grid": torch.tensor([[1, rows, 5]]),
     }
-    return Item(f"key {number}", tokens, features)
+    return MultimodalItem(f"key {number}", tokens, features)
 
 
 def numbers_of(group: int, sample: int) -> list[int]:
@@ -65,45 +65,47 @@ def numbers_of(group: int, sample: int) -> list[int]:
     return [[0, 6], [6, 5], [2, 20 + sample] if sample == 1 else [2], []][group]
 
 
-def pictures_of(group: int, sample: int) -> Shown:
+def pictures_of(group: int, sample: int) -> MultimodalItems:
     length = len(texts.sequence(group, sample)["tokens"])
     shown = [picture(number) for number in numbers_of(group, sample)]
     count = sum(p.num_tokens for p in shown)
-    return Shown.by(pad(torch.ones(count).bool(), (0, length - count)), shown)
+    return MultimodalItems.at_placeholders(
+        pad(torch.ones(count).bool(), (0, length - count)), shown
+    )
 
 
 def showing(keys: list[tuple[int, int]]) -> Rollouts:
     own = texts.rollouts(keys)
     lengths = own.scalars.lengths.tolist()
-    shown = Shown.concat([pictures_of(*key) for key in keys], lengths)
+    shown = MultimodalItems.concat([pictures_of(*key) for key in keys], lengths)
     if shown is not None:  # every rank has group 2's, which some show to no token
         items = tuple(dict.fromkeys([*shown.items, picture(2)]))
-        shown = Shown(shown.places, items)
-    return dataclasses.replace(own, shown=shown)
+        shown = MultimodalItems(shown.places, items)
+    return dataclasses.replace(own, multimodal=shown)
 
 
 def deliver(cfg: Config) -> tuple[list[ExchangedBatch], list[list[int]], int]:
     """Exchange pictures of sequences that are spread over ranks; of one rank alone; text of a model
     that sees; and pictures where the first leader has a model that does not."""
     batches, sizes, counts = [], [], []
-    take = Item.of_bytes
-    Item.of_bytes = lambda form, data: counts.append(len(data)) or take(form, data)
+    take = MultimodalItem.of_bytes
+    MultimodalItem.of_bytes = lambda form, data: counts.append(len(data)) or take(form, data)
     with started(cfg) as world:
         silent = world.rank == inference_ranks(cfg)[0]
         for how in ("spread", "last has all", "text", "silent"):
             mine = texts.share(world, "spread" if how in ("text", "silent") else how)
             own = showing(mine)
             if how == "text":
-                own = dataclasses.replace(own, shown=Shown.none(len(own.tokens)))
+                own = dataclasses.replace(own, multimodal=MultimodalItems.none(len(own.tokens)))
             if how == "silent" and silent:
-                own = dataclasses.replace(own, shown=None)
+                own = dataclasses.replace(own, multimodal=None)
             batches.append(exchange_rollouts(own, world, step=3))
             sizes.append([*counts])
             counts.clear()
         return batches, sizes, world.dp_index(world.rank) if world.is_trainer else -1
 
 
-def shown_by(pictures: Shown) -> list[tuple[str, int] | None]:
+def placeholders_of(pictures: MultimodalItems) -> list[tuple[str, int] | None]:
     rows = [(p.key, row) for p in pictures.items for row in range(p.num_tokens)]
     return [None if at < 0 else rows[at] for at in pictures.places.tolist()]
 
@@ -113,26 +115,26 @@ def check_pictures(batch: ExchangedBatch) -> tuple[set[str], int]:
     keys: set[str] = set()
     num_silent = 0
     for mb in batch.microbatches:
-        assert mb.shown is not None and len(mb.shown) == len(mb.tokens)
-        shown = shown_by(mb.shown)
+        assert mb.multimodal is not None and len(mb.multimodal) == len(mb.tokens)
+        shown = placeholders_of(mb.multimodal)
         cu = mb.cu_seqlens.tolist()
         for row, a, b in zip(mb.sequence_ids.tolist(), cu, cu[1:]):
             if row < 0:
-                assert shown == [None] and mb.shown.items == ()
+                assert shown == [None] and mb.multimodal.items == ()
                 continue
             key = (int(batch.scalars.group_ids[row]), int(batch.scalars.sample_ids[row]))
-            made = shown_by(pictures_of(*key))
+            made = placeholders_of(pictures_of(*key))
             is_silent = any(made) and not any(shown[a:b])
             assert is_silent or shown[a:b] == made
             num_silent += is_silent
-        for item in mb.shown.items:
+        for item in mb.multimodal.items:
             keys.add(item.key)
             made = picture(int(item.key.split()[1]))
             assert item.num_tokens == made.num_tokens
             for name, tensor in made.features.items():
                 assert item.features[name].dtype == tensor.dtype
                 assert torch.equal(item.features[name], tensor)
-        assert {p.key for p in mb.shown.items} == {show[0] for show in shown if show}
+        assert {p.key for p in mb.multimodal.items} == {show[0] for show in shown if show}
     return keys, num_silent
 
 
@@ -154,7 +156,7 @@ def test_pictures_arrive_once_at_every_rank_that_trains_on_them(layout, sizes):
         for batches, counts, _ in results:
             batch = batches[which]
             if how == "text" or (how == "silent" and layout.world_size < 4):  # one leader
-                assert all(mb.shown is None for mb in batch.microbatches)
+                assert all(mb.multimodal is None for mb in batch.microbatches)
                 assert not counts[which]
                 continue
             keys, num_silent = check_pictures(batch)
@@ -234,17 +236,19 @@ def seeing_group(slot: int) -> Group:
         if sample.sample == 1 and items:
             items.append(one_token(3))  # of which no image is known
             places[5] = 1
-        seen = dataclasses.replace(sample.trajectory, shown=Shown(places, tuple(items)))
+        seen = dataclasses.replace(
+            sample.trajectory, multimodal=MultimodalItems(places, tuple(items))
+        )
         group.samples[sample.sample] = dataclasses.replace(sample, trajectory=seen)
     return group
 
 
-def one_token(number: int) -> Item:
+def one_token(number: int) -> MultimodalItem:
     return dataclasses.replace(picture(2 * number), num_tokens=1)
 
 
-def assert_same_pictures(a: Shown, b: Shown) -> None:
-    assert shown_by(a) == shown_by(b)
+def assert_same_pictures(a: MultimodalItems, b: MultimodalItems) -> None:
+    assert placeholders_of(a) == placeholders_of(b)
     for left in a.items:
         right = next(item for item in b.items if item == left)
         assert left.num_tokens == right.num_tokens
@@ -269,11 +273,11 @@ def test_recorded_pictures_come_back_bit_by_bit_each_once_in_its_group(tmp_path)
     )
     back = source.take(0)
     records.assert_same_rollouts(share, back)
-    assert_same_pictures(share.shown, back.shown)
+    assert_same_pictures(share.multimodal, back.multimodal)
     half = read_rollouts([file], part=1, num_parts=2)  # groups 1 and 3
     drawn = [sample for group in groups[1::2] for sample in group.drawn]
-    assert shown_by(half.shown) == [
-        show for sample in drawn for show in shown_by(sample.trajectory.shown)
+    assert placeholders_of(half.multimodal) == [
+        show for sample in drawn for show in placeholders_of(sample.trajectory.multimodal)
     ]
     blind = dict(model=dict(part="text"))
     source = records.replay_source(changed(source.cfg, **blind))
@@ -285,8 +289,10 @@ def test_rollouts_without_pictures_are_recorded_as_before(tmp_path):
     share = records.record(records.config_of(tmp_path), 0, range(2))
     (file,) = find_recorded(tmp_path).files_of(0)
     assert read_table(file).column_names == SCHEMA.names
-    assert share.shown is None and read_rollouts([file], part=0, num_parts=1).shown is None
-    none = Shown.none(len(share.tokens))
+    assert (
+        share.multimodal is None and read_rollouts([file], part=0, num_parts=1).multimodal is None
+    )
+    none = MultimodalItems.none(len(share.tokens))
     assert with_items(read_table(file), none).column_names == SCHEMA.names
 
 
@@ -346,16 +352,18 @@ def test_what_was_made_ahead_and_what_is_under_way_is_saved_with_its_pictures(tm
     loaded = torch.load(file, weights_only=True)
     back = rollouts_from_dict(loaded["ahead"])
     records.assert_same_rollouts(share, back)
-    assert_same_pictures(share.shown, back.shown)
+    assert_same_pictures(share.multimodal, back.multimodal)
     again, (going_on,) = group_from_dict(
         loaded["group"], number=0, draw=groups[2].draw, prompt=prompt
     )
-    assert_same_pictures(going_on.trajectory.shown, half.trajectory.shown)
+    assert_same_pictures(going_on.trajectory.multimodal, half.trajectory.multimodal)
     for at, sample in again.samples.items():
-        assert_same_pictures(sample.trajectory.shown, groups[2].samples[at].trajectory.shown)
-        assert_same_pictures(sample.prompt.tokens.shown, prompt.tokens.shown)
+        assert_same_pictures(
+            sample.trajectory.multimodal, groups[2].samples[at].trajectory.multimodal
+        )
+        assert_same_pictures(sample.prompt.tokens.multimodal, prompt.tokens.multimodal)
     (shown,) = prompt.tokens.items
-    kept = next(item for item in back.shown.items if item == shown)
+    kept = next(item for item in back.multimodal.items if item == shown)
     assert torch.equal(kept.view, shown.view)  # for what is recorded later
 
 

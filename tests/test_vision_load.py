@@ -24,9 +24,9 @@ from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import build_meta_model, checkpoint_shapes, load_whole_model
 from spmdrl.model.multimodal import sight_of
+from spmdrl.model.multimodal_rows import features_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
-from spmdrl.model.shown_rows import features_of
 from spmdrl.model.vision import vision_tower
 from spmdrl.model.vision_families import vision_blocks, vision_parameters
 
@@ -134,13 +134,17 @@ def test_pixels_are_copied_for_a_forward_pass_and_go_with_its_graph(tmp_path, mo
     scorer = Scorer(hf_model, HeadOptions(64))
     slicing, ids = Slicing(sight=sight_of(hf_model, device="cpu")), sequences(folder)[0]
     moved = microbatch(folder, [0]).to(torch.device("meta"))
-    assert moved.tokens.is_meta and moved.shown.places.is_meta
-    assert moved.shown.items[0].features["pixel_values"] is ids.items[0].features["pixel_values"]
+    assert moved.tokens.is_meta and moved.multimodal.places.is_meta
+    assert (
+        moved.multimodal.items[0].features["pixel_values"] is ids.items[0].features["pixel_values"]
+    )
     rows = []
     for number in (0, 3):
         own = microbatch(folder, [number])
         mask, lengths = own.response_mask, own.cu_seqlens.diff().tolist()
-        rows.append(make_row(own.tokens, lengths, mask=mask, slicing=slicing, shown=own.shown))
+        rows.append(
+            make_row(own.tokens, lengths, mask=mask, slicing=slicing, multimodal=own.multimodal)
+        )
     assert not copies  # what is prepared holds none
     with torch.no_grad():
         for row in rows:

@@ -20,7 +20,7 @@ from spmdrl.model.load import load_whole_model
 from spmdrl.model.multimodal import image_inputs, noise_image_sequence, sight_of
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.model.vision_families import vision_parameters
-from spmdrl.model_inputs import Given
+from spmdrl.model_inputs import TokenIds
 from spmdrl.train.adamw import AdamW
 from spmdrl.train.microbatches import prepare
 
@@ -134,7 +134,7 @@ def test_values_are_those_of_transformers_states(measured):
         if ids.items:
             names = ids.items[0].features
             given = {n: torch.cat([p.features[n] for p in ids.items]) for n in names}
-            given["mm_token_type_ids"] = torch.tensor([ids.are_shown]).int()
+            given["mm_token_type_ids"] = torch.tensor([ids.are_placeholders]).int()
         with torch.no_grad():
             states = hf_model.model(input_ids=tokens, **given).last_hidden_state[0]
         torch.testing.assert_close(values, 0.1 * states.sum(-1), rtol=1e-5, atol=1e-5)
@@ -183,16 +183,16 @@ def test_a_token_that_the_policy_drew_shows_nothing(tmp_path):
     folder = seeing_model("qwen2_5_vl", tmp_path / "model")
     own = reader(folder)
     ids = own.encode("no picture", [])
-    assert not ids.items and not any(ids.are_shown)
+    assert not ids.items and not any(ids.are_placeholders)
     (alone,) = with_trainer(vision_config(folder, tmp_path), _drawn, own._image_token_id, ids)
     assert torch.equal(*alone)
 
 
-def _drawn(trainer: Any, image_token: int, ids: Given) -> tuple[torch.Tensor, torch.Tensor]:
+def _drawn(trainer: Any, image_token: int, ids: TokenIds) -> tuple[torch.Tensor, torch.Tensor]:
     """Score a drawn image token beside a sequence with pictures, and where there are none."""
     model, drawn = trainer.policy.model, [*ids, image_token, image_token]
     others = sequences(Path(trainer.cfg.model.path))
-    silent = Given(drawn, others[1].shown[torch.zeros(len(drawn)).long()])
+    silent = TokenIds(drawn, others[1].multimodal[torch.zeros(len(drawn)).long()])
     return model.score([others[0], silent], row_tokens=1)[1], model.score([drawn])[0]
 
 
@@ -206,9 +206,9 @@ def test_a_sequence_that_ends_within_a_picture_keeps_its_positions(family, tmp_p
         device=torch.device("cpu"),
     )
     sight, ids = sight_of(hf_model, device="cpu"), sequences(folder)[0]
-    whole = sight.row(torch.tensor(ids), [len(ids)], ids.shown).position_ids
+    whole = sight.row(torch.tensor(ids), [len(ids)], ids.multimodal).position_ids
     assert whole.shape == (3, len(ids)) and not torch.equal(whole[1], whole[2])
     for count in range(1, len(ids)):
         own = ids[:count]
-        found = sight.row(torch.tensor(own), [count], own.shown).position_ids
+        found = sight.row(torch.tensor(own), [count], own.multimodal).position_ids
         assert torch.equal(found.expand(3, -1), whole[:, :count]), count

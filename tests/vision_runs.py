@@ -13,7 +13,7 @@ from torch import Tensor
 from vlm import noise, reader
 
 from spmdrl.config import Config
-from spmdrl.model_inputs import Given, Shown, joined
+from spmdrl.model_inputs import MultimodalItems, TokenIds, concat_ids
 from spmdrl.types import Batch, Microbatch, Scalars, Tokens
 
 IMAGES = (noise(60, 40, seed=1), noise(84, 84, seed=2), noise(30, 80, seed=3))
@@ -35,7 +35,7 @@ class Plain:
 
 
 @cache
-def sequences(folder: Path) -> list[Given]:
+def sequences(folder: Path) -> list[TokenIds]:
     """Return the ids of the texts, with what they show."""
     own = reader(folder)
     images = [[IMAGES[i] for i in shown] for _, shown in TEXTS]
@@ -79,13 +79,13 @@ def vision_config(folder: Path, out: Path, **options: Any) -> Config:
 
 def microbatch(folder: Path, numbers: list[int], *, has_pictures: bool = True) -> Microbatch:
     """Pack sequences; none gives the dummy token."""
-    chosen = [sequences(folder)[i] for i in numbers] or [Given([0], Shown.none(1))]
+    chosen = [sequences(folder)[i] for i in numbers] or [TokenIds([0], MultimodalItems.none(1))]
     lengths = torch.tensor([len(ids) for ids in chosen])
-    own = Tokens.given(joined(chosen))
+    own = Tokens.given(concat_ids(chosen))
     positions = torch.cat([torch.arange(n) for n in lengths])
     columns = own.columns() | {"response_mask": positions > 0}
     if not has_pictures:
-        columns["shown"] = None
+        columns["multimodal"] = None
     return Microbatch(
         **columns,
         position_ids=positions,

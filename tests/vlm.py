@@ -17,7 +17,7 @@ from ranks import forget_imports
 from torch import Tensor
 
 from spmdrl.data.vision.image_tokens import ImageReader
-from spmdrl.model_inputs import Shown, shown_by
+from spmdrl.model_inputs import MultimodalItems, multimodal_of
 from spmdrl.tools.small_models.random_vision import MADE, make_vision_model
 
 FAMILIES = tuple(MADE)
@@ -84,7 +84,7 @@ def plain_logprobs(model: Any, tokens: Sequence[int]) -> Tensor:
     Args:
         model: of AutoModelForImageTextToText.
     """
-    pictures = shown_by(tokens)
+    pictures = multimodal_of(tokens)
     ids, family = torch.tensor([list(tokens)]), model.config.model_type
     given, shown = {}, torch.zeros_like(ids)
     if pictures is not None and pictures.items:
@@ -100,7 +100,7 @@ def plain_logprobs(model: Any, tokens: Sequence[int]) -> Tensor:
     return logits.float().log_softmax(-1)[:-1]
 
 
-def _in_order(pictures: Shown) -> list[int]:
+def _in_order(pictures: MultimodalItems) -> list[int]:
     """Return the index of the item of each image of a text, repeated ones too."""
     starts = pictures.starts[:-1].tolist()
     return [starts.index(place) for place in pictures.places.tolist() if place in starts]

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from spmdrl.config import Config
     from spmdrl.data.vision.image_tokens import ImageReader
     from spmdrl.data.vision.recorded import Preview
-    from spmdrl.model_inputs import Given, Shown
+    from spmdrl.model_inputs import MultimodalItems, TokenIds
 
 VISION_FAMILIES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types that see: proved against plain transformers, their images prepared one by one as
@@ -81,19 +81,19 @@ def reads(tokenizer: PreTrainedTokenizerBase) -> bool:
     return _reader_of(tokenizer) is not None
 
 
-def with_items(table: pa.Table, shown: Shown | None) -> pa.Table:
+def with_items(table: pa.Table, multimodal: MultimodalItems | None) -> pa.Table:
     """Return a table of sequences with what their tokens show, each item once in its group; as it
     was where they show nothing.
 
     Args:
-        shown: by all tokens of the table's rows, in its order.
+        multimodal: by all tokens of the table's rows, in its order.
     """
     from spmdrl.data.vision.recorded import with_pictures
 
-    return with_pictures(table, shown)
+    return with_pictures(table, multimodal)
 
 
-def recorded_items(table: pa.Table) -> Shown | None:
+def recorded_items(table: pa.Table) -> MultimodalItems | None:
     """Return what the tokens of a table's sequences show; None where none shows anything.
 
     Args:
@@ -132,7 +132,7 @@ class Seen:
     where: str
     """Origin of the row, for messages."""
 
-    def encoded(self, text: str, held: Sequence[Any]) -> Given:
+    def encoded(self, text: str, held: Sequence[Any]) -> TokenIds:
         """Return ids of rendered text, no special tokens added, and what they show.
 
         Raises: Refusal for attachments that cannot be used, and of a model that does not see.
@@ -144,12 +144,12 @@ class Seen:
         self.check(held)
         return self.files.opened(held, where=self.where)
 
-    def encoded_of(self, text: str, opened: Sequence[Any]) -> Given:
+    def encoded_of(self, text: str, opened: Sequence[Any]) -> TokenIds:
         """Return what `encoded` does, of attachments that are opened."""
-        from spmdrl.model_inputs import Given
+        from spmdrl.model_inputs import TokenIds
 
         if (reader := _reader_of(self.tokenizer)) is None:
-            return Given(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return TokenIds(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         with refusing(self.where, ValueError):
             return reader.encode(text, opened)
 
@@ -166,7 +166,7 @@ class Seen:
                 "one that does (with model.part: all), or leave the images out of the data"
             )
 
-    def plain(self, text: str, held: Sequence[Any], *, end: str = "") -> tuple[Given, str]:
+    def plain(self, text: str, held: Sequence[Any], *, end: str = "") -> tuple[TokenIds, str]:
         """Return ids of plain text with the tokenizer's opening special tokens (bos), and the text
         with placeholders.
 
@@ -175,10 +175,10 @@ class Seen:
         Raises: Refusal as `encoded`, and for attachments and places that differ in number.
         """
         from spmdrl.data.plain_ids import encode_plain
-        from spmdrl.model_inputs import Given
+        from spmdrl.model_inputs import TokenIds
 
         self.check(held)
         if (reader := _reader_of(self.tokenizer)) is None:
-            return Given(encode_plain(text + end, self.tokenizer)), text + end
+            return TokenIds(encode_plain(text + end, self.tokenizer)), text + end
         text = marked(text, held, placeholder=reader.written(), where=self.where) + end
         return encode_plain("", self.tokenizer) + self.encoded(text, held), text

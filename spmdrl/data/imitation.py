@@ -12,13 +12,13 @@ from spmdrl.data.attachments import AttachedFiles, Seen, column_of, files_of, in
 from spmdrl.data.rows import Messages
 from spmdrl.data.templates import apply_template
 from spmdrl.errors import Refusal
-from spmdrl.model_inputs import Given
+from spmdrl.model_inputs import TokenIds
 
 
 class Example(NamedTuple):
     """One sequence to train on."""
 
-    tokens: Given
+    tokens: TokenIds
     mask: list[bool]
     """Of those to imitate."""
 
@@ -82,7 +82,7 @@ def _plain_example(prompt: str, completion: str, held: Sequence[Any], seen: Seen
     whole, _ = seen.plain(prompt, held, end=completion)
     added = whole[len(given) :]
     if whole[: len(given)] != given:  # see _Turns.add
-        added = Given(seen.tokenizer(completion, add_special_tokens=False)["input_ids"])
+        added = TokenIds(seen.tokenizer(completion, add_special_tokens=False)["input_ids"])
     added = _closed(added, seen.tokenizer, where=seen.where)
     return Example(given + added, [False] * len(given) + [True] * len(added))
 
@@ -93,7 +93,7 @@ def _text_example(text: str, held: Sequence[Any], seen: Seen) -> Example:
     if len(tokens) < 2:
         raise Refusal(f"{seen.where}: the text {text!r:.40} has no tokens to imitate")
     # What stands for an attachment is given: nobody writes it.
-    mask = [not is_shown for is_shown in tokens.are_shown]
+    mask = [not is_placeholder for is_placeholder in tokens.are_placeholders]
     return Example(tokens, [False, *mask[1:]])
 
 
@@ -101,7 +101,7 @@ def _as_messages(value: str | Messages, *, role: str) -> Messages:
     return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 
-def _closed(tokens: Given, tokenizer: PreTrainedTokenizerBase, *, where: str) -> Given:
+def _closed(tokens: TokenIds, tokenizer: PreTrainedTokenizerBase, *, where: str) -> TokenIds:
     if tokenizer.eos_token_id is None:
         raise Refusal(f"{where}: plain text ends with eos, and the tokenizer has none")
     if tokens and tokens[-1] == tokenizer.eos_token_id:
@@ -119,10 +119,10 @@ class _Turns:
     def __init__(self, seen: Seen, held: Sequence[Any]):
         self._seen = seen
         self._opened = seen.opened(held)
-        self.tokens = Given()
+        self.tokens = TokenIds()
         self.mask: list[bool] = []
 
-    def add(self, whole: str, piece: str) -> Given:
+    def add(self, whole: str, piece: str) -> TokenIds:
         """Append the ids that a text adds to those so far, unmasked, and return them.
 
         Args:

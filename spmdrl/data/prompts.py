@@ -19,7 +19,7 @@ from spmdrl.data.rows import prompt_of
 from spmdrl.data.sources import Chain, SourcesRows, in_file_order, load_rows
 from spmdrl.data.templates import encode_prompt
 from spmdrl.errors import Refusal
-from spmdrl.model_inputs import Given
+from spmdrl.model_inputs import TokenIds
 from spmdrl.types import Prompt
 from spmdrl.world.launch import known_rank
 
@@ -167,7 +167,7 @@ class _Encoder:
             self._fit.check(rows, index, length=len(tokens))
         return Prompt(index, tokens, text, row, rows.source(index), rows.where(index))
 
-    def _tokens(self, rows: SourcesRows, index: int) -> tuple[Given, str, dict]:
+    def _tokens(self, rows: SourcesRows, index: int) -> tuple[TokenIds, str, dict]:
         row = rows[index]
         where = rows.where(index)
         row_sampling(row, self.cfg, where=where)  # refuses what cannot be

@@ -11,7 +11,7 @@ from spmdrl.data.attachments import AttachedFiles, Seen, files_of, inlined, spli
 from spmdrl.data.rows import Messages
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model_inputs import Given
+from spmdrl.model_inputs import TokenIds
 
 
 def encode_prompt(
@@ -24,7 +24,7 @@ def encode_prompt(
     prefix: str = "",
     held: Sequence[Any] = (),
     files: AttachedFiles | None = None,
-) -> tuple[Given, str]:
+) -> tuple[TokenIds, str]:
     """Turn a prompt into token ids with what they show, and the text that they stand for.
 
     Args:

@@ -41,7 +41,7 @@ class Request:
     key: str
     """Unique among unfinished requests."""
     prompt: tuple[int, ...]
-    """Token ids; Given where they show something."""
+    """Token ids; TokenIds where they show something."""
     max_tokens: int
     """Longest response in tokens."""
     temperature: float
@@ -143,7 +143,7 @@ class EngineProtocol(Protocol):
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
 
         Args:
-            sequences: token ids; Given where they show something.
+            sequences: token ids; TokenIds where they show something.
         """
 
     def weights_changed(self, version: int) -> None:

@@ -27,7 +27,7 @@ from spmdrl.engine.truncation import SampledRows
 from spmdrl.errors import Refusal
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.tensor_parts import Held
-from spmdrl.model_inputs import Given
+from spmdrl.model_inputs import TokenIds
 from spmdrl.world.comm import await_all
 from spmdrl.world.machine.live_bytes import device_bytes
 from spmdrl.world.world import World
@@ -109,7 +109,7 @@ class TransformersEngine:
         free = self._runner.cache.num_slots - len(self._running)
         budget = self.cfg.engine.max_batched_tokens - len(self._running)
         admitted: list[Sampled] = []
-        prompts: set[Given] = set()
+        prompts: set[TokenIds] = set()
         while self._waiting and len(admitted) < free:
             first = self._waiting[0]
             if (own := first.all_tokens) not in prompts:

@@ -26,9 +26,9 @@ from spmdrl.model.blocks import base_of, experts_modules
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.multimodal import sight_of, vision_tower_of
+from spmdrl.model.multimodal_rows import RowSight
 from spmdrl.model.scorer import head_form
-from spmdrl.model.shown_rows import RowSight
-from spmdrl.model_inputs import Given, joined
+from spmdrl.model_inputs import TokenIds, concat_ids
 from spmdrl.types import flat
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ class Sampled:
     """Among what each token was drawn, where the trainer is to know."""
 
     @property
-    def all_tokens(self) -> Given:
+    def all_tokens(self) -> TokenIds:
         """Prompt and response."""
-        return joined([self.request.prompt, self.tokens])
+        return concat_ids([self.request.prompt, self.tokens])
 
     @property
     def num_tokens(self) -> int:
@@ -180,7 +180,7 @@ class ModelRunner:
                 cache, the others nothing.
         """
         old = old if self._keeps else 0
-        prompts: dict[Given, int] = {}  # {context: where its tokens begin in the row}
+        prompts: dict[TokenIds, int] = {}  # {context: where its tokens begin in the row}
         tokens: list[int] = []
         positions: list[int] = []
         kept: list[int] = []
@@ -227,10 +227,10 @@ class ModelRunner:
 
     def _seen(self, sequences: Sequence[Sequence[int]]) -> RowSight | None:
         """Return what the sequences of a row show; None where none shows anything."""
-        row = joined(sequences)
-        if self._sight is None or row.shown is None or not row.items:
+        row = concat_ids(sequences)
+        if self._sight is None or row.multimodal is None or not row.items:
             return None
-        return self._sight.row(torch.tensor(row), [len(own) for own in sequences], row.shown)
+        return self._sight.row(torch.tensor(row), [len(own) for own in sequences], row.multimodal)
 
     def _turned(
         self,
@@ -276,7 +276,7 @@ class ModelRunner:
             assert self._vision_tower is not None
             every = torch.arange(len(tokens))
             embeddings = base.get_input_embeddings()(given["input_ids"])
-            given = self._vision_tower(embeddings, seen.shown(every, every))
+            given = self._vision_tower(embeddings, seen.of_slice(every, every))
         states = base(
             **given,
             position_ids=positions.unsqueeze(-2),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spmdrl.model.shown_rows import Sight
+from spmdrl.model.multimodal_rows import Sight
 from spmdrl.model.vision.for_vllm import (
     missing_for_vision,
     reset_encoder_cache,

@@ -26,7 +26,7 @@ from spmdrl.model.multimodal import vision_tower_of
 from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
 from spmdrl.model.sampling_rules import make_sampling_rules
 from spmdrl.model.tensor_parts import to_local
-from spmdrl.model_inputs import Shown
+from spmdrl.model_inputs import MultimodalItems
 from spmdrl.sampling_masks import SamplingMasks
 
 _LEVELS = (1.0, -1.0, 1e-4, 1e6, 3.0, -40.0)  # of the numbers that pass; 1e6 fills any cap
@@ -186,7 +186,7 @@ def make_row(
     routes: Tensor | None = None,
     sampling_masks: SamplingMasks | None = None,
     drawn: Tensor | None = None,
-    shown: Shown | None = None,
+    multimodal: MultimodalItems | None = None,
 ) -> ScoredRow:
     """Return what the scorer needs to score the masked tokens of a packed row.
 
@@ -198,7 +198,7 @@ def make_row(
         routes: [T, L, K] on the CPU, to be replayed; None for none.
         sampling_masks: among which ids each token was drawn, on the CPU; None: all of them.
         drawn: [T] bool on the CPU, tokens of responses, where penalties count them.
-        shown: by the tokens, on the CPU; None: nothing, on no rank.
+        multimodal: by the tokens, on the CPU; None: nothing, on no rank.
     Raises: Refusal when the mask holds a sequence's first token, which nothing predicts.
     """
     firsts = torch.tensor([0, *accumulate(lengths[:-1])])
@@ -219,7 +219,13 @@ def make_row(
         device=device,
     )
     own = make_slice(
-        tokens, lengths, scored=scored, slicing=slicing, routes=routes, rules=rules, shown=shown
+        tokens,
+        lengths,
+        scored=scored,
+        slicing=slicing,
+        routes=routes,
+        rules=rules,
+        multimodal=multimodal,
     )
     return ScoredRow(tokens.to(device), tuple(lengths), scored.to(device), own)
 
@@ -284,9 +290,9 @@ def _states(base: nn.Module, own: RowSlice, vision: nn.Module | None) -> Tensor:
         vision: of a model that sees; it runs where the row shows something on any rank.
     """
     given = {"input_ids": own.tokens[None]}
-    if own.shown is not None:
+    if own.multimodal is not None:
         assert vision is not None, "only to a model that sees anything is shown"
-        given = vision(base.get_input_embeddings()(own.tokens[None]), own.shown)  # type: ignore[operator]
+        given = vision(base.get_input_embeddings()(own.tokens[None]), own.multimodal)  # type: ignore[operator]
     return base(
         **given,
         position_ids=own.position_ids.unsqueeze(-2),

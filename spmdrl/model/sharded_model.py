@@ -44,7 +44,7 @@ from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
 from spmdrl.model.scorer import Head, ScoredRow, Valuer, make_row, scorer_prefixes
 from spmdrl.model.tensor_parts import Delta, local_part, write
 from spmdrl.model.vision_families import freeze_vision, set_attention, vision_parameters
-from spmdrl.model_inputs import joined
+from spmdrl.model_inputs import concat_ids
 from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import multiply_all, plain_name
 from spmdrl.world.world import World
@@ -229,7 +229,7 @@ class ShardedModel:
         """Score plain sequences at temperature 1; every trainer rank must call with the same.
 
         Args:
-            tokens: ids of each sequence, on the CPU; Given where they show something.
+            tokens: ids of each sequence, on the CPU; TokenIds where they show something.
             row_tokens: the most tokens of a row that holds several sequences; by default
                 batch.tokens_per_microbatch.
         Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0. Of a
@@ -238,12 +238,12 @@ class ShardedModel:
         scored: list[Tensor] = []
         for pack in packs(tokens, row_tokens or self.world.tokens_per_microbatch):
             lengths = [len(sequence) for sequence in pack]
-            given = joined(pack)
+            given = concat_ids(pack)
             row = self.row(
                 torch.tensor(given),
                 lengths,
                 mask=torch.cat([torch.arange(n) > 0 for n in lengths]),
-                shown=given.shown,
+                multimodal=given.multimodal,
             )
             if isinstance(self.scorer, Valuer):
                 scored += self.values(row).cpu().split(lengths)

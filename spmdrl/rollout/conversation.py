@@ -35,7 +35,7 @@ from spmdrl.data.templates import apply_template, render
 from spmdrl.environments.protocol import Message, Response, ToolCall
 from spmdrl.environments.tool_calls import Parser
 from spmdrl.errors import Refusal
-from spmdrl.model_inputs import Given
+from spmdrl.model_inputs import TokenIds
 
 _REPLY = "spmdrl-stands-for-the-reply"
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
@@ -109,7 +109,7 @@ class Chat:
         own._files = files
         return own
 
-    def opening(self, messages: list[Message]) -> Given:
+    def opening(self, messages: list[Message]) -> TokenIds:
         """Return the ids of an opened conversation, the head of the policy's turn included.
 
         A final assistant message is not closed: the policy continues it.
@@ -119,7 +119,7 @@ class Chat:
         text = self._opening_text(bare)
         return self._seen(text, held) if held else self._encoded_opening(text)
 
-    def observed(self, sampled: Sequence[int], messages: list[Message]) -> Given:
+    def observed(self, sampled: Sequence[int], messages: list[Message]) -> TokenIds:
         """Return the ids to append behind what the policy sampled, up to its next turn.
 
         Args:
@@ -148,7 +148,7 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _seen(self, text: str, held: Sequence[Any] = ()) -> Given:
+    def _seen(self, text: str, held: Sequence[Any] = ()) -> TokenIds:
         return Seen(self.tokenizer, files=self._files, where=self._where).encoded(text, held)
 
     def _opening_text(self, messages: list[Message]) -> str:

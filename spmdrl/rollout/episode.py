@@ -12,7 +12,7 @@ from spmdrl.config import NO_PENALTIES, Config, Penalties
 from spmdrl.data.hashed import hashed
 from spmdrl.data.row_sampling import row_sampling
 from spmdrl.engine.protocol import UNTRUNCATED, Completion, Request, Truncation
-from spmdrl.model_inputs import Given
+from spmdrl.model_inputs import TokenIds
 from spmdrl.types import Prompt, Tokens, unplain
 from spmdrl.workers.pool import RewardResult
 
@@ -101,12 +101,12 @@ class Trajectory(Tokens):
         return self.tokens[self.num_given :].tolist()
 
     @property
-    def whole(self) -> Given:
+    def whole(self) -> TokenIds:
         """Return all tokens, as an engine is given them."""
-        return Given(self.tokens.tolist(), self.shown)
+        return TokenIds(self.tokens.tolist(), self.multimodal)
 
     @property
-    def prompt(self) -> Given:
+    def prompt(self) -> TokenIds:
         """Return the prompt."""
         return self.whole[: self.num_given]
 

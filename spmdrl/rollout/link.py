@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from spmdrl.config import Penalties
 from spmdrl.engine.protocol import EngineProtocol, Request, Truncation
-from spmdrl.model_inputs import Given, ToldItems, shown_by
+from spmdrl.model_inputs import ItemCodec, TokenIds, multimodal_of
 from spmdrl.plain import pack, unpack
 from spmdrl.world.secret import MARK_BYTES, Unauthentic, is_marked, mark
 from spmdrl.world.world import World
@@ -36,7 +36,7 @@ class Link:
         self.world = world
         self._has_followers = world.cfg.layout.inference_tp > 1
         self._count = 0  # messages so far, the same on all ranks of the replica
-        self._shown = ToldItems()
+        self._items = ItemCodec()
 
     def step(self, requests: Sequence[Request]) -> None:
         """Tell the followers to add these requests and take an engine step. The leader does
@@ -68,13 +68,13 @@ class Link:
             "prompt": numpy.array(request.prompt, numpy.int64),
             "truncation": tuple(vars(request.truncation).values()),
             "penalties": tuple(vars(request.penalties).values()),
-            "shown": self._shown.said(shown_by(request.prompt)),
+            "multimodal": self._items.encode(multimodal_of(request.prompt)),
         }
 
     def _meant(self, said: dict[str, Any]) -> Request:
-        shown = self._shown.meant(said.pop("shown"))
+        multimodal = self._items.decode(said.pop("multimodal"))
         own = {
-            "prompt": Given(said["prompt"].tolist(), shown),
+            "prompt": TokenIds(said["prompt"].tolist(), multimodal),
             "truncation": Truncation(*said["truncation"]),
             "penalties": Penalties(*said["penalties"]),
         }

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, EngineProtocol
 from spmdrl.errors import Refusal, RewardFailed
-from spmdrl.model_inputs import Given
+from spmdrl.model_inputs import TokenIds
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.decisions import Decisions
 from spmdrl.rollout.episode import (
@@ -302,7 +302,7 @@ class Loop:
             self._ends.close_if_whole(group)
         return group
 
-    def _prompt_text(self, prompt: Given) -> str:
+    def _prompt_text(self, prompt: TokenIds) -> str:
         """Return what was tokenised: special tokens stand in it, as in the prompt of a row, and
         each item that is shown has one token."""
         ids = prompt.once()

@@ -26,7 +26,7 @@ from torch import Tensor
 from spmdrl.config import Config, ShapingSettings, flatten
 from spmdrl.data.attachments import with_items
 from spmdrl.imports import attempt, refusing
-from spmdrl.model_inputs import Shown
+from spmdrl.model_inputs import MultimodalItems
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
 from spmdrl.rollout.packing import cumulative, flat_episodes
@@ -258,13 +258,13 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
         _rows(
             step,
             greedy,
-            replace(tokens, routes=None, sampling_masks=None, shown=None),
+            replace(tokens, routes=None, sampling_masks=None, multimodal=None),
             scalars=replace(others, reward_parts=no_parts),
         ),
     ]
     table = pa.concat_tables(rows, promote_options="default")
-    both = [share.shown, tokens.shown], [len(share.tokens), len(tokens.tokens)]
-    table = with_items(table, Shown.concat(*both))
+    both = [share.multimodal, tokens.multimodal], [len(share.tokens), len(tokens.tokens)]
+    table = with_items(table, MultimodalItems.concat(*both))
     return table.sort_by([("group", "ascending"), ("sample", "ascending")])
 
 

@@ -150,7 +150,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
             sets = _sampling_masks(table, vocab)
             sets.check(rollouts.tokens)
             rollouts = replace(rollouts, sampling_masks=sets)
-        rollouts = replace(rollouts, shown=recorded_items(table))
+        rollouts = replace(rollouts, multimodal=recorded_items(table))
         return replace(rollouts, sums=add_sums(*sums), samples=shown)
 
 

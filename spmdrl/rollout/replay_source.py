@@ -77,7 +77,7 @@ class ReplaySource(Source):
                 f"{self.recorded.folder}: step {step} has a sequence of {longest} "
                 f"tokens, above the model's context of {self._max_positions}"
             )
-        if rollouts.shown is not None and self.cfg.model.part == "text":
+        if rollouts.multimodal is not None and self.cfg.model.part == "text":
             raise Refusal(
                 f"{self.recorded.folder}: step {step} shows what a tower reads, and the model "
                 "is the text part alone; replay it under model.part: all"

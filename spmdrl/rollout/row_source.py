@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.data.examples import Unit, example_source
-from spmdrl.model_inputs import joined
+from spmdrl.model_inputs import concat_ids
 from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
 from spmdrl.rollout.source import Source
 from spmdrl.types import Rollouts, Scalars, Sums, Tokens
@@ -69,7 +69,7 @@ def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
     slots, samples, tokens, masks, rewards = zip(*rows) if rows else [()] * 5
     lengths = ints([len(row) for row in tokens])
     count = len(rows)
-    given = Tokens.given(joined(tokens))
+    given = Tokens.given(concat_ids(tokens))
     mask = torch.tensor([*chain(*masks)], dtype=torch.bool)
     given = replace(given, response_mask=mask, policy_versions=torch.where(mask, version, -1))
     return Rollouts(

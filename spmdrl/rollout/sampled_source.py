@@ -15,7 +15,7 @@ from spmdrl.data.prompts import PromptSource
 from spmdrl.data.tokenizer import end_token_ids
 from spmdrl.engine.protocol import EngineProtocol, Truncation
 from spmdrl.errors import Refusal
-from spmdrl.model_inputs import Given
+from spmdrl.model_inputs import TokenIds
 from spmdrl.rewards.samples import Scope
 from spmdrl.rollout.chats import make_chats
 from spmdrl.rollout.episode import Draw, FinishedEpisode, Group
@@ -129,7 +129,7 @@ class SampledSource(Source):
         if self.filler is not None:
             self.filler.prompts.planner.observe(batch.scalars, step=step)
 
-    def probe_tokens(self) -> list[Given]:
+    def probe_tokens(self) -> list[TokenIds]:
         """Return the first prompts of the data, those with more than one token, and one sequence of
         their tokens that is as long as a sample can be, or 4096, and shows nothing."""
         prompts = [p for p in self.prompts.at(0)[:_PROBE_PROMPTS] if len(p.tokens) > 1]
@@ -137,7 +137,7 @@ class SampledSource(Source):
             return []
         longest = self.cfg.longest_sequence - 1
         tokens = cycle(token for prompt in prompts for token in prompt.tokens)
-        long = Given(islice(tokens, min(longest, _PROBE_TOKENS)))
+        long = TokenIds(islice(tokens, min(longest, _PROBE_TOKENS)))
         return [*(p.tokens for p in prompts), long]
 
     def evaluate(self, engine: EngineProtocol, *, step: int) -> list[FinishedEpisode]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.model_inputs import Given
+from spmdrl.model_inputs import TokenIds
 from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.outcomes import ProblemOutcome
 from spmdrl.types import Batch, Rollouts
@@ -34,7 +34,7 @@ class Source:
     def observe(self, batch: Batch, *, step: int) -> None:
         """Take in what the whole batch of `step` came to, for the choice of later prompts."""
 
-    def probe_tokens(self) -> list[Given]:
+    def probe_tokens(self) -> list[TokenIds]:
         """Return a few sequences for engine and trainer to score, the same on every rank."""
         return []
 

@@ -167,7 +167,7 @@ class WeightStream:
         """Score token sequences by engines and trainers and compare.
 
         Args:
-            sequences: token ids, the same on every rank; Given where they show something.
+            sequences: token ids, the same on every rank; TokenIds where they show something.
             version: of the weights, for messages.
         Returns: sync/probe_gap: (sum of |engine - trainer| logprob in nats, tokens), over all
             replicas; equal on every rank.

@@ -94,7 +94,7 @@ def prepare(
                         mask=loss_mask,
                         routes=host.routes,
                         sampling_masks=host.sampling_masks,
-                        shown=host.shown,
+                        multimodal=host.multimodal,
                         drawn=host.response_mask if has_penalties else None,
                     ),
                     loss_mask=loss_mask.to(device),

@@ -43,7 +43,7 @@ from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.model.transformers_internals import class_of, quiet
 from spmdrl.model.vision_families import set_attention, with_text_config
-from spmdrl.model_inputs import Given, Shown, joined
+from spmdrl.model_inputs import MultimodalItems, TokenIds, concat_ids
 from spmdrl.types import Sums
 from spmdrl.world.comm import agree
 from spmdrl.world.lost_peers.watch import first_line
@@ -81,13 +81,13 @@ def check_packing(model: ShardedModel, cfg: Config, world: World) -> Sums:
     """
     longest = longest_sequence(cfg)
     vocabulary = _vocabulary(model.hf_model)
-    rows = with_shown(
+    rows = with_image_sequence(
         drawn(lengths_of(longest), vocabulary=vocabulary), model.hf_model, longest=longest
     )
     dtype = getattr(torch, cfg.model.compute_dtype)
     limit = _LIMITS.get(dtype, _LIMIT)
     packed = model.score(rows)
-    others = with_shown(
+    others = with_image_sequence(
         drawn(lengths_of(longest), vocabulary=vocabulary, seed=1), model.hf_model, longest=longest
     )
     swapped = model.score([o if at % 2 else r for at, (r, o) in enumerate(zip(rows, others))])
@@ -128,12 +128,14 @@ def drawn(lengths: Sequence[int], *, vocabulary: int, seed: int = 0) -> list[lis
     return [torch.randint(vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def with_shown(rows: list[list[int]], hf_model: nn.Module, *, longest: int) -> list[Given]:
+def with_image_sequence(
+    rows: list[list[int]], hf_model: nn.Module, *, longest: int
+) -> list[TokenIds]:
     """Add a sequence that shows something, of a model that sees."""
     seen = noise_image_sequence(hf_model, longest=longest)
     if seen is None:
-        return [Given(row) for row in rows]
-    return [*(Given(row, Shown.none(len(row))) for row in rows), seen]
+        return [TokenIds(row) for row in rows]
+    return [*(TokenIds(row, MultimodalItems.none(len(row))) for row in rows), seen]
 
 
 def worst(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
@@ -165,7 +167,7 @@ def _plain_gaps(cfg: Config, world: World) -> Sums:
         log.warning("too large to compare with plain transformers: %d parameters in float32", size)
         return {}
     random = drawn(lengths_of(longest), vocabulary=_vocabulary(sizes), seed=1)
-    rows = with_shown(random, sizes, longest=longest)
+    rows = with_image_sequence(random, sizes, longest=longest)
     cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     attention = None if cap is None else "eager"  # transformers' own choice leaves the cap out
     released = _scored_as_released(model, own_config, rows, attention=attention, device=device)
@@ -202,7 +204,7 @@ def _plain_gaps(cfg: Config, world: World) -> Sums:
 def _scored_as_released(
     model: ModelSettings,
     config: Any,
-    rows: list[Given],
+    rows: list[TokenIds],
     *,
     attention: str | None,
     device: torch.device,
@@ -241,7 +243,7 @@ def _scored_as_released(
         return [_by_transformers(hf_model, row, device=device) for row in rows]
 
 
-def _by_transformers(hf_model: nn.Module, row: Given, *, device: torch.device) -> Tensor:
+def _by_transformers(hf_model: nn.Module, row: TokenIds, *, device: torch.device) -> Tensor:
     tokens = torch.tensor(row, device=device)
     given = image_inputs(hf_model, row, device)
     logits = hf_model(input_ids=tokens[None], use_cache=False, **given).logits[0, :-1].float()
@@ -249,7 +251,7 @@ def _by_transformers(hf_model: nn.Module, row: Given, *, device: torch.device) -
     return torch.cat([own.new_zeros(1), own]).cpu()
 
 
-def _packed(hf_model: nn.Module, rows: list[Given], *, device: torch.device) -> list[Tensor]:
+def _packed(hf_model: nn.Module, rows: list[TokenIds], *, device: torch.device) -> list[Tensor]:
     sight = sight_of(hf_model, device=device)
     slicing = Slicing(chunk=enable_packing(hf_model).chunk, device=device, sight=sight)
     set_attention(hf_model, "spmdrl_padded")
@@ -257,8 +259,10 @@ def _packed(hf_model: nn.Module, rows: list[Given], *, device: torch.device) -> 
     found: list[Tensor] = []
     for pack in packs(rows, len(rows[0])):
         lengths = [len(row) for row in pack]
-        given = joined(pack)
+        given = concat_ids(pack)
         mask = torch.cat([torch.arange(n) > 0 for n in lengths])
-        row = make_row(torch.tensor(given), lengths, mask=mask, slicing=slicing, shown=given.shown)
+        row = make_row(
+            torch.tensor(given), lengths, mask=mask, slicing=slicing, multimodal=given.multimodal
+        )
         found += row.spread(scorer(row)[0]).cpu().split(lengths)
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.imports import refusing
-from spmdrl.model_inputs import Given, Item, Shown
+from spmdrl.model_inputs import MultimodalItem, MultimodalItems, TokenIds
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -56,7 +56,7 @@ class ImageReader:
         self._how = json.dumps(
             self._processor.image_processor.to_dict(), sort_keys=True, default=str
         )
-        self._known: OrderedDict[str, tuple[Item, str]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[MultimodalItem, str]] = OrderedDict()
         self._known_bytes = 0
 
     @property
@@ -79,7 +79,7 @@ class ImageReader:
         found = text.partition(begin)[2].partition(end)[0].strip()
         return found if self.placeholder in found else self.placeholder
 
-    def encode(self, text: str, images: Sequence[Image]) -> Given:
+    def encode(self, text: str, images: Sequence[Image]) -> TokenIds:
         """Return the ids of a text, its placeholders expanded, and what they show.
 
         Args:
@@ -98,13 +98,13 @@ class ImageReader:
             [text], images_replacements=[replacement for _, replacement in prepared]
         )
         ids = self._tokenizer(whole, add_special_tokens=False)["input_ids"]
-        is_shown = torch.tensor(ids, dtype=torch.int64) == self._image_token_id
+        is_placeholder = torch.tensor(ids, dtype=torch.int64) == self._image_token_id
         pictures = [picture for picture, _ in prepared]
-        given = Given(ids, Shown.by(is_shown, pictures))
-        _check_apart(is_shown, pictures)
+        given = TokenIds(ids, MultimodalItems.at_placeholders(is_placeholder, pictures))
+        _check_apart(is_placeholder, pictures)
         return given
 
-    def _prepare(self, image: Image) -> tuple[Item, str]:
+    def _prepare(self, image: Image) -> tuple[MultimodalItem, str]:
         """Return an image as the tower takes it, and the text that stands for it."""
         digest = hashlib.sha256(f"{self._how} {image.mode} {image.size}".encode())
         digest.update(image.tobytes())
@@ -117,7 +117,7 @@ class ImageReader:
         ids = self._tokenizer(replacement, add_special_tokens=False)["input_ids"]
         named = {k: v for k, v in features.items() if k not in _COUNTS}
         count = ids.count(self._image_token_id)
-        found = Item(key, count, named, _small(image)), replacement
+        found = MultimodalItem(key, count, named, _small(image)), replacement
         self._known[key] = found
         self._known_bytes += found[0].held_bytes
         while self._known_bytes > _KEPT_BYTES:
@@ -125,9 +125,9 @@ class ImageReader:
         return found
 
 
-def _check_apart(is_shown: Tensor, pictures: Sequence[Item]) -> None:
+def _check_apart(is_placeholder: Tensor, pictures: Sequence[MultimodalItem]) -> None:
     """Refuse pictures side by side, which towers' families tell apart by what is between them."""
-    at = is_shown.nonzero()[:, 0]
+    at = is_placeholder.nonzero()[:, 0]
     ends = torch.tensor([p.num_tokens for p in pictures[:-1]], dtype=torch.int64).cumsum(0)
     close = (at[ends] == at[ends - 1] + 1).nonzero()[:, 0].tolist()
     if close:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import torch
 
 from spmdrl.data.vision.images import FEATURES
-from spmdrl.model_inputs import Item, Shown
+from spmdrl.model_inputs import MultimodalItem, MultimodalItems
 from spmdrl.run_files import json_object
 
 _SHOWN = pa.field("picture_keys", pa.list_(pa.string()))
@@ -34,7 +34,7 @@ _FIELDS = (_SHOWN, _PLACES, _FORMS, _FEATURES, _IMAGES)
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def with_pictures(table: pa.Table, pictures: Shown | None) -> pa.Table:
+def with_pictures(table: pa.Table, pictures: MultimodalItems | None) -> pa.Table:
     """Return a table of sequences with what their tokens show; as it was where they show nothing.
 
     Args:
@@ -43,7 +43,7 @@ def with_pictures(table: pa.Table, pictures: Shown | None) -> pa.Table:
     if pictures is None or not pictures.items:
         return table
     columns: list[list[Any]] = [[] for _ in _FIELDS]
-    seen: set[tuple[int, Item]] = set()
+    seen: set[tuple[int, MultimodalItem]] = set()
     ends = torch.tensor(table["length"].to_pylist()).cumsum(0).tolist()
     for group, begin, end in zip(table["group"].to_pylist(), [0, *ends], ends):
         own = pictures[torch.arange(begin, end)]
@@ -59,14 +59,14 @@ def with_pictures(table: pa.Table, pictures: Shown | None) -> pa.Table:
     return table
 
 
-def _packed(picture: Item) -> tuple[str, bytes, bytes]:
+def _packed(picture: MultimodalItem) -> tuple[str, bytes, bytes]:
     """Return a picture's form, its features' bytes, and its image as PNG."""
     forms = {name: (str(own.dtype)[6:], [*own.shape]) for name, own in picture.features.items()}
     form = {"key": picture.key, "num_tokens": picture.num_tokens, "features": forms}
     return json.dumps(form), picture.as_bytes().numpy().tobytes(), _png(picture)
 
 
-def _png(picture: Item) -> bytes:
+def _png(picture: MultimodalItem) -> bytes:
     from PIL import Image
 
     if picture.view is None:
@@ -76,7 +76,7 @@ def _png(picture: Item) -> bytes:
     return written.getvalue()
 
 
-def recorded_pictures(table: pa.Table) -> Shown | None:
+def recorded_pictures(table: pa.Table) -> MultimodalItems | None:
     """Return what the tokens of a table's sequences show; None where none shows anything.
 
     Args:
@@ -85,8 +85,8 @@ def recorded_pictures(table: pa.Table) -> Shown | None:
     """
     if _SHOWN.name not in table.column_names or not table.num_rows:
         return None
-    known: dict[str, Item] = {}
-    parts: list[Shown | None] = []
+    known: dict[str, MultimodalItem] = {}
+    parts: list[MultimodalItems | None] = []
     lengths = table["length"].to_pylist()
     for row, length in zip(table.select([f.name for f in _FIELDS]).to_pylist(), lengths):
         shown, places, forms, features, _images = row.values()
@@ -97,12 +97,12 @@ def recorded_pictures(table: pa.Table) -> Shown | None:
             found = _unpacked(_checked(form), data)
             known.setdefault(found.key, found)
         items = tuple(known[key] for key in shown)
-        own = Shown(torch.tensor(places, dtype=torch.int64), items)
+        own = MultimodalItems(torch.tensor(places, dtype=torch.int64), items)
         low, high = own.places.aminmax()
         if len(own) != length or low < -1 or high >= own.starts[-1]:
             raise ValueError(f"places of {len(own)} tokens in {len(items)} pictures, of {length}")
         parts.append(own)
-    return Shown.concat(parts, lengths)
+    return MultimodalItems.concat(parts, lengths)
 
 
 def recorded_fields() -> Sequence[pa.Field]:
@@ -126,9 +126,9 @@ def _checked(text: str) -> dict[str, Any]:
     return form
 
 
-def _unpacked(form: Mapping[str, Any], data: bytes) -> Item:
+def _unpacked(form: Mapping[str, Any], data: bytes) -> MultimodalItem:
     forms = {name: (getattr(torch, dtype), own) for name, (dtype, own) in form["features"].items()}
-    found = Item.formed(form["key"], form["num_tokens"], forms)
+    found = MultimodalItem.formed(form["key"], form["num_tokens"], forms)
     return found.of_bytes(torch.from_numpy(numpy.frombuffer(data, numpy.uint8).copy()))
 
 

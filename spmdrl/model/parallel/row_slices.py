@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.model.attention.packing import Packing, make_packing
+from spmdrl.model.multimodal_rows import Sight, SliceItems
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
 from spmdrl.model.sampling_rules import SamplingRules
-from spmdrl.model.shown_rows import Sight, SliceShown
-from spmdrl.model_inputs import Shown
+from spmdrl.model_inputs import MultimodalItems
 from spmdrl.world.torch_internals import tree_map
 
 
@@ -96,7 +96,7 @@ class RowSlice:
     everywhere."""
     rules: SamplingRules | None = None
     """How the `targets` were drawn, besides by a temperature; None: not at all."""
-    shown: SliceShown | None = None
+    multimodal: SliceItems | None = None
     """What the tokens show; None: nothing, on no rank."""
 
     def join(self, values: Tensor, at: Tensor, *, count: int) -> Tensor:
@@ -127,7 +127,7 @@ def make_slice(
     slicing: Slicing,
     routes: Tensor | None = None,
     rules: Callable[[Tensor], SamplingRules | None] = lambda scored: None,
-    shown: Shown | None = None,
+    multimodal: MultimodalItems | None = None,
 ) -> RowSlice:
     """Return a rank's slice of a packed row.
 
@@ -138,7 +138,7 @@ def make_slice(
         slicing: which slice.
         routes: [row, L, K] on the CPU, to be replayed; None for none.
         rules: from the positions of scored tokens to how they were drawn.
-        shown: by the tokens, on the CPU; None: nothing, on no rank.
+        multimodal: by the tokens, on the CPU; None: nothing, on no rank.
     """
     missing = -len(tokens) % slicing.unit
     device = slicing.device
@@ -148,9 +148,9 @@ def make_slice(
     spans = None
     row = F.pad(tokens, (0, missing))
     rows = torch.arange(len(row))
-    if shown is not None:
+    if multimodal is not None:
         assert slicing.sight is not None, "only to a model that sees anything is shown"
-        sight = slicing.sight.row(row, lengths, shown)
+        sight = slicing.sight.row(row, lengths, multimodal)
         position_ids = sight.position_ids
         spans = sight.spans
     whole = make_packing(
@@ -180,7 +180,7 @@ def make_slice(
         group=slicing.group,
         routes=routes,
         rules=rules(scored[own]),
-        shown=None if shown is None else sight.shown(rows, kept),
+        multimodal=None if multimodal is None else sight.of_slice(rows, kept),
     )
 
 

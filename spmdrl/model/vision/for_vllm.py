@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.data.attachments import VISION_FAMILIES
-from spmdrl.model_inputs import Item, Shown, shown_by
+from spmdrl.model_inputs import MultimodalItem, MultimodalItems, multimodal_of
 
 _PARTS = {"gemma3": "num_patches", "internvl": "image_num_patches"}
 """{model type: argument of vLLM's class with the images that a picture was cut into}"""
@@ -68,13 +68,13 @@ def vllm_prompt(tokens: Sequence[int], *, salt: str, model_config: Any) -> dict[
     """Return a prompt as vLLM's engine takes it.
 
     Args:
-        tokens: all ids, several of them for each picture; Given where they show some.
+        tokens: all ids, several of them for each picture; TokenIds where they show some.
         salt: neither keys and values nor what the tower makes of a picture are shared with prompts
             of another one.
         model_config: vLLM's.
     Raises: ValueError for a picture that is cut.
     """
-    pictures = shown_by(tokens)
+    pictures = multimodal_of(tokens)
     if pictures is None or not pictures.items:
         return {"prompt_token_ids": list(tokens), "cache_salt": salt}
     from vllm.inputs.engine import mm_input
@@ -95,7 +95,7 @@ def vllm_prompt(tokens: Sequence[int], *, salt: str, model_config: Any) -> dict[
     )
 
 
-def _occurrences(pictures: Shown) -> Iterator[tuple[list[int], Item]]:
+def _occurrences(pictures: MultimodalItems) -> Iterator[tuple[list[int], MultimodalItem]]:
     """Yield the positions of the tokens of each picture, each time that it is shown."""
     starts = pictures.starts.tolist()
     for picture, first, last in zip(pictures.items, starts, starts[1:]):
@@ -120,7 +120,7 @@ def _shown_among(at: Sequence[int]) -> Tensor | None:
     return among
 
 
-def _item(picture: Item, model_config: Any) -> Any:
+def _item(picture: MultimodalItem, model_config: Any) -> Any:
     """Return a picture as vLLM hands it to its class for the model."""
     from transformers import BatchFeature
     from vllm.multimodal.inputs import MultiModalFieldConfig as Field

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.model.blocks import base_of
-from spmdrl.model.shown_rows import features_of
+from spmdrl.model.multimodal_rows import features_of
 from spmdrl.model.vision.image_positions import made_picture
 from spmdrl.model.vision_families import has_vision_tower
-from spmdrl.model_inputs import Given, Item, Shown, shown_by
+from spmdrl.model_inputs import MultimodalItem, MultimodalItems, TokenIds, multimodal_of
 
 _AROUND = 4
 """Tokens before and behind the picture."""
 
 
-def noise_image_sequence(hf_model: nn.Module, *, longest: int, seed: int = 0) -> Given | None:
+def noise_image_sequence(hf_model: nn.Module, *, longest: int, seed: int = 0) -> TokenIds | None:
     """Return random ids around a picture of noise, the same on every rank.
 
     Args:
@@ -39,26 +39,28 @@ def noise_image_sequence(hf_model: nn.Module, *, longest: int, seed: int = 0) ->
     words[words == config.image_token_id] = 0
     marks = torch.full((picture.num_tokens,), config.image_token_id)
     ids = torch.cat([words[:_AROUND], marks, words[_AROUND:]])
-    return Given(ids.tolist(), Shown.by(ids == config.image_token_id, [picture]))
+    return TokenIds(
+        ids.tolist(), MultimodalItems.at_placeholders(ids == config.image_token_id, [picture])
+    )
 
 
-def with_noise_image(hf_model: nn.Module, ids: Sequence[int], *, seed: int) -> Given:
+def with_noise_image(hf_model: nn.Module, ids: Sequence[int], *, seed: int) -> TokenIds:
     """Put a picture of noise into a sequence, behind its first token, where it has room for one.
 
     Args:
         seed: of the noise; two sequences of one seed show the same picture.
     """
     if not has_vision_tower(hf_model):
-        return Given(ids)
+        return TokenIds(ids)
     generator = torch.Generator().manual_seed(seed)
     picture = _noise(hf_model, generator, key=f"noise {seed}")
     config = hf_model.config
     count = picture.num_tokens  # type: ignore[union-attr]
     mark = config.image_token_id
     if count + 2 > len(ids):
-        return Given(ids, Shown.none(len(ids)))
+        return TokenIds(ids, MultimodalItems.none(len(ids)))
     tokens = torch.tensor([ids[0], *[mark] * count, *ids[1 + count :]])
-    return Given(tokens.tolist(), Shown.by(tokens == mark, [picture]))
+    return TokenIds(tokens.tolist(), MultimodalItems.at_placeholders(tokens == mark, [picture]))
 
 
 def num_text_ids(hf_model: nn.Module) -> int:
@@ -67,7 +69,7 @@ def num_text_ids(hf_model: nn.Module) -> int:
     return min(own.get_text_config().vocab_size, getattr(own, "image_token_id", 2**31))
 
 
-def _noise(hf_model: nn.Module, generator: torch.Generator, *, key: str) -> Item:
+def _noise(hf_model: nn.Module, generator: torch.Generator, *, key: str) -> MultimodalItem:
     whole = hf_model.get_submodule(base_of(hf_model)[0].rpartition(".")[0])
     draw = partial(torch.randn, generator=generator)
     return made_picture(key, hf_model.config, whole, cells=(2, 3), draw=draw)
@@ -77,12 +79,12 @@ def image_inputs(
     hf_model: nn.Module, sequence: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
     """Return what transformers' own forward takes of one sequence's pictures, beside its ids."""
-    shown = shown_by(sequence)
-    if shown is None or not shown.items:
+    multimodal = multimodal_of(sequence)
+    if multimodal is None or not multimodal.items:
         return {}
     config: Any = hf_model.config
-    given = features_of(shown.repeated, device)
-    kinds = (shown.places >= 0).int()[None].to(device)
+    given = features_of(multimodal.repeated, device)
+    kinds = (multimodal.places >= 0).int()[None].to(device)
     if "image_grid_thw" in given:
         return given | {"mm_token_type_ids": kinds}
     return given | ({"token_type_ids": kinds} if config.model_type == "gemma3" else {})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.model.blocks import base_of
-from spmdrl.model.shown_rows import SliceShown, features_of
+from spmdrl.model.multimodal_rows import SliceItems, features_of
 from spmdrl.model.vision_families import vision_modules
 
 
@@ -27,16 +27,16 @@ class VisionTower(nn.Module):
         # In a tuple: as a child it would bring the language model along.
         self._whole: Any = (hf_model.get_submodule(base_of(hf_model)[0].rpartition(".")[0]),)
 
-    def forward(self, embeddings: Tensor, shown: SliceShown) -> dict[str, Any]:
+    def forward(self, embeddings: Tensor, multimodal: SliceItems) -> dict[str, Any]:
         """Return what the language model is given instead of ids.
 
         Args:
             embeddings: [1, n, H] of tokens: the slice's, or those that a tp rank keeps.
-            shown: what the slice shows.
+            multimodal: what the slice shows.
         """
-        features = features_of(shown.items, embeddings.device)
+        features = features_of(multimodal.items, embeddings.device)
         seen = self._whole[0].get_image_features(**features, return_dict=True)
-        places = shown.among(embeddings.shape[1])
+        places = multimodal.among(embeddings.shape[1])
         rows = _joined(seen.pooler_output).index_select(0, places.rows).to(embeddings.dtype)
         given: dict[str, Any] = {"inputs_embeds": embeddings.index_copy(1, places.at, rows[None])}
         layers = getattr(seen, "deepstack_features", None)

@@ -22,7 +22,7 @@ from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
 from spmdrl.model.multimodal import image_inputs, num_text_ids, with_noise_image
 from spmdrl.model.transformers_internals import class_of
-from spmdrl.model_inputs import Given, joined
+from spmdrl.model_inputs import TokenIds, concat_ids
 from spmdrl.roles import make_trainer
 from spmdrl.sync.stream import WeightStream
 from spmdrl.tools.export.hf_folder import Ranks, write_folder
@@ -38,13 +38,13 @@ _TRAINED = (9, 5, 30, 12, 7, 2, 24, 11)
 _FIRST = 3  # id behind those of padding, beginning and end
 
 
-def _rows(trainer: Any) -> list[Given]:
+def _rows(trainer: Any) -> list[TokenIds]:
     """Return the sequences that are scored."""
     hf_model = trainer.policy.model.hf_model
     return showing(hf_model, drawn_rows(num_text_ids(hf_model)))
 
 
-def showing(hf_model: nn.Module, rows: Iterable[Sequence[int]]) -> list[Given]:
+def showing(hf_model: nn.Module, rows: Iterable[Sequence[int]]) -> list[TokenIds]:
     """Put an item of noise into each sequence that has room for one, where a model sees."""
     return [with_noise_image(hf_model, row, seed=at) for at, row in enumerate(rows)]
 
@@ -87,11 +87,11 @@ def scalars_of(lengths: Sequence[int]) -> Scalars:
     )
 
 
-def _microbatch(ids: list[int], rows: list[Given]) -> Microbatch:
+def _microbatch(ids: list[int], rows: list[TokenIds]) -> Microbatch:
     lengths = torch.tensor([_TRAINED[i] for i in ids])
     mask = torch.cat([torch.arange(n) >= (n + 2) // 3 for n in lengths])
     drawn = [-3 - torch.rand(_TRAINED[i], generator=_generator(i)) for i in ids]
-    given = joined([rows[i] for i in ids])
+    given = concat_ids([rows[i] for i in ids])
     return Microbatch(
         tokens=torch.tensor(given),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
@@ -100,7 +100,7 @@ def _microbatch(ids: list[int], rows: list[Given]) -> Microbatch:
         rollout_logprobs=torch.where(mask, torch.cat(drawn), 0.0),
         policy_versions=torch.where(mask, 0, -1),
         sequence_ids=torch.tensor(ids),
-        shown=given.shown,
+        multimodal=given.multimodal,
     )
 
 
@@ -261,7 +261,7 @@ def _plain(folder: str) -> nn.Module:
     )
 
 
-def _rounding(folder: str, rows: list[Given]) -> float:
+def _rounding(folder: str, rows: list[TokenIds]) -> float:
     """Return how far plain transformers in bfloat16 is from itself in float32, in the mean."""
     plain = _plain(folder)
     with torch.no_grad():
@@ -279,15 +279,15 @@ def _plain_logprobs(model: nn.Module, row: Sequence[int]) -> Tensor:
     return nn.functional.pad(logprobs, (1, 0))
 
 
-def _gradient_gap(trainer: Any, plain: nn.Module, rows: list[Given]) -> Measured:
+def _gradient_gap(trainer: Any, plain: nn.Module, rows: list[TokenIds]) -> Measured:
     """Return how far the gradients of a sum of logprobs differ, relative to the largest of each
     tensor, and whose do most."""
     model = trainer.policy.model
     lengths = [len(row) for row in rows]
-    given = joined(rows)
+    given = concat_ids(rows)
     mask = torch.cat([torch.arange(n) > 0 for n in lengths])
     signs = torch.cos(torch.arange(int(mask.sum())).double())
-    row = model.row(torch.tensor(given), lengths, mask=mask, shown=given.shown)
+    row = model.row(torch.tensor(given), lengths, mask=mask, multimodal=given.multimodal)
     logprobs, _ = model.forward(row)
     (logprobs.double() * signs).sum().backward()
     expected = torch.cat([_plain_logprobs(plain, row)[1:] for row in rows])
@@ -343,11 +343,13 @@ def _export_gap(trainer: Any, cfg: Config, export_to: str) -> tuple[float, float
     return gap(_singly(trainer, rows), expected)
 
 
-def _singly(trainer: Any, rows: list[Given]) -> list[Tensor]:
+def _singly(trainer: Any, rows: list[TokenIds]) -> list[Tensor]:
     return [trainer.weights.score([row])[0] for row in rows]
 
 
-def _sampled_gap(generator: EngineProtocol, trainer: Any, rows: list[Given]) -> tuple[float, float]:
+def _sampled_gap(
+    generator: EngineProtocol, trainer: Any, rows: list[TokenIds]
+) -> tuple[float, float]:
     """Draw responses, several at once, and compare their logprobs with the trainer's."""
     prompts = {str(i): row for i, row in enumerate(rows)}
     for key, prompt in prompts.items():

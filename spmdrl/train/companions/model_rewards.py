@@ -121,15 +121,15 @@ class RewardModels:
         host = on_host(microbatch)
         tokens = host.tokens
         lengths = host.cu_seqlens.diff().tolist()
-        shown = host.shown
+        multimodal = host.multimodal
         is_long = [False] * len(lengths)
         if (reencoder := self._reencoders.get(position)) is not None:
             sequences, is_long = reencoder.sequences(host, scalars, split=split)
             tokens, lengths = packed(sequences)
-            assert shown is None, "refused: another model's words show nothing"
+            assert multimodal is None, "refused: another model's words show nothing"
         # Not the policy's packing: the two may need different attention.
         none = torch.zeros_like(tokens, dtype=torch.bool)
-        row = model.row(tokens, lengths, mask=none, shown=shown)
+        row = model.row(tokens, lengths, mask=none, multimodal=multimodal)
         ends = (torch.tensor(lengths).cumsum(0) - 1).to(self.world.device)
         found = model.values(row).index_select(0, ends)
         return found.masked_fill(torch.tensor(is_long, device=found.device), TOO_LONG)

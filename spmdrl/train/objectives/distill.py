@@ -26,7 +26,7 @@ from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
 from spmdrl.world.world import World
 
-Given = tuple[Tensor, Tensor, Tensor | None]
+HeadInputs = tuple[Tensor, Tensor, Tensor | None]
 """What a head gets: states before the scored tokens [n, H], and rows of the vocabulary, [V, H] with
 a bias [V] or None."""
 
@@ -59,7 +59,7 @@ class DistillationLoss(ObjectiveLoss):
 
     def _terms(
         self,
-        taught: Given,
+        taught: HeadInputs,
         options: HeadOptions,
         hidden: Tensor,
         *rows: Tensor | None,
@@ -87,7 +87,9 @@ class DistillationLoss(ObjectiveLoss):
         }
         return torch.cat(terms), total
 
-    def _chunk(self, own: Given, taught: Given, options: HeadOptions) -> tuple[Tensor, Stats]:
+    def _chunk(
+        self, own: HeadInputs, taught: HeadInputs, options: HeadOptions
+    ) -> tuple[Tensor, Stats]:
         with torch.no_grad():
             teacher = _whole_logits(*taught, self._teacher.head_options)
         inputs = {

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.model_inputs import Item, Shown
+from spmdrl.model_inputs import MultimodalItem, MultimodalItems
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Places:
 
 
 @dataclass(frozen=True)
-class SliceShown:
+class SliceItems:
     """What the tokens of a rank's slice show."""
 
-    items: Sequence[Item]
+    items: Sequence[MultimodalItem]
     """Of the row, on the host; a blank one where it has none, so that the tower runs on every rank
     alike."""
     places: tuple[Places, Places]
@@ -39,7 +39,7 @@ class SliceShown:
         return next(own for own in self.places if own.count == count)
 
 
-def features_of(items: Sequence[Item], device: torch.device) -> dict[str, Tensor]:
+def features_of(items: Sequence[MultimodalItem], device: torch.device) -> dict[str, Tensor]:
     """Return {argument of the tower: rows of all items, one after the other} on a device.
 
     Every call copies: between two of them the features of a row take no room there.
@@ -58,17 +58,17 @@ class RowSight:
     spans: Tensor | None
     """[T] int64, number of the span of tokens that see each other which each token is in, -1 for
     none; None of a model whose tokens all look back alone."""
-    shown: Callable[[Tensor, Tensor], SliceShown]
+    of_slice: Callable[[Tensor, Tensor], SliceItems]
     """From the row's places of a slice's tokens, and of those kept, to what they show there."""
 
 
 class Sight(Protocol):
     """How the tokens of a family of models stand for what they show."""
 
-    def row(self, tokens: Tensor, lengths: Sequence[int], shown: Shown) -> RowSight:
+    def row(self, tokens: Tensor, lengths: Sequence[int], multimodal: MultimodalItems) -> RowSight:
         """Return what a packed row shows.
 
         Args:
             tokens: [T] int64. lengths: tokens per sequence.
-            shown: by the first of these tokens, on the CPU; what pads the row shows nothing.
+            multimodal: items of the first of these tokens, on the CPU; padding has none.
         """
