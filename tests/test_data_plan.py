@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from built import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from ragged import scalars_of
@@ -127,3 +128,14 @@ def test_a_state_of_other_batches_is_planned_anew_from_the_step():
     other.load_state_dict(stopped.state_dict(), step=3)
     assert other.at(3).rows == tuple(other.order.at(3)) and len(other.at(4).rows) == 2
     assert max(other.at(3).lengths) == 4.0
+
+
+def test_a_state_of_another_number_of_rows_is_refused_unless_that_is_allowed():
+    stopped = planner()
+    run(stopped, 0, 3)
+    fewer = Order(6, per_step=4, seed=5, shuffle=True)
+    resumed = PromptPlanner(fewer, kept=range(100, 106), horizon=2)
+    with refused("data.train: has 6 usable rows and had 10", "--checkpoint.allow-config-change"):
+        resumed.load_state_dict(stopped.state_dict(), step=3)
+    resumed.load_state_dict(stopped.state_dict(), step=3, allow_change=True)
+    assert [resumed.at(step).rows for step in (3, 4)] == [tuple(fewer.at(3)), tuple(fewer.at(4))]

@@ -91,6 +91,9 @@ def test_a_failing_sample_is_reported_and_costs_only_itself(functions, text, fai
     assert [r.value for r in done] == [2.0, None, 3.0]
     assert [r.failure for r in done] == [None, failure, None]
     assert re.search(words, done[1].message), done[1].message
+    if failure == "bad_value":
+        place = r"compute_score \(.*my_rewards\.py:\d+\): expected "
+        assert re.match(place, done[1].message), done[1].message
 
 
 @pytest.mark.parametrize("text", ["hang", "regex", "child"])

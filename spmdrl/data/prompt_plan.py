@@ -19,6 +19,7 @@ import torch
 from spmdrl.algorithms.shaping import RIGHT_AT, ROUNDING
 from spmdrl.data.hashed import hashed
 from spmdrl.data.prompt_order import RowOrder
+from spmdrl.errors import Refusal
 from spmdrl.types import Scalars
 
 _SETTLED_MARGIN = 0.05
@@ -193,6 +194,7 @@ class PromptPlanner:
         known = self.measured
         rows = sorted(known.lengths)
         return {
+            "num_rows": self.order.num_rows,
             "per_step": self.order.per_step,
             "cursor": self._cursor,
             "planned": self._planned,
@@ -205,8 +207,22 @@ class PromptPlanner:
             "length": known.length,
         }
 
-    def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
-        """Take up what `state_dict` returned before `step`."""
+    def load_state_dict(
+        self, state: dict[str, Any], *, step: int, allow_change: bool = False
+    ) -> None:
+        """Go on from what `state_dict` returned before `step`.
+
+        Args:
+            allow_change: plan from `step` on again if data.train has another number of rows.
+        Raises: Refusal if it has, and that is not allowed.
+        """
+        num_rows = self.order.num_rows
+        if state["num_rows"] != num_rows and not allow_change:
+            raise Refusal(
+                f"data.train: has {num_rows} usable rows and had {state['num_rows']} when the "
+                "checkpoint was saved, so later steps would take other rows; put the old rows "
+                "back, or go on with the new ones by --checkpoint.allow-config-change"
+            )
         rows = state["rows"].tolist()
         rates = state["rates"].tolist()
         self.measured = Measured(
@@ -220,7 +236,8 @@ class PromptPlanner:
             k: PromptPlan(**plan | {name: tuple(plan[name]) for name in ("rows", "lengths")})
             for k, plan in state["plans"].items()
         }
-        if state["per_step"] != self.order.per_step:  # a changed config: plan anew from here
+        is_same_order = (state["num_rows"], state["per_step"]) == (num_rows, self.order.per_step)
+        if not is_same_order:
             self._planned = step
             self._cursor = step * self.order.per_step
             self._plans = {}

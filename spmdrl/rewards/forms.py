@@ -131,7 +131,7 @@ def _read_verl(result: Any, score: Score) -> None:
     """Read a number, or verl's dict with `score`."""
     found = dict(result) if isinstance(result, dict) else {"score": result}
     if "score" not in found:
-        raise BadValue(f"a dict without `score`: {result!r:.100}")
+        raise BadValue(f"expected a dict with `score`, got a dict without `score`: {result!r:.100}")
     score.value = finite(found.pop("score"))
     for name, value in found.items():
         score.note(name, value)

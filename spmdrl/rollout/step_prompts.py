@@ -81,5 +81,6 @@ class StepPrompts:
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
         """Take up what the first replica returned before `step`."""
-        self.planner.load_state_dict(state, step=step)
+        allow = self.cfg.checkpoint.allow_config_change
+        self.planner.load_state_dict(state, step=step, allow_change=allow)
         self._of.cache_clear()

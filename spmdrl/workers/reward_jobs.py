@@ -77,14 +77,14 @@ class PartialScore(RunningJob):
 
     def call(self, name: str, reward: Reward) -> None:
         """Call a function here and now; whatever it does is part of the score."""
-        with self._blaming(name):
+        with self._blaming(name, reward):
             self.scores[name] = self.retries.call(
                 lambda: reward(self.samples), transient=reward.transient
             )
 
     async def call_async(self, name: str, reward: Reward) -> None:
         """As `call`, of an `async def` function."""
-        with self._blaming(name):
+        with self._blaming(name, reward):
             self.scores[name] = await self.retries.call_async(
                 lambda: reward.awaited(self.samples), transient=reward.transient
             )
@@ -95,10 +95,10 @@ class PartialScore(RunningJob):
         return self.retries.count
 
     @contextlib.contextmanager
-    def _blaming(self, name: str) -> Iterator[None]:
+    def _blaming(self, name: str, reward: Reward) -> Iterator[None]:
         """Fail the job by what the calls of a function raise."""
         before = self.retries.count
-        with self.blaming(returned=f"{name} returned ", raised=f"{name}: "):
+        with self.blaming(returned=f"{name}{reward.place}: ", raised=f"{name}: "):
             yield
         again = self.retries.count - before
         if self.failure and again:
@@ -193,10 +193,11 @@ class RewardScorer:
         """Return what the functions of the scope say of one sample; no value where none applies."""
         parts = {}
         total = Score()
-        for name, weight, _ in self._applicable(partial.work):
+        for name, weight, reward in self._applicable(partial.work):
             score = partial.scores[name][index]
             if score.bad:
-                return RewardResult(None, failure="bad_value", message=f"{name}: {score.bad}")
+                why = f"{name}{reward.place}: {score.bad}"
+                return RewardResult(None, failure="bad_value", message=why)
             prefix = f"{name}/" if len(self._rewards) > 1 else ""
             total.metrics |= {prefix + k: v for k, v in score.metrics.items()}
             total.extras |= {prefix + k: v for k, v in score.extras.items()}
