@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from built import refused
 
-from spmdrl.data.rows import ground_truth_of, prompt_of, read_rows
+from spmdrl.data.rows import RowRules, ground_truth_of, prompt_of, read_rows
 from spmdrl.data.tasks import GeneratedRows, make_task
 
 VERL = {
@@ -102,12 +102,6 @@ def test_empty_missing_and_unknown_files_are_refused(tmp_path):
         read_rows(str(tmp_path / "latin.jsonl"))
 
 
-def test_hub_name_without_the_datasets_package_says_what_to_install(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install datasets"):
-        read_rows("openai/gsm8k")
-
-
 def test_supervised_row_without_a_response_is_refused_with_the_line(tmp_path):
     file = write_jsonl(
         tmp_path / "a.jsonl",
@@ -119,7 +113,7 @@ def test_supervised_row_without_a_response_is_refused_with_the_line(tmp_path):
         ],
     )
     with pytest.raises(ValueError, match=r"a\.jsonl:4: the row has nothing to imitate"):
-        read_rows(file, need="example")
+        read_rows(file, rules=RowRules(need="example"))
 
 
 @pytest.mark.parametrize(
@@ -157,19 +151,21 @@ def test_supervised_row_without_a_response_is_refused_with_the_line(tmp_path):
 )
 def test_columns_are_renamed_in_every_kind_of_row(need, columns, row, found, tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [row, row])
-    assert list(read_rows(file, need=need, columns=columns)) == [found, found]
+    assert list(read_rows(file, rules=RowRules(need=need, columns=columns))) == [found, found]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
-    assert list(read_rows(str(tmp_path / "a.parquet"), need=need, columns=columns)) == [found]
+    assert list(
+        read_rows(str(tmp_path / "a.parquet"), rules=RowRules(need=need, columns=columns))
+    ) == [found]
 
 
 def test_a_column_to_rename_that_is_missing_or_would_hide_another_is_refused(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", [{"question": "x"}, "", {"query": "x", "n": 1}])
     with refused(f"{file}:3", "{prompt: question}", "no column 'question'", "query, n"):
-        read_rows(file, columns={"prompt": "question"})
+        read_rows(file, rules=RowRules(columns={"prompt": "question"}))
     file = write_jsonl(tmp_path / "b.jsonl", [{"question": "x", "prompt": "y"}])
     with refused(f"{file}:1", "a column 'prompt' besides", "{own_prompt: prompt}"):
-        read_rows(file, columns={"prompt": "question"})
-    (row,) = read_rows(file, columns={"prompt": "question", "own_prompt": "prompt"})
+        read_rows(file, rules=RowRules(columns={"prompt": "question"}))
+    (row,) = read_rows(file, rules=RowRules(columns={"prompt": "question", "own_prompt": "prompt"}))
     assert row == {"prompt": "x", "own_prompt": "y"}
 
 

@@ -16,21 +16,19 @@ from spmdrl.data import row_files, streamed
 from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.examples import SupervisedSource
 from spmdrl.data.prompts import PromptSource
-from spmdrl.data.rows import read_rows
+from spmdrl.data.rows import RowRules, read_rows
 from spmdrl.data.streamed import stream_rows
 
 PLAIN = character_tokenizer()
 
 
-def opened(path, *, size=0, most_bytes=2**20, need="prompt", **columns):
-    return stream_rows(path, size=size, need=need, most_bytes=most_bytes, columns=columns)
+def opened(path, *, size=0, max_bytes=2**20, **columns):
+    return stream_rows(path, size=size, rules=RowRules("prompt", max_bytes, columns))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 2**20])
-def test_rows_and_places_are_those_of_a_file_in_memory(chunk, tmp_path, monkeypatch):
-    monkeypatch.setattr(streamed, "_CHUNK_BYTES", chunk)
-    draw, path = random.Random(chunk), tmp_path / "a.jsonl"
-    for _ in range(30):
+def test_rows_and_places_are_those_of_a_file_in_memory(tmp_path):
+    draw, path = random.Random(1), tmp_path / "a.jsonl"
+    for _ in range(120):
         lines = [
             draw.choice(("", "  ", "\t", "\r"))
             if draw.random() < 0.3
@@ -58,7 +56,7 @@ def test_a_row_is_checked_when_it_is_read_by_file_and_line(tmp_path):
         with refused(f"{path}{words[0]}", words[1]):
             rows[index]
     with refused(f"{path}:1: the line is longer than data.max_row_mib"):
-        opened(path, most_bytes=4)
+        opened(path, max_bytes=4)
     path.write_text("\n \n")
     with refused("the dataset is empty"):
         opened(path)
@@ -71,7 +69,7 @@ def test_a_file_that_changes_under_a_run_is_refused(tmp_path):
     assert rows[2] == {"prompt": "a"}
     with path.open("a") as file:
         file.write('{"prompt": "b"}\n')
-    with refused(f"{path}: was changed while it is in use"):
+    with refused(f"{path}: was changed while the run uses it"):
         rows[2]
 
 
@@ -85,7 +83,7 @@ def written(path, rows, *, group):
 
 @pytest.mark.parametrize("group", [1, 3, 1000])
 def test_rows_of_row_groups_are_those_of_a_file_in_memory(group, tmp_path, monkeypatch):
-    monkeypatch.setattr(row_files, "_MOST_ROWS", 2)
+    monkeypatch.setattr(row_files, "_MAX_BATCH_ROWS", 2)
     rows = [
         {"q": "x\u20ac" * (i + 1), "n": i, "info": {"tags": ["a"] * i} if i % 2 else None}
         for i in range(10)
@@ -93,7 +91,7 @@ def test_rows_of_row_groups_are_those_of_a_file_in_memory(group, tmp_path, monke
     path = written(tmp_path / "a.parquet", rows, group=group)
     for size in (0, 1, 4):
         held, on_disk = (
-            read_rows(str(path), size=size, columns={"prompt": "q"}),
+            read_rows(str(path), size=size, rules=RowRules(columns={"prompt": "q"})),
             opened(path, size=size, prompt="q"),
         )
         assert list(on_disk) == list(held) and len(on_disk) == (size or 10)
@@ -112,16 +110,16 @@ def test_what_of_row_groups_cannot_be_read_is_refused(tmp_path, monkeypatch):
     with refused(f"{tmp_path / 'odd.parquet'}: cannot be read as parquet"):
         opened(tmp_path / "odd.parquet")
     os.utime(path, ns=(1, 1))
-    with refused(f"{path}: was changed while it is in use"):
+    with refused(f"{path}: was changed while the run uses it"):
         rows[0]
-    monkeypatch.setattr(streamed, "_GROUP_BYTES", 10)
+    monkeypatch.setattr(streamed, "_MAX_GROUP_BYTES", 10)
     with refused(f"{path}: row group 1 unpacks to", "row_group_size=1000", "stream_above_mib"):
         opened(path)
 
 
 def test_a_group_that_unpacks_to_more_than_its_metadata_says_is_refused(tmp_path, monkeypatch):
     path = written(tmp_path / "a.parquet", [{"prompt": "x" * 100}] * 4000, group=4000)
-    monkeypatch.setattr(streamed, "_GROUP_BYTES", 200_000)
+    monkeypatch.setattr(streamed, "_MAX_GROUP_BYTES", 200_000)
     rows = opened(path)  # a dictionary of one text
     with refused("row group 1 unpacks to 0 MiB"):
         rows[7]
@@ -173,7 +171,7 @@ def test_a_large_file_takes_little_memory(tmp_path):
         source.at(step)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 60e6  # two chunks of 16 MiB while it is gone through; 60,000 rows hold 0.5 MB
+    assert peak < 30e6  # 60,000 rows hold 1 MB
     assert source.order.num_rows == 60_000
 
 

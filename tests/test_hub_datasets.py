@@ -14,7 +14,7 @@ from spmdrl.check.inputs import input_problems
 from spmdrl.config import SourceSettings
 from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.prompts import PromptSource
-from spmdrl.data.rows import read_rows
+from spmdrl.data.rows import RowRules, read_rows
 
 CARD = """\
 ---
@@ -77,13 +77,17 @@ def test_rows_are_those_of_the_files_by_config_and_split(folder):
         ":hard:train": ("hard/train-",),
     }.items():
         names = [name for begin in begins for name in FILES if name.startswith(begin)]
-        held = [row for name in names for row in read_rows(str(folder / name), columns=spelt)]
-        rows = read_rows(f"{folder}{rest}", columns=spelt)
+        held = [
+            row
+            for name in names
+            for row in read_rows(str(folder / name), rules=RowRules(columns=spelt))
+        ]
+        rows = read_rows(f"{folder}{rest}", rules=RowRules(columns=spelt))
         assert list(rows) == held
         assert rows.where(1) == f"{folder}{rest}: row 2"
-    assert len(read_rows(str(folder), size=6, columns=spelt)) == 6
+    assert len(read_rows(str(folder), size=6, rules=RowRules(columns=spelt))) == 6
     with refused(f"{folder}:test: row 2: the row has nothing to imitate"):
-        read_rows(f"{folder}:test", need="example", columns=spelt)
+        read_rows(f"{folder}:test", rules=RowRules(need="example", columns=spelt))
 
 
 def test_what_the_dataset_lacks_is_refused_with_what_it_has(folder, tmp_path):

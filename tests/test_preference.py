@@ -26,7 +26,7 @@ from spmdrl.config import AlgorithmSettings, Config, LayoutSettings
 from spmdrl.credit import advantages_of
 from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.examples import LabelledSource, PairSource
-from spmdrl.data.rows import pair_of, read_rows
+from spmdrl.data.rows import RowRules, pair_of, read_rows
 from spmdrl.data.tasks import GeneratedRows
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.exchange import exchange
@@ -148,7 +148,7 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path, row, need, words):
     fine = FINE | {"completion": "c", "label": True}
     file = jsonl(tmp_path, [fine, row])
     with pytest.raises(ValueError) as caught:
-        read_rows(file, need=need)
+        read_rows(file, rules=RowRules(need=need))
     for word in [f"{file}:2", *words]:
         assert word in str(caught.value)
 

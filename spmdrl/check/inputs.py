@@ -23,9 +23,9 @@ from spmdrl.config.fields import replay_folder
 from spmdrl.data.examples import ExampleSource, example_source, row_kind
 from spmdrl.data.hub import find_on_hub
 from spmdrl.data.prompts import PromptSource, check_context, held_out_prompts
-from spmdrl.data.row_files import SUFFIXES, has_datasets
+from spmdrl.data.row_files import SUFFIXES
 from spmdrl.data.rows import checked_rows
-from spmdrl.data.sources import reading
+from spmdrl.data.sources import row_rules
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
 from spmdrl.errors import Refusal
@@ -211,7 +211,7 @@ def _is_fetched(spec: str) -> bool:
     """Return whether a spec names a hub dataset, which would be fetched."""
     name = spec.partition(":")[0]
     is_here = Path(spec).suffix in SUFFIXES or Path(name).expanduser().exists()
-    is_fetched = not is_here and not is_generated(spec) and has_datasets()
+    is_fetched = not is_here and not is_generated(spec)
     return is_fetched and not is_missing_folder(name)
 
 
@@ -231,9 +231,8 @@ def _looked_at(
         task = make_task(source.path, source.task_options, size=max(1, source.size))
         rows = iter([(source.path, task.row(cfg.seed, 0, split="train"))])
     else:
-        rows = checked_rows(
-            source.path, size=source.size, **reading(cfg, source, need=row_kind(cfg))
-        )
+        rules = row_rules(cfg, source, need=row_kind(cfg))
+        rows = checked_rows(source.path, size=source.size, rules=rules)
     first = next(rows)
     return first[1], row_kinds(itertools.chain([first], rows))
 

@@ -16,22 +16,22 @@ _DEEPEST = 64
 _PLAIN_BYTES = 8  # of a number; a container's own
 
 
-def plain_row(row: Any, *, place: str, most_bytes: int = ROW_BYTES) -> dict:
+def plain_row(row: Any, *, place: str, max_bytes: int = ROW_BYTES) -> dict:
     """Return a row as texts, numbers, booleans, None, lists and mappings; dates and decimals, which
     parquet has, become texts. Bytes stay where they are an attachment's.
 
     Args:
         place: origin of the row, for messages.
-        most_bytes: of the row's texts, and 8 for each other value.
+        max_bytes: of the row's texts, and 8 for each other value.
     Raises: Refusal naming the column, for a row that is no mapping, too large or too deep, half a
         character, bytes, and what is no plain data.
     """
     if not isinstance(row, dict):
         raise Refusal(f"{place}: a row is a JSON object with columns, got {shown(row)}")
-    left = most_bytes
+    left = max_bytes
     found = {}
     for column, value in row.items():
-        walk = _Walk(f"{place}: column {shown(column)}", left, most_bytes)
+        walk = _Walk(f"{place}: column {shown(column)}", left, max_bytes)
         walk.takes_bytes = column in COLUMNS
         walk.text(column)
         found[column] = walk.plain(value, 0)

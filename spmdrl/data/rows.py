@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spmdrl.data.row_files import numbered_rows
@@ -48,63 +48,63 @@ class Rows:
         return self._places[index]
 
 
-def read_rows(spec: str, *, size: int = 0, **how: Any) -> Rows:
+@dataclass(frozen=True)
+class RowRules:
+    """What a row must hold, and how it is read."""
+
+    need: Need = "prompt"
+    """`prompt`: something to generate from. `example`: something to imitate. `pair`: two responses
+    to compare. `label`: one response that is marked good or bad."""
+    max_bytes: int = ROW_BYTES
+    """Of one row, see `plain_row`."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """{name: name in the file} of columns to rename, see `renamed`."""
+
+    def check(self, row: Any, *, place: str) -> dict:
+        """Return a row as plain data, with its columns renamed.
+
+        Args:
+            place: origin of the row, for messages.
+        Raises: Refusal when it does not hold what is needed.
+        """
+        row = plain_row(row, place=place, max_bytes=self.max_bytes)
+        row = renamed(row, self.columns, place=place)
+        _check_row(row, need=self.need, place=place)
+        return row
+
+
+_ANY = RowRules()
+
+
+def read_rows(spec: str, *, size: int = 0, rules: RowRules = _ANY) -> Rows:
     """Read a dataset into memory; see `checked_rows`."""
     rows = []
     places = []
-    for place, row in checked_rows(spec, size=size, **how):
+    for place, row in checked_rows(spec, size=size, rules=rules):
         rows.append(row)
         places.append(place)
     return Rows(rows, places=places)
 
 
-def checked_rows(
-    spec: str,
-    *,
-    size: int = 0,
-    need: Need = "prompt",
-    most_bytes: int = ROW_BYTES,
-    columns: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[tuple[str, dict]]:
-    """Yield the origin of each row of a dataset, for messages, and the row.
+def checked_rows(spec: str, *, size: int = 0, rules: RowRules = _ANY) -> Iterator[tuple[str, dict]]:
+    """Yield each row of a dataset after its origin for messages.
 
     Args:
         spec: a .jsonl, .json or .parquet file, or a hub dataset, or a folder in the hub's layout,
             as NAME, NAME:SPLIT or NAME:CONFIG:SPLIT (split `train` by default).
         size: rows to take from the start, at most; 0 takes all.
-        need: `prompt` checks that each row has something to generate from, `example` that it
-            has something to imitate, `pair` that it has two responses to compare, `label` one
-            that is marked good or bad.
-        most_bytes: of one row, see `plain_row`.
-        columns: {name: name in the file} of those to rename, see `renamed`.
     Raises: Refusal naming file and line (parquet, hub: row) of the first bad row; when the
         file does not exist, cannot be read, or holds no rows.
     """
     place = None
-    numbered = numbered_rows(spec, size=size, most_bytes=most_bytes)
+    numbered = numbered_rows(spec, max_bytes=rules.max_bytes)
     for place, row in itertools.islice(numbered, size or None):
-        yield (
-            place,
-            checked_row(row, place=place, need=need, most_bytes=most_bytes, columns=columns),
-        )
+        yield place, rules.check(row, place=place)
     if place is None:
         raise Refusal(f"{spec}: the dataset is empty (0 rows); give it at least one")
 
 
 # --------------------------------------------------------------------------- checking
-
-
-def checked_row(
-    row: Any, *, place: str, need: Need, most_bytes: int, columns: Mapping[str, str]
-) -> dict:
-    """Return a row as plain data with its columns renamed, if it holds what is needed of it.
-
-    Args:
-        place: origin of the row, for messages. need, most_bytes, columns: as of `read_rows`.
-    """
-    row = renamed(plain_row(row, place=place, most_bytes=most_bytes), columns, place=place)
-    _check_row(row, place=place, need=need)
-    return row
 
 
 _COLUMNS: dict[Need, tuple[str, ...]] = {
@@ -116,7 +116,7 @@ _COLUMNS: dict[Need, tuple[str, ...]] = {
 """Which columns are text or messages, besides `prompt`, where something is needed of a row."""
 
 
-def _check_row(row: dict, *, place: str, need: Need) -> None:
+def _check_row(row: dict, *, need: Need, place: str) -> None:
     for column in ("prompt", *_COLUMNS[need], "messages"):
         value = row.get(column)
         where = f"{place}: column {column!r}"

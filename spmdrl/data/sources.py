@@ -6,11 +6,11 @@ import bisect
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 from spmdrl.config import Config, SourceSettings
 from spmdrl.config.data import Split
-from spmdrl.data.rows import Need, Rows, read_rows
+from spmdrl.data.rows import Need, RowRules, Rows, read_rows
 from spmdrl.data.streamed import SUFFIXES as STREAMED
 from spmdrl.data.streamed import StreamedRows, stream_rows
 from spmdrl.data.tasks import GeneratedRows, is_generated
@@ -126,17 +126,16 @@ def _opened(cfg: Config, source: SourceSettings, *, split: Split, need: Need) ->
             source.path, source.task_options, size=source.size, seed=seed, split=split
         )
     path = Path(source.path).expanduser()
-    how = reading(cfg, source, need=need)
+    rules = row_rules(cfg, source, need=need)
     if path.suffix in STREAMED and path.is_file():
         if path.stat().st_size > cfg.data.stream_above_mib * 2**20:
-            return stream_rows(path, size=source.size, **how)
-    return read_rows(source.path, size=source.size, **how)
+            return stream_rows(path, size=source.size, rules=rules)
+    return read_rows(source.path, size=source.size, rules=rules)
 
 
-def reading(cfg: Config, source: SourceSettings, *, need: Need) -> dict[str, Any]:
-    """Return how the rows of a source that is no generated task are read; see `read_rows`."""
-    most_bytes = int(cfg.data.max_row_mib * 2**20)
-    return {"need": need, "most_bytes": most_bytes, "columns": source.columns}
+def row_rules(cfg: Config, source: SourceSettings, *, need: Need) -> RowRules:
+    """Return how the rows of a source that is no generated task are read."""
+    return RowRules(need, int(cfg.data.max_row_mib * 2**20), source.columns)
 
 
 def in_file_order(make: Callable[[int], T], indices: Sequence[int]) -> list[T]:

@@ -1,20 +1,19 @@
-"""Rows of a .jsonl or .parquet file that stay on disk: read when they are asked for."""
+"""Rows of a .jsonl or .parquet file that stay on disk and are read when they are needed."""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-import numpy
-
-from spmdrl.data.row_files import group_batches, opened_parquet, too_long, value_of, values_of
-from spmdrl.data.rows import Need, checked_row
+from spmdrl.data.row_files import group_batches, lines_of, opened_parquet, value_of, values_of
+from spmdrl.data.rows import RowRules
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 
@@ -22,44 +21,33 @@ if TYPE_CHECKING:
     import pyarrow
 
 SUFFIXES = (".jsonl", ".parquet")
-_CHUNK_BYTES = 16 * 2**20
-_GROUP_BYTES = 512 * 2**20
-"""Of a row group, unpacked: one is held."""
-_NEWLINE = 10
-_SPACE = 32
-
-
-def stream_rows(path: Path, **how: Any) -> StreamedRows:
-    """Open a file whose rows stay on disk; see StreamedRows."""
-    return (_Lines if path.suffix == ".jsonl" else _RowGroups)(path, **how)
+# Unpacked: the row group of the row that was read last is held in memory.
+_MAX_GROUP_BYTES = 512 * 2**20
 
 
 class StreamedRows:
-    """Rows of a file that must stay as it is: rows of another file under the same numbers would be
-    taken for the old ones.
+    """Rows of a file, which must not change: row numbers would mean other rows.
 
     Args:
-        path: of the file. size, need, most_bytes, columns: as of `rows.read_rows`.
-    Raises: Refusal naming file and line, as `read_rows`; what is wrong with a row, when it is read.
+        path: of the file.
+        size: rows to take from the start, at most; 0 takes all.
+        rules: what a row must hold; a row is checked when it is read.
+    Raises: Refusal naming file and line.
     """
 
     is_held = False
-    """Whether all rows are in memory, and were checked."""
+    """Whether all rows are in memory and were checked."""
 
-    def __init__(
-        self, path: Path, *, size: int, need: Need, most_bytes: int, columns: Mapping[str, str]
-    ):
+    def __init__(self, path: Path, *, size: int, rules: RowRules):
         self.path = path
-        self._need = need
-        self._most = most_bytes
-        self._columns = columns
+        self._rules = rules
         with self._reading():
-            self._file = path.open("rb", buffering=0)
-            self._identity = self._stat()
-            found = self._go_through(size)
-        self._count = min(size or found, found)
+            self._file = path.open("rb")
+            self._identity = self._size_and_time()
+            found = self._find_rows(size)
         if not found:
             raise Refusal(f"{path}: the dataset is empty (0 rows); give it at least one")
+        self._count = min(size or found, found)
 
     def __len__(self) -> int:
         return self._count
@@ -68,19 +56,13 @@ class StreamedRows:
         if not 0 <= index < len(self):
             raise IndexError(index)
         with self._reading():
-            if self._stat() != self._identity:
+            if self._size_and_time() != self._identity:
                 raise Refusal(
-                    f"{self.path}: was changed while it is in use, so that its rows are not where "
-                    "they were; leave it as it is, and resume the run"
+                    f"{self.path}: was changed while the run uses it, so that its rows are not "
+                    "where they were; leave it as it is, and resume the run"
                 )
             row = self._read(index)
-        return checked_row(
-            row,
-            place=self.where(index),
-            need=self._need,
-            most_bytes=self._most,
-            columns=self._columns,
-        )
+        return self._rules.check(row, place=self.where(index))
 
     def __iter__(self) -> Iterator[dict]:
         return (self[index] for index in range(len(self)))
@@ -89,123 +71,93 @@ class StreamedRows:
         """Return the origin of a row for error messages, e.g. `train.jsonl:12`."""
         raise NotImplementedError
 
-    def _go_through(self, size: int) -> int:
-        """Find where rows are, `size` of them or all; return their number."""
+    def _find_rows(self, size: int) -> int:
+        """Find where the first `size` rows are, or all; return how many there are."""
         raise NotImplementedError
 
     def _read(self, index: int) -> Any:
-        """Return a row as it stands in the file."""
+        """Return a row as it is in the file."""
         raise NotImplementedError
 
-    def _reading(self) -> AbstractContextManager[None]:
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
         return refusing(f"{self.path}: cannot be read", OSError)
 
-    def _stat(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
-        return found.st_size, found.st_mtime_ns
+    def _size_and_time(self) -> tuple[int, int]:
+        status = os.fstat(self._file.fileno())
+        return status.st_size, status.st_mtime_ns
+
+
+class _Lines(StreamedRows):
+    """Rows of a .jsonl file: 16 bytes of memory for each."""
+
+    def where(self, index: int) -> str:
+        return f"{self.path}:{self._numbers[index]}"
+
+    def _find_rows(self, size: int) -> int:
+        self._numbers = array("q")
+        self._offsets = array("q")
+        lines = lines_of(self._file, self.path, max_bytes=self._rules.max_bytes)
+        for number, offset, _ in itertools.islice(lines, size or None):
+            self._numbers.append(number)
+            self._offsets.append(offset)
+        return len(self._offsets)
+
+    def _read(self, index: int) -> Any:
+        begin = self._offsets[index]
+        most = self._rules.max_bytes
+        if index + 1 < len(self):
+            most = min(most, self._offsets[index + 1] - begin)
+        data = os.pread(self._file.fileno(), most, begin)
+        return value_of(data.partition(b"\n")[0], place=self.where(index))
 
 
 class _RowGroups(StreamedRows):
-    """Rows of a parquet file, of which one row group is held."""
+    """Rows of a parquet file."""
 
     def where(self, index: int) -> str:
         return f"{self.path}: row {index + 1}"
 
-    def _go_through(self, size: int) -> int:
+    def _find_rows(self, size: int) -> int:
         with opened_parquet(self.path, opened=self._file) as file:
             self._metadata = file.metadata
-        groups = [self._metadata.row_group(i) for i in range(self._metadata.num_row_groups)]
-        self._begins = [0, *itertools.accumulate(group.num_rows for group in groups)]
-        for number, group in enumerate(groups):
-            self._check_size(number, group.total_byte_size)
-        self._held = functools.lru_cache(maxsize=1)(self._batches)
+        self._begins = [0]
+        for number in range(self._metadata.num_row_groups):
+            group = self._metadata.row_group(number)
+            self._check_unpacked(number, group.total_byte_size)
+            self._begins.append(self._begins[-1] + group.num_rows)
+        self._batches = functools.lru_cache(maxsize=1)(self._read_group)
         return self._begins[-1]
 
     def _read(self, index: int) -> Any:
         group = bisect.bisect_right(self._begins, index) - 1
-        batches = self._held(group)
-        begins = [0, *itertools.accumulate(batch.num_rows for batch in batches)]
         number = index - self._begins[group]
-        at = bisect.bisect_right(begins, number) - 1
-        return values_of(batches[at].slice(number - begins[at], 1), self.path, index)[0]
+        for batch in self._batches(group):
+            if number < batch.num_rows:
+                break
+            number -= batch.num_rows
+        return values_of(batch.slice(number, 1), self.path, index)[0]
 
-    def _batches(self, group: int) -> list[pyarrow.RecordBatch]:
+    def _read_group(self, group: int) -> list[pyarrow.RecordBatch]:
         batches = []
-        spent = 0
+        unpacked = 0
         with opened_parquet(self.path, opened=self._file, metadata=self._metadata) as file:
             for batch in group_batches(file, group):
                 batches.append(batch)
-                spent += batch.nbytes
-                self._check_size(group, spent)
+                unpacked += batch.nbytes
+                self._check_unpacked(group, unpacked)
         return batches
 
-    def _check_size(self, group: int, unpacked: int) -> None:
-        if unpacked > _GROUP_BYTES:
+    def _check_unpacked(self, group: int, unpacked: int) -> None:
+        if unpacked > _MAX_GROUP_BYTES:
             raise Refusal(
-                f"{self.path}: row group {group + 1} unpacks to {unpacked / 2**20:.0f} MiB, and to "
-                f"read one row all of its group is read, of at most {_GROUP_BYTES >> 20} MiB; "
-                "write it with smaller ones (row_group_size=1000), or raise data.stream_above_mib "
-                "to hold the file in memory"
+                f"{self.path}: row group {group + 1} unpacks to {unpacked / 2**20:.0f} MiB, and "
+                "reading one row reads its whole group, which may be of "
+                f"{_MAX_GROUP_BYTES >> 20} MiB; write it with smaller ones (row_group_size=1000), "
+                "or raise data.stream_above_mib to hold the file in memory"
             )
 
 
-class _Lines(StreamedRows):
-    """Rows of a .jsonl file: 8 bytes of memory for each, a read for each use."""
-
-    def where(self, index: int) -> str:
-        blank = int(numpy.searchsorted(self._blanks, index, side="right"))
-        return f"{self.path}:{index + 1 + blank}"
-
-    def _go_through(self, size: int) -> int:
-        parts = list(_lines(self._file, self.path, size=size, most_bytes=self._most))
-        self._begins = numpy.concatenate([begins for begins, _ in parts] or [numpy.empty(0, int)])
-        self._blanks = numpy.concatenate([blanks for _, blanks in parts] or [numpy.empty(0, int)])
-        if size:
-            self._begins = self._begins[:size].copy()
-        return len(self._begins)
-
-    def _read(self, index: int) -> Any:
-        begin = int(self._begins[index])
-        data = os.pread(self._file.fileno(), self._end(index) - begin, begin)
-        return value_of(data.partition(b"\n")[0], place=self.where(index))
-
-    def _end(self, index: int) -> int:
-        """Return where a row ends at the latest: where the next begins, or as long as it may be."""
-        begin = int(self._begins[index])
-        size = self._identity[0]
-        following = self._begins[index + 1] if index + 1 < len(self) else size
-        return min(int(following), begin + self._most + 2)
-
-
-def _lines(
-    file: IO[bytes], path: Path, *, size: int, most_bytes: int
-) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
-    """Yield, part by part of a file, the offsets of the lines that are not blank, and of those that
-    are how many rows come before them: [rows] and [blank lines] int64.
-
-    Raises: Refusal for a line above `most_bytes`.
-    """
-    rest = b""
-    offset = 0
-    rows = 0
-    lines = 0
-    while (chunk := file.read(_CHUNK_BYTES)) or rest:
-        data = rest + chunk if chunk else rest + b"\n"  # the last line may have no end
-        values = numpy.frombuffer(data, numpy.uint8)
-        ends = numpy.flatnonzero(values == _NEWLINE)
-        begins = numpy.concatenate([[0], ends[:-1] + 1]) if len(ends) else ends
-        rest = data[ends[-1] + 1 :] if len(ends) else data
-        long = numpy.flatnonzero(ends - begins > most_bytes)
-        if len(long) or len(rest) > most_bytes:
-            number = int(long[0]) if len(long) else len(ends)
-            raise too_long(f"{path}:{lines + number + 1}", most_bytes)
-        is_blank = values[begins] <= _SPACE
-        for i in numpy.flatnonzero(is_blank):
-            is_blank[i] = not data[begins[i] : ends[i]].strip()
-        before = rows + numpy.cumsum(~is_blank)
-        yield offset + begins[~is_blank], before[is_blank]
-        rows = rows + int((~is_blank).sum())
-        lines = lines + len(ends)
-        offset += len(data) - len(rest)
-        if not chunk or (size and rows >= size):
-            return
+def stream_rows(path: Path, *, size: int, rules: RowRules) -> StreamedRows:
+    """Open a file whose rows stay on disk; see StreamedRows."""
+    kind = _Lines if path.suffix == ".jsonl" else _RowGroups
+    return kind(path, size=size, rules=rules)
