@@ -201,10 +201,18 @@ def opened_parquet(
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    number = 0
+    for batch in _parquet_batches(path):
+        for row in values_of(batch, path, number):
+            number += 1
+            yield f"{path}: row {number}", row
+
+
+def _parquet_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
+    """Yield the rows of a file in parts, as long as they unpack to no more than they may."""
+    budget = max(_FREE_BYTES, _MAX_RATIO * path.stat().st_size)
+    spent = 0
     with opened_parquet(path) as file:
-        budget = max(_FREE_BYTES, _MAX_RATIO * path.stat().st_size)
-        number = 0
-        spent = 0
         for group in range(file.num_row_groups):
             metadata = file.metadata.row_group(group)
             # Before it is unpacked, by what it says of itself; then by what it holds.
@@ -213,9 +221,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
             for batch in group_batches(file, group):
                 spent += batch.nbytes
                 _check_unpacked(path, spent, budget)
-                for row in values_of(batch, path, number):
-                    number += 1
-                    yield f"{path}: row {number}", row
+                yield batch
 
 
 def _check_unpacked(path: Path, unpacked: int, budget: int) -> None:
