@@ -63,7 +63,7 @@ class Rho:
         return log.clamp(-20.0, 20.0).exp()
 
     def masked(self, level: Level, lower: float, upper: float) -> Correction:
-        """Weigh by rho inside the bounds, drop what is outside."""
+        """Weigh by rho inside the bounds, drop tokens outside."""
         rho = self.at(level)
         weights = keep(rho, _inside(rho, lower, upper))
         return self.correction(weights, weights != rho)

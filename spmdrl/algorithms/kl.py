@@ -17,7 +17,7 @@ would add r k2). So k3 has the right value and the least noise. Gradients are of
 KL at the prefix as sampled: they leave out how a token changes the KL of later ones. For
 that, put the KL in the reward: there no gradient flows, and k1 is the estimate to take.
 
-`loss_mask` [T] bool: where it is False term and gradient are exactly 0, whatever stands there.
+`loss_mask` [T] bool: where it is False, term and gradient are exactly 0 for any input.
 Invariant under: dp size, micro-batching, packing order, padding.
 """
 

@@ -1,7 +1,7 @@
 """The loss tokens of a packed micro-batch, each sequence's in order with the holes left out.
 
 Everything that runs along a response (returns, discounted sums, positions) runs over these, so
-that a tool's output between two turns is stepped over and whatever stands there is never read.
+that a tool's output between two turns is skipped and its values are never read.
 Shape letters: S sequences, T packed tokens, N loss tokens.
 """
 
@@ -53,7 +53,7 @@ class LossTokens:
         return torch.where(places == self.last, self.spread(values), 0.0)
 
     def next(self, values: Tensor) -> Tensor:
-        """Return [N] values of the next loss token, 0 behind the last of a sequence."""
+        """Return [N] values of the next loss token, 0 after the last of a sequence."""
         places = torch.arange(len(self.index), device=self.index.device)
         return torch.where(places < self.last, values.roll(-1), 0.0)
 
@@ -76,7 +76,7 @@ def loss_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> LossTokens:
 
 
 def discounted_sums(values: Tensor, *, discounts: Tensor | float, last: Tensor) -> Tensor:
-    """Sum what is to come: x_t = v_t + c x_(t+1), up to the last of the sequence.
+    """Sum the values to come: x_t = v_t + c x_(t+1), up to the last of the sequence.
 
     It takes log2 of the longest run rounds: after k of them each entry holds 2^k terms.
 
@@ -87,7 +87,7 @@ def discounted_sums(values: Tensor, *, discounts: Tensor | float, last: Tensor) 
     Returns: [N] float64.
     """
     places = torch.arange(len(values), device=values.device)
-    left = last - places  # [N] entries of the sequence behind this one
+    left = last - places  # [N] entries of the sequence after this one
     longest = int(left.max()) if len(values) else 0
     discounts = torch.as_tensor(discounts, dtype=torch.float64, device=values.device)
     sums = values

@@ -19,7 +19,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def attach(**attributes: Any) -> Callable[[Method], Method]:
-    """Say of a method what the program has to know besides its signature.
+    """Attach to a method what its signature does not say.
 
     statistics: the function that gives it its whole-batch scalars. That takes, by name, [N] columns
         of the loss tokens of the whole batch (all ranks; N may be 0) and those of the method's
@@ -29,8 +29,8 @@ def attach(**attributes: Any) -> Callable[[Method], Method]:
         for bit.
     matched: the function that gives a preference loss what it asks for of the other pairs of the
         batch. That takes, by name, [P] inputs of all pairs of the batch, those with gradient as
-        they were at its start, and returns {input name: [P]}, of which a micro-batch gets its own.
-        Permuting the pairs permutes what it returns.
+        they were at its start, and returns {input name: [P]}, and each micro-batch gets its own
+        entries. Permuting the pairs permutes what it returns.
     aggregations: which of them make it the objective of its paper; others are refused. For terms
         that are a sequence's, which an aggregation over tokens would weigh by its length.
     totals: the function that gives a per-token advantage sums over the whole batch. Of one
@@ -42,7 +42,7 @@ def attach(**attributes: Any) -> Callable[[Method], Method]:
     per_sequence: the function that gives such an advantage, from those sums, the [B] tensors of
         `types.Scalars` and `loss_lengths` [B] int64, loss tokens: {name: [B, ...]}. The method gets
         by name the rows of its micro-batch's sequences.
-    whitened: its result is to be whitened over all loss tokens of the global batch.
+    whitened: its result is whitened over all loss tokens of the global batch.
     """
 
     def to(function: Method) -> Method:

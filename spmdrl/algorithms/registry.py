@@ -96,7 +96,7 @@ def _built_in(kind: Kind) -> dict[str, Method]:
 
 
 def get(kind: Kind, name: str) -> Method:
-    """Return the function behind a method name, a `module:function` or `file.py:function`.
+    """Return the function of a method name, a `module:function` or `file.py:function`.
 
     Raises: Refusal when there is none, naming the nearest known one.
     """

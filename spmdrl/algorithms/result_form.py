@@ -1,4 +1,4 @@
-"""Whether what a method returned for a few tokens has the form that is trained on."""
+"""Checks of the form of a method's result, from a call on a few tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> st
     if kind in _LEARNED and not tensor.requires_grad:
         return (
             f"{name} returns terms without a gradient, so that nothing would be learnt: they must "
-            "depend on what the model computes (logprobs, entropy, logps, scores or logits), "
+            "depend on outputs of the model (logprobs, entropy, logps, scores or logits), "
             "without detach(), item() or torch.no_grad()"
         )
     return _stats_problem(result[1], name=name) if tensor is not result and not is_per_token else ""

@@ -20,7 +20,7 @@ _SECOND = signed(0x94D049BB133111EB)
 
 
 def mixed(values: Tensor) -> Tensor:
-    """Return 64 bits that look drawn of each int64: of the sequence behind it, the first number."""
+    """Return the first number, 64 bits, of the random sequence that each int64 seeds."""
     z = values + GAMMA
     for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
         # Of int64 a shift brings in the sign, which the mask takes out again.

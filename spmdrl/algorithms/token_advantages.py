@@ -49,7 +49,7 @@ Result = tuple[Tensor, Tensor | None]
 
 
 whitened = attach(whitened=True)
-"""Marks a method whose result is to be whitened over all loss tokens of the global batch."""
+"""Marks a method whose result is whitened over all loss tokens of the global batch."""
 
 
 @whitened
@@ -67,7 +67,7 @@ def gae(
 ) -> Result:
     """Estimate advantages with a value model: A_t = sum_k (gamma lam)^k delta_(t+k).
 
-    delta_t = r_t + gamma V_(t+1) - V_t, with V 0 behind the last token and the reward at it.
+    delta_t = r_t + gamma V_(t+1) - V_t, with V 0 after the last token and the reward at it.
 
     Args:
         gamma: discount per token, in [0, 1].
@@ -188,7 +188,7 @@ def gigpo(
 ) -> Result:
     """Add the advantage of the turn to that of the episode: A_E + step_weight A_S.
 
-    A turn is a run of adjacent loss tokens; what an environment says lies between two.
+    A turn is a run of adjacent loss tokens; the environment's answer separates two turns.
 
     Args:
         step_table: [S, U] float64, advantage of each turn among those of the prompt that answer

@@ -49,7 +49,7 @@ def prime_totals(
         sequence_ids: [S] int64, rows; those of sequences without loss tokens are not read.
         num_sequences: B.
         beta: scale of the reward, task units per nat.
-    Returns: implicit_means [B] float64, task units, 0 for sequences elsewhere.
+    Returns: implicit_means [B] float64, task units, 0 for sequences of other micro-batches.
     Source: arXiv 2502.01456 (PRIME).
     """
     gap = prm_logprobs.detach().double() - ref_logprobs.detach().double()

@@ -47,14 +47,14 @@ class _Piece:
 class AdamW:
     """AdamW over local shards, with state that is saved by parameter name.
 
-    The update is computed in float32 on the parameters' device, whatever the state is kept in
-    and wherever: what is kept elsewhere comes and goes in pieces. What is kept in bfloat16 is
-    rounded stochastically, keyed by update, name and place in the whole tensor, so that copies
-    of a part stay equal and a resumed run repeats the bits.
+    The update is computed in float32 on the parameters' device. State that is kept on the host
+    is copied there and back in pieces. State that is kept in bfloat16 is rounded stochastically,
+    keyed by update, name and place in the whole tensor, so that copies of a part stay equal and a
+    resumed run repeats the bits.
 
     Args:
         parameters: {name: DTensor or Tensor}, float32 or bfloat16; updated in place.
-        no_decay: names excluded from weight decay besides the tensors of fewer than two dims.
+        no_decay: names excluded from weight decay, in addition to tensors of fewer than two dims.
         options: the config's optimizer section.
         dtype: of both moments: float32, bfloat16, or int8 for blocks of 8 bits (eight_bits.py).
         is_on_host: keep the moments in (pinned) host memory.

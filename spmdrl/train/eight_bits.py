@@ -18,8 +18,8 @@ from torch import Tensor
 BLOCK = 256
 """Elements that share a scale; as torchao's AdamW8bit."""
 LEAST = 4096
-"""Elements of a whole tensor from which on it is kept in 8 bits; as torchao, the others take
-nothing to speak of."""
+"""Elements of a whole tensor from which on it is kept in 8 bits; as in torchao. Smaller
+tensors take little memory."""
 
 
 @lru_cache(maxsize=8)
@@ -46,7 +46,7 @@ def quantise(values: Tensor, *, is_signed: bool) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Quantised:
-    """A run of a moment's local elements, or all of them; shares what it is made of."""
+    """A range of a moment's local elements; shares the storage of its codes and scales."""
 
     codes: Tensor  # [blocks * BLOCK] uint8
     scales: Tensor  # [blocks] float32
@@ -97,7 +97,7 @@ class Quantised:
         """Take the scales of elements whose codes are there already, [count] on the CPU.
 
         The blocks of the layout that wrote them keep codes and scale, bit for bit; where blocks
-        have other bounds, their values are quantised anew.
+        have other bounds, their values are quantised again.
         """
         codes = self.codes.cpu()
         size = len(codes)
@@ -105,9 +105,9 @@ class Quantised:
         blocks = padded.view(-1, BLOCK)
         is_same = (blocks == blocks[:, :1]).all(dim=1)
         values = _values(codes, padded, is_signed=self.is_signed)[: self.count]
-        anew, scales = quantise(values, is_signed=self.is_signed)
+        again, scales = quantise(values, is_signed=self.is_signed)
         kept = is_same[:, None].expand(-1, BLOCK).reshape(-1)
-        self.codes.copy_(torch.where(kept, codes, anew))
+        self.codes.copy_(torch.where(kept, codes, again))
         self.scales.copy_(torch.where(is_same, blocks[:, 0], scales))
 
 

@@ -1,4 +1,4 @@
-"""What the loss is multiplied by before the backward pass, under compute_dtype float16.
+"""The factor of the loss before the backward pass, under compute_dtype float16.
 
 float16 has 11 bits where bfloat16 has 8, so that trainer and engine agree more closely, and 5 for
 the exponent: gradients below 6e-8 are lost, and above 65504 infinite. A factor on the loss lifts
@@ -19,11 +19,10 @@ LEAST = 1.0
 
 
 class LossScale:
-    """The factor and how it moves: halved after an update whose gradient overflowed, doubled after
-    as many without as the settings say.
+    """The factor is halved after an update whose gradient overflowed, and doubled after
+    `growth_interval` updates without overflow.
 
-    All ranks tell it the same, the global norm being infinite wherever one part of it was, so that
-    it is equal on each of them.
+    It is equal on all ranks: they see one global norm, which is infinite if any part of it is.
 
     Args:
         options: the config's optimizer.loss_scale.

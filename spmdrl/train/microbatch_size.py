@@ -1,9 +1,9 @@
 """How many tokens a micro-batch may have: found by forward and backward passes before training.
 
-Rows of growing size are trained on, and what they leave is dropped: gradients, metrics, the
-routers' counts and the random state are as before. A line through the last two peaks says how many
-tokens the free memory holds. Trainer ranks try the same sizes at the same time, since their
-collectives are matched, and the least of their answers serves all.
+Rows of growing size are trained on, and the result is discarded: gradients, metrics, the routers'
+counts and the random state are as before. A line through the last two peaks says how many tokens
+fit into the free memory. Trainer ranks try the same sizes at the same time, since their collectives
+must match, and all use the smallest of their answers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from spmdrl.world.world import World
 log = logging.getLogger(__name__)
 
 ROOM_FRAC = 0.9
-"""Of the free memory that a micro-batch may take. The rest is for what is lost between blocks of
-the allocator, and for rows whose sequences, or tokens to experts, fall less evenly."""
-_STEP = 256  # tokens; what is found is rounded down to a multiple
+"""Of the free memory that a micro-batch may take. The rest covers fragmentation in
+the allocator, and rows whose sequences, or tokens to experts, fall less evenly."""
+_STEP = 256  # tokens; the result is rounded down to a multiple
 
 Rehearse = Callable[[Batch, Advantages], None]
-"""Trains on a batch and drops what comes of it."""
+"""Trains on a batch and discards the result."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class SizeProbe:
         Returns: at least the longest sequence (pair), at most an update's share of a dp rank; above
             the former a multiple of 256, unless it is the latter. The same on every trainer rank.
         Raises: Refusal when not even the longest sequence (pair) fits; RuntimeError, on one rank,
-            when it ran out of a GPU's memory in the middle, of which the others are told.
+            that ran out of GPU memory; it tells the others.
         """
         devices = [self._world.device] if self._world.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):

@@ -1,8 +1,8 @@
 """Muon for the matrices of a model's blocks, beside AdamW for all else.
 
-Muon's step is of a whole matrix, not of its elements: the momentum is orthogonalised. What is kept
-is elementwise and lies on this rank's shards; the matrix of an update is gathered, one after the
-other, every rank that has a part of it computes the same step and keeps its own part.
+Muon orthogonalises the momentum of a whole matrix. The momentum is sharded like the parameters.
+For an update the matrices are gathered one after the other; every rank that holds a part of a
+matrix computes the same step and applies its own part.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def orthogonalised(matrix: Tensor, *, steps: int, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(AdamW):
-    """Muon over the matrices of the blocks, AdamW over all else; what is asked of it as of AdamW.
+    """Muon for the matrices of the blocks and AdamW for all other parameters; used like AdamW.
 
     The step of a matrix [m, n] with momentum M <- mu M + (1 - mu) G is W <- (1 - lr wd) W - lr f
     NS(mu M + (1 - mu) G), f = 0.2 sqrt(max(m, n)) or sqrt(max(1, m / n)).

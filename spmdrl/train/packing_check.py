@@ -1,13 +1,15 @@
-"""Whether a model computes packed sequences as single ones, and as plain transformers: the proof
-at a run's start that its rows are right.
+"""The check at a run's start that packed rows are computed right.
 
-Four things are compared, of sequences of the lengths that the run will see: rows that hold several
-with the same rows where every second sequence has other tokens (whatever else changes has leaked);
-rows that hold several with rows of one; and, of the model's first layers in float32, on one rank,
-packed rows with transformers' own forward pass over each sequence, and that with the same of
-weights that transformers' own from_pretrained has loaded. The last is left out where
-from_pretrained does not read a folder as it is read here: of a text part alone, and of quantised
-weights.
+It takes random sequences of the lengths that the run will see, and compares:
+
+- packed rows before and after every second sequence gets other tokens: the rest must not change;
+- packed rows with rows of one sequence;
+- packed rows of the first layers, in float32 on one rank, with transformers' own forward pass over
+  each sequence;
+- that forward pass with the same one over weights loaded by transformers' own from_pretrained.
+
+The last is left out for a text part alone and for quantised weights, which from_pretrained loads
+in another form.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ def _refuse(gap: float, limit: float, cfg: Config, model: ShardedModel, *, what:
     """Raise a RuntimeError for a gap above the limit.
 
     Args:
-        what: found; {} stands for what the model gives.
+        what: is wrong; {} stands for logprobs or values.
     """
     given = "values" if cfg.objective.is_scalar else "logprobs"
     if not gap <= limit:

@@ -122,8 +122,8 @@ class TrainedModel:
     def gradient(
         self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf
     ) -> tuple[dict[str, Tensor], GlobalTotals]:
-        """Return the gradient of which `update` would make an optimizer step, and change nothing of
-        the model, its optimizer and its routers; trainer ranks meet.
+        """Return the gradient that `update` would use, and change neither model, optimizer nor
+        routers; trainer ranks meet.
 
         Returns: {name: local gradient}, copies, unclipped; and the totals of all ranks.
         """
@@ -180,7 +180,7 @@ class TrainedModel:
             self.loss_scale.load_state_dict(state["loss_scale"])
 
     def _sums(self, totals: GlobalTotals, *, lr: float, is_first: bool) -> Sums:
-        once = float(is_first)  # the denominator of what is a total over the step's updates
+        once = float(is_first)  # denominator of totals over the step's updates
         is_finite = totals.is_finite
         name = self.name
         sums: Sums = {

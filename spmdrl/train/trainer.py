@@ -39,9 +39,9 @@ class Trainer:
         world: the view of a trainer rank.
         hf_model: the policy on the meta device.
         weights: what the stream asks of the policy.
-        loss_fn, advantage_fn: what is trained on, and what gives its advantages: by their
-            parameters they ask for models beside the policy. Those of the config by default.
-        columns: that `annotate` is to find besides what these two ask for.
+        loss_fn, advantage_fn: the methods, those of the config by default. Their parameters decide
+            which models are needed beside the policy.
+        columns: more columns for `annotate` to add than these two ask for.
     Raises: Refusal when a model cannot be loaded or laid out.
     """
 
@@ -121,7 +121,7 @@ class Trainer:
         return self._reward_models.scores(batch, step=step, split=split)
 
     def annotate(self, batch: Batch, *, step: int) -> Batch:
-        """Add what loss and advantage ask for besides.
+        """Add the columns that loss and advantage ask for.
 
         The scores of reward models go into the rewards, see `model_rewards.with_scores`; the rest
         are per-token columns. Each model takes one forward pass over the batch: `old_logprobs`
@@ -129,8 +129,8 @@ class Trainer:
         `ref_logprobs` of the reference, `teacher_logprobs`, `prm_logprobs`, and `values`, task
         units, of the state before each token. Trainer ranks meet each other.
 
-        Returns: the batch with columns, [T] float32 (nats), 0 off the loss mask; as it was
-            where nothing is asked for.
+        Returns: the batch with columns, [T] float32 (nats), 0 off the loss mask; unchanged
+            where no column is needed.
         Raises: Refusal, on all trainer ranks, for a score that is not finite under
             rewards.on_failure=fail.
         """
@@ -173,14 +173,14 @@ class Trainer:
     def check_packing(self) -> Sums:
         """Compare packed rows with single ones, and with plain transformers; trainers meet.
 
-        Returns, raises: see agreement.check_packing.
+        Returns, raises: see packing_check.check_packing.
         """
         with self.world.watch.wait("check rows", -1):
             return check_packing(self.policy.model, self.cfg, self.world)
 
     def size_microbatches(self) -> None:
         """Find the token budget of a micro-batch where the config leaves it open, by 0; call on
-        every rank, once what is to be trained was loaded.
+        every rank after the checkpoint was loaded.
 
         Raises: see `SizeProbe.find`.
         """
@@ -208,7 +208,7 @@ class Trainer:
                 micro-batches.
             advantages: of its tokens.
             step: training step, for the schedules. Before critic.warmup_steps the policy
-                stands still, and its sums are absent.
+                does not change, and its sums are missing.
         Returns: policy/, loss/, value/ or prm/ and perf/ sums over all trainer ranks, equal on
             each of them.
         """

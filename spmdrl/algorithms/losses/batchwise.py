@@ -4,7 +4,7 @@ The statistic is a scalar input, worked out once per batch by the method's `stat
 pi_old and the same for every rank, micro-batch and update. The quantity that is held against
 it is the token's own: of pi_old in m2po, of the current pi in clip_cov and kl_cov. That the
 statistic stays at the batch's start while pi moves is our deviation from the papers, which
-take it anew from each mini-batch and so depend on the layout.
+take it from each mini-batch and so depend on the layout.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def m2po(
     """Return -w A without the batch's outliers in (log pi_old - log mu)^2.
 
     The largest squares of the batch are dropped until the mean of the rest is at most
-    `threshold`. w = pi / mu already corrects for the engine; take no correction besides.
+    `threshold`. w = pi / mu already corrects for the engine; do not add a correction.
 
     Args:
         logprobs, old_logprobs, rollout_logprobs: [T] float, nats.
@@ -168,7 +168,7 @@ def clip_cov(
 def kl_cov_statistics(
     old_logprobs: Tensor, advantages: Tensor, *, select_frac: float = 2e-3
 ) -> dict[str, Tensor]:
-    """Find the means of the covariance and the value above which its top share lies.
+    """Find the means of the covariance and the value above which its top share begins.
 
     Args:
         old_logprobs, advantages: [N] float, loss tokens of the whole batch.

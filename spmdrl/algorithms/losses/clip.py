@@ -4,7 +4,7 @@
 pi_prox, the policy of the batch's start, which is not the one that sampled; a detached weight
 pi_prox / mu corrects for that. `dppo_tv` and `dppo_kl` drop a token once it moved too far in
 probability, not in ratio, and take the ratio w = pi / mu to the policy that sampled. These four
-correct for the engine themselves; take no correction besides.
+correct for the engine themselves; do not add a correction.
 """
 
 from __future__ import annotations
@@ -157,7 +157,8 @@ def a3po(
         weight_cap: tokens whose pi_prox / mu is above it are dropped; 0 switches it off.
     Returns: terms [T] and stats; the ratio in the stats is pi / pi_prox.
     Raises: Refusal for bounds out of range.
-    Source: arXiv 2512.06547 (A-3PO), alpha as in AReaL, whose v_prox is one behind its v_pi.
+    Source: arXiv 2512.06547 (A-3PO), alpha as in AReaL, whose v_prox is one version older than its
+    v_pi.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     log_w = moved.log_ratio

@@ -76,8 +76,8 @@ class Moved:
         Args:
             terms: [T] float.
             ratio: [T] float, to report instead of each token's own.
-            low, high: [T] bool, what is clipped at either bound.
-            dropped: [T] bool, what is left out.
+            low, high: [T] bool, true where a ratio is clipped at either bound.
+            dropped: [T] bool, true where a token is left out.
         """
         mask = self.loss_mask
         stats = self._moves(self.ratio if ratio is None else ratio)

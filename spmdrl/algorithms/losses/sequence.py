@@ -136,7 +136,7 @@ def vespo(
     """Shape the sequence's weight softly: -sg(phi(W)) A log pi, phi = W^k exp(lambda (1 - W)).
 
     W is the product of w = pi / mu over the sequence's loss tokens; phi(1) = 1. It already
-    corrects for the engine; take no correction besides.
+    corrects for the engine; do not add a correction.
 
     Args:
         logprobs, rollout_logprobs: [T] float, nats. Trainer's and engine's.

@@ -85,7 +85,7 @@ def tis_pg(moved: Moved, *, upper: float = 1.0) -> Loss:
 def aipo(moved: Moved, *, upper: float = 4.0) -> Loss:
     """Weigh by the ratio to the sampling policy, capped: -sg(min(w, upper)) A log pi.
 
-    w = pi / mu already corrects for the engine; take no correction besides.
+    w = pi / mu already corrects for the engine; do not add a correction.
 
     Args:
         logprobs, rollout_logprobs: [T] float, nats. Trainer's and engine's.
@@ -103,13 +103,13 @@ def aipo(moved: Moved, *, upper: float = 4.0) -> Loss:
 def topr(
     moved: Moved, *, cu_seqlens: Tensor, level: Level = "sequence", upper: float = 1.0
 ) -> Loss:
-    """Taper what is unlearnt only: -A log pi for A > 0, else -sg(min(w, upper)) A log pi.
+    """Taper negative advantages only: -A log pi for A > 0, else -sg(min(w, upper)) A log pi.
 
-    w = pi / mu already corrects for the engine; take no correction besides.
+    w = pi / mu already corrects for the engine; do not add a correction.
 
     Args:
         logprobs, rollout_logprobs: [T] float, nats. Trainer's and engine's.
-        advantages: [T] float, whose sign stands for the reward's. loss_mask: [T] bool.
+        advantages: [T] float, whose sign is taken as the reward's. loss_mask: [T] bool.
         cu_seqlens: [S+1] int32.
         level: w of the `sequence`, a product over its loss tokens, or of each `token`.
         upper: largest weight where A <= 0, above 0.

@@ -1,7 +1,7 @@
 """AOT: losses that compare the sorted log-ratios of a whole batch; see the package for the inputs.
 
 Optimal transport in one dimension pairs the k-th smallest of one side with the k-th smallest of the
-other, so what a response is compared with may stand in another micro-batch or on another rank. It
+other, so a response may be compared with one of another micro-batch or rank. It
 is found before the update, by the policy that the update starts from (`matched`): a second pass, in
 which the partner's value is a constant. The loss then adds, for each response, the slope of its own
 term; the term itself is shared by the two that it joins.
@@ -22,7 +22,7 @@ def same_rank(values: Tensor, others: Tensor, kept: Tensor) -> Tensor:
     """Give each value the one of the same rank among the others: [P], 0 for those not kept.
 
     Args:
-        values, others: [P] float. kept: [P] bool, what is sorted, on both sides.
+        values, others: [P] float. kept: [P] bool, the pairs that are sorted, on both sides.
     """
     rows = kept.nonzero().squeeze(1)
     order = rows[values[rows].argsort(stable=True)]

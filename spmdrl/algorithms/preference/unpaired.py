@@ -75,7 +75,7 @@ def kto_kl(logps: Tensor, ref_logps: Tensor, *, lengths: Tensor) -> tuple[Tensor
 def mismatched(prompt_ids: Tensor) -> Tensor:
     """Give each sample a response of another prompt.
 
-    A shift by one place is not enough: samples of one prompt stand next to each other.
+    A shift by one place is not enough: samples of one prompt are next to each other.
 
     Args:
         prompt_ids: [S] int64, in any order; S samples.

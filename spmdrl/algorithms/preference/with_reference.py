@@ -204,7 +204,7 @@ def apo_down(pairs: Pairs, *, beta: float = 0.1) -> Loss:
 
 @making(pairs=compared)
 def bco(pairs: Pairs, *, mean_log_ratio: Tensor, beta: float = 0.1) -> Loss:
-    """Classify each response by itself, against a common zero m.
+    """Classify each response on its own, against a common zero m.
 
     -log sigma(beta (rho_w - m)) - log sigma(-beta (rho_l - m)).
 

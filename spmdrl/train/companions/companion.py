@@ -1,4 +1,4 @@
-"""A model beside the policy: what the trainer asks of each. This one learns and keeps nothing.
+"""The interface of a model beside the policy. The base class neither learns nor keeps state.
 
 All are sharded like the policy and run on the trainer ranks, which walk through them in the
 same order.
@@ -32,10 +32,10 @@ class Companion:
         return {}
 
     def rehearse(self, microbatches: Sequence[PreparedMicrobatch]) -> None:
-        """Run the micro-batches of an update and drop what comes of it."""
+        """Run the micro-batches of an update and discard the result."""
 
     def follow(self, policy: ShardedModel, *, step: int) -> None:
-        """Take over from the policy what is to be taken, after its update of this step."""
+        """Copy or mix in weights of the policy after its update, where the model follows it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as TrainedModel does; {} if it never changes."""

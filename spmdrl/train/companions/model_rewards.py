@@ -1,8 +1,8 @@
 """Reward models: trained sequence classifiers whose scores are rewards, on the trainer ranks.
 
 A model among `rewards.functions` reads the sampled tokens as they are, or, where its tokenizer is
-another than the policy's, what they say (reencoding.py); the value after the last token of a
-sequence is its reward. S sequences, K reward functions.
+another than the policy's, their text in its own tokens (reencoding.py); the value after the last
+token of a sequence is its reward. S sequences, K reward functions.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class RewardModels:
                 check_reward_model(cfg, path, folder=model_folder(path))
                 model = ShardedModel(cfg, world, path=path, is_trained=False, is_scalar=True)
                 self._models[position] = model
-                if said := other_tokens(cfg, model_folder(path)):
-                    self._reencode(position, model, path=path, said=said)
+                if difference := other_tokens(cfg, model_folder(path)):
+                    self._reencode(position, model, path=path, difference=difference)
 
-    def _reencode(self, position: int, model: ShardedModel, *, path: str, said: str) -> None:
+    def _reencode(self, position: int, model: ShardedModel, *, path: str, difference: str) -> None:
         limit = max_positions(model.hf_model.config)
         found = Reencoder(self.cfg, folder=model_folder(path), limit=limit)
         self._reencoders[position] = found
@@ -72,7 +72,7 @@ class RewardModels:
                 "reward model:%s has another tokenizer than the policy (%s): responses are "
                 "decoded, and read by its own tokenizer and chat template",
                 path,
-                said,
+                difference,
             )
 
     def add_to(self, batch: Batch, *, step: int) -> Batch:
@@ -136,11 +136,11 @@ class RewardModels:
 
 
 def with_scores(batch: Batch, scores: dict[int, Tensor], *, cfg: Config, step: int) -> Batch:
-    """Add what reward models say to a batch: a function of its arguments alone.
+    """Add the scores of reward models to a batch; a pure function.
 
     A score takes its column of `reward_parts`, and weighted its part of `rewards`, which
-    rewards.shaping then acts on. Metrics and shown samples get it too. Scores that are not
-    finite end the run, or make the sample invalid, by rewards.on_failure.
+    rewards.shaping then acts on. Metrics and the samples for the log get it too. Scores that are
+    not finite end the run, or make the sample invalid, by rewards.on_failure.
 
     Args:
         batch: as exchanged, its rewards those of the other functions and not shaped.
@@ -233,7 +233,7 @@ def _why(score: Tensor) -> str:
 def _with_rewards(
     samples: tuple[dict, ...], scalars: Scalars, *, rewards: Tensor, parts: dict[str, Tensor]
 ) -> tuple[dict, ...]:
-    """Give shown samples their whole reward, unshaped, and what each model said of them."""
+    """Give the samples for the log their whole unshaped reward and each model's score."""
     rows = {
         pair: row
         for row, pair in enumerate(zip(scalars.group_ids.tolist(), scalars.sample_ids.tolist()))

@@ -1,7 +1,7 @@
 """Sequences of the policy in the tokens of a reward model that has another tokenizer.
 
-The response is decoded by the policy's tokenizer, as for reward functions, and put behind the row's
-own prompt: a conversation goes through the reward model's chat template, text is text.
+The response is decoded by the policy's tokenizer, as for reward functions, and appended to the
+row's own prompt. A conversation goes through the reward model's chat template; text stays text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Reencoder:
     Args:
         folder: of the model, with its tokenizer.
         limit: longest sequence that it reads, tokens; None for any.
-    Raises: Refusal where rows or tokenizers cannot be read, or have what it cannot say.
+    Raises: Refusal where rows or tokenizers cannot be read, or cannot be encoded.
     """
 
     def __init__(self, cfg: Config, *, folder: Path, limit: int | None):
@@ -74,7 +74,7 @@ class Reencoder:
         if index < 0:
             raise Refusal(
                 "a reward model with another tokenizer needs the rows that sequences answer, and "
-                "these were sampled by a version that did not note them; sample anew"
+                "these were sampled by a version that did not note them; sample again"
             )
         text = self._ours.decode(response, skip_special_tokens=True)
         if split not in self._rows:
@@ -147,7 +147,7 @@ def other_tokens(cfg: Config, folder: Path) -> str:
 
 
 def check_other_tokenizer(cfg: Config, folder: Path, *, vocab_size: int, row: dict | None) -> None:
-    """Check that sequences can be said in the tokens of a model with another tokenizer.
+    """Check that sequences can be encoded by a model's own, other tokenizer.
 
     Args:
         vocab_size: tokens that it embeds.

@@ -54,7 +54,7 @@ class WithoutAdapters(Companion):
 
     def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
         """Score packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
-        # A reference chooses its experts by itself, in whichever form it is kept.
+        # The reference routes tokens itself; replayed routes are the policy's.
         rows = [row.without_routes() for row in rows]
         with self._adapters.off():
             return [{"ref_logprobs": logprobs} for logprobs, _ in self._policy.columns(rows)]
@@ -71,7 +71,7 @@ class Synced(Frozen):
     Args:
         cfg, world: the config and this rank's view of the job.
         path: folder or hub name that it starts from.
-        policy: whom it follows.
+        policy: the model that it follows.
         every: steps from one sync to the next, at least 1.
         mix: the policy's share, in (0, 1].
     Raises: Refusal when the model cannot be loaded, or is not of the policy's form.
@@ -122,7 +122,7 @@ class Synced(Frozen):
 
 
 class Cached(Companion):
-    """A reference of which only the logprobs of the run's rows are left; see reference_cache."""
+    """A reference whose logprobs were computed at start and saved; see reference_cache."""
 
     def __init__(self, cfg: Config, world: World, *, path: str):
         self._table = cached_logprobs(cfg, world, path=path)

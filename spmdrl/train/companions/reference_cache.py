@@ -131,7 +131,7 @@ def look_up(table: Table, row: ScoredRow) -> Tensor:
 
 
 def _parts(cfg: Config, world: World, *, path: str) -> dict[str, str]:
-    """Return all that the logprobs depend on besides the sequences, by name."""
+    """Return everything that the logprobs depend on except the sequences, by name."""
     with _agreed(world):
         folder = model_folder(path)
         names = {
@@ -187,7 +187,7 @@ def _say_start(
     file: Path, parts: Mapping[str, str], *, problem: str, rows: int, lacking: int
 ) -> None:
     if problem:
-        log.warning("%s %s; its logprobs are computed anew", file, problem)
+        log.warning("%s %s; its logprobs are computed again", file, problem)
     elif lacking == rows and (differing := other_parts(file, parts)):
         log.info(
             "reference logprobs: what %s holds is of another reference (other %s) and is not used",
@@ -216,11 +216,11 @@ def _compute(
     file: Path,
     parts: Mapping[str, str],
 ) -> Table:
-    """Return the logprobs of all ranks' sequences; on rank 0, elsewhere what was known of them.
+    """Return the logprobs of all ranks' sequences on rank 0; other ranks return those they had.
 
     Args:
         own: sequences of this dp rank, longest first.
-        path: of the reference, which is loaded here and gone after.
+        path: of the reference, which is loaded here and freed at the end.
         file, parts: what an earlier start has left, and where to save on the way.
     """
     with _agreed(world):
@@ -306,7 +306,7 @@ def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, nump
 
 
 def _agreed(world: World) -> AbstractContextManager[None]:
-    """Have what each trainer rank does by itself fail on all of them, or on none."""
+    """Make an error on one trainer rank an error on all of them."""
     return agree(
         group=world.trainer_control, waiting=world.watch.wait("agree on the reference", -1)
     )

@@ -1,7 +1,7 @@
 """Logprobs of sequences on disk, found by what the sequences hold.
 
 N sequences, L scored tokens of all of them. A key is a hash of token ids and mask, so that rows,
-their order, template or tokenizer may change: what is no longer the same is not found.
+their order, the template or the tokenizer may change: a changed sequence has another key.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def table_file(folder: Path, parts: Mapping[str, str]) -> Path:
     """Return the file of one reference.
 
     Args:
-        parts: all that logprobs depend on besides the sequence, by name.
+        parts: everything that logprobs depend on except the sequence, by name.
     """
     name = hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"{name}.safetensors"

@@ -60,7 +60,7 @@ class TrainedCompanion(Companion):
         return self.trained.update(updates, self._loss, step=step)
 
     def rehearse(self, microbatches: Sequence[PreparedMicrobatch]) -> None:
-        """Run the micro-batches of an update and drop what comes of it; see TrainedModel."""
+        """Run the micro-batches of an update and discard the result; see TrainedModel."""
         self.trained.rehearse(microbatches, self._loss)
 
     def state_dict(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class DistillationLoss(ObjectiveLoss):
         """See ObjectiveLoss. Both models run forward."""
         row = microbatch.row
         with torch.no_grad():
-            # A teacher chooses its experts by itself.
+            # The teacher routes tokens itself; replayed routes are the policy's.
             taught = self._teacher(row.without_routes(), lambda *given, targets: given)
         terms, stats = model.forward(row, partial(self._terms, taught, model.scorer.head_options))
         return (row.spread(terms).double() * microbatch.weights).sum(), stats

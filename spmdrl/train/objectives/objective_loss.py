@@ -1,4 +1,4 @@
-"""From micro-batches to a loss: what the files beside this one fill in, and which of them does."""
+"""The base class of losses over micro-batches, and which subclass a config uses."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ policy version that is being trained."""
 
 
 class ObjectiveLoss:
-    """Makes the loss of micro-batches, on the trainer ranks. This one asks for nothing besides.
+    """Makes the loss of micro-batches, on the trainer ranks. The base class needs no columns.
 
     Args:
         cfg, world: the config and this rank's view of the job.
         loss_fn: what gives the terms.
-        coefficients: of KL and entropy bonus; read anew at each call.
+        coefficients: of KL and entropy bonus; read again at each call.
     Raises: Refusal for an unknown method, or a model that cannot be loaded.
     """
 
