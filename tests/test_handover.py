@@ -219,7 +219,8 @@ def test_the_planner_lends_memory_from_role_to_role():
 
     shape = model_shape(AutoModelForCausalLM.from_config(tiny_config("llama")))
     cfg = run_config("m", "o", world_size=1)
-    cfg = changed(cfg, engine=dict(kind="vllm", gpu_memory_frac=0.6))
+    prompts = {"prompts_per_step": 2**16}  # more than fit at once
+    cfg = changed(cfg, engine=dict(kind="vllm", gpu_memory_frac=0.6), batch=prompts)
 
     def planned(**engine: object):
         own = changed(cfg, engine=engine)

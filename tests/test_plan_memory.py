@@ -19,10 +19,12 @@ from policy_runs import changed
 from worlds import in_world
 
 from spmdrl.config import Config, MemorySettings
+from spmdrl.config.fields import useful_tokens
 from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.model_shape import ModelShape, model_shape
+from spmdrl.tools.plan import trainer_memory as trainer_memory_module
 from spmdrl.tools.plan.activations import Kernels, RowPart, padded_groups, saved_bytes
 from spmdrl.tools.plan.engine_memory import (
     cache_bytes_per_token,
@@ -251,13 +253,33 @@ def test_adapters_are_counted_as_their_targets_say(targets, numel):
 
 
 def test_the_largest_microbatch_is_the_largest():
-    run = _gpu_run(run_config("m", "o", world_size=2), _shape("llama"))
+    cfg = changed(run_config("m", "o", world_size=2), batch={"prompts_per_step": 2**14})
+    run = _gpu_run(cfg, _shape("llama"))
     axes = Axes("split", 4, 2)
     room = 2 * 2**30
     most = most_tokens(run, axes, room=room)
     assert trainer_memory(run, axes, tokens=most).total <= room
     assert trainer_memory(run, axes, tokens=most + 256).total > room
     assert most_tokens(run, axes, room=2**20) == 0
+
+
+def test_no_microbatch_is_tried_that_an_update_cannot_fill(monkeypatch):
+    # A tiny model would fit with millions of tokens, whose layout alone takes minutes.
+    cfg = changed(
+        run_config("m", "o", world_size=2),
+        batch={"tokens_per_microbatch": 0, "prompts_per_step": 2, "group_size": 8},
+    )
+    filled = useful_tokens(cfg, dp_size=2)
+    tried: list[int] = []
+
+    def counted_groups(lengths):
+        tried.append(sum(lengths))
+        return actual_groups(lengths)
+
+    actual_groups = trainer_memory_module.padded_groups
+    monkeypatch.setattr(trainer_memory_module, "padded_groups", counted_groups)
+    assert most_tokens(_run(cfg, _shape("llama")), Axes("split", 4, 2), room=2**40) == filled
+    assert max(tried) <= filled and len(tried) <= 2
 
 
 def test_options_of_memory_spare_what_they_say():

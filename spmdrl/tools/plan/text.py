@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from spmdrl.config.fields import useful_tokens
 from spmdrl.tools.plan.memory import Memory
 from spmdrl.tools.plan.run import FORMULA_RATES, Rates, Run
 from spmdrl.tools.plan.search import Plan
@@ -103,7 +104,11 @@ def _memory_lines(plan: Plan, run: Run) -> Iterator[str]:
             f"    the cache holds {plan.engine.sequences} of the longest sequences "
             f"(engine.max_num_seqs {run.engine.max_num_seqs})"
         )
-    most = plan.most_tokens or "none: not even the longest sequence"
+    most = str(plan.most_tokens)
+    if plan.most_tokens == 0:
+        most = "none: not even the longest sequence"
+    elif plan.most_tokens >= useful_tokens(run.cfg, dp_size=plan.axes.dp_size):
+        most += " (no update fills more)"
     yield f"  largest tokens_per_microbatch that fits: {most}"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from spmdrl.config.fields import least_tokens
+from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.model.attention.packing import PaddedGroup
 from spmdrl.model.divisibility import context_method
 from spmdrl.model.model_shape import Block, ModelShape
@@ -249,24 +249,32 @@ def _at_end(run: Run, axes: Axes) -> dict[str, int]:
 
 @lru_cache(maxsize=4096)
 def most_tokens(run: Run, axes: Axes, *, room: int) -> int:
-    """Return the largest tokens_per_microbatch, in steps of 256, whose peak is within `room`
-    bytes; the longest sequence's (or pair's) where no step above it is; 0 when that is not."""
+    """Return the largest tokens_per_microbatch whose peak fits into `room` bytes.
+
+    No more than one update can fill is tried, or than the config asks for: a larger micro-batch
+    would hold the same sequences. Below that, sizes are tried in steps of 256; 0 means that not
+    even the longest sequence (or pair) fits.
+    """
 
     def fits(tokens: int) -> bool:
         return trainer_memory(run, axes, tokens=tokens).total <= room
 
     step = 256
     least = max(least_tokens(run.cfg), axes.cp)
+    filled = useful_tokens(run.cfg, dp_size=axes.dp_size)
+    most = max(least, filled, run.cfg.batch.tokens_per_microbatch)
     if not fits(least):
         return 0
-    low = high = -(-least // step)  # in steps
+    if fits(most):
+        return most
+    low = -(-least // step)
     if not fits(low * step):
         return least
-    while high < 2**14 and fits(2 * high * step):
-        high *= 2
-    low = high
-    high = 2 * high
+    high = -(-most // step)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
+        if fits(middle * step):
+            low = middle
+        else:
+            high = middle
     return low * step
