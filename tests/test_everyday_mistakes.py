@@ -86,7 +86,7 @@ MISTAKES = {
     "--rollout.environment {max_turns: 3}": "rollout.environment.name: is missing; name one of",
     "--engine.kind vllm --engine.options {gpu_memory_util: 0.5}": "That is set by engine.gpu",
     "--model.path HERE/old": "pytorch_model.bin",
-    "--steps 5 --steps 6": "--steps: stands here twice, with 5 and with 6; leave one out",
+    "--steps 5 --steps 6": "--steps: stands here 2 times; leave all but one out",
     "--report.mlflow.uri localhost:5000": "how to reach the server; write http://localhost:5000",
     "--output-dir /proc/run": "/proc/run cannot be written to (its files are the kernel's); set an",
     "--output-dir HERE/rows.jsonl": "cannot be written to (HERE/rows.jsonl is a file); set another",
@@ -126,8 +126,3 @@ def test_what_is_seldom_meant_is_noted_and_not_refused(setting, here, capsys):
     assert status == 0
     assert f"note: {flag[2:].replace('-', '_')}: " in text
     assert SELDOM_MEANT[setting].replace("HERE", str(here)) in text
-
-
-def test_a_flag_that_stands_twice_with_one_value_is_taken(here, capsys):
-    argv = ["--steps", "5", "--steps=5"]
-    assert parse(["--config", f"{here}/run.yaml", *argv]).steps == 5

@@ -1,8 +1,8 @@
 """The configuration: frozen dataclasses, one YAML file, any field overridable by flag.
 
-`fields` has the sections, with every field's unit, default and reason; `read` turns a file and
-flags into a Config, and a Config into YAML. Nothing of ours is imported here, nor torch: `--help`
-answers at once.
+`fields` has the sections, with every field's unit, default and reason. `files` reads a Config from
+YAML and writes it, and `read` reads one from the command line. No other room is imported here but
+errors and run_files, and no torch, so that `--help` answers at once.
 """
 
 from spmdrl.config.data import DataSettings, SourceSettings
@@ -19,6 +19,7 @@ from spmdrl.config.fields import (
     inference_ranks,
     trainer_ranks,
 )
+from spmdrl.config.files import dump, from_tree, load_yaml
 from spmdrl.config.generation import (
     EngineSettings,
     RewardsSettings,
@@ -42,6 +43,5 @@ from spmdrl.config.model import (
     MoeSettings,
     ReferenceSettings,
 )
-from spmdrl.config.read import dump, from_tree, load_yaml
 from spmdrl.config.sampling import NO_PENALTIES, Penalties, SamplingSettings
 from spmdrl.config.tree import flatten

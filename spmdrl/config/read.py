@@ -1,62 +1,76 @@
-"""Reading a config strictly, from a file and flags, and writing it back."""
+"""Reading a config from the command line: `--config FILE` and, by tyro, a flag for each field.
+
+tyro splits the command line and prints the help. What a value may be is the same in a flag as in a
+file.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
-import difflib
 import re
-import shlex
 import typing
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import field, make_dataclass
+from functools import cache, partial
+from operator import attrgetter
+from typing import Annotated, Any, Literal
 
-import yaml
+import docstring_parser
+import tyro
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
 
 from spmdrl.config.fields import Config
-from spmdrl.config.options import shown
-from spmdrl.config.other_frameworks import in_other_frameworks
-from spmdrl.config.ranges import PathForm
+from spmdrl.config.files import as_flow, load_yaml, noted, problem_list
 from spmdrl.config.tree import (
+    bounds_of,
     build,
     convert,
+    fields_of,
     flatten,
-    is_near,
+    hints,
+    is_section,
     kinds,
-    leaves,
     nearest_field,
-    same_name,
     sections,
     settings,
+    type_text,
+    unknown_key,
 )
 from spmdrl.config.yaml_text import plain_data
 from spmdrl.errors import Refusal
-from spmdrl.run_files import CONFIG, read_bytes
 
-_FEW = 8
-_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_ABOUT = """--config FILE names a YAML file to start from, e.g. one of configs/. A flag
+overrides the file; of several files a later one overrides the earlier ones.
+--help SECTION, e.g. model.memory, shows one section; --version prints the
+versions of this program and of its libraries."""
 
 
-def read(argv: list[str], *, prog: str, about: str = "", default: Config | None = None) -> Config:
-    """Read `--config FILE` and command-line overrides; the values are not checked yet.
+def read(
+    argv: list[str], *, prog: str, own: type | None = None, default: Config | None = None
+) -> Config:
+    """Read `--config FILE` and flags; the values are not checked yet.
 
     Of several files a later one overrides the fields of those before it, and a flag those of all.
 
     Args:
         argv: arguments without the program name.
-        prog, about: of the help.
+        prog: for the help.
+        own: a dataclass of further flags, for the help.
         default: what to start from without `--config`.
     Raises: Refusal with every problem listed, one per line; SystemExit(0) after the help.
     """
     paths, rest = take_config_flags(argv)
     cfg = load_yaml(*paths) if paths else default or Config()
     if asked := {"-h", "--help"}.intersection(rest):
-        from spmdrl.config.help import show_help
-
-        show_help(cfg, rest[rest.index(asked.pop()) + 1 :], prog=prog, about=about)
-        raise SystemExit(0)
+        _show_help(cfg, rest[rest.index(asked.pop()) + 1 :], prog=prog, own=own)
     return with_flags(cfg, rest)
 
 
@@ -68,7 +82,7 @@ def refuse(problems: list[str], *, paths: list[str], flags: list[str]) -> None:
     """
     if problems:
         where = " and ".join([*paths, *(["flags"] if flags else [])])
-        raise Refusal(_problem_list(f"config of {where or 'defaults alone'}", problems))
+        raise Refusal(problem_list(f"config of {where or 'defaults alone'}", problems))
 
 
 def take_config_flags(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -81,156 +95,75 @@ def take_config_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     return found.config, rest
 
 
-def _problem_list(where: str, problems: list[str]) -> str:
-    lines = [f"{where}: {len(problems)} problem{'s' * (len(problems) > 1)}"]
-    return "\n".join(lines + [f"  - {problem}" for problem in problems])
+# --------------------------------------------------------------------------- tyro
+
+_REGISTRY = ConstructorRegistry()
 
 
-# --------------------------------------------------------------------------- files
+class _Words(list[str]):
+    """The words after a flag."""
 
 
-def load_yaml(*paths: str | Path) -> Config:
-    """Read YAML files strictly; the fields of a later one override those of the ones before.
-
-    Returns: Config with defaults where the files are silent; not yet validated.
-    Raises: Refusal listing every unknown key of a file (with the nearest known one) and every value
-        of a wrong type.
-    """
-    found: dict[str, Any] = {}
-    for path in map(Path, paths):
-        found |= _fields_of(_tree_of(path), where=f"config file {path}")
-    return build(found)
-
-
-def _tree_of(path: Path) -> dict[str, Any]:
-    if wrong := PathForm().problem(str(path)):
-        raise Refusal(f"config file {shown(str(path))} {wrong}")
-    if path.is_dir():
-        raise Refusal(f"config file {path} is a folder; name a file in it")
-    if not path.exists():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")])
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise Refusal(f"config file {path} does not exist{hint}")
-    tree = plain_data(_text_of(path), file=str(path)) or {}
-    if not isinstance(tree, dict):
-        raise Refusal(f"config file {path}: expected a mapping of fields, got {shown(tree)}")
-    return tree
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return read_bytes(path, CONFIG).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = 1 + error.object.count(b"\n", 0, error.start)
-        raise Refusal(
-            f"config file {path}: line {line}: not UTF-8 text (byte {error.start}: {error.reason})"
-        ) from None
-    except OSError as error:
-        raise Refusal(f"config file {path} cannot be read: {error.strerror}") from None
-
-
-def from_tree(tree: Mapping[str, Any], *, where: str = "config") -> Config:
-    """Return the config of nested mappings, as YAML has them.
-
-    Args:
-        where: they stand, for messages.
-    Raises: as `load_yaml`.
-    """
-    return build(_fields_of(tree, where=where))
-
-
-def _fields_of(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Return {field: value} of nested mappings."""
-    found: dict[str, Any] = {}
-    problems: list[str] = []
-    for name, value in leaves(tree, problems=problems).items():
-        if _is_foreign(name, value):
-            problems += _foreign_problems(name, value)
+@_REGISTRY.struct_rule
+def _section_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+    """Tell tyro the flags of a section."""
+    if info.type not in sections().values():
+        return None
+    fields = []
+    for name, hint in hints(info.type).items():
+        default = getattr(info.default, name)
+        if is_section(hint):
+            fields.append(StructFieldSpec(name=name, type=hint, default=default))
             continue
-        with _noted(problems, name):
-            found[name] = _checked(name, value)
-    if problems:
-        raise Refusal(_problem_list(where, problems))
-    return found
-
-
-def _is_foreign(name: str, value: Any) -> bool:
-    """Return whether a mapping is a section of another program's config: none of ours, nor one of
-    ours with a slip of the pen."""
-    is_ours = name in settings() or name in sections()
-    if is_ours or not isinstance(value, dict) or not value:
-        return False
-    return bool(in_other_frameworks(name)) or not is_near(name)
-
-
-def _foreign_problems(name: str, value: Mapping[Any, Any]) -> list[str]:
-    """Return what each field of another program's section is here, and last those that are nothing
-    here."""
-    problems = []
-    unknown = []
-    for field, _ in _leaves_below(name, value):
-        other = in_other_frameworks(field)
-        near = same_name(field)
-        if other:
-            problems.append(f"{field}: unknown key; {other}")
-        elif near:
-            problems.append(f"{field}: unknown key; that is {near} here")
-        else:
-            unknown.append(field.removeprefix(f"{name}."))
-    if unknown:
-        more = f" and {len(unknown) - _FEW} more" if len(unknown) > _FEW else ""
-        problems.append(
-            f"{name}: is no section here, and nothing here is called "
-            f"{', '.join(unknown[:_FEW])}{more}; leave it out"
+        spec = PrimitiveConstructorSpec[Any](
+            nargs="*",
+            metavar=f"{type_text(hint)} {bounds_of(info.type).get(name, '')}".rstrip(),
+            instance_from_str=_Words,
+            is_instance=lambda value: True,
+            str_from_instance=lambda value: [as_flow(value)],
         )
-    return problems
+        flag = StructFieldSpec(
+            name=name,
+            type=Annotated[hint, spec, tyro.conf.FlagConversionOff],
+            default=default,
+            helptext=partial(_doc, info.type, name),  # read for the help alone
+        )
+        fields.append(flag)
+    return StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
 
 
-def _leaves_below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of what stands in nested mappings."""
-    if not isinstance(value, dict) or not value:
-        yield name, value
-        return
-    for key, own in value.items():
-        yield from _leaves_below(f"{name}.{key}", own)
+@cache
+def _docs(cls: type) -> dict[str, str]:
+    """Return {field: the docstring below it} of a section."""
+    params = docstring_parser.parse_from_object(cls).params
+    return {param.arg_name: " ".join((param.description or "").split()) for param in params}
 
 
-@contextlib.contextmanager
-def _noted(problems: list[str], name: str) -> Iterator[None]:
-    """Put a Refusal among the problems."""
-    try:
-        yield
-    except Refusal as error:
-        problems.append(f"{name if len(name) <= 100 else shown(name)}: {error}")
+def _doc(cls: type, name: str) -> str:
+    return _docs(cls)[name]
 
 
-def _checked(name: str, value: Any) -> Any:
-    if name in sections():
-        own = [field for field in settings() if field.rpartition(".")[0] == name]
-        raise Refusal(f"expected a mapping of fields, got {shown(value)}; known: {', '.join(own)}")
-    if name not in settings():
-        other = in_other_frameworks(name)
-        raise Refusal(f"unknown key{f'; {other}' if other else nearest_field(name)}")
-    return convert(value, settings()[name])
+def _show_help(cfg: Config, words: list[str], *, prog: str, own: type | None) -> None:
+    """Print the help, or that of the section that the first word names, and end.
 
-
-def _flow(value: Any) -> str:
-    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6).strip()
-    return text.removesuffix("\n...")
-
-
-def dump(cfg: Config) -> str:
-    """Return the resolved config as YAML that `load_yaml` reads back to an equal Config."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items()}
-        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-    return yaml.dump(plain(dataclasses.asdict(cfg)), Dumper=_Dumper, sort_keys=False)
-
-
-# --------------------------------------------------------------------------- flags
+    Raises: Refusal for a section that does not exist; SystemExit(0).
+    """
+    asked = words[0].lstrip("-").replace("-", "_") if words else ""
+    if asked not in sections():
+        raise Refusal(f"--help {asked}: no such section{nearest_field(asked)}")
+    shown: Any = attrgetter(asked)(cfg) if asked else cfg
+    fields: list[Any] = [
+        ("config", Annotated[type(shown), tyro.conf.arg(name=asked)], field(default=shown))
+    ]
+    if own and not asked:
+        fields.insert(0, ("own", Annotated[own, tyro.conf.arg(name="")], field(default=own())))
+    tyro.cli(
+        make_dataclass("Settings", fields),
+        prog=prog,
+        description=_ABOUT,
+        args=["--help"],
+        registry=_REGISTRY,
+    )
 
 
 def with_flags(cfg: Config, argv: list[str]) -> Config:
@@ -241,105 +174,97 @@ def with_flags(cfg: Config, argv: list[str]) -> Config:
 
     Raises: Refusal listing every problem.
     """
-    found: dict[str, Any] = {}
-    problems: list[str] = []
-    for flag, words in _split(argv):
-        if not flag:
-            problems.append(_no_flag((words or ["--"])[0]))
-            continue
-        name = flag.replace("-", "_")
-        text = words
-        section, _, own = name.rpartition(".")
-        positive = f"{section}.{own.removeprefix('no_')}".lstrip(".")
-        can_be_false = positive in settings() and bool in kinds(settings()[positive])
-        if name not in settings() and can_be_false and not words:
-            name = positive
-            text = ["false"]
-        with _noted(problems, f"--{name}"):
-            value = _flag_value(name, text)
-            if name in found and found[name] != value:
-                raise Refusal(
-                    f"stands here twice, with {shown(found[name])} and with {shown(value)}; leave "
-                    "one out"
-                )
-            found[name] = value
+    args = [_positive(word) for word in argv]
+    found, others = tyro.cli(
+        Config, args=args, default=cfg, return_unknown_args=True, add_help=False, registry=_REGISTRY
+    )
+    problems = [*_repeated(args), *_no_flags(others)]
+    values = flatten(found)
+    for name, words in values.items():
+        if isinstance(words, _Words):
+            with noted(problems, f"--{name}"):
+                values[name] = _value(words, settings()[name])
     if problems:
-        raise Refusal(_problem_list("flags", problems))
-    return build(flatten(cfg) | found)
+        raise Refusal(problem_list("flags", problems))
+    return build(values)
 
 
-def _split(argv: list[str]) -> list[tuple[str, list[str]]]:
-    """Return flags, each with the words after it; words that are meant for flags and are none come
-    alone, after an empty one."""
-    found: list[tuple[str, list[str]]] = []
-    for word in argv:
-        if word.startswith("--"):
-            flag, is_there, value = word[2:].partition("=")
-            found.append((flag, [value] if is_there else []))
-        elif found and found[-1][0] and not _is_meant_for_a_flag(word):
-            found[-1][1].append(word)
-        elif found and not found[-1][0] and not _is_meant_for_a_flag(word):
-            continue  # the value of a word that is no flag
+def _positive(word: str) -> str:
+    """Return `--data.no-shuffle` as `--data.shuffle=false`; other words stay."""
+    positive = re.sub(r"^--((?:\w+\.)*)no[-_]", r"--\1", word)
+    hint = settings().get(_field(positive))
+    return f"{positive}=false" if positive != word and bool in kinds(hint) else word
+
+
+def _field(flag: str) -> str:
+    """Return the field that a flag names, perhaps with its value."""
+    return flag.lstrip("-").partition("=")[0].replace("-", "_")
+
+
+def _repeated(argv: list[str]) -> Iterator[str]:
+    """Yield flags that stand twice: tyro takes the last one without a word."""
+    counts = Counter(_field(word) for word in argv if word.startswith("--"))
+    for name, count in counts.items():
+        if count > 1 and name in settings():
+            yield f"--{name}: stands here {count} times; leave all but one out"
+
+
+def _no_flags(words: list[str]) -> Iterator[str]:
+    """Yield what is wrong with words that are no flags. The values of an unknown flag follow it."""
+    follows_flag = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if word.startswith("--") and word != "--":
+            follows_flag = True
+            yield f"--{_field(word)}: {_unknown_flag(_field(word))}"
+        elif spelling := _other_spelling(word):
+            follows_flag = True
+            yield spelling
+        elif follows_flag:
+            continue
+        elif equals and re.fullmatch(r"\w+(\.\w+)*", name):
+            yield f"{word}: {_NOT_NAME_VALUE}; {name}: {unknown_key(name)}"
+        elif word.endswith((".yaml", ".yml")):
+            yield f"{word}: expected a flag, --config {word}"
+        elif word.startswith("-"):
+            yield f"{word}: no flag; write a value that begins with a hyphen after =: --FLAG={word}"
         else:
-            found.append(("", [word]))
-    return found
+            yield f"{word}: expected a flag, --SECTION.FIELD VALUE"
 
 
-_DASHES = {
-    "-": "begins with one hyphen",
-    "\u2010": "begins with a hyphen of print (U+2010)",
-    "\u2011": "begins with a hyphen that does not break (U+2011)",
-    "\u2012": "begins with a dash (U+2012)",
-    "\u2013": "begins with an en dash (U+2013), as word processors write two hyphens",
-    "\u2014": "begins with an em dash (U+2014), as word processors write two hyphens",
-    "\u2015": "begins with a bar (U+2015)",
-    "\u2212": "begins with a minus sign (U+2212)",
-}
+def _unknown_flag(name: str) -> str:
+    if name in sections():
+        return f"is a section, whose fields are flags: {' '.join(fields_of(name, start='--'))}"
+    return unknown_key(name)
 
 
-def _is_meant_for_a_flag(word: str) -> bool:
-    """Return whether a word is a flag of ours in another spelling: `-steps`, `steps=3`."""
-    name, has_value = _flag_name(word)
-    return (word[0:1] in _DASHES or has_value) and (name in settings() or name == "config")
+_NOT_NAME_VALUE = "flags are not written NAME=VALUE here but --NAME VALUE"
+_DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
+"""The hyphen, and what word processors and web pages write for it."""
 
 
-def _flag_name(word: str) -> tuple[str, bool]:
-    """Return the field that a word may mean, and whether `=` follows it."""
-    name, equals, _ = word.lstrip("".join(_DASHES) + "+").partition("=")
-    return name.replace("-", "_"), bool(equals)
+def _other_spelling(word: str) -> str:
+    """Return what is wrong with a flag of ours in another spelling, `-steps` or `steps=3`; empty
+    for any other word."""
+    name, equals, value = word.lstrip(f"{_DASHES}+").partition("=")
+    flag = f"--{name.replace('_', '-')} {value}".rstrip()
+    if name.replace("-", "_") not in (*settings(), "config"):
+        return ""
+    if word[0] in _DASHES:
+        dash = f"{unicodedata.name(word[0]).lower()} (U+{ord(word[0]):04X})"
+        return f"{word}: begins with one {dash}; flags begin with two plain hyphens: {flag}"
+    return f"{word}: {_NOT_NAME_VALUE}: {flag}" if equals else ""
 
 
-def _no_flag(word: str) -> str:
-    """Return what is wrong with a word where a flag is expected."""
-    name, has_value = _flag_name(word)
-    start = "--" + name.replace("_", "-")
-    if word[0:1] in _DASHES and word != word[0]:
-        value = f" {word.partition('=')[2]}" if has_value else ""
-        return f"{word}: {_DASHES[word[0]]}; flags begin with two plain hyphens: {start}{value}"
-    if has_value and re.fullmatch(r"\w+(\.\w+)*", name):
-        value = word.partition("=")[2]
-        form = "flags are not written NAME=VALUE here but --NAME VALUE"
-        if name in settings():
-            return f"{word}: {form}: {start} {value}"
-        problem = in_other_frameworks(name) or "unknown key" + nearest_field(name)
-        return f"{word}: {form}; {name}: {problem}"
-    if word.endswith((".yaml", ".yml")):
-        return f"{word}: expected a flag, --config {word}"
-    return f"{word}: expected a flag, --SECTION.FIELD VALUE"
+def _value(words: list[str], hint: Any) -> Any:
+    """Return the value of a field by the words after its flag. Raises: Refusal."""
+    for word in words[1:]:
+        if spelling := _other_spelling(word):
+            raise Refusal(spelling)
+    return convert(_plain(words, hint), hint)
 
 
-def _flag_value(name: str, words: list[str]) -> Any:
-    hint = settings().get(name)
-    value: Any = words
-    if (hint is None or typing.get_origin(hint) is dict) and len(words) == 1:
-        value = plain_data(words[0])
-    if name in sections() and isinstance(value, dict) and value:
-        flags = " ".join(_flag(f"{name}.{key}", own) for key, own in value.items())
-        raise Refusal(f"is a section, whose fields are flags: {flags}")
-    return _checked(name, value) if hint is None else convert(_from_words(words, hint), hint)
-
-
-def _from_words(words: list[str], hint: Any) -> Any:
+def _plain(words: list[str], hint: Any) -> Any:
     """Return words of the command line as YAML would have the value."""
     if bool in kinds(hint) and not words:
         return True
@@ -354,10 +279,3 @@ def _from_words(words: list[str], hint: Any) -> Any:
         raise Refusal(f"expected one value, got {' '.join(words)[:160] or 'none'}{meant}")
     is_text = str in kinds(hint) or typing.get_origin(hint) is Literal
     return words[0] if is_text else plain_data(words[0])
-
-
-def _flag(name: str, value: Any) -> str:
-    """Return a value as a flag, for messages."""
-    words = value if isinstance(value, list) else [value]
-    texts = [w if isinstance(w, str) else _flow(w) for w in words]
-    return " ".join([f"--{name}", *map(shlex.quote, texts)])

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeGuard, Union
 
 from spmdrl.config.fields import Config
 from spmdrl.config.options import checked_text, option_name, option_value, shown
-from spmdrl.config.other_frameworks import value_in_other_frameworks
+from spmdrl.config.other_frameworks import in_other_frameworks, value_in_other_frameworks
 from spmdrl.config.ranges import AddressForm, PathForm, Range
 from spmdrl.errors import Refusal
 
@@ -133,11 +133,22 @@ def leaves(tree: Mapping[Any, Any], prefix: str = "", *, problems: list[str]) ->
     return flat
 
 
+def fields_of(section: str, *, start: str = "") -> list[str]:
+    """Return the dotted names of a section's own fields, each after `start`."""
+    return [f"{start}{name}" for name in settings() if name.rpartition(".")[0] == section]
+
+
 def item_fields(hint: Any) -> type | None:
     """Return the dataclass of a list's items, of a field that may be one; None where they have no
     fields."""
     items = (item for kind in kinds(hint) for item in _items(kind))
     return next((item for item in items if is_section(item)), None)
+
+
+def unknown_key(name: str) -> str:
+    """Return that there is no such field, with the one that is probably meant."""
+    other = in_other_frameworks(name)
+    return f"unknown key; {other}" if other else f"unknown key{nearest_field(name)}"
 
 
 def nearest_field(name: str) -> str:
@@ -256,20 +267,20 @@ def _one_of(value: Any, hints: tuple[Any, ...]) -> Any:
             return checked_text(value) if is_text else option_value(value)
         if typing.get_origin(hint) is Literal and value in typing.get_args(hint):
             return value
-    raise Refusal(f"expected {' or '.join(map(type_text, hints))}, got {shown(value)}")
+    raise Refusal(f"expected {'|'.join(map(type_text, hints))}, got {shown(value)}")
 
 
-_TYPE_TEXTS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_TYPE_NAMES = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 def type_text(hint: Any) -> str:
-    """Return a type for people."""
+    """Return a type as the help and messages show it."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin is Literal:
-        return ", ".join(args)
+        return "|".join(args)
     if len(kinds(hint)) > 1:
-        return " or ".join(map(type_text, args))
+        return "|".join(map(type_text, args))
     if origin is tuple:
-        return f"a list ({type_text(args[0])})"
-    return _TYPE_TEXTS.get(hint, "{name: value, ...}")
+        return f"{type_text(args[0])} ..."
+    return _TYPE_NAMES.get(hint, "{NAME: VALUE}")

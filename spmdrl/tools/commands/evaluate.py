@@ -30,7 +30,6 @@ import tyro
 from spmdrl import config
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, load_yaml
-from spmdrl.config.help import field_docs
 from spmdrl.config.read import read, refuse, take_config_flags
 from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, is_missing_folder
@@ -79,11 +78,9 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
     Raises: Refusal for a model that is none, or a run without its config, or a config
         that does not serve, with every problem listed.
     """
-    own = field_docs(EvaluateFlags).items()
-    about = "".join(f"--{name.replace('_', '-')}\n    {doc}\n" for name, doc in own)
     if not argv or argv[0].startswith("-"):
         if {"-h", "--help"} & set(argv):
-            read(["--help"], prog="python -m spmdrl evaluate MODEL", about=about)
+            read(["--help"], prog="python -m spmdrl evaluate MODEL", own=EvaluateFlags)
         raise Refusal(
             "the first argument is what to evaluate: a model's folder or hub name, a "
             "run's folder, or a checkpoint"
@@ -96,7 +93,7 @@ def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
     asked = read(
         list(rest),
         prog="python -m spmdrl evaluate MODEL",
-        about=about,
+        own=EvaluateFlags,
         default=load_yaml(file) if file else None,
     )
     if file:

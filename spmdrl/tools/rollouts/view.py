@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from spmdrl.config import Config
-from spmdrl.config.read import load_yaml
+from spmdrl.config.files import load_yaml
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.world.own_runs import is_own
