@@ -16,10 +16,7 @@ import signal
 from difflib import get_close_matches
 from pathlib import Path
 
-from spmdrl.errors import say
-from spmdrl.imports import attempt
 from spmdrl.report.versions import version_text
-from spmdrl.world.launch import known_rank
 
 _FOLDER = Path(__file__).parent / "tools" / "commands"
 _COMMANDS = {path.stem: path for path in sorted(_FOLDER.glob("[a-z]*.py"))}
@@ -34,7 +31,7 @@ def main() -> int | None:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
     if name in _COMMANDS:
         sys.argv[:2] = [f"python -m spmdrl {name}"]
-        return _run(name)
+        return importlib.import_module(f"spmdrl.tools.commands.{name}").main()
     if name == "__version":
         print(version_text())
         return 0
@@ -49,18 +46,6 @@ def main() -> int | None:
         + _listed(),
         file=sys.stderr,
     )
-    return 2
-
-
-def _run(name: str) -> int | None:
-    """Return a command's exit status: 2 for what it refuses, which is printed; where several ranks
-    run it, rank 0 prints it."""
-    command = importlib.import_module(f"spmdrl.tools.commands.{name}")
-    status, error = attempt(command.main)
-    if error is None:
-        return status
-    if known_rank() in ("0", "?"):
-        say(f"{name}: {error}", file=sys.stderr)
     return 2
 
 

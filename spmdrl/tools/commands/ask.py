@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,6 +27,7 @@ from spmdrl.data.rows import Messages, ground_truth_of, prompt_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, refusing
+from spmdrl.tools.commands import run_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -218,6 +220,4 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
     return options
 
 
-def main() -> None:
-    """Run from the command line."""
-    tyro.cli(ask, prog="python -m spmdrl ask")
+main = partial(run_command, "ask", ask)

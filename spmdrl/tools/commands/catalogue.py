@@ -12,11 +12,13 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from spmdrl.errors import Refusal
+from spmdrl.tools.commands import run_command
 
 if TYPE_CHECKING:
     from spmdrl.algorithms.registry import Kind
@@ -138,6 +140,4 @@ def catalogue(of: Annotated[Literal["methods", "metrics"], tyro.conf.Positional]
     print(page() if of == "methods" else PAGE.read_text(encoding="utf-8"), end="")
 
 
-def main() -> None:
-    """Run from the command line."""
-    tyro.cli(catalogue, prog="python -m spmdrl catalogue")
+main = partial(run_command, "catalogue", catalogue)

@@ -13,15 +13,16 @@ it, and nothing is wrong; 3: nothing is wrong, and a line was not finished; 1: a
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from spmdrl.errors import Refusal, say
+from spmdrl.tools.commands import run_command
 
 if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
     from spmdrl.check.proved_models import Record
@@ -148,8 +149,4 @@ def _closing(record: Record) -> str:
     return f"proved; engine.kind: {' or '.join(served) or 'none was tried'}"
 
 
-def main() -> int:
-    """Run from the command line; return the exit status."""
-    status = tyro.cli(check, prog="python -m spmdrl check")
-    sys.stdout.flush()
-    return status
+main = partial(run_command, "check", check)

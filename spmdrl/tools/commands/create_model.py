@@ -8,12 +8,14 @@ For demos and tests: what it writes is an ordinary folder that transformers and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from spmdrl.errors import Refusal
+from spmdrl.tools.commands import run_command
 
 if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -257,6 +259,4 @@ def _random_model(
     return model
 
 
-def main() -> None:
-    """Create the model that the command line describes and print its folder."""
-    print(tyro.cli(create_model, prog="python -m spmdrl create_model"))
+main = partial(run_command, "create_model", create_model)

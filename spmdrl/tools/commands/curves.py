@@ -6,17 +6,18 @@ python -m spmdrl curves RUN --metrics reward/mean my/longest
 
 from __future__ import annotations
 
-import sys
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from spmdrl.errors import Refusal, say
-from spmdrl.imports import attempt, refusing
+from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
 from spmdrl.report.curves import Rows, draw, metric_names
 from spmdrl.report.jsonl import read_rows
+from spmdrl.tools.commands import run_command
 
 _OUT = Path("curves.png")
 
@@ -61,8 +62,4 @@ def curves(
     return f"wrote {out}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Draw the runs named on the command line; return the exit status."""
-    text, error = attempt(lambda: tyro.cli(curves, prog="python -m spmdrl curves", args=argv))
-    say(error or text, file=sys.stderr if error else sys.stdout)
-    return 2 if error else 0
+main = partial(run_command, "curves", curves)

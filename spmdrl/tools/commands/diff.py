@@ -8,14 +8,13 @@ for bit, or on two layouts but for rounding; 1 they differ; 2 they cannot be com
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from spmdrl.errors import say
-from spmdrl.imports import attempt
+from spmdrl.tools.commands import run_command
 
 
 def diff(
@@ -23,7 +22,7 @@ def diff(
     second: Annotated[Path, tyro.conf.Positional],
     *,
     rounding: float | None = None,
-) -> tuple[str, bool]:
+) -> tuple[str, int]:
     """Say where two runs begin to differ.
 
     Args:
@@ -31,21 +30,14 @@ def diff(
         second: the same of another.
         rounding: on two layouts, the deviation of a tensor, as a share of its norm, that the order
             of sums explains; by default by model.compute_dtype.
-    Returns: what is to be printed, and whether they are equal.
+    Returns: the text to print, and the exit status: 0 where they are equal, else 1.
     Raises: Refusal for a certificate that is not there, was edited or cut, or of other steps.
     """
     from spmdrl.certificate.lines import read
     from spmdrl.tools.certificates.report import compared
 
     found = compared(read(first), read(second), rounding=rounding)
-    return found.text(), found.are_equal
+    return found.text(), 0 if found.are_equal else 1
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compare the runs named on the command line; return the exit status."""
-    found, error = attempt(lambda: tyro.cli(diff, prog="python -m spmdrl diff", args=argv))
-    if found is None:
-        say(error, file=sys.stderr)
-        return 2
-    say(found[0])
-    return 0 if found[1] else 1
+main = partial(run_command, "diff", diff)

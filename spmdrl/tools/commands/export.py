@@ -15,17 +15,17 @@ themselves, in PEFT's format.
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from spmdrl.config import ModelSettings
-from spmdrl.errors import Refusal, say
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.run_folder import make_folder, remove, rename
-from spmdrl.world.launch import known_rank
+from spmdrl.tools.commands import run_command
 
 if TYPE_CHECKING:
     from spmdrl.checkpoint.manifest import Manifest
@@ -124,8 +124,4 @@ def _moved(made: Path, out: Path) -> Path:
     return out
 
 
-def main() -> None:
-    """Run from the command line; where several ranks do, the first one speaks."""
-    folder = tyro.cli(functools.partial(export, is_shared=True), prog="python -m spmdrl export")
-    if known_rank() in ("0", "?"):
-        say(folder)
+main = partial(run_command, "export", partial(export, is_shared=True))

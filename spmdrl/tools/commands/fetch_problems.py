@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +21,7 @@ import tyro
 from spmdrl.data.row_files import hub_rows
 from spmdrl.errors import Refusal, say
 from spmdrl.run_folder import write_file
+from spmdrl.tools.commands import run_command
 
 ASK = "Please reason step by step, and put your final answer within \\boxed{}."
 """What Qwen and DeepSeek recommend for problems of mathematics."""
@@ -85,6 +87,4 @@ def fetch(
         say(f"{path}: {len(rows)} rows")
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Write the two files of the set named on the command line."""
-    tyro.cli(fetch, prog="python -m spmdrl fetch_problems", args=argv)
+main = partial(run_command, "fetch_problems", fetch)

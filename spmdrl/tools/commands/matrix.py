@@ -6,14 +6,13 @@ python -m spmdrl matrix --feature lora
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
+from functools import partial
 from typing import Literal
 
-import tyro
-
-from spmdrl.errors import Refusal, say
-from spmdrl.imports import attempt, nearest
+from spmdrl.errors import Refusal
+from spmdrl.imports import nearest
+from spmdrl.tools.commands import run_command
 
 
 def matrix(
@@ -49,8 +48,4 @@ def matrix(
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Print the matrix; return the exit status."""
-    text, error = attempt(lambda: tyro.cli(matrix, prog="python -m spmdrl matrix", args=argv))
-    say(error or text, file=sys.stderr if error else sys.stdout)
-    return 2 if error else 0
+main = partial(run_command, "matrix", matrix)

@@ -12,12 +12,13 @@ import contextlib
 import io
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from spmdrl.tools.commands import plan
+from spmdrl.tools.commands import plan, run_command
 
 _EXAMPLE = re.compile(r"```\n\$ (python -m spmdrl plan .*?[^\\]\n)(.*?)```", re.DOTALL)
 
@@ -53,6 +54,4 @@ def renew(pages: Annotated[list[Path], tyro.conf.Positional]) -> None:
         page.write_text(renewed(page.read_text()))
 
 
-def main() -> None:
-    """Run from the command line."""
-    tyro.cli(renew, prog="python -m spmdrl plan_examples")
+main = partial(run_command, "plan_examples", renew)

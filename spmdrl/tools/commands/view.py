@@ -11,15 +11,16 @@ A run records them by rollout.record; see docs/rollouts.md.
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from spmdrl.errors import Refusal, say
-from spmdrl.imports import attempt, refusing
+from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
 from spmdrl.run_folder import write_file
+from spmdrl.tools.commands import run_command
 from spmdrl.tools.rollouts.html import page
 from spmdrl.tools.rollouts.terminal import group_text, groups_text, steps_text
 from spmdrl.tools.rollouts.view import read_groups, summaries
@@ -88,9 +89,4 @@ def view(
     return f"wrote {html}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Show what the command line asks for; return the exit status."""
-    kinds = (Refusal, OSError)
-    text, error = attempt(lambda: tyro.cli(view, prog="python -m spmdrl view", args=argv), kinds)
-    say(error or text, file=sys.stderr if error else sys.stdout)
-    return 2 if error else 0
+main = partial(run_command, "view", view)

@@ -11,16 +11,16 @@ No engine is built and nothing of the run is changed; see docs/what_if.md.
 from __future__ import annotations
 
 import signal
-import sys
 from json import dumps
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from spmdrl.errors import Refusal, described, say
+from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.run_folder import write_file
+from spmdrl.tools.commands import run_command
 
 
 def what_if(
@@ -96,11 +96,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:  # the program
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
     try:
-        say(tyro.cli(what_if, prog="python -m spmdrl what_if", args=argv))
-        return 0
-    except (Refusal, OSError) as error:
-        say(described(error), file=sys.stderr)
-        return 2
+        return run_command("what_if", what_if, argv)
     except Exception as error:
         from spmdrl.world.leaving import ended
 
