@@ -168,7 +168,7 @@ def test_a_schedule_is_refused_where_time_decides_nothing_or_of_this_very_run(tm
     plain = config_of(tmp_path, rollout=dict(schedule=dict(in_flight=False)))
     assert any("time decides nothing" in problem for problem in validate(plain))
     own = config_of(tmp_path, output_dir=str(tmp_path))
-    assert any("of this very output_dir" in problem for problem in validate(own))
+    assert any("is this run's own output_dir" in problem for problem in validate(own))
 
 
 def test_a_move_that_its_replica_did_not_write_down_is_made_by_nobody():

@@ -16,7 +16,7 @@ from policy_runs import batch, changed, config, small_model, update
 from torch import Tensor
 from worlds import another_trainer, with_trainer
 
-from spmdrl.check.model import model_problems
+from spmdrl.check.values import value_problems
 from spmdrl.config import MemorySettings, OptimizerSettings
 from spmdrl.model.tensor_parts import local_part
 from spmdrl.train import adamw as optimizer
@@ -168,6 +168,6 @@ def test_a_resumed_run_repeats_the_bits_and_another_layout_reads_it(tmp_path):
 def test_it_is_refused_with_the_command_where_torchao_is_missing(tmp_path, monkeypatch):
     cfg = config("model", tmp_path, model={"memory": EIGHT})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert any("pip install --no-deps torchao==0.18.0" in p for p in model_problems(cfg))
+    assert any("pip install --no-deps torchao==0.18.0" in p for p in value_problems(cfg))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert not model_problems(cfg)
+    assert not any("torchao" in p for p in value_problems(cfg))

@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM
 from worlds import with_trainer
 
 from spmdrl.algorithms.masked import keep
-from spmdrl.check.epochs import depends_on_distance
-from spmdrl.check.methods import try_functions
+from spmdrl.check.methods import depends_on_distance, try_functions
 from spmdrl.check.settings import validate
 from spmdrl.report.derived import derived
 from spmdrl.train.trained_model import in_epochs

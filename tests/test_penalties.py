@@ -12,8 +12,8 @@ from drawn import finished
 from ranks import run_ranks
 from worlds import in_world, make_engine
 
-from spmdrl.check.sampling import ids_above
 from spmdrl.check.settings import validate
+from spmdrl.check.values import ids_above
 from spmdrl.config import Penalties, dump, load_yaml
 from spmdrl.engine.protocol import Request, Truncation
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy

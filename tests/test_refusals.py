@@ -216,14 +216,14 @@ REFUSED = {
         (dict(replay="elsewhere", every=1), "every: 1 with rollout.record.replay elsewhere")
     ],
     ("rollout.record", "offline in runs/a"): [
-        (dict(replay="runs/a"), "replay: runs/a is of this very output_dir"),
-        (dict(replay="runs/a/rollouts"), "replay: runs/a/rollouts is of this very output_dir"),
+        (dict(replay="runs/a"), "replay: runs/a is this run's own output_dir"),
+        (dict(replay="runs/a/rollouts"), "replay: runs/a/rollouts is this run's own output_dir"),
     ],
     ("rollout.record", "sft"): [(dict(every=1), "every: 1 with algorithm.objective sft")],
     ("report.console", ""): [(dict(table_every=0), "table_every: must be at least 1, got 0")],
     ("rewards.functions", ""): [
         (("model:",), "`model:` names no folder"),
-        (("reasoning_gym:chain_sum",), "grades problems of its own"),
+        (("reasoning_gym:chain_sum",), "grades its own problems"),
     ],
     ("rewards.functions", "remax"): [(("model:x",), "needs the reward of greedy ones")],
     ("rewards.shaping", "short"): [

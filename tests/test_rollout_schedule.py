@@ -6,7 +6,7 @@ import pytest
 from built import examples
 from hypothesis import strategies as st
 
-from spmdrl.check.rollouts import schedule_problems
+from spmdrl.check.values import schedule_problems
 from spmdrl.config import Config, RolloutSettings, ScheduleSettings
 from spmdrl.rollout.staleness import Rules, closing, least_staleness, make_rules, num_to_admit
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from spmdrl.check.model import MAX_RANK
+from spmdrl.check.values import MAX_RANK
 from spmdrl.config import Config
 from spmdrl.engine.vllm_families import check_mixers, model_arguments
 from spmdrl.errors import Refusal

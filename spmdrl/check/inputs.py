@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.algorithms import registry
 from spmdrl.check.fit import refusal
-from spmdrl.check.sampling import ids_above
+from spmdrl.check.values import ids_above
 from spmdrl.checkpoint.restore import resume_problems
 from spmdrl.config import Config, SourceSettings
 from spmdrl.config.data import Split

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from spmdrl.check.epochs import epoch_problems
 from spmdrl.config.data import SPLITS
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated
@@ -17,65 +16,57 @@ if TYPE_CHECKING:
     from spmdrl.algorithms.registry import Kind
 
 
-def method_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with methods and their options, each as `field: what, value seen`."""
-    problems = []
-    rewards = cfg.rewards
-    if rewards.weights and len(rewards.weights) != len(rewards.functions):
-        problems.append(
-            f"rewards.weights: {len(rewards.weights)} weights for "
-            f"{len(rewards.functions)} functions; give one for each, or none, which is 1 each"
+def method_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with methods and their options, each as `field: what, value seen`."""
+    weights = cfg.rewards.weights
+    functions = cfg.rewards.functions
+    if weights and len(weights) != len(functions):
+        yield (
+            f"rewards.weights: {len(weights)} weights for {len(functions)} functions; give one for "
+            "each, or none, which is 1 each"
         )
-    if rewards.weights and not any(rewards.weights):
-        problems.append("rewards.weights: are all 0, so every reward would be 0; give one another")
+    if weights and not any(weights):
+        yield "rewards.weights: are all 0, so every reward would be 0; give one another"
     if cfg.objective.only_loss:
-        return problems
+        return
     if not cfg.objective.samples:
-        return [*problems, *_loss_problems(cfg)]
-    ungraded = [
-        f"data.{split} ({source.path})"
-        for split in SPLITS
-        for source in cfg.data.sources(split)
-        if not cfg.functions_of(source)
-        and not source.is_generated
-        and not cfg.environment_of(source)
-    ]
-    if ungraded:
-        problems.append(
-            f"rewards.functions: is empty and {ungraded[0]} is not a generated task with a grader "
-            "of its own; name at least one reward function"
+        yield from _loss_problems(cfg)
+        return
+    yield from _reward_problems(cfg)
+    yield from _shaping_problems(cfg)
+    if cfg.objective.has_advantages:
+        yield from _advantage_problems(cfg)
+        yield from _coefficient_problems(cfg)
+    else:
+        yield from _loss_problems(cfg)
+    prompts = cfg.batch.prompts_per_step
+    updates = cfg.batch.updates_per_step
+    if prompts % updates:
+        yield (
+            f"batch.updates_per_step: prompts_per_step {prompts} / updates_per_step {updates} = "
+            f"{prompts / updates:g} prompts, not whole; take one of {divisors(prompts)}"
         )
-    problems += [*_reward_problems(cfg), *_shaping_problems(cfg)]
-    problems += _advantage_problems(cfg) if cfg.objective.has_advantages else _loss_problems(cfg)
-    if cfg.batch.prompts_per_step % cfg.batch.updates_per_step:
-        problems.append(
-            f"batch.updates_per_step: prompts_per_step {cfg.batch.prompts_per_step} / "
-            f"updates_per_step {cfg.batch.updates_per_step} = "
-            f"{cfg.batch.prompts_per_step / cfg.batch.updates_per_step:g} prompts, not whole; take "
-            f"one of {divisors(cfg.batch.prompts_per_step)}"
-        )
-    return problems
 
 
-def _advantage_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with the methods of an objective that trains by advantages."""
+def _advantage_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with the methods of an objective that trains by advantages."""
     from spmdrl.algorithms import registry
 
     chosen = cfg.algorithm
-    problems = []
     kinds: tuple[registry.Kind, ...] = ("advantage", "loss", "correction", "kl")
+    problems = []
     for kind in kinds:
         name = getattr(chosen, kind)
         options = getattr(chosen, f"{kind}_options")
         problems += [f"algorithm.{kind}{text}" for text in registry.problems(kind, name, options)]
-    if not problems:
-        problems += [*epoch_problems(cfg), *_critic_problems(cfg)]
-        loss_fn = registry.get("loss", chosen.loss)
-        found = _statistic_problems("loss", loss_fn, chosen.loss_options)
-        problems += [f"algorithm.loss{text}" for text in found]
-    problems += [*_entropy_problems(cfg), *_kl_problems(cfg)]
-    problems += _coefficient_schedule_problems(cfg)
-    return problems
+    yield from problems
+    if problems:
+        return
+    yield from epoch_problems(cfg)
+    yield from _critic_problems(cfg)
+    loss_fn = registry.get("loss", chosen.loss)
+    for text in _statistic_problems("loss", loss_fn, chosen.loss_options):
+        yield f"algorithm.loss{text}"
 
 
 class Tried(Exception):
@@ -141,101 +132,101 @@ def _matched_problems(cfg: Config, loss: Callable) -> Iterator[str]:
         )
 
 
-def _entropy_problems(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with an entropy that is held at a target."""
-    coef = cfg.algorithm.entropy_coef
-    control = cfg.algorithm.entropy_control
-    place = "algorithm.entropy_control"
-    if not (control.target or control.delta):
-        for name, default in (("lower", 0.0), ("upper", 1.0)):
-            if (value := getattr(control, name)) != default:
-                yield f"{place}.{name}: {value} without target and delta; leave it out"
-    elif not (control.target and control.delta):
-        yield (
-            f"{place}.{'delta' if control.target else 'target'}: is missing; an entropy that is "
-            "held at a target takes both target, nats, and delta, the step of the coefficient"
-        )
-    elif not control.lower <= control.upper:
-        yield f"{place}: must be 0 <= lower <= upper, got {control.lower}, {control.upper}"
-    elif not control.lower <= coef <= control.upper:
-        yield (
-            f"{place}: algorithm.entropy_coef starts at {coef}, outside lower, upper "
-            f"[{control.lower}, {control.upper}]"
-        )
-
-
-def _coefficient_schedule_problems(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with a coefficient that follows a schedule."""
+def _coefficient_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with coefficients that follow a schedule, or that hold the entropy or the
+    KL at a target."""
     chosen = cfg.algorithm
-    for name in ("kl", "entropy"):
-        schedule = getattr(chosen, f"{name}_schedule")
+    for name, schedule in (("kl", chosen.kl_schedule), ("entropy", chosen.entropy_schedule)):
         if schedule.end and not schedule.is_on:
             yield (
                 f"algorithm.{name}_schedule.steps: is missing; `end` {schedule.end:g} is reached "
                 "after so many"
             )
-
-
-def _kl_problems(cfg: Config) -> Iterator[str]:
-    """Yield what is wrong with a KL that is held at a target."""
-    control = cfg.algorithm.kl_control
-    place = "algorithm.kl_control"
+    entropy = chosen.entropy_control
+    place = "algorithm.entropy_control"
+    if not (entropy.target or entropy.delta):
+        if entropy.lower:
+            yield f"{place}.lower: {entropy.lower} without target and delta; leave it out"
+        if entropy.upper != 1:
+            yield f"{place}.upper: {entropy.upper} without target and delta; leave it out"
+    elif not (entropy.target and entropy.delta):
+        yield (
+            f"{place}.{'delta' if entropy.target else 'target'}: is missing; an entropy that is "
+            "held at a target takes both target, nats, and delta, the step of the coefficient"
+        )
+    elif not entropy.lower <= entropy.upper:
+        yield f"{place}: must be 0 <= lower <= upper, got {entropy.lower}, {entropy.upper}"
+    elif not entropy.lower <= chosen.entropy_coef <= entropy.upper:
+        yield (
+            f"{place}: algorithm.entropy_coef starts at {chosen.entropy_coef}, outside lower, "
+            f"upper [{entropy.lower}, {entropy.upper}]"
+        )
+    kl = chosen.kl_control
     num_samples = cfg.batch.prompts_per_step * cfg.batch.group_size
-    if not (control.target or control.horizon):
-        return
-    if not (control.target and control.horizon):
+    if bool(kl.target) != bool(kl.horizon):
         yield (
-            f"{place}.{'horizon' if control.target else 'target'}: is missing; a KL that is held "
-            "at a target takes both target, nats per token, and horizon, samples"
+            f"algorithm.kl_control.{'horizon' if kl.target else 'target'}: is missing; a KL that "
+            "is held at a target takes both target, nats per token, and horizon, samples"
         )
-    elif num_samples >= 5 * control.horizon:
+    elif kl.target and num_samples >= 5 * kl.horizon:
         yield (
-            f"{place}.horizon: {control.horizon:g} is too short for {num_samples} samples a step: "
-            f"the coefficient could reach 0; use more than {num_samples / 5:g}"
+            f"algorithm.kl_control.horizon: {kl.horizon:g} is too short for {num_samples} samples "
+            f"a step: the coefficient could reach 0; use more than {num_samples / 5:g}"
         )
 
 
-def _shaping_problems(cfg: Config) -> list[str]:
+def _shaping_problems(cfg: Config) -> Iterator[str]:
     shaping = cfg.rewards.shaping
     most = cfg.sampling.max_response_tokens
-    problems = []
+    place = "rewards.shaping"
     if shaping.overlong_tokens > most:
-        problems.append(
-            f"overlong_tokens: must be at most sampling.max_response_tokens = {most}, got "
+        yield (
+            f"{place}.overlong_tokens: must be at most sampling.max_response_tokens = {most}, got "
             f"{shaping.overlong_tokens}"
         )
     if not shaping.scale:
-        problems.append("scale: must not be 0, which makes all rewards alike, got 0")
+        yield f"{place}.scale: must not be 0, which makes all rewards alike, got 0"
     if not shaping.clamp_low < shaping.clamp_high:
-        problems.append(
-            f"clamp_low: must be below clamp_high = {shaping.clamp_high}, got {shaping.clamp_low}"
+        yield (
+            f"{place}.clamp_low: must be below clamp_high = {shaping.clamp_high}, got "
+            f"{shaping.clamp_low}"
         )
-    return [f"rewards.shaping.{problem}" for problem in problems]
 
 
 def _reward_problems(cfg: Config) -> Iterator[str]:
+    ungraded = [
+        f"data.{split} ({source.path})"
+        for split in SPLITS
+        for source in cfg.data.sources(split)
+        if not (cfg.functions_of(source) or source.is_generated or cfg.environment_of(source))
+    ]
+    if ungraded:
+        yield (
+            f"rewards.functions: is empty and {ungraded[0]} is not a generated task with a grader "
+            "of its own; name at least one reward function"
+        )
     functions = cfg.reward_functions
     sources = cfg.data.all_sources()
     for spec in filter(is_generated, functions):
         options = [source.task_options for source in sources if source.path == spec]
         if not options:
             yield (
-                f"rewards.functions: {spec} grades problems of its own, and data.train is "
+                f"rewards.functions: {spec} grades its own problems, and data.train is "
                 f"{', '.join(cfg.data.paths('train'))}; name it there, or another reward function"
             )
-        elif any(own != options[0] for own in options):
+        elif any(other != options[0] for other in options):
             yield (
                 f"rewards.functions: {spec} would grade sources with different task_options, "
                 f"{' and '.join(map(str, options))}; give these sources reward functions that need "
                 "no options, or leave all rewards empty, so that each source is graded by its own"
             )
-    models = reward_models(functions)
+    models = list(reward_models(functions).values())
     if models and any(source.rewards for source in sources):
         yield (
-            f"rewards.functions: model:{next(iter(models.values()))} scores the rows of all "
-            "sources, and some name rewards of their own; leave one of the two out"
+            f"rewards.functions: model:{models[0]} scores the rows of all sources, and some name "
+            "rewards of their own; leave one of the two out"
         )
-    if "" in models.values():
+    if "" in models:
         yield "rewards.functions: `model:` names no folder; write model:PATH"
 
 
@@ -256,3 +247,48 @@ def _critic_problems(cfg: Config) -> Iterator[str]:
             f"algorithm.advantage: {chosen.advantage} asks for a model that is trained beside the "
             "policy and returns None as its targets; return (advantages, returns)"
         )
+
+
+def epoch_problems(cfg: Config, loss: Callable[..., Any] | None = None) -> Iterator[str]:
+    """Yield that the loss does not allow several epochs over a batch.
+
+    Args:
+        cfg: whose methods exist and take their options.
+        loss: to use instead of the one that it names.
+    """
+    if cfg.batch.epochs == 1 or not cfg.objective.has_advantages:
+        return  # a divergence is right wherever the policy is
+    from spmdrl.algorithms import registry
+
+    chosen = cfg.algorithm
+    loss = loss or registry.get("loss", chosen.loss)
+    if not depends_on_distance(loss, chosen.loss_options):
+        name = getattr(loss, "__name__", chosen.loss)
+        yield (
+            f"batch.epochs: {cfg.batch.epochs} with the loss {name}, whose gradient is the same "
+            "however far the policy has moved since the batch was sampled: from the second epoch "
+            "on it would not be that of the expected reward; take a loss with a ratio such as "
+            "ppo_clip, or epochs 1"
+        )
+
+
+def depends_on_distance(loss: Callable[..., Any], options: Mapping[str, Any]) -> bool:
+    """Return whether a policy loss's gradient changes as the policy leaves the one that sampled.
+
+    It is tried on three tokens whose probability is the old one, and e times and 1/e of it.
+    """
+    import torch
+
+    from spmdrl.algorithms import registry
+
+    gradients = set()
+    for nats in (0.0, -1.0, 1.0):
+        inputs = registry.trial_inputs("loss")
+        inputs |= {name: inputs[name] + nats for name in ("old_logprobs", "rollout_logprobs")}
+        inputs |= registry.call_helper(loss, "statistics", inputs, options)
+        terms, _ = registry.call(loss, inputs, options)
+        (gradient, _) = torch.autograd.grad(
+            terms.sum(), [inputs["logprobs"], inputs["entropy"]], allow_unused=True
+        )
+        gradients.add(() if gradient is None else tuple(gradient.tolist()))
+    return len(gradients) > 1

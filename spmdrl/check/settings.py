@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Iterator
 
 from spmdrl.check.engine_options import engine_option_problems
-from spmdrl.check.keep import keep_problems
 from spmdrl.check.methods import method_problems
-from spmdrl.check.model import model_problems
-from spmdrl.check.notes import notes
-from spmdrl.check.optimizer import optimizer_problems
-from spmdrl.check.ranges import data_problems, range_problems
-from spmdrl.check.rollouts import record_problems, schedule_problems
 from spmdrl.check.rules import rule_problems
-from spmdrl.check.sampling import sampling_problems
+from spmdrl.check.sources import source_problems
+from spmdrl.check.values import range_problems, value_problems
 from spmdrl.config.fields import Config
 from spmdrl.config.read import read, refuse, take_config_flags
+from spmdrl.data.tasks import is_generated
 from spmdrl.errors import Refusal
-from spmdrl.imports import is_missing_folder, missing_folder
+from spmdrl.imports import is_missing_folder, is_same_file, missing_folder
 from spmdrl.report.versions import version_text
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of, rank_problems
@@ -45,8 +42,8 @@ def parse(argv: list[str] | None = None) -> Config:
         problems = validate(cfg) + ([] if cfg.dry_run else missing_models(cfg))
         paths, flags = take_config_flags(argv)
         refuse(problems, paths=paths, flags=flags)
-        if found := notes(cfg):
-            tell_once("\n".join(f"note: {note}" for note in found))
+        if lines := [f"note: {note}" for note in notes(cfg)]:
+            tell_once("\n".join(lines))
     except Refusal as error:
         tell_refused(str(error))
         tell_once(str(error))
@@ -63,17 +60,32 @@ def validate(cfg: Config) -> list[str]:
         return problems
     return [
         *rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind),
-        *data_problems(cfg),
+        *source_problems(cfg),
         *rule_problems(cfg),
         *method_problems(cfg),
-        *model_problems(cfg),
-        *optimizer_problems(cfg),
         *engine_option_problems(cfg),
-        *sampling_problems(cfg),
-        *schedule_problems(cfg),
-        *record_problems(cfg),
-        *keep_problems(cfg),
+        *value_problems(cfg),
     ]
+
+
+def notes(cfg: Config) -> Iterator[str]:
+    """Yield what is allowed and probably a mistake: `field: what, value seen, what to do`."""
+    warmup = cfg.optimizer.warmup_steps
+    if warmup > cfg.steps:
+        reached = cfg.optimizer.lr * cfg.steps / warmup
+        yield (
+            f"optimizer.warmup_steps: {warmup} of steps {cfg.steps}: the learning rate ends at "
+            f"{reached:g} and never comes to optimizer.lr {cfg.optimizer.lr:g}; lower it, or raise "
+            "steps"
+        )
+    for path in cfg.data.paths("eval"):
+        if is_generated(path):  # its held-out problems are others
+            continue
+        if any(path == train or is_same_file(path, train) for train in cfg.data.paths("train")):
+            yield (
+                f"data.eval: {path} is in data.train too: the evaluation asks what was trained on; "
+                "name rows that are held out"
+            )
 
 
 def missing_models(cfg: Config, *, but_policy: bool = False) -> list[str]:
