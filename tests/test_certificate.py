@@ -18,11 +18,12 @@ from policy_runs import config, own_batch, scalars, small_model
 from worlds import another_trainer, with_trainer
 
 from spmdrl.certificate import digests
-from spmdrl.certificate.compare import differences
+from spmdrl.certificate.compare import step_differences
 from spmdrl.certificate.digests import Digester
 from spmdrl.certificate.fingerprint_collector import SECTIONS, FingerprintCollector, packed
 from spmdrl.certificate.fingerprints import _COUNT, _near, deviation
-from spmdrl.certificate.lines import NAME, has_norms, read, sealed
+from spmdrl.certificate.line_form import FORMAT
+from spmdrl.certificate.lines import NAME, has_norms, journal_of, read
 from spmdrl.config import Config, flatten
 from spmdrl.credit import advantages_of
 from spmdrl.model.tensor_parts import Box, narrow
@@ -211,7 +212,7 @@ def _with_plants(trainer: Any) -> dict[str, Any]:
     found = {"plain": plain, "again": _content(another_trainer(trainer))}
     for plant in _PLANTS:
         spoiled = _content(another_trainer(trainer), plant)
-        found[plant] = [str(one) for one in differences(plain, spoiled)]
+        found[plant] = [str(one) for one in step_differences(plain, spoiled)]
     return found
 
 
@@ -225,7 +226,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 def test_each_plant_is_the_first_difference_and_a_repeated_step_has_none(alone):
     _, found = alone
-    assert not list(differences(found["plain"], found["again"]))
+    assert not list(step_differences(found["plain"], found["again"]))
     for plant, says in _PLANTS.items():
         assert found[plant][0].startswith(says), (plant, found[plant][:3])
     assert len(found["late weight"]) == 1
@@ -246,13 +247,13 @@ def test_digests_of_two_ranks_are_those_of_one(mesh, alone):
         for name, row in plain["rollouts"].items():
             assert content["rollouts"][name][0] == row[0], name
         assert content["plan"]["update_ids"] == plain["plan"]["update_ids"]
-        apart = [one for one in differences(plain, content) if one.section != "plan"]
+        apart = [one for one in step_differences(plain, content) if one.section != "plan"]
         assert apart and max(one.deviation for one in apart) < 1e-4, [str(one) for one in apart]
     spoiled = with_trainer(cfg, _content, "weight")[0]
     name = "model.model.layers.1.mlp.up_proj.weight"
     if mesh.get("dp_replicate"):  # one copy of two
         assert f"before/{name}" in spoiled["differing_copies"]
-        first = str(next(differences(plain, spoiled)))
+        first = str(next(step_differences(plain, spoiled)))
         assert first.startswith("copies on several ranks of the second run's weight model.layers.1")
     else:
         assert {n for n in plain["before"] if spoiled["before"][n] != plain["before"][n]} == {name}
@@ -289,11 +290,11 @@ def _steps(*contents: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _write_lines(run: Path, contents: list[Any]) -> None:
-    """Write a certificate of lines that somebody chained, whatever they hold."""
-    lines: list[dict[str, Any]] = []
+    """Write a certificate of lines that somebody sealed, whatever they hold."""
+    (run / NAME).unlink(missing_ok=True)
+    journal = journal_of(run)
     for own in contents:
-        lines.append(sealed(own, previous=lines[-1]["sha256"] if lines else ""))
-    (run / NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        journal.append({"format": FORMAT, **own})
 
 
 def test_lines_that_are_chained_again_are_refused_where_one_is_missing_or_moved(
@@ -342,7 +343,7 @@ ODD: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     (("sequences", "group_size"), 0, "holds 0 as sequences.group_size"),
     (("sequences", "rewards"), "AAAAAAAAAAA=", "sequences holds columns of different lengths"),
     (("losses", "policy/loss"), {}, "holds {} as losses.policy/loss"),
-    (("step",), 10**400, "cannot be read: it: step: the number 1000"),
+    (("step",), 10**400, "line 3: step: the number 1000"),
 )
 
 
@@ -392,13 +393,11 @@ def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path,
     lines = (run / NAME).read_text().splitlines(keepends=True)
     foreign = (other / NAME).read_text().splitlines(keepends=True)[2]
     digest = found["plain"]["rollouts"]["tokens"][0]
-    later = {**json.loads(lines[2]), "format": 1}
     for text, says in {
-        "".join(lines).replace(digest, digest[::-1], 1): "line 2 does not match its own sha256",
-        "".join(lines)[:-40]: "line 4 is cut",
-        "".join(lines[:2] + lines[3:]): "line 3 does not follow the one before it",
-        "".join([*lines[:2], foreign, *lines[3:]]): "line 3 does not follow the one before it",
-        "".join([*lines[:2], json.dumps(later) + "\n"]): "line 3 is of format 1",
+        "".join(lines).replace(digest, digest[::-1], 1): "line 2 does not follow from the lines",
+        "".join(lines)[:-40]: "line 4 breaks off",
+        "".join(lines[:2] + lines[3:]): "line 3 does not follow from the lines",
+        "".join([*lines[:2], foreign, *lines[3:]]): "line 3 does not follow from the lines",
         "".join(lines[:3]): "ends with step 1, and metrics.jsonl has step 2 and more",
         lines[0]: "certifies no step",
     }.items():
@@ -407,6 +406,9 @@ def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path,
             read(run)
         assert diff.main([str(run), str(other)]) == 2
         assert says in capsys.readouterr().err
+    _write_lines(run, [{"step": 0, "made_with": MADE, "format": 1}])
+    with refused("line 1 is of format 1"):
+        read(run)
     assert diff.main([str(tmp_path), str(other)]) == 2
     assert "name the output_dir of a run" in capsys.readouterr().err
 
@@ -414,7 +416,7 @@ def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path,
 @pytest.mark.parametrize(
     "section, name, value, says",
     [
-        ("config", "optimizer.lr", 0.5, "config option optimizer.lr: 1e-06 and 0.5"),
+        ("config", "optimizer.lr", 0.5, "optimizer.lr: 1e-06 and 0.5"),
         ("packages", "torch", "2.12.0", "version of package torch: 2.13.0 and 2.12.0"),
         ("code", "program", "01", "code of program: 00 and 01"),
     ],
@@ -471,7 +473,7 @@ def test_a_line_without_norms_repeats_bits_and_leaves_rounding_to_the_next_with(
     plain, light = found["plain"], _light(found["plain"])
     assert not has_norms(light) and has_norms(plain)
     assert len(json.dumps(light)) < 0.65 * len(json.dumps(plain))
-    assert not list(differences(plain, light))  # as far as both say
+    assert not list(step_differences(plain, light))  # as far as both say
     near = copy.deepcopy(light)
     near["gradients"]["lm_head.weight"] = "00"
     first = _write(tmp_path / "first", light)

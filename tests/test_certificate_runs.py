@@ -144,9 +144,9 @@ def test_what_a_step_lacks_to_be_taken_again_is_named(live, tmp_path):
         plan_ways(certified, cfg, asked=[0, 7])
     config = left / "config.yaml"
     for was, now, says in (
-        ("seed: 0", "seed: 1", "config option seed: 0 and 1"),
-        ("trainer_ranks: 1", "trainer_ranks: 2", "config option layout.trainer_ranks: 1 and 2"),
-        (f"path: {cfg.model.path}", "path: other/model", "config option model.path: "),
+        ("seed: 0", "seed: 1", "seed: 0 there, 1 now"),
+        ("trainer_ranks: 1", "trainer_ranks: 2", "layout.trainer_ranks: 1 there, 2 now"),
+        (f"path: {cfg.model.path}", "path: other/model", "model.path: "),
     ):
         text = config.read_text()
         config.write_text(text.replace(was, now, 1))

@@ -35,6 +35,7 @@ from spmdrl.checkpoint.restore import MAY_CHANGE, _clear, candidate_folders, con
 from spmdrl.checkpoint.save import Saver
 from spmdrl.config import Config, flatten
 from spmdrl.imports import attempt
+from spmdrl.same_run.differences import config_of
 from spmdrl.world.world import World
 
 # ------------------------------------------------------------------ damage
@@ -220,15 +221,15 @@ def test_another_config_or_model_is_refused_on_all_ranks_with_the_difference(tmp
     results = on_ranks(config(tmp_path, world_size=3, trainers=2), _resumed)
     assert results[0] == results[1] == results[2]
     refused, other_model = results[0]
-    assert "seed: 0 in the checkpoint, 7 now" in refused
-    assert "optimizer.beta1: 0.9 in the checkpoint, 0.5 now" in refused
+    assert "seed: 0 there, 7 now" in refused
+    assert "optimizer.beta1: 0.9 there, 0.5 now" in refused
     assert "allow-config-change" in refused
     assert "These may change freely: output_dir, steps, dry_run, layout.*, stream.*" in refused
     assert "model.0.weight has shape (6, 12) there, (6, 16) here" in other_model
 
 
 def test_fields_that_do_not_shape_the_result_may_change():
-    old, base = flatten(Config()), Config()
+    old, base = config_of(Config()), Config()
     free = changed(
         base,
         output_dir="elsewhere",
@@ -240,8 +241,8 @@ def test_fields_that_do_not_shape_the_result_may_change():
     )
     assert config_differences(old, free) == []
     cosine = changed(base, steps=7, optimizer={"schedule": "cosine"})
-    found = config_differences(flatten(changed(cosine, steps=100)), cosine)
-    assert found == ["steps: 100 in the checkpoint, 7 now"], "the schedule depends on the steps"
+    found = config_differences(config_of(changed(cosine, steps=100)), cosine)
+    assert [*map(str, found)] == ["steps: 100 there, 7 now"], "the schedule depends on the steps"
 
 
 def test_the_page_lists_the_fields_that_may_change():
@@ -257,13 +258,13 @@ def test_the_page_lists_the_fields_that_may_change():
 
 
 def test_fields_that_came_or_went_since_the_checkpoint_are_compared_with_defaults():
-    old = flatten(Config())
+    old = config_of(Config())
     del old["seed"]
     assert config_differences(old, Config()) == []
-    assert config_differences(old, Config(seed=1)) == ["seed: 0 in the checkpoint, 1 now"]
-    assert config_differences(old | {"gone": 3}, Config()) == [
-        "gone: 3 in the checkpoint, 'unknown' now"
-    ]
+    (seed,) = config_differences(old, Config(seed=1))
+    assert str(seed) == "seed: 0 there, 1 now"
+    (gone,) = config_differences(old | {"gone": 3}, Config())
+    assert str(gone) == "gone: 3 there, 'none' now"
 
 
 # ------------------------------------------------------------------ what is in a folder

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from spmdrl.certificate.made_with import device_name
 from spmdrl.checkpoint.state import rng_state, set_rng_state
 from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.provenance import describe_environment
+from spmdrl.same_run.made_of import device_name
 from spmdrl.sync.negotiation import _link
 from spmdrl.world.machine.live_bytes import free_bytes, peak_bytes
 

@@ -3,7 +3,6 @@ and what cannot be made again is refused by name."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +16,15 @@ from timed_runs import TimedRuns, decisions_of, rollouts_of
 from spmdrl import imports
 from spmdrl.check.settings import validate
 from spmdrl.config import Config
+from spmdrl.journal import Journal
 from spmdrl.rollout.book import Book, OwnBook
 from spmdrl.rollout.decision_log import (
-    Writer,
     agreeing,
     check_schedule,
-    digest_of,
     facts,
+    journal_of,
     read_lines,
+    row_of,
 )
 from spmdrl.rollout.decisions import Decisions
 
@@ -97,8 +97,21 @@ def recorded(folder: Path, cfg: Config) -> Path:
     for version in range(cfg.steps):
         for last in (version, min(version + cfg.lag, cfg.steps - 1)):
             lines += [["fill", version, last], ["end", 0]]
-    Writer(folder / "schedule" / FILE, lines)
+    write(folder, lines)
     return folder / "schedule" / FILE
+
+
+def journal(folder: Path) -> Journal:
+    return journal_of(folder / "schedule", replica=0, replicas=1)
+
+
+def write(folder: Path, lines: list[list[Any]]) -> None:
+    """Write a file of decisions, in place of one that is there."""
+    (folder / "schedule").mkdir(exist_ok=True)
+    (folder / "schedule" / FILE).unlink(missing_ok=True)
+    file = journal(folder)
+    for line in lines:
+        file.append(row_of(line))
 
 
 def config_of(folder: Path, **changes) -> Config:
@@ -136,14 +149,14 @@ def test_decisions_of_another_run_are_refused_by_what_differs(tmp_path):
             check_schedule(config_of(tmp_path, **changes))
     with open(tmp_path / "model" / "model.safetensors", "ab") as file:
         file.write(b"9")
-    with refused("model: '"):
+    with refused("model's files: '"):
         check_schedule(config_of(tmp_path))
 
 
 def test_decisions_of_another_version_are_refused(tmp_path, monkeypatch):
     recorded(tmp_path, config_of(tmp_path))
     monkeypatch.setattr(imports, "__version__", "9.9")
-    with refused("version of spmdrl: '0.1.0' there, '9.9' now"):
+    with refused("version of package spmdrl: '0.1.0' there, '9.9' now"):
         check_schedule(config_of(tmp_path))
 
 
@@ -179,17 +192,17 @@ def test_a_move_that_its_replica_did_not_write_down_is_made_by_nobody():
     assert agreeing([own, other]) == [own, other]
 
 
-def test_a_line_that_breaks_off_is_left_out_and_lines_are_appended_behind_the_others(tmp_path):
+def test_a_line_that_breaks_off_is_left_out_and_lines_are_appended_after_the_others(tmp_path):
+    write(tmp_path, [["fill", 0, 0], ["end", 3]])
     path = tmp_path / "schedule" / FILE
-    Writer(path, [["fill", 0, 0]]).write(["end", 3])
-    text = path.read_text()
-    path.write_text(f'{text}["fill",1')
-    lines, wrong = read_lines(path)
+    with open(path, "a") as file:
+        file.write('{"fill": [1')
+    lines, wrong = read_lines(journal(tmp_path))
     assert lines == [["fill", 0, 0], ["end", 3]] and wrong.endswith("line 3 breaks off")
-    Writer(path, lines).write(["fill", 1, 1])
-    assert read_lines(path) == ([*lines, ["fill", 1, 1]], "")
-    first = json.dumps(lines[0], separators=(",", ":"))
-    assert text.startswith(f"{first}\t{digest_of('', first)}\n")
+    again = journal(tmp_path)
+    again.keep(lambda row: True)
+    again.append(row_of(["fill", 1, 1]))
+    assert read_lines(journal(tmp_path)) == ([*lines, ["fill", 1, 1]], "")
 
 
 def test_a_dry_run_and_a_run_refuse_alike(timed, tmp_path):
@@ -208,12 +221,12 @@ def test_a_resumed_run_that_comes_to_other_numbers_is_not_kept_from_going_on(tmp
     recorded(tmp_path, cfg)
     tokens = cfg.batch.tokens_per_microbatch
     world: Any = SimpleNamespace(replica=0, num_replicas=1, tokens_per_microbatch=tokens)
-    lines, _ = read_lines(tmp_path / "schedule" / FILE)
+    lines, _ = read_lines(journal(tmp_path))
     lines[2:2] = [["closed", 0, {"train-0": "another"}]]
     practice: Any = None  # no moves are made
     begin: Any = dict(version=0, book=OwnBook(Book(), practice), last=0)
 
-    Writer(tmp_path / "schedule" / FILE, lines)
+    write(tmp_path, lines)
     other = Decisions()
     other.start(cfg, world, version=0)
     other.begin("fill", **begin)
@@ -223,11 +236,11 @@ def test_a_resumed_run_that_comes_to_other_numbers_is_not_kept_from_going_on(tmp
 
     astray = Decisions()
     astray.start(cfg, world, version=0)
-    with pytest.raises(RuntimeError, match="start again: the next start decides anew"):
+    with pytest.raises(RuntimeError, match="start again: the next start decides again"):
         astray.begin("fill", **begin | dict(last=1))
     once_more = Decisions()
     once_more.start(cfg, world, version=0)
     once_more.begin("fill", **begin | dict(last=1))
     once_more.end()
     kept = [["fill", 0, 1], ["end", 0]]
-    assert read_lines(tmp_path / "schedule" / FILE)[0][1:] == kept
+    assert read_lines(journal(tmp_path))[0][1:] == kept

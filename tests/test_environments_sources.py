@@ -17,7 +17,6 @@ from ranks import run_ranks
 from spmdrl import config
 from spmdrl.check.inputs import input_problems
 from spmdrl.check.settings import validate
-from spmdrl.checkpoint.manifest import plain
 from spmdrl.checkpoint.restore import config_differences
 from spmdrl.config import Config
 from spmdrl.data.tokenizer import read_tokenizer
@@ -26,6 +25,7 @@ from spmdrl.environments.tool_calls import hermes
 from spmdrl.rollout.episode import Draw, Episode, Group, Trajectory
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.recordings import find_recorded, read_table
+from spmdrl.same_run.differences import config_of
 from spmdrl.tools.commands.evaluate import evaluation_config
 from spmdrl.tools.foreign_code import named_code
 from spmdrl.types import Prompt
@@ -70,11 +70,11 @@ def test_a_source_is_silent_names_its_own_or_has_none(tmp_path):
 
 def test_another_environment_of_a_source_makes_it_another_config():
     cfg = tree_of("a.jsonl", GAME)
-    saved = plain(config.flatten(cfg))
+    saved = config_of(cfg)
     assert config_differences(saved, cfg) == []
     saved["data.train"][1]["environment"] = {}
     (line,) = config_differences(saved, cfg)
-    assert line.startswith("data.train: ") and "guess_number" in line
+    assert line.name == "data.train" and "guess_number" in str(line)
 
 
 PENALTY = {"sampling": {"presence_penalty": 0.5}}

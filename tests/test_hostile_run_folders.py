@@ -20,7 +20,8 @@ from test_rollout_record import config_of, group_of, record, record_groups
 
 from spmdrl import run_files
 from spmdrl.certificate.fingerprint_collector import SECTIONS
-from spmdrl.certificate.lines import NAME, Certified, read, sealed
+from spmdrl.certificate.line_form import FORMAT
+from spmdrl.certificate.lines import NAME, Certified, journal_of, read
 from spmdrl.checkpoint import manifest
 from spmdrl.checkpoint.manifest import read_manifest, write_manifest
 from spmdrl.config import Config, dump, flatten
@@ -99,12 +100,10 @@ def test_chained_certificates_of_odd_values_are_refused_or_compared(tmp_path):
 
     def write(run: Path, contents: list[Any]) -> Path:
         run.mkdir(exist_ok=True)
-        previous, texts = "", []
+        (run / NAME).unlink(missing_ok=True)
+        journal = journal_of(run)
         for own in contents:
-            line = sealed(own, previous=previous)
-            previous = line["sha256"]
-            texts.append(json.dumps(line) + "\n")
-        (run / NAME).write_text("".join(texts))
+            journal.append({"format": FORMAT, **own})
         return run
 
     good, odd = write(tmp_path / "good", lines), tmp_path / "odd"
@@ -283,24 +282,24 @@ def test_a_far_step_of_a_name_takes_no_memory(tmp_path):
 
 def test_decisions_that_are_chained_again_are_refused_or_read(tmp_path):
     lines: list[Any] = [
-        ["run", {"versions": {"torch": "2"}, "settings": {"seed": 0}}],
-        ["fill", 0, 1],
-        ["came", 3, [1, "k"], {"k": ["error", "no"]}],
-        ["book", 4, 1, [0, 0, 1, 2, [1], []]],
-        ["end", 5],
-        ["closed", 0, {"0": "00"}],
+        {"run": [{"packages": {"torch": "2"}, "config": {"seed": 0}}]},
+        {"fill": [0, 1]},
+        {"came": [3, [1, "k"], {"k": ["error", "no"]}]},
+        {"book": [4, 1, [0, 0, 1, 2, [1], []]]},
+        {"end": [5]},
+        {"closed": [0, {"0": "00"}]},
     ]
-    path, before = tmp_path / "replica_0_of_1.jsonl", ""
     for content in [lines, *_mutants(lines, count=300, seed=4)]:
-        before, texts = "", []
-        for line in content:
-            text = json.dumps(line)
-            before = decision_log.digest_of(before, text)
-            texts.append(f"{text}\t{before}\n")
-        path.write_text("".join(texts))
-        found, wrong = decision_log.read_lines(path)
-        assert wrong or len(found) == len(content)
-        decision_log.made_of([found], replica=0, version=0)
+        journal = decision_log.journal_of(tmp_path, replica=0, replicas=1)
+        journal.path.unlink(missing_ok=True)
+        rows = [row for row in content if isinstance(row, dict) and row]
+        for row in rows:
+            journal.append(row)
+        if not rows:
+            continue
+        found, wrong = decision_log.read_lines(journal)
+        assert wrong or len(found) == len(rows)
+        decision_log.decided([found], replica=0, version=0)
         decision_log.agreeing([found])
 
 

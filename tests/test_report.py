@@ -17,13 +17,13 @@ from built import changed
 from ranks import run_ranks
 from report_world import SmallWorld, config, record_steps, reporting
 
-from spmdrl.certificate.made_with import made_with
 from spmdrl.config import load_yaml
+from spmdrl.journal import Journal, read_rows
 from spmdrl.report import glossary
 from spmdrl.report.curves import series
 from spmdrl.report.glossary import GLOSSARY, values_of, with_aliases
-from spmdrl.report.jsonl import JsonLines, read_rows
 from spmdrl.report.report import Report
+from spmdrl.same_run.made_of import made_of
 from spmdrl.tools.commands.curves import main as curves
 from spmdrl.types import add_sums
 
@@ -201,7 +201,7 @@ def test_numbers_that_are_not_finite_leave_valid_json(tmp_path):
 
 
 def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path, caplog):
-    file = JsonLines(tmp_path / "full" / "metrics.jsonl")  # no folder: every write fails
+    file = Journal(tmp_path / "full" / "metrics.jsonl")  # no folder: every write fails
     file.append({"step": 0})
     file.append({"step": 1})
     assert [r.levelname for r in caplog.records] == ["ERROR"]
@@ -259,7 +259,7 @@ def test_the_started_program_and_what_it_uses_are_recorded_whatever_their_names(
     assert kept.read_text() == (work / "mine/my_train.py").read_text()
 
     def certified() -> dict[str, str]:
-        return made_with(cfg, SimpleNamespace(device=torch.device("cpu")))["code"]
+        return made_of(cfg, SimpleNamespace(device=torch.device("cpu")))["code"]
 
     first = certified()
     assert code.items() <= first.items() and "spmdrl/types.py" in first

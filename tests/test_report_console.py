@@ -9,8 +9,8 @@ from built import changed
 from report_world import config, record_steps, reporting
 
 from spmdrl.config import ConsoleSettings
+from spmdrl.journal import read_rows
 from spmdrl.report import console
-from spmdrl.report.jsonl import read_rows
 
 
 def test_time_left_is_steps_left_times_the_mean_of_recent_steps():

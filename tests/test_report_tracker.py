@@ -19,8 +19,8 @@ from ranks import free_port
 from report_world import FreeWatch, config, record_steps, reporting
 
 from spmdrl.config import MlflowSettings, flatten
+from spmdrl.journal import read_rows
 from spmdrl.report import tracker
-from spmdrl.report.jsonl import read_rows
 from spmdrl.report.mlflow_tracker import MlflowTracker
 from spmdrl.report.tracker import MetricsRow, TrackerThread
 

@@ -31,6 +31,7 @@ from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.recorder import Recorder, digest_line
 from spmdrl.rollout.recordings import find_recorded, ranges, read_header, read_rollouts, read_table
 from spmdrl.rollout.replay_source import ReplaySource, check_recorded
+from spmdrl.same_run.differences import config_of as config_of_run
 from spmdrl.tools.commands import view as viewer
 from spmdrl.types import Prompt, Rollouts, Scalars
 from spmdrl.workers.pool import RewardResult
@@ -208,13 +209,12 @@ def test_a_replay_needs_no_engine_and_its_schedule_does_nothing():
     cfg = replay_config(Path("runs/b"), Path("runs/a"), lag=1)
     cfg = changed(cfg, rollout=dict(schedule=dict(in_flight=True, dynamic=4)))
     assert validate(cfg) == []
-    saved = config.flatten(cfg) | {"rollout.record.replay": "runs/other"}
-    assert config_differences(saved, cfg) == [
-        "rollout.record.replay: 'runs/other' in the checkpoint, 'runs/a' now"
-    ]
+    saved = config_of_run(cfg) | {"rollout.record.replay": "runs/other"}
+    (line,) = config_differences(saved, cfg)
+    assert str(line) == "rollout.record.replay: 'runs/other' there, 'runs/a' now"
     silent = dataclasses.replace(cfg, rollout=config.RolloutSettings())
     recording = changed(silent, rollout=dict(record=dict(every=3)))
-    assert config_differences(config.flatten(recording), silent) == []
+    assert config_differences(config_of_run(recording), silent) == []
 
 
 # --------------------------------------------------------------------------- replays
@@ -328,7 +328,8 @@ def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
         assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]], name
     assert not (again / "rollouts").exists()
     header = read_header(find_recorded(live).files_of(2)[0])
-    assert header["step"] == 2 and header["lag"] == 1 and header["model"] == str(model)
+    assert header["step"] == 2 and header["config"]["lag"] == 1
+    assert header["config"]["model.path"] == str(model)
 
 
 def test_damage_to_a_recorded_file_is_seen(tmp_path):

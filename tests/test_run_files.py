@@ -15,7 +15,7 @@ from spmdrl.certificate import lines as certificate
 from spmdrl.checkpoint import manifest
 from spmdrl.config import load_yaml
 from spmdrl.errors import printable
-from spmdrl.report.jsonl import JsonLines, read_rows
+from spmdrl.journal import Journal, read_rows
 from spmdrl.rollout import decision_log
 from spmdrl.tools.commands import curves, diff, view
 from spmdrl.tools.plan.run import read_measured
@@ -55,12 +55,17 @@ def test_what_is_no_regular_file_of_a_size_is_refused_by_every_reader(make, tmp_
             read(path)
 
     read_at("m/metrics.jsonl", read_rows)
-    read_at("k/metrics.jsonl", lambda path: JsonLines(path).rows())
+    read_at("k/metrics.jsonl", lambda path: Journal(path).rows())
     read_at("c/certificate.jsonl", lambda path: certificate.read(path.parent))
     read_at("s/step_1/manifest.json", lambda path: manifest.read_manifest(path.parent))
     read_at("rng_0.pt", manifest.load_plain)
     read_at("p/.metadata", lambda path: manifest.TensorReader(path.parent).read_metadata())
-    read_at("replica_0_of_1.jsonl", decision_log.read_lines)
+    read_at(
+        "replica_0_of_1.jsonl",
+        lambda path: decision_log.read_lines(
+            decision_log.journal_of(path.parent, replica=0, replicas=1)
+        ),
+    )
     read_at("rates.json", lambda path: read_measured(str(path)))
     if make is not _folder:
         read_at("config.yaml", load_yaml)
@@ -113,10 +118,10 @@ def test_metrics_are_numbers_and_what_is_kept_of_them_is_bounded(tmp_path, monke
             read_rows(path)
         assert curves.main([str(tmp_path)]) == 2
     path.write_text('{"step": 0}\n' * 100)
-    monkeypatch.setattr("spmdrl.report.jsonl._MOST_BYTES", 10**4)
+    monkeypatch.setattr("spmdrl.journal._MOST_BYTES", 10**4)
     with refused(f"{path}: line 30: the rows up to here take more than"):
         read_rows(path)
-    newest = JsonLines(path, holds_texts=True).rows(newest=3)
+    newest = Journal(path).rows(newest=3, holds_texts=True)
     assert len(newest) == 3
 
 

@@ -13,9 +13,9 @@ import pytest
 from spmdrl.check.dry_run import problems
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.config import Config
-from spmdrl.report.jsonl import JsonLines
+from spmdrl.journal import Journal
 from spmdrl.report.provenance import save_environment
-from spmdrl.rollout.decision_log import Writer
+from spmdrl.rollout.decision_log import journal_of
 from spmdrl.run_folder import (
     FILES,
     FOLDERS,
@@ -143,9 +143,9 @@ def test_writers_follow_no_link_that_came_after_the_start(out, elsewhere) -> Non
     with pytest.raises(OSError, match=r"logs is a link to .*, no folder"):
         save_environment(Config(), folder=out, attempt_folder=out / "logs")
     with pytest.raises(OSError, match=r"schedule is a link"):
-        Writer(out / "schedule/file", [])
+        journal_of(out / "schedule", replica=0, replicas=1).append({})
     assert "flight is a link" in leave_record(out / "flight", rank=0)
-    file = JsonLines(out / "metrics.jsonl")
+    file = Journal(out / "metrics.jsonl")
     file.append({"step": 1})  # kept in memory
     assert content(elsewhere) == before
     (out / "metrics.jsonl").unlink()

@@ -19,13 +19,14 @@ import spmdrl.checkpoint.manifest as disk
 import train as program
 from spmdrl.check import dry_run, inputs
 from spmdrl.check.inputs import check_inputs
-from spmdrl.config import Config, flatten
+from spmdrl.config import Config
 from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.imports import in_child
 from spmdrl.rewards.columns import function_problems, row_kinds
 from spmdrl.rollout import make_source
+from spmdrl.same_run.differences import config_of
 from spmdrl.workers.environment_jobs import check_environment
 from spmdrl.world.world import World
 
@@ -90,11 +91,7 @@ ODD: dict[str, tuple[list[Any], dict, str]] = {
         dict(data=dict(eval=[*PLAIN, {"prompt": 3}])),
         "eval.jsonl:81: column 'prompt': expected text",
     ),
-    "another config than that of a checkpoint": (
-        PLAIN,
-        dict(seed=3),
-        "seed: 0 in the checkpoint, 3 now",
-    ),
+    "another config than that of a checkpoint": (PLAIN, dict(seed=3), "seed: 0 there, 3 now"),
     "supervised rows without a response": (
         with_row(56, {"prompt": "a"}),
         dict(algorithm=dict(objective="sft"), layout=dict(placement="offline")),
@@ -129,7 +126,7 @@ def base(tiny_model, tmp_path_factory) -> Config:
     )
     step = disk.step_folder(disk.checkpoints_folder(cfg.output_dir), 5)
     step.mkdir(parents=True)
-    own = disk.plain(flatten(cfg))
+    own = config_of(cfg)
     disk.write_manifest(step, disk.Manifest(5, own, "m", "m", (), {}))
     return cfg
 

@@ -20,12 +20,12 @@ from spmdrl.algorithms import registry
 from spmdrl.check import dry_run
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import already_finished
-from spmdrl.config import flatten
 from spmdrl.data.templates import render
 from spmdrl.data.tokenizer import read_tokenizer
 from spmdrl.errors import RAISED, Refusal, described
 from spmdrl.imports import attempt, construct, import_file, import_object, is_missing_folder
 from spmdrl.report.derived import derived
+from spmdrl.same_run.differences import config_of
 from spmdrl.tools.commands.ask import ask
 from spmdrl.tools.commands.create_model import create_model
 from spmdrl.tools.proof.ranks import launch_env
@@ -322,7 +322,7 @@ def test_only_a_whole_checkpoint_of_the_same_run_counts_as_finished(tmp_path, gr
     folder = disk.step_folder(disk.checkpoints_folder(tmp_path), 5)
     folder.mkdir(parents=True)
     assert not already_finished(cfg, world)  # no manifest
-    settings = disk.plain(flatten(cfg))
+    settings = config_of(cfg)
     own = disk.Manifest(
         step=5, config=settings, model="m", tokenizer="m", rollout_ranks=(), files={}
     )

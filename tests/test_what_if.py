@@ -248,7 +248,7 @@ def test_steps_that_cannot_be_looked_at_are_refused_with_those_that_can(made, tm
     text = (run_folder / "config.yaml").read_text()
     changed = re.sub(r"^seed: 0$", "seed: 1", text, flags=re.M)
     (run_folder / "config.yaml").write_text(changed)
-    with refused("is not of this run: its seed is 0", "is 1"):
+    with refused("is not of this run", "seed: 0 there, 1 now"):
         chosen_steps(open_run(run_folder), [0])
     (run_folder / "config.yaml").write_text(text.replace(str(made / "model"), str(made / "gone")))
     with refused("no recorded step has a checkpoint right before it", "checkpoint.every_steps"):
@@ -265,7 +265,7 @@ def test_a_checkpoint_of_another_config_is_refused_with_the_difference(made, tmp
     shutil.copytree(made / "grpo", run_folder)
     file = run_folder / "config.yaml"
     file.write_text(file.read_text().replace("kl_coef: 0.1", "kl_coef: 0.2"))
-    with refused("written under another config", "algorithm.kl_coef: 0.1 in the checkpoint, 0.2"):
+    with refused("written under another config", "algorithm.kl_coef: 0.1 there, 0.2"):
         chosen_steps(open_run(run_folder), [1])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,8 @@ from spmdrl.certificate.fingerprint_collector import SECTIONS
 from spmdrl.certificate.fingerprints import deviation, digest_of
 from spmdrl.certificate.lines import Line
 from spmdrl.certificate.places import SequencePlace, place
-from spmdrl.checkpoint.restore import shapes_result
+from spmdrl.checkpoint.restore import may_change
+from spmdrl.same_run.differences import Difference, is_among
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 """Up to which deviation two layouts count as equal, by model.compute_dtype: as far apart as the
@@ -30,8 +31,8 @@ _PLACED = ("microbatches", "tokens_per_microbatch")
 
 
 @dataclass(frozen=True)
-class Difference:
-    """One thing in which two runs differ."""
+class NumberDifference:
+    """A number, or many, in which a step of two runs differs."""
 
     what: str
     """For people: `gradient of lm_head.weight`."""
@@ -54,43 +55,30 @@ class Difference:
         return f"{what}: {self.deviation:.1e} of its norm apart"
 
 
-def made_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Return in what two runs are made otherwise: config, then packages, code, machine."""
-    found = []
-    words = {
-        "config": "config option",
-        "packages": "version of package",
-        "code": "code of",
-        "machine": "machine's",
-    }
-    for section, word in words.items():
-        for name in sorted(a[section].keys() | b[section].keys()):
-            pair = tuple(part[section].get(name, "none") for part in (a, b))
-            if pair[0] != pair[1]:
-                found.append(Difference(f"{word} {name}", section, name, values=pair))
-    return found
-
-
 def shapes(one: Difference, *, schedule: str) -> bool:
-    """Return whether what runs are made with shapes their result, by more than rounding."""
+    """Return whether what two runs are made of changes their result, by more than rounding.
+
+    Args:
+        schedule: optimizer.schedule of the runs.
+    """
     if one.section == "config":
-        return shapes_result(one.name, schedule=schedule)
+        return not is_among(one.name, may_change(schedule))
     return one.section != "machine"
 
 
 def rounds(one: Difference) -> bool:
     """Return whether it changes the order of sums, or the kernels that add up, and no more."""
-    return one.section == "machine" or one.name.startswith(_ROUNDS)
+    return one.section == "machine" or is_among(one.name, _ROUNDS)
 
 
-def differences(a: Line, b: Line) -> Iterator[Difference]:
+def step_differences(a: Line, b: Line) -> Iterator[NumberDifference]:
     """Yield in what two certified steps differ, in the order in which the one follows from the
     other."""
     for which, line in (("first", a), ("second", b)):
         for name in line.get("differing_copies", ()):
             section, _, own = name.partition("/")
             what = f"copies on several ranks of the {which} run's {_said(section, own)}"
-            yield Difference(what, section, own)
+            yield NumberDifference(what, section, own)
     for section in SECTIONS:
         one = a[section]
         other = b[section]
@@ -108,20 +96,20 @@ def _are_alike(one: Any, other: Any) -> bool:
     return one == other
 
 
-def _difference(section: str, name: str, one: Any, other: Any) -> Difference:
+def _difference(section: str, name: str, one: Any, other: Any) -> NumberDifference:
     what = _said(section, name)
     if isinstance(one, (list, str)) and isinstance(other, (list, str)):
-        return Difference(what, section, name, deviation(one, other))
+        return NumberDifference(what, section, name, deviation(one, other))
     if isinstance(one, float) and isinstance(other, float):
         # A loss may be 0 but for rounding: its terms are of the size of an advantage.
         apart = abs(one - other) / max(abs(one), abs(other), 1.0)
-        return Difference(what, section, name, apart, (one, other))
+        return NumberDifference(what, section, name, apart, (one, other))
     if one is None or other is None:
-        return Difference(f"{what}, which one of them has alone", section, name)
-    return Difference(what, section, name)
+        return NumberDifference(f"{what}, which one of them has alone", section, name)
+    return NumberDifference(what, section, name)
 
 
-def is_rounding(one: Difference, *, tolerance: float) -> bool:
+def is_rounding(one: NumberDifference, *, tolerance: float) -> bool:
     """Return whether another layout explains a difference: by another order of sums, or since it
     is of the layout itself."""
     if one.section in ("before", "plan"):  # of what was before, the `after` says how far apart

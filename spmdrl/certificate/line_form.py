@@ -14,6 +14,8 @@ from typing import Any
 from spmdrl.certificate.fingerprint_collector import SECTIONS
 from spmdrl.certificate.fingerprints import SKETCHES
 
+Line = dict[str, Any]
+FORMAT = 3
 _MADE = ("config", "packages", "code", "machine")
 _SEQUENCE_BYTES = {"tokens": 8, "rollout_logprobs": 8, "advantages": 8, "rewards": 8}
 """{column of `sequences`: bytes of each sequence}."""
@@ -21,15 +23,18 @@ _ID_BYTES = {"groups": 4, "samples": 4}
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def problem_of(line: Mapping[str, Any]) -> str:
+def problem_of(line: Line) -> str:
     """Return what is wrong with a line, with the field; empty for nothing."""
+    if line.get("format") != FORMAT:
+        return (
+            f"is of format {line.get('format', 'unknown')}, and this program reads {FORMAT}: "
+            "compare it by the version of the program that wrote it"
+        )
     problems = _problems(line)
     return next(problems, "")
 
 
-def _problems(line: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("previous", "sha256"):
-        yield from _check(line, name, _is_text, "a text")
+def _problems(line: Line) -> Iterator[str]:
     yield from _check(line, "step", _is_count, "a whole number, at least 0")
     if "made_with" in line:
         yield from _check(line, "made_with", _is_object, "an object")

@@ -1,13 +1,11 @@
-"""certificate.jsonl: one JSON line to each attempt's start and to each certified step, in a chain.
+"""certificate.jsonl: a sealed journal, with a line for each attempt's start and certified step.
 
-Every line ends in its own sha256, over all else in it, the sha256 of the line before included: a
-line that was changed, taken out, put in or cut is found. Nothing in a line depends on time or
-place, so that two runs alike, or one killed and resumed, leave the same bytes.
+Nothing in a line depends on time or place: two equal runs leave the same bytes, and so does one
+that was killed and resumed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,58 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl import run_files
-from spmdrl.certificate.line_form import problem_of
+from spmdrl.certificate.line_form import Line, problem_of
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.report.jsonl import read_rows
+from spmdrl.journal import Journal, read_rows
 
 NAME = "certificate.jsonl"
-FORMAT = 2
-_OWN = "sha256"
-_BEFORE = "previous"
-Line = dict[str, Any]
 
 
-def sealed(content: Line, *, previous: str) -> Line:
-    """Return a line with its place in the chain.
-
-    Args:
-        previous: sha256 of the line before; empty for the first.
-    """
-    line = {"format": FORMAT, **content, _BEFORE: previous}
-    return line | {_OWN: _digest(line)}
-
-
-def _digest(line: Line) -> str:
-    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class ChainLink:
-    """One line of a file, and where it stands."""
-
-    line: Line
-    end: int
-    """Bytes of the file up to here."""
-    problem: str = ""
-    """Why it does not belong; the line is then empty, and `end` is where it begins."""
-
-
-def chain(path: Path) -> Iterator[ChainLink]:
-    """Yield the lines of a file up to the first that does not belong, that one too.
-
-    Raises: OSError; Refusal for a file that is no regular one, or a line that is too long.
-    """
-    previous = ""
-    at = 0
-    for number, own in enumerate(run_files.read_lines(path, run_files.CERTIFICATE), 1):
-        problem, line = _problem(own, previous=previous)
-        if problem:
-            yield ChainLink({}, at, f"line {number} {problem}")
-            return
-        at += len(own)
-        previous = line[_OWN]
-        yield ChainLink(line, at)
+def journal_of(run: Path) -> Journal:
+    """Return the certificate of a run's output_dir."""
+    return Journal(run / NAME, run_files.CERTIFICATE, is_sealed=True)
 
 
 class StepLines(Mapping[int, Line]):
@@ -94,30 +51,6 @@ class StepLines(Mapping[int, Line]):
         return len(self._places)
 
 
-def _problem(text: bytes, *, previous: str) -> tuple[str, Line]:
-    try:
-        line = run_files.json_of(text, place="it")
-    except run_files.NotJson:
-        line = None
-    except Refusal as error:
-        return f"cannot be read: {error}", {}
-    if not text.endswith(b"\n") or not isinstance(line, dict):
-        return "is cut: it is no whole line of JSON", {}
-    if line.get("format") != FORMAT:
-        version = line.get("format", "unknown")
-        return (
-            f"is of format {version}, and this program reads {FORMAT}: compare it by the version "
-            "of the program that wrote it"
-        ), {}
-    if line.get(_OWN) != _digest({k: v for k, v in line.items() if k != _OWN}):
-        return "does not match its own sha256: it was edited", {}
-    if line.get(_BEFORE) != previous:
-        return "does not follow the one before it: lines were taken out, or are another run's", {}
-    if problem := problem_of(line):
-        return problem, {}
-    return "", line
-
-
 @dataclass(frozen=True)
 class Certified:
     """A run's certificate."""
@@ -126,7 +59,7 @@ class Certified:
     steps: Mapping[int, Line]
     """{step: what it came to}, ascending."""
     made_with: dict[int, dict[str, Any]]
-    """{first step: what the run was made with from there on}, ascending; see made_with.py."""
+    """{first step: what the run was made with from there on}, ascending; see same_run.made_of."""
 
     def made_at(self, step: int) -> dict[str, Any]:
         """Return what a step was made with."""
@@ -143,7 +76,7 @@ def read(run: Path) -> Certified:
     path = run / NAME
     hint = "; name the output_dir of a run that had report.certificate above 0"
     with refusing(f"{path} cannot be read", OSError, hint=hint):
-        places, made = _read(path)
+        places, made = _read(run)
     if not places or not made:
         raise Refusal(f"{path}: certifies no step")
     found = Certified(run, StepLines(path, places), made)
@@ -151,23 +84,22 @@ def read(run: Path) -> Certified:
     return found
 
 
-def _read(path: Path) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
-    """Return {step: where its line begins}, and {step: what the run is made with from it on}."""
+def _read(run: Path) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
+    """Return {step: where its line begins}, and {step: what the run is made of from it on}."""
+    journal = journal_of(run)
     places: dict[int, int] = {}
     made: dict[int, dict[str, Any]] = {}
-    at = 0
     order = _Order()
-    for number, link in enumerate(chain(path), 1):
-        problem = link.problem
-        if not problem and (why := order.problem_with(link.line)):
-            problem = f"line {number} {why}"
-        if problem:
-            raise Refusal(f"{path}: {problem}")
-        if "made_with" in link.line:
-            made[link.line["step"]] = link.line["made_with"]
+    for entry in journal.read():
+        line = entry.row
+        if entry.problem:
+            raise Refusal(entry.problem)
+        if problem := problem_of(line) or order.problem_with(line):
+            raise Refusal(f"{journal.path}: line {entry.number} {problem}")
+        if "made_with" in line:
+            made[line["step"]] = line["made_with"]
         else:
-            places[link.line["step"]] = at
-        at = link.end
+            places[line["step"]] = entry.begin
     return places, made
 
 

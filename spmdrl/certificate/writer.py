@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from spmdrl.certificate.compare import differences
+from spmdrl.certificate.compare import step_differences
 from spmdrl.certificate.fingerprint_collector import FingerprintCollector
-from spmdrl.certificate.lines import NAME, Line, chain, is_due, sealed
-from spmdrl.certificate.made_with import made_with
+from spmdrl.certificate.line_form import FORMAT, Line, problem_of
+from spmdrl.certificate.lines import NAME, is_due, journal_of
 from spmdrl.config import Config
-from spmdrl.report.jsonl import JsonLines
+from spmdrl.same_run.made_of import made_of
 from spmdrl.types import Advantages, Batch, Sums
 from spmdrl.world.world import World
 
@@ -39,8 +39,7 @@ class Certificate:
     ):
         self._cfg = cfg
         self._rank = world.rank
-        self._file = JsonLines(Path(cfg.output_dir) / NAME)
-        self._previous = ""
+        self._journal = journal_of(Path(cfg.output_dir))
         self._again = dict[int, Line]()
         self._collector: FingerprintCollector | None = None
         every = cfg.report.certificate
@@ -48,8 +47,8 @@ class Certificate:
             self._collector = FingerprintCollector(
                 world, trainer, is_due=self._is_due, is_near=self._is_near
             )
-        if world.rank == 0 and (every or self._file.path.exists()):
-            self._go_on(made_with(cfg, world), step=step, aside=aside / f"removed_{NAME}")
+        if world.rank == 0 and (every or self._journal.path.exists()):
+            self._go_on(made_of(cfg, world), step=step, aside=aside / f"removed_{NAME}")
 
     def _is_due(self, step: int) -> bool:
         return is_due(step, every=self._cfg.report.certificate, steps=self._cfg.steps)
@@ -72,36 +71,25 @@ class Certificate:
         if copies := content.get("differing_copies"):
             log.warning("step %d: ranks hold copies that differ, of %s", step, ", ".join(copies))
         if step in self._again:
-            found = next(differences(self._again.pop(step), content), None)
+            found = next(step_differences(self._again.pop(step), content), None)
             if found:
                 log.warning("step %d does not repeat the former attempt's: %s", step, found)
         self._append({"step": step, **content})
 
     def _append(self, content: Line) -> None:
-        line = sealed(content, previous=self._previous)
-        self._previous = line["sha256"]
-        self._file.append(line)
+        self._journal.append({"format": FORMAT, **content})
 
-    def _go_on(self, made: Line, *, step: int, aside: Path) -> None:
-        path = self._file.path
-        kept = 0
-        last = None
-        removed = 0
-        problem = ""
-        for link in chain(path) if path.exists() else ():
-            line = link.line
-            problem = link.problem
-            if problem or removed or line["step"] >= step:
-                removed += not problem
-                if "made_with" not in line and not problem:
-                    self._again[line["step"]] = line
-                continue
-            kept = link.end
-            self._previous = line["sha256"]
-            last = line.get("made_with", last)
-        if problem and not removed:
-            log.warning("%s: %s; it and all behind it is moved to %s", path, problem, aside)
-        if path.exists() and path.stat().st_size > kept:
-            self._file.cut(kept, removed=aside)
-        if made != last:
+    def _go_on(self, made: dict[str, Any], *, step: int, aside: Path) -> None:
+        made_before: dict[str, Any] = {}
+
+        def is_past(line: Line) -> bool:
+            if problem_of(line) or line["step"] >= step:
+                return False
+            made_before.update(line.get("made_with", {}))
+            return True
+
+        for line in self._journal.keep(is_past, removed=aside):
+            if not problem_of(line) and "made_with" not in line:
+                self._again[line["step"]] = line
+        if made != made_before:
             self._append({"step": step, "made_with": made})

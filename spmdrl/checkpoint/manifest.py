@@ -189,11 +189,6 @@ def rename(old: Path, new: Path) -> None:
     run_folder.rename(old, new, within=old.parents[1])
 
 
-def plain(value: Any) -> Any:
-    """Return a value as JSON gives it back: tuples become lists."""
-    return json.loads(json.dumps(value))
-
-
 def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

@@ -14,9 +14,10 @@ from torch import Tensor
 import spmdrl.checkpoint.keep as keep
 import spmdrl.checkpoint.manifest as disk
 from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_leaves
-from spmdrl.config import Config, flatten
+from spmdrl.config import Config
 from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, refusing
+from spmdrl.same_run.differences import Difference, config_of, differences, is_among
 from spmdrl.world.comm import gather_objects, gather_problems
 from spmdrl.world.world import World
 
@@ -175,9 +176,9 @@ def _advice() -> str:
 
 
 def _difference_text(content: disk.Manifest, cfg: Config, *, folder: Path) -> str:
-    differences = config_differences(content.config, cfg)
-    lines = [f"the config differs from that of {folder}:", *(f"  {d}" for d in differences)]
-    return "\n".join(lines) if differences else ""
+    found = config_differences(content.config, cfg)
+    lines = [f"the config differs from that of {folder}:", *(f"  {one}" for one in found)]
+    return "\n".join(lines) if found else ""
 
 
 def resume_problems(cfg: Config) -> list[str]:
@@ -217,7 +218,7 @@ def _load(
     if problems:
         raise Refusal(f"{folder} does not hold this model: " + "; ".join(problems))
     # On another layout there is no rank that the saved generators would belong to.
-    is_same = not any(name.startswith("layout.") for name in _differences(content.config, cfg))
+    is_same = not any(is_among(one.name, ("layout.",)) for one in _differences(content.config, cfg))
     rollouts = [folder / f"rollouts_{r}.pt" for r in content.rollout_ranks]
     own = folder / f"rng_{world.rank}.pt"
 
@@ -262,8 +263,8 @@ def _read_tensors(state: dict[str, Any], reader: disk.TensorReader, world: World
 def _found_tokens(content: disk.Manifest, cfg: Config) -> int:
     """Return the found size of a micro-batch, which repeats the last bits; 0 where other fields
     than those of the run's course differ: it might not fit, or more might."""
-    differing = _differences(content.config, cfg).keys() - {*_PATIENCE}
-    matters = sorted(name for name in differing if name.startswith(_MATTERS))
+    differing = _differences(content.config, cfg, may_differ=_PATIENCE)
+    matters = [one.name for one in differing if is_among(one.name, _MATTERS)]
     if matters and content.found_tokens:
         log.info(
             "the size of a micro-batch is found anew, since these differ: %s", ", ".join(matters)
@@ -319,7 +320,7 @@ _MATTERS = (
     "model.",
     "batch.",
     "data.max_prompt_tokens",
-    "sampling.max_response",
+    "sampling.max_response_tokens",
     "algorithm.",
     "critic.",
     "engine.",
@@ -329,35 +330,28 @@ _MATTERS = (
 _PATIENCE = ("layout.startup_timeout_s", "layout.wait_timeout_s")
 
 
-def config_differences(saved: dict[str, Any], cfg: Config) -> list[str]:
-    """Return the fields that shape the result and differ, one line each with both values.
+def config_differences(saved: dict[str, Any], cfg: Config) -> list[Difference]:
+    """Return the fields that shape the result and differ.
 
     Args:
-        saved: flattened config of the checkpoint. A field it does not know had its default.
+        saved: config of the checkpoint.
         cfg: the present config.
     """
-    found = _differences(saved, cfg)
-    schedule = cfg.optimizer.schedule
-    return [line for name, line in found.items() if shapes_result(name, schedule=schedule)]
+    return _differences(saved, cfg, may_differ=may_change(cfg.optimizer.schedule))
 
 
-def shapes_result(name: str, *, schedule: str) -> bool:
-    """Return whether a field shapes the result of a run of such an optimizer.schedule."""
-    if name == "steps" and schedule != "constant":
-        return True  # a decaying learning rate is a function of the number of steps
-    sections = tuple(free for free in MAY_CHANGE if free.endswith("."))
-    return name not in MAY_CHANGE and not name.startswith(sections)
+def may_change(schedule: str) -> tuple[str, ...]:
+    """Return what may change at a resume of a run of such an optimizer.schedule."""
+    if schedule == "constant":
+        return MAY_CHANGE
+    # A decaying learning rate is a function of the number of steps.
+    return tuple(name for name in MAY_CHANGE if name != "steps")
 
 
-def _differences(saved: dict[str, Any], cfg: Config) -> dict[str, str]:
-    """Return {field: line with both values}."""
-    now = disk.plain(flatten(cfg))
-    old = disk.plain(flatten(Config()) | saved)
-    return {
-        name: f"{name}: {old[name]!r} in the checkpoint, {now.get(name, 'unknown')!r} now"
-        for name in old
-        if name not in now or old[name] != now[name]
-    }
+def _differences(
+    saved: dict[str, Any], cfg: Config, *, may_differ: tuple[str, ...] = ()
+) -> list[Difference]:
+    return differences({"config": saved}, {"config": config_of(cfg)}, may_differ=may_differ)
 
 
 def _tensor_differences(reader: disk.TensorReader, tensors: dict[str, Tensor]) -> list[str]:

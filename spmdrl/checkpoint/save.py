@@ -25,10 +25,11 @@ import spmdrl.checkpoint.keep as keep
 import spmdrl.checkpoint.manifest as disk
 from spmdrl import run_folder
 from spmdrl.checkpoint.state import Saved, SavedSource, rng_state, tensor_leaves
-from spmdrl.config import Config, flatten
+from spmdrl.config import Config
 from spmdrl.imports import attempt
 from spmdrl.plain import record
 from spmdrl.report.glossary import values_of
+from spmdrl.same_run.differences import config_of
 from spmdrl.types import Sums
 from spmdrl.world.world import World
 
@@ -207,7 +208,7 @@ class Saver:
         model = self.cfg.model
         content = disk.Manifest(
             step=pending.step,
-            config=disk.plain(flatten(self.cfg)),
+            config=config_of(self.cfg),
             model=_absolute(model.path),
             tokenizer=_absolute(model.tokenizer or model.path),
             rollout_ranks=pending.rollout_ranks,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.config import Config
-from spmdrl.report.jsonl import JsonLines
+from spmdrl.journal import Journal
 from spmdrl.world.launch import tell_launcher, tell_refused
 from spmdrl.world.world import World
 
@@ -29,7 +29,7 @@ def exit_status(cfg: Config, world: World, *, is_whole: bool = True) -> int:
     """
 
     def found() -> tuple[str, bool]:
-        rows = JsonLines(Path(cfg.output_dir) / "metrics.jsonl").rows()
+        rows = Journal(Path(cfg.output_dir) / "metrics.jsonl").rows()
         steps = [row for row in rows if "policy/skipped_updates" in row]
         return nothing_learnt(rows), any(map(_has_update, steps))
 

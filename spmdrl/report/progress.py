@@ -9,9 +9,9 @@ from typing import Any
 
 import spmdrl.report.console as text
 from spmdrl.config import Config
+from spmdrl.journal import Journal
 from spmdrl.report.console import Console
 from spmdrl.report.glossary import values_of
-from spmdrl.report.jsonl import JsonLines
 from spmdrl.types import Sums, add_sums
 
 _LOST = {
@@ -82,7 +82,7 @@ class Progress:
 class Samples:
     """Samples of the run: a few on the console, all of a due step in a file and a table."""
 
-    def __init__(self, cfg: Config, console: Console, *, file: JsonLines):
+    def __init__(self, cfg: Config, console: Console, *, file: Journal):
         self._file = file
         self._console = console
         self._shown_every = cfg.report.console.samples_every

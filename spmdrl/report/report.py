@@ -10,6 +10,7 @@ from typing import Any
 
 import spmdrl.report.console as text
 from spmdrl.config import Config, flatten
+from spmdrl.journal import Journal
 from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.advice import Advisor
 from spmdrl.report.console import Console
@@ -17,7 +18,6 @@ from spmdrl.report.curves import draw
 from spmdrl.report.derived_metrics import derived_sums
 from spmdrl.report.exit_status import exit_status
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
-from spmdrl.report.jsonl import JsonLines
 from spmdrl.report.logs import RankLog, agree_attempt_folder
 from spmdrl.report.make_tracker import make_tracker
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
@@ -52,8 +52,8 @@ class Report:
         self._log = RankLog(
             self.attempt_folder / f"rank_{world.rank}.log", rank=world.rank, console=self.console
         )
-        self._metrics = JsonLines(self.folder / "metrics.jsonl")
-        self._samples_file = JsonLines(self.folder / "samples.jsonl", holds_texts=True)
+        self._metrics = Journal(self.folder / "metrics.jsonl")
+        self._samples_file = Journal(self.folder / "samples.jsonl")
         self._progress = Progress(cfg, self.console)
         self._samples = Samples(cfg, self.console, file=self._samples_file)
         self._tracker: TrackerThread | None = None
@@ -153,7 +153,7 @@ class Report:
         num_dropped = 0
         for file in (self._metrics, self._samples_file):
             removed = self.attempt_folder / f"removed_{file.path.name}"
-            dropped = file.keep(is_past if step else lambda row: False, removed=removed)
+            dropped = len(file.keep(is_past if step else lambda row: False, removed=removed))
             num_dropped += dropped if file is self._metrics else 0
             if dropped:
                 log.warning(
@@ -165,7 +165,7 @@ class Report:
                 )
         self._progress.resume(self._metrics.rows())
         self._advisor.resume(self._metrics.rows())
-        self._samples.resume(self._samples_file.rows(newest=SAMPLES_KEPT))
+        self._samples.resume(self._samples_file.rows(newest=SAMPLES_KEPT, holds_texts=True))
         return num_dropped
 
     # ---------------------------------------------------------------- each step

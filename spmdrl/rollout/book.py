@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from spmdrl.rollout.staleness import Rules, closing, num_to_admit
 from spmdrl.world.sealed_store import SealedStore
@@ -173,11 +173,11 @@ class OwnBook:
 
     @property
     def is_due(self) -> bool:
-        """Whether a replica that has other things to do should make a move now."""
+        """Return whether a replica that has other things to do should make a move now."""
         return True
 
     def move(self, move: Move) -> list[Ticket]:
-        """Make a move, of which `book` shows the outcome; return its tickets."""
+        """Make a move, which changes `book`; return its tickets."""
         return self.practice.play(self.book, move)
 
     def follow(self) -> bool:
@@ -191,8 +191,8 @@ class OwnBook:
 class SharedBook(OwnBook):
     """A book of all replicas: each has a copy, and plays all moves in the order of the job's store.
 
-    A move is some 60 bytes, however large the book. Nobody asks more often than `spacing_s` unless
-    it has something to say or nothing else to do, so that the store bears many replicas
+    A move is some 60 bytes, however large the book. A replica that changes nothing and has other
+    things to do asks the store once in `spacing_s`, so that the store bears many replicas
     (benchmarks/results/scale.md).
 
     Args:
@@ -210,8 +210,8 @@ class SharedBook(OwnBook):
         """Moves that are in `book`, since the run's first."""
         self.latest_own = 0
         """Number of this replica's latest move."""
-        self._past: Sequence[bytes] = ()  # moves that are known without the store
-        self._own: list[int] = []  # of them this replica's that are in the store
+        self._past: list[bytes] = []  # moves of earlier attempts
+        self._own: list[int] = []  # this replica's moves that are in the store
         self._closed_at: dict[int, int] = {}  # {step: number of the move that closed it}
 
     @property
@@ -225,66 +225,72 @@ class SharedBook(OwnBook):
             self.follow()
         if not self.practice.changes(self.book, move):
             return []
-        text = json.dumps(move).encode()
-        while (stands := self._written(text)) != text:  # the next number is another's
-            self._play(Move(*json.loads(stands)))
+        text = json.dumps(move)
+        while (stands := self._write(text)) != text.encode():
+            self._play(stands)  # the number was another's
         self._own.append(self.number + 1)
         self.latest_own = self.number + 1
-        return self._play(move)
+        return self._play(stands)
 
     def follow(self) -> bool:
         """As OwnBook."""
         self._looked_at = time.monotonic()
         before = self.number
-        number = 1
-        self.repeat(len(self._past))
-        while number:
-            keys = [_KEY.format(self.number + 1 + k) for k in range(number)]
-            if not self._store.check(keys):
-                number //= 2
-                continue
-            texts = self._store.multi_get(keys)
-            known = list(itertools.takewhile(bool, texts))  # a stranger's is none
-            for text in known:
-                self._play(Move(*json.loads(text)))
-            number = 2 * number if len(known) == len(texts) else 0
+        self.play_until(len(self._past))
+        count = 1
+        while count:
+            texts = self._read(count)
+            for text in texts:
+                self._play(text)
+            if not texts:
+                count //= 2
+            else:
+                count = 2 * count if len(texts) == count else 0
         return self.number > before
-
-    def take_up(self, past: Sequence[bytes], *, begun: int) -> None:
-        """Go on in a run's list of moves.
-
-        Args:
-            past: the moves that are known, from the first on.
-            begun: how many of them are in the book.
-        """
-        self._past = past
-        self.number = begun
-
-    def repeat(self, number: int) -> list[Ticket]:
-        """Play the known moves up to this number; return the tickets of the last."""
-        tickets: list[Ticket] = []
-        while self.number < number:
-            tickets = self._play(Move(*json.loads(self._past[self.number])))
-        return tickets
 
     def settle(self, version: int) -> None:
         """As OwnBook."""
         while self.number < len(self._past):
-            move = Move(*json.loads(self._past[self.number]))
-            if move.version >= version:
-                return
-            self._play(move)
+            if _move_of(self._past[self.number]).version >= version:
+                return  # the moves that follow are repeated later
+            self._play(self._past[self.number])
         self.follow()
 
-    def _written(self, text: bytes) -> bytes:
-        """Have this be the move after those that are in `book`; return which one is."""
+    def remember(self, moves: Sequence[Sequence[Any]], *, begun: int) -> None:
+        """Go on in a run's list of moves, each of which is played in its turn.
+
+        Args:
+            moves: all that are known, from the run's first on.
+            begun: how many of them are in the book.
+        """
+        self._past = [json.dumps(move).encode() for move in moves]
+        self.number = begun
+
+    def play_until(self, number: int) -> list[Ticket]:
+        """Play the known moves up to a number; return the tickets of the last."""
+        tickets: list[Ticket] = []
+        while self.number < number:
+            tickets = self._play(self._past[self.number])
+        return tickets
+
+    def _read(self, count: int) -> list[bytes]:
+        """Return the next `count` moves of the store; fewer where a stranger wrote one, none where
+        it does not have so many yet."""
+        keys = [_KEY.format(self.number + 1 + k) for k in range(count)]
+        if not self._store.check(keys):
+            return []
+        return list(itertools.takewhile(bool, self._store.multi_get(keys)))
+
+    def _write(self, text: str) -> bytes:
+        """Have this be the next move, unless there is one; return which one it is."""
         if self.number < len(self._past):
             return self._past[self.number]
-        return self._store.compare_set(_KEY.format(self.number + 1), "", text.decode())
+        return self._store.compare_set(_KEY.format(self.number + 1), "", text)
 
-    def _play(self, move: Move) -> list[Ticket]:
+    def _play(self, text: bytes) -> list[Ticket]:
+        move = _move_of(text)
         before = self.book.next
-        self.number = self.number + 1
+        self.number += 1
         tickets = self.practice.play(self.book, move)
         self._closed_at |= dict.fromkeys(range(before, self.book.next), self.number)
         # Weights of this version were pushed: all replicas had closed the steps before.
@@ -293,3 +299,7 @@ class SharedBook(OwnBook):
         while self._own and self._own[0] <= end:
             self._store.delete_key(_KEY.format(self._own.pop(0)))
         return tickets
+
+
+def _move_of(text: bytes) -> Move:
+    return Move(*json.loads(text))

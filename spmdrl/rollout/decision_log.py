@@ -1,58 +1,53 @@
-"""What time decided in a run, on disk: one file per engine replica, a line for each decision.
+"""What time decided in a run, on disk: a sealed journal for each engine replica.
 
     OUTPUT_DIR/schedule/replica_0_of_2.jsonl
 
-A line is a JSON list and, behind a tab, the first 16 digits of the sha256 of that text and of what
-stands so in the line before: a line that is changed, missing or moved is found. The lists:
+A line is a JSON object of one kind of decision and its parts:
 
-    ["run", {...}]              what must be alike for the same decisions to give the same numbers
-    ["fill", version, last]     a stretch of generation begins, with these weights, up to this step
-    ["evaluate", version, -1]   the same of an evaluation
-    ["came", n, keys, failed]   after n engine steps of the stretch these answers of workers were
-                                taken, in this order; failed: {key: [kind, message]}
-    ["book", n, number, move]   the moves of the shared book up to this number were seen; the last
-                                was this replica's own, unless it is null
-    ["pause", n]                generation stops for new weights
-    ["end", n]                  the stretch is over
-    ["closed", step, digests]   of each group of this replica in the step: what it came to
+    {"run": [facts]}             what must be alike for equal decisions to give equal numbers
+    {"fill": [version, last]}    a stretch of generation begins, with these weights, to this step
+    {"evaluate": [version, -1]}  the same of an evaluation
+    {"came": [n, keys, failed]}  after n engine steps of the stretch these answers of workers were
+                                 taken, in this order; failed: {key: [kind, message]}
+    {"book": [n, number, move]}  the moves of the shared book up to this number were seen; the last
+                                 was this replica's own, unless it is null
+    {"pause": [n]}               generation stops for new weights
+    {"end": [n]}                 the stretch is over
+    {"closed": [step, digests]}  of each group of this replica in the step: a digest of it
 
-A line is handed to the system as soon as its decision is made, before anything follows from it.
+In memory a line is a list, [kind, *parts]. It is written as soon as its decision is made, before
+anything follows from it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from spmdrl import run_files
-from spmdrl.config import Config, flatten
+from spmdrl.config import Config
 from spmdrl.config.fields import replay_folder
 from spmdrl.errors import Refusal
-from spmdrl.imports import attempt, versions
-from spmdrl.run_folder import make_folder, open_file, replace_file
+from spmdrl.imports import versions
+from spmdrl.journal import Journal, Row
+from spmdrl.same_run.differences import config_of, differences, is_among
 
-FORMAT = 1
 FOLDER = "schedule"
 """Of the files, in a run's output_dir."""
-ASTRAY = "decide_anew"
-"""File beside them: a resumed run could not make them again, and the next start is not to try."""
-FILE_NAME = re.compile(r"replica_(\d+)_of_(\d+)\.jsonl")
+ASTRAY = "decide_again"
+"""File beside them: a resumed run could not repeat them, and the next start is not to try."""
 STRETCHES = ("fill", "evaluate")
 _FILLS_PER_VERSION = 2  # of train.py: the step itself, and those ahead
+_REPLAY = "rollout.replay_schedule"
 
 Line = list[Any]
 
-# Fields that change where, how fast or how safely a run goes, or what it shows.
 _FREE = (
-    "output_dir",
     "dry_run",
     "layout.wait_timeout_s",
     "layout.startup_timeout_s",
@@ -63,8 +58,10 @@ _FREE = (
     "rewards.workers",
     "rewards.timeout_s",
     "model.path",  # its files are compared
+    "report.",
+    "checkpoint.",
 )
-_FREE_SECTIONS = ("report.", "checkpoint.")
+"""Fields that change where, how fast or how safely a run goes, or what it shows."""
 
 
 def is_timed(cfg: Config) -> bool:
@@ -96,76 +93,48 @@ def unrepeatable(cfg: Config) -> str:
 # --------------------------------------------------------------------------- lines
 
 
-def digest_of(before: str, text: str) -> str:
-    """Return what stands behind a line's text, given that of the line before."""
-    return hashlib.sha256(f"{before}{text}".encode()).hexdigest()[:16]
-
-
-class Writer:
-    """Appends lines to a replica's file, from those that stay on.
+def journal_of(folder: Path, *, replica: int, replicas: int) -> Journal:
+    """Return the journal of a replica's decisions.
 
     Args:
-        lines: what the file holds then; it is written anew where it holds others.
-    Raises: OSError.
+        folder: of the files, in a run's output_dir.
     """
-
-    def __init__(self, path: Path, lines: Sequence[Line]):
-        output = path.parents[1]
-        make_folder(path.parent, within=output)
-        self.nbytes = 0
-        self._digest = ""
-        data = b"".join(map(self._packed, lines))
-        if not path.exists() or path.read_bytes() != data:
-            replace_file(path, data, within=output)
-        self._file = open_file(path, "ab", within=output, buffering=0)
-
-    def write(self, line: Line) -> None:
-        """Append a line; what ends this process leaves it there."""
-        data = self._packed(line)
-        while data:
-            data = data[self._file.write(data) :]
-
-    def _packed(self, line: Line) -> bytes:
-        text = json.dumps(line, separators=(",", ":"))
-        self._digest = digest_of(self._digest, text)
-        data = f"{text}\t{self._digest}\n".encode()
-        self.nbytes += len(data)
-        return data
+    path = folder / f"replica_{replica}_of_{replicas}.jsonl"
+    return Journal(path, run_files.DECISIONS, is_sealed=True, must_write=True, within=folder.parent)
 
 
-def read_lines(path: Path) -> tuple[list[Line], str]:
+def row_of(line: Line) -> Row:
+    """Return a line as a journal has it."""
+    return {line[0]: line[1:]}
+
+
+def read_lines(journal: Journal) -> tuple[list[Line], str]:
     """Return the lines of a file up to the first that is not as it was written, and what is wrong
     with that; empty for nothing. Raises: OSError."""
     lines: list[Line] = []
-    before = ""
-    for number, own in enumerate(run_files.read_lines(path, run_files.DECISIONS), 1):
-        if not own.endswith(b"\n"):
-            return lines, f"{path}: line {number} breaks off"
-        line = own[:-1].decode(errors="replace")
-        text, _, digest = line.rpartition("\t")
-        made, error = attempt(partial(run_files.json_of, text, place=f"{path}: line {number}"))
-        if digest != digest_of(before, text) or error or not isinstance(made, list):
-            return lines, (
-                f"{path}: line {number} does not follow from those before it: it was changed, or "
-                f"lines are missing before it: {line:.100}"
-            )
-        if why := problem_of(made):
-            return lines, f"{path}: line {number} {why}: {line:.100}"
-        lines.append(made)
-        before = digest
+    for entry in journal.read():
+        if entry.problem:
+            return lines, entry.problem
+        if problem := _problem_of(entry.row):
+            return lines, f"{journal.path}: line {entry.number} {problem}: {entry.row!s:.100}"
+        ((kind, parts),) = entry.row.items()
+        lines.append([kind, *parts])
     return lines, ""
 
 
-def problem_of(line: Line) -> str:
-    """Return what is wrong with a line's parts; empty for nothing."""
-    kind = line[0] if line and isinstance(line[0], str) else ""
+def _problem_of(row: Row) -> str:
+    """Return what is wrong with a row; empty for nothing."""
+    kind = next(iter(row), "")
     forms = _FORMS.get(kind)
-    if forms is None:
+    parts = row.get(kind)
+    if forms is None or len(row) > 1:
         return "is of no kind that is known"
-    if len(line) - 1 != len(forms):
-        return f"has {len(line) - 1} parts after {kind!r}, and must have {len(forms)}"
-    wrong = [part for part, is_right in zip(line[1:], forms) if not is_right(part)]
-    return f"holds {wrong[0]!r:.60}, which {kind!r} cannot have there" if wrong else ""
+    if not isinstance(parts, list) or len(parts) != len(forms):
+        return f"must have a list of {len(forms)} parts for {kind!r}"
+    for part, is_right in zip(parts, forms):
+        if not is_right(part):
+            return f"holds {part!r:.60}, which {kind!r} cannot have there"
+    return ""
 
 
 def _is_whole(value: Any) -> bool:
@@ -181,9 +150,11 @@ def _are_keys(values: Any) -> bool:
 
 
 def _are_failures(values: Any) -> bool:
-    return isinstance(values, dict) and all(
-        isinstance(told, list) and len(told) == 2 and all(isinstance(part, str) for part in told)
-        for told in values.values()
+    if not isinstance(values, dict):
+        return False
+    return all(
+        isinstance(failure, list) and [type(part) for part in failure] == [str, str]
+        for failure in values.values()
     )
 
 
@@ -199,9 +170,7 @@ def _are_digests(values: Any) -> bool:
 
 
 def _are_facts(values: Any) -> bool:
-    return isinstance(values, dict) and all(
-        isinstance(values.get(name, {}), dict) for name in ("versions", "settings")
-    )
+    return isinstance(values, dict) and all(isinstance(own, dict) for own in values.values())
 
 
 _FORMS: dict[str, tuple[Callable[[Any], bool], ...]] = {
@@ -217,11 +186,6 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], ...]] = {
 """{kind of a line: what each of its parts must be}."""
 
 
-def file_of(folder: Path, *, replica: int, replicas: int) -> Path:
-    """Return where the decisions of a replica are."""
-    return folder / f"replica_{replica}_of_{replicas}.jsonl"
-
-
 def until_version(lines: Sequence[Line], version: int) -> list[Line]:
     """Return the lines before the first stretch with weights of a version, or later ones."""
     for at, line in enumerate(lines):
@@ -233,36 +197,27 @@ def until_version(lines: Sequence[Line], version: int) -> list[Line]:
 # --------------------------------------------------------------------------- what is known of a run
 
 
-def facts(cfg: Config, *, tokens_per_microbatch: int) -> dict[str, Any]:
+def facts(cfg: Config, *, tokens_per_microbatch: int) -> dict[str, dict[str, Any]]:
     """Return what must be alike for the same decisions to give the same numbers.
 
     Args:
         tokens_per_microbatch: of the run, which may have been found.
     """
-    own = json.loads(json.dumps(flatten(cfg)))
-    own |= {"batch.tokens_per_microbatch": tokens_per_microbatch}
-    settings = {
-        name: value
-        for name, value in own.items()
-        if name not in _FREE and not name.startswith(_FREE_SECTIONS)
-    }
+    config = config_of(cfg) | {"batch.tokens_per_microbatch": tokens_per_microbatch}
     return {
-        "format": FORMAT,
-        "versions": versions(),
-        "model": _files_of_model(cfg),
-        "replicas": _replicas(cfg),
-        "settings": settings,
+        "config": {name: value for name, value in config.items() if not is_among(name, _FREE)},
+        "packages": versions(),
+        "model": {"files": _files_of_model(cfg)},
     }
 
 
-def _replicas(cfg: Config) -> int:
-    from spmdrl.world.axes import axes_of  # here: with torch, which the check of settings has not
-
-    return axes_of(cfg).replicas
+def facts_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
+    """Return the facts that stand among lines, the first ones first."""
+    return [line[1] for line in lines if line[0] == "run"]
 
 
 def _files_of_model(cfg: Config) -> str:
-    """Return what the files of a model are known by: what small ones say, and sizes of weights."""
+    """Return a digest of a model's small files and of the sizes of its weights."""
     folder = Path(cfg.model.path)
     found = hashlib.sha256()
     if not folder.is_dir():
@@ -272,24 +227,6 @@ def _files_of_model(cfg: Config) -> str:
             found.update(f"{path.name} {path.stat().st_size} ".encode())
             found.update(path.read_bytes() if path.suffix == ".json" else b"")
     return found.hexdigest()[:16]
-
-
-def differences(there: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Return what differs between the facts of two runs, one line each with both values."""
-    pairs = [
-        *((name, there.get(name), now.get(name)) for name in ("format", "model", "replicas")),
-        *_pairs("version of ", there, now, name="versions"),
-        *_pairs("", there, now, name="settings"),
-    ]
-    return [f"{name}: {old!r} there, {new!r} now" for name, old, new in pairs if old != new]
-
-
-def _pairs(
-    prefix: str, there: dict[str, Any], now: dict[str, Any], *, name: str
-) -> list[tuple[str, Any, Any]]:
-    old = there.get(name, {})
-    new = now[name]
-    return [(prefix + key, old.get(key), new.get(key)) for key in sorted({*old, *new})]
 
 
 # --------------------------------------------------------------------------- what was decided
@@ -302,34 +239,34 @@ class Decided:
     stretches: dict[tuple[str, int, int], list[Line]] = field(default_factory=dict)
     """{(kind, version, how many of these came before): its lines, the first says what it is}."""
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
-    """{step: {group: what it came to}}."""
-    moves: list[bytes] = field(default_factory=list)
+    """{step: {group: digest}}."""
+    moves: list[Line] = field(default_factory=list)
     """Of all replicas in the book that they share, from the run's first on."""
     begun: int = 0
-    """Of these such as were made with weights before that version."""
+    """How many of these were made with weights before that version."""
 
 
-def made_of(files: Sequence[Sequence[Line]], *, replica: int, version: int) -> Decided:
+def decided(files: Sequence[Sequence[Line]], *, replica: int, version: int) -> Decided:
     """Return what was decided on a replica with weights of a version and later ones.
 
     Args:
         files: lines of all replicas, in their order.
     """
-    found = Decided()
+    found = Decided(moves=moves_of(files))
     seen = Counter[tuple[str, int]]()
-    moves = moves_of(files)
-    own: list[Line] = []
+    stretch: list[Line] = []
     for line in files[replica]:
-        if line[0] == "closed":
+        kind = line[0]
+        if kind == "closed":
             found.digests[line[1]] = line[2]
-        elif line[0] in STRETCHES:
-            what = line[0], line[1]
-            own = found.stretches[*what, seen[what]] = []
+        elif kind in STRETCHES:
+            what = kind, line[1]
+            stretch = [line]
+            found.stretches[*what, seen[what]] = stretch
             seen[what] += 1
-        if line[0] not in ("run", "closed"):
-            own.append(line)
-    found.moves = [json.dumps(move).encode() for move in moves]
-    found.begun = sum(move[1] < version for move in moves)  # a Move's second is its version
+        elif kind != "run":
+            stretch.append(line)
+    found.begun = sum(move[1] < version for move in found.moves)  # a Move's second is its version
     return found
 
 
@@ -338,12 +275,13 @@ def moves_of(files: Iterable[Sequence[Line]]) -> list[Line]:
     by_number = {
         line[2]: line[3] for lines in files for line in lines if line[0] == "book" and line[3]
     }
-    return [by_number[k] for k in range(1, next(k for k in count(1) if k not in by_number))]
+    end = next(number for number in count(1) if number not in by_number)
+    return [by_number[number] for number in range(1, end)]
 
 
 def agreeing(files: Sequence[Sequence[Line]]) -> list[list[Line]]:
-    """Return of each replica the lines that ask for no move which nobody wrote down: a replica that
-    is killed right after a move may leave others who saw it."""
+    """Return of each replica the lines before the first that names a move which nobody wrote down:
+    a replica that is killed right after its move may leave others that saw it."""
     known = len(moves_of(files))
     found = []
     for lines in files:
@@ -352,7 +290,7 @@ def agreeing(files: Sequence[Sequence[Line]]) -> list[list[Line]]:
     return found
 
 
-# --------------------------------------------------------------------------- to be made again
+# --------------------------------------------------------------------------- to be repeated
 
 
 def check_schedule(cfg: Config, *, tokens_per_microbatch: int | None = None) -> list[list[Line]]:
@@ -360,71 +298,75 @@ def check_schedule(cfg: Config, *, tokens_per_microbatch: int | None = None) -> 
 
     Args:
         tokens_per_microbatch: of this run; None: as its config says.
-    Raises: Refusal naming the first thing by which its decisions cannot be made again.
+    Raises: Refusal naming the first thing by which its decisions cannot be repeated.
     """
-    what = "rollout.replay_schedule"
+    from spmdrl.world.axes import axes_of  # here: with torch, which the check of settings has not
+
     if why := unrepeatable(cfg):
-        raise Refusal(f"{what}: {cfg.rollout.replay_schedule} with {why}")
+        raise Refusal(f"{_REPLAY}: {cfg.rollout.replay_schedule} with {why}")
     folder = Path(cfg.rollout.replay_schedule).expanduser()
-    folder = folder / FOLDER if (folder / FOLDER).is_dir() else folder
+    if (folder / FOLDER).is_dir():
+        folder = folder / FOLDER
     names = sorted(path.name for path in folder.glob("replica_*.jsonl"))
     if not names:
         raise Refusal(
-            f"{what}: {folder} holds no decisions (looked from {Path.cwd()}); name the output_dir "
-            "of a run whose engines worked ahead, or had an environment"
+            f"{_REPLAY}: {folder} holds no decisions (looked from {Path.cwd()}); name the "
+            "output_dir of a run whose engines worked ahead, or had an environment"
         )
-    replicas = _replicas(cfg)
-    paths = [file_of(folder, replica=r, replicas=replicas) for r in range(replicas)]
-    missing = [path.name for path in paths if path.name not in names]
-    if missing:
-        raise Refusal(
-            f"{what}: {folder} has {', '.join(names)} and not {missing[0]}: take as many engine "
-            "replicas (layout.world_size, trainer_ranks, inference_tp) as that run had"
-        )
+    replicas = axes_of(cfg).replicas
+    journals = [journal_of(folder, replica=i, replicas=replicas) for i in range(replicas)]
+    for journal in journals:
+        if journal.path.name not in names:
+            raise Refusal(
+                f"{_REPLAY}: {folder} has {', '.join(names)} and not {journal.path.name}: take as "
+                "many engine replicas (layout.world_size, trainer_ranks, inference_tp) as that run "
+                "had"
+            )
     tokens = tokens_per_microbatch or cfg.batch.tokens_per_microbatch
     now = facts(cfg, tokens_per_microbatch=tokens)
     files = []
-    for path in paths:
-        lines, wrong = read_lines(path)
-        if wrong:
-            raise Refusal(f"{what}: {wrong}")
-        _check_facts(path, lines, now)
-        _check_whole(path, lines, steps=cfg.steps)
+    for journal in journals:
+        lines, problem = read_lines(journal)
+        if problem:
+            raise Refusal(f"{_REPLAY}: {problem}")
+        _check_facts(journal.path, lines, now)
+        _check_whole(journal.path, lines, steps=cfg.steps)
         files.append(lines)
-    if short := [path for path, a, b in zip(paths, files, agreeing(files)) if len(a) != len(b)]:
-        raise Refusal(
-            f"{what}: {short[0]} names move {len(moves_of(files)) + 1} of the shared book, which "
-            "no replica's file has: these files are not of one run"
-        )
+    for journal, lines, known in zip(journals, files, agreeing(files)):
+        if len(known) < len(lines):
+            raise Refusal(
+                f"{_REPLAY}: {journal.path} names move {len(moves_of(files)) + 1} of the shared "
+                "book, which no replica's file has: these files are not of one run"
+            )
     return files
 
 
 def _check_facts(path: Path, lines: Sequence[Line], now: dict[str, Any]) -> None:
     """Refuse decisions that were made under other circumstances. Raises: Refusal."""
-    known = [line[1] for line in lines if line[0] == "run"]
+    known = facts_of(lines)
     if not known:
-        raise Refusal(f"rollout.replay_schedule: {path} does not say of what run it is")
-    if known[0].get("format") == FORMAT and known[1:]:
+        raise Refusal(f"{_REPLAY}: {path} does not say of what run it is")
+    if known[1:]:
         changed = differences(known[0], known[1])
         raise Refusal(
-            f"rollout.replay_schedule: {path}: the run was taken up otherwise than it began, and "
-            "cannot be made again in one: " + "; ".join(changed)
+            f"{_REPLAY}: {path}: the run was resumed with other settings than it began with, and "
+            "cannot be repeated in one: " + "; ".join(map(str, changed))
         )
     if found := differences(known[0], now):
         raise Refusal(
-            f"rollout.replay_schedule: the decisions in {path} give the same numbers only where "
-            "these are alike:\n  " + "\n  ".join(found)
+            f"{_REPLAY}: the decisions in {path} give the same numbers only where these are "
+            "alike:\n  " + "\n  ".join(map(str, found))
         )
 
 
 def _check_whole(path: Path, lines: Sequence[Line], *, steps: int) -> None:
     """Refuse decisions that do not go from the first step to the last. Raises: Refusal."""
-    made = made_of([lines], replica=0, version=0).stretches
+    stretches = decided([lines], replica=0, version=0).stretches
     for version in range(steps):
         for number in range(_FILLS_PER_VERSION):
-            own = made.get(("fill", version, number), [])
+            own = stretches.get(("fill", version, number), [])
             if not own or own[-1][0] != "end":
                 raise Refusal(
-                    f"rollout.replay_schedule: {path} breaks off at step {version} of {steps}: the "
-                    "run has not come to its end, or the file was cut"
+                    f"{_REPLAY}: {path} breaks off at step {version} of {steps}: the run has not "
+                    "reached its end, or the file was cut"
                 )

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial as partial_of
 from io import BufferedReader
@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 from torch import Tensor
 
-from spmdrl.config import Config, ShapingSettings, flatten
+from spmdrl.config import Config, ShapingSettings
 from spmdrl.data.attachments import with_items
 from spmdrl.imports import attempt, refusing
 from spmdrl.model_inputs import MultimodalItems
@@ -31,6 +31,7 @@ from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
 from spmdrl.rollout.packing import cumulative, flat_episodes
 from spmdrl.run_folder import make_folder, open_file, remove, rename, write_file
+from spmdrl.same_run.differences import config_of
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, Tokens
 
 FORMAT = 1
@@ -53,6 +54,8 @@ KEPT_FIELDS = (
     *(f"rewards.shaping.{name}" for name in vars(ShapingSettings())),
 )
 """Fields of the config that the recorded numbers already contain."""
+ORIGIN = ("model.path", "seed", "lag")
+"""Fields by which a file is known to be of a run; who trains on it may have others."""
 HEADER = b"spmdrl"
 FILE_NAME = re.compile(r"step_(\d+)_replica_(\d+)_of_(\d+)\.parquet")
 
@@ -144,12 +147,9 @@ class Recorder:
             "step": step,
             "replica": self.replica,
             "replicas": self.num_replicas,
-            "model": self.cfg.model.path,
-            "seed": self.cfg.seed,
-            "lag": self.cfg.lag,
             "part_names": part_names(self.cfg.reward_functions),
             "is_partial": bool(reward_models(self.cfg.rewards.functions)),
-            "config": kept_fields(flatten(self.cfg)),
+            "config": kept_fields(self.cfg),
             # Seconds are no result: runs that are alike leave the same bytes.
             "sums": {n: pair for n, pair in share.sums.items() if not n.startswith("time/")},
             "shown": share.samples,
@@ -218,11 +218,10 @@ def _replace(partial: Path, path: Path) -> None:
             rename(partial, path, within=within)
 
 
-def kept_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return KEPT_FIELDS of a flattened config as JSON has them; a field that it lacks has its
-    default."""
-    flat = flatten(Config()) | dict(flat)
-    return json.loads(json.dumps({name: flat[name] for name in KEPT_FIELDS}))
+def kept_fields(cfg: Config) -> dict[str, Any]:
+    """Return those fields of a config that a file of recorded rollouts has, as JSON has them."""
+    config = config_of(cfg)
+    return {name: config[name] for name in (*ORIGIN, *KEPT_FIELDS)}
 
 
 def _write(path: Path, table: pa.Table, header: dict[str, Any]) -> None:

@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from spmdrl.config import Config, flatten
+from spmdrl.config import Config
 from spmdrl.config.fields import replay_folder
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.rollout.packing import empty_rollouts
-from spmdrl.rollout.recorder import kept_fields
+from spmdrl.rollout.recorder import ORIGIN, kept_fields
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges, read_header, read_rollouts
 from spmdrl.rollout.source import Source
+from spmdrl.same_run.differences import differences
 from spmdrl.types import Rollouts
 from spmdrl.world.world import World
 
@@ -114,14 +115,11 @@ def check_recorded(cfg: Config) -> Recorded:
 
 
 def _check_fields(cfg: Config, path: Path, *, header: dict[str, Any]) -> None:
-    old, now = (kept_fields(flat) for flat in (header["config"], flatten(cfg)))
-    differing = [
-        f"{name}: {old[name]!r} there, {now[name]!r} now" for name in now if old[name] != now[name]
-    ]
-    if differing:
+    own = {"config": kept_fields(cfg)}
+    if found := differences({"config": header["config"]}, own, may_differ=ORIGIN):
         raise Refusal(
             f"{path} holds rollouts of other values, which its numbers contain:\n  "
-            + "\n  ".join(differing)
+            + "\n  ".join(map(str, found))
             + "\nSet these fields as they were, or record again"
         )
     if cfg.model.moe.replay and "routes" not in header:

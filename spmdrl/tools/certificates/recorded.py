@@ -13,8 +13,10 @@ from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.exchange import exchange
 from spmdrl.imports import is_missing_folder
+from spmdrl.rollout.recorder import kept_fields
 from spmdrl.rollout.recordings import read_header
 from spmdrl.rollout.replay_source import ReplaySource
+from spmdrl.same_run.differences import differences
 from spmdrl.types import Batch
 
 
@@ -34,12 +36,11 @@ def check_files(files: Sequence[Path], cfg: Config, *, run: Path, step: int) -> 
                     f"{path} was renamed: it says {name} {header.get(name)!r}, its name "
                     f"{expected!r}"
                 )
-        for name, own in (("model", cfg.model.path), ("seed", cfg.seed), ("lag", cfg.lag)):
-            if header.get(name) != own:
-                raise Refusal(
-                    f"{path} is not of this run: its {name} is {header.get(name)!r}, that of "
-                    f"{run / 'config.yaml'} is {own!r}"
-                )
+        own = {"config": kept_fields(cfg)}
+        if found := differences({"config": header["config"]}, own):
+            raise Refusal(
+                f"{path} is not of this run: it differs from {run / 'config.yaml'}: {found[0]}"
+            )
 
 
 def weights_of(run: Path, cfg: Config) -> dict[int, Path | None]:
@@ -64,11 +65,11 @@ def check_checkpoint(checkpoint: Path | None, cfg: Config, *, run: Path) -> None
     if checkpoint is None:
         return
     content = disk.read_manifest(checkpoint)
-    if differences := config_differences(content.config, cfg):
+    if found := config_differences(content.config, cfg):
         raise Refusal(
             f"{checkpoint} was written under another config than {run / 'config.yaml'}, so "
-            f"that its step did not train as that says: {differences[0]}"
-            + (f" ({len(differences)} fields differ)" if len(differences) > 1 else "")
+            f"that its step did not train as that says: {found[0]}"
+            + (f" ({len(found)} fields differ)" if len(found) > 1 else "")
         )
     if problems := disk.damages(checkpoint, content):
         raise Refusal(f"{checkpoint} cannot be used: {problems[0]}")

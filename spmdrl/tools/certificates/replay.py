@@ -12,20 +12,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from spmdrl.certificate.compare import made_differences, rounds, shapes
+from spmdrl.certificate.compare import rounds, shapes
 from spmdrl.certificate.fingerprint_collector import FingerprintCollector
 from spmdrl.certificate.lines import Certified, Line, has_norms
-from spmdrl.certificate.made_with import config_of, made_with
 from spmdrl.config import Config, trainer_ranks
 from spmdrl.credit import advantages_of
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
-from spmdrl.report.user_code import PROGRAM
 from spmdrl.roles import make_trainer
 from spmdrl.rollout import model_limits
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges
 from spmdrl.rollout.replay_source import ReplaySource
 from spmdrl.run_folder import remove
+from spmdrl.same_run.differences import config_of, differences
+from spmdrl.same_run.made_of import made_of
+from spmdrl.same_run.user_code import PROGRAM
 from spmdrl.tools.certificates.recorded import (
     check_checkpoint,
     check_files,
@@ -107,9 +108,7 @@ def _gaps(steps: Sequence[int], *, begin: int, end: int) -> str:
 
 def _check(run: Certified, cfg: Config, way: Reached, *, recorded: Recorded) -> None:
     """Refuse what is not of this run as its config.yaml has it."""
-    made = run.made_at(way.step)
-    now = {"config": config_of(cfg)}
-    for one in made_differences(made, {**made, **now}):
+    for one in differences(run.made_at(way.step), {"config": config_of(cfg)}):
         if shapes(one, schedule=cfg.optimizer.schedule) or rounds(one):
             raise Refusal(
                 f"{run.run}: step {way.step} was made under another config or layout than "
@@ -152,7 +151,7 @@ def replayed(run: Certified, cfg: Config, ways: Sequence[Reached], recorded: Rec
     world = World.start(own)
     try:
         steps = dict(_steps(run, own, ways, recorded=recorded, world=world))
-        made = made_with(own, world) | {"config": config_of(cfg)}
+        made = made_of(own, world) | {"config": config_of(cfg)}
         world.close()
     finally:
         attempt(lambda: remove(Path(own.output_dir)), OSError)

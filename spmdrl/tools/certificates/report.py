@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 from spmdrl.certificate.compare import (
     ROUNDING,
-    Difference,
-    differences,
+    NumberDifference,
     is_rounding,
-    made_differences,
     rounds,
     shapes,
+    step_differences,
 )
 from spmdrl.certificate.lines import Certified, has_norms
 from spmdrl.certificate.places import first_token
 from spmdrl.errors import Refusal
 from spmdrl.rollout.recordings import ranges
+from spmdrl.same_run.differences import Difference, differences
 
 _SHOWN = 12
 """Rows of the table of deviations."""
@@ -33,7 +33,7 @@ class Comparison:
     """In what they are made otherwise that shapes the result."""
     settings: list[Difference]
     """The same of what changes the order of sums alone."""
-    first: tuple[int, Difference] | None = None
+    first: tuple[int, NumberDifference] | None = None
     """The first number that differs, and its step; none that rounding explains."""
     token: str = ""
     """Of that number the first token, where recordings have it."""
@@ -52,7 +52,7 @@ class Comparison:
         """Whether they are, at least to rounding."""
         return not self.first and not self.causes
 
-    def note(self, one: Difference, step: int) -> None:
+    def note(self, one: NumberDifference, step: int) -> None:
         """Keep what rounding explains, where it is the tensor's largest deviation so far."""
         self.is_rounded = True
         apart = one.deviation
@@ -75,12 +75,12 @@ class Comparison:
         if self.are_equal:
             yield f"equal {how}: {count}"
         else:
-            yield f"differ: {self.causes[0] if self.causes else self._of_first()}"
-        yield from (f"  besides: {one}" for one in self.causes[1:])
+            yield f"differ: {_pair(self.causes[0]) if self.causes else self._of_first()}"
+        yield from (f"  also: {_pair(one)}" for one in self.causes[1:])
         if self.causes:
             equal = f"equal {how} in {count}"
             yield f"  the numbers: {self._of_first() if self.first else equal}"
-        yield from (f"  of rounding alone: {one}" for one in self.settings)
+        yield from (f"  of rounding alone: {_pair(one)}" for one in self.settings)
         if self.unmeasured:
             yield (
                 f"  not compared: steps {ranges(self.unmeasured)}: digests differ there, and it is "
@@ -100,7 +100,7 @@ class Comparison:
         if self.first or not unknown:
             return
         known = f"; up to step {last} they agree but for rounding" if self.measured else ""
-        causes = "; ".join(map(str, self.settings))
+        causes = "; ".join(map(_pair, self.settings))
         raise Refusal(
             f"{a.run} and {b.run} cannot be compared in steps {ranges(unknown)}{known}: digests "
             f"differ there, which rounding may explain ({causes}), and the lines have no norms by "
@@ -131,6 +131,10 @@ class Comparison:
             yield f"  and {len(rows) - _SHOWN} more"
 
 
+def _pair(one: Difference) -> str:
+    return f"{one.what}: {one.there} and {one.now}"
+
+
 def compared(a: Certified, b: Certified, *, rounding: float | None = None) -> Comparison:
     """Compare two runs up to the first step in which numbers differ.
 
@@ -148,18 +152,16 @@ def compared(a: Certified, b: Certified, *, rounding: float | None = None) -> Co
     own = a.made_at(steps[0])["config"]
     made: dict[str, Difference] = {}
     for step in steps:
-        for one in made_differences(a.made_at(step), b.made_at(step)):
-            made.setdefault(one.what, one)
-    causes = {w for w, d in made.items() if shapes(d, schedule=own["optimizer.schedule"])}
-    found = Comparison(
-        steps,
-        [one for what, one in made.items() if what in causes],
-        [one for what, one in made.items() if what not in causes and rounds(one)],
-    )
+        for difference in differences(a.made_at(step), b.made_at(step)):
+            made.setdefault(difference.what, difference)
+    schedule = own["optimizer.schedule"]
+    causes = [one for one in made.values() if shapes(one, schedule=schedule)]
+    settings = [one for one in made.values() if one not in causes and rounds(one)]
+    found = Comparison(steps, causes, settings)
     found.measured = [s for s in steps if has_norms(a.steps[s]) and has_norms(b.steps[s])]
     tolerance = ROUNDING[own["model.compute_dtype"]] if rounding is None else rounding
     for step in steps:
-        for one in differences(a.steps[step], b.steps[step]):
+        for one in step_differences(a.steps[step], b.steps[step]):
             if not (found.settings and is_rounding(one, tolerance=tolerance)):
                 found.first = step, one
                 found.token = first_token((a.run, b.run), one.place, step=step)

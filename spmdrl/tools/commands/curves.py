@@ -15,8 +15,8 @@ import tyro
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
+from spmdrl.journal import read_rows
 from spmdrl.report.curves import Rows, draw, metric_names
-from spmdrl.report.jsonl import read_rows
 from spmdrl.tools.commands import run_command
 
 _OUT = Path("curves.png")

@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
-from spmdrl.report.jsonl import read_rows
+from spmdrl.journal import read_rows
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges
 from spmdrl.tools.certificates.recorded import check_checkpoint, check_files, weights_of
 from spmdrl.tools.foreign_code import trusted_config

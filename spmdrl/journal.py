@@ -1,0 +1,257 @@
+"""A journal: a file of JSON lines that a run appends to, over kills, full disks and resumes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmdrl import run_files
+from spmdrl.errors import Refusal
+from spmdrl.imports import attempt
+from spmdrl.run_folder import open_file, write_file
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+_SEAL = b', "sha256": "'
+_END = b'"}\n'
+_MOST_BYTES = 2**30
+# What a row takes in memory, about: itself, and each of its values.
+_ROW_BYTES = 300
+_VALUE_BYTES = 40
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of a journal."""
+
+    number: int
+    """Of the line, from 1."""
+    row: Row
+    line: bytes
+    begin: int
+    """Bytes of the file before it."""
+    seal: str = ""
+    """Of a sealed journal: sha256 of the line and of all before it."""
+    problem: str = ""
+    """Why it is not as it was written, with its place; empty where it is."""
+
+
+class Journal:
+    """One file of JSON objects, one a line.
+
+    A line that cannot be written (disk full) is kept in memory and written with the next one.
+
+    Args:
+        kind: what the file is, and how long it may be.
+        is_sealed: each line ends in a digest of itself and of all before it, by which a line that
+            was changed, put in, moved or taken out is found.
+        must_write: raise OSError for a line that cannot be written.
+        within: the folder that a person named, above the file; None: the folder that holds it.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: run_files.Kind = run_files.METRICS,
+        *,
+        is_sealed: bool = False,
+        must_write: bool = False,
+        within: Path | None = None,
+    ):
+        self.path = path
+        self._kind = kind
+        self._is_sealed = is_sealed
+        self._must_write = must_write
+        self._within = within
+        self._seal = ""
+        self._waiting: list[bytes] = []
+
+    def append(self, row: Row) -> None:
+        """Write one row at the end of the file; numbers that are not finite become null.
+
+        A sealed journal that exists must have been cut (`keep`) first, which finds the last seal.
+        Raises: OSError under `must_write`.
+        """
+        line = json.dumps(_finite(row)).encode()
+        if self._is_sealed:
+            self._seal = _seal_of(self._seal, line)
+            line = line[:-1] + _SEAL + self._seal.encode() + b'"}'
+        self._waiting.append(line + b"\n")
+        # A full disk or a lost mount must not end a training run.
+        _, error = attempt(self._write_waiting, () if self._must_write else OSError)
+        if error is None:
+            self._waiting.clear()
+        elif len(self._waiting) == 1:
+            log.error(
+                "%s: cannot write (%s); rows are kept in memory until it can", self.path, error
+            )
+
+    def _write_waiting(self) -> None:
+        with open_file(self.path, "ab", within=self._within, buffering=0) as file:
+            good = os.fstat(file.fileno()).st_size
+            data = b"".join(self._waiting)
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError:
+                os.ftruncate(file.fileno(), good)
+                raise
+
+    def read(self) -> Iterator[Entry]:
+        """Yield the rows of the file, up to the first line that is not as it was written.
+
+        Where the file is not sealed, that is a last line that breaks off; others that are no row of
+        a step are left out.
+
+        Raises: OSError; Refusal for a file that is no regular one, a line that is too long, or,
+            where it is not sealed, a number that does not fit into 64 bits.
+        """
+        seal = ""
+        begin = 0
+        for number, line in enumerate(run_files.read_lines(self.path, self._kind), 1):
+            place = f"{self.path}: line {number}"
+            if self._is_sealed:
+                row, seal, problem = _sealed_row(line, before=seal, place=place)
+            else:
+                row = _row_of_step(line, place=place)
+                # The process was killed while it wrote.
+                breaks_off = not row and not line.endswith(b"\n")
+                problem = f"{place} breaks off" if breaks_off else ""
+            entry = Entry(number, row, line, begin, seal, problem)
+            if entry.row or entry.problem:
+                yield entry
+            if entry.problem:
+                return
+            begin += len(line)
+
+    def keep(self, wanted: Callable[[Row], bool], *, removed: Path | None = None) -> list[Row]:
+        """Cut the file before the first row that is not wanted, or is not as it was written.
+
+        Args:
+            wanted: asked for each row in turn, up to the first that it does not want.
+            removed: file that gets what is cut off.
+        Returns: the rows that are cut off, as far as they can be read.
+        """
+        cut: list[Row] = []
+        if not self.path.exists():
+            return cut
+        begin = -1
+        last = b"\n"
+        for entry in self.read():
+            if begin < 0 and (entry.problem or not wanted(entry.row)):
+                begin = entry.begin
+            if begin < 0:
+                self._seal = entry.seal
+                last = entry.line
+            elif not entry.problem:
+                cut.append(entry.row)
+            if entry.problem and self._is_sealed:
+                log.warning("%s; it and all after it is left out", entry.problem)
+        if begin >= 0:
+            self._cut(begin, removed)
+        elif not last.endswith(b"\n"):
+            with open_file(self.path, "ab", within=self._within) as file:
+                file.write(b"\n")
+        return cut
+
+    def _cut(self, begin: int, removed: Path | None) -> None:
+        if removed is not None:
+            with run_files.opened(self.path, self._kind) as file:
+                file.seek(begin)
+                write_file(removed, file.read())
+        with open_file(self.path, "ab", within=self._within) as file:
+            os.ftruncate(file.fileno(), begin)
+
+    def rows(self, *, newest: int = 0, holds_texts: bool = False) -> list[Row]:
+        """Return what the file holds, see `read_rows`; nothing where there is none."""
+        if not self.path.exists():
+            return []
+        return read_rows(self.path, newest=newest, holds_texts=holds_texts)
+
+
+def read_rows(path: Path, *, newest: int = 0, holds_texts: bool = False) -> list[Row]:
+    """Return the rows of a journal that is not sealed.
+
+    Args:
+        newest: rows to return, from the end; 0 returns all.
+        holds_texts: values may be anything; else they are numbers, or null.
+    Raises: as `Journal.read`; Refusal for a value that is no number, or for more rows than fit into
+        memory.
+    """
+    rows: deque[Row] = deque(maxlen=newest or None)
+    held = 0
+    for entry in Journal(path).read():
+        if entry.problem:
+            break
+        row = entry.row
+        place = f"{path}: line {entry.number}"
+        if not holds_texts:
+            _check_numbers(row, place=place)
+        rows.append(row)
+        held += _ROW_BYTES + _VALUE_BYTES * len(row) + (len(entry.line) if holds_texts else 0)
+        if held > _MOST_BYTES and not newest:
+            raise Refusal(
+                f"{place}: the rows up to here take more than {_MOST_BYTES >> 20} MiB, the most "
+                "that is read at once; cut the file into several"
+            )
+    return list(rows)
+
+
+def _row_of_step(line: bytes, *, place: str) -> Row:
+    """Return the row that a line holds; {} where it holds none of a step."""
+    row = _object_of(line, place=place)
+    return row if type(row.get("step")) is int else {}
+
+
+def _sealed_row(line: bytes, *, before: str, place: str) -> tuple[Row, str, str]:
+    """Return the row of a sealed line, its seal, and what is wrong with it.
+
+    Args:
+        before: seal of the line before; empty for the first.
+    """
+    if not line.endswith(_END):
+        return {}, "", f"{place} breaks off"
+    content, _, seal_bytes = line[: -len(_END)].rpartition(_SEAL)
+    content += b"}"
+    seal = seal_bytes.decode(errors="replace")
+    row, error = attempt(lambda: _object_of(content, place=place))
+    problem = str(error or "")
+    if seal != _seal_of(before, content):
+        problem = (
+            f"{place} does not follow from the lines before it: it was changed or moved, or lines "
+            "were taken out or put in"
+        )
+    return row or {}, seal, problem
+
+
+def _seal_of(before: str, content: bytes) -> str:
+    return hashlib.sha256(before.encode() + content).hexdigest()
+
+
+def _object_of(text: bytes, *, place: str) -> Row:
+    """Return the object that a JSON text holds; {} where it holds none."""
+    try:
+        row = run_files.json_of(text, place=place)
+    except run_files.NotJson:
+        return {}
+    return row if isinstance(row, dict) else {}
+
+
+def _check_numbers(row: Row, *, place: str) -> None:
+    for name, value in row.items():
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number and value is not None:
+            raise Refusal(f"{place}: {name} is {value!r:.60}, and must be a number or null")
+
+
+def _finite(row: Row) -> Row:
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

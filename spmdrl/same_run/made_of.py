@@ -1,0 +1,46 @@
+"""What a run is made of."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import spmdrl
+from spmdrl.config import Config
+from spmdrl.same_run.differences import config_of
+from spmdrl.same_run.user_code import digest, user_files
+from spmdrl.same_run.versions import installed_versions
+from spmdrl.world.world import World
+
+
+def made_of(cfg: Config, world: World) -> dict[str, dict[str, Any]]:
+    """Return all that the numbers of a run follow from, as JSON has it.
+
+    Returns: {config: {field: value}, packages: {name: version}, code: {file: digest}, machine:
+        {property: value}}.
+    """
+    packages = {"python": platform.python_version(), **installed_versions()}
+    if torch.version.cuda:
+        packages["cuda"] = torch.version.cuda
+    package = Path(spmdrl.__file__).parent
+    files = {f"spmdrl/{path.relative_to(package)}": path for path in package.rglob("*.py")}
+    files |= user_files(cfg)
+    return {
+        "config": config_of(cfg),
+        "packages": packages,
+        "code": {name: digest(files[name]) for name in sorted(files)},
+        "machine": {
+            "device": device_name(world.device),
+            "processor": platform.machine(),
+            "kernels": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
