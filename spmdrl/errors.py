@@ -60,7 +60,12 @@ class Refusal(ValueError):
         self.field = field
 
 
-class RewardFailed(RuntimeError):
+class RunFailed(RuntimeError):
+    """The run cannot go on, for a reason outside of its code: the message says it, and is shown
+    alone."""
+
+
+class RewardFailed(RunFailed):
     """A reward or an environment failed, in a process of its own: the message says where, and is
     shown alone."""
 

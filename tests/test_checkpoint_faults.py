@@ -31,9 +31,15 @@ from worlds import Said
 
 from spmdrl.checkpoint import Checkpointer, keep
 from spmdrl.checkpoint import manifest as disk
-from spmdrl.checkpoint.restore import MAY_CHANGE, _clear, candidate_folders, config_differences
-from spmdrl.checkpoint.save import Saver
+from spmdrl.checkpoint.restore import (
+    MAY_CHANGE,
+    _tidy,
+    candidate_folders,
+    config_differences,
+    resume_problems,
+)
 from spmdrl.config import Config, flatten
+from spmdrl.errors import RunFailed
 from spmdrl.imports import attempt
 from spmdrl.same_run.differences import config_of
 from spmdrl.world.world import World
@@ -276,7 +282,7 @@ def whole(folder: Path) -> Path:
     state = {"torch": torch.get_rng_state(), "python": random.getstate()}
     torch.save(state, folder / "rng_0.pt")
     torch.save({"next": 3, "waiting": [{"tokens": torch.arange(9)}]}, folder / "rollouts_0.pt")
-    index = torch.distributed.checkpoint.metadata.Metadata(state_dict_metadata={})
+    index = torch.distributed.checkpoint.metadata.Metadata({}, planner_data={}, storage_data={})
     (folder / disk.POLICY / ".metadata").write_bytes(pickle.dumps(index))
     files = ("rng_0.pt", "rollouts_0.pt", f"{disk.POLICY}/.metadata")
     content = disk.Manifest(
@@ -372,12 +378,38 @@ def test_links_and_folders_where_others_stand_block_no_resume(tmp_path):
     for name in ("step_3.partial", "step_9.damaged", "best.partial"):
         (root / name).symlink_to(outside)
     shutil.copytree(newest, root / keep.BEST)  # by a copy that followed the link
-    _clear(cfg, {whole(root / "step_9"): "damaged"}, is_speaker=True)
+    _tidy(cfg, {whole(root / "step_9"): "damaged"})
     assert os.readlink(root / keep.BEST) == "step_2"
     assert {path.name for path in root.iterdir()} == {
         *("step_2", "step_9.damaged", keep.BEST, f"{keep.BEST}.aside")
     }
     assert not (root / "step_9.damaged").is_symlink() and (outside / "mine").is_file()
+
+
+def test_a_dry_run_refuses_the_checkpoints_that_the_run_refuses(tmp_path):
+    cfg = changed(config(tmp_path), checkpoint=dict(allow_config_change=True))
+    older = whole(tmp_path / "checkpoints" / "step_1")
+    newer = whole(tmp_path / "checkpoints" / "step_2")
+    assert resume_problems(cfg) == []
+    os.truncate(newer / "rng_0.pt", 30 * 2**30)  # sparse: it takes no place
+    named = changed(cfg, checkpoint=dict(resume=str(newer)))
+    (problem,) = resume_problems(named)
+    assert problem.startswith("no checkpoint can be used")
+    assert f"{newer / 'rng_0.pt'} has {30 * 2**30} bytes, the manifest says" in problem
+    assert resume_problems(cfg) == [], "the run takes the one before"
+    (older / disk.NAME).unlink()
+    assert f"{older / disk.NAME} is missing" in resume_problems(cfg)[0]
+
+
+def test_a_dry_run_refuses_an_index_of_tensors_that_names_more_than_is_there(tmp_path):
+    cfg = changed(config(tmp_path), checkpoint=dict(allow_config_change=True))
+    folder = whole(tmp_path / "checkpoints" / "step_1")
+    index = folder / disk.POLICY / ".metadata"
+    index.write_bytes(pickle.dumps({"not": "an index"}))
+    name = f"{disk.POLICY}/.metadata"
+    sign(folder, lambda body: body["files"].update({name: vars(disk.file_entry(index))}))
+    (problem,) = resume_problems(cfg)
+    assert f"{index} holds a dict, not an index of tensors" in problem
 
 
 # ------------------------------------------------------------------ resume modes
@@ -471,13 +503,15 @@ def test_disk_space_is_asked_for_only_where_the_disk_failed(error, tmp_path):
         gather=lambda own, **_: [own],
         watch=SimpleNamespace(wait=lambda *_, **__: contextlib.nullcontext()),
     )
-    saver = Saver(Config(output_dir=str(tmp_path)), world)
+    saver = Checkpointer(Config(output_dir=str(tmp_path)), world)
     written = Future()
     written.set_exception(error)
     saver._pending = SimpleNamespace(step=4, written=written)
+    is_disk = isinstance(error, OSError)
     with pytest.raises(RuntimeError, match="step 4 could not be written: rank 0: ") as found:
         saver.finish()
-    assert ("Free disk space" in str(found.value)) == isinstance(error, OSError)
+    assert isinstance(found.value, RunFailed) == is_disk, "its message is shown alone"
+    assert ("Free disk space" in str(found.value)) == is_disk
 
 
 # ------------------------------------------------------------------ slow disk

@@ -279,7 +279,7 @@ def test_a_wait_may_have_a_deadline_of_its_own(monkeypatch) -> None:
 
 
 def test_a_save_that_is_waited_for_has_its_own_deadline() -> None:
-    from spmdrl.checkpoint.save import Saver
+    from spmdrl.checkpoint import Checkpointer
 
     cfg, waits = Config(), []
 
@@ -295,7 +295,7 @@ def test_a_save_that_is_waited_for_has_its_own_deadline() -> None:
         raise Waited
 
     watch = SimpleNamespace(wait=wait)
-    saver = Saver(cfg, SimpleNamespace(watch=watch, gather=gather))
+    saver = Checkpointer(cfg, SimpleNamespace(watch=watch, gather=gather))
     saver._pending = SimpleNamespace(step=4, written=Future())
     saver._pending.written.set_result({})
     for settle in (saver.finish, saver._settle):

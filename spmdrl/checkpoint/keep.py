@@ -1,9 +1,8 @@
 """Which checkpoints stay and which are removed: the last ones stay, and the best by a metric of the
 in-loop evaluation.
 
-Every manifest has the evaluation of its own weights, so which is best follows from the complete
-checkpoints that are there, at any moment. `checkpoints/best` is a link to it, for people and other
-programs.
+Every manifest has the evaluation of its own weights, so the complete checkpoints that are there say
+at any moment which is best. `checkpoints/best` is a link to it, for people and other programs.
 """
 
 from __future__ import annotations
@@ -39,58 +38,47 @@ def check_measured(cfg: Config, values: Mapping[str, float]) -> None:
         )
 
 
-# --------------------------------------------------------------------------- on disk
-
-
 def best_of(folders: Iterable[Path], keep: KeepSettings) -> Path | None:
     """Return the best of complete checkpoints; of equal ones the earliest, None of none.
 
-    Checkpoints that were not evaluated, or whose manifest cannot be read, are none.
+    Checkpoints that were not evaluated, or whose manifest cannot be read, are left out.
     """
-    if not keep.best:
-        return None
-    found = [
-        (value, folder)
-        for folder in sorted(folders, key=disk.step_of)
-        if not math.isnan(value := _value(folder, keep.best))
-    ]
-    if not found:
-        return None
-    pick = max if keep.mode == "max" else min
-    return pick(found, key=lambda pair: pair[0])[1]  # of equal ones the first
+    best = None
+    best_value = math.nan
+    for folder in sorted(folders, key=disk.step_of):
+        value = _value(folder, keep)
+        if _is_better(value, best_value, keep):
+            best = folder
+            best_value = value
+    return best
 
 
 def is_new_best(root: Path, keep: KeepSettings, values: Mapping[str, float]) -> bool:
     """Return whether an evaluation is better than that of every checkpoint there is."""
-    value = values.get(keep.best, math.nan)
-    if math.isnan(value):
-        return False
     old = best_of(disk.complete_checkpoints(root), keep)
-    if old is None:
-        return True
-    had = _value(old, keep.best)
-    return value > had if keep.mode == "max" else value < had
+    old_value = _value(old, keep) if old else math.nan
+    return _is_better(values.get(keep.best, math.nan), old_value, keep)
 
 
-def _value(folder: Path, metric: str) -> float:
+def _value(folder: Path, keep: KeepSettings) -> float:
+    """Return a checkpoint's value of the metric; NaN where it has none."""
     content, _ = attempt(lambda: disk.read_manifest(folder))
-    return content.evaluated.get(metric, math.nan) if content else math.nan
+    return content.evaluated.get(keep.best, math.nan) if content and keep.best else math.nan
 
 
-def kept(root: Path, keep: KeepSettings) -> list[Path]:
-    """Return the checkpoints that stay: the newest, and the best."""
-    folders = disk.complete_checkpoints(root)
-    best = best_of(folders, keep)
-    newest = folders[: keep.last]
-    return newest if best is None or best in newest else [*newest, best]
+def _is_better(value: float, than: float, keep: KeepSettings) -> bool:
+    if math.isnan(value) or math.isnan(than):
+        return not math.isnan(value)
+    return value > than if keep.mode == "max" else value < than
 
 
 def prune(root: Path, keep: KeepSettings) -> None:
-    """Remove the checkpoints that do not stay. Raises: OSError."""
-    link_best(root, keep)  # first: it never names what is gone
-    stay = kept(root, keep)
-    for old in disk.complete_checkpoints(root):
-        if old in stay:
+    """Remove the checkpoints that are neither among the last ones nor the best. Raises: OSError."""
+    link_best(root, keep)  # first: it never names a folder that is gone
+    folders = disk.complete_checkpoints(root)
+    best = best_of(folders, keep)
+    for old in folders[keep.last :]:
+        if old == best:
             continue
         # Renamed first, so that a kill in the middle leaves nothing that looks complete.
         doomed = old.with_name(old.name + ".partial")
@@ -103,7 +91,7 @@ def link_best(root: Path, keep: KeepSettings) -> None:
     """Let `best` name the best checkpoint, by one rename. Raises: OSError."""
     best = best_of(disk.complete_checkpoints(root), keep)
     link = root / BEST
-    if link.exists() and not link.is_symlink():  # a copy that followed the link, say
+    if link.exists() and not link.is_symlink():  # such as a copy that followed the link
         aside = root / f"{BEST}.aside"
         disk.remove(aside)
         disk.rename(link, aside)
@@ -113,15 +101,15 @@ def link_best(root: Path, keep: KeepSettings) -> None:
         return
     if link.is_symlink() and os.readlink(link) == best.name:
         return
-    made = root / f"{BEST}.partial"
-    disk.remove(made)
-    made.symlink_to(best.name)
-    disk.rename(made, link)
+    new = root / f"{BEST}.partial"
+    disk.remove(new)
+    new.symlink_to(best.name)
+    disk.rename(new, link)
     disk.sync_folder(root)
 
 
 def named(path: Path, which: str) -> Path:
-    """Return what `--which` means of a run's folder: itself for `last`, its best checkpoint.
+    """Return what `--which` names in a run's folder: itself for `last`, or its best checkpoint.
 
     Raises: Refusal when the run keeps no best one.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,46 @@ from spmdrl.world.comm import gather_objects, gather_problems
 from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
+
+MAY_CHANGE = (
+    "output_dir",
+    "steps",
+    "dry_run",
+    "layout.",
+    "stream.",
+    "checkpoint.",
+    "evaluate.",
+    "report.",
+    "data.eval",
+    "data.eval_size",
+    "rewards.workers",
+    "rewards.timeout_s",
+    "engine.gpu_memory_frac",
+    "engine.cpu_kv_cache_gib",
+    "engine.max_num_seqs",
+    "engine.max_batched_tokens",
+    "model.memory.",
+    "batch.tokens_per_microbatch",
+    "rollout.record.every",
+)
+"""Fields and whole sections (that end in a dot) that may change at a resume: where, how fast or how
+long a run goes, or what it shows, and not its result."""
+_SIZE_FIELDS = (
+    "layout.",
+    "model.",
+    "batch.",
+    "data.max_prompt_tokens",
+    "sampling.max_response_tokens",
+    "algorithm.",
+    "critic.",
+    "engine.",
+    "stream.bucket_bytes",
+    "rollout.schedule.",
+)
+"""What the memory that a micro-batch takes depends on ..."""
+_NO_SIZE_FIELDS = ("layout.startup_timeout_s", "layout.wait_timeout_s")
+"""... but for these."""
+_MOST_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -48,30 +89,36 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
     Raises: Refusal when the checkpoint asked for does not exist, none is whole, the config
         differs in what shapes the result, or the model is another one.
     """
-    candidates, problem = world.from_rank_0(lambda: candidate_folders(cfg), wait="find checkpoint")
+    folders, problem = world.from_rank_0(lambda: candidate_folders(cfg), wait="find checkpoint")
     if problem:
         raise Refusal(problem)
+    state = TrainState(0)
     damaged: dict[Path, str] = {}
-    for folder in candidates:
-        content, problem = _checked(folder, world)
+    for folder in folders:
+        content, problem = _verify(folder, world)
         if content is not None:
             _check_config(content, cfg, folder=folder, is_speaker=world.rank == 0)
             problem = _load(folder, content, cfg=cfg, world=world, policy=policy, source=source)
         if content is not None and not problem:
-            _clear(cfg, damaged, is_speaker=world.rank == 0)
             world.found_tokens = _found_tokens(content, cfg)
-            return TrainState(content.step, str(folder))
+            state = TrainState(content.step, str(folder))
+            break
         damaged[folder] = problem
         if world.rank == 0:
             log.warning("checkpoint %s cannot be used: %s", folder, problem)
-    if damaged:
-        lines = "\n".join(f"  {folder}: {problem}" for folder, problem in damaged.items())
-        raise Refusal(
-            f"no checkpoint can be used:\n{lines}\nGive another by "
-            "checkpoint.resume, or start afresh in another output_dir"
-        )
-    _clear(cfg, {}, is_speaker=world.rank == 0)
-    return TrainState(0)
+    if damaged and not state.resumed_from:
+        raise Refusal(_none_usable(damaged))
+    if world.rank == 0:
+        _tidy(cfg, damaged)
+    return state
+
+
+def _none_usable(damaged: Mapping[Path, str]) -> str:
+    lines = "\n".join(f"  {folder}: {problem}" for folder, problem in damaged.items())
+    return (
+        f"no checkpoint can be used:\n{lines}\nGive another by checkpoint.resume, or start afresh "
+        "in another output_dir"
+    )
 
 
 def already_finished(cfg: Config, world: World) -> bool:
@@ -82,11 +129,9 @@ def already_finished(cfg: Config, world: World) -> bool:
     """
     done = world.from_rank_0(lambda: _finished_steps(cfg), wait="find checkpoint")
     if done and world.rank == 0:
-        more = (
-            ""
-            if cfg.optimizer.schedule == "constant"
-            else (" and allow that the schedule changes, by --checkpoint.allow-config-change,")
-        )
+        more = ""
+        if cfg.optimizer.schedule != "constant":
+            more = " and allow that the schedule changes, by --checkpoint.allow-config-change,"
         say(
             f"{cfg.output_dir}: already finished: {done} of {cfg.steps} steps; raise --steps"
             f"{more} to go on",
@@ -97,11 +142,12 @@ def already_finished(cfg: Config, world: World) -> bool:
 
 def _finished_steps(cfg: Config) -> int:
     folders, _ = candidate_folders(cfg)
-    content = attempt(lambda: disk.read_manifest(folders[0]))[0] if folders else None
-    if content is None or content.step < cfg.steps:
+    if not folders:
         return 0
-    is_whole = not disk.damages(folders[0], content, digests=False)
-    return content.step if is_whole and not config_differences(content.config, cfg) else 0
+    content, problem = _read(folders[0])
+    if content is None or problem or content.step < cfg.steps:
+        return 0
+    return 0 if config_differences(content.config, cfg) else content.step
 
 
 def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
@@ -120,9 +166,8 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
         )
     path = Path(resume)
     if not (path / disk.NAME).is_file():
-        inside = disk.complete_checkpoints(path) or disk.complete_checkpoints(
-            disk.checkpoints_folder(path)
-        )
+        inside = disk.complete_checkpoints(path)
+        inside = inside or disk.complete_checkpoints(disk.checkpoints_folder(path))
         hint = "; name one, such as RUN/checkpoints/step_100, or auto, or never"
         if inside:
             hint = f"; did you mean {inside[0]}?"
@@ -130,7 +175,7 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
             f"checkpoint.resume: {path} has no {disk.NAME}, so it is not a complete "
             f"checkpoint{hint}"
         )
-    content, _error = attempt(lambda: disk.read_manifest(path))
+    content, _ = attempt(lambda: disk.read_manifest(path))
     if content is not None and found and disk.step_of(found[0]) > content.step:
         return [], (
             f"checkpoint.resume: {path} is of step {content.step}, older than {found[0]}; going "
@@ -140,194 +185,46 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
     return [path], ""
 
 
-def _checked(folder: Path, world: World) -> tuple[disk.Manifest | None, str]:
-    """Verify a checkpoint, each rank reading its share of the files."""
-    content, error = world.from_rank_0(
-        lambda: _said(attempt(lambda: disk.read_manifest(folder))), wait="find checkpoint"
-    )
+def resume_problems(cfg: Config) -> list[str]:
+    """Return why a run would not go on from its checkpoints, as far as their manifests, the sizes
+    of their files and their indices of tensors tell."""
+    folders, problem = candidate_folders(cfg)
+    if problem:
+        return [problem]
+    damaged: dict[Path, str] = {}
+    for folder in folders:
+        content, problem = _read(folder)
+        if content is None or problem:
+            damaged[folder] = problem
+            continue
+        _, error = attempt(disk.TensorReader(folder / disk.POLICY).read_metadata)
+        if error:
+            return [str(error)]
+        text = _difference_text(content, cfg, folder=folder)
+        return [f"{text}\n{_advice()}"] if text and not cfg.checkpoint.allow_config_change else []
+    return [_none_usable(damaged)] if damaged else []
+
+
+def _read(folder: Path) -> tuple[disk.Manifest | None, str]:
+    """Return a checkpoint's manifest, and what is wrong with it or with the sizes of files."""
+    content, error = attempt(lambda: disk.read_manifest(folder))
     if content is None:
-        return None, error
+        return None, str(error)
+    return content, "; ".join(disk.damages(folder, content, digests=False))
+
+
+def _verify(folder: Path, world: World) -> tuple[disk.Manifest | None, str]:
+    """Return a checkpoint's manifest, or what is wrong; each rank reads its share of the files."""
+    content, problem = world.from_rank_0(lambda: _read(folder), wait="find checkpoint")
+    if content is None or problem:
+        return None, problem
     with world.watch.wait("verify checkpoint", content.step):
         mine = disk.damages(folder, content, part=world.rank, num_parts=world.world_size)
         problems = [p for part in gather_objects(mine, group=world.control) for p in part]
     return (None, "; ".join(problems)) if problems else (content, "")
 
 
-def _said(found: tuple[disk.Manifest | None, BaseException | None]) -> tuple:
-    return found[0], str(found[1])
-
-
-def _check_config(content: disk.Manifest, cfg: Config, *, folder: Path, is_speaker: bool) -> None:
-    if not (text := _difference_text(content, cfg, folder=folder)):
-        return
-    if not cfg.checkpoint.allow_config_change:
-        raise Refusal(f"{text}\n{_advice()}")
-    if is_speaker:
-        log.warning("%s\nallowed by checkpoint.allow_config_change", text)
-
-
-def _advice() -> str:
-    free = ", ".join(f"{name}*" if name.endswith(".") else name for name in MAY_CHANGE)
-    return (
-        "Set the old values, or go on with the new ones by --checkpoint.allow-config-change, or "
-        f"start in another output_dir. These may change freely: {free}; steps only where "
-        "optimizer.schedule is constant"
-    )
-
-
-def _difference_text(content: disk.Manifest, cfg: Config, *, folder: Path) -> str:
-    found = config_differences(content.config, cfg)
-    lines = [f"the config differs from that of {folder}:", *(f"  {one}" for one in found)]
-    return "\n".join(lines) if found else ""
-
-
-def resume_problems(cfg: Config) -> list[str]:
-    """Return why a run would not go on from its checkpoints, as far as their manifests say it."""
-    folders, problem = candidate_folders(cfg)
-    if problem or cfg.checkpoint.allow_config_change:
-        return [problem] if problem else []
-    for folder in folders:
-        content, _ = attempt(partial(disk.read_manifest, folder))
-        if content is not None:
-            text = _difference_text(content, cfg, folder=folder)
-            return [f"{text}\n{_advice()}"] if text else []
-    return []
-
-
-def _load(
-    folder: Path,
-    content: disk.Manifest,
-    *,
-    cfg: Config,
-    world: World,
-    policy: Saved,
-    source: SavedSource,
-) -> str:
-    """Load a checkpoint; return why it cannot be read, the same on every rank, empty where it was.
-
-    Raises: Refusal when it is of another model, or a file holds anything but what it should.
-    """
-    state: dict[str, Any] = {}
-    reader = disk.TensorReader(folder / disk.POLICY)
-    problems = []
-    if world.is_trainer:
-        state = policy.state_dict()
-        problems = _tensor_differences(reader, tensor_leaves(state))
-    with world.watch.wait("compare tensors", content.step):
-        problems = gather_problems(problems, group=world.control)
-    if problems:
-        raise Refusal(f"{folder} does not hold this model: " + "; ".join(problems))
-    # On another layout there is no rank that the saved generators would belong to.
-    is_same = not any(is_among(one.name, ("layout.",)) for one in _differences(content.config, cfg))
-    rollouts = [folder / f"rollouts_{r}.pt" for r in content.rollout_ranks]
-    own = folder / f"rng_{world.rank}.pt"
-
-    with world.watch.wait("load checkpoint", content.step):
-        held, failed = attempt(lambda: [disk.load_plain(path) for path in rollouts], OSError)
-        rng, unread = attempt(lambda: disk.load_plain(own) if is_same else {}, OSError)
-        problems = [f"cannot be read: {error}" for error in (failed, unread) if error]
-        problems = gather_problems(problems, group=world.control)
-        if not problems:  # else ranks would wait for each other in what follows
-            _, error = attempt(lambda: _read_tensors(state, reader, world), OSError)
-            problems = [f"cannot be read: {error}"] if error else []
-            problems = gather_problems(problems, group=world.control)
-    if problems or held is None or rng is None:
-        return "; ".join(problems)
-    if world.is_trainer:
-        policy.load_state_dict(state)
-    kinds = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
-    hint = "; they were changed, or are of another version"
-    fitting = partial(refusing, hint=hint, names_kind=True, passes_refusals=True)
-    with fitting(f"{folder}: its rollouts_*.pt do not hold what they should", *kinds):
-        source.load_state_dict(held, content.step)
-    if is_same:
-        with fitting(f"{own} do not hold what they should", *kinds):
-            set_rng_state(rng)
-    return ""
-
-
-def _read_tensors(state: dict[str, Any], reader: disk.TensorReader, world: World) -> None:
-    """Have trainers read the live tensors of a state in place. Raises: OSError where a disk
-    failed, on all of them alike."""
-    if not world.is_trainer:
-        return
-    try:
-        dcp.load(tensor_leaves(state), storage_reader=reader, process_group=world.saving)
-    except dcp.api.CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        if not all(isinstance(cause, OSError) for cause in causes):
-            raise disk.unreadable(reader, error) from error
-        raise OSError("; ".join(dict.fromkeys(map(str, causes)))) from error
-
-
-def _found_tokens(content: disk.Manifest, cfg: Config) -> int:
-    """Return the found size of a micro-batch, which repeats the last bits; 0 where other fields
-    than those of the run's course differ: it might not fit, or more might."""
-    differing = _differences(content.config, cfg, may_differ=_PATIENCE)
-    matters = [one.name for one in differing if is_among(one.name, _MATTERS)]
-    if matters and content.found_tokens:
-        log.info(
-            "the size of a micro-batch is found anew, since these differ: %s", ", ".join(matters)
-        )
-    return 0 if matters else content.found_tokens
-
-
-def _clear(cfg: Config, damaged: dict[Path, str], *, is_speaker: bool) -> None:
-    """Set aside what cannot be used, so that its step's name is free again."""
-    if not is_speaker:
-        return
-    for folder in damaged:
-        aside = folder.with_name(folder.name + ".damaged")
-        disk.remove(aside)
-        disk.rename(folder, aside)
-    root = disk.checkpoints_folder(cfg.output_dir)
-    if root.is_dir():  # the best one may have been set aside, or be another by a new metric
-        keep.link_best(root, cfg.checkpoint.keep)
-    for left in sorted(root.glob("step_*.partial")):
-        log.warning("removing %s: the job that wrote it ended before it was complete", left)
-        disk.remove(left)
-
-
 # --------------------------------------------------------------------------- comparing
-
-MAY_CHANGE = (
-    "output_dir",
-    "steps",
-    "dry_run",
-    "layout.",
-    "stream.",
-    "checkpoint.",
-    "evaluate.",
-    "report.",
-    "data.eval",
-    "data.eval_size",
-    "rewards.workers",
-    "rewards.timeout_s",
-    "engine.gpu_memory_frac",
-    "engine.cpu_kv_cache_gib",
-    "engine.max_num_seqs",
-    "engine.max_batched_tokens",
-    "model.memory.",
-    "batch.tokens_per_microbatch",
-    "rollout.record.every",
-)
-"""Fields and whole sections (that end in a dot) that may change at a resume: where, how fast or how
-long a run goes, or what it shows, and not its result."""
-
-# What a micro-batch of so many tokens takes depends on these.
-_MATTERS = (
-    "layout.",
-    "model.",
-    "batch.",
-    "data.max_prompt_tokens",
-    "sampling.max_response_tokens",
-    "algorithm.",
-    "critic.",
-    "engine.",
-    "stream.bucket_bytes",
-    "rollout.schedule.",
-)
-_PATIENCE = ("layout.startup_timeout_s", "layout.wait_timeout_s")
 
 
 def config_differences(saved: dict[str, Any], cfg: Config) -> list[Difference]:
@@ -354,31 +251,158 @@ def _differences(
     return differences({"config": saved}, {"config": config_of(cfg)}, may_differ=may_differ)
 
 
+def _check_config(content: disk.Manifest, cfg: Config, *, folder: Path, is_speaker: bool) -> None:
+    text = _difference_text(content, cfg, folder=folder)
+    if not text:
+        return
+    if not cfg.checkpoint.allow_config_change:
+        raise Refusal(f"{text}\n{_advice()}")
+    if is_speaker:
+        log.warning("%s\nallowed by checkpoint.allow_config_change", text)
+
+
+def _difference_text(content: disk.Manifest, cfg: Config, *, folder: Path) -> str:
+    found = config_differences(content.config, cfg)
+    lines = [f"the config differs from that of {folder}:", *(f"  {one}" for one in found)]
+    return "\n".join(lines) if found else ""
+
+
+def _advice() -> str:
+    free = ", ".join(f"{name}*" if name.endswith(".") else name for name in MAY_CHANGE)
+    return (
+        "Set the old values, or go on with the new ones by --checkpoint.allow-config-change, or "
+        f"start in another output_dir. These may change freely: {free}; steps only where "
+        "optimizer.schedule is constant"
+    )
+
+
+def _found_tokens(content: disk.Manifest, cfg: Config) -> int:
+    """Return the size of a micro-batch that was found, since with it the last bits repeat; 0 where
+    it must be found again: it might not fit, or more might."""
+    differing = _differences(content.config, cfg, may_differ=_NO_SIZE_FIELDS)
+    names = [one.name for one in differing if is_among(one.name, _SIZE_FIELDS)]
+    if names and content.found_tokens:
+        log.info(
+            "the size of a micro-batch is found again, since these differ: %s", ", ".join(names)
+        )
+    return 0 if names else content.found_tokens
+
+
 def _tensor_differences(reader: disk.TensorReader, tensors: dict[str, Tensor]) -> list[str]:
+    """Return in which tensors a checkpoint and the live state differ, the first few."""
     metadata, error = attempt(reader.read_metadata)
     if metadata is None:
         return [str(error)]
-    index = metadata.state_dict_metadata
-    saved = {name: tuple(entry.size) for name, entry in index.items()}
-    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    problems = [
-        f"{name} has shape {saved[name]} there, {own[name]} here"
-        for name in own
-        if name in saved and saved[name] != own[name]
-    ]
-    dtypes = {
-        name: (index[name].properties.dtype, tensor.dtype)
-        for name, tensor in tensors.items()
-        if name in index
-    }
-    problems += [
-        f"{name} is {there} there, {here} here; set model.memory.master_dtype and "
-        "optimizer_dtype as they were"
-        for name, (there, here) in dtypes.items()
-        if there != here
-    ][:1]
-    for names, where in ((saved.keys() - own.keys(), "there"), (own.keys() - saved.keys(), "here")):
+    saved = metadata.state_dict_metadata
+    problems = []
+    other_dtypes = []
+    for name in tensors.keys() & saved.keys():
+        own = tensors[name]
+        entry = saved[name]
+        if tuple(entry.size) != tuple(own.shape):
+            problems.append(f"{name} has shape {tuple(entry.size)} there, {tuple(own.shape)} here")
+        if entry.properties.dtype != own.dtype:
+            other_dtypes.append(
+                f"{name} is {entry.properties.dtype} there, {own.dtype} here; set "
+                "model.memory.master_dtype and optimizer_dtype as they were"
+            )
+    problems = sorted(problems) + sorted(other_dtypes)[:1]
+    only = {"there": saved.keys() - tensors.keys(), "here": tensors.keys() - saved.keys()}
+    for where, names in only.items():
         if names:
-            more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-            problems.append(f"only {where}: {', '.join(sorted(names)[:8])}{more}")
-    return problems[:8]
+            more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+            problems.append(f"only {where}: {', '.join(sorted(names)[:_MOST_SHOWN])}{more}")
+    return problems[:_MOST_SHOWN]
+
+
+# --------------------------------------------------------------------------- loading
+
+
+def _load(
+    folder: Path,
+    content: disk.Manifest,
+    *,
+    cfg: Config,
+    world: World,
+    policy: Saved,
+    source: SavedSource,
+) -> str:
+    """Load a checkpoint; return why it cannot be read, the same on every rank, empty where it was.
+
+    Raises: Refusal when it is of another model, or a file holds anything but what it should.
+    """
+    state: dict[str, Any] = {}
+    reader = disk.TensorReader(folder / disk.POLICY)
+    problems = []
+    if world.is_trainer:
+        state = policy.state_dict()
+        problems = _tensor_differences(reader, tensor_leaves(state))
+    with world.watch.wait("compare tensors", content.step):
+        problems = gather_problems(problems, group=world.control)
+    if problems:
+        raise Refusal(f"{folder} does not hold this model: " + "; ".join(problems))
+    rollout_files = [folder / f"rollouts_{rank}.pt" for rank in content.rollout_ranks]
+    rng_file = folder / f"rng_{world.rank}.pt"
+    # On another layout there is no rank that the saved generators would belong to.
+    differing = _differences(content.config, cfg)
+    is_same_layout = not any(is_among(one.name, ("layout.",)) for one in differing)
+
+    def load_own() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        rollouts = [disk.load_plain(path) for path in rollout_files]
+        return rollouts, disk.load_plain(rng_file) if is_same_layout else {}
+
+    with world.watch.wait("load checkpoint", content.step):
+        loaded, error = attempt(load_own, OSError)
+        problems = _agree_on(error, world)
+        if not problems:  # else ranks would wait for each other in what follows
+            _, error = attempt(lambda: _read_tensors(state, reader, world), OSError)
+            problems = _agree_on(error, world)
+    if problems or loaded is None:
+        return "; ".join(problems)
+    rollouts, rng = loaded
+    if world.is_trainer:
+        policy.load_state_dict(state)
+    kinds = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
+    hint = "; they were changed, or are of another version"
+    fitting = partial(refusing, hint=hint, names_kind=True, passes_refusals=True)
+    with fitting(f"{folder}: its rollouts_*.pt do not hold what they should", *kinds):
+        source.load_state_dict(rollouts, content.step)
+    if is_same_layout:
+        with fitting(f"{rng_file} does not hold what it should", *kinds):
+            set_rng_state(rng)
+    return ""
+
+
+def _agree_on(error: BaseException | None, world: World) -> list[str]:
+    """Return on all ranks what any of them could not read."""
+    own = [f"cannot be read: {error}"] if error else []
+    return gather_problems(own, group=world.control)
+
+
+def _read_tensors(state: dict[str, Any], reader: disk.TensorReader, world: World) -> None:
+    """Have trainers read the live tensors of a state in place. Raises: OSError where a disk
+    failed, on all of them alike."""
+    if not world.is_trainer:
+        return
+    try:
+        dcp.load(tensor_leaves(state), storage_reader=reader, process_group=world.saving)
+    except dcp.api.CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        if not all(isinstance(cause, OSError) for cause in causes):
+            raise disk.unreadable(reader, error) from error
+        raise OSError("; ".join(dict.fromkeys(map(str, causes)))) from error
+
+
+def _tidy(cfg: Config, damaged: Mapping[Path, str]) -> None:
+    """Set aside what cannot be used, so that its step's name is free again, and remove what an
+    earlier job left unfinished."""
+    for folder in damaged:
+        aside = folder.with_name(folder.name + ".damaged")
+        disk.remove(aside)
+        disk.rename(folder, aside)
+    root = disk.checkpoints_folder(cfg.output_dir)
+    if root.is_dir():  # the best one may have been set aside, or be another by a new metric
+        keep.link_best(root, cfg.checkpoint.keep)
+    for left in sorted(root.glob("step_*.partial")):
+        log.warning("removing %s: the job that wrote it ended before it was complete", left)
+        disk.remove(left)

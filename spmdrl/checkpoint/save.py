@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,10 @@ import torch.distributed.checkpoint as dcp
 import spmdrl.checkpoint.keep as keep
 import spmdrl.checkpoint.manifest as disk
 from spmdrl import run_folder
+from spmdrl.checkpoint.restore import TrainState, restore
 from spmdrl.checkpoint.state import Saved, SavedSource, rng_state, tensor_leaves
 from spmdrl.config import Config
+from spmdrl.errors import RunFailed
 from spmdrl.imports import attempt
 from spmdrl.plain import record
 from spmdrl.report.glossary import values_of
@@ -37,27 +38,32 @@ log = logging.getLogger(__name__)
 
 _NOTICED_S = 1.0
 """A wait for the disk that is shorter than this is not reported."""
+_Files = dict[str, disk.FileEntry]
 
 
 @record
 @dataclass(frozen=True)
 class _Outcome:
-    files: dict[str, disk.FileEntry]
+    """The result of one rank's writing."""
+
+    files: _Files
     problem: str = ""
-    is_disk: bool = True  # the disk's fault, which a later save may not meet
+    is_disk: bool = True  # the problem is the disk's, which a later save may not meet
 
 
 @dataclass(frozen=True)
 class _Pending:
+    """The save that is under way."""
+
     step: int
-    written: Future[dict[str, disk.FileEntry]]
+    written: Future[_Files]
     rollout_ranks: tuple[int, ...]
     began: float
     evaluated: dict[str, float]
 
 
-class Saver:
-    """Saves one job. Every method is called by every rank, in one order.
+class Checkpointer:
+    """Saves and restores one job. Every method is called by every rank, in one order.
 
     Args:
         cfg: output_dir, steps and the checkpoint section say when and where.
@@ -71,6 +77,12 @@ class Saver:
         self.root = disk.checkpoints_folder(cfg.output_dir)
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="spmdrl-checkpoint")
+
+    def restore(self, policy: Saved, source: SavedSource) -> TrainState:
+        """Fill policy and source from what `checkpoint.resume` asks for; see `restore`."""
+        state = restore(self.cfg, self.world, policy=policy, source=source)
+        source.start(state.step)
+        return state
 
     def maybe_save(
         self,
@@ -92,7 +104,8 @@ class Saver:
             step: training steps done.
             evaluated: the evaluation of these weights, equal on every rank; empty when not due.
             stop: this is the last call of the job (a signal arrived).
-        Raises: RuntimeError when the last save fails, or any for another reason than the disk.
+        Raises: RunFailed when the disk fails in the last save; RuntimeError when any save fails for
+            another reason.
         """
         self._settle()
         is_last = stop or step == self.cfg.steps
@@ -123,7 +136,7 @@ class Saver:
         )
 
     def finish(self) -> None:
-        """Wait until the save under way is complete. Raises: RuntimeError when it failed."""
+        """Wait until the save under way is complete. Raises: as `maybe_save` for the last one."""
         self._settle(wait=True, must_succeed=True)
 
     def _begin(
@@ -138,9 +151,8 @@ class Saver:
         began = time.monotonic()
         partial = self._partial(step)
         held = source.state_dict()
-        problem = _os_error(_make_folder, partial) if self.world.rank == 0 else ""
-        told = (problem, held is not None)
-        shared = self.world.gather(told, wait="begin checkpoint", step=step)
+        problem = _os_error(lambda: _make_folder(partial)) if self.world.rank == 0 else ""
+        shared = self.world.gather((problem, held is not None), wait="begin checkpoint", step=step)
         if shared[0][0]:
             self._give_up(step, shared[0][0], is_fatal=is_last, is_disk=True)
             return
@@ -170,25 +182,25 @@ class Saver:
         limit = self.cfg.checkpoint.write_timeout_s if wait else None
         if wait:
             self._wait_for_disk(pending, limit)
-        gather = partial(self.world.gather, wait="checkpoint", step=pending.step, timeout_s=limit)
-        found = gather(_outcome(pending.written))
+        found = self._gather(_outcome(pending.written), pending, limit)
         outcomes = [outcome for outcome in found if outcome is not None]
         if len(outcomes) < len(found):
             return
         failed = [f"rank {r}: {o.problem}" for r, o in enumerate(outcomes) if o.problem]
         if not failed:
-            complete = self.world.rank == 0 and _os_error(self._complete, pending, outcomes)
-            shared = gather(complete)
-            failed = [f"rank 0: {shared[0]}"] if shared[0] else []
+            problem = ""
+            if self.world.rank == 0:
+                problem = _os_error(lambda: self._complete(pending, outcomes))
+            problem = self._gather(problem, pending, limit)[0]
+            failed = [f"rank 0: {problem}"] if problem else []
         self._pending = None
         if failed:
             is_disk = all(outcome.is_disk for outcome in outcomes)
-            self._give_up(
-                pending.step,
-                "; ".join(dict.fromkeys(failed)),
-                is_fatal=must_succeed or not is_disk,
-                is_disk=is_disk,
-            )
+            is_fatal = must_succeed or not is_disk
+            self._give_up(pending.step, "; ".join(failed), is_fatal=is_fatal, is_disk=is_disk)
+
+    def _gather(self, own: Any, pending: _Pending, limit: float | None) -> list[Any]:
+        return self.world.gather(own, wait="checkpoint", step=pending.step, timeout_s=limit)
 
     def _wait_for_disk(self, pending: _Pending, limit: float | None) -> None:
         # A wait of its own: at the deadline the rank with the slow disk is told from its peers.
@@ -209,8 +221,8 @@ class Saver:
         content = disk.Manifest(
             step=pending.step,
             config=config_of(self.cfg),
-            model=_absolute(model.path),
-            tokenizer=_absolute(model.tokenizer or model.path),
+            model=_absolute_folder(model.path),
+            tokenizer=_absolute_folder(model.tokenizer or model.path),
             rollout_ranks=pending.rollout_ranks,
             files=files,
             evaluated=pending.evaluated,
@@ -229,7 +241,7 @@ class Saver:
         disk.sync_folder(self.root)
         size = sum(entry.size for entry in files.values())
         log.info("saved %s (%.1f MB, %.1f s)", final, size / 1e6, time.monotonic() - pending.began)
-        problem = _os_error(keep.prune, self.root, self.cfg.checkpoint.keep)
+        problem = _os_error(lambda: keep.prune(self.root, self.cfg.checkpoint.keep))
         if problem:
             log.warning("an old checkpoint could not be removed: %s", problem)
 
@@ -240,11 +252,11 @@ class Saver:
             f"Newest complete checkpoint: {kept[0] if kept else 'none'}"
         )
         if is_disk:
-            text += ". Free disk space or set output_dir elsewhere"
+            text += ". Free disk space, or set another output_dir"
         if self.world.rank == 0:
-            _os_error(disk.remove, self._partial(step))
+            _os_error(lambda: disk.remove(self._partial(step)))
         if is_fatal:
-            raise RuntimeError(text)
+            raise RunFailed(text) if is_disk else RuntimeError(text)
         if self.world.rank == 0:
             log.warning("%s; training goes on", text)
 
@@ -253,9 +265,7 @@ class Saver:
         return final.with_name(final.name + ".partial")
 
 
-def _write(
-    partial: Path, rank: int, *, tensors: Future | None, extra: dict[str, bytes]
-) -> dict[str, disk.FileEntry]:
+def _write(partial: Path, rank: int, *, tensors: Future | None, extra: dict[str, bytes]) -> _Files:
     """Run in the writing thread: finish this rank's files and return their digests."""
     if tensors is not None:
         tensors.result()
@@ -268,8 +278,8 @@ def _write(
     return {str(p.relative_to(partial)): disk.file_entry(p) for p in own}
 
 
-def _outcome(written: Future[dict[str, disk.FileEntry]]) -> _Outcome | None:
-    """Return what this rank's writing thread came to; None while it writes."""
+def _outcome(written: Future[_Files]) -> _Outcome | None:
+    """Return the result of this rank's writing thread; None while it writes."""
     if not written.done():
         return None
     error = written.exception()
@@ -304,9 +314,9 @@ def _make_folder(path: Path) -> None:
     run_folder.make_folder(path / disk.POLICY, within=path.parents[1])
 
 
-def _os_error(function: Callable[..., None], *args: Any) -> str:
-    """Call a function and return its OSError as text, "" if it had none."""
-    _, error = attempt(lambda: function(*args), OSError)
+def _os_error(work: Callable[[], None]) -> str:
+    """Do some work and return its OSError as text, "" if it had none."""
+    _, error = attempt(work, OSError)
     return f"{type(error).__name__}: {error}" if error else ""
 
 
@@ -318,5 +328,6 @@ def _packed(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _absolute(model: str) -> str:
+def _absolute_folder(model: str) -> str:
+    """Return a model's folder as an absolute path; the name of one on the hub as it is."""
     return str(Path(model).resolve()) if Path(model).is_dir() else model

@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
-from spmdrl.errors import Refusal, RewardFailed, described, say, users_line, users_traceback
+from spmdrl.errors import Refusal, RunFailed, described, say, users_line, users_traceback
 from spmdrl.imports import attempt
 from spmdrl.world.launch import known_rank, tell_launcher, tell_once, tell_refused
 from spmdrl.world.lost_peers.watch import PeersMissing, Watch, first_line
@@ -135,7 +135,7 @@ def _show(error: BaseException, rank: int | str, *, has_world: bool) -> None:
     if isinstance(error, Refusal) and not has_world:  # which all ranks come to
         tell_once(described(error), of_rank="" if rank == "?" else f"[rank {rank}] ")
         return
-    if isinstance(error, (Refusal, RewardFailed, PeersMissing)):
+    if isinstance(error, (Refusal, RunFailed, PeersMissing)):
         shown = f"[rank {rank}] {described(error) if isinstance(error, Refusal) else error}"
     else:
         shown = users_traceback(error)

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from spmdrl.errors import RewardFailed, said, say, users_place
+from spmdrl.errors import RunFailed, said, say, users_place
 from spmdrl.world.lost_peers.board import Board
 from spmdrl.world.lost_peers.last_collectives import leave_record
 from spmdrl.world.lost_peers.neighbours import Neighbours, own_process
@@ -342,8 +342,8 @@ _LOCAL_TEXTS = ("cuda error", "out of memory")
 def is_peer_error(error: Exception) -> bool:
     """Return whether a failed collective says that another rank is gone, and not that this one
     lacks memory or asked for what cannot be."""
-    if isinstance(error, RewardFailed):
-        return False  # a user's code may have timed out
+    if isinstance(error, RunFailed):
+        return False  # a user's code or a disk may have timed out
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
         return True
     text = str(error).lower()
