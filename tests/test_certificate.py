@@ -398,7 +398,7 @@ def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path,
         "".join(lines)[:-40]: "line 4 breaks off",
         "".join(lines[:2] + lines[3:]): "line 3 does not follow from the lines",
         "".join([*lines[:2], foreign, *lines[3:]]): "line 3 does not follow from the lines",
-        "".join(lines[:3]): "ends with step 1, and metrics.jsonl has step 2 and more",
+        "".join(lines[:3]): "ends with step 1, and metrics.jsonl has step 2: lines",
         lines[0]: "certifies no step",
     }.items():
         (run / NAME).write_text(text)

@@ -12,13 +12,15 @@ import pytest
 from built import small_model
 from runs import TINY, call, run
 
+from spmdrl.certificate.compare import SequencePlace
 from spmdrl.certificate.lines import NAME, read
-from spmdrl.certificate.places import SequencePlace, first_token
 from spmdrl.checkpoint.manifest import read_manifest, write_manifest
 from spmdrl.config import load_yaml
 from spmdrl.rollout.recorder import digest_line
 from spmdrl.tools.certificates.replay import plan_ways
+from spmdrl.tools.certificates.report import first_token
 from spmdrl.tools.commands import diff
+from spmdrl.tools.recorded_run import RecordedRun
 
 REWARD = """
 def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]
@@ -127,21 +129,22 @@ def test_what_a_step_lacks_to_be_taken_again_is_named(live, tmp_path):
     shutil.copytree(first, left)
     cfg = load_yaml(left / "config.yaml")
     certified = read(left)
-    ways, recorded = plan_ways(certified, cfg)
+    recorded = RecordedRun.open(left, cfg)
+    ways = plan_ways(certified, recorded)
     assert [(s.step, s.start, s.checkpoint) for s in ways] == [
         (0, 0, None),
         (1, 0, None),
         (2, 2, left / "checkpoints" / "step_2"),
         (3, 2, left / "checkpoints" / "step_2"),
     ]
-    assert recorded.folder == left / "rollouts"
     for path in (left / "rollouts").glob("step_000002_*"):
         path.unlink()
-    assert [way.step for way in plan_ways(certified, cfg)[0]] == [0, 1]
+    recorded = RecordedRun.open(left, cfg)
+    assert [way.step for way in plan_ways(certified, recorded)] == [0, 1]
     with pytest.raises(ValueError, match="step 3 cannot be verified: .* steps 2 are not recorded"):
-        plan_ways(certified, cfg, asked=[3])
+        plan_ways(certified, recorded, asked=[3])
     with pytest.raises(ValueError, match="step 7 cannot be .*: it is not certified; certified are"):
-        plan_ways(certified, cfg, asked=[0, 7])
+        plan_ways(certified, recorded, asked=[0, 7])
     config = left / "config.yaml"
     for was, now, says in (
         ("seed: 0", "seed: 1", "seed: 0 there, 1 now"),
@@ -151,10 +154,10 @@ def test_what_a_step_lacks_to_be_taken_again_is_named(live, tmp_path):
         text = config.read_text()
         config.write_text(text.replace(was, now, 1))
         with pytest.raises(ValueError, match=f"another config or layout .*{says}"):
-            plan_ways(certified, load_yaml(config), asked=[1])
+            plan_ways(certified, RecordedRun.open(left, load_yaml(config)), asked=[1])
         config.write_text(text)
     shutil.copytree(first / "rollouts", left / "rollouts", dirs_exist_ok=True)
     shutil.rmtree(left / "checkpoints" / "step_2")
     shutil.copytree(first / "checkpoints" / "step_4", left / "checkpoints" / "step_2")
     with pytest.raises(ValueError, match="is of step 4, and its folder is called step_2"):
-        plan_ways(certified, cfg, asked=[3])
+        plan_ways(certified, RecordedRun.open(left, cfg), asked=[3])

@@ -30,9 +30,10 @@ from spmdrl.rollout import decision_log
 from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.recorder import HEADER, Recorder, digest_line
 from spmdrl.rollout.recordings import find_recorded, read_header, read_rollouts
-from spmdrl.tools.certificates.replay import _way
+from spmdrl.tools.certificates.replay import plan_ways
 from spmdrl.tools.certificates.report import compared
 from spmdrl.tools.commands import view
+from spmdrl.tools.recorded_run import RecordedRun
 
 ODD: tuple[Any, ...] = (None, True, -1, 2**62, 1.5, "", "x" * 50, [], [[]], {}, {"a": 1}, [1, "x"])
 
@@ -322,7 +323,8 @@ def test_configs_of_random_bytes_are_refused(tmp_path):
 def test_a_far_certified_step_is_named_without_a_count_to_it(tmp_path):
     record(config_of(tmp_path), 0, range(1))
     record(config_of(tmp_path), 2, range(1))
-    recorded, far = find_recorded(tmp_path), 10**15
-    run = Certified(tmp_path, {far: {}}, {0: {}})
-    why = _way(far, run, {0: None}, recorded=recorded)
-    assert isinstance(why, str) and f"steps 1, 3 to {far} are not recorded" in why
+    far = 10**15
+    certified = Certified(tmp_path, {far: {}}, {0: {}})
+    run = RecordedRun(tmp_path, config_of(tmp_path), find_recorded(tmp_path), {0: None})
+    with refused(f"steps 1, 3 to {far} are not recorded"):
+        plan_ways(certified, run, asked=[far])

@@ -25,8 +25,7 @@ from spmdrl.imports import attempt
 from spmdrl.rollout.recordings import find_recorded, read_table
 from spmdrl.tools.what_if.alternatives import AS_RUN, alternatives
 from spmdrl.tools.what_if.measures import cosine, disagreement, effective_share, order, share
-from spmdrl.tools.what_if.recorded_steps import chosen_steps, open_run
-from spmdrl.tools.what_if.run import _columns
+from spmdrl.tools.what_if.run import _columns, chosen_steps, open_run, steps_of
 
 REWARD = """
 def varied(prompts, completions, **columns):
@@ -228,7 +227,7 @@ def test_steps_that_cannot_be_looked_at_are_refused_with_those_that_can(made, tm
     shutil.copytree(made / "grpo", run_folder)
     shutil.rmtree(run_folder / "checkpoints" / "step_1")
     opened = open_run(run_folder)
-    assert list(opened.weights) == [0, 2] and chosen_steps(opened, []) == [2]
+    assert steps_of(opened) == [0, 2] and chosen_steps(opened, []) == [2]
     with refused("step 1 cannot be looked at: no checkpoint", "steps that can: 0, 2"):
         chosen_steps(opened, [0, 1])
     with refused("step 7 cannot be looked at: it was not recorded"):

@@ -127,11 +127,13 @@ def rollouts_of(out: Path) -> list[str]:
     return [repr(row) for path in paths for row in parquet.read_table(path).to_pylist()]
 
 
-def decisions_of(out: Path) -> list[list[Any]]:
-    """Return the lines of a run's schedule, without what says of what run they are."""
-    lines = [
-        json.loads(line.rpartition("\t")[0])
+def decisions_of(out: Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's schedule, without seals and what says of what run they are."""
+    rows = [
+        json.loads(line)
         for path in sorted((out / "schedule").glob("*.jsonl"))
         for line in path.read_text().splitlines()
     ]
-    return [line for line in lines if line[0] != "run"]
+    for row in rows:
+        del row["sha256"]
+    return [row for row in rows if "run" not in row]

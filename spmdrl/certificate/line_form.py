@@ -1,25 +1,32 @@
-"""What a line of a certificate must hold: sections, and the type of each value.
+"""The form of a line of a certificate: its sections, and the type of each value.
 
-The chain says that lines are as somebody wrote them; anybody can compute it again. So each line is
+The seals prove that lines are as somebody wrote them, and anybody can compute them. So each line is
 also checked against this form, and no reader meets a value of another type.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from spmdrl.certificate.fingerprint_collector import SECTIONS
 from spmdrl.certificate.fingerprints import SKETCHES
+from spmdrl.errors import Refusal
+from spmdrl.imports import attempt
 
 Line = dict[str, Any]
 FORMAT = 3
-_MADE = ("config", "packages", "code", "machine")
-_SEQUENCE_BYTES = {"tokens": 8, "rollout_logprobs": 8, "advantages": 8, "rewards": 8}
+_SEQUENCE_BYTES = {
+    "tokens": 8,
+    "rollout_logprobs": 8,
+    "advantages": 8,
+    "rewards": 8,
+    "groups": 4,
+    "samples": 4,
+}
 """{column of `sequences`: bytes of each sequence}."""
-_ID_BYTES = {"groups": 4, "samples": 4}
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -30,120 +37,118 @@ def problem_of(line: Line) -> str:
             f"is of format {line.get('format', 'unknown')}, and this program reads {FORMAT}: "
             "compare it by the version of the program that wrote it"
         )
-    problems = _problems(line)
-    return next(problems, "")
+    _, error = attempt(lambda: _check(line))
+    return str(error or "")
 
 
-def _problems(line: Line) -> Iterator[str]:
-    yield from _check(line, "step", _is_count, "a whole number, at least 0")
+def _check(line: Line) -> None:
+    """Raise Refusal for the first value that is missing or of another type."""
+    _check_value(line, "step", _is_count)
     if "made_with" in line:
-        yield from _check(line, "made_with", _is_object, "an object")
-        yield from _made_problems(line["made_with"])
+        _check_value(line, "made_with", _is_object)
+        _check_made(line["made_with"])
         return
     for section in (*SECTIONS, "sequences"):
-        yield from _check(line, section, _is_object, "an object")
+        _check_value(line, section, _is_object)
     for section in SECTIONS:
+        is_right = _is_measure if section in ("losses", "norms") else _is_row
         for name in line[section]:
-            is_right, what = _form_of(section, name)
-            yield from _check(line[section], name, is_right, what, within=section)
-    yield from _check(line["plan"], "tokens_per_microbatch", _is_count, "a count", within="plan")
-    yield from _sequence_problems(line["sequences"])
+            if (section, name) != ("plan", "tokens_per_microbatch"):
+                _check_value(line[section], name, is_right, within=section)
+    _check_value(line["plan"], "tokens_per_microbatch", _is_count, within="plan")
+    _check_sequences(line["sequences"])
     copies = line.get("differing_copies", [])
     if not isinstance(copies, list) or not all(map(_is_text, copies)):
-        yield f"differing_copies is {copies!r:.60}, and must be a list of names"
+        raise Refusal(f"differing_copies is {copies!r:.60}, and must be a list of names")
 
 
-def _made_problems(made: Mapping[str, Any]) -> Iterator[str]:
-    for section in _MADE:
-        yield from _check(made, section, _is_object, "an object", within="made_with")
-    config = {
-        "report.certificate": (_is_count, "a whole number, at least 0"),
-        "steps": (_is_count, "a whole number, at least 0"),
-        "optimizer.schedule": (_is_text, "a text"),
-        "model.compute_dtype": (_DTYPES.__contains__, f"one of {', '.join(_DTYPES)}"),
+def _check_made(made: Mapping[str, Any]) -> None:
+    for section in ("config", "packages", "code", "machine"):
+        _check_value(made, section, _is_object, within="made_with")
+    fields = {
+        "report.certificate": _is_count,
+        "steps": _is_count,
+        "optimizer.schedule": _is_text,
+        "model.compute_dtype": _is_dtype,
     }
-    for name, (is_right, what) in config.items():
-        yield from _check(made["config"], name, is_right, what, within="made_with.config")
+    for name, is_right in fields.items():
+        _check_value(made["config"], name, is_right, within="made_with.config")
     for section in ("packages", "code"):
         for name in made[section]:
-            yield from _check(
-                made[section], name, _is_text, "a text", within=f"made_with.{section}"
-            )
+            _check_value(made[section], name, _is_text, within=f"made_with.{section}")
 
 
-def _sequence_problems(sequences: Mapping[str, Any]) -> Iterator[str]:
+def _check_sequences(sequences: Mapping[str, Any]) -> None:
     within = "sequences"
-    widths = {name: width for name, width in _SEQUENCE_BYTES.items() if name in sequences}
-    widths |= {"rewards": _SEQUENCE_BYTES["rewards"]}
+    needed = ["rewards"]
     if "group_size" in sequences:
-        what = "a whole number, at least 1"
-        yield from _check(sequences, "group_size", _is_positive, what, within=within)
+        _check_value(sequences, "group_size", _is_positive, within=within)
     else:
-        widths |= _ID_BYTES
+        needed += ["groups", "samples"]
     counts = {}
-    for name, width in widths.items():
-        yield from _check(sequences, name, _is_text, "a text", within=within)
-        data = _decoded(sequences[name])
+    for name, width in _SEQUENCE_BYTES.items():
+        if name not in needed and name not in sequences:
+            continue
+        _check_value(sequences, name, _is_text, within=within)
+        data, _ = attempt(partial(_decode, sequences[name]), ValueError)
         if data is None or len(data) % width:
-            yield f"{within}.{name} is {sequences[name]!r:.60}, no base64 of {width} bytes each"
-            return
+            raise Refusal(
+                f"{within}.{name} is {sequences[name]!r:.60}, no base64 of {width} bytes each"
+            )
         counts[name] = len(data) // width
     if len({*counts.values()}) > 1:
-        yield f"{within} holds columns of different lengths: {counts}"
+        raise Refusal(f"{within} holds columns of different lengths: {counts}")
 
 
-def _decoded(text: str) -> bytes | None:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        return None
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
 
 
-def _check(
-    values: Mapping[str, Any],
-    name: str,
-    is_right: Callable[[Any], bool],
-    what: str,
-    *,
-    within: str = "",
-) -> Iterator[str]:
-    """Yield a problem where a value is missing or of another type."""
+def _check_value(
+    values: Mapping[str, Any], name: str, is_right: Callable[[Any], bool], *, within: str = ""
+) -> None:
     place = f"{within}.{name}" if within else name
     if name not in values:
-        yield f"has no {place}"
-    elif not is_right(values[name]):
-        yield f"holds {values[name]!r:.60} as {place}, which must be {what}"
+        raise Refusal(f"has no {place}")
+    if not is_right(values[name]):
+        raise Refusal(f"holds {values[name]!r:.60} as {place}, which must be {is_right.__doc__}")
 
 
-def _form_of(section: str, name: str) -> tuple[Callable[[Any], bool], str]:
-    if section in ("losses", "norms"):
-        return _is_measure, "a number, or the text of one that is not finite"
-    if (section, name) == ("plan", "tokens_per_microbatch"):
-        return _is_count, "a whole number, at least 0"
-    return _is_row, f"a digest, or a list of a digest, a norm and {SKETCHES} sums"
+# What each of them accepts is its docstring, which messages show.
 
 
 def _is_text(value: Any) -> bool:
+    """a text"""
     return isinstance(value, str)
 
 
 def _is_object(value: Any) -> bool:
+    """an object"""
     return isinstance(value, dict)
 
 
 def _is_count(value: Any) -> bool:
+    """a whole number, at least 0"""
     return type(value) is int and value >= 0
 
 
 def _is_positive(value: Any) -> bool:
+    """a whole number, at least 1"""
     return _is_count(value) and value > 0
 
 
+def _is_dtype(value: Any) -> bool:
+    """bfloat16, float16 or float32"""
+    return value in _DTYPES
+
+
 def _is_measure(value: Any) -> bool:
+    """a number, or the text of one that is not finite"""
     return type(value) is float or value in ("inf", "-inf", "nan")
 
 
 def _is_row(value: Any) -> bool:
+    """a digest, or a list of a digest, a norm and sums"""
     if isinstance(value, str):
         return True
     if not isinstance(value, list) or len(value) != 2 + SKETCHES:

@@ -16,7 +16,7 @@ from spmdrl import run_files
 from spmdrl.certificate.line_form import Line, problem_of
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.journal import Journal, read_rows
+from spmdrl.journal import Journal
 
 NAME = "certificate.jsonl"
 
@@ -57,12 +57,12 @@ class Certified:
 
     run: Path
     steps: Mapping[int, Line]
-    """{step: what it came to}, ascending."""
+    """{step: its line}, ascending."""
     made_with: dict[int, dict[str, Any]]
-    """{first step: what the run was made with from there on}, ascending; see same_run.made_of."""
+    """{first step: what the run was made of from there on}, ascending; see same_run.made_of."""
 
     def made_at(self, step: int) -> dict[str, Any]:
-        """Return what a step was made with."""
+        """Return what the run was made of at a step."""
         return self.made_with[max(first for first in self.made_with if first <= step)]
 
 
@@ -73,20 +73,19 @@ def read(run: Path) -> Certified:
         run: output_dir.
     Raises: Refusal naming the first line that does not belong, or lines that are missing.
     """
-    path = run / NAME
+    journal = journal_of(run)
     hint = "; name the output_dir of a run that had report.certificate above 0"
-    with refusing(f"{path} cannot be read", OSError, hint=hint):
-        places, made = _read(run)
+    with refusing(f"{journal.path} cannot be read", OSError, hint=hint):
+        places, made = _read(journal)
     if not places or not made:
-        raise Refusal(f"{path}: certifies no step")
-    found = Certified(run, StepLines(path, places), made)
-    _check_end(found, path)
+        raise Refusal(f"{journal.path}: certifies no step")
+    found = Certified(run, StepLines(journal.path, places), made)
+    _check_end(found, journal.path)
     return found
 
 
-def _read(run: Path) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
+def _read(journal: Journal) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
     """Return {step: where its line begins}, and {step: what the run is made of from it on}."""
-    journal = journal_of(run)
     places: dict[int, int] = {}
     made: dict[int, dict[str, Any]] = {}
     order = _Order()
@@ -105,7 +104,7 @@ def _read(run: Path) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
 
 class _Order:
     """Which line may come next: each attempt's start says which steps are due from there on, and
-    each of them must be there, in order. Only the end may be missing, of a run that goes on."""
+    each of them must be there, in order. Only the last ones may be missing: the run may go on."""
 
     def __init__(self) -> None:
         self._config: dict[str, Any] = {}
@@ -125,7 +124,7 @@ class _Order:
             self._attempt = self._begin = step
             return ""
         if not self._config:
-            return "is of a step, and no line before it says what the run was made with"
+            return "is of a step, and no line before it says what the run was made of"
         if due is None or step < due:
             return f"is of step {step}, which is not due there: it was put in or moved"
         if step > due:
@@ -144,7 +143,7 @@ class _Order:
 
 
 def has_norms(line: Line) -> bool:
-    """Return whether a step's line has norms, by which layouts compare, beside digests."""
+    """Return whether a step's line has norms, by which layouts are compared."""
     return any(not isinstance(row, str) for row in line["after"].values())
 
 
@@ -154,18 +153,15 @@ def is_due(step: int, *, every: int, steps: int) -> bool:
 
 
 def _check_end(found: Certified, path: Path) -> None:
-    """Refuse a file that ends before the run did, as metrics.jsonl tells it."""
-    metrics = found.run / "metrics.jsonl"
-    rows = read_rows(metrics) if metrics.is_file() else []
+    """Refuse a file that ends before the run did, by its metrics.jsonl."""
     last = max(found.steps)
-    trained = [row["step"] for row in rows if row["step"] > last and "perf/step_s" in row]
-    missing = []
-    for step in trained:
-        own = found.made_at(step)["config"]
-        if is_due(step, every=own["report.certificate"], steps=own["steps"]):
-            missing.append(step)
-    if missing:
-        raise Refusal(
-            f"{path}: ends with step {last}, and metrics.jsonl has step {missing[0]} and more: "
-            "lines were cut off its end"
-        )
+    for row in Journal(found.run / "metrics.jsonl").rows():
+        step = row["step"]
+        if step <= last or "perf/step_s" not in row:
+            continue
+        config = found.made_at(step)["config"]
+        if is_due(step, every=config["report.certificate"], steps=config["steps"]):
+            raise Refusal(
+                f"{path}: ends with step {last}, and metrics.jsonl has step {step}: lines were cut "
+                "off its end"
+            )

@@ -2,41 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-from spmdrl.certificate.compare import (
-    ROUNDING,
-    NumberDifference,
-    is_rounding,
-    rounds,
-    shapes,
-    step_differences,
-)
+from spmdrl.certificate.compare import NumberDifference, SequencePlace, step_differences
 from spmdrl.certificate.lines import Certified, has_norms
-from spmdrl.certificate.places import first_token
+from spmdrl.checkpoint.restore import may_change
 from spmdrl.errors import Refusal
-from spmdrl.rollout.recordings import ranges
-from spmdrl.same_run.differences import Difference, differences
+from spmdrl.imports import attempt
+from spmdrl.rollout.recordings import find_recorded, ranges, read_table
+from spmdrl.same_run.differences import Difference, differences, is_among
 
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+"""Up to which deviation two layouts count as equal, by model.compute_dtype: how far apart the same
+gradients are under another order of sums, with room; see docs/reproducibility.md."""
+_ROUNDS = (
+    "layout.",
+    "model.memory.",
+    "batch.tokens_per_microbatch",
+    "engine.max_num_seqs",
+    "engine.max_batched_tokens",
+)
+"""Fields of the config that change the order of sums alone."""
+_ROUNDED = ("rollout_logprobs",)
+"""Rollouts that an engine computes; all others are drawn, counted or rewarded."""
+_PLACED = ("microbatches", "tokens_per_microbatch")
+"""Entries of the plan that another layout changes by itself."""
+_RECORDED = ("tokens", "rollout_logprobs")
 _SHOWN = 12
 """Rows of the table of deviations."""
 
 
+def shapes(one: Difference, *, schedule: str) -> bool:
+    """Return whether what two runs are made of changes their result, by more than rounding.
+
+    Args:
+        schedule: optimizer.schedule of the runs.
+    """
+    if one.section == "config":
+        return not is_among(one.name, may_change(schedule))
+    return one.section != "machine"
+
+
+def rounds(one: Difference) -> bool:
+    """Return whether it changes the order of sums, or the kernels that add up, and no more."""
+    return one.section == "machine" or is_among(one.name, _ROUNDS)
+
+
+def is_rounding(one: NumberDifference, *, tolerance: float) -> bool:
+    """Return whether another layout explains a difference: by another order of sums, or because
+    it is one of the layout itself."""
+    if one.section == "before":  # the `after` of the step before says how far apart it is
+        return True
+    if one.section == "plan":
+        return one.name in _PLACED
+    if one.section == "rollouts" and one.name not in _ROUNDED:
+        return False
+    # Digests alone do not tell: the next step with norms says how far apart it is.
+    return one.deviation is None or one.deviation <= tolerance
+
+
 @dataclass
 class Comparison:
-    """What was found in two runs."""
+    """The differences of two runs."""
 
     steps: list[int]
     """Certified in both, ascending."""
     causes: list[Difference]
-    """In what they are made otherwise that shapes the result."""
+    """Of what the runs are made of: those that shape the result."""
     settings: list[Difference]
-    """The same of what changes the order of sums alone."""
+    """Of what the runs are made of: those that change the order of sums alone."""
     first: tuple[int, NumberDifference] | None = None
-    """The first number that differs, and its step; none that rounding explains."""
+    """The first number that differs by more than rounding, and its step."""
     token: str = ""
-    """Of that number the first token, where recordings have it."""
+    """The first token of that number that differs, where recordings have it."""
     largest: dict[str, tuple[float, int]] = field(default_factory=dict)
     """{tensor: largest deviation and its step}, up to the first that differs."""
     measured: list[int] = field(default_factory=list)
@@ -44,8 +86,8 @@ class Comparison:
     is_rounded: bool = False
     """Whether anything was explained by rounding."""
     unmeasured: list[int] = field(default_factory=list)
-    """Steps in which digests differ and norms are missing, ascending: how far apart they are is not
-    known."""
+    """Steps in which digests differ and norms are missing, so nothing says how far apart they are;
+    ascending."""
 
     @property
     def are_equal(self) -> bool:
@@ -64,7 +106,7 @@ class Comparison:
             self.largest[one.what] = apart, step
 
     def text(self) -> str:
-        """Return what is to be said."""
+        """Return the comparison for people."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -83,18 +125,15 @@ class Comparison:
         yield from (f"  of rounding alone: {_pair(one)}" for one in self.settings)
         if self.unmeasured:
             yield (
-                f"  not compared: steps {ranges(self.unmeasured)}: digests differ there, and it is "
-                "not known by how much without norms (report.certificate_norms); the steps with "
+                f"  not compared: steps {ranges(self.unmeasured)}: digests differ there, and "
+                "without norms (report.certificate_norms) nothing says by how much; the steps with "
                 "norms agree but for rounding"
             )
         if self.largest:
             yield from self._table()
 
     def check_end(self, a: Certified, b: Certified) -> None:
-        """Refuse runs whose last compared steps differ by an amount that nobody knows.
-
-        Raises: Refusal naming these steps, and why their bits may differ.
-        """
+        """Raise Refusal for runs whose last compared steps differ by an unknown amount."""
         last = max(self.measured, default=-1)
         unknown = [step for step in self.unmeasured if step > last]
         if self.first or not unknown:
@@ -169,3 +208,27 @@ def compared(a: Certified, b: Certified, *, rounding: float | None = None) -> Co
             found.note(one, step)
     found.check_end(a, b)
     return found
+
+
+def first_token(runs: Sequence[Path], at: SequencePlace | None, *, step: int) -> str:
+    """Return the first token of a sequence in which two runs' recordings differ, for people; empty
+    where they have none of it."""
+    if at is None or at.column not in _RECORDED or len({*runs}) < 2:
+        return ""
+    one, other = (attempt(partial(_recorded, run, at, step=step))[0] or [] for run in runs)
+    if not one or not other:
+        return ""
+    for number, (x, y) in enumerate(zip(one, other)):
+        if x != y:
+            return f"token {number}: {x} and {y}"
+    return f"{len(one)} and {len(other)} tokens" if len(one) != len(other) else ""
+
+
+def _recorded(run: Path, at: SequencePlace, *, step: int) -> list[Any]:
+    """Return a column of a recorded sequence; [] where there is none."""
+    for path in find_recorded(run).files_of(step):
+        table = read_table(path, columns=["group", "sample", at.column], group=at.group)
+        for row in table.to_pylist():
+            if row["sample"] == at.sample:
+                return list(row[at.column])
+    return []

@@ -44,14 +44,16 @@ def verify(
     from spmdrl.tools.certificates.replay import plan_ways, replayed
     from spmdrl.tools.certificates.report import compared
     from spmdrl.tools.foreign_code import trusted_config
+    from spmdrl.tools.recorded_run import RecordedRun
     from spmdrl.world.launch import launch_alone
 
-    found = read(run)
+    certified = read(run)
     cfg = trusted_config(run, trust_run=trust_run, trust_remote_code=trust_remote_code)
-    ways, recorded = plan_ways(found, cfg, asked=steps)
+    recorded = RecordedRun.open(run, cfg)
+    ways = plan_ways(certified, recorded, asked=steps)
     launch_alone()
-    again = compared(found, replayed(found, cfg, ways, recorded), rounding=rounding)
-    left = sorted({*found.steps} - {way.step for way in ways}) if not steps else []
+    again = compared(certified, replayed(certified, recorded, ways), rounding=rounding)
+    left = sorted({*certified.steps} - {way.step for way in ways}) if not steps else []
     lines = [again.text()]
     if left:
         lines.append(f"not taken again, for want of a checkpoint or recordings: steps {left}")

@@ -63,8 +63,7 @@ def what_if(
     # Here: `--help` needs none of it.
     from spmdrl.tools.what_if.alternatives import alternatives
     from spmdrl.tools.what_if.page import page
-    from spmdrl.tools.what_if.recorded_steps import chosen_steps, open_run
-    from spmdrl.tools.what_if.run import look_again
+    from spmdrl.tools.what_if.run import chosen_steps, look_again, open_run
     from spmdrl.tools.what_if.text import plain, table
 
     opened = open_run(run, trust_run=trust_run, trust_remote_code=trust_remote_code)

@@ -6,19 +6,20 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from spmdrl.algorithms import registry
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.roles import make_trainer
-from spmdrl.rollout import model_limits
-from spmdrl.rollout.replay_source import ReplaySource
-from spmdrl.tools.certificates.recorded import go_to, take_batch
+from spmdrl.journal import Journal
+from spmdrl.rollout.recordings import ranges
+from spmdrl.tools.foreign_code import trusted_config
+from spmdrl.tools.recorded_run import RecordedRun, Replayer, WayToStep
 from spmdrl.tools.what_if.alternatives import AS_RUN, Alternative
 from spmdrl.tools.what_if.measures import cosine
 from spmdrl.tools.what_if.probe import Probe, probe
-from spmdrl.tools.what_if.recorded_steps import RecordedRun, recorded_metrics
 from spmdrl.train.objectives.objective_loss import needed_columns
 from spmdrl.train.trainer import Trainer
 from spmdrl.types import Batch, Scalars
@@ -55,6 +56,62 @@ class StepFound:
     notes: list[str]
 
 
+def open_run(
+    folder: Path, *, trust_run: bool = False, trust_remote_code: bool = False
+) -> RecordedRun:
+    """Open a run whose steps can be looked at again: recorded ones whose weights are still there.
+
+    Args:
+        trust_run: run the functions that the run's config names. trust_remote_code: run Python code
+            of its model's folder.
+    Raises: Refusal where there is no config, no recorded step, or none with its weights; for an
+        objective without advantages; for code of the run's that is not trusted.
+    """
+    cfg = trusted_config(folder, trust_run=trust_run, trust_remote_code=trust_remote_code)
+    if not cfg.objective.has_advantages:
+        raise Refusal(
+            f"{folder}: its objective is {cfg.algorithm.objective}; what-if compares losses on "
+            "advantages of sampled rollouts, those of the objective rl"
+        )
+    run = RecordedRun.open(folder, cfg)
+    if not steps_of(run):
+        saved = [step for step, path in run.weights.items() if path]
+        raise Refusal(
+            f"{folder}: no recorded step has a checkpoint right before it: recorded are steps "
+            f"{ranges(run.recorded.steps)}, checkpoints there are of {ranges(saved) or 'no step'}. "
+            "Let checkpoint.every_steps be a multiple of rollout.record.every, and "
+            "checkpoint.keep.last large enough"
+        )
+    return run
+
+
+def steps_of(run: RecordedRun) -> list[int]:
+    """Return the recorded steps whose weights are there, ascending."""
+    return [step for step in sorted(run.recorded.steps) if step in run.weights]
+
+
+def chosen_steps(run: RecordedRun, asked: Sequence[int]) -> list[int]:
+    """Return the steps to look at, ascending: those asked for, or the newest one that can be.
+
+    Raises: Refusal naming a step that was not recorded, or whose weights are not there, and those
+        that can be taken; or the first difference between a recording, its checkpoint and the run.
+    """
+    known = steps_of(run)
+    for step in asked:
+        if step in known:
+            continue
+        why = "no checkpoint holds the weights that it trained"
+        if step not in run.recorded.steps:
+            why = "it was not recorded (rollout.record.every)"
+        raise Refusal(
+            f"{run.folder}: step {step} cannot be looked at: {why}; steps that can: {ranges(known)}"
+        )
+    steps = sorted(set(asked)) or known[-1:]
+    for step in steps:
+        run.check(WayToStep(step, step, run.weights[step]))
+    return steps
+
+
 def look_again(
     run: RecordedRun, steps: Sequence[int], alternatives: Sequence[Alternative]
 ) -> Iterator[StepFound]:
@@ -72,13 +129,10 @@ def look_again(
         launch_alone()
         world = World.start(cfg)
         try:
-            trainer = make_trainer(cfg, world, columns=columns)
-            assert isinstance(trainer, Trainer)
-            limits = model_limits(cfg)
-            source = ReplaySource(cfg, world, recorded=run.recorded, **limits)
+            replayer = Replayer(run, cfg, world, columns=columns)
             for step in steps:
-                batch = _load(run, step, trainer=trainer, source=source)
-                yield _found(run, step, batch, trainer=trainer, everyone=everyone)
+                batch = _load(run, step, replayer)
+                yield _found(run, step, batch, trainer=replayer.trainer, everyone=everyone)
         finally:
             world.close()
 
@@ -142,14 +196,15 @@ def _asked(cfg: Config) -> set[str]:
     return registry.asked_by(registry.get("advantage", cfg.algorithm.advantage))
 
 
-def _load(run: RecordedRun, step: int, *, trainer: Trainer, source: ReplaySource) -> Batch:
+def _load(run: RecordedRun, step: int, replayer: Replayer) -> Batch:
     """Give the trainer the step's weights, and return the step's batch."""
     checkpoint = run.weights[step]
     if checkpoint is not None:
-        # The run's own settings: what differs here is not of its course.
-        cfg = replace(trainer.cfg, algorithm=run.cfg.algorithm, checkpoint=run.cfg.checkpoint)
-        go_to(checkpoint, cfg, trainer=trainer, source=source)
-    return take_batch(trainer, source, step=step)
+        cfg = replayer.trainer.cfg
+        # The run's own settings, by which the checkpoint was written.
+        cfg = replace(cfg, algorithm=run.cfg.algorithm, checkpoint=run.cfg.checkpoint)
+        replayer.go_to(checkpoint, cfg)
+    return replayer.batch(step)
 
 
 def _found(
@@ -174,7 +229,7 @@ def _compared(run: RecordedRun, step: int, own: Probe) -> tuple[dict[str, float]
 
     Raises: Refusal where its gradient norm was another one: then it is not this step.
     """
-    row = recorded_metrics(run, step)
+    row = _recorded_metrics(run, step)
     cfg = run.cfg
     if cfg.batch.optimizer_steps > 1:
         return {}, [
@@ -197,3 +252,12 @@ def _compared(run: RecordedRun, step: int, own: Probe) -> tuple[dict[str, float]
             "edited, or a file changed since?"
         )
     return known, []
+
+
+def _recorded_metrics(run: RecordedRun, step: int) -> dict[str, Any]:
+    """Return the step's row of metrics.jsonl; {} where there is none."""
+    found: dict[str, Any] = {}
+    for row in Journal(run.folder / "metrics.jsonl").rows():
+        if row["step"] == step and "policy/lr" in row:
+            found = row
+    return found
