@@ -1,4 +1,4 @@
-"""What is compared: angles of gradients, how even weights are, on which samples methods disagree.
+"""Measures that compare methods: angles of gradients, evenness of weights, disagreement on samples.
 
 Pure functions, in float64. M methods, S samples, N tokens.
 """
@@ -24,7 +24,7 @@ def cosine(one: Gradients, other: Gradients) -> float:
     norms = math.sqrt(_square(one) * _square(other))
     if not (norms > 0 and math.isfinite(norms)):
         return math.nan
-    return min(1.0, max(-1.0, product / norms))  # rounding may lead a hair beyond
+    return min(1.0, max(-1.0, product / norms))  # rounding may lead beyond these
 
 
 def _square(gradients: Gradients) -> float:
@@ -53,35 +53,33 @@ def effective_share(weights: Tensor) -> float:
 
 
 def share(chosen: Tensor, among: Tensor) -> float:
-    """Return which share of the tokens `among` [N] bool is `chosen` [N] bool; NaN of none."""
+    """Return the share of the tokens `among` [N] bool that are `chosen` [N] bool; NaN of none."""
     count = int(among.sum())
     return int((chosen & among).sum()) / count if count else math.nan
 
 
-def disagreement(pushes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Say on which samples methods disagree: what share of a method's whole push goes to each.
+def push_shares(pushes: Tensor) -> Tensor:
+    """Return which share of a method's whole push goes to each sample, [M, S] float64.
 
     A method's scale says little, since the optimizer or the gradient-norm bound takes it away: so
-    each method's pushes are divided by the sum of their sizes first.
+    each method's pushes are divided by the sum of their sizes.
 
     Args:
         pushes: [M, S] float, of each method on each sample's summed logprob; above 0 raises it.
-    Returns: by how much the two methods that differ most differ, [S] float64 in [0, 2]; and which
-        these are, [S] int64 each: who pushes up more, who pushes down more.
     """
     pushes = pushes.double()
     sizes = pushes.abs().sum(1, keepdim=True)
-    shares = torch.where(sizes > 0, pushes / sizes, 0.0)
+    return torch.where(sizes > 0, pushes / sizes, 0.0)
+
+
+def disagreement(shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return on which samples methods disagree.
+
+    Args:
+        shares: see push_shares.
+    Returns: by how much the two methods that differ most differ, [S] float64 in [0, 2]; and which
+        these are, [S] int64 each: the one that pushes up more, the one that pushes down more.
+    """
     high, up = shares.max(0)
     low, down = shares.min(0)
     return high - low, up, down
-
-
-def order(amounts: Tensor) -> list[int]:
-    """Return samples by how much methods disagree on them, most first; of equal ones the first
-    that was sampled first.
-
-    Args:
-        amounts: [S] float.
-    """
-    return torch.argsort(-amounts.double(), stable=True).tolist()

@@ -65,16 +65,16 @@ def _table(step: StepFound) -> list[str]:
         for one in step.outcomes
     ]
     body = "\n".join(f"<tr>{cells}</tr>" for cells in [heads, *rows])
-    told = [f"<p>{line}</p>" for line in others]
-    return [f'<h2 id="step{step.step}">{first}</h2>', *told, f"<table>{body}</table>"]
+    notes = [f"<p>{line}</p>" for line in others]
+    return [f'<h2 id="step{step.step}">{first}</h2>', *notes, f"<table>{body}</table>"]
 
 
 def _sample(one: dict[str, Any], view: View, step: StepFound) -> list[str]:
     answer = next(a for a in view.sequences if a.row["sample"] == one["sample"])
     place = f"step{step.step}_group{one['group']}_sample{one['sample']}"
-    told = f"group {one['group']}, " + title(answer, view.header["part_names"])
+    heading = f"group {one['group']}, " + title(answer, view.header["part_names"])
     body = [
-        f'<hr><h2 id="{escape(place)}">{escape(told)}</h2>',
+        f'<hr><h2 id="{escape(place)}">{escape(heading)}</h2>',
         *(f'<p class="note">{escape(note)}</p>' for note in view.notes),
         "<p>" + "<br>".join(escape(push_text(one, name)) for name in one["pushes"]) + "</p>",
         prompt_part(answer),

@@ -1,18 +1,20 @@
-"""What was found of steps, as a table for people and as plain data for programs."""
+"""Looked-at steps as a table for people, and as plain data for programs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from spmdrl.tools.what_if.measures import disagreement, order
+from spmdrl.tools.what_if.measures import disagreement, push_shares
 from spmdrl.tools.what_if.run import Outcome, StepFound
 
 _NORM = "policy/grad_norm"
 COLUMNS = ("grad norm", "cosine", "clipped", "masked", "ESS", "up", "down")
+_WIDTHS = (10, 10, 9, 9, 9, 9, 9)
+Sample = dict[str, Any]
+"""See `samples_of`."""
 
 
 def table(found: StepFound, *, limit: int) -> str:
@@ -22,16 +24,20 @@ def table(found: StepFound, *, limit: int) -> str:
         limit: of these samples.
     """
     lines = [about(found)]
-    width = max(len(one.alternative.name) for one in found.outcomes)
-    head = "".join(f"{name:>{10 if i < 2 else 9}}" for i, name in enumerate(COLUMNS))
-    lines.append(f"  {'':{width}}{head}")
-    for one in found.outcomes:
-        cells = "".join(f"{t:>{10 if i < 2 else 9}}" for i, t in enumerate(row(one)))
-        lines.append(f"  {one.alternative.name:{width}}{cells}")
-    told = [f"  {_about_sample(one)}" for one in disputed(found, limit=limit)]
-    if told:
-        lines += ["samples on which they differ most, by their share of each one's whole push:"]
-    return "\n".join([*lines, *told])
+    first = max(len(one.alternative.name) for one in found.outcomes)
+    rows = [("", COLUMNS)] + [(one.alternative.name, row(one)) for one in found.outcomes]
+    for name, cells in rows:
+        columns = "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS))
+        lines.append(f"  {name:{first}}{columns}")
+    most = disputed(found, limit=limit)
+    if most:
+        lines.append("samples on which they differ most, by their share of each one's whole push:")
+    for one in most:
+        pushes = "; ".join(push_text(one, one[side]) for side in ("up", "down"))
+        lines.append(
+            f"  group {one['group']} sample {one['sample']} (reward {one['reward']:.4g}): {pushes}"
+        )
+    return "\n".join(lines)
 
 
 def about(found: StepFound) -> str:
@@ -48,75 +54,65 @@ def about(found: StepFound) -> str:
 
 
 def row(one: Outcome) -> list[str]:
-    """Return the cells of an outcome, as COLUMNS has them."""
+    """Return the cells of an outcome, in the order of COLUMNS."""
     pushes = one.pushes[one.pushes.isfinite()]
+    shares = [one.cosine, one.clipped, one.masked, one.ess]
     return [
         f"{one.metrics[_NORM]:.4g}",
-        _number(one.cosine, 4),
-        _number(one.clipped, 4),
-        _number(one.masked, 4),
-        _number(one.ess, 4),
+        *("-" if math.isnan(value) else f"{value:.4f}" for value in shares),
         f"{int((pushes > 0).sum())}",
         f"{int((pushes < 0).sum())}",
     ]
 
 
-def _number(value: float, digits: int) -> str:
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def disputed(found: StepFound, *, limit: int) -> list[dict[str, Any]]:
-    """Return the samples on which outcomes differ most, most first, as plain data.
+def samples_of(found: StepFound) -> list[Sample]:
+    """Return every sample of a step as plain data, those first on which outcomes differ most.
 
     Returns: of each `row` (in the batch), `group`, `sample`, `reward`, `amount` (see
-        measures.disagreement), `up` and `down` (who pushes up more, and down more) and, by name of
-        the alternative, `pushes` and `shares` of its whole push; none on which all agree.
+        measures.disagreement; 0 where a push is not known), `up` and `down` (names of the
+        alternatives that push up most, and down most) and, by name of the alternative, `pushes` and
+        `shares` of its whole push.
     """
     scalars = found.scalars
     pushes = torch.stack([one.pushes for one in found.outcomes])
-    known = torch.nonzero(pushes.isfinite().all(0)).flatten()
-    pushes = pushes[:, known]
-    amounts, up, down = disagreement(pushes)
-    sizes = pushes.abs().sum(1, keepdim=True)
-    shares = torch.where(sizes > 0, pushes / sizes, 0.0)
+    shares = push_shares(torch.where(pushes.isfinite().all(0), pushes, 0.0))
+    amounts, up, down = disagreement(shares)
     names = [one.alternative.name for one in found.outcomes]
     return [
         {
-            "row": int(known[at]),
-            "group": int(scalars.group_ids[known[at]]),
-            "sample": int(scalars.sample_ids[known[at]]),
-            "reward": float(scalars.rewards[known[at]]),
+            "row": at,
+            "group": int(scalars.group_ids[at]),
+            "sample": int(scalars.sample_ids[at]),
+            "reward": float(scalars.rewards[at]),
             "amount": float(amounts[at]),
             "up": names[int(up[at])],
             "down": names[int(down[at])],
             "pushes": dict(zip(names, pushes[:, at].tolist())),
             "shares": dict(zip(names, shares[:, at].tolist())),
         }
-        for at in order(amounts)[:limit]
-        if amounts[at] > 0
+        for at in torch.argsort(-amounts, stable=True).tolist()
     ]
 
 
-def push_text(one: dict[str, Any], name: str) -> str:
-    """Return what an alternative does with one of the `disputed` samples: its push, and the share
-    of its whole push."""
+def disputed(found: StepFound, *, limit: int) -> list[Sample]:
+    """Return the samples on which outcomes differ most, most first; none on which all agree."""
+    return [one for one in samples_of(found)[:limit] if one["amount"] > 0]
+
+
+def push_text(one: Sample, name: str) -> str:
+    """Return an alternative's push on a sample, and the share of its whole push, for people."""
     return f"{name} {one['pushes'][name]:+.2e} ({one['shares'][name]:+.2%})"
 
 
-def _about_sample(one: dict[str, Any]) -> str:
-    told = "; ".join(push_text(one, one[side]) for side in ("up", "down"))
-    return f"group {one['group']} sample {one['sample']} (reward {one['reward']:.4g}): {told}"
-
-
 def plain(found: StepFound) -> dict[str, Any]:
-    """Return all that was found of a step as JSON has it: NaN becomes null."""
+    """Return a step as JSON has it: NaN becomes null."""
     return {
         "step": found.step,
         "weights": found.weights,
         "notes": found.notes,
         "recorded": found.recorded,
         "alternatives": [_plain_outcome(one) for one in found.outcomes],
-        "samples": list(_samples(found)),
+        "samples": [one | {"pushes": _finite(one["pushes"])} for one in samples_of(found)],
     }
 
 
@@ -134,24 +130,6 @@ def _plain_outcome(one: Outcome) -> dict[str, Any]:
         **_finite(numbers),
         "metrics": _finite(one.metrics),
     }
-
-
-def _samples(found: StepFound) -> Iterator[dict[str, Any]]:
-    """Yield every sample, those first on which the outcomes differ most."""
-    told = disputed(found, limit=len(found.scalars))
-    yield from ({k: v for k, v in one.items() if k != "row"} for one in told)
-    seen = {one["row"] for one in told}
-    for at in range(len(found.scalars)):
-        if at in seen:
-            continue
-        pushes = {one.alternative.name: float(one.pushes[at]) for one in found.outcomes}
-        yield {
-            "group": int(found.scalars.group_ids[at]),
-            "sample": int(found.scalars.sample_ids[at]),
-            "reward": float(found.scalars.rewards[at]),
-            "amount": 0.0,
-            "pushes": _finite(pushes),
-        }
 
 
 def _finite(values: dict[str, float]) -> dict[str, float | None]:
