@@ -1,1 +1,1 @@
-"""What a run puts on record of its own numbers, so that another run can be held against them."""
+"""A record of a run's numbers, by which two runs can be compared."""

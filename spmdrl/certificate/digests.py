@@ -1,26 +1,27 @@
-"""Digests: one exact 64-bit number of what a tensor holds, the same however it lies on ranks.
+"""Digests: one exact 64-bit number for a tensor, the same however it is sharded over ranks.
 
-An element's bits are a signed or unsigned number x of at most 32 bits (of 64, see below), its place
-gives an odd 64-bit weight w, and the digest is the sum of x * w modulo 2**64. Sums modulo 2**64 are
-exact in any order, so that the digests of parts add up to that of the whole, whichever they are.
+The bits of an element are a signed or unsigned number x of at most 32 bits (64: see below), its
+index gives an odd 64-bit weight w, and the digest is the sum of x * w modulo 2**64. Sums modulo
+2**64 are exact in any order, so the digests of shards add up to that of the whole tensor.
 
-*Any change of one bit is seen.* Bit k < 32 of an element changes x by 2**k or -2**k, the digest by
-2**k * w. A weight is odd, so that this is divisible by 2**k and by no higher power of 2: it is not
-0 modulo 2**64. More changes go unseen by chance alone: their terms, each with a weight that looks
-drawn, must add up to 0: 1 in 2**26 cases at most, where only highest bits change, and 1 in 2**50
-and less where a low bit of any element does. It finds accidents: who may choose the elements could
-make two tensors of one digest.
+*Any change of one bit is seen.* Bit k < 32 of an element changes x by 2**k or -2**k, and the digest
+by 2**k * w. A weight is odd, so this is divisible by 2**k and by no higher power of 2: it is not 0
+modulo 2**64. Several changes stay unseen only by chance: their terms, each with a weight that looks
+random, must add up to 0. That happens in 1 of 2**26 cases at most, where only highest bits change,
+and in 1 of 2**50 or fewer where a low bit of any element does. Digests find accidents: a person who
+chooses the elements can make two tensors of one digest.
 
-*How that is one pass over memory.* A tensor's elements, row-major, are read as 64-bit words X of
+*It takes one pass over memory.* A tensor's elements, row-major, are read as 64-bit words X of
 m = 8 / itemsize elements, 64 words to a block, zeros where this rank holds nothing. The upper half
-of a word is added to it moved down, Y = X + (X >> 32): an element in the lower half counts once,
-one in the upper half 2**32 + 1 times, which is odd; that at slot s of a half 2**(8 * itemsize * s)
-times, so that its highest bit stays below 2**32. What one bit adds to Y is so divisible by 2**31
-at most, and the odd weight of the word's place keeps it from being 0. The same holds of a float64
-or int64, a word of its own: bit k < 32 adds 2**k, a higher one 2**(k - 32) * (2**32 + 1). A word's
-weight is the product of an odd number for its place in the block and one for the block: there is
-one product to a word, and little to keep. The elements of many tensors are brought together into
-pieces that stay in the processor's cache, so that small tensors take no longer than large ones.
+of a word is added to it, shifted down: Y = X + (X >> 32). So an element in the lower half counts
+once, and one in the upper half 2**32 + 1 times, which is odd; an element at slot s of a half counts
+2**(8 * itemsize * s) times, and its highest bit stays below 2**32. Therefore one bit adds to Y a
+number that is divisible by 2**31 at most, and the odd weight of the word keeps it from being 0. The
+same holds for a float64 or int64, which is a whole word: bit k < 32 adds 2**k, a higher one
+2**(k - 32) * (2**32 + 1). The weight of a word is the product of an odd number for its index in the
+block and one for the block: one product for each word, and few weights to store. Elements of many
+tensors are joined into pieces that fit the processor's cache, so small tensors are as fast as large
+ones.
 """
 
 from __future__ import annotations
@@ -37,41 +38,41 @@ from spmdrl.algorithms.splitmix import mixed
 from spmdrl.model.tensor_parts import Box
 
 _WORDS = 64
-"""Of a block."""
+"""In a block."""
 _CHUNK = {"cpu": 2**17, "cuda": 2**21}
-"""Words at a time. On a CPU what is computed on the way then stays in its cache."""
-_KEPT = 2**16
-"""Blocks whose weights are kept; of more tensors they are made anew each time."""
+"""Words at a time; on a CPU intermediate results then stay in its cache."""
+_CACHED_BLOCKS = 2**16
+"""Up to so many blocks the weights are computed once, else at each call."""
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @lru_cache(maxsize=128)
 def odd_weights(first: int, count: int, *, dim: int, device: torch.device) -> Tensor:
-    """Return [count] int64, odd, of the indices from `first` on of a dim.
+    """Return [count] int64, odd, for the indices from `first` on of a dim.
 
     Args:
-        dim: counted from the last, 0: of words in it.
+        dim: counted from the last; 0: the index of words in a block.
     """
     at = torch.arange(first, first + count, device=device)
     return mixed(at + (dim << 48)).bitwise_or_(1)
 
 
 def factor_of(number: int) -> int:
-    """Return an odd int64 of a number, 1 of 0: for tensors that count one after the other."""
+    """Return an odd int64 for a number, 1 for 0: the factor of the number-th tensor of a name."""
     return int(mixed(torch.tensor(number))) | 1 if number else 1
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Some elements of a box, in rows that are each without a gap in the whole tensor."""
+    """Some elements of a box, in rows; each row is contiguous in the whole tensor."""
 
-    view: int  # number of the box's view
+    view: int  # index of the box's view
     begin: int
     end: int  # of the view's elements
     rows: int
-    leads: Tensor  # [rows], elements of a row's first block that lie before it
+    leads: Tensor  # [rows], elements of a row's first block before the row begins
     blocks: Tensor  # [rows] int64, first block of each row in the tensor
-    per_row: int  # blocks
+    per_row: int  # blocks of a row
 
     @property
     def count(self) -> int:
@@ -79,13 +80,13 @@ class _Segment:
         return self.rows * self.per_row
 
     def weights(self, device: torch.device) -> Tensor:
-        """Return [count] int64, odd, of its blocks."""
+        """Return [count] int64, odd, one for each block."""
         across = torch.arange(self.per_row, device=device)
         at = (self.blocks.to(device)[:, None] + across).flatten()
         return mixed(at + (1 << 48)).bitwise_or_(1)
 
     def filled(self, view: Tensor, *, per_block: int, device: torch.device) -> list[Tensor]:
-        """Return its elements with zeros around them, whole blocks, in pieces to be joined."""
+        """Return its elements, filled with zeros to whole blocks, in pieces to concatenate."""
         own = view.reshape(-1)[self.begin : self.end].to(device)
         length = len(own) // self.rows
         width = self.per_row * per_block
@@ -101,12 +102,12 @@ class _Segment:
 
 
 class Digester:
-    """Digests of tensors of which this rank holds some boxes, planned once.
+    """Digests of tensors of which this rank holds some boxes; the layout is planned once.
 
     Args:
-        boxes: of every view: the number of its tensor, the box, the whole tensor's shape.
-        itemsize: of all their elements.
-        device: that computes; what lies elsewhere comes in pieces.
+        boxes: for every view: the index of its tensor, the box, the whole tensor's shape.
+        itemsize: of all elements, bytes.
+        device: that computes; views on another device are copied to it in pieces.
     """
 
     def __init__(
@@ -130,10 +131,10 @@ class Digester:
                 self._chunks[-1].append(segment)
                 room -= segment.count
         total = sum(segment.count for chunk in self._chunks for segment in chunk)
-        self._known = [self._weights(c) for c in self._chunks] if total <= _KEPT else []
+        self._known = [self._weights(c) for c in self._chunks] if total <= _CACHED_BLOCKS else []
 
     def digests(self, views: Sequence[Tensor], *, count: int) -> Tensor:
-        """Return [count] int64, the share of these views in the digest of each of the tensors."""
+        """Return [count] int64, what these views add to the digest of each tensor."""
         found = torch.zeros(count, dtype=torch.int64, device=self._device)
         for number, chunk in enumerate(self._chunks):
             weights, tensors = self._known[number] if self._known else self._weights(chunk)
@@ -145,7 +146,7 @@ class Digester:
         return found
 
     def _weights(self, chunk: Sequence[_Segment]) -> tuple[Tensor, Tensor]:
-        """Return of each block of a chunk its weight and the number of its tensor: [n] int64."""
+        """Return the weight of each block of a chunk and the index of its tensor: [n] int64."""
         weights = torch.cat([one.weights(self._device) for one in chunk])
         numbers = torch.tensor([self._of[one.view] for one in chunk])
         counts = torch.tensor([one.count for one in chunk])
@@ -185,8 +186,8 @@ def _segments(
 
 
 def _rows_of(box: Box, shape: Sequence[int]) -> tuple[Tensor, int]:
-    """Return where a box's rows without a gap begin in the whole tensor, [n] int64, and their
-    length, elements."""
+    """Return where the contiguous rows of a box begin in the whole tensor, [n] int64, and their
+    length in elements."""
     starts = torch.zeros(1, dtype=torch.int64)
     inner = 1
     length = 1
@@ -204,7 +205,7 @@ def _rows_of(box: Box, shape: Sequence[int]) -> tuple[Tensor, int]:
 
 
 def _block_sums(pieces: Sequence[Tensor]) -> Tensor:
-    """Return [n] int64, of each block the sum of its words with their weights."""
+    """Return [n] int64, the weighted sum of the words of each block."""
     device = pieces[0].device
     size = sum(len(piece) for piece in pieces) * pieces[0].element_size() // 8
     room = _room(size, 0, device)
@@ -216,21 +217,21 @@ def _block_sums(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def _sums_by_numpy(words: Tensor, weights: Tensor, *, room: Tensor) -> Tensor:
-    """Return [n] int64 of [n, 64] words; numpy multiplies 64 bits in half of torch's time."""
+    """Return [n] int64 for [n, 64] words; numpy multiplies int64 twice as fast as torch."""
     upper = torch.bitwise_right_shift(words, 32, out=room)
     sums = (numpy.einsum("ij,j->i", part.numpy(), weights.numpy()) for part in (words, upper))
     return torch.from_numpy(sum(sums))
 
 
 def _sums_by_torch(words: Tensor, weights: Tensor, *, room: Tensor) -> Tensor:
-    """Return the same, on any device."""
+    """Return the same on any device."""
     upper = torch.bitwise_right_shift(words, 32, out=room)
     return upper.add_(words).mul_(weights).sum(1)
 
 
 def _room(size: int, number: int, device: torch.device) -> Tensor:
-    """Return [size] int64, memory for a result that is read before the next one of this number is
-    made: fresh pages would take longer than what is written to them."""
+    """Return [size] int64, memory that is used again for each result of this number: touching new
+    pages would take longer than the computation."""
     known = _rooms(number, device)
     return known[:size] if size <= len(known) else known.new_empty(size)
 
@@ -241,7 +242,7 @@ def _rooms(number: int, device: torch.device) -> Tensor:
 
 
 def as_bits(values: Tensor) -> Tensor:
-    """Return the same memory as integers."""
+    """Return a view of the same memory as integers."""
     return values.view(_BITS[values.element_size()])
 
 
@@ -249,7 +250,7 @@ class Sequences:
     """Digests of a micro-batch's sequences, from columns of their tokens.
 
     Args:
-        rows: [S] int64, row of each sequence in the whole batch; -1: none, left out.
+        rows: [S] int64, row of each sequence in the whole batch; -1: a dummy, which is left out.
         starts: [S+1] integers, where sequences begin among the tokens.
     """
 
@@ -263,24 +264,24 @@ class Sequences:
         self.counts = self._rows >= 0
         """[T] bool, tokens of sequences that count."""
         self.rows = rows[self._kept].cpu()
-        """[S] int64, of these sequences in the batch, on the host."""
+        """[S] int64, rows of these sequences in the batch, on the CPU."""
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
-        """Return of each token that counts its sequence's row, and its place in it: [n] int64."""
+        """Return the sequence's row and the position in it of each token that counts: [n] int64."""
         return self._rows[self.counts], self._inside[self.counts]
 
     def digests(self, columns: Sequence[Tensor]) -> Tensor:
-        """Return [C, S] int64, of each column [T, ...] what it has of each sequence that counts."""
+        """Return [C, S] int64, the digest of each sequence that counts in each column [T, ...]."""
         weights = odd_weights(0, int(self._inside.max()) + 1, dim=1, device=self._inside.device)
         terms = torch.stack([_of_tokens(column) for column in columns]) * weights[self._inside]
-        # Sums from each start to the next: modulo 2**64 a difference of running sums is exact.
+        # Differences of running sums are exact modulo 2**64.
         summed = torch.nn.functional.pad(terms.cumsum(1), (1, 0))
         return summed[:, self._starts].diff(dim=1)[:, self._kept]
 
 
 def _of_tokens(column: Tensor) -> Tensor:
-    """Return [T] int64 of a column [T, ...]: as Y in this file's text, a word to an element."""
+    """Return [T] int64 for a column [T, ...]: Y of the module's docstring, one word an element."""
     bits = as_bits(column).long()
     if column.element_size() == 8:
         bits = bits + (bits >> 32)
@@ -291,10 +292,10 @@ def _of_tokens(column: Tensor) -> Tensor:
 
 
 def whole(digests: Tensor, rows: Tensor) -> Tensor:
-    """Return [C] int64, digests of whole columns from those [C, S] of their sequences.
+    """Return [C] int64, digests of whole columns from the [C, S] digests of their sequences.
 
     Args:
-        rows: [S] int64, of the sequences in the batch, on the host.
+        rows: [S] int64, rows of the sequences in the batch, on the CPU.
     """
     if not len(rows):
         return digests.sum(1)

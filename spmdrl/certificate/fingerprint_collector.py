@@ -1,4 +1,4 @@
-"""What a step came to, as fingerprints: each trainer rank adds its share, all know the whole."""
+"""The fingerprints of a step: each trainer rank adds its share, and all get the sums."""
 
 from __future__ import annotations
 
@@ -33,29 +33,26 @@ SECTIONS = (
     "norms",
     "after",
 )
-"""Of what a step came to, in the order in which the one follows from the other. `before`:
-the policy's weights, with its optimizer where a step takes several updates; `after`: all that a
-checkpoint would hold.
-"""
+"""Sections of a step's line, causes before what follows from them. `before` has the policy's
+weights, with its optimizer if a step takes several updates; `after` has all tensors of a checkpoint."""
 SEQUENCES = {
     "tokens": "rollouts/tokens",
     "rollout_logprobs": "rollouts/rollout_logprobs",
     "advantages": "advantages/advantages",
 }
-"""Columns of which each sequence has a digest of its own, in a line's `sequences`; there are its
-rewards too, as they are, and its group and sample."""
+"""{name in a line's `sequences`: column}. There each sequence has its own digest of these columns,
+and its reward, group and sample."""
 
 
 class State:
-    """The tensors of a state, as they lie on this rank: found once, read at every step.
+    """The tensors of a state on this rank: found once, read at every step.
 
-    A state dict is made anew each time, which takes longer than to read what it holds. Those of its
-    tensors that share live storage stay where they are, as the optimizer takes for granted too;
-    what is a copy is asked for again.
+    To build a state dict takes longer than to read its tensors. So tensors that share live storage
+    are held, as the optimizer holds them; those that are copies are asked for at every step.
 
     Args:
         read: returns the state, nested by name.
-        section: in which it is added, as `section/name`.
+        section: of the line; names are `section/name`.
     """
 
     def __init__(
@@ -69,11 +66,11 @@ class State:
         self._copies: list[str] = []
 
     def add_to(self, tally: Tally) -> None:
-        """Add all of it."""
+        """Add all tensors."""
         if self._live is None:
             first = tensor_leaves(self._read())
             second = tensor_leaves(self._read())
-            # Both are held: no copy of the one has the address of the other's.
+            # Both are alive, so a copy in one has another address than that in the other.
             self._copies = [name for name in first if not _shares(first[name], second[name])]
             live = {name: own for name, own in first.items() if name not in self._copies}
             self._live = self._groups(live)
@@ -101,13 +98,13 @@ def _shares(one: Tensor, other: Tensor) -> bool:
 
 
 class FingerprintCollector:
-    """Watches the steps of one trainer.
+    """Collects the fingerprints of the steps of one trainer.
 
     Args:
         world: of a trainer rank.
-        trainer: what is watched.
-        is_due: says of which steps `content` will be asked.
-        is_near: says of which of them with norms too, by which layouts compare.
+        trainer: whose policy calls back with its gradients.
+        is_due: whether `content` will be called for a step.
+        is_near: whether the step's line has norms, by which layouts are compared.
     """
 
     def __init__(
@@ -123,7 +120,8 @@ class FingerprintCollector:
         self._is_near = is_near
         self._optimizer = trainer.policy.optimizer
         policy = trainer.policy
-        # A changed moment shows in the `after`; of several updates in all that follows the first.
+        # After one update a changed moment shows in `after`; of several updates only `before` tells
+        # where the change began.
         takes_several = trainer.cfg.batch.optimizer_steps > 1
         begins = policy.state_dict if takes_several else partial(_weights, policy)
         self._before = State(begins, world, section="before", is_near=False)
@@ -135,10 +133,10 @@ class FingerprintCollector:
         trainer.policy.on_gradients = self._see
 
     def _see(self, gradients: Mapping[str, Tensor], *, step: int, number: int) -> None:
-        """Add the gradients of one update, before they are clipped; and what it begins from."""
+        """Add the gradients of one update, before they are clipped; and the state before it."""
         if not self._is_due(step):
             return
-        if number == 0:  # the last step's may have ended in an error
+        if number == 0:  # a step that ended in an error may have left another
             self._tally = Tally(self._world, is_near=self._is_near(step))
             self._before.add_to(self._tally)
         for group, locals_ in self._of_gradients(gradients):
@@ -147,7 +145,7 @@ class FingerprintCollector:
     def _of_gradients(
         self, gradients: Mapping[str, Tensor]
     ) -> Iterator[tuple[TensorGroup, list[Tensor]]]:
-        """Yield all gradients, in groups that are planned once; zeros where there is none."""
+        """Yield all gradients in their groups; zeros for a parameter without a gradient."""
         parameters = self._optimizer.parameters
         own = {
             name: gradients[name].detach()
@@ -170,11 +168,11 @@ class FingerprintCollector:
     def content(
         self, step: int, batch: Batch, advantages: Advantages, updated: Sums
     ) -> dict[str, Any]:
-        """Return what a step came to, by section and name; trainers meet.
+        """Return a step's fingerprints and numbers, by section and name; trainers meet.
 
         Args:
             batch: annotated.
-            updated: what the update returned.
+            updated: sums that the update returned.
         """
         self._add_batch(batch, advantages)
         self._after.add_to(self._tally)
@@ -242,17 +240,17 @@ def _weights(policy: TrainedModel) -> dict[str, Any]:
 
 
 def _place_in_line(name: str) -> int:
-    """Return the order of names within a section, as far as it is another than theirs: what is
-    drawn before what follows from it."""
+    """Return the sort key of a name within its section: causes before what follows from them,
+    others as they were added."""
     order = [f"rollouts/{own}" for own in (*TOKEN_COLUMNS, "routes", "lengths", "rewards")]
     if name in order:
         return order.index(name)
-    # A moment that was changed since the step before shows here first, then in its weight.
+    # A moment that was changed since the step before shows first, then in its weight.
     return len(order) + (not name.startswith("after/optimizer."))
 
 
 def _identified(batch: Batch) -> dict[str, Any]:
-    """Return each sequence's reward, and what it is: where groups are whole, their size says it."""
+    """Return each sequence's reward, group and sample; the group size alone where all are whole."""
     scalars = batch.scalars
     at = torch.arange(len(batch.scalars))
     groups = scalars.group_ids.cpu()
@@ -266,5 +264,5 @@ def _identified(batch: Batch) -> dict[str, Any]:
 
 
 def packed(values: Tensor) -> str:
-    """Return numbers as a line has them: their bytes, the lowest first, in base64."""
+    """Return the bytes of numbers, little-endian, in base64."""
     return base64.b64encode(values.cpu().contiguous().numpy().tobytes()).decode()

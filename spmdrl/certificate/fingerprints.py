@@ -1,8 +1,8 @@
-"""Fingerprints: what tensors hold, gathered over ranks: digests, and numbers that may be rounded.
+"""Fingerprints of tensors, gathered over ranks: exact digests, and numbers that may be rounded.
 
-Beside the exact digest (digests.py) there may stand the norm and a few sums with random signs,
-float64, in which layouts differ by rounding alone: from those of two tensors follows how far these
-are apart. They take several times as long as the digest.
+With the exact digest (digests.py) a fingerprint can have the norm and a few sums with random signs
+(sketches), float64. These differ between layouts by rounding alone, and from those of two tensors
+follows how far the tensors are apart. They take several times as long as the digest.
 """
 
 from __future__ import annotations
@@ -24,32 +24,35 @@ from spmdrl.model.tensor_parts import Box, held_boxes, local_part
 from spmdrl.world.world import World
 
 SKETCHES = 4
-"""Sums with random signs. Of a difference in one element each gives the very size; of one in many,
-their mean square is that of the difference's norm, to half of it."""
+"""Sums with random signs. For tensors that differ in one element each sum gives the size of the
+difference; if they differ in many, the mean square of the sums estimates the squared norm of the
+difference, up to about half of it."""
 _CHUNK = {"cpu": 2**16, "cuda": 2**22}
-"""Elements at a time, of what is converted to float64."""
+"""Elements that are converted to float64 at a time."""
 _COUNT = signed(0xD1B54A32D192ED03)
-"""Weight of the number of elements: zeros that are there or not make a difference."""
+"""Weight of the number of elements, by which tensors of more or fewer zeros differ."""
 
 Row = str | list[str | float | None]
-"""As lines have it: hexadecimal digest; or this, norm, sketches; None for what is not finite."""
+"""A fingerprint in a line: the hexadecimal digest; or a list of digest, norm and sketches, with
+None for numbers that are not finite."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies: the boxes that this rank holds, and who else holds the same."""
+    """The boxes of a tensor that this rank holds, and how many ranks hold the same."""
 
     boxes: tuple[Box, ...]
     strides: tuple[tuple[tuple[int, ...], int], ...]
-    """Of each box within this rank's part: strides, and elements before it; (): all of it."""
+    """For each box within this rank's local tensor: strides, and offset in elements; (): one box,
+    the whole local tensor."""
     copies: int
     """Trainer ranks that hold the same."""
     speaks: bool
-    """Whether this is the one of them that counts."""
+    """Whether this is the one of these ranks that counts."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, world: World) -> Layout:
-        """Return that of a DTensor of any mesh, or of a plain tensor, of which all have all.
+        """Return the layout of a DTensor of any mesh, or of a plain tensor, which all ranks hold.
 
         Args:
             name: for messages.
@@ -65,7 +68,7 @@ class Layout:
         held = held_boxes(name, tensor)
         assert here is not None
         copied = [at for axis, at in zip(cut.axes, here) if axis.dim is None]
-        # Of meshes over some axes of the trainers there are several: one has the first rank.
+        # There are several meshes over some axes of the trainers: one has the first rank.
         speaks = first in cut.ranks and not any(copied)
         begin = local.storage_offset()
         strides: tuple[tuple[tuple[int, ...], int], ...] = ()
@@ -74,7 +77,7 @@ class Layout:
         return cls(tuple(box for box, _ in held), strides, trainers // parts, speaks)
 
     def views(self, local: Tensor) -> list[Tensor]:
-        """Return what shows each box in this rank's part of such a tensor."""
+        """Return a view of each box in this rank's local tensor."""
         if not self.strides:
             return [local]
         begin = local.contiguous().storage_offset()
@@ -85,11 +88,11 @@ class Layout:
 
 
 class TensorGroup:
-    """Tensors whose elements are of one size, and how this rank's parts of them lie.
+    """Tensors whose elements have one size, and this rank's layout of them.
 
     Args:
         tensors: DTensors of any mesh, or plain tensors, by name.
-        is_near: take norms and sketches of them, where any are taken.
+        is_near: take norms and sketches of them in steps that have any.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], world: World, *, is_near: bool = True):
@@ -97,7 +100,7 @@ class TensorGroup:
         self.is_near = is_near
         self._layouts = [Layout.of(name, tensor, world) for name, tensor in tensors.items()]
         self.held = [(layout.copies, layout.speaks) for layout in self._layouts]
-        """Of each, as its layout has them."""
+        """(copies, speaks) of each, see Layout."""
         sizes = {tensor.element_size() for tensor in tensors.values()}
         assert len(sizes) == 1, f"elements of {sizes} bytes in one group"
         boxes = [
@@ -112,8 +115,12 @@ class TensorGroup:
         """[n] int64, what the number of elements adds to each digest."""
 
     def views(self, locals_: Sequence[Tensor]) -> list[tuple[str, bool, Box, Tensor]]:
-        """Return of each box the tensor's name, whether this rank counts it, itself and what shows
-        it in this rank's parts, which are in the order of `names`."""
+        """Return for each box the tensor's name, whether this rank counts it, the box, and its
+        view.
+
+        Args:
+            locals_: this rank's local tensors, in the order of `names`.
+        """
         return [
             (name, layout.speaks, box, view)
             for name, layout, local in zip(self.names, self._layouts, locals_)
@@ -122,7 +129,7 @@ class TensorGroup:
 
 
 def by_size(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return tensors in groups of one size of elements."""
+    """Return tensors in groups of one element size."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         found.setdefault(tensor.element_size(), {})[name] = tensor
@@ -130,9 +137,9 @@ def by_size(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 class Tally:
-    """The fingerprints of one step, as far as this trainer rank knows them.
+    """This trainer rank's share of the fingerprints of one step.
 
-    Add under the same names, in the same order, on all trainer ranks.
+    All trainer ranks must add the same names in the same order.
 
     Args:
         is_near: take norms and sketches too.
@@ -151,8 +158,8 @@ class Tally:
         """Add this rank's parts of a group's tensors.
 
         Args:
-            number: of tensors that share a name: each is added with a factor of its own, so that
-                it matters which was which.
+            number: index among tensors that share a name: each is added with another factor, so
+                their order matters.
         """
         views = group.views(locals_)
         own = [view for *_, view in views]
@@ -176,12 +183,13 @@ class Tally:
         kept: Iterable[str] = (),
         count: int = 0,
     ) -> None:
-        """Add columns [T, ...] of a micro-batch, {name: column}; the same on ranks of a dp index.
+        """Add columns [T, ...] of a micro-batch, {name: column}; equal on ranks of a dp index.
 
         Args:
-            sequences: [S] int64, row of each sequence in the whole batch; -1: none, left out.
+            sequences: [S] int64, row of each sequence in the whole batch; -1: a dummy, left out.
             starts: [S+1] integers, where sequences begin among the tokens.
-            kept: names of which each sequence's own digest is kept, of `count` in the batch.
+            kept: names of the columns for which the digest of each sequence is returned too.
+            count: sequences in the batch.
         """
         world = self._world
         names = list(columns)
@@ -204,11 +212,11 @@ class Tally:
                 self._near[name] = self._near.get(name, self._none) + near
 
     def total(self) -> TallyTotals:
-        """Return what all added, the same on all trainers, who meet."""
-        names = sorted(self._held)  # ranks group tensors otherwise where parts differ
+        """Return the sums over all trainers, which meet."""
+        names = sorted(self._held)  # ranks whose shards differ may add in another order
         at = {name: i for i, name in enumerate(names)}
         exact = torch.zeros(len(names)).long()
-        for device in {values.device for _, values in self._shares}:  # brought here at once
+        for device in {values.device for _, values in self._shares}:  # one copy from each
             own = [share for share in self._shares if share[1].device == device]
             rows = torch.tensor([at[name] for some, _ in own for name in some])
             exact.index_add_(0, rows, torch.cat([values for _, values in own]).cpu())
@@ -216,7 +224,7 @@ class Tally:
         kept = sorted(self._sequences)
         sequences = [self._sequences[name] * self._world.speaks_for_dp for name in kept]
         flat = torch.cat([exact, exact * speaks, *sequences])
-        # Of int64 sums wrap: modulo 2**64, in any order.
+        # Sums of int64 wrap: they are exact modulo 2**64, in any order.
         dist.all_reduce(flat, group=self._world.trainer_control)
         every, counted, rest = flat.tensor_split([len(names), 2 * len(names)])
         near = self._near_total()
@@ -241,24 +249,24 @@ class TallyTotals:
     """Fingerprints of a step."""
 
     rows: dict[str, Row]
-    """In the order in which they were added here."""
+    """By name, in the order in which this rank added them."""
     differing: list[str]
-    """Names of what ranks hold copies of that differ."""
+    """Names of tensors whose copies on several ranks differ."""
     sequences: dict[str, Tensor]
     """{name: [S] int64, digest of each sequence's tokens}."""
 
 
 @lru_cache(maxsize=128)
 def _signs(first: int, count: int, dim: int, device: torch.device) -> Tensor:
-    """Return [count, SKETCHES] float64, 1 or -1, of the indices from `first` on of a dim."""
+    """Return [count, SKETCHES] float64, 1 or -1, for the indices from `first` on of a dim."""
     drawn = mixed(torch.arange(first, first + count, device=device) + ((dim + 2**8) << 48))
     bits = torch.arange(SKETCHES, device=device) + 40
     return (drawn[:, None] >> bits).bitwise_and_(1).double().mul_(2).sub_(1)
 
 
 def _near(view: Tensor, box: Box, *, device: torch.device) -> Tensor:
-    """Return [1 + SKETCHES] float64 of a box: the sum of squares, and the signed sums. A sign is a
-    product of one for each dim, so that elements are multiplied with those of one row."""
+    """Return [1 + SKETCHES] float64 for a box: the sum of squares, and the signed sums. The sign of
+    an element is the product of one sign for each dim, so rows share the signs of their elements."""
     found = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=device)
     if not box.numel:
         return found
@@ -279,7 +287,7 @@ def _near(view: Tensor, box: Box, *, device: torch.device) -> Tensor:
 
 
 def _near_tokens(column: Tensor, signs: Tensor) -> Tensor:
-    """Return [1 + SKETCHES] float64 of a column [T, ...], with signs [T, SKETCHES] of tokens."""
+    """Return [1 + SKETCHES] float64 for a column [T, ...], with signs [T, SKETCHES] of tokens."""
     values = column.double()
     values = values.flatten(1) if values.dim() > 1 else values[:, None]
     across = _signs(0, values.shape[1], 0, values.device)
@@ -300,14 +308,16 @@ def _short(value: float) -> float | None:
 
 
 def digest_of(row: Row) -> str:
-    """Return the exact part of a row."""
+    """Return the digest of a row."""
     return row if isinstance(row, str) else str(row[0])
 
 
 def deviation(a: Row, b: Row) -> float | None:
-    """Return how far two tensors are apart, as a share of the larger one's norm: an estimate from
-    their rows. 0 for rows that are alike; inf where a norm is not finite; None where a row has
-    the digest alone."""
+    """Estimate how far two tensors are apart, as a share of the larger norm.
+
+    Returns: 0 for equal rows; inf where a norm is not finite; None where digests differ and a row
+        has no norm.
+    """
     if isinstance(a, str) or isinstance(b, str):
         return 0.0 if digest_of(a) == digest_of(b) else None
     if a == b:

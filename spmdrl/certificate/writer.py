@@ -25,8 +25,9 @@ log = logging.getLogger(__name__)
 class Certificate:
     """Every rank makes one and calls it at every step; rank 0 writes output_dir/certificate.jsonl.
 
-    Lines of an earlier attempt from `step` on are taken out, into `aside`, and compared with what
-    this one comes to. A file that was edited is kept up to the edit, and the log says so.
+    Lines of an earlier attempt from `step` on are moved to a file in `aside` and compared with
+    those that this attempt writes. If the file was edited, the lines from the edit on are moved
+    too.
 
     Args:
         trainer: of this rank.
@@ -57,11 +58,11 @@ class Certificate:
         return is_due(step, every=self._cfg.report.certificate_norms, steps=self._cfg.steps)
 
     def add(self, step: int, batch: Batch, advantages: Advantages, updated: Sums) -> None:
-        """Certify a step, if it is due, once its update is done; trainers meet.
+        """Certify a step, if it is due, after its update; trainers meet.
 
         Args:
             batch: annotated.
-            updated: what the update returned.
+            updated: sums that the update returned.
         """
         if self._collector is None or not self._is_due(step):
             return
@@ -73,7 +74,7 @@ class Certificate:
         if step in self._again:
             found = next(step_differences(self._again.pop(step), content), None)
             if found:
-                log.warning("step %d does not repeat the former attempt's: %s", step, found)
+                log.warning("step %d does not repeat the earlier attempt's: %s", step, found)
         self._append({"step": step, **content})
 
     def _append(self, content: Line) -> None:
