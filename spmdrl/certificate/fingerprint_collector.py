@@ -34,7 +34,8 @@ SECTIONS = (
     "after",
 )
 """Sections of a step's line, causes before what follows from them. `before` has the policy's
-weights, with its optimizer if a step takes several updates; `after` has all tensors of a checkpoint."""
+weights, with its optimizer if a step takes several updates; `after` has all tensors that a
+checkpoint has."""
 SEQUENCES = {
     "tokens": "rollouts/tokens",
     "rollout_logprobs": "rollouts/rollout_logprobs",

@@ -266,7 +266,7 @@ def _signs(first: int, count: int, dim: int, device: torch.device) -> Tensor:
 
 def _near(view: Tensor, box: Box, *, device: torch.device) -> Tensor:
     """Return [1 + SKETCHES] float64 for a box: the sum of squares, and the signed sums. The sign of
-    an element is the product of one sign for each dim, so rows share the signs of their elements."""
+    an element is a product of one sign for each dim, so all rows have the same signs inside."""
     found = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=device)
     if not box.numel:
         return found
