@@ -29,7 +29,7 @@ from start import header, row
 
 from spmdrl.data.microbatch_plan import Partition, partition
 from spmdrl.rollout.balance import deal
-from spmdrl.rollout.book import Book, Move, Practice, SharedBook
+from spmdrl.rollout.book import Book, BookRules, Move, SharedBook
 from spmdrl.rollout.staleness import make_rules
 from spmdrl.world.lost_peers.watch import Watch
 from spmdrl.world.lost_peers.watched_keys import WatchedKeys
@@ -291,7 +291,7 @@ def book(options: Options) -> None:
 
 def _share(index: int, port: int, replicas: int, groups: int) -> tuple[int, float]:
     """Be every second replica, and fill a step: one ticket at a time, complete at once."""
-    practice = Practice(
+    practice = BookRules(
         make_rules(groups, over_sample=1, lag=0, max_staleness="auto"),
         lambda step: deal([1.0] * groups, replicas),
         lambda step: range(groups),

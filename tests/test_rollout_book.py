@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from spmdrl.config import ScheduleSettings
 from spmdrl.rollout.balance import deal, deal_again
-from spmdrl.rollout.book import Book, Move, OwnBook, Practice, SharedBook, Ticket
+from spmdrl.rollout.book import Book, BookRules, Move, OwnBook, SharedBook, Ticket
 from spmdrl.rollout.resumed_work import Share, resumed
 from spmdrl.rollout.staleness import horizon, make_rules
 
@@ -66,7 +66,7 @@ class Replica:
 
     def __init__(self, store: dist.Store, rules, *, share: Share, costs):
         self.rules, self.share, self.costs = rules, share, costs
-        practice = Practice(rules, self.deal, self.slots)
+        practice = BookRules(rules, self.deal, self.slots)
         self.book = OwnBook(Book(), practice)
         if share.is_shared:
             self.book = SharedBook(store, Book(), practice, replicas=share.replicas)
@@ -154,7 +154,7 @@ def test_every_prompt_is_sampled_once_and_every_step_full_whoever_is_fast(
 def test_a_replica_that_is_done_takes_the_shortest_of_another():
     book, rules = Book(), make_rules(6, over_sample=1, lag=0, max_staleness="auto")
     costs = [6, 5, 4, 3, 2, 1]
-    practice = Practice(rules, lambda step: deal(costs, 2), lambda step: range(6))
+    practice = BookRules(rules, lambda step: deal(costs, 2), lambda step: range(6))
 
     def take(part: int, most: int) -> list[Ticket]:
         return practice.play(book, Move(part, 0, 0, most))
@@ -168,7 +168,7 @@ def test_a_replica_that_is_done_takes_the_shortest_of_another():
 
 def test_a_plain_step_keeps_its_prompts_in_their_slots_whoever_drew_them():
     book, rules = Book(), make_rules(4, over_sample=1, lag=0, max_staleness="auto")
-    practice = Practice(rules, lambda step: deal([0] * 4, 2), lambda step: range(4))
+    practice = BookRules(rules, lambda step: deal([0] * 4, 2), lambda step: range(4))
     tickets = [t for part in (1, 0, 1, 1) for t in practice.play(book, Move(part, 0, 0, most=1))]
     practice.play(book, Move(0, 0, 0, most=0, complete=(3, 1, 0, 2)))
     assert book.closed == {0: {t.number: t.slot for t in tickets}}
@@ -177,7 +177,7 @@ def test_a_plain_step_keeps_its_prompts_in_their_slots_whoever_drew_them():
 def pair(*stores: Any, prompts: int = 6) -> list[SharedBook]:
     """Return the books of two replicas, each by its view of the store."""
     rules = make_rules(prompts, over_sample=1, lag=0, max_staleness="auto")
-    practice = Practice(rules, lambda step: deal([0] * prompts, 2), lambda step: range(prompts))
+    practice = BookRules(rules, lambda step: deal([0] * prompts, 2), lambda step: range(prompts))
     return [SharedBook(store, Book(), practice, replicas=2) for store in stores]
 
 
@@ -315,7 +315,7 @@ def test_no_prompt_is_asked_for_before_its_step_was_planned(lag, over, steps):
     assert horizon(ScheduleSettings(dynamic=4, over_sample=over), lag=lag) == 0
     prompts, book = 4, Book()
     rules = make_rules(prompts, over_sample=over, lag=lag, max_staleness="auto")
-    practice = Practice(rules, lambda step: [[*range(prompts)]], lambda step: range(prompts))
+    practice = BookRules(rules, lambda step: [[*range(prompts)]], lambda step: range(prompts))
     latest = 0
     for version in range(5):
         for observed, last in ((version - 1, version), (version, version + lag)):

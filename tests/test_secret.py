@@ -25,7 +25,7 @@ from ranks import free_port, run_ranks
 
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.engine.protocol import Request
-from spmdrl.rollout.book import Book, Move, Practice, SharedBook
+from spmdrl.rollout.book import Book, BookRules, Move, SharedBook
 from spmdrl.rollout.link import Link
 from spmdrl.rollout.staleness import make_rules
 from spmdrl.world import comm, groups, secret
@@ -270,7 +270,7 @@ def test_strangers_end_no_run_and_announce_no_update(store, monkeypatch) -> None
 
 def test_a_strangers_move_is_not_played(store) -> None:
     rules = make_rules(6, over_sample=1, lag=0, max_staleness="auto")
-    practice = Practice(rules, lambda step: [[0, 2, 4], [1, 3, 5]], lambda step: range(6))
+    practice = BookRules(rules, lambda step: [[0, 2, 4], [1, 3, 5]], lambda step: range(6))
     one, two = (SharedBook(SealedStore(store), Book(), practice, replicas=2) for _ in range(2))
     store.set("rollout/move/1", json.dumps(Move(part=1, version=0, last=0, most=6)))
     assert not one.follow()

@@ -1,7 +1,7 @@
-"""What a checkpoint's files must hold before torch reads them: its index of tensors, its archives.
+"""Checks of a checkpoint's index of tensors and of its archives, before torch reads them.
 
-A manifest proves that files are as somebody wrote them, and anybody can write one. Nothing of a
-file is believed that could make torch fail in the middle, read outside of the folder, or take more
+A manifest proves that files are as its writer left them, and anybody can write one. So an index is
+refused that could make torch fail in the middle of a load, read outside of the folder, or take more
 memory than the file has bytes.
 """
 
@@ -30,11 +30,11 @@ _LARGEST = 2**62
 
 
 def check_index(metadata: Metadata, path: Path) -> None:
-    """Refuse an index whose parts are of other types than DCP writes, which names files that are
-    not there, or whose chunks are not the whole of a tensor.
+    """Refuse an index with other types than DCP writes, with files that are not there or too short,
+    or with chunks that do not make up a tensor.
 
     Args:
-        path: of the index, for messages and beside its files.
+        path: of the index, which is in the folder of its files.
     Raises: Refusal naming the tensor or file; OSError.
     """
     for problem in _problems(metadata):
@@ -128,11 +128,11 @@ def _are_sizes(values: Any) -> bool:
 
 
 def check_archive(file: IO[bytes], *, place: Path) -> None:
-    """Refuse what torch.save did not write: anything but an archive whose parts are stored as they
-    are, and take no more bytes than the file has.
+    """Refuse an archive that torch.save did not write: its parts are not compressed, and take no
+    more bytes than the file has.
 
     Args:
-        file: at its begin; it stands there again afterwards.
+        file: is read from its start, and left there.
         place: of the file, for messages.
     Raises: Refusal; zipfile.BadZipFile.
     """

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its folder, the manifest that proves it whole, safe reading.
+"""A checkpoint on disk: its folder, the manifest that proves it whole, and safe readers.
 
     OUTPUT_DIR/checkpoints/step_20/         complete: the name appears by one rename
         manifest.json                       step, config, evaluation, size and sha256 of every file
@@ -8,7 +8,7 @@
     OUTPUT_DIR/checkpoints/step_30.partial/ being written, or left by a run that was killed
     OUTPUT_DIR/checkpoints/step_10.damaged/ found unusable and set aside
 
-Nothing here unpickles arbitrary objects: a checkpoint may come from somebody else.
+Nothing here unpickles arbitrary objects: a checkpoint may come from another person.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FORMAT = 1
 @record
 @dataclass(frozen=True)
 class FileEntry:
-    """What a manifest says about one file."""
+    """The entry of one file in a manifest."""
 
     size: int  # bytes
     sha256: str  # hex
@@ -55,7 +55,7 @@ class FileEntry:
 @record
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint is and which files it has."""
+    """The description of one checkpoint, and its files."""
 
     step: int
     """Training steps done; also the policy version."""
@@ -66,13 +66,13 @@ class Manifest:
     tokenizer: str
     """The same for the tokenizer."""
     rollout_ranks: tuple[int, ...]
-    """Ranks that saved rollouts made ahead."""
+    """Ranks that saved rollouts which were made ahead."""
     files: dict[str, FileEntry]
     """Path within the checkpoint -> size and digest."""
     evaluated: dict[str, float] = field(default_factory=dict)
     """{metric: value} of the evaluation of these weights; empty where none was due."""
     found_tokens: int = 0
-    """What was found for batch.tokens_per_microbatch 0; 0 where the config says a number."""
+    """The size that was found for batch.tokens_per_microbatch 0; 0 where the config gives one."""
 
 
 def checkpoints_folder(output_dir: str | Path) -> Path:
@@ -179,13 +179,13 @@ def _manifest_of(body: dict[str, Any]) -> Manifest:
 
 
 def remove(path: Path) -> None:
-    """Remove what is called so in the folder of checkpoints, a link and not what it names. Raises:
+    """Remove a file or folder in the folder of checkpoints, or a link and not its target. Raises:
     OSError."""
     run_folder.remove(path, within=path.parents[1])
 
 
 def rename(old: Path, new: Path) -> None:
-    """Give what is in the folder of checkpoints another name there. Raises: OSError."""
+    """Rename a file or folder in the folder of checkpoints. Raises: OSError."""
     run_folder.rename(old, new, within=old.parents[1])
 
 
@@ -196,12 +196,12 @@ def _digest(body: dict[str, Any]) -> str:
 def damages(
     folder: Path, manifest: Manifest, *, part: int = 0, num_parts: int = 1, digests: bool = True
 ) -> list[str]:
-    """Return what is wrong with a checkpoint's files, one line each.
+    """Return the problems of a checkpoint's files, one line each.
 
     Args:
         folder, manifest: of the checkpoint.
-        part, num_parts: look only at this share of the files, so that ranks divide the work.
-        digests: read the contents too, not just the sizes.
+        part, num_parts: check only this share of the files, so that ranks divide the work.
+        digests: read the contents too, not only the sizes.
     """
     problems = []
     for name in sorted(manifest.files)[part::num_parts]:
@@ -213,7 +213,7 @@ def damages(
 
 
 def _damage(path: Path, entry: FileEntry, *, digests: bool) -> str | None:
-    """Return what is wrong with a file; None for nothing. Raises: OSError."""
+    """Return the problem of a file; None for none. Raises: OSError."""
     if not path.is_file():
         return f"{path} is missing"
     if path.stat().st_size != entry.size:
@@ -229,7 +229,7 @@ def _damage(path: Path, entry: FileEntry, *, digests: bool) -> str | None:
 def whole_checkpoint(path: Path) -> tuple[Path, Manifest]:
     """Return a checkpoint's folder and manifest: `path` itself, or the newest whole one of a run.
 
-    Raises: Refusal when there is none, saying what is wrong with each that is there.
+    Raises: Refusal when there is none, with the problems of each that is there.
     """
     candidates = [path]
     if not (path / NAME).is_file():
@@ -250,16 +250,16 @@ def whole_checkpoint(path: Path) -> tuple[Path, Manifest]:
 
 
 class TensorReader(FileSystemReader):
-    """DCP's reader, with an unpickler that makes nothing but DCP's own plain records.
+    """DCP's reader, with an unpickler that makes only DCP's own plain records.
 
-    DCP pickles its index, and `pickle.load` would run whatever a stranger's file says.
+    DCP pickles its index, and `pickle.load` would run any code in the file.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index of tensors. Raises: Refusal when the file holds anything else."""
         path = Path(self.path) / ".metadata"
         what = f"{path} is not an index of tensors"
-        with refusing(what, Exception, passes_refusals=True):  # of bytes that may say anything
+        with refusing(what, Exception, passes_refusals=True):  # the bytes may be anything
             data = run_files.read_bytes(path, run_files.INDEX)
             metadata = _IndexUnpickler(io.BytesIO(data)).load()
             if not isinstance(metadata, Metadata):
@@ -269,7 +269,7 @@ class TensorReader(FileSystemReader):
 
 
 def unreadable(reader: TensorReader, error: CheckpointException) -> Refusal:
-    """Return why files of tensors do not hold what their index says."""
+    """Return a Refusal for files of tensors that do not fit their index."""
     causes = [cause for cause, _ in error.failures.values()]
     why = "; ".join(
         dict.fromkeys(f"{type(cause).__name__}: {said(cause):.300}" for cause in causes)
@@ -287,7 +287,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def load_plain(path: Path) -> dict[str, Any]:
-    """Read a dictionary of tensors and plain values, and nothing that could run code.
+    """Read a dictionary of tensors and plain values, without running any code in the file.
 
     Raises: OSError; Refusal naming the file for anything else.
     """

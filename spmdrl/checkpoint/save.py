@@ -162,7 +162,7 @@ class Checkpointer:
             if held is not None:
                 extra[f"rollouts_{self.world.rank}.pt"] = _packed(held)
             if self.world.is_trainer:
-                # Returns once the tensors are copied to memory of its own.
+                # Returns as soon as the tensors are copied.
                 tensors = dcp.async_save(
                     tensor_leaves(policy.state_dict()),
                     storage_writer=_TensorWriter(partial / disk.POLICY),
@@ -203,7 +203,7 @@ class Checkpointer:
         return self.world.gather(own, wait="checkpoint", step=pending.step, timeout_s=limit)
 
     def _wait_for_disk(self, pending: _Pending, limit: float | None) -> None:
-        # A wait of its own: at the deadline the rank with the slow disk is told from its peers.
+        # A separate wait: at the deadline it tells the rank with the slow disk from its peers.
         with self.world.watch.wait("write checkpoint", pending.step, timeout_s=limit):
             _, unfinished = concurrent.futures.wait([pending.written], timeout=_NOTICED_S)
             if unfinished:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the parts that have state, and that state as tensors."""
+"""The parts of a run that a checkpoint saves, and their state as tensors."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch import Tensor
 
 
 class Saved(Protocol):
-    """What a checkpoint needs of the policy."""
+    """A policy that can be saved."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the live tensors, nested by name."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up what `state_dict` returned, its tensors filled anew."""
+        """Load the dictionary that `state_dict` returned, whose tensors were filled in place."""
 
 
 class SavedSource(Protocol):
-    """What a checkpoint needs of the source of rollouts."""
+    """A source of rollouts that can be saved."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return tensors and plain values; None where this rank holds nothing."""
+        """Return tensors and plain values; None where this rank has no state."""
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
-        """Take up what all ranks held."""
+        """Load the states of all ranks that had one."""
 
     def start(self, step: int) -> None:
-        """Take note that the run goes on with this step."""
+        """Note that the run goes on with this step."""
 
 
 def tensor_leaves(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a nested state as {dotted name: tensor}, the same objects.
+    """Return the tensors of a nested state, the same objects, as {dotted name: tensor}.
 
     `param_groups` follow from the config and are left out. Raises: AssertionError on any other
     value that is not a tensor, since it would be lost.
@@ -60,7 +60,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Take up what `rng_state` returned."""
+    """Load the state that `rng_state` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():

@@ -1,9 +1,9 @@
-"""What engine replicas have under way for the steps to come, and who takes what next.
+"""The groups that engine replicas have under way for the steps to come, and who takes what next.
 
-A book is kept by one replica for itself, or by all together: then whoever is done early takes
-prompts that were dealt to another, and none is lost or sampled twice. All together keep the list of
-moves in the job's store; what a move does is a function of book and move alone, so that
-all who play the moves in this order have the same book.
+One replica keeps a book for itself, or all keep one together. Then a replica that is done early
+takes prompts that were dealt to another, and none is lost or sampled twice. They keep the list of
+moves in the job's store. What a move does is a function of the book and the move alone, so all that
+play the moves in this order have the same book.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _LOOKS_PER_S = 1000  # of all replicas
 
 
 class Ticket(NamedTuple):
-    """The right, and the duty, to sample one group."""
+    """One group that a replica must sample."""
 
     number: int
     """Order of admission."""
     step: int
-    """Step whose prompts it is of."""
+    """Step that its prompt belongs to."""
     slot: int
-    """Position of the prompt among that step's."""
+    """Index of the prompt among that step's."""
 
 
 @dataclass
@@ -41,15 +41,15 @@ class Book:
     next: int = 0
     """First step that is not closed."""
     opened: int = 0
-    """Steps whose prompts were dealt out so far."""
+    """Steps whose prompts were dealt so far."""
     left: dict[int, list[list[int]]] = field(default_factory=dict)
-    """{step: by part, the slots that nobody has taken}; a part belongs to one replica."""
+    """{step: for each part, the slots that no replica has taken}; a part belongs to one replica."""
     number: int = 0
     """Of the next ticket."""
     waiting: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """{number: (version at admission, step, slot)} of groups in no step yet."""
+    """{number: (version at admission, step, slot)} of groups that no step has taken yet."""
     complete: list[int] = field(default_factory=list)
-    """Those of them that are complete."""
+    """Numbers of those that are complete."""
     closed: dict[int, dict[int, int]] = field(default_factory=dict)
     """{step: {number: slot in its batch}}."""
     dropped: int = 0
@@ -57,29 +57,29 @@ class Book:
 
 
 class Move(NamedTuple):
-    """What a replica tells a book, and asks of it; JSON makes its sequences lists."""
+    """What a replica tells the book, and asks of it; JSON makes its sequences lists."""
 
     part: int
     """The replica's."""
     version: int
     """Of its weights."""
     last: int
-    """Last step wanted, and that may be closed."""
+    """Last step that is wanted, and may be closed."""
     most: int
     """Tickets to take at most."""
     complete: Sequence[int] = ()
     """Numbers of groups that are complete."""
     dropped: Sequence[int] = ()
-    """Numbers of groups that are to be replaced."""
+    """Numbers of groups to be replaced."""
 
 
 @dataclass(frozen=True)
-class Practice:
-    """By what a book is kept; the same on all replicas that share it."""
+class BookRules:
+    """The rules of a book; the same on all replicas that share it."""
 
     rules: Rules
     deal: Callable[[int], list[list[int]]]
-    """Returns the slots of a step by part."""
+    """Returns the slots of a step, for each part."""
     slots_of: Callable[[int], Sequence[int]]
     """Returns the slots of a step's batch that are filled from the book."""
 
@@ -103,7 +103,7 @@ class Practice:
         ]
 
     def changes(self, book: Book, move: Move) -> bool:
-        """Whether a move would change the book."""
+        """Return whether a move would change the book."""
         return bool(
             move.complete
             or move.dropped
@@ -113,10 +113,8 @@ class Practice:
         )
 
     def _take(self, book: Book, move: Move) -> Ticket:
-        """Take a prompt of the earliest step that has any, of one's own part first.
-
-        Where that is used up, the last prompt (the shortest, see `deal`) of whoever has most left.
-        """
+        """Take a prompt of the earliest step that has any: from the replica's own part, or, where
+        that is empty, the last one (the shortest, see `deal`) of the part with most left."""
         if not book.left:
             book.left[book.opened] = [list(slots) for slots in self.deal(book.opened)]
             book.opened += 1
@@ -148,7 +146,8 @@ class Practice:
 
 
 def _handed_over(book: Book, move: Move) -> list[int]:
-    """Return the closed steps that every replica has handed over, or none had these weights."""
+    """Return the closed steps that all replicas have handed over: before that no replica could have
+    the weights of this move."""
     return [step for step in book.closed if step < move.version]
 
 
@@ -167,7 +166,7 @@ def _placed(
 class OwnBook:
     """A book of one replica alone."""
 
-    def __init__(self, book: Book, practice: Practice):
+    def __init__(self, book: Book, practice: BookRules):
         self.book = book
         self.practice = practice
 
@@ -185,7 +184,7 @@ class OwnBook:
         return False
 
     def settle(self, version: int) -> None:
-        """Bring `book` to where all replicas were when weights of a version came."""
+        """Bring `book` to where all replicas were when they got weights of a version."""
 
 
 class SharedBook(OwnBook):
@@ -201,7 +200,7 @@ class SharedBook(OwnBook):
         replicas: how many share it.
     """
 
-    def __init__(self, store: SealedStore, book: Book, practice: Practice, *, replicas: int):
+    def __init__(self, store: SealedStore, book: Book, practice: BookRules, *, replicas: int):
         super().__init__(book, practice)
         self.spacing_s = replicas / _LOOKS_PER_S
         self._store = store

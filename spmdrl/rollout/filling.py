@@ -17,7 +17,7 @@ from typing import Any
 from spmdrl.config import Config
 from spmdrl.data.prompts import PromptSource
 from spmdrl.engine.protocol import EngineProtocol
-from spmdrl.rollout.book import Book, Move, OwnBook, Practice, SharedBook, Ticket
+from spmdrl.rollout.book import Book, BookRules, Move, OwnBook, SharedBook, Ticket
 from spmdrl.rollout.episode import Draw, Episode, Group
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.loop import Loop
@@ -172,7 +172,7 @@ class StepFiller:
 
     def _keep(self, book: Book) -> None:
         """Go on with this book."""
-        practice = Practice(self.rules, self.prompts.deal, self.prompts.slots_of)
+        practice = BookRules(self.rules, self.prompts.deal, self.prompts.slots_of)
         share = self.share
         self.book = OwnBook(book, practice)
         if share.is_shared:

@@ -1,8 +1,8 @@
-"""Opening a file of recorded rollouts that somebody else may have written, and reading its tables.
+"""Opening a file of recorded rollouts that another person may have written, and reading its tables.
 
-A file is a regular one with a digest beside it, columns of the types that a run records, and a
-header of the form that it writes. How many bytes a table takes is known before it is made: numbers
-by their count, texts by reading each distinct one once.
+It must be a regular file with a digest beside it, columns of the types that a run records, and a
+header of the form that a run writes. The size of a table is checked before it is made: numbers by
+their count, texts after reading each distinct one once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA, SOME_FIELDS, digest_file, digest_of
 
-# What comes up where a file holds something else than a run records: its writer may be a stranger.
-_NONSENSE: tuple[type[Exception], ...] = (OSError, LookupError, TypeError, ValueError)
-_NONSENSE += (
+# Raised by a file that holds something else than a run records.
+_UNEXPECTED: tuple[type[Exception], ...] = (OSError, LookupError, TypeError, ValueError)
+_UNEXPECTED += (
     RuntimeError,
     AttributeError,
     ArithmeticError,
@@ -37,7 +37,7 @@ SHOWN_BYTES = 64 * 2**20
 """Most bytes of a table that is shown to people; Python's objects take ten times as many."""
 _FREE_BYTES = 256 * 2**20
 _MOST_TIMES = 200
-"""Of a table that is trained on: no rollouts shrink to less than a 200th of their size."""
+"""How many times the size of its file a table may take; no rollouts are compressed more."""
 _END = b"PAR1"
 _SOON_READ = 4 * 2**30
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
@@ -56,7 +56,7 @@ class RecordedFile:
             file = run_files.opened(path, run_files.RECORDING)
             self._size = file.seek(0, 2)
             file.seek(max(0, self._size - len(_END)))
-            # Before the digest, which would read all of a large file that is empty on disk.
+            # Before the digest, which would read all of a large sparse file.
             if self._size > _SOON_READ and file.read() != _END:
                 raise Refusal(
                     f"{path} does not end as a parquet file: it was cut, changed or damaged; "
@@ -72,7 +72,7 @@ class RecordedFile:
             self.columns = list(metadata.schema.to_arrow_schema().names)
             self._check_types()
             file.seek(0)
-            # A text that occurs many times is held once: so the whole size is known first.
+            # As dictionaries, which hold a text once: the whole size is known before it is copied.
             self._file = parquet.ParquetFile(file, read_dictionary=texts)
             self.num_groups = metadata.num_row_groups
             self._header = (metadata.metadata or {}).get(HEADER)
@@ -92,7 +92,7 @@ class RecordedFile:
             raise Refusal(f"{self.path}: has no column {min(missing)}")
 
     def header(self) -> dict[str, Any]:
-        """Return what the file says of itself. Raises: Refusal when that is of another form."""
+        """Return the file's header. Raises: Refusal when it is of another form."""
         place = f"{self.path}: its header"
         header = run_files.json_object(self._header or b"{}", place=place)
         if header.get("format") != FORMAT:
@@ -149,7 +149,7 @@ class RecordedFile:
             return table
 
     def _sizes(self, groups: Sequence[int], names: Collection[str]) -> Iterator[int]:
-        """Yield at least how many bytes columns take, by what the file says before it is read."""
+        """Yield lower bounds of the bytes of columns, from the file's metadata."""
         for place in groups:
             group = self._file.metadata.row_group(place)
             for at in range(group.num_columns):
@@ -164,14 +164,15 @@ class RecordedFile:
     def _check_size(self, size: int, most: int) -> None:
         if size > most:
             raise Refusal(
-                f"{self.path}: what is read of its {self._size} bytes takes more than {most >> 20} "
-                "MiB; to look at it take less of it at once, such as one group by --group; if no "
-                "run recorded so much, it was made to fill memory"
+                f"{self.path}: a table of this file of {self._size} bytes takes more than "
+                f"{most >> 20} MiB; to look at it take less at once, such as one group by --group; "
+                "if no run recorded so much, the file was made to fill memory"
             )
 
 
 def _unpacked_bytes(column: pa.ChunkedArray) -> int:
-    """Return how many bytes the texts of a column take that are held once, each at its place."""
+    """Return how many bytes the texts of a dictionary-encoded column take when each is copied to
+    its rows."""
     total = 0
     for chunk in column.chunks:
         while pa.types.is_list(chunk.type) or pa.types.is_large_list(chunk.type):
@@ -237,10 +238,10 @@ _MAYBE: dict[str, _Form] = {
 
 
 def _check_digest(path: Path, line: str) -> None:
-    """Refuse a file that is not as it was written. Raises: OSError; Refusal.
+    """Refuse a file that was changed. Raises: OSError; Refusal.
 
     Args:
-        line: of sha256sum, for what the file holds.
+        line: of sha256sum, for the file.
     """
     digest = digest_file(path)
     text, _ = attempt(lambda: run_files.read_text(digest, run_files.DIGEST), FileNotFoundError)
@@ -252,18 +253,18 @@ def _check_digest(path: Path, line: str) -> None:
     if line not in text.splitlines(keepends=True):
         raise Refusal(
             f"{path} does not match its sha256 in {digest.name}: it was changed or damaged; "
-            "record the step anew, or restore the file"
+            "record the step again, or restore the file"
         )
 
 
 @contextmanager
 def reading(*paths: Path) -> Iterator[None]:
-    """Say of which files it is that what is read of them makes no sense; a refusal says so."""
+    """Turn errors of files that hold something else than a run records into a Refusal."""
     try:
         yield
     except Refusal:
         raise
-    except _NONSENSE as error:
+    except _UNEXPECTED as error:
         names = ", ".join(map(str, paths))
         raise Refusal(
             f"{names}: cannot be read as recorded rollouts: {type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""Recording rollouts: what was sampled and rewarded, one parquet file per step and replica.
+"""Recording rollouts: samples and rewards, one parquet file for each step and replica.
 
-docs/rollouts.md describes the columns; recordings.py reads them. A file appears whole, under its
-name, or not at all. A run that repeats a step replaces its files.
+docs/rollouts.md describes the columns; recordings.py reads them. A file gets its name when it is
+whole. A run that repeats a step replaces its files.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from spmdrl.config import Config, ShapingSettings
 from spmdrl.data.attachments import with_items
+from spmdrl.errors import RunFailed
 from spmdrl.imports import attempt, refusing
 from spmdrl.model_inputs import MultimodalItems
 from spmdrl.rewards.signatures import part_names, reward_models
@@ -113,7 +114,7 @@ SEQUENCE_COLUMNS = tuple(name for name in SCHEMA.names if name not in TOKEN_COLU
 class Recorder:
     """Writes a replica's share of every N-th step; the replica's leader has one.
 
-    Raises (on construction): Refusal when the folder cannot be written to.
+    Raises (on construction): Refusal when its folder cannot be written to.
     """
 
     def __init__(self, cfg: Config, *, replica: int, num_replicas: int):
@@ -135,9 +136,9 @@ class Recorder:
         """Write a share, if its step is one of those to record.
 
         Args:
-            groups: as they were packed, each with its slot in the step's batch.
-            share: what they were packed to.
-        Raises: RuntimeError when it cannot be written; nothing is left of it then.
+            groups: of the share, each with its slot in the step's batch.
+            share: the packed groups.
+        Raises: RunFailed when it cannot be written; then nothing of it is left.
         """
         if step % self.every:
             return
@@ -150,7 +151,7 @@ class Recorder:
             "part_names": part_names(self.cfg.reward_functions),
             "is_partial": bool(reward_models(self.cfg.rewards.functions)),
             "config": kept_fields(self.cfg),
-            # Seconds are no result: runs that are alike leave the same bytes.
+            # Without seconds, so equal runs leave the same bytes.
             "sums": {n: pair for n, pair in share.sums.items() if not n.startswith("time/")},
             "shown": share.samples,
         }
@@ -166,13 +167,13 @@ class Recorder:
         except OSError as error:
             for left in (partial, _draft_of(partial)):
                 attempt(partial_of(remove, left, within=self._within), OSError)
-            raise RuntimeError(
+            raise RunFailed(
                 f"step {step}: its rollouts cannot be recorded as {self.folder / name}: {error}; "
                 "make room and resume, or resume without rollout.record"
             ) from error
 
     def _remove_other_layouts(self, step: int) -> None:
-        """Take away files of this step that an attempt with other replicas wrote."""
+        """Remove files of this step that an attempt with other replicas wrote."""
         for path in self.folder.glob(f"step_{step:06d}_replica_*.parquet"):
             found = FILE_NAME.fullmatch(path.name)
             if found and int(found[3]) != self.num_replicas:
@@ -186,13 +187,13 @@ def digest_file(path: Path) -> Path:
 
 
 def digest_line(path: Path, name: str) -> str:
-    """Return the line of sha256sum for what a file holds now, under a name. Raises: OSError."""
+    """Return the line of sha256sum for a file, under another name. Raises: OSError."""
     with path.open("rb") as file:
         return digest_of(file, name)
 
 
 def digest_of(file: BufferedReader, name: str) -> str:
-    """Return the same for what is left of an open file."""
+    """Return the same for the rest of an open file."""
     return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
 
 
@@ -201,8 +202,8 @@ def _draft_of(partial: Path) -> Path:
 
 
 def _replace(partial: Path, path: Path) -> None:
-    """Give a written file its name, its digest first: until the name is its, that of the file which
-    has it stands there too. Raises: OSError."""
+    """Rename a written file after its digest is there. Until then the digest of the file that it
+    replaces is there too. Raises: OSError."""
     digest = digest_file(path)
     new = digest_line(partial, path.name)
     within = path.parents[1]
@@ -219,7 +220,7 @@ def _replace(partial: Path, path: Path) -> None:
 
 
 def kept_fields(cfg: Config) -> dict[str, Any]:
-    """Return those fields of a config that a file of recorded rollouts has, as JSON has them."""
+    """Return the fields of a config that a recorded file has in its header."""
     config = config_of(cfg)
     return {name: config[name] for name in (*ORIGIN, *KEPT_FIELDS)}
 
@@ -300,7 +301,7 @@ def _lists(values: Tensor, starts: Tensor, *, kind: pa.DataType) -> pa.Array:
 
 
 def _texts(step: int, samples: Sequence[FinishedEpisode]) -> dict[str, Any]:
-    """Return the columns that a sample has and its packed form has not."""
+    """Return the columns of samples that their packed form lacks."""
     return {
         "step": [step] * len(samples),
         "prompt": [s.prompt.text for s in samples],

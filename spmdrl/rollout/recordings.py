@@ -42,7 +42,7 @@ class Recorded:
 
 
 def find_recorded(path: str | Path) -> Recorded:
-    """Return what a folder of rollouts, or a run's output_dir with one, holds.
+    """Return the recordings of a run's output_dir, or of its folder of rollouts.
 
     Raises: Refusal when there is none, or no step is whole.
     """
@@ -74,7 +74,7 @@ def find_recorded(path: str | Path) -> Recorded:
 
 
 def ranges(steps: Collection[int]) -> str:
-    """Return steps for people, with what lies evenly between put together: `0 to 20 by 5`."""
+    """Return steps for people, evenly spaced ones in short: `0 to 20 by 5`."""
     left = sorted(steps)
     texts = []
     while left:
@@ -91,7 +91,7 @@ def ranges(steps: Collection[int]) -> str:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return what a file says of itself. Raises: Refusal when it cannot be read."""
+    """Return a file's header. Raises: Refusal when it cannot be read."""
     return RecordedFile(path).header()
 
 
@@ -155,8 +155,8 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
 
 
 def _check_lengths(table: pa.Table) -> None:
-    """Refuse sequences whose columns have another length than the sequence: what is made by that
-    length could take any memory. Raises: ValueError."""
+    """Refuse sequences whose columns have another length than the sequence, since that length sizes
+    tensors. Raises: ValueError."""
     lengths = table["length"].combine_chunks()
     for name in TOKEN_COLUMNS:
         if not table[name].combine_chunks().value_lengths().cast(pa.int64()).equals(lengths):

@@ -26,9 +26,9 @@ class ReplaySource(Source):
     """The recorded batch of every step; the first rank of each dp index reads its share.
 
     Args:
-        max_positions: the model's context, tokens; None for any. vocab_size: rows of its embedding.
-            Every step is held against them.
-        recorded: what to take steps of; by default what the config names, with all its steps.
+        max_positions: the model's context, tokens; None for any.
+        vocab_size: rows of the model's embedding.
+        recorded: the recordings; by default those that the config names, which must have all steps.
     Raises (on construction): Refusal as `check_recorded`.
     """
 

@@ -1,4 +1,4 @@
-"""What the replicas of a checkpoint had under way, shared out over those of this job."""
+"""The groups that a checkpoint's replicas had under way, dealt to the replicas of this job."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from spmdrl.rollout.book import Book
 
 @dataclass(frozen=True)
 class Share:
-    """A replica's place among those that share out prompts."""
+    """A replica's share of the prompts."""
 
     replica: int
     replicas: int
     is_shared: bool
-    """One book is kept by all of them."""
+    """All replicas keep one book."""
 
     @property
     def part(self) -> int:
@@ -30,20 +30,20 @@ class Share:
         return self.replicas if self.is_shared else 1
 
     def own(self, parts: list[list[int]]) -> list[list[int]]:
-        """Return the parts that stand in its book, of all replicas'."""
+        """Return those of all replicas' parts that are in its book."""
         return parts if self.is_shared else [parts[self.replica]]
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a replica goes on."""
+    """The state that a replica resumes with."""
 
     book: Book
     """Its own, or the same on all that share it."""
     groups: list[tuple[int, dict[str, Any]]]
-    """(number in the book, plain group) of those that are this replica's to finish."""
+    """(number in the book, plain group) of the groups that this replica finishes."""
     states: list[dict[str, Any]]
-    """Of which what was made ahead is this replica's."""
+    """Saved states whose rollouts made ahead this replica takes."""
 
 
 def resumed(
@@ -53,14 +53,14 @@ def resumed(
     share: Share,
     costs_of: Callable[[int], Sequence[float]],
 ) -> Resumed:
-    """Return where a replica goes on: every group that was under way has one replica again.
+    """Return the state that a replica resumes with: each group under way goes to one replica.
 
-    Under the same replicas each takes up its own; otherwise groups and prompts that nobody had
-    come to are dealt out anew.
+    If the job has the same replicas, each takes its own groups. Otherwise groups, and prompts that
+    no replica had taken, are dealt again.
 
     Args:
         states: of the checkpoint's replicas, in their order.
-        step: that the checkpoint was written at.
+        step: of the checkpoint.
         costs_of: expected cost of each prompt of a step.
     """
     is_same = len(states) == share.replicas and all(
@@ -69,7 +69,7 @@ def resumed(
     if is_same and not share.is_shared:
         states = states[share.replica :][:1]
     groups = _in_order(states)
-    # What was decided behind the checkpoint names groups by their numbers.
+    # Decisions after the checkpoint name groups by their numbers.
     keeps = is_same and all("number" in state for state in states)
     own = [plain["number"] for _, plain in groups]
     numbers: Sequence[int] = own if keeps else range(len(groups))
@@ -111,8 +111,8 @@ def _in_order(states: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any
 def _left(
     states: Sequence[dict[str, Any]], *, opened: int, costs_of: Callable[[int], Sequence[float]]
 ) -> dict[int, list[int]]:
-    """Return the slots of opened steps that nobody had taken. Replicas that kept a book each may
-    have come to different steps."""
+    """Return the slots of opened steps that no replica had taken. Replicas with a book each may
+    have opened different steps."""
     left: dict[int, list[int]] = {}
     for replica, state in enumerate(states):
         if state["is_shared"] and replica:

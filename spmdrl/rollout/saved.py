@@ -39,7 +39,7 @@ def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]
 
 def _episode_to_dict(episode: Episode) -> dict[str, Any]:
     plain = {f.name: getattr(episode, f.name) for f in fields(episode) if f.name != "group"}
-    # As text: what loads a checkpoint without running code in it takes no bytes.
+    # As text: torch.load with weights_only takes no bytes.
     return plain | {
         "trajectory": episode.trajectory.plain(),
         "environment": episode.environment.decode("latin-1"),
@@ -59,9 +59,9 @@ def check_environments(states: Sequence[dict[str, Any]], *, trusts_pickles: bool
     if pickled and not trusts_pickles:
         raise Refusal(
             f"the checkpoint's rollouts_*.pt hold {len(pickled)} of {len(held)} environments under "
-            "way as pickles, which run whatever their writer put there. If you trust who wrote the "
-            "checkpoint, resume by --checkpoint.trust-pickles true; environments of plain "
-            "attributes, or with `save` and `restore`, need none (docs/environments.md)"
+            "way as pickles, which can run any code. If you trust the writer of the checkpoint, "
+            "resume by --checkpoint.trust-pickles true; environments of plain attributes, or with "
+            "`save` and `restore`, need no pickles (docs/environments.md)"
         )
 
 

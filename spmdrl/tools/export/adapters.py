@@ -23,7 +23,7 @@ from spmdrl.tools.export.weights import SavedWeights
 
 
 class MergedWeights:
-    """The weights under adapters with the adapters in them, in float32; read like SavedWeights.
+    """Weights with the adapters merged into them, in float32; read like SavedWeights.
 
     Args:
         saved: a checkpoint of adapters.
@@ -46,7 +46,7 @@ class MergedWeights:
                 f"weights than those in {base}; name those by --model"
             )
         self.dtypes = {part.tensor: torch.float32 for part in parts.values()}
-        """By name, of every live tensor."""
+        """{name: dtype} of every live tensor."""
 
     def read(self, name: str) -> Tensor:
         """Return a live tensor of the model, whole, on the CPU."""

@@ -60,9 +60,9 @@ _SMALL_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
-"""All that is taken of a folder, which may be one that a stranger's checkpoint names."""
+"""The only files that are copied from a folder: another person's checkpoint may name any folder."""
 _CODE = "auto_map"
-"""Where config.json and tokenizer_config.json name the Python files that come with them."""
+"""The key of config.json and tokenizer_config.json that names Python files of the folder."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Ranks:
     @classmethod
     @contextlib.contextmanager
     def joined(cls, *, is_shared: bool) -> Iterator[Ranks]:
-        """Give what torchrun or srun started, in a gloo group for the time; else one process.
+        """Yield the ranks that torchrun or srun started, in a gloo group; else one process.
 
         Within an allocation of Slurm, but not under srun, this is one process.
         """
@@ -100,7 +100,7 @@ class Ranks:
         return gather_objects(own, group=dist.group.WORLD)[0]
 
     def all(self, work: Callable[[], T]) -> T:
-        """Have every rank work. Raises: Refusal on all of them where it does on one."""
+        """Have every rank work. Raises: Refusal on all of them where one of them fails."""
         if self.size == 1:
             return work()
         with agree(group=dist.group.WORLD):
@@ -160,7 +160,7 @@ def write_folder(
 def _copy_small_files(
     name: str, target: Path, *, flag: str, trusts: bool, skip: tuple[str, ...] = ()
 ) -> None:
-    """Copy what is known of a model or tokenizer, and its Python files where they are trusted."""
+    """Copy the small files of a model or tokenizer, and its Python files where they are trusted."""
     source = Path(name)
     if not source.is_dir():
         source = _from_hub(name, flag=flag)
@@ -176,18 +176,18 @@ def _copy_small_files(
 
 
 def _check_inside(path: Path, source: Path) -> None:
-    """Refuse what is no file of a folder, or of the hub's cache that the folder is a part of."""
+    """Refuse a path that is no file of its folder, or of the hub's cache around the folder."""
     root = source.resolve()
     roots = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
     if not path.is_file() or not any(path.resolve().is_relative_to(own) for own in roots):
         raise Refusal(
             f"{path} is no file of {source}, but a link to {path.resolve()}; put the file there "
-            "if it is meant to be in the export"
+            "if the export is to have it"
         )
 
 
 def _leave_out_code(path: Path) -> None:
-    """Have a copied file name no code: the files with it were not copied."""
+    """Remove the names of Python files from a copied file: these were not copied."""
     content = _json_of(path) if path.is_file() else {}
     if content.pop(_CODE, None):
         write_file(path, json.dumps(content, indent=2) + "\n")
@@ -266,9 +266,8 @@ def _write_weights(
     limit: int,
     ranks: Ranks,
 ) -> None:
-    """Write every file tensor, cut from the checkpoint's tensors as `parts` says, and the `rest` of
-    the folder that was trained from as it is; of the files every rank writes its share, and the
-    first one the index.
+    """Write every file tensor, cut from the checkpoint's tensors as `parts` says, and the `rest`,
+    tensors that were not trained. Each rank writes its share of the files, the first one the index.
 
     Raises: Refusal when the checkpoint's tensors are not those that config.json asks for.
     """

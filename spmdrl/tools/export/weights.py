@@ -17,7 +17,7 @@ _LORA = "lora."
 
 
 class SavedWeights:
-    """What a checkpoint holds of the policy, whatever layout wrote it.
+    """The policy's tensors in a checkpoint of any layout.
 
     Args:
         checkpoint: its folder.
@@ -28,7 +28,7 @@ class SavedWeights:
         self._entries = disk.TensorReader(self._folder).read_metadata().state_dict_metadata
         names = [name for name in self._entries if name.startswith(_MODEL)]
         self.dtypes = {n.removeprefix(_MODEL): self._entries[n].properties.dtype for n in names}
-        """By name: of every parameter and persistent buffer that training may change."""
+        """{name: dtype} of every parameter and persistent buffer that training may change."""
         self.has_adapters = f"{_LORA}base" in self._entries
 
     def read(self, name: str) -> Tensor:
@@ -36,14 +36,14 @@ class SavedWeights:
         return self._read(_MODEL + name)
 
     def record(self, name: str) -> Tensor:
-        """Return what is said of the adapters: alpha, use_rslora or base; see AdapterRecord."""
+        """Return a number of the adapters: alpha, use_rslora or base; see AdapterRecord."""
         return self._read(_LORA + name)
 
     def _read(self, key: str) -> Tensor:
         entry = self._entries[key]
         tensors = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
         with warnings.catch_warnings():
-            # DCP warns that there is one process only, which is the point here.
+            # DCP warns that there is one process only, as is meant here.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             reader = disk.TensorReader(self._folder)
             try:

@@ -1,4 +1,4 @@
-"""Groups of recorded rollouts as an HTML page that needs nothing else."""
+"""Groups of recorded rollouts as an HTML page without other files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOWN = "210, 40, 40"
 UNLIKELY = "220, 120, 0"
 """Green, red and orange."""
 Paint = Callable[[int], tuple[str, float, str]]
-"""Of the token at a position: its colour, how strong from 0 to 1, and a number to say, if any."""
+"""From a token's position to its colour, strength from 0 to 1, and a text to show with it."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 60em; color: #222; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3em 0 1.2em; padding: .7em;
@@ -33,13 +33,13 @@ summary { font-weight: bold; overflow-wrap: anywhere; cursor: pointer; }
 
 
 def page(views: Sequence[View], *, color: str = "") -> str:
-    """Return groups of a step as a page: each token with its colour, and its numbers under the
-    pointer. Of several groups each is folded up, under its number, rewards and prompt.
+    """Return groups of a step as a page: each token in its colour, with its numbers under the
+    pointer. Several groups are folded up, each under its number, rewards and prompt.
 
     Args:
         color: `advantage` (green above 0, red below, by the group's largest) or `logprob` (the
-            less likely, the stronger); empty takes the advantage where it is known.
-    Raises: Refusal when colours by advantage are asked for and it is not known.
+            less likely, the stronger); empty: by advantage where it is known.
+    Raises: Refusal for colours by an advantage that is not known.
     """
     step = f"step {views[0].step}"
     heading = f"{step}, group {views[0].group}" if len(views) == 1 else step
@@ -55,7 +55,7 @@ def page(views: Sequence[View], *, color: str = "") -> str:
 
 
 def document(heading: str, body: Sequence[str]) -> str:
-    """Return a page of parts that are HTML, under a title that is text."""
+    """Return a page with a title, which is text, and parts, which are HTML."""
     heading = escape(heading)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -66,7 +66,7 @@ def document(heading: str, body: Sequence[str]) -> str:
 
 
 def _summary(view: View) -> str:
-    """Return a group in a line: its number, the rewards of its samples, its prompt's beginning."""
+    """Return one line: the group's number, its samples' rewards, the beginning of its prompt."""
     rewards = [f"{one.row['reward']:g}" for one in view.sequences if one.row["is_valid"]]
     prompt = " ".join(view.sequences[0].row["prompt"].split())
     return f"group {view.group}: rewards {' '.join(rewards) or 'none'}: {prompt:.100}"
@@ -108,18 +108,18 @@ def _response(one: Answer, view: View, *, color: str, largest: float) -> list[st
 
 
 def prompt_part(one: Answer) -> str:
-    """Return what a response answers, with what it shows."""
+    """Return the prompt of a response, with its images."""
     return f"<pre>{''.join(map(_part, one.prompt))}</pre>"
 
 
 def tokens_part(one: Answer, paint: Paint) -> str:
-    """Return a response, each token that the policy sampled in its colour."""
+    """Return a response; tokens that the policy sampled are in colour."""
     spans = [_token(one, at, paint) for at in range(one.start, len(one.row["tokens"]))]
     return f"<pre>{''.join(spans)}</pre>"
 
 
 def _part(part: str | Preview) -> str:
-    """Return text, or what is shown."""
+    """Return text, or an image."""
     return escape(part) if isinstance(part, str) else part.html
 
 
@@ -131,9 +131,10 @@ def _token(one: Answer, at: int, paint: Paint) -> str:
     text = escape(one.pieces[at] if one.pieces else f"{row['tokens'][at]} ")
     if not row["response_mask"][at]:
         return f'<span class="other">{text}</span>'
-    logprob, (hue, strength, said) = row["rollout_logprobs"][at], paint(at)
+    hue, strength, note = paint(at)
+    logprob = row["rollout_logprobs"][at]
     numbers = f"id {row['tokens'][at]}, logprob {logprob:.4f}, version {row['policy_versions'][at]}"
-    numbers += f", {said}" if said else ""
+    numbers += f", {note}" if note else ""
     strength = min(1.0, max(0.0, strength))
     return (
         f'<span style="background: rgba({hue}, {0.6 * strength:.3f})" '

@@ -104,7 +104,7 @@ def _token_lines(sequence: Answer) -> list[str]:
 
 
 def _part(part: str | Preview) -> str:
-    """Return text, or a mark for what is shown."""
+    """Return text, or a mark for an image."""
     return part if isinstance(part, str) else f"[{part.label}]"
 
 

@@ -1,4 +1,4 @@
-"""Recorded rollouts, read for people: a step's groups in short, one group with all we know."""
+"""Recorded rollouts for people: a summary of a step's groups, and one group in full."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Answer:
     pieces: list[str] | None
     """Text of each token; None without a tokenizer."""
     shows: dict[int, Preview | None]
-    """What is to be seen at tokens, see `previews_of`."""
+    """{position: image that begins there}, see `previews_of`."""
     prompt: list[str | Preview]
-    """What was given: text, and what it shows between; before it without a tokenizer."""
+    """Text, with the images in their places; in front of it without a tokenizer."""
 
     @property
     def start(self) -> int:
@@ -49,14 +49,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class View:
-    """One group, as it is shown."""
+    """One group in full."""
 
     step: int
     group: int
     header: dict[str, Any]
     sequences: list[Answer]
     notes: list[str]
-    """What is not known, and why."""
+    """What is missing, and why."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Summary:
     row: int
     samples: int
     mean: float
-    """Of the rewards that did not fail, task units; NaN where all did."""
+    """Of the rewards that did not fail, in the task's units; NaN where all failed."""
     spread: float
     """Their standard deviation, population form."""
     length: float
@@ -101,7 +101,7 @@ def summaries(recorded: Recorded, step: int) -> list[Summary]:
 
 
 def _sequences(recorded: Recorded, step: int) -> pyarrow.Table:
-    """Return the drawn sequences of a step, without what is per token, sorted as a batch is."""
+    """Return the drawn sequences of a step in a batch's order, without the columns per token."""
     import pyarrow
     import pyarrow.compute
 
@@ -122,7 +122,7 @@ def advantages(
     """Recompute a step's advantages where they are one number per sequence.
 
     Args:
-        cfg: of the run. trusts: run a function that it names and that is not ours.
+        cfg: of the run. trusts: run a user's function that it names.
     Returns: {(group, sample): advantage}.
     Raises: Refusal saying why they cannot be known.
     """
@@ -166,15 +166,15 @@ def read_groups(
     trust_remote_code: bool = False,
     trust_run: bool = False,
 ) -> list[View]:
-    """Return one group of a step, or all by number, with all that is known of them.
+    """Return one group of a step in full, or all by number.
 
     Args:
         group: its number; None for all.
         tokenizer: folder or hub name; empty takes the run's own.
-        needs_text: of single tokens, which takes the tokenizer.
-        trust_remote_code: run Python code of the tokenizer's folder. trust_run: that of an
-            advantage which is no built-in one. What the run's own config says is believed of a
-            run of this user's own alone, see `own_runs`.
+        needs_text: give the text of each token, for which the tokenizer is loaded.
+        trust_remote_code: run Python code of the tokenizer's folder.
+        trust_run: run a user's advantage function that the run's config names. Without these
+            flags, code that the config names runs only for this user's own runs, see `own_runs`.
     Raises: Refusal for a step or group that is not there, naming those that are.
     """
     from spmdrl.rollout.recordings import ranges, read_header, read_table
@@ -187,9 +187,8 @@ def read_groups(
         raise Refusal(
             f"step {step} of {recorded.folder} has no group {group}; it has groups {ranges(others)}"
         )
-    # It may be missing.
     path = recorded.folder.resolve().parent / "config.yaml"
-    cfg, error = attempt(lambda: load_yaml(path))
+    cfg, error = attempt(lambda: load_yaml(path))  # None if the file is missing
     known = None
     is_yours = cfg is not None and is_own(path)[0]
     if cfg:
@@ -240,23 +239,24 @@ def _answers(
 def _prompt(
     row: dict[str, Any], shows: dict[int, Preview | None], decode: Callable[[list[int]], str] | None
 ) -> list[str | Preview]:
-    given = row["response_mask"].index(True) if True in row["response_mask"] else None
-    begins = [(at, item) for at, item in shows.items() if item is not None]
-    begins = [(at, item) for at, item in begins if given is None or at < given]
-    if decode is None or not begins:
-        return [*(item for _, item in begins), row["prompt"]]
+    """Return a prompt's text and images, in their order."""
+    mask = row["response_mask"]
+    end = mask.index(True) if True in mask else len(mask)
+    images = {at: item for at, item in shows.items() if item is not None and at < end}
+    if decode is None or not images:
+        return [*images.values(), row["prompt"]]
     parts: list[str | Preview] = []
     start = 0
-    for at, item in begins:
+    for at, item in images.items():
         parts += [decode(row["tokens"][start:at]), item]
-        start = next(
-            t for t in range(at + 1, len(row["tokens"]) + 1) if shows.get(t, b"") is not None
-        )
-    return [*parts, decode(row["tokens"][start:given])]
+        start = at + 1
+        while start in shows and shows[start] is None:  # the rest of the image's tokens
+            start += 1
+    return [*parts, decode(row["tokens"][start:end])]
 
 
 def _decoder(cfg: Config | None, name: str, *, trusts: bool) -> Callable[[list[int]], str]:
-    """Return what gives the text of token ids. Raises: Refusal when there is nothing."""
+    """Return a function from token ids to text. Raises: Refusal without a tokenizer."""
     from spmdrl.data.tokenizer import read_tokenizer
 
     name = name or (cfg.model.tokenizer or cfg.model.path if cfg else "")
