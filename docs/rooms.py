@@ -16,7 +16,7 @@ ORDER = tuple(
     tuple(level.split("="))
     for level in [
         "errors",
-        "run_files",
+        "run_files=value_forms",
         "sampling_masks=model_inputs",
         "types=imports=plain=run_folder",
         "journal",

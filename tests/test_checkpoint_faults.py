@@ -92,7 +92,7 @@ def copy_another(folder: Path) -> str:
 
 def drop_key(folder: Path) -> str:
     sign(folder, lambda body: body.pop("rollout_ranks"))
-    return f"{folder / disk.NAME} is not a manifest of this version: KeyError: 'rollout_ranks'"
+    return f"{folder / disk.NAME} is not a manifest of this version: has no rollout_ranks"
 
 
 def fail_to_read(folder: Path) -> str:

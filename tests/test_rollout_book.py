@@ -273,6 +273,8 @@ def test_nothing_is_lost_or_doubled_on_another_number_of_replicas(
             {
                 "is_shared": was_shared,
                 "next": book.next,
+                "number": book.number,
+                "complete": [],
                 "opened": book.opened,
                 "left": book.left,
                 "waiting": [

@@ -1,13 +1,13 @@
 """The form of a line of a certificate: its sections, and the type of each value.
 
-The seals prove that lines are as somebody wrote them, and anybody can compute them. So each line is
-also checked against this form, and no reader meets a value of another type.
+The seals prove that lines are as their writer left them, and anybody can compute them. So each line
+is also checked against this form, and no reader meets a value of another type.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from spmdrl.certificate.fingerprint_collector import SECTIONS
 from spmdrl.certificate.fingerprints import SKETCHES
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
+from spmdrl.value_forms import are_texts, check_values, is_count, is_object, is_text
 
 Line = dict[str, Any]
 FORMAT = 3
@@ -42,99 +43,65 @@ def problem_of(line: Line) -> str:
 
 
 def _check(line: Line) -> None:
-    """Raise Refusal for the first value that is missing or of another type."""
-    _check_value(line, "step", _is_count)
+    """Raise Refusal for the first value that is missing or of another form."""
+    check_values(line, {"step": is_count})
     if "made_with" in line:
-        _check_value(line, "made_with", _is_object)
+        check_values(line, {"made_with": is_object})
         _check_made(line["made_with"])
         return
-    for section in (*SECTIONS, "sequences"):
-        _check_value(line, section, _is_object)
+    check_values(line, dict.fromkeys((*SECTIONS, "sequences"), is_object))
     for section in SECTIONS:
         is_right = _is_measure if section in ("losses", "norms") else _is_row
-        for name in line[section]:
-            if (section, name) != ("plan", "tokens_per_microbatch"):
-                _check_value(line[section], name, is_right, within=section)
-    _check_value(line["plan"], "tokens_per_microbatch", _is_count, within="plan")
+        forms = dict.fromkeys(line[section], is_right)
+        if section == "plan":
+            forms["tokens_per_microbatch"] = is_count
+        check_values(line[section], forms, within=section)
     _check_sequences(line["sequences"])
-    copies = line.get("differing_copies", [])
-    if not isinstance(copies, list) or not all(map(_is_text, copies)):
-        raise Refusal(f"differing_copies is {copies!r:.60}, and must be a list of names")
+    check_values({"differing_copies": [], **line}, {"differing_copies": are_texts})
 
 
 def _check_made(made: Mapping[str, Any]) -> None:
-    for section in ("config", "packages", "code", "machine"):
-        _check_value(made, section, _is_object, within="made_with")
+    within = "made_with"
+    check_values(
+        made, dict.fromkeys(("config", "packages", "code", "machine"), is_object), within=within
+    )
     fields = {
-        "report.certificate": _is_count,
-        "steps": _is_count,
-        "optimizer.schedule": _is_text,
+        "report.certificate": is_count,
+        "steps": is_count,
+        "optimizer.schedule": is_text,
         "model.compute_dtype": _is_dtype,
     }
-    for name, is_right in fields.items():
-        _check_value(made["config"], name, is_right, within="made_with.config")
+    check_values(made["config"], fields, within=f"{within}.config")
     for section in ("packages", "code"):
-        for name in made[section]:
-            _check_value(made[section], name, _is_text, within=f"made_with.{section}")
+        check_values(
+            made[section], dict.fromkeys(made[section], is_text), within=f"{within}.{section}"
+        )
 
 
 def _check_sequences(sequences: Mapping[str, Any]) -> None:
     within = "sequences"
-    needed = ["rewards"]
+    needed = {"rewards"}
     if "group_size" in sequences:
-        _check_value(sequences, "group_size", _is_positive, within=within)
+        check_values(sequences, {"group_size": _is_positive}, within=within)
     else:
-        needed += ["groups", "samples"]
+        needed |= {"groups", "samples"}
+    columns = [name for name in _SEQUENCE_BYTES if name in needed or name in sequences]
+    check_values(sequences, dict.fromkeys(columns, is_text), within=within)
     counts = {}
-    for name, width in _SEQUENCE_BYTES.items():
-        if name not in needed and name not in sequences:
-            continue
-        _check_value(sequences, name, _is_text, within=within)
-        data, _ = attempt(partial(_decode, sequences[name]), ValueError)
+    for name in columns:
+        width = _SEQUENCE_BYTES[name]
+        text = sequences[name]
+        data, _ = attempt(partial(base64.b64decode, text, validate=True), ValueError)
         if data is None or len(data) % width:
-            raise Refusal(
-                f"{within}.{name} is {sequences[name]!r:.60}, no base64 of {width} bytes each"
-            )
+            raise Refusal(f"{within}.{name} is {text!r:.60}, no base64 of {width} bytes each")
         counts[name] = len(data) // width
     if len({*counts.values()}) > 1:
         raise Refusal(f"{within} holds columns of different lengths: {counts}")
 
 
-def _decode(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
-
-
-def _check_value(
-    values: Mapping[str, Any], name: str, is_right: Callable[[Any], bool], *, within: str = ""
-) -> None:
-    place = f"{within}.{name}" if within else name
-    if name not in values:
-        raise Refusal(f"has no {place}")
-    if not is_right(values[name]):
-        raise Refusal(f"holds {values[name]!r:.60} as {place}, which must be {is_right.__doc__}")
-
-
-# What each of them accepts is its docstring, which messages show.
-
-
-def _is_text(value: Any) -> bool:
-    """a text"""
-    return isinstance(value, str)
-
-
-def _is_object(value: Any) -> bool:
-    """an object"""
-    return isinstance(value, dict)
-
-
-def _is_count(value: Any) -> bool:
-    """a whole number, at least 0"""
-    return type(value) is int and value >= 0
-
-
 def _is_positive(value: Any) -> bool:
     """a whole number, at least 1"""
-    return _is_count(value) and value > 0
+    return is_count(value) and value > 0
 
 
 def _is_dtype(value: Any) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import operator
 import os
 import pickle
 import re
@@ -36,6 +35,15 @@ from spmdrl.errors import Refusal, printable, said
 from spmdrl.imports import attempt, refusing
 from spmdrl.plain import record
 from spmdrl.run_folder import open_file
+from spmdrl.value_forms import (
+    Form,
+    are_wholes,
+    check_values,
+    is_count,
+    is_number,
+    is_object,
+    is_text,
+)
 from spmdrl.world.torch_internals import INDEX_CLASSES
 
 NAME = "manifest.json"
@@ -145,7 +153,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise Refusal(f"{path} does not match its own sha256: it was changed or damaged")
     if body.pop("format", None) != _FORMAT:
         raise Refusal(f"{path} is of another format than {_FORMAT}; use the version that wrote it")
-    with refusing(f"{path} is not a manifest of this version", *kinds, names_kind=True):
+    with refusing(f"{path} is not a manifest of this version", Refusal, TypeError):
         content = _manifest_of(body)
     if step_of(folder) not in (-1, content.step):
         raise Refusal(
@@ -156,26 +164,36 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _manifest_of(body: dict[str, Any]) -> Manifest:
-    """Return a manifest of plain values. Raises: KeyError, TypeError or ValueError for others."""
-    body = dict(body)
-    body["files"] = {str(name): FileEntry(**entry) for name, entry in body["files"].items()}
-    body["rollout_ranks"] = tuple(map(operator.index, body["rollout_ranks"]))
-    content = Manifest(**body)
-    for name, entry in content.files.items():
+    """Return a manifest of plain values. Raises: Refusal, TypeError for others."""
+    check_values({"evaluated": {}, "found_tokens": 0, **body}, _FORMS)
+    for name, entry in body["files"].items():
+        check_values(entry, {"size": is_count, "sha256": is_text}, within=f"files.{name}")
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-            raise ValueError(f"the file {name!r} is outside of the folder")
-        if operator.index(entry.size) < 0 or not isinstance(entry.sha256, str):
-            raise ValueError(f"the file {name!r} has {entry.size!r} bytes, {entry.sha256!r:.80}")
-    kinds = {"step": int, "found_tokens": int, "config": dict, "evaluated": dict}
-    for name, kind in (kinds | {"model": str, "tokenizer": str}).items():
-        if type(getattr(content, name)) is not kind:
-            raise TypeError(f"{name} is {getattr(content, name)!r:.100}, no {kind.__name__}")
-    if content.step < 0 or content.found_tokens < 0:
-        raise ValueError(f"step is {content.step}, found_tokens {content.found_tokens}")
-    for name, value in content.evaluated.items():
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"evaluated.{name} is {value!r:.60}, no number")
-    return content
+            raise Refusal(f"the file {name!r} is outside of the folder")
+    files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
+    return Manifest(**body | {"files": files, "rollout_ranks": tuple(body["rollout_ranks"])})
+
+
+def _are_numbers(value: Any) -> bool:
+    """an object of numbers"""
+    return is_object(value) and all(map(is_number, value.values()))
+
+
+def _are_entries(value: Any) -> bool:
+    """an object of objects"""
+    return is_object(value) and all(map(is_object, value.values()))
+
+
+_FORMS: dict[str, Form] = {
+    "step": is_count,
+    "config": is_object,
+    "model": is_text,
+    "tokenizer": is_text,
+    "rollout_ranks": are_wholes,
+    "files": _are_entries,
+    "evaluated": _are_numbers,
+    "found_tokens": is_count,
+}
 
 
 def remove(path: Path) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -36,6 +36,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import versions
 from spmdrl.journal import Journal, Row
 from spmdrl.same_run.differences import config_of, differences, is_among
+from spmdrl.value_forms import Form, are_texts, are_wholes, is_list, is_object, is_text, is_whole
 
 FOLDER = "schedule"
 """Of the files, in a run's output_dir."""
@@ -137,51 +138,41 @@ def _problem_of(row: Row) -> str:
     return ""
 
 
-def _is_whole(value: Any) -> bool:
-    return type(value) is int
-
-
-def _are_whole(values: Any) -> bool:
-    return isinstance(values, list) and all(map(_is_whole, values))
-
-
 def _are_keys(values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(v, (int, str)) for v in values)
+    return is_list(values) and all(isinstance(key, (int, str)) for key in values)
 
 
 def _are_failures(values: Any) -> bool:
-    if not isinstance(values, dict):
+    if not is_object(values):
         return False
-    return all(
-        isinstance(failure, list) and [type(part) for part in failure] == [str, str]
-        for failure in values.values()
-    )
+    return all(are_texts(failure) and len(failure) == 2 for failure in values.values())
 
 
 def _is_move(value: Any) -> bool:
     if value is None:
         return True
-    is_list = isinstance(value, list) and len(value) == 6
-    return is_list and _are_whole(value[:4]) and all(map(_are_whole, value[4:]))
+    if not is_list(value) or len(value) != 6:
+        return False
+    return are_wholes(value[:4]) and all(map(are_wholes, value[4:]))
 
 
 def _are_digests(values: Any) -> bool:
-    return isinstance(values, dict) and all(isinstance(v, str) for v in values.values())
+    return is_object(values) and all(map(is_text, values.values()))
 
 
 def _are_facts(values: Any) -> bool:
-    return isinstance(values, dict) and all(isinstance(own, dict) for own in values.values())
+    return is_object(values) and all(map(is_object, values.values()))
 
 
-_FORMS: dict[str, tuple[Callable[[Any], bool], ...]] = {
+_FORMS: dict[str, tuple[Form, ...]] = {
     "run": (_are_facts,),
-    "fill": (_is_whole, _is_whole),
-    "evaluate": (_is_whole, _is_whole),
-    "came": (_is_whole, _are_keys, _are_failures),
-    "book": (_is_whole, _is_whole, _is_move),
-    "pause": (_is_whole,),
-    "end": (_is_whole,),
-    "closed": (_is_whole, _are_digests),
+    "fill": (is_whole, is_whole),
+    "evaluate": (is_whole, is_whole),
+    "came": (is_whole, _are_keys, _are_failures),
+    "book": (is_whole, is_whole, _is_move),
+    "pause": (is_whole,),
+    "end": (is_whole,),
+    "closed": (is_whole, _are_digests),
 }
 """{kind of a line: what each of its parts must be}."""
 

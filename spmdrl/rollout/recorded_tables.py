@@ -7,7 +7,7 @@ their count, texts after reading each distinct one once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,19 @@ import pyarrow.parquet as parquet
 from spmdrl import run_files
 from spmdrl.data.attachments import item_fields
 from spmdrl.errors import Refusal
-from spmdrl.imports import attempt
+from spmdrl.imports import attempt, refusing
 from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA, SOME_FIELDS, digest_file, digest_of
+from spmdrl.value_forms import (
+    Form,
+    are_objects,
+    are_texts,
+    check_values,
+    is_bool,
+    is_count,
+    is_list,
+    is_number,
+    is_object,
+)
 
 # Raised by a file that holds something else than a run records.
 _UNEXPECTED: tuple[type[Exception], ...] = (OSError, LookupError, TypeError, ValueError)
@@ -100,12 +111,9 @@ class RecordedFile:
                 f"{self.path}: is of format {header.get('format', 'unknown')}, this program "
                 f"reads format {FORMAT}; record again"
             )
-        for name, (is_right, what) in _HEADER.items():
-            if not is_right(header.get(name)):
-                raise Refusal(f"{place} holds {header.get(name)!r:.60} as {name}, not {what}")
-        for name, (is_right, what) in _MAYBE.items():
-            if name in header and not is_right(header[name]):
-                raise Refusal(f"{place} holds {header[name]!r:.60} as {name}, not {what}")
+        some = {name: form for name, form in _SOME_FORMS.items() if name in header}
+        with refusing(place, Refusal):
+            check_values(header, _HEADER_FORMS | some)
         return header
 
     def groups_with(self, number: int) -> list[int]:
@@ -188,50 +196,33 @@ def _unpacked_bytes(column: pa.ChunkedArray) -> int:
 # --------------------------------------------------------------------------- the header
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
 def _are_sums(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair))
-        for pair in value.values()
+    """an object of pairs of numbers"""
+    if not is_object(value):
+        return False
+    return all(
+        is_list(pair) and len(pair) == 2 and all(map(is_number, pair)) for pair in value.values()
     )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+def _is_form_of_routes(value: Any) -> bool:
+    """two counts, and int8, uint8, int16 or int32"""
+    if not is_list(value) or len(value) != 3:
+        return False
+    return all(map(is_count, value[:2])) and value[2] in ("int8", "uint8", "int16", "int32")
 
 
-def _are_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
-
-
-def _is_form(value: Any) -> bool:
-    is_list = isinstance(value, list) and len(value) == 3
-    return is_list and all(map(_is_count, value[:2])) and value[2] in _ROUTES
-
-
-_ROUTES = ("int8", "uint8", "int16", "int32")
-_Form = tuple[Callable[[Any], bool], str]
-_HEADER: dict[str, _Form] = {
-    "step": (_is_count, "a whole number"),
-    "replica": (_is_count, "a whole number"),
-    "replicas": (_is_count, "a whole number"),
-    "part_names": (_are_names, "a list of names"),
-    "is_partial": (lambda value: isinstance(value, bool), "true or false"),
-    "config": (lambda value: isinstance(value, dict), "an object"),
-    "sums": (_are_sums, "an object of pairs of numbers"),
-    "shown": (_are_objects, "a list of objects"),
+_HEADER_FORMS: dict[str, Form] = {
+    "step": is_count,
+    "replica": is_count,
+    "replicas": is_count,
+    "part_names": are_texts,
+    "is_partial": is_bool,
+    "config": is_object,
+    "sums": _are_sums,
+    "shown": are_objects,
 }
-_MAYBE: dict[str, _Form] = {
-    "routes": (_is_form, f"two counts and one of {', '.join(_ROUTES)}"),
-    "sampling_masks": (_is_count, "a whole number"),
-}
+_SOME_FORMS: dict[str, Form] = {"routes": _is_form_of_routes, "sampling_masks": is_count}
 
 
 # --------------------------------------------------------------------------- digests, nonsense

@@ -67,38 +67,33 @@ def resumed(
         state["is_shared"] == share.is_shared for state in states
     )
     if is_same and not share.is_shared:
-        states = states[share.replica :][:1]
+        states = [states[share.replica]]
     groups = _in_order(states)
-    # Decisions after the checkpoint name groups by their numbers.
-    keeps = is_same and all("number" in state for state in states)
-    own = [plain["number"] for _, plain in groups]
-    numbers: Sequence[int] = own if keeps else range(len(groups))
-    if not is_same and not share.is_shared:
-        groups = groups[share.replica :: share.replicas]
-        numbers = range(len(groups))
-    book = Book(
-        next=max([step, *(state["next"] for state in states)]),
-        number=states[0]["number"] if keeps else len(groups),
-        opened=max(state["opened"] for state in states),
-        waiting={
-            number: (plain["version"], plain["step"], plain["slot"])
-            for number, (_, plain) in zip(numbers, groups, strict=True)
-        },
-        complete=list(states[0]["complete"]) if keeps else [],
-    )
+    opened = max(state["opened"] for state in states)
+    book = Book(next=max([step, *(state["next"] for state in states)]), opened=opened)
+    numbers: Sequence[int]
     if is_same:
+        # Decisions after the checkpoint name groups by their numbers.
+        numbers = [plain["number"] for _, plain in groups]
+        book.number = states[0]["number"]
+        book.complete = list(states[0]["complete"])
         book.left = {k: [list(part) for part in parts] for k, parts in states[0]["left"].items()}
     else:
-        left = _left(states, opened=book.opened, costs_of=costs_of)
+        if not share.is_shared:
+            groups = groups[share.replica :: share.replicas]
+        numbers = range(len(groups))
+        book.number = len(groups)
+        left = _left(states, opened=opened, costs_of=costs_of)
         again = deal_again(left, costs_of={k: costs_of(k) for k in left}, parts=share.replicas)
         book.left = {k: own for k, parts in again.items() if any(own := share.own(parts))}
-
-    mine = [
-        (number, plain)
-        for number, (at, plain) in zip(numbers, groups, strict=True)
-        if not share.is_shared or (at if is_same else number % share.replicas) == share.replica
-    ]
-    ahead = states if len(states) == 1 and is_same else states[share.replica :: share.replicas]
+    mine = []
+    for number, (replica, plain) in zip(numbers, groups, strict=True):
+        book.waiting[number] = (plain["version"], plain["step"], plain["slot"])
+        owner = replica if is_same else number % share.replicas
+        if owner == share.replica or not share.is_shared:
+            mine.append((number, plain))
+    is_alone = is_same and not share.is_shared
+    ahead = states if is_alone else states[share.replica :: share.replicas]
     return Resumed(book, mine, list(ahead))
 
 
