@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not protection().is_enough, reason=protection().text),
 ]
-needs_filter = pytest.mark.skipif(not protection().system_call_filter, reason="needs seccomp")
+needs_filter = pytest.mark.skipif(not ways.chosen_way()[0].seccomp, reason="needs seccomp")
 SLACK_S = 40.0  # the machine may be busy; a program that escapes would sleep for 60
 
 
@@ -287,7 +287,7 @@ def test_neither_we_nor_other_processes_can_be_signalled():
     assert got.stdout == "tried\n"
 
 
-@pytest.mark.skipif(not protection().own_pids, reason="needs a pid namespace")
+@pytest.mark.skipif(not ways.chosen_way()[0].namespaces, reason="needs a pid namespace")
 def test_killing_everyone_kills_only_itself():
     other = subprocess.Popen(["sleep", "60"])
     try:
@@ -542,7 +542,7 @@ except NotProtected as error:
     print("refused:", error)
 got = run_python("import os, time\nif os.fork() == 0: os.setsid(); time.sleep(60)\nprint(2)",
                  timeout_s=10, allow_unprotected=True)
-print(got.status, got.stdout.strip(), protection().killed_on_deadline, protection().is_enough)
+print(got.status, got.stdout.strip(), protection().is_enough)
 """
 
 
@@ -557,7 +557,7 @@ def test_a_machine_that_permits_no_isolation_is_refused_unless_told():
     assert first.startswith("refused: this machine permits no isolation"), done
     says = ("unshare: Operation not permitted", "max_user_namespaces", "SYS_ADMIN")
     assert all(words in first for words in (*says, "allow_unprotected=True")), first
-    assert last == "ok 2 True False"
+    assert last == "ok 2 False"
     assert not children()
 
 

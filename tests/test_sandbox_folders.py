@@ -170,7 +170,7 @@ def test_the_folder_of_a_process_that_was_killed_goes_with_the_next_of_its_kind(
 
 
 def _found(**given: bool) -> ways.Protection:
-    held = dict.fromkeys(("killed_on_deadline", "no_network", "no_files", "no_signals"), True)
+    held = dict.fromkeys(("no_network", "no_files", "no_signals"), True)
     return ways.Protection(**held, **given, text="user namespaces")
 
 

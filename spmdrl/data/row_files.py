@@ -201,16 +201,15 @@ def opened_parquet(
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    number = 0
-    for batch in _parquet_batches(path):
-        for row in values_of(batch, path, number):
-            number += 1
-            yield f"{path}: row {number}", row
+    rows = itertools.chain.from_iterable(_parquet_parts(path))
+    for number, row in enumerate(rows, 1):
+        yield f"{path}: row {number}", row
 
 
-def _parquet_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
+def _parquet_parts(path: Path) -> Iterator[list[dict]]:
     """Yield the rows of a file in parts, as long as they unpack to no more than they may."""
     budget = max(_FREE_BYTES, _MAX_RATIO * path.stat().st_size)
+    number = 0
     spent = 0
     with opened_parquet(path) as file:
         for group in range(file.num_row_groups):
@@ -221,7 +220,8 @@ def _parquet_batches(path: Path) -> Iterator[pyarrow.RecordBatch]:
             for batch in group_batches(file, group):
                 spent += batch.nbytes
                 _check_unpacked(path, spent, budget)
-                yield batch
+                yield values_of(batch, path, number)
+                number += batch.num_rows
 
 
 def _check_unpacked(path: Path, unpacked: int, budget: int) -> None:

@@ -4,23 +4,23 @@
 
 Such code is hostile: a policy that is rewarded for passing tests finds whatever passes them.
 
-What is a boundary: the kernel. The program runs in namespaces of its own (processes, mounts,
-network, IPC, users), as a user of its own where we are root, over a read-only root that holds the
-Python installation and the system's libraries and nothing of home, data or /proc, behind a seccomp
-filter, with resource limits. Where namespaces are forbidden (most containers), Landlock takes the
-place of the root and seccomp that of the network. `protection()` says which of these hold on this
-machine: it is found out by a program that tries. Where files or network cannot be shut off,
-`run_python` refuses, unless it is told `allow_unprotected=True`.
+The boundary is the kernel. The program runs in namespaces of its own (processes, mounts, network,
+IPC, users), as a user of its own where we are root, on a read-only root that holds the Python
+installation and the system's libraries and nothing of home, data or /proc, with a seccomp filter
+and resource limits. Where namespaces are forbidden (most containers), Landlock replaces the root
+and seccomp the network namespace. `protection()` runs a program that tries what it should not be
+able to do, and says what this machine prevents. Where files or network cannot be shut off,
+`run_python` refuses, unless it gets `allow_unprotected=True`.
 
 What is not a boundary:
-- The kernel itself has bugs. Untrusted people, as against models, want a virtual machine.
+- The kernel itself has bugs. Untrusted people, unlike models, need a virtual machine.
 - Limits hold for each process: 8 processes of 512 MB may take 4 GB together, and the files of a
-  program (in memory, where there are namespaces) `files_mb` besides. For the whole, put the job
-  into a cgroup; the programs ask the kernel to be its first victims.
-- Without namespaces: names and sizes of files outside can be probed, not read; many small files
-  can fill the disk of the working directory until the program ends; and if our own process is
-  killed, processes that the program put into the background live on, within their limits.
-- A test in the same process as the code under test: that code can make it pass. Compare output.
+  program (in memory, where there are namespaces) another `files_mb`. To limit the whole, put the
+  job into a cgroup; the programs ask the kernel to kill them first.
+- Without namespaces, names and sizes of files outside can be probed, though not read; many small
+  files can fill the disk of the working directory until the program ends; and if our own process
+  is killed, processes that the program put into the background live on, within their limits.
+- Code under test can make a test in its own process pass. Compare its output instead.
 - Time: the program shares its processor, and a busy machine makes it late.
 """
 

@@ -58,7 +58,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(request_fd: int, status_fd: int, parent_pid: int) -> None:
-    """Run one program; see above. The request is a marshalled dict, see `request.make_request`."""
+    """Run one program; see above. The descriptor `request_fd` holds `request.make_request`'s dict,
+    marshalled."""
     for fd in (request_fd, status_fd):
         os.set_inheritable(fd, False)
     _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_STOP])
@@ -72,12 +73,14 @@ def main(request_fd: int, status_fd: int, parent_pid: int) -> None:
         assert where is not None
         while where.tb_next:
             where = where.tb_next
-        _say(status_fd, f"failed {where.tb_frame.f_code.co_name}: {type(error).__name__}: {error}")
+        _report(
+            status_fd, f"failed {where.tb_frame.f_code.co_name}: {type(error).__name__}: {error}"
+        )
         os._exit(1)
     os._exit(0)
 
 
-def _say(status_fd: int, line: str) -> None:
+def _report(status_fd: int, line: str) -> None:
     os.write(status_fd, line.replace("\n", " ").encode("utf-8", "replace")[:2000] + b"\n")
 
 
@@ -93,7 +96,7 @@ def _call(name: str, *args: object) -> int:
 def _die_with(parent_pid: int) -> None:
     _call("prctl", _PDEATHSIG, _signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
-        os._exit(1)  # it went before we asked
+        os._exit(1)  # it ended before the call above
 
 
 # --------------------------------------------------------------------------- two ways to contain
@@ -112,7 +115,7 @@ def _run_in_namespaces(request: dict, status_fd: int, parent_pid: int) -> None:
         ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    _die_with(parent_pid)  # after the change of user, which forgets it
+    _die_with(parent_pid)  # here, because the change of user clears it
     uid = _inner_uid(request)
     _build_root(request, uid)
     alive_read, alive_write = os.pipe()
@@ -123,8 +126,8 @@ def _run_in_namespaces(request: dict, status_fd: int, parent_pid: int) -> None:
         if select.select([alive_read], [], [], 0)[0]:
             os._exit(1)
         code = _wait_for(_start(request, status_fd, uid))
-        _say(status_fd, f"ended {code}")
-        os._exit(0)  # and the kernel ends all others in here
+        _report(status_fd, f"ended {code}")
+        os._exit(0)  # and the kernel ends all others in this namespace
     _signal.signal(_STOP, lambda *_: os.kill(init, _signal.SIGKILL))
     os.waitpid(init, 0)  # returns when nothing is left inside
 
@@ -143,8 +146,8 @@ def _run_as_reaper(request: dict, status_fd: int, parent_pid: int) -> None:
                 os.kill(pid, _signal.SIGKILL)
 
     _signal.signal(_STOP, end)
-    _say(status_fd, f"ended {_wait_for(program)}")
-    while True:  # killing a child makes its children ours
+    _report(status_fd, f"ended {_wait_for(program)}")
+    while True:  # after a child is killed, its children become ours
         end()
         try:
             os.wait()
@@ -160,14 +163,17 @@ def _wait_for(program: int) -> int:
 
 
 def _inner_uid(request: dict) -> int | None:
-    """Return the user to become; None to stay. One of its own counts its own processes."""
+    """Return the user to become; None to stay. The kernel counts processes by user, so that each
+    program gets a user of its own."""
     if not request["drop_uid"]:
         return None
     uid = _FIRST_UID + os.getpid()
     with open("/proc/self/uid_map") as file:
-        spans = [tuple(map(int, line.split())) for line in file]
-    is_there = any(first <= uid < first + count for first, _, count in spans)
-    return uid if is_there else _NOBODY  # some containers have few users
+        for line in file:
+            first, _, count = map(int, line.split())
+            if first <= uid < first + count:
+                return uid
+    return _NOBODY  # some containers have few users
 
 
 # --------------------------------------------------------------------------- files
@@ -185,7 +191,7 @@ def _build_root(request: dict, uid: int | None) -> None:
         os.makedirs(os.path.dirname(base + path), exist_ok=True)
         os.symlink(target, base + path)
     for name in ("/tmp", "/dev/shm"):
-        if not os.path.exists(base + name):  # what we read may lie there
+        if not os.path.exists(base + name):  # a readable folder may lie there
             os.symlink("/box", base + name)
     os.mkdir(base + "/box")
     _mount_memory(base + "/box", mib=request["files_mb"], mode="700")
@@ -209,7 +215,7 @@ def _bind(fd: int, target: str, *, is_device: bool) -> None:
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
-    # Through the descriptor: the path may lie under what we have covered.
+    # Through the descriptor: the path may lie below a folder that a mount covers now.
     _call("mount", f"/proc/self/fd/{fd}".encode(), target.encode(), None, _BIND | _REC, None)
     os.close(fd)
     flags = _NOSUID | (0 if is_device else _NODEV)
@@ -232,7 +238,7 @@ def _bind(fd: int, target: str, *, is_device: bool) -> None:
 
 
 def _write_files(files: dict[str, bytes], uid: int | None) -> None:
-    """Write into the working directory, which is empty, and hand it to the program's user."""
+    """Write into the working directory, which is empty, and give it to the program's user."""
     for name, data in files.items():
         folder = os.path.dirname(name)
         if folder:
@@ -271,10 +277,10 @@ def _start(request: dict, status_fd: int, uid: int | None) -> int:
         _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
         if request["seccomp"]:
             _filter_calls(request["seccomp"])
-        _say(status_fd, "started")  # and the pipe closes with exec
+        _report(status_fd, "started")  # and the pipe closes at exec
         os.execve(request["argv"][0], request["argv"], request["env"])
     except BaseException as error:
-        _say(status_fd, f"failed the last step before the program: {error}")
+        _report(status_fd, f"failed the last step before the program: {error}")
     os._exit(127)
 
 
@@ -289,14 +295,12 @@ def _restrict_files(request: dict) -> None:
     version = _call("syscall", _LANDLOCK_CREATE, None, 0, 1)
     # Bits of file access by version, then TCP (bind, connect), then scopes (sockets, signals).
     files = (1 << (13, 14, 15, 15, 16)[min(version, 5) - 1]) - 1
-    rules = struct.pack("<QQQ", files, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    rules = struct.pack("<Q", files)
+    if version >= 4:
+        rules += struct.pack("<Q", 3)
     if version >= 6:
-        size = 24
-    elif version >= 4:
-        size = 16
-    else:
-        size = 8
-    ruleset = _call("syscall", _LANDLOCK_CREATE, rules, size, 0)
+        rules += struct.pack("<Q", 3)
+    ruleset = _call("syscall", _LANDLOCK_CREATE, rules, len(rules), 0)
     _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
     for path in (*request["readable"], "."):
         fd = os.open(path, os.O_PATH)

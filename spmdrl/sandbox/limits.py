@@ -15,14 +15,14 @@ class Way:
     """One way to contain a program."""
 
     namespaces: bool = False
-    """Of processes, mounts, IPC and host name; a root file system of its own."""
+    """Namespaces of processes, mounts, IPC and host name, and a root file system of its own."""
     new_user: bool = False
-    """A user namespace, for who is not root."""
+    """A user namespace, which a user who is not root needs for the others."""
     new_net: bool = False
     drop_uid: bool = False
-    """Become another user; for root."""
+    """Become another user, where this process is root."""
     landlock: bool = False
-    """Confine file access where there are no namespaces."""
+    """Confine file access by Landlock, where there are no namespaces."""
     seccomp: bytes = b""
     """A filter of system calls; empty for none."""
 
@@ -47,7 +47,7 @@ class Limits:
                 raise Refusal(f"{name}: must be above {least}, got {value!r}")
 
     def of_system(self, way: Way) -> dict[str, int]:
-        """Return the limits that the kernel keeps for each process, by their names there."""
+        """Return {resource of setrlimit: value}, which hold for each process."""
         return {
             "RLIMIT_CORE": 0,
             "RLIMIT_CPU": math.ceil(self.timeout_s) + 1,
@@ -55,6 +55,6 @@ class Limits:
             "RLIMIT_FSIZE": self.files_mb << 20,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_MEMLOCK": 0,
-            # The launcher and its init count in a user namespace of theirs.
+            # In a user namespace the launcher and its init count too.
             "RLIMIT_NPROC": self.processes + (2 if way.new_user else 0),
         }

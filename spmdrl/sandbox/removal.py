@@ -1,4 +1,4 @@
-"""A temporary folder and its removal, whatever a program made of it or ended its owner."""
+"""Temporary folders, and their removal whatever a program did in them or ended their owner."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def own_folder(kind: str = "sandbox", *, base: str | None = None) -> Iterator[str]:
-    """Make an empty folder and remove it at the end; before, those of its kind that processes left
-    which were killed.
+    """Make an empty folder and remove it at the end.
+
+    First remove folders of this kind whose processes were killed.
 
     Args:
-        kind: what it is for, part of its name. base: where; None for the system's folder.
+        kind: what it is for, part of its name.
+        base: the folder to make it in; None for the system's temporary folder.
     """
     base = base or tempfile.gettempdir()
     prefix = f"spmdrl_{kind}_"
@@ -36,22 +38,18 @@ def own_folder(kind: str = "sandbox", *, base: str | None = None) -> Iterator[st
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield folder
     finally:
-        _remove_or_say(folder)
+        try:
+            remove_folder(folder)
+        except OSError as error:
+            log.warning("%s: what a program left there cannot be removed: %s", folder, error)
         os.close(held)
-
-
-def _remove_or_say(folder: str) -> None:
-    try:
-        remove_folder(folder)
-    except OSError as error:
-        log.warning("%s: what a program left there cannot be removed: %s", folder, error)
 
 
 @functools.cache
 def _sweep(base: str, prefix: str) -> None:
-    """Remove this user's folders of processes that were killed; once per process.
+    """Remove this user's folders whose processes were killed, once per process.
 
-    A folder in use is locked by its owner, or so young that it may be about to be.
+    A folder in use is locked by its owner, or so young that its owner may be about to lock it.
     """
     for name in os.listdir(base):
         if name.startswith(prefix):
@@ -62,8 +60,8 @@ def _sweep(base: str, prefix: str) -> None:
 def _remove_unused(folder: str) -> None:
     held = os.open(folder, _FOLDER)
     try:
-        found = os.fstat(held)
-        if found.st_uid != os.geteuid() or time.time() - found.st_mtime < _YOUNG_S:
+        status = os.fstat(held)
+        if status.st_uid != os.geteuid() or time.time() - status.st_mtime < _YOUNG_S:
             return
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         remove_folder(folder)
@@ -72,10 +70,10 @@ def _remove_unused(folder: str) -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder and all in it, of which other processes hold nothing any more.
+    """Remove a folder and all in it, when no other process uses it any more.
 
-    Folders may be nested deeper than a path or a stack is long, closed to their owner, or links
-    to elsewhere, which are removed and not followed: rm knows all that but closed ones.
+    What is in it may be nested deeper than a path or a stack is long, be closed to its owner, or be
+    a link out of it, which is removed and not followed. `rm` handles all of that but closed folders.
 
     Raises: OSError for what cannot be removed.
     """

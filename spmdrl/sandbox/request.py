@@ -1,4 +1,4 @@
-"""What the launcher is asked for: the program, what it may read, and what binds it."""
+"""The request to the launcher: the program, what it may read, and its limits."""
 
 from __future__ import annotations
 
@@ -29,22 +29,24 @@ _ENVIRONMENT = {
     "TMPDIR": "/box",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",  # one response, one score
-    # Else a few threads use up the address space that they may have.
+    # By default each thread reserves an arena, and a few of them fill the address space.
     "MALLOC_ARENA_MAX": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 
-def _checked(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
-    for name in files:
+def _checked_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
+    checked = {}
+    for name, content in files.items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.name or name == "main.py":
             raise Refusal(
                 f"files: {name!r} must be a relative path without `..`, and not "
                 "main.py, which is the program"
             )
-    return {n: as_bytes(d) if isinstance(d, str) else bytes(d) for n, d in files.items()}
+        checked[name] = as_bytes(content) if isinstance(content, str) else bytes(content)
+    return checked
 
 
 def make_request(
@@ -84,11 +86,11 @@ def make_request(
     links = [(p, os.readlink(p)) for p in there if os.path.islink(p)]
     real = [p for p in there if not os.path.islink(p)]
     return asdict(way) | {
-        "files": {**_checked(files), "main.py": as_bytes(code)},
+        "files": _checked_files(files) | {"main.py": as_bytes(code)},
         "files_mb": limits.files_mb,
         "limits": limits.of_system(way),
         "links": links,
-        # What the new root is built over; in a view of its own.
+        # The new root is mounted over this folder, in a mount namespace of its own.
         "base": next(p for p in ("/tmp", "/mnt", "/var/tmp", "/home") if os.path.isdir(p)),
         "readable": [p for p in real if not any(p.startswith(q + "/") for q in real)],
         "argv": [python, "-S", "-s", "-B", "main.py"],
@@ -97,11 +99,11 @@ def make_request(
 
 
 def library_path() -> dict[str, str]:
-    """Return where the system was told to look for Python's own library, if anywhere."""
+    """Return the variable that says where Python's own library is, if it is set."""
     name = "LD_LIBRARY_PATH"
     return {name: os.environ[name]} if os.environ.get(name) else {}
 
 
 def as_bytes(text: str) -> bytes:
-    """Return a text as UTF-8, halves of characters that a model may write included."""
+    """Return a text as UTF-8, with the lone surrogates that a model may write."""
     return text.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""The one call: run_python."""
+"""The function that others call: run_python."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ def run_python(
     output_bytes: int = 1_000_000,
     allow_unprotected: bool = False,
 ) -> ProgramResult:
-    """Run a program as `main.py` of an empty folder and return what became of it.
+    """Run a program as `main.py` of an empty folder and return its result.
 
-    It sees the standard library, an environment of a few harmless names (PYTHONHASHSEED is 0) and
-    the given files. Whatever it starts is gone when this returns. Thread-safe.
+    It sees the standard library, an environment of a few harmless variables (PYTHONHASHSEED is 0)
+    and `files`. All that it started is gone when this returns. Thread-safe.
 
     Args:
         code: the program.
-        stdin: what it reads.
-        timeout_s: wall-clock seconds from its first instruction; then it is killed.
+        stdin: its standard input.
+        timeout_s: wall-clock seconds from its first instruction, after which it is killed.
         memory_mb: address space of each process, MiB.
-        files: {relative path: content}, put beside it before it starts.
+        files: {relative path: content}, written beside it before it starts.
         packages: folders that it may import from, such as one of site-packages; readable to it.
         processes: processes and threads that it may have at once.
         files_mb: size of each file, MiB; with namespaces also of all together.
         output_bytes: of stdout and of stderr; a program that writes more is killed.
-        allow_unprotected: run although files or network cannot be shut off here.
+        allow_unprotected: run although this machine cannot shut off files or network.
     Raises: NotProtected; LaunchError when the sandbox could not be set up or was killed from
-        outside: nothing is known of the program then; Refusal for arguments.
+        outside, so that nothing is known of the program; Refusal for arguments.
     """
     limits = Limits(timeout_s, memory_mb, processes, files_mb, output_bytes)
     check_protection(allow_unprotected=allow_unprotected)
@@ -52,10 +52,7 @@ def run_python(
 
 
 def check_protection(*, allow_unprotected: bool) -> None:
-    """Find out what protects this machine.
-
-    Raises: NotProtected when that is not enough, unless it is allowed.
-    """
+    """Raise NotProtected if this machine does not protect enough, unless that is allowed."""
     found = protection()
     if not found.is_enough and not allow_unprotected:
         raise NotProtected(

@@ -1,4 +1,4 @@
-"""Start one program through the launcher, read what it says, and have it killed at its deadline."""
+"""Start one program through the launcher, read its output, and have it killed at its deadline."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from spmdrl.sandbox.request import as_bytes, library_path, make_request
 
 Status = Literal["ok", "error", "signal", "timeout", "output"]
 
-_SETUP_S = 60.0  # a machine may be busy; the program's own time begins after
+_SETUP_S = 60.0  # a machine may be busy; the program's own time begins after this
 _GRACE_S = 10.0
 _READ_BYTES = 65536
 _STOP = 40  # a real-time signal, which no scheduler sends
-# Schedulers signal every process of a job; what to do about it is not the launcher's to say.
-_FOR_THE_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Schedulers signal every process of a job. The launcher ignores that: this process decides.
+_JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _START = (
     "import sys; sys.path.append(sys.argv[1]); import launcher; "
     "launcher.main(*map(int, sys.argv[2:]))"
@@ -35,20 +35,20 @@ _START = (
 
 
 class LaunchError(RuntimeError):
-    """The program could not be started: nothing is known of it."""
+    """The program could not be started, so nothing is known of it."""
 
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What became of one program."""
+    """The result of one program."""
 
     status: Status
-    """`ok`: exit status 0. `error`: another one (an exception: 1). `signal`: a crash, or a limit
-    that kills. `timeout`: killed at its deadline. `output`: killed for too much output."""
+    """`ok`: exit status 0. `error`: another exit status (an exception has 1). `signal`: a crash, or
+    a limit that kills. `timeout`: killed at its deadline. `output`: killed for too much output."""
     exit_code: int
     """Exit status; negative: the signal; -9 when it was killed."""
     stdout: str
-    """What it wrote, cut at the limit; bytes that are not UTF-8 are replaced."""
+    """Its output, cut at the limit; bytes that are not UTF-8 are replaced."""
     stderr: str
     seconds: float
     """Wall-clock time from its first instruction to its end."""
@@ -63,7 +63,7 @@ def launch(
     files: Mapping[str, str | bytes] | None = None,
     packages: Sequence[str] = (),
 ) -> ProgramResult:
-    """Run a program in the given way; arguments are those of `run_python`.
+    """Run a program in this way; see `run_python` for the arguments.
 
     Raises: LaunchError when it cannot be started; Refusal for files and packages.
     """
@@ -79,7 +79,7 @@ def launch(
 
 
 class _Running:
-    """A launcher, its pipes, and what it has said so far."""
+    """A launcher, its pipes, and what they have delivered so far."""
 
     def __init__(self, request: dict[str, Any], *, limits: Limits, stdin: bytes):
         self._limits = limits
@@ -89,11 +89,11 @@ class _Running:
             memory = [_in_memory(data) for data in (marshal.dumps(request), stdin)]
             for fd in (*memory, write):
                 ours.callback(os.close, fd)
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_JOB)  # which it inherits
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)  # which it inherits
             ours.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
-            told = [Path(__file__).parent, memory[0], write, os.getpid()]
+            arguments = [Path(__file__).parent, memory[0], write, os.getpid()]
             self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START, *map(str, told)],
+                [sys.executable, "-I", "-S", "-c", _START, *map(str, arguments)],
                 stdin=memory[1],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -129,24 +129,24 @@ class _Running:
             pipe.close()
 
     def watch(self) -> None:
-        """Read until the launcher says that nothing is left; stop the program when it is late."""
+        """Read until nothing is left of the program; stop it when it is late."""
         poller = select.poll()
         for fd in self._pipes:
             poller.register(fd, select.POLLIN)
-        left = len(self._pipes)
-        while left:
+        num_open = len(self._pipes)
+        while num_open:
             left_s = self._deadline - time.monotonic()
             if left_s <= 0:
-                self._be_late()
+                self._stop_late()
                 continue
             for fd, _ in poller.poll(math.ceil(1000 * left_s)):
                 if data := os.read(fd, _READ_BYTES):
                     self._take(fd, data)
                 else:
                     poller.unregister(fd)
-                    left -= 1
+                    num_open -= 1
 
-    def _be_late(self) -> None:
+    def _stop_late(self) -> None:
         if self._stopped or self._ended:
             raise LaunchError(f"not all of the program ended within {_GRACE_S:g} s")
         if self._began is None:
@@ -176,9 +176,9 @@ class _Running:
             self._deadline = now + _GRACE_S
 
     def result(self) -> ProgramResult:
-        """Return what became of the program. Raises: LaunchError when that is not known."""
-        said, *texts = self._read.values()
-        lines = said.decode("utf-8", "replace").splitlines()
+        """Return the program's result. Raises: LaunchError when nothing is known of it."""
+        status, *texts = self._read.values()
+        lines = status.decode("utf-8", "replace").splitlines()
         failure = next((line for line in lines if line.startswith("failed ")), "")
         most = self._limits.output_bytes
         out, err = (bytes(text[:most]).decode("utf-8", "replace") for text in texts)
@@ -192,18 +192,13 @@ class _Running:
             code = -9
         elif code is None:
             raise LaunchError("the launcher was killed while the program ran")
-        natural: Status = "error"
+        ending: Status = "error"
         if code == 0:
-            natural = "ok"
+            ending = "ok"
         elif code < 0:
-            natural = "signal"
-        return ProgramResult(
-            self._stopped or natural,
-            code,
-            out,
-            err,
-            (self._ended or time.monotonic()) - self._began,
-        )
+            ending = "signal"
+        seconds = (self._ended or time.monotonic()) - self._began
+        return ProgramResult(self._stopped or ending, code, out, err, seconds)
 
 
 def _in_memory(data: bytes) -> int:

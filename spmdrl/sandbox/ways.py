@@ -1,4 +1,4 @@
-"""What this machine permits: each way to contain a program is tried once, by a program."""
+"""Which way to contain programs this machine permits: a program tries each of them, once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spmdrl.sandbox.supervisor import LaunchError, launch
 log = logging.getLogger(__name__)
 
 _PROBE_S = 20.0
-# It tries what it should not be able to do and prints what it could.
+# It tries what it should not be able to do and prints what worked.
 _PROBE = """
 import os, socket, sys, time
 from contextlib import suppress
@@ -44,46 +44,42 @@ print(",".join(can))
 
 @dataclass(frozen=True, kw_only=True)
 class Protection:
-    """What holds for a program in the sandbox on this machine."""
+    """What a program in the sandbox cannot do on this machine.
 
-    killed_on_deadline: bool = False
-    """It and all it started are gone at its deadline."""
+    It always ends at its deadline, with all that it started, and its processor time, memory, file
+    size and open files are limited for each process.
+    """
+
     no_network: bool = False
     """It has no sockets."""
     no_files: bool = False
     """It reads nothing but the Python installation and its own folder."""
     no_signals: bool = False
-    """It reaches no process outside."""
+    """It cannot signal a process outside."""
     process_limit: bool = False
-    """The number of its processes is limited; else only the time and memory of each."""
-    limits: bool = False
-    """Of processor time, memory, file size and open files, each process by itself."""
-    own_pids: bool = False
-    """It sees no processes but its own, and they die with ours even if we are killed."""
-    system_call_filter: bool = False
-    """seccomp refuses what programs do not need."""
+    """The number of its processes is limited too."""
     text: str
-    """In words: the way that was found, or what is missing and how to get it."""
+    """The name of the way; or what is missing, and how to get it."""
 
     @property
     def is_enough(self) -> bool:
         """Whether code that nobody has read may run."""
-        return self.killed_on_deadline and self.no_network and self.no_files and self.no_signals
+        return self.no_network and self.no_files and self.no_signals
 
 
 def protection() -> Protection:
-    """Return what this machine permits; tried at the first call, which takes 0.1 s or so."""
+    """Return what this machine permits. The first call tries it, in about 0.1 s."""
     return chosen_way()[1]
 
 
 @functools.cache
 def chosen_way() -> tuple[Way, Protection]:
-    """Return the first way that is enough and limits processes, else the first that is enough, else
-    the one that gives the most."""
+    """Return the first way that is enough and limits processes; if there is none, the first that is
+    enough; if there is none, the way that protects most."""
     if sys.platform != "linux":
         return Way(), Protection(text=f"the sandbox needs Linux, this is {sys.platform}")
     failed = []
-    enough = list[tuple[Way, Protection]]()
+    enough: list[tuple[Way, Protection]] = []
     for name, way in ways():
         found, error = attempt(functools.partial(tried, way, name=name), LaunchError)
         if found and found.is_enough:
@@ -91,30 +87,35 @@ def chosen_way() -> tuple[Way, Protection]:
                 return way, found
             enough.append((way, found))
             continue
-        doors = f"works, but a program in it can still use {_open_doors(found)}" if found else ""
-        failed.append(f"{name}: {doors or error}")
+        reason = str(error)
+        if found:
+            reason = f"works, but a program in it can still use {_open_doors(found)}"
+        failed.append(f"{name}: {reason}")
     if not enough:
         return _weakest("; ".join(failed))
     log.warning(
-        "the sandbox cannot limit here how many processes a program starts (%s of root, whose "
-        "processes the kernel does not count); time, memory and files of each are limited. Run as "
-        "another user, or in a container with the capability SYS_ADMIN",
+        "the sandbox cannot limit here how many processes a program starts (%s as root, and the "
+        "kernel does not count processes of root); time, memory and files of each are limited. Run "
+        "as another user, or in a container with the capability SYS_ADMIN",
         enough[0][1].text,
     )
     return enough[0]
 
 
 def ways() -> list[tuple[str, Way]]:
-    """Return the ways that may be enough, by name, the best first."""
-    inside = seccomp_filter(has_own_pids=True)
-    beside = seccomp_filter(has_own_pids=False)
-    root = os.geteuid() == 0
-    of_root = Way(namespaces=True, new_net=True, drop_uid=True, seccomp=inside)
-    return [("namespaces of root", of_root)] * root + [
-        ("user namespaces", Way(namespaces=True, new_user=True, new_net=True, seccomp=inside)),
+    """Return (name, way) of the ways that may be enough, the best first."""
+    own_pids = seccomp_filter(has_own_pids=True)
+    shared_pids = seccomp_filter(has_own_pids=False)
+    is_root = os.geteuid() == 0
+    found = [
+        ("user namespaces", Way(namespaces=True, new_user=True, new_net=True, seccomp=own_pids)),
         ("user namespaces without seccomp", Way(namespaces=True, new_user=True, new_net=True)),
-        ("Landlock and seccomp", Way(drop_uid=root, landlock=True, seccomp=beside)),
+        ("Landlock and seccomp", Way(drop_uid=is_root, landlock=True, seccomp=shared_pids)),
     ]
+    if is_root:
+        as_root = Way(namespaces=True, new_net=True, drop_uid=True, seccomp=own_pids)
+        found.insert(0, ("namespaces of root", as_root))
+    return found
 
 
 def _weakest(reasons: str) -> tuple[Way, Protection]:
@@ -125,9 +126,14 @@ def _weakest(reasons: str) -> tuple[Way, Protection]:
         "a container with the capability SYS_ADMIN, or Linux 5.13 with Landlock and seccomp "
         "and a Python installation that other users may read"
     )
-    beside = seccomp_filter(has_own_pids=False)
-    root = os.geteuid() == 0
-    for way in (Way(drop_uid=root, seccomp=beside), Way(drop_uid=root), Way(seccomp=beside), Way()):
+    shared_pids = seccomp_filter(has_own_pids=False)
+    is_root = os.geteuid() == 0
+    for way in (
+        Way(drop_uid=is_root, seccomp=shared_pids),
+        Way(drop_uid=is_root),
+        Way(seccomp=shared_pids),
+        Way(),
+    ):
         found, _ = attempt(functools.partial(tried, way, name=text), LaunchError)
         if found:
             return way, found
@@ -135,32 +141,28 @@ def _weakest(reasons: str) -> tuple[Way, Protection]:
 
 
 def tried(way: Way, *, name: str) -> Protection:
-    """Return what holds in this way; found out by a program that tries. Raises: LaunchError."""
+    """Return what a program in this way cannot do, by running one that tries. Raises: LaunchError."""
     processes = 2
     with tempfile.NamedTemporaryFile("w", prefix="spmdrl_probe_") as planted:
         os.chmod(planted.name, 0o644)
-        asked = f"{planted.name}\n{processes}\n{os.getpid()}\n"
+        stdin = f"{planted.name}\n{processes}\n{os.getpid()}\n"
         limits = Limits(_PROBE_S, processes=processes)
-        done = launch(_PROBE, way=way, limits=limits, stdin=asked)
+        done = launch(_PROBE, way=way, limits=limits, stdin=stdin)
     if done.status != "ok":
         raise LaunchError(
             f"the probe ended with {done.status} {done.exit_code}: {done.stderr.strip()[-300:]}"
         )
     can = done.stdout.strip().split(",")
-    # What was tried may have failed for another reason: the means must be there too.
+    # A try may have failed for another reason, so the way must have the means too.
     return Protection(
-        killed_on_deadline=True,
         no_network="network" not in can and (way.new_net or bool(way.seccomp)),
         no_files="files" not in can and (way.namespaces or way.landlock),
         no_signals="signals" not in can and (way.namespaces or bool(way.seccomp)),
         process_limit="processes" not in can,
-        limits=True,
-        own_pids=way.namespaces,
-        system_call_filter=bool(way.seccomp),
         text=name,
     )
 
 
 def _open_doors(found: Protection) -> str:
-    doors = {"network": found.no_network, "files": found.no_files, "signals": found.no_signals}
-    return ", ".join(name for name, is_shut in doors.items() if not is_shut)
+    shut = {"network": found.no_network, "files": found.no_files, "signals": found.no_signals}
+    return ", ".join(name for name, is_shut in shut.items() if not is_shut)
