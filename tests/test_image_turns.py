@@ -80,7 +80,7 @@ def test_images_of_turns_are_refused_as_those_of_rows_are(tmp_path):
 
     for part, says in (
         ({"type": "image"}, "has 0 images, and its text 1 places"),
-        ({"type": "image", "image": "/etc/passwd"}, "no data file beside which"),
+        ({"type": "image", "image": "/etc/passwd"}, "no data file whose folder"),
         (image_part(png(0)[:99]), "image 1: cannot be read"),
         ({"type": "sound"}, "a part of a message's content is"),
     ):

@@ -188,7 +188,7 @@ def test_text_of_a_model_that_sees_shows_nothing_and_of_one_that_does_not_has_no
 
 
 def opened(data, *, folder=None, **options):
-    return ImageFiles(ImageSettings(**options), folder).opened([data], where="f:1")[0]
+    return ImageFiles(ImageSettings(**options), folder).open([data], where="f:1")[0]
 
 
 def flat_png(width, height):
@@ -248,7 +248,7 @@ REFUSED = {
     "url": ("https://example.org/a.png", "is not fetched"),
     "s3": ("s3://bucket/a.png", "is not fetched"),
     "no base64": ("data:image/png;base64,@@@", "the data URI is no base64"),
-    "no data uri": ("data:image/png,abc", "is no data URI of base64"),
+    "no data uri": ("data:image/png,abc", "is no data URI in base64"),
     "number": (7, "expected bytes, a data URI or the path of a file, got 7"),
     "null": ({"bytes": None, "path": None}, "expected bytes, a data URI or the path"),
 }
@@ -276,7 +276,7 @@ def test_only_files_in_the_folder_of_the_data_are_read(tmp_path):
     for name in ("absent.png", ".", "a\0b", "x" * 5000):
         with pytest.raises(Refusal, match="is no file|cannot be read"):
             opened(name, folder=inner)
-    with pytest.raises(Refusal, match="there is no data file beside which"):
+    with pytest.raises(Refusal, match="there is no data file whose folder"):
         opened("own.png")
     (inner / "big.png").write_bytes(bytes(2**21))
     with pytest.raises(Refusal, match="has 2097152 bytes, more than data.images.max_pixels = 16"):
@@ -343,7 +343,7 @@ def test_image_tokens_count_among_those_of_a_prompt(folder, tmp_path, overlong):
 def test_a_model_that_does_not_see_refuses_images(folder, tmp_path):
     path = jsonl(tmp_path, dict(prompt=SPOKEN, images=["a.png"]))
     cfg = config(folder, path)
-    with pytest.raises(Refusal, match="jsonl:1: it holds 1 images, and the model does not see"):
+    with pytest.raises(Refusal, match="jsonl:1: it holds 1 images, and the model reads none"):
         PromptSource(cfg, character_tokenizer(chat_template=True))
 
 

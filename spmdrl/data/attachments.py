@@ -1,29 +1,27 @@
-"""What rows and messages hold beside text, their attachments: the one door to data/vision. Images
-are all that there is.
+"""Attachments: what rows and messages hold beside text. Only images are supported.
 
-Nothing here imports torch before an attachment is prepared: workers look into rows too.
+Other rooms import data/vision through this module alone. It imports torch only when an attachment
+is prepared, because workers read rows too.
 """
 
-# ruff: noqa: F401  (others import from here what stands behind it)
+# ruff: noqa: F401  (the names of data/vision are imported for others)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from spmdrl.config.data import DataSettings, ImageSettings
 from spmdrl.data.vision.images import (
     COLUMNS,
     FEATURES,
     ImageFiles,
-    as_text,
-    column_of,
-    holds_some,
-    inlined,
-    marked,
-    portable,
-    split,
+    as_data_uri,
+    inline_images,
+    json_messages,
+    may_hold_images,
+    row_images,
+    split_images,
+    with_placeholders,
 )
 from spmdrl.data.vision.shapes_task import Shapes
 from spmdrl.errors import Refusal
@@ -39,54 +37,36 @@ if TYPE_CHECKING:
     from spmdrl.model_inputs import MultimodalItems, TokenIds
 
 VISION_FAMILIES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Model types that see: proved against plain transformers, their images prepared one by one as
-together."""
+"""Model types that read images. Tests prove each against plain transformers, and that its images
+can be prepared one by one."""
 
 
-class AttachedFiles(Protocol):
-    """Where the attachments of one source of rows are, and what they may be."""
-
-    def opened(self, held: Sequence[Any], *, where: str) -> list[Any]:
-        """Return attachments as a processor takes them. Raises: Refusal naming the one that cannot
-        be used."""
-
-
-def files_of(data: DataSettings | None = None, folder: Path | None = None) -> AttachedFiles:
-    """Return where attachments are.
-
-    Args:
-        data: says what they may be; by default as data.images has it.
-        folder: of the data file, in which they are; None where they are in the rows themselves.
-    """
-    return ImageFiles(data.images if data else ImageSettings(), folder)
-
-
-def give_reader(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a tokenizer what prepares attachments, where the model has a tower that this run keeps.
+def attach_image_reader(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set `tokenizer.image_reader` if the model has a vision tower that this run uses.
 
     Raises: Refusal when there is no processor, or none that can be used.
     """
-    from spmdrl.data.vision.image_tokens import give_image_reader
+    from spmdrl.data.vision.image_tokens import image_reader
 
-    give_image_reader(cfg, tokenizer, families=VISION_FAMILIES)
+    if reader := image_reader(cfg, tokenizer, families=VISION_FAMILIES):
+        tokenizer.image_reader = reader  # type: ignore[attr-defined]
 
 
 def _reader_of(tokenizer: PreTrainedTokenizerBase) -> ImageReader | None:
-    """Return what `give_reader` gave; None for a model that does not see."""
     return getattr(tokenizer, "image_reader", None)
 
 
-def reads(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a tokenizer's model is shown more than text."""
+def reads_images(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the model of a tokenizer reads images."""
     return _reader_of(tokenizer) is not None
 
 
 def with_items(table: pa.Table, multimodal: MultimodalItems | None) -> pa.Table:
-    """Return a table of sequences with what their tokens show, each item once in its group; as it
-    was where they show nothing.
+    """Return a table of sequences with columns for the items of their tokens, each item once in its
+    group. Without items the table stays as it is.
 
     Args:
-        multimodal: by all tokens of the table's rows, in its order.
+        multimodal: items of all tokens of the table's rows, in its order.
     """
     from spmdrl.data.vision.recorded import with_pictures
 
@@ -94,11 +74,11 @@ def with_items(table: pa.Table, multimodal: MultimodalItems | None) -> pa.Table:
 
 
 def recorded_items(table: pa.Table) -> MultimodalItems | None:
-    """Return what the tokens of a table's sequences show; None where none shows anything.
+    """Return the items of the tokens of a table's sequences; None if there are none.
 
     Args:
         table: whole groups; their greedy rows may be left out.
-    Raises: ValueError for what no run records.
+    Raises: ValueError for values that no run records.
     """
     from spmdrl.data.vision.recorded import recorded_pictures
 
@@ -106,17 +86,17 @@ def recorded_items(table: pa.Table) -> MultimodalItems | None:
 
 
 def item_fields() -> Sequence[pa.Field]:
-    """Return the columns that items have in a table of recorded sequences."""
-    from spmdrl.data.vision.recorded import recorded_fields
+    """Return the columns for items in a table of recorded sequences."""
+    from spmdrl.data.vision.recorded import FIELDS
 
-    return recorded_fields()
+    return FIELDS
 
 
 def previews_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, Preview | None]]:
-    """Return what is to be seen at the tokens of each row of a recorded group.
+    """Return what people see at the tokens of each row of a recorded group.
 
-    Returns: {position: the item that begins there; None for the rest of its tokens}; empty of rows
-        that show nothing.
+    Returns: {position: the item that begins there; None for its other tokens}; empty for rows
+        without items.
     """
     from spmdrl.data.vision.recorded import picture_previews
 
@@ -124,61 +104,68 @@ def previews_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, Preview | N
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Turns text, and attachments in its places, into ids and what they show."""
+class MultimodalEncoder:
+    """Turns text and its images into token ids with multimodal items."""
 
     tokenizer: PreTrainedTokenizerBase
-    files: AttachedFiles
+    files: ImageFiles
     where: str
     """Origin of the row, for messages."""
 
-    def encoded(self, text: str, held: Sequence[Any]) -> TokenIds:
-        """Return ids of rendered text, no special tokens added, and what they show.
+    def encode(self, text: str, images: Sequence[Any]) -> TokenIds:
+        """Return the ids of rendered text, without special tokens around it, and its items.
 
-        Raises: Refusal for attachments that cannot be used, and of a model that does not see.
+        Args:
+            images: as the row holds them, one for each placeholder in the text.
+        Raises: Refusal for images that cannot be used, or if the model reads none.
         """
-        return self.encoded_of(text, self.opened(held))
+        return self.encode_opened(text, self.open(images))
 
-    def opened(self, held: Sequence[Any]) -> list[Any]:
-        """Return attachments as a processor takes them. Raises: Refusal as `encoded`."""
-        self.check(held)
-        return self.files.opened(held, where=self.where)
+    def open(self, images: Sequence[Any]) -> list[Any]:
+        """Return images as a processor takes them. Raises: Refusal as `encode`."""
+        self.check(images)
+        return self.files.open(images, where=self.where)
 
-    def encoded_of(self, text: str, opened: Sequence[Any]) -> TokenIds:
-        """Return what `encoded` does, of attachments that are opened."""
+    def encode_opened(self, text: str, opened: Sequence[Any]) -> TokenIds:
+        """Do what `encode` does, with images that are open already."""
         from spmdrl.model_inputs import TokenIds
 
-        if (reader := _reader_of(self.tokenizer)) is None:
+        reader = _reader_of(self.tokenizer)
+        if reader is None:
             return TokenIds(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         with refusing(self.where, ValueError):
             return reader.encode(text, opened)
 
-    def count(self, text: str) -> int:
-        """Return how many attachments stand in rendered text."""
+    def count_placeholders(self, text: str) -> int:
+        """Return how many images stand in rendered text."""
         reader = _reader_of(self.tokenizer)
         return 0 if reader is None else text.count(reader.placeholder)
 
-    def check(self, held: Sequence[Any]) -> None:
-        """Raise Refusal for attachments of a model that does not see."""
-        if held and not reads(self.tokenizer):
+    def check(self, images: Sequence[Any]) -> None:
+        """Raise Refusal if there are images and the model reads none."""
+        if images and not reads_images(self.tokenizer):
             raise Refusal(
-                f"{self.where}: it holds {len(held)} images, and the model does not see; take "
-                "one that does (with model.part: all), or leave the images out of the data"
+                f"{self.where}: it holds {len(images)} images, and the model reads none; take a "
+                "model that does (with model.part: all), or leave the images out of the data"
             )
 
-    def plain(self, text: str, held: Sequence[Any], *, end: str = "") -> tuple[TokenIds, str]:
-        """Return ids of plain text with the tokenizer's opening special tokens (bos), and the text
-        with placeholders.
+    def encode_plain(
+        self, text: str, images: Sequence[Any], *, end: str = ""
+    ) -> tuple[TokenIds, str]:
+        """Return the ids of plain text after the tokenizer's opening special tokens (bos), and the
+        text with its placeholders.
 
         Args:
-            end: further text.
-        Raises: Refusal as `encoded`, and for attachments and places that differ in number.
+            end: text to append, which holds no place of an image.
+        Raises: Refusal as `encode`, and if images and their places differ in number.
         """
         from spmdrl.data.plain_ids import encode_plain
         from spmdrl.model_inputs import TokenIds
 
-        self.check(held)
-        if (reader := _reader_of(self.tokenizer)) is None:
+        self.check(images)
+        reader = _reader_of(self.tokenizer)
+        if reader is None:
             return TokenIds(encode_plain(text + end, self.tokenizer)), text + end
-        text = marked(text, held, placeholder=reader.written(), where=self.where) + end
-        return encode_plain("", self.tokenizer) + self.encoded(text, held), text
+        placeholder = reader.marked_placeholder()
+        text = with_placeholders(text, images, placeholder=placeholder, where=self.where) + end
+        return encode_plain("", self.tokenizer) + self.encode(text, images), text

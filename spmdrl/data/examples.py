@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.preference.unpaired import mismatched
 from spmdrl.config import Config
-from spmdrl.data.attachments import COLUMNS, files_of
+from spmdrl.data.attachments import COLUMNS, ImageFiles
 from spmdrl.data.hashed import hashed
 from spmdrl.data.imitation import Example, encode_example
 from spmdrl.data.prompts import Fit, cached_rows, make_order
@@ -128,7 +128,7 @@ class ExampleSource:
             self.tokenizer,
             template=self.cfg.data.chat_template,
             where=self.rows.where(index),
-            files=files_of(self.cfg.data, self.rows.folder(index)),
+            files=ImageFiles(self.cfg.data.images, self.rows.folder(index)),
         )
 
 

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.data.attachments import AttachedFiles, Seen, column_of, files_of, inlined, split
+from spmdrl.data.attachments import (
+    ImageFiles,
+    MultimodalEncoder,
+    inline_images,
+    row_images,
+    split_images,
+)
 from spmdrl.data.rows import Messages
 from spmdrl.data.templates import apply_template
 from spmdrl.errors import Refusal
@@ -37,7 +43,7 @@ def encode_example(
     *,
     template: str,
     where: str,
-    files: AttachedFiles | None = None,
+    files: ImageFiles | None = None,
 ) -> Example:
     """Turn one supervised row into token ids and a mask of those to imitate.
 
@@ -54,8 +60,8 @@ def encode_example(
     Raises: Refusal when the row cannot be rendered or nothing in it is to be trained.
     """
     prompt = row.get("prompt")
-    held = column_of(row, where=where)
-    seen = Seen(tokenizer, files=files or files_of(), where=where)
+    held = row_images(row, where=where)
+    encoder = MultimodalEncoder(tokenizer, files=files or ImageFiles(), where=where)
     show = functools.partial(
         apply_template, tokenizer=tokenizer, template=template, tools=row.get("tools"), where=where
     )
@@ -66,32 +72,34 @@ def encode_example(
                 f"{where}: the response to imitate must be text or messages, got {completion!r:.60}"
             )
         if isinstance(prompt, str) and isinstance(completion, str) and template != "always":
-            return _plain_example(prompt, completion, held, seen)
+            return _plain_example(prompt, completion, held, encoder)
         context = _as_messages(prompt, role="user")
         talk = context + _as_messages(completion, role="assistant")
-        talk = inlined(talk, held, where=where)
-        return _encode_conversation(talk, seen, show=show, first=len(context))
+        talk = inline_images(talk, held, where=where)
+        return _encode_conversation(talk, encoder, show=show, first=len(context))
     if row.get("messages"):
-        talk = inlined(row["messages"], held, where=where)
-        return _encode_conversation(talk, seen, show=show, first=0)
-    return _text_example(row["text"], held, seen)
+        talk = inline_images(row["messages"], held, where=where)
+        return _encode_conversation(talk, encoder, show=show, first=0)
+    return _text_example(row["text"], held, encoder)
 
 
-def _plain_example(prompt: str, completion: str, held: Sequence[Any], seen: Seen) -> Example:
-    given, _ = seen.plain(prompt, held)
-    whole, _ = seen.plain(prompt, held, end=completion)
+def _plain_example(
+    prompt: str, completion: str, held: Sequence[Any], encoder: MultimodalEncoder
+) -> Example:
+    given, _ = encoder.encode_plain(prompt, held)
+    whole, _ = encoder.encode_plain(prompt, held, end=completion)
     added = whole[len(given) :]
     if whole[: len(given)] != given:  # see _Turns.add
-        added = TokenIds(seen.tokenizer(completion, add_special_tokens=False)["input_ids"])
-    added = _closed(added, seen.tokenizer, where=seen.where)
+        added = TokenIds(encoder.tokenizer(completion, add_special_tokens=False)["input_ids"])
+    added = _closed(added, encoder.tokenizer, where=encoder.where)
     return Example(given + added, [False] * len(given) + [True] * len(added))
 
 
-def _text_example(text: str, held: Sequence[Any], seen: Seen) -> Example:
-    begun, _ = seen.plain(text, held)
-    tokens = _closed(begun, seen.tokenizer, where=seen.where)
+def _text_example(text: str, held: Sequence[Any], encoder: MultimodalEncoder) -> Example:
+    begun, _ = encoder.encode_plain(text, held)
+    tokens = _closed(begun, encoder.tokenizer, where=encoder.where)
     if len(tokens) < 2:
-        raise Refusal(f"{seen.where}: the text {text!r:.40} has no tokens to imitate")
+        raise Refusal(f"{encoder.where}: the text {text!r:.40} has no tokens to imitate")
     # What stands for an attachment is given: nobody writes it.
     mask = [not is_placeholder for is_placeholder in tokens.are_placeholders]
     return Example(tokens, [False, *mask[1:]])
@@ -116,9 +124,9 @@ class _Turns:
         held: attachments of the conversation, in order.
     """
 
-    def __init__(self, seen: Seen, held: Sequence[Any]):
-        self._seen = seen
-        self._opened = seen.opened(held)
+    def __init__(self, encoder: MultimodalEncoder, held: Sequence[Any]):
+        self._encoder = encoder
+        self._opened = encoder.open(held)
         self.tokens = TokenIds()
         self.mask: list[bool] = []
 
@@ -129,27 +137,27 @@ class _Turns:
             whole: the conversation up to here, of which `piece` is the end.
         """
         before = len(self.tokens)
-        end = self._seen.count(whole)
-        ids = self._seen.encoded_of(whole, self._opened[:end])
+        end = self._encoder.count_placeholders(whole)
+        ids = self._encoder.encode_opened(whole, self._opened[:end])
         if [*ids[:before]] == [*self.tokens]:
             ids = ids[before:]
         else:
             # A token of the whole text straddles the border. The policy never sees that one,
             # because its prompt is tokenised alone: so is what follows.
-            own = self._opened[end - self._seen.count(piece) : end]
-            ids = self._seen.encoded_of(piece, own)
+            own = self._opened[end - self._encoder.count_placeholders(piece) : end]
+            ids = self._encoder.encode_opened(piece, own)
         self.tokens += ids
         self.mask += [False] * len(ids)
         return ids
 
 
 def _encode_conversation(
-    messages: Messages, seen: Seen, *, show: Callable[..., str], first: int
+    messages: Messages, encoder: MultimodalEncoder, *, show: Callable[..., str], first: int
 ) -> Example:
-    bare, held = split(messages)
-    ends = _special_ids(seen.tokenizer)
-    where = seen.where
-    turns = _Turns(seen, held)
+    bare, held = split_images(messages)
+    ends = _special_ids(encoder.tokenizer)
+    where = encoder.where
+    turns = _Turns(encoder, held)
     done = ""
     for i in _reply_turns(bare, first=first, where=where):
         before = show(bare[:i], add_generation_prompt=True)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.attachments import column_of, files_of, holds_some, reads
+from spmdrl.data.attachments import ImageFiles, may_hold_images, reads_images, row_images
 from spmdrl.data.prompt_order import Order, RowOrder, WeightedOrder
 from spmdrl.data.row_sampling import row_sampling
 from spmdrl.data.rows import prompt_of
@@ -90,7 +90,7 @@ class Fit:
     def _is_left(self, row: dict) -> bool:
         """Return whether a row need not be tokenised at start: its bytes fit; or it holds
         attachments, of which a file may have very many, and is checked when its turn comes."""
-        if holds_some(row):
+        if may_hold_images(row):
             return self.overlong == "error"
         return _text_bytes(row) <= self.limit
 
@@ -125,7 +125,7 @@ def _text_bytes(row: dict) -> int:
 
 def cached_rows(rows: SourcesRows, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return of how many rows to keep what was made: few where it holds what was prepared."""
-    return _CACHED_SEEN if reads(tokenizer) else rows.cache_size
+    return _CACHED_SEEN if reads_images(tokenizer) else rows.cache_size
 
 
 def make_order(cfg: Config, kept: Chain) -> RowOrder:
@@ -178,8 +178,8 @@ class _Encoder:
             tools=row.get("tools"),
             where=where,
             prefix=self.cfg.data.generation_prefix,
-            held=column_of(row, where=where),
-            files=files_of(self.cfg.data, rows.folder(index)),
+            held=row_images(row, where=where),
+            files=ImageFiles(self.cfg.data.images, rows.folder(index)),
         )
         if not tokens:
             raise Refusal(f"{where}: the prompt {text!r:.40} has no tokens")

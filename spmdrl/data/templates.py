@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.data.attachments import AttachedFiles, Seen, files_of, inlined, split
+from spmdrl.data.attachments import ImageFiles, MultimodalEncoder, inline_images, split_images
 from spmdrl.data.rows import Messages
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
@@ -23,7 +23,7 @@ def encode_prompt(
     where: str,
     prefix: str = "",
     held: Sequence[Any] = (),
-    files: AttachedFiles | None = None,
+    files: ImageFiles | None = None,
 ) -> tuple[TokenIds, str]:
     """Turn a prompt into token ids with what they show, and the text that they stand for.
 
@@ -33,20 +33,20 @@ def encode_prompt(
         tools: tool descriptions for the template.
         where: origin of the row, for error messages.
         prefix: text that the response begins with, where the prompt does not begin it itself.
-        held: attachments of the row's column, see `column_of`.
+        held: attachments of the row's column, see `row_images`.
         files: where they are; by default in the row itself.
     Returns: ids; text, a placeholder for each attachment.
     Raises: Refusal when a conversation cannot be rendered, or an attachment cannot be used.
     """
-    seen = Seen(tokenizer, files=files or files_of(), where=where)
+    encoder = MultimodalEncoder(tokenizer, files=files or ImageFiles(), where=where)
     if isinstance(prompt, str) and template != "always":
-        return seen.plain(prompt, held, end=prefix)
+        return encoder.encode_plain(prompt, held, end=prefix)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    bare, held = split(inlined(prompt, held, where=where))
-    seen.check(held)
+    bare, held = split_images(inline_images(prompt, held, where=where))
+    encoder.check(held)
     text = render(bare, tokenizer, template=template, tools=tools, where=where, prefix=prefix)
-    return seen.encoded(text, held), text
+    return encoder.encode(text, held), text
 
 
 def render(

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.attachments import give_reader
+from spmdrl.data.attachments import attach_image_reader
 from spmdrl.data.hub import find_on_hub
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, missing_folder, refusing
@@ -23,7 +23,7 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     attachments.
 
     Raises: Refusal when it cannot be read, or when nothing would end a response; see
-        give_reader.
+        attach_image_reader.
     """
     name = cfg.model.tokenizer or cfg.model.path
     field = "model.tokenizer" if cfg.model.tokenizer else "model.path"
@@ -36,7 +36,7 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
             f"{field}: the tokenizer of {name!r} has no eos token, so no response "
             "would end; set sampling.stop_token_ids, or add an eos token to it"
         )
-    give_reader(cfg, tokenizer)
+    attach_image_reader(cfg, tokenizer)
     return with_template_options(tokenizer, cfg.data.chat_template_kwargs)
 
 

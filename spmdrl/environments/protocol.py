@@ -102,14 +102,14 @@ def opening_messages(row: dict) -> list[Message]:
 
     Raises: Refusal when the row has none.
     """
-    from spmdrl.data.attachments import column_of, inlined, portable
+    from spmdrl.data.attachments import inline_images, json_messages, row_images
     from spmdrl.data.rows import prompt_of
 
     prompt = prompt_of(row)
     if not prompt:
         raise Refusal(f"the row has no prompt; it has {', '.join(map(str, row))}")
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return portable(inlined(messages, column_of(row, where="the row"), where="the row"))
+    return json_messages(inline_images(messages, row_images(row, where="the row"), where="the row"))
 
 
 def image_part(data: bytes) -> dict[str, str]:
@@ -117,9 +117,9 @@ def image_part(data: bytes) -> dict[str, str]:
 
     For the content of a user or tool message, beside parts `{"type": "text", "text": ...}`.
     """
-    from spmdrl.data.attachments import as_text
+    from spmdrl.data.attachments import as_data_uri
 
-    return {"type": "image", "image": as_text(data)}
+    return {"type": "image", "image": as_data_uri(data)}
 
 
 def check_at_least(least: int, **values: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.data.attachments import files_of
+from spmdrl.data.attachments import ImageFiles
 from spmdrl.environments.tool_calls import make_parser
 from spmdrl.rollout.conversation import Chat
 from spmdrl.workers.pool import RewardPool
@@ -83,7 +83,7 @@ def make_chats(
             )
     fields = [field for field, _ in cfg.environments()]
     return {
-        i: made[field].beside(files_of(cfg.data, source.folder))
+        i: made[field].beside(ImageFiles(cfg.data.images, source.folder))
         for i, (field, source) in enumerate(zip(fields, cfg.data.all_sources()))
         if field in made
     }

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.data.attachments import AttachedFiles, Seen, files_of, inlined, split
+from spmdrl.data.attachments import ImageFiles, MultimodalEncoder, inline_images, split_images
 from spmdrl.data.templates import apply_template, render
 from spmdrl.environments.protocol import Message, Response, ToolCall
 from spmdrl.environments.tool_calls import Parser
@@ -75,11 +75,11 @@ class Chat:
         rewrites: Literal["auto", "refuse", "keep"] = "auto",
         prefix: str = "",
         field: str = "rollout.environment",
-        files: AttachedFiles | None = None,
+        files: ImageFiles | None = None,
     ):
         self._prefix = prefix
         self._where = field
-        self._files = files or files_of()
+        self._files = files or ImageFiles()
         self.tokenizer = tokenizer
         self.tools = tools or None
         self._parser = parser
@@ -103,7 +103,7 @@ class Chat:
                 for messages in kinds:
                     self._check_rewriting(head, messages, may_drop=rewrites == "auto")
 
-    def beside(self, files: AttachedFiles) -> Chat:
+    def beside(self, files: ImageFiles) -> Chat:
         """Return the same, of rows whose attachments are there."""
         own = copy.copy(self)
         own._files = files
@@ -115,7 +115,7 @@ class Chat:
         A final assistant message is not closed: the policy continues it.
         Raises: Refusal when the template refuses the messages, or an attachment cannot be used.
         """
-        bare, held = split(inlined(messages, (), where=self._where))
+        bare, held = split_images(inline_images(messages, (), where=self._where))
         text = self._opening_text(bare)
         return self._seen(text, held) if held else self._encoded_opening(text)
 
@@ -127,7 +127,7 @@ class Chat:
             messages: what the environment answered.
         Raises: Refusal when the template refuses the messages, or an attachment cannot be used.
         """
-        bare, held = split(inlined(messages, (), where=self._where))
+        bare, held = split_images(inline_images(messages, (), where=self._where))
         tokens = self._seen(self._joint(bare), held)
         return tokens[1:] if sampled and sampled[-1] in self._stops else tokens
 
@@ -149,7 +149,9 @@ class Chat:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _seen(self, text: str, held: Sequence[Any] = ()) -> TokenIds:
-        return Seen(self.tokenizer, files=self._files, where=self._where).encoded(text, held)
+        return MultimodalEncoder(self.tokenizer, files=self._files, where=self._where).encode(
+            text, held
+        )
 
     def _opening_text(self, messages: list[Message]) -> str:
         return render(

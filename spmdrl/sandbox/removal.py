@@ -72,8 +72,8 @@ def _remove_unused(folder: str) -> None:
 def remove_folder(path: str) -> None:
     """Remove a folder and all in it, when no other process uses it any more.
 
-    What is in it may be nested deeper than a path or a stack is long, be closed to its owner, or be
-    a link out of it, which is removed and not followed. `rm` handles all of that but closed folders.
+    Its content may be nested deeper than a path or a stack is long, be closed to its owner, or be a
+    link out of it, which is removed and not followed. `rm` handles all but closed folders.
 
     Raises: OSError for what cannot be removed.
     """

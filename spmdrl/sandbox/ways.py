@@ -141,7 +141,7 @@ def _weakest(reasons: str) -> tuple[Way, Protection]:
 
 
 def tried(way: Way, *, name: str) -> Protection:
-    """Return what a program in this way cannot do, by running one that tries. Raises: LaunchError."""
+    """Return what a program in this way cannot do: one tries it. Raises: LaunchError."""
     processes = 2
     with tempfile.NamedTemporaryFile("w", prefix="spmdrl_probe_") as planted:
         os.chmod(planted.name, 0o644)

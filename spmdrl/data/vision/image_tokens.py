@@ -1,4 +1,4 @@
-"""Text with images to token ids and what these show, by the processor that belongs to a model."""
+"""Text with images as token ids and multimodal items, by the model's own processor."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
     from spmdrl.config import Config
 
-_KEPT_BYTES = 2**30
-"""Of prepared images, so that an epoch does not prepare a small set anew."""
+_CACHE_BYTES = 2**30
+"""Of prepared images, so that a small data set is prepared once and not in each epoch."""
 
 _HINT = (
-    "; a model that sees needs its preprocessor_config.json, with image_processor_type and "
-    "processor_class: copy it from the model that it was made of"
+    "; a model that reads images needs its preprocessor_config.json, with image_processor_type "
+    "and processor_class: copy it from the original model"
 )
 
 
 class ImageReader:
-    """Prepares images as a model's own processor does, and text around them.
+    """Prepares images, and the text around them, as a model's own processor does.
 
     Args:
         folder: of the model, with its preprocessor_config.json.
         tokenizer: of the model.
-        image_token_id: id that stands for a part of a picture, of the model's config.
+        image_token_id: id of the tokens that stand for parts of an image.
     Raises: Refusal when there is no processor, or none that can be used.
     """
 
@@ -48,45 +48,45 @@ class ImageReader:
         self._image_token_id = image_token_id
         with refusing(
             f"model.path: no image processor can be loaded from {folder}",
-            Exception,  # of files that may hold anything
+            Exception,  # the files may hold anything
             hint=_HINT,
             names_kind=True,
         ):
             self._processor = _load_processor(folder, tokenizer)
-        self._how = json.dumps(
+        self._processor_settings = json.dumps(
             self._processor.image_processor.to_dict(), sort_keys=True, default=str
         )
-        self._known: OrderedDict[str, tuple[MultimodalItem, str]] = OrderedDict()
-        self._known_bytes = 0
+        self._cache: OrderedDict[str, tuple[MultimodalItem, str]] = OrderedDict()
+        self._cached_bytes = 0
 
     @property
     def placeholder(self) -> str:
-        """Return what stands for an image in text, before it is expanded."""
+        """Return the text that stands for an image, before it is expanded."""
         return self._processor.image_token
 
-    def written(self) -> str:
-        """Return what stands for an image in text, marks around it included, as the chat template
-        writes it; without one, the processor's own placeholder."""
+    def marked_placeholder(self) -> str:
+        """Return the placeholder with the marks around it that the chat template writes; without a
+        chat template, the placeholder alone."""
         if not self._tokenizer.chat_template:
             return self.placeholder
         begin = "spmdrl-begin"
         end = "spmdrl-end"
         parts = [{"type": "text", "text": begin}, {"type": "image"}, {"type": "text", "text": end}]
-        said = [{"role": "user", "content": parts}]
+        messages = [{"role": "user", "content": parts}]
         what = "the chat template refuses a message with an image"
         with refusing(what, Exception, names_kind=True):
-            text = self._tokenizer.apply_chat_template(said, tokenize=False)
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
         found = text.partition(begin)[2].partition(end)[0].strip()
         return found if self.placeholder in found else self.placeholder
 
     def encode(self, text: str, images: Sequence[Image]) -> TokenIds:
-        """Return the ids of a text, its placeholders expanded, and what they show.
+        """Return the ids of a text with its placeholders expanded, and their items.
 
         Args:
             text: as the chat template wrote it, a placeholder for each image.
             images: RGB, in the order of their placeholders.
-        Raises: ValueError when there are more or fewer images than placeholders, or nothing stands
-            between two.
+        Raises: ValueError if images and placeholders differ in number, or two images have nothing
+            between them.
         """
         found = text.count(self.placeholder)
         if found != len(images):
@@ -105,28 +105,29 @@ class ImageReader:
         return given
 
     def _prepare(self, image: Image) -> tuple[MultimodalItem, str]:
-        """Return an image as the tower takes it, and the text that stands for it."""
-        digest = hashlib.sha256(f"{self._how} {image.mode} {image.size}".encode())
+        """Return an image as the vision tower takes it, and the text that stands for it."""
+        digest = hashlib.sha256(f"{self._processor_settings} {image.mode} {image.size}".encode())
         digest.update(image.tobytes())
         key = digest.hexdigest()[:32]
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            return self._cache[key]
         features = self._processor.image_processor([image], return_tensors="pt")
         replacement = self._processor.replace_image_token(features, 0)
         ids = self._tokenizer(replacement, add_special_tokens=False)["input_ids"]
         named = {k: v for k, v in features.items() if k not in _COUNTS}
         count = ids.count(self._image_token_id)
         found = MultimodalItem(key, count, named, _small(image)), replacement
-        self._known[key] = found
-        self._known_bytes += found[0].held_bytes
-        while self._known_bytes > _KEPT_BYTES:
-            self._known_bytes -= self._known.popitem(last=False)[1][0].held_bytes
+        self._cache[key] = found
+        self._cached_bytes += found[0].held_bytes
+        while self._cached_bytes > _CACHE_BYTES:
+            self._cached_bytes -= self._cache.popitem(last=False)[1][0].held_bytes
         return found
 
 
 def _check_apart(is_placeholder: Tensor, pictures: Sequence[MultimodalItem]) -> None:
-    """Refuse pictures side by side, which towers' families tell apart by what is between them."""
+    """Raise ValueError for images side by side: model families separate images by the tokens
+    between them."""
     at = is_placeholder.nonzero()[:, 0]
     ends = torch.tensor([p.num_tokens for p in pictures[:-1]], dtype=torch.int64).cumsum(0)
     close = (at[ends] == at[ends - 1] + 1).nonzero()[:, 0].tolist()
@@ -139,7 +140,7 @@ def _check_apart(is_placeholder: Tensor, pictures: Sequence[MultimodalItem]) -> 
 
 
 _SMALL = 512
-"""Longest side of what people are shown, pixels."""
+"""Longest side of an image for people, pixels."""
 
 
 def _small(image: Image) -> Tensor:
@@ -150,13 +151,13 @@ def _small(image: Image) -> Tensor:
 
 
 _COUNTS = ("num_crops", "num_patches")
-"""What image processors return for their own text alone."""
+"""Features that image processors return only for the text."""
 
 
 def _load_processor(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return a transformers processor of images and text, without a part for videos.
+    """Return a transformers processor of images and text, without videos.
 
-    Its images go through PIL: the same numbers with and without torchvision.
+    Its images go through PIL, which gives the same numbers with and without torchvision.
     """
     import transformers
     from transformers import AutoImageProcessor
@@ -167,19 +168,19 @@ def _load_processor(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
         file = Path(folder) / name
         options |= json.loads(file.read_text()) if file.is_file() else {}
     kind = getattr(transformers, options["processor_class"])
-    # Its check of arguments imports the class for videos, which takes torchvision.
+    # Its check of arguments imports the class for videos, which needs torchvision.
     unchecked = {"check_argument_for_proper_class": lambda *_: None}
     kind = type(kind.__name__, (kind,), unchecked)
     length = {k: options[k] for k in ("image_seq_length",) if k in options}
     return kind(image_processor=images, tokenizer=tokenizer, **length)
 
 
-def give_image_reader(
+def image_reader(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, *, families: Collection[str]
-) -> None:
-    """Give a tokenizer what reads images, where the model has a tower that this run keeps.
+) -> ImageReader | None:
+    """Return what reads images, if the model has a vision tower that this run uses.
 
-    Of families whose processors are not known it gets none: such models are not loaded.
+    Of another family it is None: such models are not loaded.
 
     Args:
         families: model types whose images it prepares.
@@ -187,17 +188,16 @@ def give_image_reader(
     """
     folder = Path(cfg.model.path)
     if cfg.model.part == "text" or (folder.is_dir() and not (folder / "config.json").is_file()):
-        return
+        return None
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(
             cfg.model.path, trust_remote_code=cfg.model.trust_remote_code
         )
-    except Exception:  # a config that cannot be read is refused by name where the model is loaded
-        return
+    except Exception:  # a config that cannot be read is refused where the model is loaded
+        return None
     if getattr(config, "vision_config", None) is None or config.model_type not in families:
-        return
-    tokenizer.image_reader = ImageReader(  # type: ignore[attr-defined]
-        cfg.model.path, tokenizer=tokenizer, image_token_id=config.image_token_id
-    )
+        return None
+    token_id = config.image_token_id
+    return ImageReader(cfg.model.path, tokenizer=tokenizer, image_token_id=token_id)

@@ -1,5 +1,5 @@
-"""Images of rows and messages: where they stand among text, and their pixels, checked before they
-are decoded."""
+"""Images of rows and messages: their places among text, and their pixels, which are checked before
+they are decoded."""
 
 from __future__ import annotations
 
@@ -9,67 +9,71 @@ import io
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmdrl.config.data import ImageSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 
-if TYPE_CHECKING:  # what looks for images alone, as workers do, needs none of it
+if TYPE_CHECKING:  # workers, which only look for images, do not need it
     from PIL.Image import Image
 
-    from spmdrl.config.data import ImageSettings
-
 COLUMNS = ("images", "image")
-"""verl's and TRL's, by whose order places in text are filled."""
+"""verl's and TRL's columns of images, in the order of their places in the text."""
 FEATURES = "picture_features"
-"""Column of recorded rollouts with what towers read, which is large."""
+"""Column of recorded rollouts with the inputs of vision towers, which are large."""
 MARK = "<image>"
 """The place of an image in text, as verl writes it."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 _SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 _DATA_URI = re.compile(r"data:[\w.+/-]*(?:;[\w.+=-]+)*;base64,", re.ASCII)
 _INLINE = ("image", "image_url", "url", "path", "base64", "bytes")
-_MOST_RATIO = 200  # of the sides, as Qwen's own processor has it
+_PLACES = ("image", "image_url")
+_MAX_RATIO = 200  # of the sides, as in Qwen's own processor
 _GREY_16 = ("I", "F", "I;16", "I;16L", "I;16B", "I;16N")
 
 
-# --------------------------------------------------------------------------- where they stand
+# --------------------------------------------------------------------------- places among text
 
 
-def column_of(row: Mapping[str, Any], *, where: str) -> list[Any]:
-    """Return the images of a row's own column, in order; those in its messages stand there.
+def row_images(row: Mapping[str, Any], *, where: str) -> list[Any]:
+    """Return the images in a row's columns `images` or `image`, in order.
 
-    A text in `image` is one where it has the form of one: the name of a container image is none.
+    A text in the column `image` counts only if it looks like an image: it may be the name of a
+    container image.
 
-    Raises: Refusal where both columns hold some, and for what is no image.
+    Raises: Refusal if both columns hold images.
     """
-    found = {name: _listed(row.get(name)) for name in COLUMNS}
-    if not isinstance(row.get("image"), list) and not all(map(_looks_like_one, found["image"])):
-        found["image"] = []
-    if found["images"] and found["image"]:
+    images = _as_list(row.get("images"))
+    image = _as_list(row.get("image"))
+    if not isinstance(row.get("image"), list) and not all(map(_looks_like_image, image)):
+        image = []
+    if images and image:
         raise Refusal(f"{where}: the row has columns `images` and `image`; leave one of them out")
-    return found["images"] or found["image"]
+    return images or image
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if value is None or value == "":
         return []
     return list(value) if isinstance(value, list) else [value]
 
 
-def _looks_like_one(value: Any) -> bool:
-    if not isinstance(value, str):
-        return isinstance(value, bytes) or (isinstance(value, dict) and bool({*value} & {*_INLINE}))
-    return value.startswith("data:") or value.lower().endswith(_SUFFIXES)
+def _looks_like_image(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.startswith("data:") or value.lower().endswith(_SUFFIXES)
+    if isinstance(value, dict):
+        return any(name in value for name in _INLINE)
+    return isinstance(value, bytes)
 
 
-def marked(text: str, images: Sequence[Any], *, placeholder: str, where: str) -> str:
-    """Return plain text with the model's placeholder where an image stands, by `<image>`.
+def with_placeholders(text: str, images: Sequence[Any], *, placeholder: str, where: str) -> str:
+    """Return plain text with the model's placeholder in place of each `<image>`.
 
-    Raises: Refusal when images and places differ in number.
+    Raises: Refusal if images and places differ in number.
     """
     if not images:
         return text
@@ -77,22 +81,24 @@ def marked(text: str, images: Sequence[Any], *, placeholder: str, where: str) ->
     return text.replace(MARK, placeholder)
 
 
-def inlined(messages: list[dict], images: Sequence[Any], *, where: str) -> list[dict]:
-    """Return messages each of whose places of an image holds that image.
+def inline_images(messages: list[dict], images: Sequence[Any], *, where: str) -> list[dict]:
+    """Return messages with an image in each of its places.
 
-    Places are parts `{"type": "image"}` and `image_url`, and, where the row has a column of images,
-    `<image>` in texts that the assistant does not say. A conversation without any has its images
-    before its first user message, which is TRL's rule.
+    Places are parts `{"type": "image"}` and `image_url`. If the row has a column of images,
+    `<image>` in texts that are not the assistant's is a place too, and a conversation without any
+    place gets the images before its first user message, as in TRL.
 
     Args:
-        images: of the row's column, see `column_of`.
-    Raises: Refusal for parts that cannot be shown, and when images and places differ in number.
+        images: of the row's column, see `row_images`.
+    Raises: Refusal for parts that are no text or image, and if images and places differ in number.
     """
     if images and not any(map(_has_place, messages)):
         messages = _with_leading_places(messages, len(images))
-    supply = _Supply(images, where=where)
-    filled = [_filled_message(message, supply) for message in messages]
-    _check_count(images, supply.taken, where=where)
+    filled = [_with_parts(message, has_column=bool(images), where=where) for message in messages]
+    places = [part for part in _image_parts(filled) if part["image"] is None]
+    _check_count(images, len(places), where=where)
+    for part, image in zip(places, images):
+        part["image"] = image
     return filled
 
 
@@ -104,139 +110,127 @@ def _check_count(images: Sequence[Any], places: int, *, where: str) -> None:
         )
 
 
-class _Supply:
-    """The images of a row's column, taken in order by their places."""
-
-    def __init__(self, images: Sequence[Any], *, where: str):
-        self._images = images
-        self._where = where
-        self.taken = 0
-
-    def filled(self, content: str | list) -> str | list[dict]:
-        """Return the content of a message with an image in each place."""
-        if isinstance(content, list):
-            return [self._part(part) for part in content]
-        if not self._images or MARK not in content:
-            return content
-        pieces = re.split(f"({MARK})", content)
-        parts = [
-            {"type": "image"} if p == MARK else {"type": "text", "text": p} for p in pieces if p
-        ]
-        return [self._part(part) for part in parts]
-
-    def _part(self, part: Any) -> dict:
-        # Parquet fills the fields that other parts have with nulls; templates test presence.
-        own = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
-        kind = own.get("type", "text" if "text" in own else None)
-        if kind == "text" and isinstance(own.get("text"), str):
-            return {"type": "text", "text": own["text"]}
-        if kind not in ("image", "image_url"):
-            raise Refusal(
-                f"{self._where}: a part of a message's content is {part!r:.80}; parts are "
-                '{"type": "text", "text": ...}, {"type": "image"} and {"type": "image_url", ...}'
-            )
-        held = next((own[name] for name in _INLINE if name in own), None)
-        if isinstance(held, dict) and "url" in held:
-            held = held["url"]
-        if held is None:
-            held = self._images[self.taken] if self.taken < len(self._images) else None
-            self.taken += 1
-        return {"type": "image", "image": held}
-
-
-def _filled_message(message: dict, supply: _Supply) -> dict:
+def _with_parts(message: dict, *, has_column: bool, where: str) -> dict:
+    """Return a message whose content is a list of parts if it holds places of images."""
     content = message.get("content")
-    is_said = isinstance(content, str) and message.get("role") != "assistant"
-    if isinstance(content, list) or (isinstance(content, str) and is_said):
-        return message | {"content": supply.filled(content)}
-    return message
+    if has_column and isinstance(content, str) and _has_place(message):
+        pieces = [piece for piece in re.split(f"({MARK})", content) if piece]
+        content = [
+            {"type": "image"} if piece == MARK else {"type": "text", "text": piece}
+            for piece in pieces
+        ]
+    if not isinstance(content, list):
+        return message
+    return message | {"content": [_checked_part(part, where=where) for part in content]}
+
+
+def _checked_part(part: Any, *, where: str) -> dict:
+    """Return a part as a text, or as an image: None if the row's column holds it."""
+    # Parquet fills the fields that other parts have with nulls; templates test presence.
+    own = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
+    kind = own.get("type", "text" if "text" in own else None)
+    if kind == "text" and isinstance(own.get("text"), str):
+        return {"type": "text", "text": own["text"]}
+    if kind not in _PLACES:
+        raise Refusal(
+            f"{where}: a part of a message's content is {part!r:.80}; parts are "
+            '{"type": "text", "text": ...}, {"type": "image"} and {"type": "image_url", ...}'
+        )
+    image = next((own[name] for name in _INLINE if name in own), None)
+    if isinstance(image, dict) and "url" in image:
+        image = image["url"]
+    return {"type": "image", "image": image}
+
+
+def _image_parts(messages: Sequence[dict]) -> list[dict]:
+    """Return the parts of messages that are images, in order."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return [part for part in parts if part.get("type") == "image"]
 
 
 def _has_place(message: dict) -> bool:
     content = message.get("content")
     if isinstance(content, list):
-        return any(isinstance(p, dict) and p.get("type") in ("image", "image_url") for p in content)
+        return any(isinstance(part, dict) and part.get("type") in _PLACES for part in content)
     return message.get("role") != "assistant" and MARK in str(content)
 
 
 def _with_leading_places(messages: Sequence[dict], count: int) -> list[dict]:
-    """Return messages with places before what the first user says."""
-    first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), None)
-    if first is None:
-        return list(messages)
-    content = messages[first].get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    opened = messages[first] | {"content": [*[{"type": "image"}] * count, *parts]}
-    return [*messages[:first], opened, *messages[first + 1 :]]
+    """Return messages with places at the beginning of the first user message."""
+    found = list(messages)
+    for i, message in enumerate(found):
+        if message.get("role") == "user":
+            content = message.get("content")
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            found[i] = message | {"content": [*[{"type": "image"}] * count, *parts]}
+            break
+    return found
 
 
-def holds_some(row: Mapping[str, Any]) -> bool:
-    """Return whether images may stand in a row: in a column of its own, or in messages."""
-    talks = [value for value in row.values() if isinstance(value, list)]
-    messages = [m for talk in talks for m in talk if isinstance(m, dict)]
-    own = [*_listed(row.get("images")), *filter(_looks_like_one, _listed(row.get("image")))]
-    return bool(own) or any(isinstance(m.get("content"), list) and _has_place(m) for m in messages)
+def may_hold_images(row: Mapping[str, Any]) -> bool:
+    """Return whether a row may hold images: in a column of its own, or in messages."""
+    if _as_list(row.get("images")) or any(map(_looks_like_image, _as_list(row.get("image")))):
+        return True
+    conversations = [value for value in row.values() if isinstance(value, list)]
+    messages = [m for talk in conversations for m in talk if isinstance(m, dict)]
+    return any(isinstance(m.get("content"), list) and _has_place(m) for m in messages)
 
 
-def split(messages: Sequence[dict]) -> tuple[list[dict], list[Any]]:
-    """Return messages as a chat template takes them, and the images that they hold, in order."""
+def split_images(messages: Sequence[dict]) -> tuple[list[dict], list[Any]]:
+    """Return messages as a chat template takes them, and their images in order."""
     bare = []
-    found = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            found += [part["image"] for part in content if part.get("type") == "image"]
-            message = message | {"content": [_bare(part) for part in content]}
+            parts = [{"type": "image"} if p.get("type") == "image" else p for p in content]
+            message = message | {"content": parts}
         bare.append(message)
-    return bare, found
+    return bare, [part["image"] for part in _image_parts(messages)]
 
 
-def _bare(part: dict) -> dict:
-    return {"type": "image"} if part.get("type") == "image" else part
-
-
-def as_text(image: Any) -> Any:
-    """Return an image that is given by its bytes as a data URI, which JSON can hold; any other as
-    it is."""
+def as_data_uri(image: Any) -> Any:
+    """Return an image that is bytes as a data URI, which JSON can hold; any other unchanged."""
     data = image.get("bytes") if isinstance(image, dict) else image
     if not isinstance(data, bytes):
         return image
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
-def portable(messages: Sequence[dict]) -> list[dict]:
-    """Return messages whose images JSON can hold, see `as_text`."""
+def json_messages(messages: Sequence[dict]) -> list[dict]:
+    """Return messages with images that JSON can hold, see `as_data_uri`."""
     found = []
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            parts = [p | {"image": as_text(p["image"])} if "image" in p else p for p in content]
+            parts = [p | {"image": as_data_uri(p["image"])} if "image" in p else p for p in content]
             message = message | {"content": parts}
         found.append(message)
     return found
 
 
-# --------------------------------------------------------------------------- what they show
+# --------------------------------------------------------------------------- pixels
 
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Where images of one source of rows are, and what they may be."""
+    """Opens the images of one source of rows."""
 
-    settings: ImageSettings
+    settings: ImageSettings = field(default_factory=ImageSettings)
+    """Limits of images."""
     folder: Path | None = None
-    """Of the data file, in which its images are; None where images are in the rows themselves."""
+    """The folder of the data file, where paths of images begin; None if rows hold no paths."""
 
-    def opened(self, images: Sequence[Any], *, where: str) -> list[Image]:
+    def open(self, images: Sequence[Any], *, where: str) -> list[Image]:
         """Return the pixels of images, RGB.
 
-        Turned as their EXIF says; transparent pixels are blended with white, palettes and CMYK
-        converted.
+        They are rotated by their EXIF, blended with white where they are transparent, and converted
+        from palettes and CMYK.
 
         Args:
             images: bytes, data URIs, paths in the folder, or mappings with `bytes` or `path`.
             where: origin of the row, for messages.
-        Raises: Refusal for more than are allowed, and naming the one that cannot be used.
+        Raises: Refusal for too many images, and naming the one that cannot be used.
         """
         most = self.settings.max_per_prompt
         if len(images) > most:
@@ -244,30 +238,30 @@ class ImageFiles:
                 f"{where}: {len(images)} images, above data.images.max_per_prompt = {most}; raise "
                 "it, or leave the row out"
             )
-        return [self._opened(one, f"{where}: image {i}") for i, one in enumerate(images, 1)]
+        return [self._open(one, f"{where}: image {i}") for i, one in enumerate(images, 1)]
 
-    def _opened(self, image: Any, where: str) -> Image:
+    def _open(self, image: Any, where: str) -> Image:
         from PIL import ImageOps
 
         data = self._bytes(image, where)
-        # Decoders raise errors of many kinds at bytes that somebody made.
+        # Decoders raise errors of many kinds for bytes that were made to break them.
         reading = partial(
             refusing,
             f"{where}: cannot be read as an image ({len(data)} bytes that begin {data[:12]!r})",
             Exception,
             names_kind=True,
         )
-        with warnings.catch_warnings(), reading():  # of what is looked at here
-            warnings.simplefilter("ignore")
-            opened = self._begun(data)
+        with warnings.catch_warnings(), reading():
+            warnings.simplefilter("ignore")  # the checks below say what matters
+            opened = self._read_header(data)
             frames = getattr(opened, "n_frames", 1)
-        self._check(opened, where, frames=frames)
+        self._check_header(opened, where, frames=frames)
         with warnings.catch_warnings(), reading():
             warnings.simplefilter("ignore")
             return _rgb(ImageOps.exif_transpose(opened))
 
-    def _begun(self, data: bytes) -> Any:
-        """Return an image of which the header is read."""
+    def _read_header(self, data: bytes) -> Any:
+        """Return an image that is not decoded yet."""
         from PIL import Image as pillow
 
         try:
@@ -276,8 +270,8 @@ class ImageFiles:
             most = f"{error} It is above data.images.max_pixels = {self.settings.max_pixels} anyhow"
             raise ValueError(most) from error
 
-    def _check(self, image: Any, where: str, *, frames: int) -> None:
-        """Refuse by its header an image that must not be decoded."""
+    def _check_header(self, image: Any, where: str, *, frames: int) -> None:
+        """Raise Refusal for an image that must not be decoded, by its header."""
         width, height = image.size
         most = self.settings.max_pixels
         if min(width, height) < 1:
@@ -287,16 +281,16 @@ class ImageFiles:
                 f"{where}: is {width} x {height}, {width * height} pixels, above "
                 f"data.images.max_pixels = {most}; shrink it, or raise that"
             )
-        if max(width, height) > _MOST_RATIO * min(width, height):
+        if max(width, height) > _MAX_RATIO * min(width, height):
             raise Refusal(
-                f"{where}: is {width} x {height}; one side may be at most {_MOST_RATIO} times the "
-                "other, as processors of images have it"
+                f"{where}: is {width} x {height}; one side may be at most {_MAX_RATIO} times the "
+                "other, as image processors require"
             )
-        # The further frames of a phone's MPO are previews of the first.
+        # The other frames of a phone's MPO are previews of the first.
         if frames > 1 and image.format != "MPO":
             raise Refusal(
-                f"{where}: is a {image.format} of several frames; a model is shown one: save "
-                "the frame that is meant"
+                f"{where}: is a {image.format} of several frames, and a model reads one; save the "
+                "frame that you want"
             )
         if image.mode in _GREY_16:
             raise Refusal(
@@ -315,21 +309,21 @@ class ImageFiles:
                 f"{where}: expected bytes, a data URI or the path of a file, got {image!r:.80}"
             )
         if image.startswith("data:"):
-            return _decoded(image, where)
+            return _decode(image, where)
         if re.match(r"[A-Za-z][\w+.-]*://", image) and not image.startswith("file://"):
             raise Refusal(
-                f"{where}: {image[:80]!r} is not fetched, since a run reads its own files alone; "
-                "download it beside the data file, or put its bytes into the row"
+                f"{where}: {image[:80]!r} is not fetched: a run reads local files only; download "
+                "it into the folder of the data file, or put its bytes into the row"
             )
         return self._file(image.removeprefix("file://"), where)
 
     def _file(self, name: str, where: str) -> bytes:
         shown = f"{where}: {name[:200]!r}"
         if self.folder is None:
-            raise Refusal(f"{shown} is a path, and there is no data file beside which it could be")
+            raise Refusal(f"{shown} is a path, and there is no data file whose folder holds it")
         reading = partial(refusing, f"{shown} cannot be read", OSError, ValueError)
         root = self.folder.resolve()
-        with reading():  # a name may hold what no path can
+        with reading():  # a name may hold characters that no path can
             path = (root / name).resolve()
             is_file = path.is_file()
         if not path.is_relative_to(root):
@@ -346,11 +340,11 @@ class ImageFiles:
             return path.read_bytes()
 
 
-def _decoded(uri: str, where: str) -> bytes:
+def _decode(uri: str, where: str) -> bytes:
     begin = _DATA_URI.match(uri)
     if not begin:
         raise Refusal(
-            f"{where}: {uri[:60]!r} is no data URI of base64, as in data:image/png;base64,iVBOR..."
+            f"{where}: {uri[:60]!r} is no data URI in base64, as in data:image/png;base64,iVBOR..."
         )
     with refusing(f"{where}: the data URI is no base64", binascii.Error, ValueError):
         return base64.b64decode(uri[begin.end() :], validate=True)

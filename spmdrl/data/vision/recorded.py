@@ -1,8 +1,8 @@
-"""Pictures in a table of recorded rollouts: each once in its group, with its first row there.
+"""Pictures in a table of recorded rollouts: each once in its group, with the first row that has it.
 
-A row says which pictures it shows, by keys, and which row of their embeddings each token shows.
-Beside it stand the pictures that no earlier row of its group shows: their features, bit for bit,
-and the images for people as PNG.
+A row holds the keys of its pictures, and for each token a row of their embeddings. It also holds
+the pictures that no earlier row of its group has: their features, bit for bit, and images for
+people as PNG.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ _FEATURES = pa.field(FEATURES, pa.list_(pa.large_binary()))
 """Of each new picture, one feature after the other."""
 _IMAGES = pa.field("picture_images", pa.list_(pa.binary()))
 """Of each new picture; empty where the image is not known."""
-_FIELDS = (_SHOWN, _PLACES, _FORMS, _FEATURES, _IMAGES)
+FIELDS = (_SHOWN, _PLACES, _FORMS, _FEATURES, _IMAGES)
+"""Columns for pictures."""
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def with_pictures(table: pa.Table, pictures: MultimodalItems | None) -> pa.Table:
-    """Return a table of sequences with what their tokens show; as it was where they show nothing.
+    """Return a table of sequences with the pictures of their tokens, if there are any.
 
     Args:
         pictures: of all tokens of the table's rows, in its order.
     """
     if pictures is None or not pictures.items:
         return table
-    columns: list[list[Any]] = [[] for _ in _FIELDS]
+    columns: list[list[Any]] = [[] for _ in FIELDS]
     seen: set[tuple[int, MultimodalItem]] = set()
     ends = torch.tensor(table["length"].to_pylist()).cumsum(0).tolist()
     for group, begin, end in zip(table["group"].to_pylist(), [0, *ends], ends):
@@ -54,7 +55,7 @@ def with_pictures(table: pa.Table, pictures: MultimodalItems | None) -> pa.Table
         forms, features, images = zip(*map(_packed, new)) if new else ((), (), ())
         for column, value in zip(columns, (keys, places, forms, features, images), strict=True):
             column.append(value)
-    for field, column in zip(_FIELDS, columns, strict=True):
+    for field, column in zip(FIELDS, columns, strict=True):
         table = table.append_column(field, pa.array(column, type=field.type))
     return table
 
@@ -77,20 +78,20 @@ def _png(picture: MultimodalItem) -> bytes:
 
 
 def recorded_pictures(table: pa.Table) -> MultimodalItems | None:
-    """Return what the tokens of a table's sequences show; None where none shows anything.
+    """Return the pictures of the tokens of a table's sequences; None if there are none.
 
     Args:
         table: whole groups; their greedy rows may be left out.
-    Raises: ValueError for what no run records.
+    Raises: ValueError for values that no run records.
     """
     if _SHOWN.name not in table.column_names or not table.num_rows:
         return None
     known: dict[str, MultimodalItem] = {}
     parts: list[MultimodalItems | None] = []
     lengths = table["length"].to_pylist()
-    for row, length in zip(table.select([f.name for f in _FIELDS]).to_pylist(), lengths):
+    for row, length in zip(table.select([f.name for f in FIELDS]).to_pylist(), lengths):
         shown, places, forms, features, _images = row.values()
-        if shown is None:  # of a replica that showed nothing
+        if shown is None:  # a sequence of a replica without pictures
             parts.append(None)
             continue
         for form, data in zip(forms, features, strict=True):
@@ -105,24 +106,19 @@ def recorded_pictures(table: pa.Table) -> MultimodalItems | None:
     return MultimodalItems.concat(parts, lengths)
 
 
-def recorded_fields() -> Sequence[pa.Field]:
-    """Return the columns that pictures have in a table of sequences."""
-    return _FIELDS
-
-
 def _checked(text: str) -> dict[str, Any]:
-    """Return a picture's form. Raises: ValueError for what no run records."""
+    """Return a picture's form. Raises: ValueError for a form that no run records."""
     form = json_object(text, place="a picture's form")
     count = form.get("num_tokens")
     features = form.get("features")
     is_counted = type(count) is int and 0 <= count < 2**31
     if not is_counted or not isinstance(form.get("key"), str) or not isinstance(features, dict):
         raise ValueError(f"a picture's form is {text!r:.100}")
-    for told in features.values():
-        dtype, shape = told
+    for feature in features.values():
+        dtype, shape = feature
         sizes = [type(size) is int and 0 <= size < 2**40 for size in shape]
         if not isinstance(getattr(torch, dtype, None), torch.dtype) or not all(sizes):
-            raise ValueError(f"a picture's feature is {told!r:.100}")
+            raise ValueError(f"a picture's feature is {feature!r:.100}")
     return form
 
 
@@ -133,11 +129,11 @@ def _unpacked(form: Mapping[str, Any], data: bytes) -> MultimodalItem:
 
 
 class Preview(bytes):
-    """What people are shown of a picture: PNG; empty where its image is not known."""
+    """A picture for people: PNG; empty if its image is not known."""
 
     @property
     def label(self) -> str:
-        """Return a mark for it among text."""
+        """Return the text that marks its place."""
         if len(self) < 24:
             return "image"
         width, height = struct.unpack(">II", self[16:24])
@@ -145,7 +141,7 @@ class Preview(bytes):
 
     @property
     def html(self) -> str:
-        """Return it as a part of a page."""
+        """Return it as HTML."""
         if not self:
             return f"[{self.label}]"
         name = self.label
@@ -154,18 +150,18 @@ class Preview(bytes):
 
 
 def picture_previews(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, Preview | None]]:
-    """Return what is to be seen at the tokens of each row of a group.
+    """Return what people see at the tokens of each row of a group.
 
-    Returns: {position: the picture that begins there; None for the rest of its tokens}; empty of
-        rows that show nothing.
+    Returns: {position: the picture that begins there; None for its other tokens}; empty for rows
+        without pictures.
     """
     known: dict[str, tuple[int, Preview]] = {}
     for row in rows:
         for form, png in zip(row.get(_FORMS.name) or (), row.get(_IMAGES.name) or ()):
-            told = _checked(form)
+            checked = _checked(form)
             if png and not png.startswith(_PNG):
                 raise ValueError(f"an image of {len(png)} bytes is no PNG")
-            known[told["key"]] = told["num_tokens"], Preview(png)
+            known[checked["key"]] = checked["num_tokens"], Preview(png)
     found: list[dict[int, Preview | None]] = []
     for row in rows:
         pngs = {}

@@ -145,7 +145,7 @@ def _answers(
 ) -> Iterator[str]:
     import torch
 
-    from spmdrl.data.attachments import column_of, files_of
+    from spmdrl.data.attachments import ImageFiles, row_images
     from spmdrl.data.templates import encode_prompt
     from spmdrl.model.multimodal import image_inputs
 
@@ -159,8 +159,8 @@ def _answers(
             template=of_typed if template == "typed" else template,
             tools=row.get("tools"),
             where=f"question {index}",
-            held=column_of(row, where=f"question {index}"),
-            files=files_of(folder=images_in),
+            held=row_images(row, where=f"question {index}"),
+            files=ImageFiles(folder=images_in),
         )
         if not tokens:
             raise Refusal(f"question {index} has no tokens; give it some text")
@@ -175,7 +175,7 @@ def _load(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     """Return a folder's model and tokenizer; those of one that sees, with its image reader."""
     from transformers import AutoConfig
 
-    from spmdrl.data.attachments import give_reader
+    from spmdrl.data.attachments import attach_image_reader
     from spmdrl.data.tokenizer import read_tokenizer
     from spmdrl.model.transformers_internals import class_of
 
@@ -184,7 +184,7 @@ def _load(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         model = class_of(config).from_pretrained(folder, trust_remote_code=False).eval()
     tokenizer = read_tokenizer(str(folder))
-    give_reader(Config(model=ModelSettings(path=str(folder))), tokenizer)
+    attach_image_reader(Config(model=ModelSettings(path=str(folder))), tokenizer)
     return model, tokenizer
 
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.config.data import Split
-from spmdrl.data.attachments import holds_some, reads
+from spmdrl.data.attachments import may_hold_images, reads_images
 from spmdrl.data.plain_ids import encode_plain
 from spmdrl.data.rows import prompt_of
 from spmdrl.data.sources import load_rows
@@ -81,7 +81,7 @@ class Reencoder:
             self._rows[split] = load_rows(self.cfg, split=split)
         rows = self._rows[split]
         row = rows[index]
-        if holds_some(row):
+        if may_hold_images(row):
             raise Refusal(
                 f"{rows.where(index)}: holds more than text, and a reward model with another "
                 "tokenizer is shown text alone; take one with the policy's tokenizer"
@@ -160,7 +160,7 @@ def check_other_tokenizer(cfg: Config, folder: Path, *, vocab_size: int, row: di
         raise Refusal(
             f"its tokenizer has the token {highest}, and it embeds {vocab_size}; give it its own"
         )
-    if reads(load_tokenizer(cfg)):
+    if reads_images(load_tokenizer(cfg)):
         raise Refusal(
             "its tokenizer is not the policy's, which sees, and what that is shown is not put into "
             f"its words; take one with the policy's tokenizer{instead(cfg.model.path)}"
