@@ -363,7 +363,7 @@ def test_a_model_that_sees_needs_its_processor(tmp_path, damage):
             del options["processor_class"]
         file.write_text(json.dumps(options))
     path = jsonl(tmp_path, dict(prompt="hi"))
-    with pytest.raises(Refusal, match="model.path: no image processor .*it was made of$"):
+    with pytest.raises(Refusal, match="model.path: no image processor .*from the original model$"):
         load_tokenizer(config(folder, path))
 
 
