@@ -14,9 +14,9 @@ from test_commands import spmdrl
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from vlm import noise, reader
 
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.tools.commands.create_model import TowerSizes, create_model
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 
 ARCHITECTURES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3", "mistral")
 SMALL = dict(hidden_size=64, layers=2, heads=2, kv_heads=2, intermediate=96, max_positions=128)

@@ -9,12 +9,12 @@ import pytest
 from built import changed, examples, made
 from hypothesis import strategies as st
 
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.examples import SupervisedSource, example_source, row_kind
 from spmdrl.data.imitation import encode_example
 from spmdrl.data.prompt_order import Order
 from spmdrl.data.prompts import PromptSource, check_context
 from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}

@@ -163,7 +163,7 @@ def test_a_column_to_rename_that_is_missing_or_would_hide_another_is_refused(tmp
     with refused(f"{file}:3", "{prompt: question}", "no column 'question'", "query, n"):
         read_rows(file, rules=RowRules(columns={"prompt": "question"}))
     file = write_jsonl(tmp_path / "b.jsonl", [{"question": "x", "prompt": "y"}])
-    with refused(f"{file}:1", "a column 'prompt' besides", "{own_prompt: prompt}"):
+    with refused(f"{file}:1", "also has a column 'prompt'", "{own_prompt: prompt}"):
         read_rows(file, rules=RowRules(columns={"prompt": "question"}))
     (row,) = read_rows(file, rules=RowRules(columns={"prompt": "question", "own_prompt": "prompt"}))
     assert row == {"prompt": "x", "own_prompt": "y"}

@@ -17,7 +17,6 @@ from spmdrl import config
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, SourceSettings
 from spmdrl.credit import sequence_advantages
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.examples import SupervisedSource
 from spmdrl.data.prompt_order import WeightedOrder
 from spmdrl.data.prompts import PromptSource
@@ -25,6 +24,7 @@ from spmdrl.data.sources import Chain
 from spmdrl.rollout.recordings import find_recorded, read_table
 from spmdrl.tools.commands.evaluate import evaluation_config
 from spmdrl.tools.foreign_code import named_code
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 from spmdrl.types import Batch, Prompt
 from spmdrl.workers.pool import RewardPool
 

@@ -13,11 +13,11 @@ import pytest
 from built import made, refused
 
 from spmdrl.data import row_files, streamed
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.examples import SupervisedSource
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.rows import RowRules, read_rows
 from spmdrl.data.streamed import stream_rows
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 
 PLAIN = character_tokenizer()
 

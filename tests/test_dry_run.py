@@ -241,8 +241,8 @@ def test_tools_are_refused_where_the_template_shows_none(tmp_path):
 
 @pytest.mark.parametrize(("rank", "is_shown"), [("", True), ("0", True), ("1", False)])
 def test_rows_that_take_long_show_a_bar_on_one_rank(rank, is_shown, monkeypatch, capsys):
-    monkeypatch.setattr(prompts, "_QUIET_S", 0)
+    monkeypatch.setattr(prompts, "_BAR_AFTER_S", 0)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
-    assert [*prompts._shown(range(3), what="a.jsonl:1")] == [0, 1, 2]
-    assert ("rows of a.jsonl held against the limit" in capsys.readouterr().err) == is_shown
+    assert [*prompts._with_bar(range(3), what="a.jsonl:1")] == [0, 1, 2]
+    assert ("measuring rows of a.jsonl" in capsys.readouterr().err) == is_shown

@@ -12,9 +12,9 @@ from built import made, refused
 
 from spmdrl.check.inputs import input_problems
 from spmdrl.config import SourceSettings
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.rows import RowRules, read_rows
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 
 CARD = """\
 ---

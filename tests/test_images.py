@@ -18,11 +18,11 @@ from PIL import Image
 from vlm import noise, seeing_model
 
 from spmdrl.config.data import ImageSettings
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.vision.images import ImageFiles
 from spmdrl.errors import Refusal
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 
 SPOKEN = [{"role": "user", "content": "see <image>?"}]
 

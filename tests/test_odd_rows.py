@@ -18,10 +18,10 @@ import pytest
 from built import made
 from test_odd_settings import counts, says
 
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.examples import example_source
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.rows import read_rows
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)
 USER, REPLY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}

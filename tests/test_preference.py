@@ -24,7 +24,6 @@ from spmdrl.algorithms import registry
 from spmdrl.check.settings import validate
 from spmdrl.config import AlgorithmSettings, Config, LayoutSettings
 from spmdrl.credit import advantages_of
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.examples import LabelledSource, PairSource
 from spmdrl.data.rows import RowRules, pair_of, read_rows
 from spmdrl.data.tasks import GeneratedRows
@@ -33,6 +32,7 @@ from spmdrl.exchange import exchange
 from spmdrl.rollout.row_source import RowSource
 from spmdrl.tools.commands.create_model import create_model
 from spmdrl.tools.commands.export import export
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 from spmdrl.train.objectives.objective_loss import needed_columns
 
 PLAIN, CHAT = character_tokenizer(), character_tokenizer(chat_template=True)
@@ -135,7 +135,7 @@ FINE = {"prompt": "p", "chosen": "a", "rejected": "b"}
         (FINE | {"rejected": []}, "pair", ["`rejected`", "not empty"]),
         ({"chosen": "12 a", "rejected": "12"}, "pair", ["`rejected` is empty after the prompt"]),
         ({"chosen": "a", "rejected": "b"}, "pair", ["no `prompt`", "begin alike"]),
-        (FINE | {"chosen": [GOOD]}, "pair", ["one form"]),
+        (FINE | {"chosen": [GOOD]}, "pair", ["must both be text or both be lists"]),
         (FINE | {"chosen": 3}, "pair", ["column 'chosen': expected text", "3"]),
         (FINE | {"margin": "much"}, "pair", ["`margin` must be a number", "much"]),
         (FINE | {"chosen": [{"role": "user"}]}, "pair", ["message 0", "content"]),

@@ -11,7 +11,6 @@ from drawn import completion
 from hypothesis import strategies as st
 
 from spmdrl.check.settings import validate
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.templates import encode_prompt
 from spmdrl.data.tokenizer import load_tokenizer, with_template_options
@@ -20,6 +19,7 @@ from spmdrl.environments.tool_calls import hermes, make_parser
 from spmdrl.environments.tools import make_tools
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.episode import Trajectory
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 
 FAMILIES = ("qwen", "llama3", "gemma")
 TOOLS = [tool.description for tool in make_tools(["calculator"]).values()]

@@ -11,12 +11,12 @@ from built import made
 from PIL import Image
 from vlm import seeing_model
 
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.prompts import PromptSource, held_out_prompts
 from spmdrl.data.tasks import make_task
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.vision.shapes_task import _COLOURS, Shapes
 from spmdrl.errors import Refusal
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 
 MIXED = dict(kind="digits+count+colour+form+compare", most=4, side=84, forms=3, jitter=2)
 OPTIONS = [

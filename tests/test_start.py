@@ -20,13 +20,13 @@ import train as program
 from spmdrl.check import dry_run, inputs
 from spmdrl.check.inputs import check_inputs
 from spmdrl.config import Config
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.errors import Refusal
 from spmdrl.imports import in_child
 from spmdrl.rewards.columns import function_problems, row_kinds
 from spmdrl.rollout import make_source
 from spmdrl.same_run.differences import config_of
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 from spmdrl.workers.environment_jobs import check_environment
 from spmdrl.world.world import World
 

@@ -61,6 +61,15 @@ def reads_images(tokenizer: PreTrainedTokenizerBase) -> bool:
     return _reader_of(tokenizer) is not None
 
 
+def plain_token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of plain text after the tokenizer's opening special tokens (bos)."""
+    tokens = tokenizer(text)["input_ids"]
+    # Some tokenizers close every text with eos, and nothing can continue it.
+    if tokens and tokens[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        tokens = tokens[:-1]
+    return tokens
+
+
 def with_items(table: pa.Table, multimodal: MultimodalItems | None) -> pa.Table:
     """Return a table of sequences with columns for the items of their tokens, each item once in its
     group. Without items the table stays as it is.
@@ -159,13 +168,12 @@ class MultimodalEncoder:
             end: text to append, which holds no place of an image.
         Raises: Refusal as `encode`, and if images and their places differ in number.
         """
-        from spmdrl.data.plain_ids import encode_plain
         from spmdrl.model_inputs import TokenIds
 
         self.check(images)
         reader = _reader_of(self.tokenizer)
         if reader is None:
-            return TokenIds(encode_plain(text + end, self.tokenizer)), text + end
+            return TokenIds(plain_token_ids(text + end, self.tokenizer)), text + end
         placeholder = reader.marked_placeholder()
         text = with_placeholders(text, images, placeholder=placeholder, where=self.where) + end
-        return encode_plain("", self.tokenizer) + self.encode(text, images), text
+        return plain_token_ids("", self.tokenizer) + self.encode(text, images), text

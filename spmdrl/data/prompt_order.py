@@ -1,4 +1,4 @@
-"""Which rows each step takes: a pure function of (seed, epoch), and of step where sources have
+"""Which rows each step takes: a pure function of (seed, epoch), and of the step if sources have
 weights."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy
 from spmdrl.errors import Refusal
 
 _PERIOD = 10_000
-"""Places after which the pattern of sources repeats: shares are exact to one in so many."""
+"""Places after which the pattern of sources repeats, so that shares are exact to 1 in 10,000."""
 
 
 class RowOrder:
@@ -34,14 +34,14 @@ class RowOrder:
 
 
 class Order(RowOrder):
-    """Which rows each step takes: epoch after epoch, each a permutation by (seed, epoch).
+    """Epoch after epoch, each a permutation by (seed, epoch).
 
-    A step that crosses the end of an epoch goes on into the next, so that every row is taken
+    A step that crosses the end of an epoch continues in the next, so that every row is taken
     equally often.
 
     Args:
-        source: number of the source whose rows these are, which keeps their order apart from that
-            of others; None where there is one order for all.
+        source: number of the source with these rows, so that sources have different orders; None
+            if all sources share one order.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Order(RowOrder):
 
 
 class WeightedOrder(RowOrder):
-    """Which rows each step takes of sources that have weights.
+    """The order of sources that have weights.
 
-    Every step has of each source as near its share as whole rows can be, in random places; each
+    Every step has each source's share of its rows, to the nearest row, in random places. Each
     source goes through its rows in an order of its own, epoch after epoch.
 
     Args:
-        sizes: rows of each source; their positions follow each other.
+        sizes: rows of each source; positions count one source after the other.
         weights: of each, above 0.
         names: of the sources, for messages.
     """
@@ -91,7 +91,7 @@ class WeightedOrder(RowOrder):
     ):
         super().__init__(sum(sizes), per_step=per_step, seed=seed, shuffle=shuffle)
         self._pattern = _pattern(weights)
-        # [place, source]: how many of the period's places before it are of a source.
+        # [place, source]: how many places of the period before this one are of a source.
         taken = numpy.eye(len(sizes), dtype=numpy.int64)[self._pattern].cumsum(0)
         self._before = numpy.concatenate([numpy.zeros((1, len(sizes)), numpy.int64), taken])
         self._begins = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -135,7 +135,7 @@ class WeightedOrder(RowOrder):
         ]
 
     def _most_per_step(self) -> list[int]:
-        """Return the most rows that a step can have of each source."""
+        """Return the largest number of rows that a step can have of each source."""
         begins = numpy.arange(_PERIOD)
         periods, rest = numpy.divmod(begins + self.per_step, _PERIOD)
         after = periods[:, None] * self._before[-1] + self._before[rest]
@@ -143,8 +143,8 @@ class WeightedOrder(RowOrder):
 
 
 def _pattern(weights: Sequence[float]) -> numpy.ndarray:
-    """Return the source of each place of a period, [places] int64: always the one that is furthest
-    behind its share."""
+    """Return the source of each place of a period, [places] int64: always the source that lacks
+    most of its share."""
     shares = numpy.asarray(weights, numpy.float64) / sum(weights)
     found: numpy.ndarray = numpy.zeros(_PERIOD, numpy.int64)
     counts = numpy.zeros(len(shares))

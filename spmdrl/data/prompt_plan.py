@@ -1,9 +1,9 @@
-"""Which rows a step takes and how long they are expected to be: fixed some steps before.
+"""Plans, some steps ahead, which rows a step takes and how long their responses will be.
 
-What earlier steps measured is known to all ranks alike after the exchange of a batch, but the
-prompts of a step may be drawn ahead of it, by replicas at different times. So a step is planned
-`horizon` steps before it is trained on, from what was known then. A plan is a function of seed,
-step and the gathered numbers, never of a rank or of timing.
+After the exchange of a batch all ranks know the same measurements, but replicas may draw the
+prompts of a step earlier, and at different times. So a step is planned `horizon` steps before it is
+trained on, from the measurements up to then. A plan is a function of seed, step and the gathered
+numbers, never of a rank or of timing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spmdrl.errors import Refusal
 from spmdrl.types import Scalars
 
 _SETTLED_MARGIN = 0.05
-_NEW = 0.5  # share of a new visit in a running mean: a row is seen a few times in a run
+_NEW = 0.5  # weight of a new value in a running mean: a run visits a row only a few times
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class PromptPlan:
     rows: tuple[int, ...]
     """Positions among the usable rows."""
     lengths: tuple[float, ...]
-    """Expected sampled tokens of a response, of each; 0 where nothing was measured yet."""
+    """Expected sampled tokens of a response to each; 0 if nothing was measured yet."""
     passed_over: int = 0
-    """Prompts whose turn came and that were left for later, for this step."""
+    """Prompts that were next in the order and were left for a later epoch."""
     measured: int = 0
     """Rows of the data whose pass rate is known."""
     settled: int = 0
@@ -44,17 +44,17 @@ class PromptPlan:
 
 @dataclass
 class Measured:
-    """Running means by row of the data, and of all rows together."""
+    """Running means of each row of the data, and of all rows."""
 
     rates: dict[int, float] = field(default_factory=dict)
-    """Share of samples that were right; rows whose rewards all failed are not in it."""
+    """Share of samples that were right; without rows whose rewards all failed."""
     lengths: dict[int, float] = field(default_factory=dict)
     """Sampled tokens of a response."""
     length: float = 0.0
     """The same over all rows."""
 
     def observe(self, scalars: Scalars) -> None:
-        """Take in a batch, group after group."""
+        """Add the measurements of a batch, group after group."""
         is_right = scalars.rewards >= RIGHT_AT - ROUNDING
         columns = (
             scalars.group_ids,
@@ -74,7 +74,7 @@ class Measured:
         self.length = mean if not self.length else self.length + _NEW * (mean - self.length)
 
     def is_settled(self, row: int) -> bool:
-        """Whether the policy always or never solves a row, as far as is known."""
+        """Return whether the policy always or never solves a row, as far as is known."""
         rate = self.rates.get(row, 0.5)
         return not _SETTLED_MARGIN <= rate <= 1 - _SETTLED_MARGIN
 
@@ -86,18 +86,18 @@ def _move(means: dict[int, float], row: int, value: float) -> None:
 def choose(
     order: RowOrder, cursor: int, *, is_settled: Callable[[int], bool], keep: float
 ) -> tuple[list[int], int, int]:
-    """Take the next rows of the order, passing over most of those that are settled.
+    """Take the next rows of the order, but pass over most settled rows.
 
-    A settled row is taken with probability `keep` when its turn comes, so that it is measured
-    again now and then; no row is lost, and the others keep their order.
+    A settled row is taken with probability `keep`, so that it is measured again now and then. No
+    row is lost, and the others keep their order.
 
     Source: as GRESO's pre-rollout filter (arXiv 2506.02177), whose probability depends on how
         often a prompt's rewards were alike; the fixed share and the pass rate are the habit of
         difficulty pools. That prompts at 0 or 1 give no gradient: arXiv 2503.14476, section 3.2.
     Args:
-        cursor: place in the endless order to go on from.
-        is_settled: of a position among the usable rows.
-    Returns: row positions, none twice; the new cursor; and how many were passed over. Where two
+        cursor: place in the endless order to begin at.
+        is_settled: takes a position among the usable rows.
+    Returns: row positions, none twice; the new cursor; and how many were passed over. If two
         epochs do not fill a step, rows that were passed over fill it.
     """
     taken: list[int] = []
@@ -118,14 +118,14 @@ def _coin(seed: int, cursor: int) -> float:
 
 
 class PromptPlanner:
-    """Plans of the steps, in order, each from what was measured `horizon` steps before it.
+    """Plans steps in order, each from the measurements up to `horizon` steps before it.
 
     Args:
         order: of the rows.
         kept: index in the data of each usable row.
-        horizon: steps, at least 1; 0 plans any step at any time, from nothing measured.
-        keep: probability that a settled row is taken when its turn comes; 1 takes all alike.
-        history: steps to remember plans for, behind the last that was observed.
+        horizon: steps, at least 1; 0 plans any step at any time, without measurements.
+        keep: probability that a settled row is taken when it is next; 1 takes all rows.
+        history: steps before the last observed one whose plans are kept.
     """
 
     def __init__(
@@ -137,14 +137,15 @@ class PromptPlanner:
         keep: float = 1.0,
         history: int = 0,
     ):
-        assert keep == 1 or horizon, "a curriculum needs what was measured"
+        assert keep == 1 or horizon, "a curriculum needs measurements"
         self.order = order
         self.horizon = horizon
         self.keep = keep
         self.history = history
         self._kept = kept
         self.measured = Measured()
-        self._cursor = self._planned = 0  # in the order; steps
+        self._cursor = 0  # place in the order
+        self._planned = 0  # steps
         self._plans: dict[int, PromptPlan] = {}
         self._plan_until(horizon)
 
@@ -157,7 +158,7 @@ class PromptPlanner:
         return self._plans[step]
 
     def observe(self, scalars: Scalars, *, step: int) -> None:
-        """Take in what the batch of `step` came to, and plan what follows from it."""
+        """Add the measurements of the batch of `step`, and plan the steps that waited for them."""
         if not self.horizon:
             return
         self.measured.observe(scalars)
@@ -190,7 +191,7 @@ class PromptPlanner:
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was measured and planned as tensors and plain values."""
+        """Return measurements and plans as tensors and plain values."""
         known = self.measured
         rows = sorted(known.lengths)
         return {
@@ -210,11 +211,11 @@ class PromptPlanner:
     def load_state_dict(
         self, state: dict[str, Any], *, step: int, allow_change: bool = False
     ) -> None:
-        """Go on from what `state_dict` returned before `step`.
+        """Continue from a `state_dict` that was saved before `step`.
 
         Args:
-            allow_change: plan from `step` on again if data.train has another number of rows.
-        Raises: Refusal if it has, and that is not allowed.
+            allow_change: if data.train has another number of rows now, plan again from `step` on.
+        Raises: Refusal if it has another number of rows and that is not allowed.
         """
         num_rows = self.order.num_rows
         if state["num_rows"] != num_rows and not allow_change:

@@ -1,4 +1,4 @@
-"""Prompts of each step, a pure function of (seed, step): no rank tells another what to take."""
+"""Prompts of each step, a pure function of (seed, step), so that ranks need not communicate."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ from spmdrl.model_inputs import TokenIds
 from spmdrl.types import Prompt
 from spmdrl.world.launch import known_rank
 
-# So many first rows are tokenised at start; of a generated task no others are looked at, which are
-# all alike, nor of a file that stays on disk, whose rows are checked when their turn comes.
+# Rows of a source that are always tokenised at start. The other rows of a generated task are like
+# these; the other rows of a file on disk are checked when a step takes them.
 _TRIED_ROWS = 256
-_CACHED_SEEN = 64
-_QUIET_S = 2.0
-"""So long rows are measured without a bar."""
+_CACHED_WITH_IMAGES = 64
+_BAR_AFTER_S = 2.0  # of measuring rows
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How long a row may be, and what becomes of one that is longer."""
+    """How long a row may be, and what happens to a longer one."""
 
     limit: int
     """Tokens."""
     field: str
-    """The config field that sets the limit, for messages."""
+    """The config field with the limit, for messages."""
     overlong: str
     """`error` or `drop`."""
     can_be_raised: bool = True
-    """Whether `field` is one that a user sets."""
+    """Whether a user sets `field`."""
 
     def check(self, rows: SourcesRows, index: int, *, length: int) -> None:
-        """Raise Refusal naming a row that is too long, tokens."""
+        """Raise Refusal naming the row if its `length`, in tokens, is above the limit."""
         if length > self.limit:
             raise Refusal(
                 f"{rows.where(index)}: {length} tokens, above {self.field} = {self.limit}; "
@@ -58,10 +57,10 @@ class Fit:
 
         Args:
             measure: returns the length of a row in tokens.
-        Returns: indices of the rows to use, source by source. Behind the first 256 rows of one
-            those whose bytes already fit are not tokenised, so that opening a large file stays
-            cheap.
-        Raises: Refusal naming the first overlong row, or when a source has none left.
+        Returns: indices of the rows to use, source by source. After the first 256 rows of a
+            source, rows are not tokenised if their bytes are few enough, so that a large file
+            opens quickly.
+        Raises: Refusal naming the first row that is too long, or a source with no row left.
         """
         parts = range(len(rows.parts))
         return Chain([self._usable_of(rows, part, measure=measure) for part in parts])
@@ -73,9 +72,9 @@ class Fit:
         is_sampled = not rows.parts[part].is_held and self.overlong == "error"
         scanned = own[:_TRIED_ROWS] if is_sampled else own
         kept = []
-        for i in _shown(scanned, what=rows.where(own.start)):
-            is_left = i - own.start >= _TRIED_ROWS and self._is_left(rows[i])
-            length = 0 if is_left else measure(i)
+        for i in _with_bar(scanned, what=rows.where(own.start)):
+            is_tried = i - own.start < _TRIED_ROWS
+            length = measure(i) if is_tried or self._must_measure(rows[i]) else 0
             if self.overlong == "error":
                 self.check(rows, i, length=length)
             if length <= self.limit:
@@ -87,21 +86,24 @@ class Fit:
             )
         return own if len(kept) == len(scanned) else kept
 
-    def _is_left(self, row: dict) -> bool:
-        """Return whether a row need not be tokenised at start: its bytes fit; or it holds
-        attachments, of which a file may have very many, and is checked when its turn comes."""
+    def _must_measure(self, row: dict) -> bool:
+        """Return whether a row must be tokenised at start.
+
+        It need not if its bytes are few enough. A row with images, of which a file may have very
+        many, is checked when a step takes it, unless it may have to be dropped.
+        """
         if may_hold_images(row):
-            return self.overlong == "error"
-        return _text_bytes(row) <= self.limit
+            return self.overlong == "drop"
+        return _text_bytes(row) > self.limit
 
 
-def _shown(indices: Sequence[int], *, what: str) -> Iterable[int]:
-    """Return indices, which show a bar with the time left where they take long, on rank 0."""
+def _with_bar(indices: Sequence[int], *, what: str) -> Iterable[int]:
+    """Return indices that show a progress bar on rank 0 if they take long."""
     return tqdm(
         indices,
-        desc=f"rows of {what.rpartition(':')[0] or what} held against the limit",
+        desc=f"measuring rows of {what.rpartition(':')[0] or what}",
         unit=" rows",
-        delay=_QUIET_S,
+        delay=_BAR_AFTER_S,
         mininterval=0.5 if sys.stderr.isatty() else 5,
         disable=known_rank() not in ("0", "?"),
         leave=False,
@@ -109,12 +111,11 @@ def _shown(indices: Sequence[int], *, what: str) -> Iterable[int]:
 
 
 def _text_bytes(row: dict) -> int:
-    """Return an upper bound on the tokens of a row under a tokenizer whose tokens cover at
-    least one byte each: its UTF-8 bytes plus allowances for special tokens and templates."""
+    """Return an upper bound on the tokens of a row: its UTF-8 bytes, since a token covers at least
+    one byte, plus an allowance for special tokens and templates."""
     names = ("prompt", "messages", "completion", "answer", "text", "tools", "chosen", "rejected")
-    columns = [row.get(c) for c in names]
-    total = 512  # a template's own system prompt
-    for value in columns:
+    total = 512  # for a system prompt in the template
+    for value in map(row.get, names):
         if isinstance(value, str):
             total += len(value.encode())
         elif value is not None:
@@ -124,14 +125,14 @@ def _text_bytes(row: dict) -> int:
 
 
 def cached_rows(rows: SourcesRows, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return of how many rows to keep what was made: few where it holds what was prepared."""
-    return _CACHED_SEEN if reads_images(tokenizer) else rows.cache_size
+    """Return how many processed rows to keep: few if they may hold prepared images."""
+    return _CACHED_WITH_IMAGES if reads_images(tokenizer) else rows.cache_size
 
 
 def make_order(cfg: Config, kept: Chain) -> RowOrder:
-    """Return which of the usable rows each step takes.
+    """Return the order in which steps take the usable rows.
 
-    Raises: Refusal where a step would repeat rows.
+    Raises: Refusal if a step would repeat rows.
     """
     sources = cfg.data.sources("train")
     per_step = cfg.batch.prompts_per_step
@@ -148,7 +149,7 @@ def make_order(cfg: Config, kept: Chain) -> RowOrder:
 
 
 class _Encoder:
-    """Prompts of rows, and which rows fit."""
+    """Turns rows into prompts, and finds the rows that fit."""
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
         self.cfg = cfg
@@ -170,7 +171,7 @@ class _Encoder:
     def _tokens(self, rows: SourcesRows, index: int) -> tuple[TokenIds, str, dict]:
         row = rows[index]
         where = rows.where(index)
-        row_sampling(row, self.cfg, where=where)  # refuses what cannot be
+        row_sampling(row, self.cfg, where=where)  # raises Refusal for invalid values
         tokens, text = encode_prompt(
             prompt_of(row),
             self.tokenizer,
@@ -199,9 +200,9 @@ def held_out_prompts(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Pr
 
 
 def _check_column(cfg: Config, rows: SourcesRows) -> None:
-    """Look at what rows of data.train say of their own sampling, of those on disk at the first.
+    """Check the sampling column of data.train; of a file on disk, in its first rows.
 
-    Raises: Refusal for what cannot be, and for a column that no row has.
+    Raises: Refusal for invalid values, and for a column that no row has.
     """
     found = False
     for part, own in enumerate(rows.parts):
@@ -222,11 +223,11 @@ def _check_column(cfg: Config, rows: SourcesRows) -> None:
 
 
 class PromptSource:
-    """Prompts of each step and of the held-out set, tokenised when first asked for.
+    """Prompts of each step and of the held-out set, tokenised when they are first needed.
 
     Raises (on construction): Refusal for unreadable or empty data, a row without a prompt
-        (file and line), a prompt above data.max_prompt_tokens under overlong_prompts=error, a
-        missing chat template where a row needs one.
+        (file and line), a prompt above data.max_prompt_tokens under overlong_prompts=error, or a
+        row that needs a chat template when there is none.
     """
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
@@ -273,12 +274,11 @@ def check_context(
 ) -> None:
     """Check that the longest sequence and the tokenizer's ids fit the model.
 
-    Where nothing is sampled the rows are as long as they are: those that the model has no positions
-    for are found when data.train is opened.
+    If nothing is sampled, rows that are too long for the model are found when data.train is opened.
 
     Args:
-        max_positions: tokens of a sequence; None for any number.
-
+        max_positions: tokens that a sequence may have in the model; None for any number.
+        vocab_size: rows of the model's embedding; None if that is not known.
     Raises: Refusal with the arithmetic.
     """
     prompt = cfg.data.max_prompt_tokens

@@ -1,4 +1,4 @@
-"""What the columns of a row hold, as plain data of bounded size and depth."""
+"""The values of a row as plain data, of bounded size and depth."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from spmdrl.data.attachments import COLUMNS
 from spmdrl.errors import Refusal
 
 ROW_BYTES = 16 * 2**20
-"""Of one row, unless data.max_row_mib says otherwise."""
-_DEEPEST = 64
-_PLAIN_BYTES = 8  # of a number; a container's own
+"""Of one row; the default of data.max_row_mib."""
+_MAX_DEPTH = 64
+_VALUE_BYTES = 8  # that a number or a container counts
 
 
 def plain_row(row: Any, *, place: str, max_bytes: int = ROW_BYTES) -> dict:
-    """Return a row as texts, numbers, booleans, None, lists and mappings; dates and decimals, which
-    parquet has, become texts. Bytes stay where they are an attachment's.
+    """Return a row as texts, numbers, booleans, None, lists and mappings.
+
+    Dates and decimals of parquet become texts. Bytes of attachments stay bytes.
 
     Args:
         place: origin of the row, for messages.
-        max_bytes: of the row's texts, and 8 for each other value.
-    Raises: Refusal naming the column, for a row that is no mapping, too large or too deep, half a
-        character, bytes, and what is no plain data.
+        max_bytes: of the row; a text counts its UTF-8 bytes, any other value 8.
+    Raises: Refusal naming the column, for a row that is no mapping, is too large or nested too
+        deep, or holds a lone surrogate, bytes, or a value of another type.
     """
     if not isinstance(row, dict):
         raise Refusal(f"{place}: a row is a JSON object with columns, got {shown(row)}")
@@ -43,9 +44,9 @@ def renamed(row: dict, columns: Mapping[str, str], *, place: str) -> dict:
     """Return a row with its columns renamed.
 
     Args:
-        columns: {new name: name in the file}, as data.columns; one of the file's may get several.
+        columns: {new name: name in the file}, as data.columns; a column may get several names.
         place: origin of the row, for messages.
-    Raises: Refusal for a column that the row does not have, and a new name that it has already.
+    Raises: Refusal for a column that the row does not have, and for a new name that it already has.
     """
     if not columns:
         return row
@@ -54,24 +55,24 @@ def renamed(row: dict, columns: Mapping[str, str], *, place: str) -> dict:
             raise Refusal(
                 f"{place}: data.columns: {{{new}: {old}}}: the row has no column {shown(old)}; its "
                 f"columns are {', '.join(map(str, row)) or '(none)'}"
-                + (f"; the name here comes first, {{{old}: {new}}}" if new in row else "")
+                + (f"; write the new name first, {{{old}: {new}}}" if new in row else "")
             )
     kept = {name: value for name, value in row.items() if name not in columns.values()}
     if twice := kept.keys() & columns.keys():
         new = min(twice)
         raise Refusal(
-            f"{place}: data.columns: {{{new}: {columns[new]}}}: the row has a column {shown(new)} "
-            f"besides; give that one another name too, e.g. {{own_{new}: {new}}}"
+            f"{place}: data.columns: {{{new}: {columns[new]}}}: the row also has a column "
+            f"{shown(new)}; give that one another name too, e.g. {{own_{new}: {new}}}"
         )
     return {new: row[old] for new, old in columns.items()} | kept
 
 
 class _Walk:
-    """Walks through the value of one column.
+    """Walks through the value of one column and counts its bytes.
 
     Args:
         what: the column, for messages.
-        left: bytes that it may have, of the `most` of a row.
+        left: bytes that it may have, of the `most` that a row may have.
     """
 
     def __init__(self, what: str, left: int, most: int):
@@ -79,17 +80,17 @@ class _Walk:
         self.left = left
         self.most = most
         self.takes_bytes = False
-        """Whether the column may hold bytes, besides those that a mapping calls so."""
+        """Whether the column may hold bytes; a field `bytes` of a mapping may in any column."""
 
     def plain(self, value: Any, depth: int) -> Any:
         """Return a value of the column as plain data."""
         if isinstance(value, str):
             return self.text(value)
-        self._take(_PLAIN_BYTES)
+        self._take(_VALUE_BYTES)
         if value is None or isinstance(value, (bool, int, float)):
             return value
-        if depth >= _DEEPEST:
-            raise Refusal(f"{self.what} holds lists or mappings more than {_DEEPEST} deep")
+        if depth >= _MAX_DEPTH:
+            raise Refusal(f"{self.what} holds lists or mappings more than {_MAX_DEPTH} deep")
         if isinstance(value, bytes) and self.takes_bytes:
             self._take(len(value))
             return value
@@ -114,7 +115,7 @@ class _Walk:
         return self.plain(value, depth)
 
     def text(self, value: Any) -> str:
-        """Return a text, counted."""
+        """Count a text and return it."""
         if not isinstance(value, str):
             raise Refusal(f"{self.what}: names are texts, got {shown(value)}")
         if value.isascii():
@@ -125,7 +126,7 @@ class _Walk:
         except UnicodeEncodeError as error:
             raise Refusal(
                 f"{self.what} holds half of a character, {value[error.start]!r}, at "
-                f"{error.start + 1}: the text was cut within it, or wrongly decoded"
+                f"{error.start + 1}: the text was cut within a character, or decoded wrongly"
             ) from None
         return value
 
@@ -139,7 +140,7 @@ class _Walk:
 
 
 def shown(value: Any) -> str:
-    """Return a value for messages, of which there is no long one."""
+    """Return a value as a short text for messages."""
     if isinstance(value, int) and abs(value) > 10**40:
         return "a whole number of over 40 digits"
     if isinstance(value, (list, dict)):

@@ -3,8 +3,8 @@
 Accepted columns: verl's (`prompt`, `data_source`, `reward_model`, ...), TRL's (`prompt` plus
 anything), OpenAI's (`messages`), and for supervised training `prompt` with `completion` or
 `answer`, or `text`. For preferences: TRL's `prompt`, `chosen`, `rejected` (`prompt` may be left
-out, see `pair_of`; optional `margin`), or `prompt`, `completion`, `label`. Nothing heavy is
-imported: reward workers read rows through this module.
+out, see `pair_of`; optional `margin`), or `prompt`, `completion`, `label`. Reward workers import
+this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _MOST_MARGIN = 10**6
 
 
 class Rows:
-    """Rows in memory that know where they came from."""
+    """Rows in memory, each with its origin."""
 
     is_held = True
-    """Whether all rows are in memory, and were checked."""
+    """Whether all rows are in memory and were checked."""
 
     def __init__(self, rows: list[dict], *, places: list[str]):
         assert len(rows) == len(places)
@@ -113,7 +113,7 @@ _COLUMNS: dict[Need, tuple[str, ...]] = {
     "pair": ("chosen", "rejected"),
     "label": ("completion",),
 }
-"""Which columns are text or messages, besides `prompt`, where something is needed of a row."""
+"""Columns that hold text or messages, like `prompt`."""
 
 
 def _check_row(row: dict, *, need: Need, place: str) -> None:
@@ -127,45 +127,56 @@ def _check_row(row: dict, *, need: Need, place: str) -> None:
             raise Refusal(f"{where}: expected {form}, got {shown(value)}")
     if not isinstance(row.get("tools"), (list, type(None))):
         raise Refusal(f"{place}: column 'tools': expected a list, got {shown(row['tools'])}")
-    if need in ("pair", "label"):
-        read = pair_of if need == "pair" else label_of
-        read(row, place=place)
+    if need == "pair":
+        pair_of(row, place=place)
+    elif need == "label":
+        label_of(row, place=place)
+    elif need == "example":
+        _check_example(row, place=place)
+    else:
+        _check_prompt(row, place=place)
+
+
+def _check_example(row: dict, *, place: str) -> None:
+    if _is_text(row, place=place) or has_target(row, place=place):
         return
-    if need == "example" and (_is_text(row, place=place) or has_target(row, place=place)):
-        return
-    if need == "example":
-        raise Refusal(
-            f"{place}: the row has nothing to imitate; supervised rows have `messages` with an "
-            "assistant turn, `prompt` with `completion` or `answer`, or `text`; this one has "
-            f"columns {', '.join(map(str, row)) or '(none)'}"
-        )
-    prompt = prompt_of(row)
-    if prompt and isinstance(prompt, (str, list)):
-        return
-    if "messages" in row and not row.get("prompt"):
-        raise Refusal(f"{place}: `messages` holds no turn before the final assistant turn")
     raise Refusal(
-        f"{place}: the row has no prompt; it needs a non-empty column `prompt` (text or a list of "
-        f"messages) or `messages`; it has columns {', '.join(map(str, row)) or '(none)'}"
-        + (f" and prompt {shown(prompt)}" if "prompt" in row else _as_renamed(row))
+        f"{place}: the row has nothing to imitate; supervised rows have `messages` with an "
+        "assistant turn, `prompt` with `completion` or `answer`, or `text`; this one has "
+        f"columns {_columns(row)}"
     )
 
 
-def _as_renamed(row: dict) -> str:
-    """Return how to say which column is the prompt, for the end of a message."""
+def _check_prompt(row: dict, *, place: str) -> None:
+    if prompt_of(row):
+        return
+    if "messages" in row and not row.get("prompt"):
+        raise Refusal(f"{place}: `messages` holds no turn before the final assistant turn")
+    hint = ""
     texts = [name for name, value in row.items() if isinstance(value, (str, list)) and value]
-    return f"; if {texts[0]} is it, --data.columns '{{prompt: {texts[0]}}}'" if texts else ""
+    if "prompt" in row:
+        hint = f" and prompt {shown(row['prompt'])}"
+    elif texts:
+        hint = f"; if {texts[0]} is the prompt, set --data.columns '{{prompt: {texts[0]}}}'"
+    raise Refusal(
+        f"{place}: the row has no prompt; it needs a non-empty column `prompt` (text or a list of "
+        f"messages) or `messages`; it has columns {_columns(row)}{hint}"
+    )
+
+
+def _columns(row: dict) -> str:
+    return ", ".join(map(str, row)) or "(none)"
 
 
 def _checked_messages(messages: list, *, place: str) -> Messages:
     checked = []
     for i, message in enumerate(messages):
-        is_sound = (
+        is_valid = (
             isinstance(message, dict)
             and isinstance(message.get("role"), str)
             and (isinstance(message.get("content"), (str, list)) or message.get("tool_calls"))
         )
-        if not is_sound:
+        if not is_valid:
             raise Refusal(
                 f"{place}: message {i} must have a `role` and a `content` (text), got "
                 f"{message!r:.100}"
@@ -179,8 +190,8 @@ def _checked_messages(messages: list, *, place: str) -> Messages:
 
 
 def prompt_of(row: dict) -> str | Messages:
-    """Return what to generate from: `prompt`, or `messages` without a final assistant turn;
-    empty where there is neither."""
+    """Return what to generate from: `prompt`, else `messages` without a final assistant turn, else
+    an empty text."""
     if row.get("prompt"):
         return row["prompt"]
     messages = list(row.get("messages") or [])
@@ -190,7 +201,7 @@ def prompt_of(row: dict) -> str | Messages:
 
 
 def _is_text(row: dict, *, place: str) -> bool:
-    """Return whether a row is plain `text` to imitate, which other columns come before."""
+    """Return whether a row is plain `text` to imitate; `prompt` and `messages` come first."""
     if row.get("prompt") or row.get("messages"):
         return False
     if not isinstance(row.get("text"), (str, type(None))):
@@ -199,9 +210,9 @@ def _is_text(row: dict, *, place: str) -> bool:
 
 
 def has_target(row: dict, *, place: str) -> bool:
-    """Return whether a row holds a response to imitate besides plain `text`.
+    """Return whether a row holds a response to imitate, plain `text` aside.
 
-    Raises: Refusal for an `answer` that stands for a `completion` and is no text.
+    Raises: Refusal for an `answer` that replaces a `completion` and is no text.
     """
     if row.get("prompt") and not row.get("completion"):
         answer = row.get("answer")
@@ -222,20 +233,20 @@ def pair_of(
 ) -> tuple[str | Messages, str | Messages, str | Messages, float]:
     """Return the prompt of a row, its chosen and rejected responses, and the margin.
 
-    Whole conversations in `chosen` and `rejected` (their first turn is not the assistant's),
-    and a row without `prompt`, give their common beginning as the prompt: turns, or text up to
-    the first difference, a space before it counting as part of the responses. This is TRL's
-    implicit prompt.
+    If `chosen` and `rejected` are whole conversations (their first turn is not the assistant's), or
+    the row has no `prompt`, their common beginning is the prompt: turns, or text up to the first
+    difference. A space before that belongs to the responses. This is TRL's implicit prompt.
 
     Args:
         place: origin of the row, for error messages.
     Raises: Refusal when a column is missing, a response is empty, or both are the same.
     """
-    chosen, rejected = (_text_or_messages(row, c, place=place) for c in ("chosen", "rejected"))
+    chosen = _text_or_messages(row, "chosen", place=place)
+    rejected = _text_or_messages(row, "rejected", place=place)
     if type(chosen) is not type(rejected):
         raise Refusal(
-            f"{place}: `chosen` is {_kind(chosen)}, `rejected` {_kind(rejected)}; "
-            "both must be of one form"
+            f"{place}: `chosen` and `rejected` must both be text or both be lists of messages, got "
+            f"{shown(chosen)} and {shown(rejected)}"
         )
     if chosen == rejected:
         raise Refusal(f"{place}: `chosen` and `rejected` are equal, so neither is better")
@@ -286,7 +297,7 @@ def _text_or_messages(row: dict, column: str, *, place: str) -> str | Messages:
         raise Refusal(
             f"{place}: the row has no column `{column}`; preference pairs have `prompt`, `chosen` "
             "and `rejected`, labelled responses `prompt`, `completion` and `label`; this one has "
-            f"columns {', '.join(map(str, row)) or '(none)'}"
+            f"columns {_columns(row)}"
         )
     if not isinstance(value, (str, list)) or not value:
         raise Refusal(
@@ -295,13 +306,13 @@ def _text_or_messages(row: dict, column: str, *, place: str) -> str | Messages:
     return value
 
 
-def _kind(value: str | Messages) -> str:
-    return "text" if isinstance(value, str) else "a list of messages"
-
-
 def _common(a: str | Messages, b: str | Messages) -> int:
-    """Return how many first characters or messages are the same, without a last space."""
-    count = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    """Return how many first characters or messages are the same, without a space at the end."""
+    count = 0
+    for x, y in zip(a, b):
+        if x != y:
+            break
+        count += 1
     return count - 1 if count and a[count - 1] == " " else count
 
 

@@ -18,15 +18,14 @@ from spmdrl.data.tasks import GeneratedRows, is_generated
 T = TypeVar("T")
 
 SourceRows = Rows | GeneratedRows | StreamedRows
-"""Rows of one source, which can say where they came from."""
-# Evaluations of runs with different seeds ask the same questions, so that they compare.
+# Runs with different seeds are evaluated on the same problems, so that they can be compared.
 _EVAL_SEED = 0
 _CACHED_ROWS = 16384
 _CACHED_ON_DISK = 1024
 
 
 class Chain(Sequence[int]):
-    """Whole numbers of several sequences, one after the other, as they are: ranges stay ranges."""
+    """Several sequences of whole numbers, one after the other; a range takes no memory."""
 
     def __init__(self, parts: Sequence[Sequence[int]]):
         self.parts = parts
@@ -46,7 +45,7 @@ class Chain(Sequence[int]):
         return int(self.parts[part][i])
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return which part an index lies in, and its place there."""
+        """Return the part that an index lies in, and its index there."""
         if not 0 <= index < len(self):
             raise IndexError(index)
         part = bisect.bisect_right(self._begins, index) - 1
@@ -54,13 +53,13 @@ class Chain(Sequence[int]):
 
 
 class SourcesRows:
-    """Rows of several sources under one numbering; where there is one source, its own.
+    """Rows of several sources, numbered one source after the other.
 
     Args:
-        sources: as data.sources says.
+        sources: of data.train or data.eval.
         parts: the rows of each.
-        first: number of the first source among all of the run's: those of data.eval stand behind
-            those of data.train.
+        first: number of the first source in the run: sources of data.eval come after those of
+            data.train.
     """
 
     def __init__(
@@ -76,13 +75,13 @@ class SourcesRows:
 
     @property
     def cache_size(self) -> int:
-        """Return of how many rows to keep what was made: few where rows stay on disk, since these
-        may be large."""
+        """Return how many processed rows to keep: few if rows stay on disk, since they may be
+        large."""
         return _CACHED_ON_DISK if self.is_on_disk else _CACHED_ROWS
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether rows of some source stay on disk."""
+        """Whether the rows of a source stay on disk."""
         return any(isinstance(part, StreamedRows) for part in self.parts)
 
     def __getitem__(self, index: int) -> dict:
@@ -95,11 +94,11 @@ class SourcesRows:
         return self.parts[part].where(i)
 
     def source(self, index: int) -> int:
-        """Return the number of the source that a row is of."""
+        """Return the number of a row's source."""
         return self._first + self._chain.place(index)[0]
 
     def folder(self, index: int) -> Path | None:
-        """Return the folder of the file that a row is of; None for what is made, or on the hub."""
+        """Return the folder of a row's file; None for generated and hub rows."""
         return self.sources[self._chain.place(index)[0]].folder
 
     def indices(self, part: int) -> range:
@@ -114,12 +113,12 @@ def load_rows(cfg: Config, *, split: Split, need: Need = "prompt") -> SourcesRow
     Raises: Refusal naming file and line, task, or option; see `read_rows`, `make_task`.
     """
     sources = cfg.data.sources(split)
-    parts = [_opened(cfg, source, split=split, need=need) for source in sources]
+    parts = [_open_source(cfg, source, split=split, need=need) for source in sources]
     first = len(cfg.data.sources("train")) if split == "eval" else 0
     return SourcesRows(sources, parts, first=first)
 
 
-def _opened(cfg: Config, source: SourceSettings, *, split: Split, need: Need) -> SourceRows:
+def _open_source(cfg: Config, source: SourceSettings, *, split: Split, need: Need) -> SourceRows:
     if is_generated(source.path):
         seed = cfg.seed if split == "train" else _EVAL_SEED
         return GeneratedRows(
@@ -139,7 +138,7 @@ def row_rules(cfg: Config, source: SourceSettings, *, need: Need) -> RowRules:
 
 
 def in_file_order(make: Callable[[int], T], indices: Sequence[int]) -> list[T]:
-    """Return what is made of rows, made in the order of their files: rows that stay on disk are
-    read by row groups."""
+    """Return `make(index)` for each index. They are made in ascending order, so that a row group
+    of a parquet file is read once."""
     made = {index: make(index) for index in sorted(set(indices))}
     return [made[index] for index in indices]

@@ -154,7 +154,7 @@ def _check_tower(tower: TowerSizes, *, tokenizer: str) -> None:
 def _tokenizer(name: str, *, chat_template: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    from spmdrl.data.characters import character_tokenizer
+    from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 
     if name == "characters":
         return character_tokenizer(chat_template=chat_template)

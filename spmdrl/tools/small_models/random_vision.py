@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spmdrl.data.characters import character_tokenizer
 from spmdrl.model.files.file_tensors import live_tensors
 from spmdrl.model.transformers_internals import as_saved
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

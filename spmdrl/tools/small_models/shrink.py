@@ -64,7 +64,7 @@ def tiny_model(config: Any, folder: Path, *, seed: int = 0) -> PreTrainedModel:
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    from spmdrl.data.characters import character_tokenizer
+    from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 
     words = character_tokenizer(chat_template=True)
     with torch.random.fork_rng(devices=[]):
@@ -105,7 +105,7 @@ def _prefix(kinds: Sequence[Hashable]) -> list[int]:
 
 MAX_LAYERS = 8
 """Of a small model, unless it needs more for one of each kind."""
-VOCABULARY = 104  # tokens of data/characters.py
+VOCABULARY = 104  # tokens of tools/small_models/character_tokenizer.py
 HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs has
 POSITIONS = 512  # tokens
 WINDOW = 8  # tokens

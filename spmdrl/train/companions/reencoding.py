@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.config.data import Split
-from spmdrl.data.attachments import may_hold_images, reads_images
-from spmdrl.data.plain_ids import encode_plain
+from spmdrl.data.attachments import may_hold_images, plain_token_ids, reads_images
 from spmdrl.data.rows import prompt_of
 from spmdrl.data.sources import load_rows
 from spmdrl.data.templates import apply_template
@@ -89,7 +88,7 @@ class Reencoder:
         prompt = _conversation(self.cfg, prompt_of(row))
         prefix = self.cfg.data.generation_prefix
         if isinstance(prompt, str):
-            ids = encode_plain(prompt + prefix + text, self._theirs)
+            ids = plain_token_ids(prompt + prefix + text, self._theirs)
             ends = not is_cut and self._theirs.eos_token_id is not None
             return [*ids, self._theirs.eos_token_id] if ends else ids
         *before, last = prompt

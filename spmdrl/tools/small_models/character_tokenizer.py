@@ -1,4 +1,4 @@
-"""A tokenizer of single characters, for models that are made rather than trained elsewhere."""
+"""A tokenizer of single characters, for small models that are made here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # and in the function: `--help` needs none of it
+if TYPE_CHECKING:  # imported in the function too: `--help` does not need it
     from transformers import PreTrainedTokenizerFast
 
 # Ids 0, 1, 2, ... in this order; then the characters; then filler up to a multiple of 8.
@@ -15,8 +15,8 @@ _SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<|im_start|>")
 _CHARACTERS = (
     string.digits + string.ascii_lowercase + string.ascii_uppercase + string.punctuation + " \n\t"
 )
-# A turn ends with <eos>, so that a chat model stops by the same token as a plain one. Tools are
-# told by their signatures alone: each character of a full description would be a token.
+# A turn ends with <eos>, so that a chat model stops by the same token as a plain one. Of a tool the
+# template shows the signature only: each character of a full description would be a token.
 _CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>tools\n' }}{% for tool in tools %}"
     "{{ tool['function']['name'] + '(' }}"
@@ -42,9 +42,9 @@ def character_tokenizer(
 
     Args:
         chat_template: attach a template whose turns read `<|im_start|>role NEWLINE text <eos>`.
-        special: {attribute of the tokenizer: a further token with an id of its own}.
-        say: a Jinja macro of that name, from a message's content to its text, for the template;
-            empty: content is text.
+        special: {attribute of the tokenizer: another token with an id of its own}.
+        say: the Jinja macro `say`, which turns a message's content into text; empty if content is
+            text.
     Returns: a tokenizer with pad, bos, eos and unk tokens, its size a multiple of 8.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
