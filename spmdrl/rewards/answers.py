@@ -25,14 +25,14 @@ _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    """Return the last match of a pattern, keeping one at a time: a hostile text has millions."""
-    found = deque(pattern.finditer(text), maxlen=1)
-    return found[0] if found else None
+    """Return the last match of a pattern. A hostile text has millions, so that only one is kept."""
+    matches = deque(pattern.finditer(text), maxlen=1)
+    return matches[0] if matches else None
 
 
 _MAX_DIGITS = 4300
-"""Of an exponent's size and of each number's digits: as many as Python reads into an integer.
-1e999999999 is seven characters of a response and no number that could be computed with."""
+"""Of a number, and the largest exponent: as many as Python reads into an integer. 1e999999999 is a
+few characters of a response, and too large to compute with."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,14 @@ class Number:
     """A number as it was written."""
 
     value: Fraction
-    """Exact: factorials differ in digits that a float has not."""
+    """Exact: factorials may differ in digits that a float does not have."""
     is_percent: bool
-    """`value` is what stands before the sign."""
+    """Whether a percent sign follows `value`."""
 
     def equals(self, other: Number, *, tolerance: float) -> bool:
-        """Compare relative to the other's size, or to 1 if that is less. Where one of the two
-        has a percent sign, the other may be meant as percent or as a share."""
+        """Return whether the difference is at most `tolerance`, relative to the other number or to
+        1 if that is less. If only one has a percent sign, the other may be a percentage or a
+        share."""
         mine = [self.value]
         if self.is_percent and not other.is_percent:
             mine.append(self.value / 100)
@@ -61,36 +62,38 @@ class Number:
 
 def _written(value: Fraction) -> str:
     """Return a number in up to 12 digits."""
-    with contextlib.suppress(OverflowError):  # of one above all floats
+    with contextlib.suppress(OverflowError):  # a number above all floats
         return f"{float(value):.12g}"
     return f"{Decimal(value.numerator) / Decimal(value.denominator):.12g}"
 
 
 def last_number(text: str) -> Number | None:
-    """Return the last number in a text; None if there is none that can be computed with.
+    """Return the last number in a text; None if there is none, or it is too large to compute with.
 
-    Read are thousands separators (1,234), exponents, fractions (3/4, \\frac{3}{4}), percent, and
-    what `plain_numbers` makes of other forms.
+    It reads thousands separators (1,234), exponents, fractions (3/4, \\frac{3}{4}), percent, and
+    the forms that `plain_numbers` turns into these.
     """
-    if (found := last_match(_NUMBER, plain_numbers(text))) is None:
+    found = last_match(_NUMBER, plain_numbers(text))
+    if found is None:
         return None
-    top, bottom = (_exact(found[name] or "1") for name in ("top", "bottom"))
+    top = _exact(found["top"])
+    bottom = _exact(found["bottom"] or "1")
     if top is None or not bottom:
         return None
     return Number(top / bottom, found["percent"] is not None)
 
 
 def _exact(text: str) -> Fraction | None:
-    """Return what a number's digits mean; None for one of too many."""
+    """Return the value of a number's digits; None if there are too many."""
     digits, _, exponent = re.sub(r"[,$\\]", "", text).lower().partition("e")
-    too_long = len(digits) > _MAX_DIGITS or len(exponent) > len(str(_MAX_DIGITS)) + 1
-    if too_long or abs(int(exponent or 0)) > _MAX_DIGITS:
+    is_too_long = len(digits) > _MAX_DIGITS or len(exponent) > len(str(_MAX_DIGITS)) + 1
+    if is_too_long or abs(int(exponent or 0)) > _MAX_DIGITS:
         return None
     return Fraction(f"{digits}e{exponent or 0}")
 
 
 def boxed(text: str) -> str | None:
-    """Return what stands in the last \\boxed{...} or \\fbox{...}; None without a closed one."""
+    """Return the content of the last \\boxed{...} or \\fbox{...}; None if it is not closed."""
     start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
     if start < 0:
         return None
@@ -110,12 +113,12 @@ def after_hashes(text: str) -> str | None:
 
 
 def in_tag(text: str) -> str | None:
-    """Return what stands in the last <answer>...</answer>; None without."""
+    """Return the content of the last <answer>...</answer>; None without."""
     opening = "<answer>"
     closing = "</answer>"
     found = None
     end = 0
-    # Not a regular expression: one reads from each of many opening tags to the end of the text.
+    # A regular expression would read from each of many opening tags to the end of the text.
     while (begin := text.find(opening, end)) >= 0:
         begin += len(opening)
         if (end := text.find(closing, begin)) < 0:
@@ -126,7 +129,7 @@ def in_tag(text: str) -> str | None:
 
 
 def fenced_code(text: str) -> str | None:
-    """Return the last block between ``` fences, an unclosed one too; None without."""
+    """Return the last block between ``` fences, which may be unclosed; None without."""
     found = last_match(_FENCE, text)
     return found[1] if found else None
 
@@ -140,23 +143,23 @@ _FINDERS: dict[str, Callable[[str], str | None]] = {
 
 
 NO_ANSWER = "[INVALID]"
-"""Reported for a response without an answer, as by verl: it takes part in a vote and is wrong."""
+"""The answer of a response without one, as in verl: it takes part in votes and is wrong."""
 
 
 def reported(score: float, *, pred: str | None) -> dict[str, Any]:
-    """Return verl's form of a reward: the score, and the answer that it is of as `pred`.
+    """Return verl's form of a reward: the score, and the scored answer as `pred`.
 
     Args:
-        pred: written so that equal answers are equal texts; None or empty where none was found.
+        pred: equal texts for equal answers; None or empty if no answer was found.
     """
     return {"score": score, "pred": pred or NO_ANSWER}
 
 
 def find_answer(text: str, *, where: str) -> str | None:
-    """Return the answer of a response; None if it does not stand where it should.
+    """Return the answer of a response; None if it is not where it should be.
 
     Args:
-        where: `all` of it, `boxed`, `hashes` (after ####) or `tag` (<answer>).
+        where: `all` of the response, `boxed`, `hashes` (after ####) or `tag` (<answer>).
     Raises: Refusal for another `where`.
     """
     if where not in _FINDERS:
@@ -165,7 +168,7 @@ def find_answer(text: str, *, where: str) -> str | None:
 
 
 def reference_answer(reference: object) -> str:
-    """Return the answer in a reference: after `####` or in \\boxed{}, where it has them."""
+    """Return the answer in a reference: after `####` or in \\boxed{} if it has these, else all."""
     text = str(reference)
     found = after_hashes(text) or boxed(text)
     return text.strip() if found is None else found

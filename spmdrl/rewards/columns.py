@@ -1,4 +1,4 @@
-"""Whether reward functions can be imported, and find what they ask for in a row."""
+"""Whether reward functions can be imported, and rows have the columns that they need."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from spmdrl.imports import attempt
 from spmdrl.rewards.forms import KNOWN_LISTS, Parameters, form_of
 from spmdrl.rewards.signatures import import_function, load_reward
 
-_MOST_ROWS = 1000
-"""Of a source, that are looked at."""
+_MAX_ROWS = 1000
+"""Of a source, that are examined."""
 
 
 class RowKind(NamedTuple):
-    """What reward functions may ask for in a row."""
+    """The columns of a row, and whether it has a reference answer."""
 
     place: str
     """Origin of the first such row, for messages."""
     columns: list[str]
     no_answer: str
-    """Why it has no reference answer; empty where it has one."""
+    """Why it has no reference answer; empty if it has one."""
 
 
 def row_kinds(rows: Iterable[tuple[str, dict]]) -> list[RowKind]:
-    """Return the kinds that there are among the first 1,000 rows, given with their origins."""
+    """Return the different kinds among the first 1,000 rows.
+
+    Args:
+        rows: (origin, row).
+    """
     found: dict[tuple[object, ...], RowKind] = {}
-    for place, row in itertools.islice(rows, _MOST_ROWS):
+    for place, row in itertools.islice(rows, _MAX_ROWS):
         _, error = attempt(partial(ground_truth_of, row))
         found.setdefault((*row, bool(error)), RowKind(place, [*row], str(error or "")))
     return [*found.values()]
@@ -47,10 +51,10 @@ def function_problems(
     """Return why functions cannot be used, each as `rewards.functions: ...`.
 
     Args:
-        kinds: of rows; none where the rows are not known.
+        kinds: of rows; empty if the rows are not known.
         scope: rewards.scope.
-        has_greedy: a greedy response, which is none of its group, is scored too.
-        no_step: why functions cannot see a whole step; empty where they can.
+        has_greedy: whether a greedy response, which is not in its group, is scored too.
+        no_step: why functions cannot see a whole step; empty if they can.
     """
     problems = []
     scopes = set()
@@ -58,7 +62,7 @@ def function_problems(
         found, error = attempt(partial(_check, spec, kinds, scope=scope), RAISED)
         if isinstance(error, Refusal):
             problems.append(str(error))
-        elif error:  # of its `prepare`, say
+        elif error:  # raised by its `prepare`, for instance
             problems.append(f"rewards.functions: {spec}: {with_line(error)}")
         elif found != "sample" and has_greedy:
             problems.append(
@@ -78,7 +82,7 @@ def function_problems(
 
 
 def _check(spec: str, kinds: Sequence[RowKind], *, scope: str) -> str:
-    """Return how many samples a function is called with. Raises: Refusal."""
+    """Return the scope of a function. Raises: Refusal."""
     found = load_reward(spec, scope=scope).scope
     wanted = Parameters.of(import_function(spec))
     form = form_of(wanted, spec=spec)

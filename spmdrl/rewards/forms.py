@@ -1,7 +1,7 @@
-"""The forms that users' reward functions have: by which parameters each is known, what it is given,
-and how what it returns is read.
+"""The forms of users' reward functions: the parameters that tell each form, the arguments that it
+gets, and how its result is read.
 
-Runs inside a reward worker, so it imports nothing heavy.
+Reward workers import this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from spmdrl.rewards.samples import BadValue, RewardSample, Score, finite
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a function may be called with."""
+    """The parameters of a function."""
 
     names: frozenset[str]
     required: frozenset[str]
     takes_any: bool
-    """It has `**columns`."""
+    """Whether it has `**columns`."""
 
     @classmethod
     def of(cls, function: Callable) -> Parameters:
-        """Return those of a function; none where it tells nothing."""
+        """Return the parameters of a function; none if it has no readable signature."""
         parameters = parameters_of(function).values()
         kinds = inspect.Parameter
         named = [p for p in parameters if p.kind not in (kinds.VAR_KEYWORD, kinds.VAR_POSITIONAL)]
@@ -40,42 +40,77 @@ class Parameters:
             takes_any=any(p.kind is kinds.VAR_KEYWORD for p in parameters),
         )
 
-    def select(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Return what of this the function takes."""
-        return {k: v for k, v in given.items() if k in self.names or self.takes_any}
+    def select(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return those of the arguments that the function takes."""
+        if self.takes_any:
+            return arguments
+        return {name: value for name, value in arguments.items() if name in self.names}
 
 
 @dataclass(frozen=True)
 class Form:
     """A form of reward functions."""
 
-    shown: str
+    signature: str
+    """For messages."""
     marks: frozenset[str]
-    """Parameters that it is known by."""
+    """Parameters that tell this form from the others."""
     offered: frozenset[str]
-    """All that it is given, besides columns of the row."""
-    given: Callable[[Sequence[RewardSample], Sequence[Score], Parameters], dict[str, Any]]
-    """Returns what a call is given, of which the function takes its part."""
-    read: Callable[[Any, Sequence[Score]], None]
-    """Writes what a call returned into the scores. Raises: BadValue."""
+    """Arguments that every call may get, apart from columns of the row."""
+    arguments: Callable[[Sequence[RewardSample], Sequence[Score], Parameters], dict[str, Any]]
+    """Returns all arguments that a call may get."""
+    read_value: Callable[[Any, Score], None]
+    """Writes the result of one sample into its score. Raises: BadValue."""
     takes_lists: bool = False
-    """A call may have many samples; otherwise it has one."""
+    """Whether a call may have many samples, and returns a list; otherwise it has one."""
     takes_columns: bool = False
-    """The row's columns are parameters."""
-    lacks: frozenset[str] = frozenset()
-    """Names of its parameters elsewhere that nothing here stands behind."""
+    """Whether columns of the row are parameters."""
+    unsupported: frozenset[str] = frozenset()
+    """Parameters that the form has in its own library and that nothing here can fill."""
 
-    def missing(self, wanted: Parameters) -> frozenset[str]:
-        """Return the parameters of a function that it needs and no row can give it."""
-        return (
-            wanted.required & self.lacks if self.takes_columns else wanted.required - self.offered
-        )
+    def missing(self, parameters: Parameters) -> frozenset[str]:
+        """Return the parameters that a function needs and no row can fill."""
+        if self.takes_columns:
+            return parameters.required & self.unsupported
+        return parameters.required - self.offered
+
+    def read(self, result: Any, scores: Sequence[Score]) -> None:
+        """Write the result of a call into the scores.
+
+        A bad value in a list fails its own sample only.
+
+        Raises: BadValue.
+        """
+        if not self.takes_lists:
+            self.read_value(result, scores[0])
+            return
+        for value, score in zip(_values(result, len(scores)), scores):
+            try:
+                self.read_value(value, score)
+            except BadValue as error:
+                score.bad = str(error)
+
+
+def _values(result: Any, count: int) -> list[Any]:
+    """Return the values in the result of a function of lists. Raises: BadValue."""
+    is_list = isinstance(result, (list, tuple)) or getattr(result, "ndim", 0) == 1
+    if is_list and len(result) == count:
+        return list(result)
+    if count == 1 and isinstance(result, numbers.Real):
+        return [result]
+    got = f"a list of {len(result)}: " if is_list else ""
+    hint = "; a function that scores one at a time needs rewards.scope sample" if count > 1 else ""
+    raise BadValue(
+        f"expected a list of values, one for each of {count} completions, got "
+        f"{got}{result!r:.100}{hint}"
+    )
 
 
 def form_of(wanted: Parameters, *, spec: str) -> Form:
     """Return the form that a function's parameters fit.
 
-    Raises: Refusal showing the known ones where they fit none, or it needs what is not there.
+    Raises: Refusal showing the known forms if they fit none, or if the function needs an argument
+        that does not exist here.
     """
     form = next((form for form in _FORMS if form.marks <= wanted.names), None)
     if form is None:
@@ -95,52 +130,46 @@ def form_of(wanted: Parameters, *, spec: str) -> Form:
 # --------------------------------------------------------------------------- verl
 
 
-def _given_verl(
+def _verl_arguments(
     samples: Sequence[RewardSample], _: Sequence[Score], wanted: Parameters
 ) -> dict[str, Any]:
     (sample,) = samples
     row = sample.row
-    given = {
+    arguments = {
         "data_source": row.get("data_source"),
         "solution_str": sample.text,
         "extra_info": row.get("extra_info", {}),
     }
-    # A format check, say, can do without.
-    absent = () if "ground_truth" in wanted.required else (Refusal,)
-    with contextlib.suppress(*absent):
-        given["ground_truth"] = ground_truth_of(row)
-    return given
+    # A function with a default for it, such as a check of the format, can do without.
+    ignored = () if "ground_truth" in wanted.required else (Refusal,)
+    with contextlib.suppress(*ignored):
+        arguments["ground_truth"] = ground_truth_of(row)
+    return arguments
 
 
-def _given_verl_lists(
+def _verl_list_arguments(
     samples: Sequence[RewardSample], scores: Sequence[Score], wanted: Parameters
 ) -> dict[str, Any]:
-    asked = Parameters(
-        wanted.names, frozenset(name.removesuffix("s") for name in wanted.required), True
-    )
-    single = [_given_verl([s], [score], asked) for s, score in zip(samples, scores)]
-    return {f"{name}s": [given.get(name) for given in single] for name in _VERL}
-
-
-def _read_one(result: Any, scores: Sequence[Score]) -> None:
-    (score,) = scores
-    _read_verl(result, score)
+    required = frozenset(name.removesuffix("s") for name in wanted.required)
+    one = Parameters(wanted.names, required, True)
+    calls = [_verl_arguments([sample], scores, one) for sample in samples]
+    return {f"{name}s": [call.get(name) for call in calls] for name in _VERL}
 
 
 def _read_verl(result: Any, score: Score) -> None:
     """Read a number, or verl's dict with `score`."""
-    found = dict(result) if isinstance(result, dict) else {"score": result}
-    if "score" not in found:
+    values = dict(result) if isinstance(result, dict) else {"score": result}
+    if "score" not in values:
         raise BadValue(f"expected a dict with `score`, got a dict without `score`: {result!r:.100}")
-    score.value = finite(found.pop("score"))
-    for name, value in found.items():
+    score.value = finite(values.pop("score"))
+    for name, value in values.items():
         score.note(name, value)
 
 
 # --------------------------------------------------------------------------- reasoning-gym
 
 
-def _given_reasoning_gym(samples: Sequence[RewardSample], *_: Any) -> dict[str, Any]:
+def _reasoning_gym_arguments(samples: Sequence[RewardSample], *_: Any) -> dict[str, Any]:
     (sample,) = samples
     return {"answer": sample.text, "entry": sample.row}
 
@@ -148,7 +177,7 @@ def _given_reasoning_gym(samples: Sequence[RewardSample], *_: Any) -> dict[str, 
 # --------------------------------------------------------------------------- TRL
 
 
-def _given_trl(
+def _trl_arguments(
     samples: Sequence[RewardSample], scores: Sequence[Score], wanted: Parameters
 ) -> dict[str, Any]:
     rows = [sample.row for sample in samples]
@@ -168,7 +197,8 @@ def _given_trl(
         for score, value in zip(scores, values):
             score.note(name, value)
 
-    given = {name: [row.get(name) for row in rows] for name in names} | {
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    arguments = columns | {
         "prompts": prompts,
         "completions": [_reply(sample, prompt) for sample, prompt in zip(samples, prompts)],
         "completion_ids": [sample.tokens for sample in samples],
@@ -176,13 +206,13 @@ def _given_trl(
         "log_metric": log_metric,
         "log_extra": log_extra,
     }
-    absent = wanted.required - set(given)
+    absent = wanted.required - set(arguments)
     if absent:
         raise Refusal(
             f"the function asks for column {sorted(absent)[0]!r}, the row has "
             f"{', '.join(map(str, rows[0]))}"
         )
-    return given
+    return arguments
 
 
 def _reply(sample: RewardSample, prompt: Any) -> Any:
@@ -195,33 +225,6 @@ def _read_trl(value: Any, score: Score) -> None:
     score.value = None if value is None else finite(value)
 
 
-def _reading_each(read: Callable[[Any, Score], None]) -> Callable[[Any, Sequence[Score]], None]:
-    """Return how to read a list whose items are read so: one that is none costs its sample."""
-
-    def read_list(result: Any, scores: Sequence[Score]) -> None:
-        is_list = isinstance(result, (list, tuple)) or getattr(result, "ndim", 0) == 1
-        is_one = len(scores) == 1 and isinstance(result, numbers.Real)
-        values = []
-        if is_list:
-            values = list(result)
-        elif is_one:
-            values = [result]
-        if len(values) != len(scores):
-            got = f"a list of {len(values)}: " if is_list else ""
-            hint = "; a function that scores one at a time needs rewards.scope sample"
-            raise BadValue(
-                f"expected a list of values, one for each of {len(scores)} completions, got "
-                f"{got}{result!r:.100}{hint if len(scores) > 1 else ''}"
-            )
-        for value, score in zip(values, scores):
-            try:
-                read(value, score)
-            except BadValue as error:
-                score.bad = str(error)
-
-    return read_list
-
-
 _TRL = frozenset(
     {"prompts", "completions", "completion_ids", "trainer_state", "log_metric", "log_extra"}
 )
@@ -231,34 +234,34 @@ _FORMS = (
         "verl           compute_score(data_source, solution_str, ground_truth, extra_info=None)",
         marks=frozenset({"solution_str", "ground_truth"}),
         offered=frozenset(_VERL),
-        given=_given_verl,
-        read=_read_one,
+        arguments=_verl_arguments,
+        read_value=_read_verl,
     ),
     Form(
         "verl, lists    compute_score(data_sources, solution_strs, ground_truths, extra_infos)",
         marks=frozenset({"solution_strs", "ground_truths"}),
         offered=frozenset(f"{name}s" for name in _VERL),
-        given=_given_verl_lists,
-        read=_reading_each(_read_verl),
+        arguments=_verl_list_arguments,
+        read_value=_read_verl,
         takes_lists=True,
     ),
     Form(
         "reasoning-gym  score_answer(answer, entry)",
         marks=frozenset({"answer", "entry"}),
         offered=frozenset({"answer", "entry"}),
-        given=_given_reasoning_gym,
-        read=_read_one,
+        arguments=_reasoning_gym_arguments,
+        read_value=_read_verl,
     ),
     Form(
         "TRL            f(prompts, completions, **columns) -> one value per completion",
         marks=frozenset({"completions"}),
         offered=_TRL,
-        given=_given_trl,
-        read=_reading_each(_read_trl),
+        arguments=_trl_arguments,
+        read_value=_read_trl,
         takes_lists=True,
         takes_columns=True,
-        lacks=frozenset({"environments"}),
+        unsupported=frozenset({"environments"}),
     ),
 )
-KNOWN_SIGNATURES = "\n".join(f"  {form.shown}" for form in _FORMS)
-KNOWN_LISTS = "\n".join(f"  {form.shown}" for form in _FORMS if form.takes_lists)
+KNOWN_SIGNATURES = "\n".join(f"  {form.signature}" for form in _FORMS)
+KNOWN_LISTS = "\n".join(f"  {form.signature}" for form in _FORMS if form.takes_lists)

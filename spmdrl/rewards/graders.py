@@ -8,10 +8,10 @@
     matches       1 if the whole response matches a regular expression
     length        1 within a range of tokens, less outside
 
-The first three report the answer that they read as `pred`, beside the `score`: evaluations take
-votes among these (maj@n). A response without an answer reports `[INVALID]`, which is wrong.
-The reference answer comes from the row's `reward_model.ground_truth`, `ground_truth` or `answer`.
-Keyword-only parameters are options. To set them, bind them in a file of your own:
+The first three also report the answer that they read, as `pred`: evaluations vote among these
+(maj@n). A response without an answer reports `[INVALID]`, which is wrong. The reference answer is
+the row's `reward_model.ground_truth`, `ground_truth` or `answer`. Keyword-only parameters are
+options. To set them, bind them in a file of your own:
 
     # my_rewards.py
     from functools import partial
@@ -23,17 +23,23 @@ Keyword-only parameters are options. To set them, bind them in a file of your ow
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
 import logging
+import os
 import re
+import resource
+import select
+import signal
+import time
+from collections.abc import Callable
 from typing import Any
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.rewards.answers import boxed, find_answer, last_number, reference_answer, reported
-from spmdrl.rewards.forked import run_forked
 from spmdrl.rewards.programs import code
 
 __all__ = ["code", "exact", "length", "matches", "math", "numeric", "think_format"]
@@ -41,6 +47,8 @@ __all__ = ["code", "exact", "length", "matches", "math", "numeric", "think_forma
 _THINK = r"\s*+<think>(?:(?!</?think>).)*+</think>\s*+(?:(?!</?think>).)++"
 
 _MAX_PRED_CHARS = 500
+_CHILD_MEMORY_BYTES = 4 << 30  # more than this process has
+_PIPE_BYTES = 1 << 16
 _PLAIN = re.compile(r"-?(?:\\[dt]?frac)?[\d{},./ -]{1,40}")  # no power, no factorial
 
 
@@ -57,16 +65,16 @@ def exact(
 
     Args:
         where: the answer is `all` of the response, or stands in its last `boxed`, after its last
-            #### (`hashes`) or in its last <answer> (`tag`); the reference is then read so too
-            where it has such marks.
+            #### (`hashes`) or in its last <answer> (`tag`). Marks in the reference are then read
+            too.
         ignore_case: compare without case.
     """
-    given = find_answer(solution_str, where=where)
+    answer = find_answer(solution_str, where=where)
     right = str(ground_truth).strip() if where == "all" else reference_answer(ground_truth)
-    if given is not None and ignore_case:
-        given = given.casefold()
+    if answer is not None and ignore_case:
+        answer = answer.casefold()
         right = right.casefold()
-    return reported(float(given == right), pred=given)
+    return reported(float(answer == right), pred=answer)
 
 
 def numeric(
@@ -80,12 +88,12 @@ def numeric(
 ) -> dict[str, Any]:
     """Reward an answer whose last number equals the reference's last number.
 
-    Read are thousands separators (1,234), exponents, fractions (3/4, \\frac{3}{4}) and percent;
-    50% equals 50% and, where only one of the two has the sign, 0.5 and 50. References may be like
+    It reads thousands separators (1,234), exponents, fractions (3/4, \\frac{3}{4}) and percent. 50%
+    equals 50%; if only one of the two has the sign, it equals 0.5 and 50. References may be like
     GSM8K's `... #### 72`.
 
     Args:
-        where: as of `exact`.
+        where: see `exact`.
         tolerance: of the difference, relative to the reference, or to 1 if that is less.
     Raises: Refusal when the reference holds no number.
     """
@@ -93,10 +101,10 @@ def numeric(
     if right is None:
         raise Refusal(f"the reference answer {ground_truth!r:.80} holds no number")
     answer = find_answer(solution_str, where=where)
-    given = None if answer is None else last_number(answer)
-    if given is None:
+    number = None if answer is None else last_number(answer)
+    if number is None:
         return reported(0.0, pred=None)
-    return reported(float(given.equals(right, tolerance=tolerance)), pred=str(given))
+    return reported(float(number.equals(right, tolerance=tolerance)), pred=str(number))
 
 
 def math(
@@ -110,24 +118,25 @@ def math(
 ) -> dict[str, Any]:
     """Reward an answer that is mathematically equal to the reference, by math-verify.
 
-    Both may hold LaTeX (`\\boxed{...}` comes first) or plain expressions. A response that takes
-    too long or too much memory to compare (9^9^9^9) is wrong: it is read in a process of its own.
+    Both may hold LaTeX (`\\boxed{...}` comes first) or plain expressions. Responses are read in a
+    process of their own, and one that takes too long or too much memory (9^9^9^9) is wrong.
 
     Args:
-        where: as of `exact`; `all` lets math-verify find it.
+        where: see `exact`; `all` lets math-verify find the answer.
         timeout_s: wall-clock seconds for one response; keep it below rewards.timeout_s.
     Raises: Refusal when the reference cannot be read as mathematics, or math-verify is absent.
     """
     right = _read_reference(str(ground_truth))
-    given = find_answer(solution_str, where=where)
-    if given is None:
+    answer = find_answer(solution_str, where=where)
+    if answer is None:
         return reported(0.0, pred=None)
     if where != "all":
-        given = f"\\boxed{{{given}}}"
-    if given.count("\\boxed") == 1 and _PLAIN.fullmatch(boxed(given) or ""):
-        is_right, pred = _judged(right, f"\\boxed{{{boxed(given)}}}")  # 2 ms; forked 10
+        answer = f"\\boxed{{{answer}}}"
+    if answer.count("\\boxed") == 1 and _PLAIN.fullmatch(boxed(answer) or ""):
+        # In 2 ms; a child process takes 10 ms.
+        is_right, pred = _compare(right, f"\\boxed{{{boxed(answer)}}}")
     else:
-        text = run_forked(lambda: json.dumps(_judged(right, given)), timeout_s=timeout_s)
+        text = _run_in_child(lambda: json.dumps(_compare(right, answer)), timeout_s=timeout_s)
         is_right, pred = json.loads(text) if text else (False, "")
     return reported(float(is_right), pred=pred)
 
@@ -150,11 +159,11 @@ def _read_reference(text: str) -> tuple:
     return tuple(right)
 
 
-def _judged(right: tuple, given: str) -> tuple[bool, str]:
-    """Return whether a response is right, and its answer: empty where it has none."""
+def _compare(right: tuple, response: str) -> tuple[bool, str]:
+    """Return whether a response is right, and its answer; empty if it has none."""
     verifier = _math_verify()
     # Its own timeouts use SIGALRM, which does not end a long power.
-    read = verifier.parse(given, parsing_timeout=None)
+    read = verifier.parse(response, parsing_timeout=None)
     is_right = verifier.verify(list(right), read, timeout_seconds=None)
     # As sympy writes it: 1/2 for every way to write it as a fraction.
     return is_right, str(read[0])[:_MAX_PRED_CHARS] if read else ""
@@ -167,15 +176,15 @@ def _math_verify() -> Any:
 
 
 def _prepare_math(**_: Any) -> None:
-    # The first use imports sympy and its grammars: seconds that are not the sample's.
-    # math-verify warns that its timeouts are off, once per process.
+    # The first use imports sympy and its grammars, which takes seconds; no sample's deadline should
+    # pay for that. math-verify warns once per process that its timeouts are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    _judged(_read_reference("0.5"), "$\\frac{1}{2}$")
+    _compare(_read_reference("0.5"), "$\\frac{1}{2}$")
 
 
 vars(math)["prepare"] = _prepare_math
 
-# They compute: more workers make them faster, more threads do not.
+# They use the processor, so that more workers make them faster and more threads do not.
 for _grader in (math, code):
     vars(_grader)["concurrency"] = 1
 
@@ -201,7 +210,7 @@ def matches(
     """Reward a response that matches a regular expression as a whole; `.` is any character.
 
     Args:
-        pattern: to be bound, as the head of this file shows.
+        pattern: bind it as the beginning of this file shows.
     """
     return float(re.fullmatch(pattern, solution_str, re.DOTALL) is not None)
 
@@ -216,12 +225,59 @@ def length(
 ) -> list[float]:
     """Reward responses of at least `min_tokens` and at most `max_tokens` sampled tokens with 1.
 
-    Outside the reward falls to 0 in a straight line over `slack_tokens`, at once if that is 0.
-    `rewards.shaping` has penalties for overlong responses besides.
+    Outside this range the reward falls linearly to 0 over `slack_tokens`, at once if that is 0.
+    `rewards.shaping` also has penalties for overlong responses.
     """
     rewards = []
     for tokens in completion_ids:
         over = 0 if max_tokens is None else len(tokens) - max_tokens
-        away = max(0, min_tokens - len(tokens), over)
-        rewards.append(max(0.0, 1.0 - away / (slack_tokens + 1)) if away <= slack_tokens else 0.0)
+        distance = max(0, min_tokens - len(tokens), over)
+        rewards.append(max(0.0, 1.0 - distance / (slack_tokens + 1)))
     return rewards
+
+
+# --------------------------------------------------------------------------- a child process
+
+
+def _run_in_child(function: Callable[[], str], *, timeout_s: float) -> str | None:
+    """Return the text that a function returns; None if it raises, crashes or takes too long.
+
+    The child is a fork. A lock that another thread holds stays locked there, so the function must
+    not need one: other threads of a reward worker wait for pipes and sockets.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            _limit_memory()
+            os.write(writer, function().encode())
+        os._exit(0)
+    os.close(writer)
+    try:
+        text = _read_until_closed(reader, end=time.monotonic() + timeout_s)
+    finally:
+        os.close(reader)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return text or None
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    most = used + _CHILD_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _read_until_closed(fd: int, *, end: float) -> str:
+    """Return what comes through a pipe; empty if it is not closed in time."""
+    data = b""
+    poller = select.poll()  # not select(), which fails for descriptors above 1023
+    poller.register(fd, select.POLLIN)
+    while poller.poll(max(0.0, 1000 * (end - time.monotonic()))):
+        part = os.read(fd, _PIPE_BYTES)
+        if not part:
+            return data.decode()
+        data += part
+    return ""

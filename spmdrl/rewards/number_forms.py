@@ -1,4 +1,4 @@
-"""Numbers as people and models write them, in the one form that `answers.last_number` reads."""
+"""Turns numbers as people and models write them into the form that `answers.last_number` reads."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import unicodedata
 
 _MINUS = dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"), "-")
 _SLASH = dict.fromkeys(map(ord, "\u2044\u2215"), "/")
-# One character each: a half is \frac{1}{2}, so that 1 before it makes it one and a half.
+# Fractions of one character: \u00bd becomes \frac{1}{2}, so that a 1 before it makes 3/2.
 _VULGAR = {
     code: "\\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", chr(code)).split("\u2044"))
     for code in (*range(0xBC, 0xBF), *range(0x2150, 0x215F))
 }
 _RAISED = {ord(c): unicodedata.normalize("NFKC", c).replace("\u2212", "-") for c in "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"}
 _CHARACTERS = _MINUS | _SLASH | _VULGAR
-# Lengths are bounded wherever a part could be read from each of its characters to its end.
+# Repeats are bounded, so that no pattern is tried from each character of a long part to its end.
 _GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,?\\[,;:!]|[\u00a0\u2009\u202f])\d{3})+(?!\d)")
 _PART = r"\s{0,9}(?:\{([^{}]*)\}|(\d))"
 _FRACTION = re.compile(rf"(?:(?<![\d.,])(\d{{1,18}})\s{{0,9}})?\\[cdt]?frac{_PART}{_PART}")
@@ -31,9 +31,9 @@ _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+")
 def plain_numbers(text: str) -> str:
     """Return a text with its numbers in the plain form: -1234.5, 3/4, 5e3.
 
-    Read are minus signs of any kind, thousands in LaTeX's and in thin spaces, LaTeX fractions,
-    1\\frac{1}{2} and 1 1/2 and 1½ as 3/2, and powers of numbers. What is raised behind anything
-    else is left out: the 2 of `5 cm^2` is no answer.
+    It reads minus signs of any kind, thousands separated as in LaTeX or by thin spaces, LaTeX
+    fractions, 1\\frac{1}{2} and 1 1/2 and 1½ as 3/2, and powers of numbers. Exponents of anything
+    else are removed: the 2 of `5 cm^2` is no answer.
     """
     text = _SUPERSCRIPT.sub(lambda m: "^" + m[0].translate(_RAISED), text)
     text = text.translate(_CHARACTERS)
@@ -48,7 +48,7 @@ def _of_fraction(found: re.Match[str]) -> str:
     whole = found[1] or ""
     top = (found[2] or found[3] or "").strip()
     bottom = (found[4] or found[5] or "").strip()
-    if bottom.startswith("-"):  # the sign of a quotient stands before it
+    if bottom.startswith("-"):  # move the sign before the fraction
         top = top[1:] if top.startswith("-") else f"-{top}"
         bottom = bottom[1:]
     before = found.string[found.start() - 1 : found.start()]
@@ -68,7 +68,7 @@ def _of_power(found: re.Match[str]) -> str:
 
 
 def _mixed(whole: str, top: str, bottom: str) -> str:
-    """Return a whole number and a proper fraction as one; empty where they are none."""
+    """Return a whole number and a proper fraction as one fraction; empty if they are none."""
     are_short = all(part.isdecimal() and len(part) <= 18 for part in (top, bottom))
     if not are_short or not int(top) < int(bottom):
         return ""

@@ -1,6 +1,6 @@
-"""Calls of reward functions that failed in a way that may pass, such as a server's restart.
+"""Repeats calls of reward functions after failures that may pass, such as a server's restart.
 
-Runs inside a reward worker, so it imports nothing heavy.
+Reward workers import this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 Errors = tuple[type[BaseException], ...]
 
 PASSING_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
-"""Of HTTP, that a later request may not get."""
+"""Statuses of HTTP that may pass."""
 BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 8.0
 _OF_FILES = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError)
@@ -32,29 +32,29 @@ _OF_CONNECTIONS = frozenset(
 )
 """Errors of HTTP clients that are no OSError, by package and class."""
 _MAX_CAUSES = 10
-_chance = random.Random()  # the functions' own draws stay what they are
+_jitter = random.Random()  # of its own, so that random draws of reward functions do not change
 
 
 class Retries:
-    """The calls of one job, each made again where its failure may pass.
+    """Makes the calls of one job, and repeats those that failed in a way that may pass.
 
     Args:
-        most: of each call.
-        end: time.monotonic() of the job's deadline; no wait goes beyond it.
+        most: repeats of each call.
+        end: deadline of the job, by time.monotonic(); no wait ends after it.
     """
 
     def __init__(self, most: int, *, end: float):
         self._most = most
         self._end = end
         self.count = 0
-        """Calls that were made again."""
+        """Repeated calls."""
 
     def call(self, function: Callable[[], T], *, transient: Errors = ()) -> T:
-        """Return what a function returns.
+        """Return the result of a function.
 
         Args:
-            transient: errors of its own that may pass.
-        Raises: what it raises at last.
+            transient: its own errors that may pass.
+        Raises: the error of its last call.
         """
         attempt = 0
         while True:
@@ -69,7 +69,7 @@ class Retries:
             self.count += 1
 
     async def call_async(self, function: Callable[[], Awaitable[T]], *, transient: Errors) -> T:
-        """As `call`, of a function whose result is awaited."""
+        """Do what `call` does, for a function whose result is awaited."""
         attempt = 0
         while True:
             try:
@@ -83,7 +83,7 @@ class Retries:
             self.count += 1
 
     def _wait_s(self, error: Exception, attempt: int, *, transient: Errors) -> float | None:
-        """Return how long to wait before the next call, seconds; None for no other call."""
+        """Return the seconds to wait before the next call; None if there is none."""
         if attempt >= self._most or not may_pass(error, transient):
             return None
         wait_s = backoff_s(attempt, after=_retry_after(error))
@@ -91,11 +91,11 @@ class Retries:
 
 
 def may_pass(error: BaseException, transient: Errors = ()) -> bool:
-    """Return whether a call that failed by this may succeed later.
+    """Return whether a call that failed with this error may succeed later.
 
-    It may where the error, or one that it was raised from, is of `transient`, carries an HTTP
-    status of PASSING_STATUSES, or is of a connection: an OSError that is none of files, or a
-    connection's error of a known HTTP client. Another status says that it does not pass.
+    It may if the error, or one that it was raised from, is one of `transient`, has an HTTP status
+    of PASSING_STATUSES, or is an error of a connection: an OSError that is not about files, or an
+    error of a known HTTP client. Any other HTTP status does not pass.
     """
     link: BaseException | None = error
     for _ in range(_MAX_CAUSES):
@@ -113,13 +113,13 @@ def may_pass(error: BaseException, transient: Errors = ()) -> bool:
 
 
 def backoff_s(attempt: int, *, first_s: float = BACKOFF_S, after: str | None = None) -> float:
-    """Return how long to wait after a failed try, seconds: twice as long each time, with jitter.
+    """Return the seconds to wait after a failed try: twice as many each time, with jitter.
 
     Args:
-        attempt: from 0.
-        after: the reply's Retry-After, which is obeyed where it is a number of seconds.
+        attempt: number of the try, from 0.
+        after: the reply's Retry-After, which is obeyed if it is a number of seconds.
     """
-    wait_s = min(_MAX_BACKOFF_S, first_s * 2**attempt) * _chance.uniform(0.5, 1.0)
+    wait_s = min(_MAX_BACKOFF_S, first_s * 2**attempt) * _jitter.uniform(0.5, 1.0)
     if after and re.fullmatch(r"\s*\d+(\.\d*)?\s*", after):  # else a date
         return max(wait_s, float(after))
     return wait_s
@@ -135,7 +135,7 @@ def _is_of_connection(error: BaseException) -> bool:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error of urllib, requests, httpx, aiohttp or openai has."""
+    """Return the HTTP status in an error of urllib, requests, httpx, aiohttp or openai."""
     places = [(error, name) for name in ("status_code", "status", "code")]
     places.append((_attribute(error, "response"), "status_code"))
     for holder, name in places:
@@ -151,7 +151,7 @@ def _retry_after(error: BaseException) -> str | None:
         get = _attribute(headers, "get")
         try:
             value = get("Retry-After") if callable(get) else None
-        except Exception:  # a stranger's object
+        except Exception:  # the object is of another library
             continue
         if isinstance(value, str):
             return value

@@ -1,11 +1,10 @@
-"""What a reward function is asked about, and what it says.
+"""The samples that reward functions get, and the scores that they give.
 
-Runs inside a reward worker, so it imports nothing heavy.
+Reward workers import this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
 
-import contextlib
 import numbers
 from dataclasses import dataclass, field, fields
 from math import isfinite
@@ -26,12 +25,12 @@ class TrainerState:
     """Where the run is, as TRL's `trainer_state` has it."""
 
     global_step: int = 0
-    """Step whose prompts the sample answers: so many updates came before, without a lag."""
+    """The step of the sample's prompt; without a lag, also the number of updates before it."""
     max_steps: int = 0
     epoch: float = 0.0
-    """Passes over data.train so far, with the part of the present one."""
+    """Passes over data.train so far, with the part of the current one."""
     num_train_epochs: int = 0
-    """Passes that the whole run takes, the last one perhaps in part."""
+    """Passes of the whole run, rounded up."""
 
     def __getattr__(self, name: str) -> Any:
         own = ", ".join(field.name for field in fields(self))
@@ -61,17 +60,17 @@ class RewardList:
 
 @dataclass
 class Score:
-    """What one function said of one sample."""
+    """The score that one function gave one sample."""
 
     value: float | None = None
     """None: the function does not apply to this row (TRL)."""
     metrics: dict[str, float] = field(default_factory=dict)
     extras: dict[str, str] = field(default_factory=dict)
     bad: str = ""
-    """Why its value is none, where those of other samples of the call are."""
+    """Why the value of this sample alone, in a call for several, is none."""
 
     def note(self, name: str, value: Any) -> None:
-        """Keep a finite number as a metric, anything else as text."""
+        """Store a finite number as a metric, anything else as text."""
         name = str(name)[:_MAX_EXTRA_CHARS]
         if (number := as_finite(value)) is None:
             self.extras[name] = str(value)[:_MAX_EXTRA_CHARS]
@@ -83,7 +82,7 @@ def finite(value: Any, *, what: str = "") -> float:
     """Return a number as a finite float.
 
     Args:
-        what: said first where it is none.
+        what: the beginning of the message.
     Raises: BadValue for anything else: None, text, NaN, infinity, arrays.
     """
     if (number := as_finite(value)) is None:
@@ -99,14 +98,15 @@ def as_finite(value: Any) -> float | None:
     value = _scalar(value)
     if not isinstance(value, numbers.Real):
         return None
-    with contextlib.suppress(OverflowError):  # of an integer above all floats
+    try:
         number = float(value)
-        return number if isfinite(number) else None
-    return None
+    except OverflowError:  # an integer above all floats
+        return None
+    return number if isfinite(number) else None
 
 
 def _scalar(value: Any) -> Any:
-    """Return what a scalar of numpy or torch holds; anything else as it is."""
+    """Return the number in a scalar of numpy or torch; anything else unchanged."""
     if not isinstance(value, (numbers.Real, str, bytes)) and hasattr(value, "item"):
         if getattr(value, "size", 1) in (0, 1) or getattr(value, "ndim", 1) == 0:
             return value.item()

@@ -1,6 +1,6 @@
 """Reward functions as users have them, recognised by their parameter names.
 
-Runs inside a reward worker, so it imports nothing heavy.
+Reward workers import this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from spmdrl.rewards.retries import Errors
 from spmdrl.rewards.samples import SCOPES, RewardSample, Scope, Score
 
 ASYNC_CONCURRENCY = 32
-"""Calls of an `async def` function under way in one worker, unless it or the config says otherwise.
-"""
+"""Concurrent calls of an `async def` function in one worker, unless the function or the config sets
+another number."""
 _MODEL = "model:"
 
 
@@ -29,20 +29,20 @@ class Reward:
     """A reward function of any signature: `reward(samples)` gives a Score for each."""
 
     call: Callable[[Sequence[RewardSample], Sequence[Score]], Any]
-    """Call the function; what it notes beside its result goes into the scores. The result may be
-    awaitable."""
+    """Calls the function and returns its result, which may be awaitable. Metrics that it logs go
+    into the scores."""
     read: Callable[[Any, Sequence[Score]], None]
-    """Write the result into the scores. Raises: BadValue."""
+    """Writes the result into the scores. Raises: BadValue."""
     scope: Scope = "sample"
-    """What it is called with at once; `sample`: one."""
+    """Which samples one call gets."""
     concurrency: int = 1
-    """Calls that one worker may have under way; 1: one at a time, in the main thread."""
+    """Concurrent calls in one worker; 1: one at a time, in the main thread."""
     is_async: bool = False
-    """The result is awaitable, and calling takes no time."""
+    """Whether the function is `async def`."""
     place: str = ""
-    """` (FILE:LINE)` of a function of the user's own."""
+    """` (FILE:LINE)` of a user's function."""
     transient: Errors = ()
-    """Errors of its own after which a call may be made again, see `retries.may_pass`."""
+    """Its errors after which a call is repeated, see `retries.may_pass`."""
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[Score]:
         scores = [Score() for _ in samples]
@@ -59,13 +59,12 @@ class Reward:
 def load_reward(spec: str, *, scope: str = "auto", concurrency: int = 0) -> Reward:
     """Import a reward function and adapt it to calls with samples.
 
-    A function may carry an attribute `prepare`, a function that is called once per worker before
-    any deadline runs: for slow imports, or files to read. It gets no arguments, or those that
-    functools.partial bound. An attribute `concurrency`, a number, lets so many calls of a
-    worker be under way in threads: for functions that wait, and are safe in threads; it comes
-    before rewards.concurrency. `async def` functions share one event loop per worker,
-    ASYNC_CONCURRENCY at a time. An attribute `scope` comes before rewards.scope. An attribute
-    `transient`, exception classes, names errors after which a call may be made again.
+    A function may have these attributes. `prepare` is a function for slow imports or files to read.
+    It is called once per worker before any deadline runs, with the arguments that functools.partial
+    bound, if any. `concurrency` is the number of threads of a worker that may call the function,
+    for functions that wait and are safe in threads; it overrides rewards.concurrency. `async def`
+    functions share one event loop per worker, ASYNC_CONCURRENCY calls at a time. `scope` overrides
+    rewards.scope. `transient` holds exception classes after which a call is repeated.
 
     Args:
         spec: `module:function` or `path/file.py:function`.
@@ -84,14 +83,14 @@ def load_reward(spec: str, *, scope: str = "auto", concurrency: int = 0) -> Rewa
 def reward_models(specs: Sequence[str]) -> dict[int, str]:
     """Return {position: folder or hub name} of the entries `model:PATH`.
 
-    Trainer ranks score with these, see `policy.reward_model`; workers have the other entries.
+    Trainer ranks score with these models; workers call the other entries.
     """
     return {i: spec.removeprefix(_MODEL) for i, spec in enumerate(specs) if spec.startswith(_MODEL)}
 
 
 def part_names(specs: Sequence[str]) -> tuple[str, ...]:
-    """Return one name per entry: the function's, the task's or the model folder's own, with its
-    position where two share one."""
+    """Return one name per entry, of the function, task or model folder, with its position if two
+    entries share a name."""
     names = [_own_name(spec) for spec in specs]
     return tuple(name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names))
 
@@ -121,8 +120,8 @@ def adapt(function: Callable, *, spec: str, scope: str = "auto", concurrency: in
     form = form_of(wanted, spec=spec)
 
     def call(samples: Sequence[RewardSample], scores: Sequence[Score]) -> Any:
-        """Call the function with what it takes of what there is."""
-        return function(**wanted.select(form.given(samples, scores, wanted)))
+        """Call the function with those of the arguments that it takes."""
+        return function(**wanted.select(form.arguments(samples, scores, wanted)))
 
     is_async = _is_async(function)
     return Reward(
@@ -168,7 +167,7 @@ def _concurrency(function: Callable, *, chosen: int, is_async: bool, spec: str) 
     if type(own) is not int or own < 1:
         raise Refusal(
             f"rewards.functions: {spec} has concurrency {own!r}; expected the "
-            "number of samples under way at once in a worker, 1 or more"
+            "number of concurrent calls in a worker, 1 or more"
         )
     return own
 
@@ -179,6 +178,6 @@ def _transient(function: Callable, *, spec: str) -> Errors:
     if not all(isinstance(one, type) and issubclass(one, Exception) for one in errors):
         raise Refusal(
             f"rewards.functions: {spec} has transient {own!r:.200}; expected exception classes "
-            "after which a call may be made again, such as (ConnectionError,)"
+            "after which a call is repeated, such as (ConnectionError,)"
         )
     return errors
