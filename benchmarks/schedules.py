@@ -137,7 +137,7 @@ def _run(options: Options, flags: dict[str, str]) -> dict[str, float]:
 
 def work(folder: Path, workload: dict, flags: dict[str, str]) -> int:
     """Train as train.py does, with an engine whose responses have given lengths."""
-    import spmdrl.engine.vllm as vllm_engine
+    import spmdrl.engine.vllm.engine as vllm_engine
     from spmdrl.engine.protocol import Request
 
     options = Options(**workload)

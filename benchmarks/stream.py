@@ -155,7 +155,7 @@ def planned_seconds(cfg: Config) -> float:
 
 def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
     """Run all rounds and return what was found."""
-    from spmdrl.engine.vllm import VllmEngine
+    from spmdrl.engine.vllm.engine import VllmEngine
     from spmdrl.roles import make_trainer
     from spmdrl.sync.stream import WeightStream
 

@@ -146,7 +146,7 @@ def _configuration(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
 
     from spmdrl.config import Config
-    from spmdrl.engine.vllm_arguments import engine_arguments
+    from spmdrl.engine.vllm.arguments import engine_arguments
 
     base = {"model": {"path": str(folder)}, "data": {"max_prompt_tokens": 128}}
     base |= {"sampling": {"max_response_tokens": 128}}
@@ -190,7 +190,7 @@ def _groups(layout: dict[str, int], *, has_custom: bool) -> list[dict[str, Any]]
         symm_mem,
     )
 
-    from spmdrl.engine.vllm_internals import create_groups, destroy_groups
+    from spmdrl.engine.vllm.internals import create_groups, destroy_groups
     from spmdrl.world.groups import join_world
 
     opened: list[list[str]] = [[] for _ in range(layout["world"])]
@@ -255,7 +255,7 @@ def _threads_after_engine(model: Path) -> int:
     """Return torch's threads after an engine is built that leaves one, as on GPUs."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from spmdrl.engine.vllm_internals import make_llm
+    from spmdrl.engine.vllm.internals import make_llm
 
     torch.set_num_threads(5)
     with mock.patch.object(LLMEngine, "from_engine_args", lambda args: torch.set_num_threads(1)):
@@ -265,7 +265,7 @@ def _threads_after_engine(model: Path) -> int:
 
 def facts(folder: Path) -> dict[str, Any]:
     """Return what vLLM decides on GPUs, for the arguments and groups of this program."""
-    from spmdrl.engine.vllm_internals import prepare_process
+    from spmdrl.engine.vllm.internals import prepare_process
 
     believe_in_gpus()
     os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="3", VLLM_SKIP_P2P_CHECK="0")

@@ -353,7 +353,7 @@ def test_the_help_shows_the_values_of_a_file(capsys, tmp_path):
 
 def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
     from spmdrl.check.engine_options import ENGINE_ARGUMENTS, engine_argument_names
-    from spmdrl.engine.vllm_arguments import _own_arguments
+    from spmdrl.engine.vllm.arguments import _own_arguments
 
     known = config.flatten(config.Config())
     for field in filter(None, ENGINE_ARGUMENTS.values()):

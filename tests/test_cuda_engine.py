@@ -22,9 +22,9 @@ from test_engine import PROMPTS, draw, engine_config
 
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, EngineSettings, LayoutSettings, ModelSettings, MoeSettings
-from spmdrl.engine import vllm_internals, vllm_requests
 from spmdrl.engine.protocol import Request
-from spmdrl.engine.vllm import VllmEngine
+from spmdrl.engine.vllm import internals
+from spmdrl.engine.vllm.engine import VllmEngine
 
 ROOT = Path(__file__).parents[1]
 
@@ -124,9 +124,9 @@ def _drawn_seeds(monkeypatch, path: Path, *, seed: int, replica: int) -> list[in
         add_request=lambda key, prompt, params, **_: asked.append(params),
         vllm_config=SimpleNamespace(model_config=None),  # asked for by prompts with pictures alone
     )
-    monkeypatch.setattr(vllm_internals, "make_llm", lambda arguments: llm)
-    monkeypatch.setattr(vllm_internals, "seeds_by_numpy", lambda llm: True)
-    monkeypatch.setattr(vllm_requests, "sampling_params", lambda request, **_: request)
+    monkeypatch.setattr(internals, "make_llm", lambda arguments: llm)
+    monkeypatch.setattr(internals, "seeds_by_numpy", lambda llm: True)
+    monkeypatch.setattr("spmdrl.engine.vllm.engine.sampling_params", lambda request, **_: request)
     engine = object.__new__(VllmEngine)
     engine.cfg = Config(seed=seed, model=ModelSettings(path=str(path)))
     engine.world = SimpleNamespace(replica=replica)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from spmdrl.check import dry_run
 from spmdrl.config import Config
 from spmdrl.data import prompts
-from spmdrl.engine.vllm_families import cpu_head_sizes, head_size_problem
+from spmdrl.engine.vllm.families import cpu_head_sizes, head_size_problem
 from spmdrl.errors import Refusal
 from spmdrl.imports import in_child
 from spmdrl.model.load import load_hf_config

@@ -17,9 +17,8 @@ from worlds import in_world, make_engine
 
 from spmdrl.check.fit import check_fit, fit_problems
 from spmdrl.config import LayoutSettings
-from spmdrl.engine import vllm_families
-from spmdrl.engine.vllm_families import model_arguments
-from spmdrl.engine.vllm_trial import refusing_models
+from spmdrl.engine.vllm import families
+from spmdrl.engine.vllm.families import model_arguments, refusing_models
 from spmdrl.tools.small_models.families import family_config
 from spmdrl.tools.small_models.shrink import shrunk
 
@@ -37,7 +36,7 @@ JAMBA = dict(
 def refusal(world: Any) -> str:
     """Build an engine as if nothing were known of the model."""
     try:
-        with mock.patch.object(vllm_families, "_lacking", lambda *_, **__: ""):
+        with mock.patch.object(families, "_lacking", lambda *_, **__: ""):
             make_engine(world.cfg, world).close()
     except ValueError as error:
         return str(error)
@@ -142,7 +141,7 @@ def test_layers_that_neither_of_vllms_ways_can_run_are_refused_by_the_dry_run(tm
 
 
 def test_the_classes_of_vllms_own_are_read_from_its_source():
-    found = vllm_families.own_classes()
+    found = families.own_classes()
     assert {"LlamaForCausalLM", "Mamba2ForCausalLM", "Qwen3NextForCausalLM"} <= found
     assert not {"Olmo2ForCausalLM", "MiniMaxForCausalLM", "TransformersForCausalLM"} & found
 

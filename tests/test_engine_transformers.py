@@ -21,7 +21,7 @@ from spmdrl import config
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, MemorySettings
 from spmdrl.engine.protocol import Request
-from spmdrl.engine.seeded_draws import draw, numbers
+from spmdrl.engine.transformers.draws import draw, numbers
 from spmdrl.world.world import World
 
 # --------------------------------------------------------------------------- draws

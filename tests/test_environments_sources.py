@@ -238,7 +238,7 @@ def end_of_turn(model: str) -> str:
 
 def trained(cfg: Config) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Run train.py; return what its engine was asked, and what it drew, by request."""
-    from spmdrl.engine.transformers import TransformersEngine
+    from spmdrl.engine.transformers.engine import TransformersEngine
     from spmdrl.world.world import World
     from train import train
 

@@ -193,7 +193,7 @@ def test_vllm_on_the_cpu_stays_awake_and_says_so(tmp_path):
 
 
 def test_what_modules_hold_without_registering_it_is_found(tmp_path, monkeypatch):
-    from spmdrl.engine.vllm_internals import unregistered
+    from spmdrl.engine.vllm.internals import unregistered_tensors
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     layer = torch.nn.Linear(2, 2)
@@ -201,7 +201,7 @@ def test_what_modules_hold_without_registering_it_is_found(tmp_path, monkeypatch
     layer.range, layer.parts, layer.again = torch.ones(1), [torch.ones(2), 3], layer.weight.data
     layer.kv_cache, layer.shared = [torch.ones(8)], layer.scale
     layer.also = layer.range
-    found = unregistered(torch.nn.Sequential(layer))
+    found = unregistered_tensors(torch.nn.Sequential(layer))
     assert [id(t) for t in found] == [id(layer.range), id(layer.parts[0]), id(layer.again)]
 
 

@@ -10,10 +10,8 @@ ROOT = Path(__file__).parent.parent
 HOMES = (
     "spmdrl/world/torch_internals.py",
     "spmdrl/model/transformers_internals.py",
-    "spmdrl/engine/vllm_internals.py",
-    "spmdrl/engine/vllm_patches_models.py",  # a patch of its Transformers backend
-    "spmdrl/engine/vllm_patches_cpu.py",  # patches of its CPU build
-    "spmdrl/engine/vllm_trial.py",  # what it says of models
+    "spmdrl/engine/vllm/internals.py",
+    "spmdrl/engine/vllm/patches.py",
 )
 # Documented plugin interfaces: parsers, which are needed below the engines, and a loader; what is
 # loaded once for the ranks of a proof is not used there.
@@ -21,8 +19,9 @@ IMPORTING_VLLM = (
     *HOMES,
     "spmdrl/environments/tool_calls.py",
     "spmdrl/model/vision/for_vllm.py",  # processed inputs, which its multimodal processors yield
-    "spmdrl/engine/vllm_plain.py",
-    "spmdrl/engine/vllm_requests.py",
+    "spmdrl/engine/vllm/arguments.py",
+    "spmdrl/engine/vllm/families.py",
+    "spmdrl/engine/vllm/requests.py",
     "spmdrl/tools/proof/preloaded.py",
 )
 # Whose underscored attributes are ours, or Python's.

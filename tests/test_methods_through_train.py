@@ -226,7 +226,7 @@ class _Engines:
     """
 
     def __init__(self) -> None:
-        from spmdrl.engine.vllm import VllmEngine
+        from spmdrl.engine.vllm.engine import VllmEngine
 
         self._make, self._engine, self._weights = VllmEngine, None, []
         self.close = lambda: None

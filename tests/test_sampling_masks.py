@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
+from spmdrl.config import Config, ModelSettings, SamplingSettings
 from spmdrl.engine.protocol import Truncation
-from spmdrl.engine.seeded_draws import draw
-from spmdrl.engine.truncation import truncate
+from spmdrl.engine.transformers.draws import draw, truncate
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 from spmdrl.model.sampling_rules import SamplingRules, make_sampling_mask
 from spmdrl.sampling_masks import SamplingMasks
@@ -240,10 +240,12 @@ def test_engines_that_cannot_say_what_they_kept_are_refused(monkeypatch):
 
 def test_gpus_get_requests_that_vllm_returns_masks_for():
     from spmdrl.engine.protocol import Request
-    from spmdrl.engine.vllm_requests import sampling_params, scoring_params
-    from spmdrl.engine.vllm_sampling_masks import kept_arguments
+    from spmdrl.engine.vllm.arguments import engine_arguments
+    from spmdrl.engine.vllm.requests import sampling_params, scoring_params
 
-    assert kept_arguments(on_cpu=False) == {"return_sampling_mask": True}
+    cfg = Config(model=ModelSettings("m"), sampling=SamplingSettings(top_p=0.9))
+    assert engine_arguments(cfg, on_cpu=False)["return_sampling_mask"]
+    assert "return_sampling_mask" not in engine_arguments(cfg, on_cpu=True)
     cut = Request("k", (1,), 3, 0.7, 1, (), Truncation(top_p=0.9, min_p=0.1))
     greedy = Request("k", (1,), 3, 0.0, None, ())
     for request, temperature, top_k in ((cut, 0.7, 2**31 - 1), (greedy, 1.0, 1)):
@@ -259,27 +261,27 @@ def test_sets_that_vllm_returns_are_taken_for_truncated_requests_alone():
     from types import SimpleNamespace
 
     from spmdrl.engine.protocol import Request
-    from spmdrl.engine.vllm_sampling_masks import make_kept_source
+    from spmdrl.engine.vllm.records import make_mask_recorder
 
     config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 900))
     worker = SimpleNamespace(
         worker=SimpleNamespace(model_runner=SimpleNamespace(vllm_config=config))
     )
     llm = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
-    source = make_kept_source(llm, on_cpu=False)
+    source = make_mask_recorder(llm, on_cpu=False)
     cut = Request("cut", (1,), 3, 1.0, 1, (), Truncation(top_p=0.9))
     for request in (
         cut,
         Request("whole", (1,), 3, 1.0, 1, ()),
         Request("greedy", (1,), 3, 0, 1, ()),
     ):
-        source.added(request, "id")
+        source.add(request, "id")
     ids = [[3, 800], list(range(100, 200)), list(range(900))]
     tokens = torch.tensor([800, 150, 5])
     chunks = [SimpleNamespace(to_nested_list=lambda own=own: own) for own in (ids[:1], ids[1:])]
 
-    def under_way(key: str, kept: list) -> SimpleNamespace:
-        return SimpleNamespace(key=key, kept=kept)
+    def under_way(key: str, masks: list) -> SimpleNamespace:
+        return SimpleNamespace(key=key, masks=masks)
 
     half = source.unfinished(under_way("cut", chunks[:1]), tokens[:1])
     assert half.sizes.tolist() == [8]

@@ -47,7 +47,7 @@ def test_a_response_ends_at_the_first_token_that_completes_a_string(step):
             for begun in (0, 3):
                 found = StopStrings(tokenizer)
                 prompt = (7, 8, *ids[:begun])
-                found.added(Request("k", prompt, 99, 1.0, 0, (), stop=stops, num_begun=begun))
+                found.add(Request("k", prompt, 99, 1.0, 0, (), stop=stops, num_begun=begun))
                 want = next(
                     (
                         n

@@ -285,11 +285,11 @@ def _raise(weights: object) -> None:
 
 def stream_refusals(world: Any) -> dict[str, str]:
     """Return per mode why a stream into this engine is refused."""
-    from spmdrl.engine import vllm_patches_cpu
-    from spmdrl.engine.vllm import VllmEngine
+    from spmdrl.engine.vllm import patches
+    from spmdrl.engine.vllm.engine import VllmEngine
 
     cfg = world.cfg
-    vllm_patches_cpu.keep_expert_weights_live = lambda: None  # a version it does not serve
+    patches.keep_expert_weights_live = lambda: None  # a version it does not serve
     engine, weights = VllmEngine(cfg, world), FileShards(cfg.model.path, world.is_trainer)
     refusals = {}
     reload = engine.reload_weights

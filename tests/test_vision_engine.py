@@ -18,7 +18,7 @@ from worlds import in_world, make_engine
 
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.engine.protocol import Request
-from spmdrl.engine.vllm_families import model_arguments
+from spmdrl.engine.vllm.families import model_arguments
 from spmdrl.errors import Refusal
 from spmdrl.model_inputs import ItemCodec, TokenIds
 from spmdrl.plain import pack, unpack

@@ -16,7 +16,7 @@ from vision_runs import microbatch, sequences
 from vlm import FAMILIES, seeing_model
 
 from spmdrl.config import ModelSettings
-from spmdrl.engine.vllm_plain import with_plain_weights
+from spmdrl.engine.vllm.arguments import with_plain_weights
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.blocks import base_of, blocks

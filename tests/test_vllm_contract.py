@@ -13,8 +13,8 @@ from vllm_contract import NAMES, contract, read
 
 from spmdrl.check.engine_options import ENGINE_ARGUMENTS
 from spmdrl.config import Config, ModelSettings, MoeSettings
-from spmdrl.engine import vllm_internals
-from spmdrl.engine.vllm_arguments import engine_arguments
+from spmdrl.engine.vllm import internals
+from spmdrl.engine.vllm.arguments import engine_arguments
 
 TABLE = read()
 VERSIONS = ("0.24.0", "0.32.0")
@@ -91,12 +91,12 @@ def test_what_is_worked_around_is_still_there():
 def test_an_engine_without_a_finalizer_is_closed_too():
     core = mock.Mock()
     client = SimpleNamespace(engine_core=core)
-    vllm_internals.close_llm(SimpleNamespace(engine_core=client))
+    internals.close_llm(SimpleNamespace(engine_core=client))
     core.model_executor.shutdown.assert_called_once_with()
     core.scheduler.shutdown.assert_called_once_with()
     core.shutdown.assert_not_called()
     client._finalizer = mock.Mock()
-    vllm_internals.close_llm(SimpleNamespace(engine_core=client))
+    internals.close_llm(SimpleNamespace(engine_core=client))
     client._finalizer.detach.assert_called_once_with()
 
 
@@ -104,6 +104,6 @@ def test_experts_per_token_are_found_in_both_versions():
     config = SimpleNamespace(get_num_experts=lambda: 8, hf_text_config=mock.Mock())
     config.hf_text_config.num_experts_per_tok = 2
     runner = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config))
-    assert vllm_internals.num_experts(runner) == (8, 2)
+    assert internals.num_experts(runner) == (8, 2)
     config.get_num_experts_per_tok = lambda: 3
-    assert vllm_internals.num_experts(runner) == (8, 3)
+    assert internals.num_experts(runner) == (8, 3)

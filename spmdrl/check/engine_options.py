@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
-import importlib.util
 import re
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 from spmdrl.config.fields import Config
+from spmdrl.engine.vllm.sources import engine_argument_names
 
 ENGINE_ARGUMENTS: dict[str, str] = {
     "model": "model.path",
@@ -52,7 +50,7 @@ _TORCH_PIN = re.compile(r"torch\s*==\s*([\d.]+)")
 
 def engine_option_problems(cfg: Config) -> list[str]:
     """Return what is wrong with engine.options, each as `field: what, value seen`."""
-    if cfg.engine.kind == "transformers":
+    if not cfg.engine.traits.has_options:
         return [
             f"engine.options.{name}: is an argument of vLLM's engine, and engine.kind is "
             "transformers, which has none; take it out"
@@ -113,24 +111,3 @@ def build_problems() -> list[str]:
                 "or set engine.kind to transformers"
             ]
     return []
-
-
-def engine_argument_names() -> tuple[str, ...]:
-    """Return the names of vLLM's EngineArgs; () where vLLM is not installed.
-
-    Read from its source: to import vLLM takes seconds and sets up what the engine, when it is
-    built, has to set up in its own way.
-    """
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
-        return ()
-    tree = ast.parse(Path(found.origin).with_name("engine").joinpath("arg_utils.py").read_text())
-    return tuple(
-        line.target.id
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
-        for line in node.body
-        if isinstance(line, ast.AnnAssign)
-        and isinstance(line.target, ast.Name)
-        and not line.target.id.startswith("_")
-    )

@@ -14,7 +14,7 @@ from torch import nn
 
 from spmdrl.check.values import MAX_RANK
 from spmdrl.config import Config
-from spmdrl.engine.vllm_families import check_mixers, model_arguments
+from spmdrl.engine.vllm.families import check_mixers, model_arguments
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.model.attention.pick import kernel_of
@@ -118,7 +118,7 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     problems = policy_problems(cfg, hf_model) + _companion_problems(
         cfg, is_seen=has_vision_tower(hf_model)
     )
-    if cfg.engine.kind == "vllm" and axes_of(cfg).engines:
+    if cfg.engine.traits.has_own_models and axes_of(cfg).engines:
         problems += refusal(lambda: model_arguments(cfg))
         problems += refusal(lambda: check_mixers(hf_model, counts.mixers))
     if is_on_cpu(cfg):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from spmdrl.config.engine_traits import ENGINE_TRAITS, EngineTraits
 from spmdrl.config.options import NestedOptions
 from spmdrl.config.ranges import (
     Fraction,
@@ -48,6 +49,11 @@ class EngineSettings:
     seed_per_request: bool = True
     """Key every sample by (seed, step, prompt, sample): same tokens whatever rank draws them.
     Costs vLLM about 8% of throughput at 256 sequences, and `transformers` nothing."""
+
+    @property
+    def traits(self) -> EngineTraits:
+        """What engines of this kind can do."""
+        return ENGINE_TRAITS[self.kind]
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ def make_engine(cfg: Config, world: World) -> EngineProtocol:
     Raises: Refusal when vLLM is asked for and missing, or the model cannot be built.
     """
     if cfg.engine.kind == "transformers":
-        from spmdrl.engine.transformers import TransformersEngine
+        from spmdrl.engine.transformers.engine import TransformersEngine
 
         return TransformersEngine(cfg, world)
-    from spmdrl.engine.vllm import VllmEngine
+    from spmdrl.engine.vllm.engine import VllmEngine
 
     return VllmEngine(cfg, world)

@@ -1,8 +1,8 @@
-"""Colocated placement: an engine's memory is the update's while nothing is generated.
+"""Colocated placement: the update uses the engine's memory while nothing is generated.
 
-`release` where generation ends, `wake_weights` where a push begins, `wake_cache` where it ends.
-Each time the device is asked what is in use, so that memory that does not come back is found in
-the step in which it is lost.
+`release` is called where generation ends, `wake_weights` where a push begins, `wake_cache` where it
+ends. Each of them asks the device how much memory is in use, so that memory that is not freed is
+found in the step that keeps it.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ log = logging.getLogger(__name__)
 
 GROWTH_FRAC = 0.05
 GROWTH_BYTES = 2**29
-"""How far the level after waking may grow over that of the first wake that follows an update: by
-this share of it, or so many bytes if that is more."""
+"""How far the memory in use after a wake may grow beyond that of the first wake after an update: by
+this share of it, or by this many bytes if that is more."""
 _GIB = 2**30
 
 
 class Handover:
-    """Puts one rank's engine to sleep and wakes it; nothing where it cannot sleep.
+    """Puts one rank's engine to sleep and wakes it; does nothing where it cannot sleep.
 
     Args:
         engine: of this rank.
-        world: the job; anything but colocated placement leaves the engine awake, and so does
-            over-sampling, which leaves requests unfinished from step to step.
+        world: the job. The engine sleeps only with colocated placement, and without over-sampling,
+            which leaves requests unfinished from step to step.
     """
 
     def __init__(self, engine: EngineProtocol, world: World):
@@ -42,44 +42,41 @@ class Handover:
                 "rollout.schedule.over_sample leaves requests unfinished"
             )
             self._sleeps = False
-        self._kind = world.cfg.engine.kind
         self._is_asleep = False
-        self._freed = self._wakes = self._level = 0
+        self._freed = 0
+        self._wakes = 0
+        self._level = 0
 
     def release(self, *, keeps_weights: bool) -> None:
-        """Put the engine to sleep. One with unfinished requests stays awake, for their sake.
+        """Put the engine to sleep, unless requests are unfinished.
 
         Args:
-            keeps_weights: what the next push writes is not all that there is.
-        Raises: RuntimeError when the device has no more memory than before.
+            keeps_weights: the next push will not write all weights.
+        Raises: RuntimeError when this frees no memory.
         """
         if not self._sleeps or self._is_asleep or self._engine.is_busy:
             return
         before = self._engine.held_bytes()
         self._engine.sleep(keeps_weights=keeps_weights)
-        self._is_asleep, self._freed = True, before - self._engine.held_bytes()
+        self._is_asleep = True
+        self._freed = before - self._engine.held_bytes()
         if self._freed <= 0:
-            hint = (
-                "Set engine.options {enable_sleep_mode: false} and lower engine.gpu_memory_frac"
-                if self._kind == "vllm"
-                else "Raise engine.max_num_seqs: so small a cache shares pages with other memory"
-            )
             raise RuntimeError(
                 f"the engine sleeps, and {-self._freed / _GIB:.3g} GiB more are in use than the "
                 f"{before / _GIB:.3g} GiB before: nothing was handed over, unless another process "
-                f"took it at this moment. {hint}"
+                f"took it at this moment. {self._engine.sleep_hint}"
             )
 
     def wake_weights(self) -> None:
-        """Give the weights their memory, at the addresses that they had; to be written anew."""
+        """Allocate the weights' memory at the addresses that it had. A push must write them."""
         if self._is_asleep:
             self._engine.wake("weights")
 
     def wake_cache(self) -> Sums:
-        """Give the KV cache its memory, and compare what is in use with earlier steps.
+        """Allocate the KV cache's memory, and compare the memory in use with earlier steps.
 
         Returns: mem/engine_freed_gib and mem/after_wake_gib, of this rank; {} if it was awake.
-        Raises: RuntimeError when more than GROWTH_* did not come back.
+        Raises: RuntimeError when the memory in use has grown by more than GROWTH_*.
         """
         if not self._is_asleep:
             return {}
@@ -87,7 +84,7 @@ class Handover:
         self._is_asleep = False
         level = self._engine.held_bytes()
         self._wakes += 1
-        if self._wakes <= 2:  # the second follows an update, which makes what all others find
+        if self._wakes <= 2:  # the second is the first after an update, which allocates its states
             self._level = level
         grown = level - self._level
         margin = max(GROWTH_FRAC * self._level, GROWTH_BYTES)

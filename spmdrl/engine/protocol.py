@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from spmdrl.config import NO_PENALTIES, Penalties
+from spmdrl.imports import refusing
 from spmdrl.sampling_masks import SamplingMasks
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which ids a token is drawn among; min_p first, then top_k, then top_p, of what is left."""
+    """Which ids a token is drawn among: min_p is applied first, then top_k, then top_p."""
 
     top_p: float = 1.0
-    """Of the likeliest ids so many as have at least this probability together."""
+    """Keep the likeliest ids whose probabilities add up to at least this."""
     top_k: int = 0
-    """So many of the likeliest ids, and those that are as likely as the last; 0: all."""
+    """Keep this many of the likeliest ids, and those as likely as the last one; 0: all."""
     min_p: float = 0.0
-    """Those at least this times as likely as the likeliest."""
+    """Keep ids with at least this times the probability of the likeliest one."""
 
     @property
     def is_on(self) -> bool:
@@ -31,7 +32,7 @@ class Truncation:
 
 
 UNTRUNCATED = Truncation()
-"""Among all ids."""
+"""All ids are kept."""
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,24 @@ class Request:
     key: str
     """Unique among unfinished requests."""
     prompt: tuple[int, ...]
-    """Token ids; TokenIds where they show something."""
+    """Token ids; TokenIds where they have images."""
     max_tokens: int
     """Longest response in tokens."""
     temperature: float
     """Softmax temperature; 0 is greedy."""
     seed: int | None
-    """Keys this sample's randomness; None draws from the engine's own generator."""
+    """Seed of this sample's randomness; None draws from the engine's own generator."""
     stop_token_ids: tuple[int, ...]
-    """Ids that end the response; the one that did is its last token. Nothing else ends it but
-    `stop` and max_tokens, in either engine."""
+    """Ids that end the response; the id that ends it is its last token. Only these, `stop` and
+    max_tokens end a response, in either engine."""
     truncation: Truncation = UNTRUNCATED
-    """Not of greedy ones."""
+    """Greedy requests ignore it."""
     penalties: Penalties = NO_PENALTIES
-    """Of greedy ones too. What the prompt holds is its prompt, what is drawn its response."""
+    """Greedy requests have them too. The response that they count is that of this request alone."""
     stop: tuple[str, ...] = ()
     """Strings that end the response at the token that completes one."""
     num_begun: int = 0
-    """So many of the prompt's last ids are the begin of the response, drawn by an earlier request:
+    """How many of the prompt's last ids are the start of the response, drawn by an earlier request:
     a string of `stop` may begin there."""
 
     @property
@@ -79,26 +80,27 @@ class Completion:
     versions: Tensor
     """[n] int64, policy version of the weights that drew each."""
     is_truncated: bool
-    """Cut at max_tokens (or at the context's end) instead of stopping by itself."""
+    """It ended at max_tokens, or at the end of the context, and not by a stop token or string."""
     routes: Tensor | None = None
     """[n, L, K] int8 or int16: the K experts of each of L layers with experts that the request's
     first n tokens went to, prompt included. n is all but the last token, which the engine never
-    read; fewer for a request that is unfinished. A token keeps the route of its first computation.
+    read; fewer for an unfinished request. A token keeps the route of its first computation.
     None without model.moe.replay."""
     sampling_masks: SamplingMasks | None = None
-    """Of the sampled ids; None where the config's sampling leaves out none, or it is greedy."""
+    """Of the sampled ids; None where sampling leaves out no ids, or is greedy."""
 
     def until(self, count: int) -> Completion:
-        """Return what was drawn up to a token that ended it, the first `count`."""
+        """Return the completion as it is when its token `count` - 1 ends it."""
         routes = self.routes
-        over = len(self.tokens) - count
+        if routes is not None:
+            routes = routes[: len(routes) - (len(self.tokens) - count)]
         return replace(
             self,
             tokens=self.tokens[:count],
             logprobs=self.logprobs[:count],
             versions=self.versions[:count],
             is_truncated=False,
-            routes=None if routes is None else routes[: len(routes) - over],
+            routes=routes,
             sampling_masks=self.sampling_masks and self.sampling_masks[torch.arange(count)],
         )
 
@@ -108,16 +110,48 @@ def route_dtype(num_experts: int) -> torch.dtype:
     return torch.int8 if num_experts <= 128 else torch.int16
 
 
-class EngineProtocol(Protocol):
-    """A replica's engine as one of its ranks sees it. Off the inference ranks it is empty.
+MaskRows = list[tuple[SamplingMasks, int]]
+"""For each token of a request: the masks of the engine step that drew it, and its row in them."""
 
-    Every tensor-parallel rank of a replica must make the same calls in the same order.
+
+def masks_of_rows(rows: MaskRows, tokens: Tensor, *, key: str) -> SamplingMasks | None:
+    """Return the sampling masks of a request's tokens [n] int64; None for no tokens.
+
+    Raises: RuntimeError as `check_masks`.
+    """
+    own = [masks[torch.tensor([row])] for masks, row in rows]
+    return check_masks(SamplingMasks.concat(own, [1] * len(own)), tokens, key=key)
+
+
+def check_masks(masks: SamplingMasks | None, tokens: Tensor, *, key: str) -> SamplingMasks | None:
+    """Return the sampling masks of a request's tokens [n] int64.
+
+    Raises: RuntimeError naming the request, when a token has no mask or is not in its mask.
+    """
+    hint = "; leave sampling.top_p, top_k and min_p out"
+    with refusing(f"request {key}", ValueError, kind=RuntimeError, hint=hint):
+        if masks is not None:
+            masks.check(tokens)
+        elif len(tokens):
+            raise ValueError(f"no sampling mask of its {len(tokens)} tokens")
+    return masks
+
+
+class EngineProtocol(Protocol):
+    """A replica's engine as one of its ranks sees it. On ranks that do not generate it is empty.
+
+    Every tensor-parallel rank of a replica must make the same calls in the same order. What an
+    engine can do is known before it is built: see config/engine_traits.py.
     """
 
+    sleep_hint: ClassVar[str]
+    """What to do where `sleep` frees no memory, for messages."""
+    gap_cause: ClassVar[str]
+    """Why its logprobs may differ from the trainer's at the same precision, for messages."""
     dtype: torch.dtype
     """Dtype of the weights."""
     version: int
-    """Policy version of the weights, as last told to `weights_changed`."""
+    """Policy version of the weights, see `weights_changed`."""
 
     @property
     def model(self) -> nn.Module:
@@ -134,57 +168,56 @@ class EngineProtocol(Protocol):
         """Whether requests are unfinished."""
 
     def unfinished(self) -> list[Completion]:
-        """Return what was drawn so far for the requests that go on, is_truncated False."""
+        """Return what was drawn so far for unfinished requests, is_truncated False."""
 
-    def take_back(self) -> list[Completion]:
-        """End the requests that go on, and return what `unfinished` does: nothing is left."""
+    def abort_all(self) -> list[Completion]:
+        """End all requests, and return what `unfinished` would."""
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
 
         Args:
-            sequences: token ids; TokenIds where they show something.
+            sequences: token ids; TokenIds where they have images.
         """
 
     def weights_changed(self, version: int) -> None:
-        """Take `version` as that of the weights. New requests share nothing that older weights
-        computed; unfinished ones go on, from a KV cache that is kept or computed anew as
-        rollout.schedule says."""
+        """Set the version of the weights. New requests share nothing that older weights computed.
+        Unfinished ones keep their KV cache, or compute it again, as rollout.schedule says."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors by checkpoint name into the live model. The weight stream watches
         it once, to learn which slice goes where."""
 
     def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load whole tensors by checkpoint name, with whatever the engine makes of them."""
+        """Load whole tensors by checkpoint name, and process them as after the first loading."""
 
     @property
     def can_sleep(self) -> bool:
-        """Whether its memory can be had for a while; see handover.py."""
+        """Whether it can free memory for a while; see handover.py."""
 
     def sleep(self, *, keeps_weights: bool) -> None:
-        """Free the KV cache, and the weights or a part of them, until `wake`. No request is
-        unfinished, and none comes meanwhile.
+        """Free the KV cache, and the weights or a part of them, until `wake`. No request may be
+        unfinished, and none may be added before `wake`.
 
         Args:
-            keeps_weights: they must be what they were after `wake`; else they are written anew.
+            keeps_weights: `wake` must restore the weights; otherwise they will be written again.
         """
 
     def wake(self, part: Literal["weights", "cache"]) -> None:
-        """Take back the memory of the weights, and then of the KV cache, which is empty. Weights
-        have the addresses that they had."""
+        """Allocate the memory of the weights, and then of the KV cache, which is empty. Weights
+        have the same addresses as before."""
 
     def held_bytes(self) -> int:
-        """Return the bytes in use: on CUDA of the whole device, by whomever; on the CPU those of
-        weights and KV cache."""
+        """Return the bytes in use: on CUDA all of the device, also by other processes; on the CPU
+        those of weights and KV cache."""
 
     def close(self) -> None:
-        """Free the engine. On every rank, before the process group goes."""
+        """Free the engine. Every rank calls it, before the process group is destroyed."""
 
 
 @runtime_checkable
 class AdapterEngine(Protocol):
-    """What an engine that computes with the policy's adapters itself has besides."""
+    """What an engine that computes with the policy's adapters itself has in addition."""
 
     def adapter(self, names: Iterable[str]) -> nn.Module:
         """Return the live memory of the adapters that matrices of these names (as

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from spmdrl.config.engine_traits import ENGINE_TRAITS
 from spmdrl.imports import divisors
 from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures, of_layers
@@ -137,7 +138,7 @@ def misfits(
     yield from _tp_misfits(counts, axes.tp)
     yield from _cp_misfits(counts, axes, context=context)
     yield from _ep_misfits(counts, axes.ep, is_policy=is_policy)
-    if is_policy and axes.engines and engine_kind == "vllm":
+    if is_policy and axes.engines and ENGINE_TRAITS[engine_kind].has_own_models:
         yield from _engine_misfits(counts, axes.inference_tp)
 
 

@@ -188,7 +188,7 @@ class SampledSource(Source):
     def _take_back(self, engine: EngineProtocol) -> None:
         """Begin requests under way anew, with what was drawn so far for a prompt: the cache of
         another version is computed anew in any case, and a resumed run can do no other."""
-        begun = engine.take_back()
+        begun = engine.abort_all()
         if self.filler is not None:
             self.loop.take_back(begun)
 

@@ -19,6 +19,7 @@ def probe_gap(
     *,
     limit: float,
     version: int,
+    gap_cause: str,
     world: World,
 ) -> Sums:
     """Compare engines' logprobs of some sequences with the trainers'; every rank calls.
@@ -28,6 +29,7 @@ def probe_gap(
             empty where there is none.
         limit: stream.max_logprob_gap, in nats.
         version: of the weights, for messages.
+        gap_cause: of the engine, see EngineProtocol.
     Returns: sync/probe_gap: (sum of |engine - trainer| in nats, tokens), over all replicas.
     Raises: RuntimeError on every rank when the mean is above the limit or not a number.
     """
@@ -42,7 +44,7 @@ def probe_gap(
             f"nats on average (largest {float(gaps.max()):.4g}), more than "
             f"stream.max_logprob_gap {limit:g}; mean logprob {float(engines[0].mean()):.4f} by "
             f"the engine, {float(trainer.mean()):.4f} by the trainer, whose rows "
-            f"were found right, so look at the engine: {_suspects(world.cfg)}"
+            f"were found right, so look at the engine: {_suspects(world.cfg, gap_cause)}"
         )
     return {"sync/probe_gap": (float(gaps.sum()), float(gaps.numel()))}
 
@@ -55,7 +57,7 @@ def _flat(scores: Sequence[Tensor]) -> Tensor:
     return torch.cat(without_first)
 
 
-def _suspects(cfg: Config) -> str:
+def _suspects(cfg: Config, gap_cause: str) -> str:
     """Return what may cause a gap with these settings."""
     quantization = cfg.engine.options.get("quantization")
     if quantization:
@@ -63,13 +65,10 @@ def _suspects(cfg: Config) -> str:
             f"engine.options quantization {quantization} may be all of it; then raise the limit, "
             "and keep an algorithm.correction"
         )
-    kind = cfg.engine.kind
     if cfg.engine.dtype != "float32" or cfg.model.compute_dtype != "float32":
         return (
             f"engine.dtype {cfg.engine.dtype} beside model.compute_dtype "
             f"{cfg.model.compute_dtype} may be all of it, which float32 for both would show; else "
-            f"it is {kind}'s own code or kernels for this model"
+            f"{gap_cause}"
         )
-    if kind == "transformers":
-        return "its weights are not the trainer's, or its attention is wrong; this is a bug here"
-    return f"{kind}'s own code or kernels for this model; engine.kind transformers has others"
+    return gap_cause

@@ -184,6 +184,7 @@ class WeightStream:
                 self._sent.score(sequences) if world.is_trainer else [],
                 limit=self._cfg.max_logprob_gap,
                 version=version,
+                gap_cause=self._engine.gap_cause,
                 world=world,
             )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from spmdrl.config import Config, trainer_ranks
+from spmdrl.config.engine_traits import ENGINE_TRAITS
 from spmdrl.config.placements import PLACEMENTS, Placement
 from spmdrl.imports import divisors
 
@@ -110,7 +111,7 @@ def rank_problems(axes: Axes, *, engine_kind: str) -> Iterator[str]:
             f"layout.inference_tp: {engines} inference ranks / inference_tp {inference_tp} = "
             f"{engines / inference_tp:g} replicas, not whole"
         )
-    if engine_kind == "transformers" and inference_tp > 1:
+    if inference_tp > 1 and not ENGINE_TRAITS[engine_kind].has_own_models:
         yield (
             f"layout.inference_tp: {inference_tp} with engine.kind transformers, whose "
             "engine holds the whole model on one rank; set it to 1, or take vllm"

@@ -76,7 +76,9 @@ def _tuning_of_all_ranks(name: str) -> Rule:
     return Rule(
         (f"engine.options.{name}", "layout.placement"),
         lambda cfg: (
-            cfg.engine.kind == "vllm" and not cfg.layout.roles.shares_devices and _option(cfg, name)
+            cfg.engine.traits.has_options
+            and not cfg.layout.roles.shares_devices
+            and _option(cfg, name)
         ),
         "vLLM tunes in a group of all ranks, and those that train would never come",
         "take it out",
@@ -88,7 +90,7 @@ def _mask_of_guesses(name: str) -> Rule:
     return Rule(
         (f"sampling.{name}", "engine.options.speculative_config"),
         lambda cfg: (
-            cfg.engine.kind == "vllm"
+            cfg.engine.traits.has_options
             and name in _truncating(cfg)[:1]
             and cfg.engine.options.get("speculative_config")
             and _is_on_cpu(cfg)
@@ -146,7 +148,7 @@ _ENGINES = [
     Rule(
         ("layout.inference_tp", "model.moe.replay"),
         lambda cfg: (
-            cfg.engine.kind == "vllm"
+            cfg.engine.traits.has_own_models
             and cfg.model.moe.replay
             and cfg.layout.inference_tp > 1
             and not _is_on_cpu(cfg)

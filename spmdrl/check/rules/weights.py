@@ -138,7 +138,7 @@ WEIGHTS: list[Rule] = [
     ),
     Rule(
         ("model.lora.push", "engine.kind"),
-        lambda cfg: cfg.model.lora.pushes_adapter and cfg.engine.kind != "vllm",
+        lambda cfg: cfg.model.lora.pushes_adapter and not cfg.engine.traits.has_adapters,
         "only vllm computes with adapters of its own",
         "take merged",
         "not built",

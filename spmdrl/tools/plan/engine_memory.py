@@ -23,8 +23,7 @@ def engine_weight_bytes(run: Run, axes: Axes) -> int:
     """
     shape = run.shape
     tp = axes.inference_tp
-    pads = run.engine.kind == "vllm"
-    rows = engine_rows(shape.vocab) if pads else shape.vocab
+    rows = engine_rows(shape.vocab) if run.engine.traits.has_own_models else shape.vocab
     numel = 0
     for weight in shape.root:
         is_table = weight.shape[0] == shape.vocab and len(weight.shape) == 2
@@ -59,7 +58,7 @@ def cache_bytes_per_token(run: Run, axes: Axes) -> int:
     numel = 0
     for block, count in shape.kinds:
         own = block.attention
-        if own.latent is not None and run.engine.kind == "vllm":
+        if own.latent is not None and run.engine.traits.has_own_models:
             numel += count * (own.latent[1] + own.latent[2])  # the latent, whole on every rank
         else:
             heads = max(1, own.kv_heads // axes.inference_tp)
@@ -98,7 +97,7 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     if axes.roles.has_engines:
         causes["stream buckets"] = 2 * weights // bucket_count(run, axes, nbytes=weights)
     resting = sum(causes.values())
-    if run.engine_sleeps and run.engine.kind == "vllm":
+    if run.engine_sleeps and run.engine.traits.frees_weights:
         resting = CUDA_GRAPHS  # CUDA's context is the process's own, and counted with the trainer
     elif run.engine_sleeps:
         resting -= used
@@ -108,7 +107,7 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
 def _cache(room: int, run: Run, *, per_token: int) -> tuple[int, int, int]:
     """Return the bytes of the cache, and how many sequences of the longest and of mean length it
     holds. The transformers engine gives each of them room for the longest."""
-    if run.engine.kind == "transformers":
+    if not run.engine.traits.pages_cache:
         slots = min(run.engine.max_num_seqs, room // (per_token * run.cfg.longest_sequence))
         return slots * run.cfg.longest_sequence * per_token, slots, slots
     block = 16 if run.on_gpu else 128  # tokens that vLLM hands out together

@@ -112,9 +112,9 @@ def _engine_sleeps(cfg: Config, *, on_gpu: bool) -> bool:
     """Return whether handover.py can put an engine to sleep: not with requests left over."""
     if cfg.rollout.schedule.leaves_unfinished:
         return False
-    if cfg.engine.kind == "transformers":
-        return True
-    return on_gpu and cfg.engine.options.get("enable_sleep_mode", True)
+    if not on_gpu:
+        return cfg.engine.traits.sleeps_on_cpu
+    return cfg.engine.options.get("enable_sleep_mode", True)
 
 
 _PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_logprobs"}

@@ -13,7 +13,7 @@ from unittest import mock
 # In this order: dynamo reads the variable below here, where a rank's model may be compiled ...
 import transformers.models.auto.modeling_auto  # noqa: F401
 
-# ... and vLLM's own helpers here, as engine/vllm.py has it.
+# ... and vLLM's own helpers here, as engine/vllm/engine.py has it.
 with (
     mock.patch.dict(
         os.environ, TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1"

@@ -23,7 +23,8 @@ from spmdrl.config import (
     SamplingSettings,
     from_tree,
 )
-from spmdrl.engine.vllm_families import head_size_problem
+from spmdrl.config.engine_traits import ENGINE_TRAITS
+from spmdrl.engine.vllm.families import head_size_problem
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.tools.proof import jobs
@@ -140,10 +141,11 @@ class Proof:
         """Return the line of an engine: in float32, or in bfloat16 where it has no other."""
         name = f"{kind} engine"
         # The small model has heads of another size.
-        if kind == "vllm" and (wrong := head_size_problem(self._hf_config)):
+        has_own_models = ENGINE_TRAITS[kind].has_own_models
+        if has_own_models and (wrong := head_size_problem(self._hf_config)):
             return Line(name, "refused", f"engine.kind: vllm: {wrong}; set it to transformers", 0.0)
         line = self._line(name, jobs.engine, self._engine(kind), _engine)
-        if line.verdict in ("proved", "not finished") or line.kind or kind != "vllm":
+        if line.verdict in ("proved", "not finished") or line.kind or not has_own_models:
             return line
         cfg = self._engine(kind)
         cfg = replace(cfg, engine=replace(cfg.engine, dtype="bfloat16"))
@@ -216,7 +218,7 @@ class Proof:
         path = self._export if (self._export / "config.json").is_file() else self._model
         cfg = self._config(kind, model={"path": str(path)})
         settings = {"kind": kind, "dtype": "float32", "cpu_kv_cache_gib": 0.1, "max_num_seqs": 64}
-        if kind == "vllm" and self._has_chunks:  # which are to be whole pages
+        if ENGINE_TRAITS[kind].pages_cache and self._has_chunks:  # which must be whole pages
             settings["options"] = {"block_size": CHUNK}
         return replace(
             cfg,

@@ -50,7 +50,7 @@ def check_memory(cfg: Config, launch: Launch, device: torch.device) -> None:
     where = f"GPU {device.index} of {socket.gethostname()} (rank {launch.rank})"
     generates = launch.rank in inference_ranks(cfg)
     wanted = cfg.engine.gpu_memory_frac * total
-    if generates and cfg.engine.kind == "vllm" and free + _CONTEXTS_GIB < wanted:
+    if generates and cfg.engine.traits.reserves_memory and free + _CONTEXTS_GIB < wanted:
         raise Refusal(
             f"engine.gpu_memory_frac: {cfg.engine.gpu_memory_frac:g} of {total:.1f} GiB on {where} "
             f"is {wanted:.1f} GiB, and {free:.1f} GiB are free: another process has the rest. End "

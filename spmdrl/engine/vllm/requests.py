@@ -1,7 +1,7 @@
-"""What vLLM is told of a request, and what is read of one that is under way.
+"""What vLLM is asked for a request, and what is read of a request before it is finished.
 
-Serves the versions that vllm_internals.py does. Per line: the name here, vLLM's own, and when it
-can go.
+Serves the versions that internals.py serves. Per line: the name here, vLLM's own, and when it can
+go.
 
 sampling_params, scoring_params  SamplingParams             never: documented
 unfinished, Unfinished  output_processor.request_states         once outputs can be asked for
@@ -24,35 +24,36 @@ _ALL_TOKENS = 2**31 - 1
 
 
 def sampling_params(request: Request, *, returns_masks: bool = False) -> Any:
-    """Return what vLLM asks to know of a sample to draw.
+    """Return vLLM's parameters of a sample to draw.
 
     Args:
-        returns_masks: by an engine with return_sampling_mask, which takes no greedy request and
-            none without top_k: the likeliest token alone is as good, and a limit that is none.
+        returns_masks: the engine has return_sampling_mask. Such an engine takes neither greedy
+            requests nor requests without top_k. top_k 1 stands for greedy, and a top_k above any
+            vocabulary for none.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     temperature = request.temperature
-    limits = request.truncation
-    penalties = request.penalties
-    top_k = limits.top_k
-    if returns_masks:
-        top_k = 1 if temperature == 0 else top_k or _ALL_TOKENS
-        temperature = temperature or 1.0
+    top_k = request.truncation.top_k
+    if returns_masks and temperature == 0:
+        temperature = 1.0
+        top_k = 1
+    elif returns_masks:
+        top_k = top_k or _ALL_TOKENS
     return SamplingParams(
         temperature=temperature,
-        top_p=limits.top_p,
+        top_p=request.truncation.top_p,
         top_k=top_k,
-        min_p=limits.min_p,
-        repetition_penalty=penalties.repetition,
-        presence_penalty=penalties.presence,
-        frequency_penalty=penalties.frequency,
-        logit_bias=dict(penalties.bias) or None,
+        min_p=request.truncation.min_p,
+        repetition_penalty=request.penalties.repetition,
+        presence_penalty=request.penalties.presence,
+        frequency_penalty=request.penalties.frequency,
+        logit_bias=dict(request.penalties.bias) or None,
         max_tokens=request.max_tokens,
         seed=request.seed,
         stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # else the model's own ends a response that no stop id was asked for
+        ignore_eos=True,  # otherwise the model's own id ends a response that did not ask for it
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
@@ -61,7 +62,7 @@ def sampling_params(request: Request, *, returns_masks: bool = False) -> Any:
 
 
 def scoring_params(max_tokens: int = 1, *, returns_masks: bool = False) -> Any:
-    """Return what vLLM asks to know of a sequence to score, and to continue by so many tokens.
+    """Return vLLM's parameters of a sequence to score and then to continue by `max_tokens`.
 
     Args:
         returns_masks: see `sampling_params`.
@@ -79,7 +80,7 @@ def scoring_params(max_tokens: int = 1, *, returns_masks: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A request under way."""
+    """A request that is not finished."""
 
     key: str
     prompt_length: int
@@ -87,12 +88,12 @@ class Unfinished:
     logprobs: Sequence[float]
     routes: Sequence[Any]
     """Arrays [n, layers, K] of consecutive tokens, where the engine returns them."""
-    kept: Sequence[Any]
-    """From these `to_nested_list` makes sampling masks, where the engine returns them."""
+    masks: Sequence[Any]
+    """Chunks of sampling masks with `to_nested_list`, where the engine returns them."""
 
 
 def unfinished(llm: Any) -> Iterator[Unfinished]:
-    """Yield the requests of an engine that go on."""
+    """Yield the unfinished requests of an engine."""
     for state in llm.output_processor.request_states.values():
         yield Unfinished(
             state.external_req_id,
@@ -104,36 +105,14 @@ def unfinished(llm: Any) -> Iterator[Unfinished]:
         )
 
 
-class RequestRecord:
-    """What an engine says of its requests besides their tokens, for the trainer: experts' routes,
-    or sampling masks."""
-
-    def added(self, request: Request, request_id: str) -> None:
-        """Take up a request, which vLLM calls so."""
-
-    def finished(self, key: str, output: Any, tokens: Tensor) -> Any:
-        """Return what is known of a request's tokens [n] int64, which finished in this step."""
-        raise NotImplementedError
-
-    def unfinished(self, request: Unfinished, tokens: Tensor) -> Any:
-        """Return what is known so far of a request that has these tokens."""
-        raise NotImplementedError
-
-    def keep(self, request: Unfinished) -> None:
-        """Hold on to what is known of a request whose KV cache may be dropped."""
-
-    def drop(self, key: str) -> None:
-        """Forget a request that was ended here."""
-
-
 def vocab_size(runner: Any) -> int:
-    """Return the ids that logits are of."""
+    """Return the size of the last dim of logits."""
     return runner.vllm_config.model_config.get_vocab_size()
 
 
 def watch_sampler(runner: Any, take: Callable[[list[str], Tensor], None]) -> None:
-    """Have the sampler of the V1 runner tell `take(request ids, logprobs [N, V])` what each step's
-    tokens are drawn by; steps in which all requests are greedy are left out."""
+    """Have the sampler of the V1 runner call `take(request ids, logprobs [N, V])` with the
+    distribution that it draws from, in each step with a request that is not greedy."""
     stage = runner.sampler.topk_topp_sampler
     draw = stage.forward
 

@@ -1,41 +1,41 @@
-"""What vLLM makes of families: what it is told, what it computes otherwise, what it cannot run.
+"""Which models vLLM can run: the arguments that a family needs, what vLLM computes otherwise than
+transformers, what it cannot run, and a trial of models that are not named here.
 
-Read off vLLM 0.32's sources and tried with small models; a model that is not named here is tried
-when its engine is built (vllm_trial.py).
+These facts were read in vLLM 0.32's sources and tried with small models.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-from collections.abc import Callable, Collection
-from functools import cache
-from pathlib import Path
+import contextlib
+import traceback
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from spmdrl.config import Config
+from spmdrl.engine.vllm.sources import cpu_head_sizes, own_classes
 from spmdrl.errors import Refusal
+from spmdrl.imports import versions
 from spmdrl.model.load import hf_config_of
 from spmdrl.model.multimodal import missing_for_vision, vision_arguments
+from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.world import is_on_cpu
 
-_BACKEND = {"model_impl": "transformers"}  # vLLM's own, which runs transformers' modules
-_OTHERWISE: dict[str, Callable[[Any, str], bool]] = {
+_DIFFERS: dict[str, Callable[[Any, str], bool]] = {
     "cohere2": lambda config, dtype: True,  # windows are a token longer
     "gemma3n_text": lambda config, dtype: True,  # off by 0.1 nats
-    "qwen2_moe": lambda config, dtype: config.use_sliding_window,  # which it leaves out
+    "qwen2_moe": lambda config, dtype: config.use_sliding_window,  # it has no sliding windows
     "ministral3": lambda config, dtype: True,  # queries do not grow beyond the pretrained length
     "apertus": lambda config, dtype: dtype == "float32",  # its activation is in bfloat16
 }
 """{family: whether its class in vLLM 0.32 computes otherwise than transformers' in a dtype}"""
-_TOLD: dict[str, Callable[[Any], dict[str, Any]]] = {
-    # Else attention cools with the position in engines of more than 32768 tokens alone.
+_ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    # By default attention cools with the position only in engines of more than 32768 tokens.
     "llama4_text": lambda config: {
         "override_generation_config": {"attn_temperature_tuning": config.attn_temperature_tuning}
     },
-    # Fields that released files have, and those that transformers writes have not.
+    # Released files have these fields, and those that transformers writes do not.
     "lfm2": lambda config: {
         "hf_overrides": dict.fromkeys(("conv_dim", "block_dim"), config.hidden_size)
     },
@@ -46,11 +46,14 @@ _TOLD: dict[str, Callable[[Any], dict[str, Any]]] = {
     "glm4_moe_lite": lambda config: {
         "hf_overrides": {"first_k_dense_replace": config.mlp_layer_types.count("dense")}
     },
-    # Of its router, which transformers' config has no field for: it always does.
+    # Its router always normalises, and transformers' config has no field for it.
     "qwen3_vl_moe": lambda config: {"hf_overrides": {"text_config": {"norm_topk_prob": True}}},
     "phimoe": lambda config: {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},
 }
 """{family: arguments without which its class in vLLM is not found, or lacks a setting}"""
+_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_TRIAL_TOKENS = range(3, 12)
+_ERROR_CHARS = 400
 
 
 def _rotary_dim(config: Any) -> int:
@@ -58,25 +61,25 @@ def _rotary_dim(config: Any) -> int:
 
 
 def model_arguments(cfg: Config) -> dict[str, Any]:
-    """Return the arguments that a family needs where engine.options says nothing else.
+    """Return the arguments that a family needs; engine.options may replace them.
 
-    Raises: Refusal for a model that vLLM computes otherwise than transformers, whatever it is
-        told, or that it cannot run on these devices.
+    Raises: Refusal for a model that vLLM cannot run on these devices, or computes otherwise than
+        transformers whatever arguments it gets.
     """
     config = hf_config_of(cfg.model)
+    on_cpu = is_on_cpu(cfg)
     family = config.model_type
-    if reason := _lacking(config, dtype=cfg.engine.dtype, on_cpu=is_on_cpu(cfg)):
+    if reason := _lacking(config, dtype=cfg.engine.dtype, on_cpu=on_cpu):
         raise Refusal(f"engine.kind: vllm with a {family}: {reason}")
     cache = str(cfg.engine.options.get("kv_cache_dtype", "auto"))
-    if is_on_cpu(cfg) and cache.startswith("fp8") and (reason := _lacking_for_fp8(config)):
+    if on_cpu and cache.startswith("fp8") and (reason := _lacking_for_fp8(config)):
         raise Refusal(
             f"engine.options.kv_cache_dtype: {cache}, and vLLM keeps keys and values in 8 bits on "
             f"the CPU {reason}; leave it out (model.path {cfg.model.path})"
         )
-    seeing = vision_arguments(family, on_cpu=is_on_cpu(cfg))
-    differs = _OTHERWISE.get(family, lambda config, dtype: False)
-    if not differs(config, cfg.engine.dtype):
-        return seeing | _TOLD.get(family, lambda config: {})(config)
+    arguments = vision_arguments(family, on_cpu=on_cpu)
+    if family not in _DIFFERS or not _DIFFERS[family](config, cfg.engine.dtype):
+        return arguments | (_ARGUMENTS[family](config) if family in _ARGUMENTS else {})
     if cfg.model.moe.replay or "quantization" in cfg.engine.options:
         raise Refusal(
             f"engine.kind: vllm with a {family}: vLLM's own class for it computes "
@@ -84,7 +87,7 @@ def model_arguments(cfg: Config) -> dict[str, Any]:
             "model.moe.replay nor engine.options quantization; leave these out, or set it to "
             "transformers"
         )
-    return seeing | _BACKEND
+    return arguments | {"model_impl": "transformers"}  # this backend runs transformers' modules
 
 
 def _lacking(config: Any, *, dtype: str, on_cpu: bool) -> str:
@@ -105,8 +108,8 @@ def _lacking(config: Any, *, dtype: str, on_cpu: bool) -> str:
         return f"{missing}, or {other}"
     if not on_cpu:
         return ""
-    if wrong := head_size_problem(config):
-        return f"{wrong}; {other}"
+    if problem := head_size_problem(config):
+        return f"{problem}; {other}"
     if family in ("jamba", "mamba", "falcon_mamba"):
         return f"vLLM's CPU build has no op selective_scan_fwd, of its Mamba layers; {other}"
     if family == "nemotron_h" and "moe" in config.layers_block_type:
@@ -139,17 +142,17 @@ def head_size_problem(config: Any) -> str:
 
 
 def _lacking_for_fp8(config: Any) -> str:
-    """Return what vLLM's rule for 8-bit caches on the CPU misses; empty where it is kept."""
+    """Return what vLLM's 8-bit caches on the CPU need and do not have; empty for nothing."""
     if odd := [str(size) for size in sorted(_head_sizes(config)) if size % 32]:
         return f"for heads of multiples of 32 elements alone, and these have {' and '.join(odd)}"
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return "by AVX-512 or AMX alone, which this processor has not"
+        return "by AVX-512 or AMX alone, which this processor does not have"
     return ""
 
 
 def _head_sizes(config: Any) -> set[int]:
-    """Return the elements of the heads of softmax attention, those of single layers too; none of
-    latent attention, whose heads are made otherwise, and of models without attention."""
+    """Return the sizes of heads of softmax attention, those of single layers too. Latent attention,
+    which makes its heads in another way, and models without attention have none."""
     text = config.get_text_config()
     fields = text.to_dict()
     fields |= {name: fields.get(other) for name, other in text.attribute_map.items()}
@@ -158,34 +161,16 @@ def _head_sizes(config: Any) -> set[int]:
     if not isinstance(heads, int) or not heads or fields.get("kv_lora_rank"):
         return set()
     sizes = {fields.get("head_dim") or hidden // heads, fields.get("global_head_dim")}
-    own_layers = (fields.get("per_layer_config") or {}).values()
-    sizes |= {layer.get("head_dim") for layer in own_layers}
+    layers = (fields.get("per_layer_config") or {}).values()
+    sizes |= {layer.get("head_dim") for layer in layers}
     return {size for size in sizes if size}
 
 
-@cache
-def cpu_head_sizes() -> tuple[int, ...]:
-    """Return the sizes of heads that vLLM's attention on the CPU has; () where vLLM is not
-    installed, or says so otherwise. Read from its source, as `own_classes` is."""
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
-        return ()
-    path = Path(found.origin).parent / "v1" / "attention" / "backends" / "cpu_attn.py"
-    for node in ast.walk(ast.parse(path.read_text())) if path.is_file() else ():
-        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
-            (sizes,) = (line.value for line in node.body if isinstance(line, ast.Return))
-            return tuple(ast.literal_eval(ast.unparse(sizes))) if sizes else ()
-    return ()
-
-
-_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-
-
 def check_mixers(hf_model: Any, mixers: Collection[str]) -> None:
-    """Refuse layers that vLLM would have to run by its Transformers backend, which cannot.
+    """Refuse layers that vLLM could only run by its Transformers backend, which cannot run them.
 
     Args:
-        mixers: kinds of layers that mix tokens otherwise than by softmax attention.
+        mixers: kinds of layers that mix tokens by something other than softmax attention.
     Raises: Refusal where there are some and vLLM has no class of its own for the model.
     """
     name = type(hf_model).__name__
@@ -198,27 +183,60 @@ def check_mixers(hf_model: Any, mixers: Collection[str]) -> None:
         )
 
 
-@cache
-def own_classes() -> frozenset[str]:
-    """Return the names of transformers' classes that vLLM has classes of its own for; empty where
-    vLLM is not installed, or says so otherwise.
+# --------------------------------------------------------------------------- a trial
 
-    Read from its source: to import vLLM takes seconds and sets up much.
+
+@contextlib.contextmanager
+def refusing_models(cfg: Config) -> Iterator[None]:
+    """Turn what vLLM raises about a model into a Refusal that names the model and says what to do.
+
+    An error that says that memory is short is raised as it is.
     """
-    found = importlib.util.find_spec("vllm")
-    if found is None or found.origin is None:
-        return frozenset()
-    path = Path(found.origin).parent / "model_executor" / "models" / "registry.py"
-    tables = [
-        node.value
-        for node in (ast.parse(path.read_text()).body if path.is_file() else [])
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict)
-    ]
-    return frozenset(
-        str(key.value)
-        for table in tables
-        for key, value in zip(table.keys, table.values, strict=True)
-        if isinstance(key, ast.Constant)
-        and isinstance(value, ast.Tuple)
-        and ast.unparse(value.elts[0]) != "'transformers'"
-    )
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of any library and kind
+        config = hf_config_of(cfg.model)
+        why = _describe(error, config.architectures or ())
+        hint = "set engine.kind to transformers, which runs every model that is trained here"
+        if "bf16" in why.lower() and cfg.engine.dtype != "bfloat16":
+            hint = "set engine.dtype to bfloat16, or engine.kind to transformers"
+        options = f" with engine.options {dict(cfg.engine.options)}" if cfg.engine.options else ""
+        raise Refusal(
+            f"engine.kind: vllm, and vLLM {versions().get('vllm', 'of an unknown version')} cannot "
+            f"run {cfg.model.path} "
+            f"({config.model_type}) in {cfg.engine.dtype} here{options}: {why}; {hint}"
+        ) from error
+
+
+def try_engine(llm: Any, *, params: Any) -> None:
+    """Score and continue a few tokens: a kernel that a build lacks is missed only when it runs.
+
+    Args:
+        params: of a request that scores its prompt and draws at least one token.
+    Raises: whatever a kernel raises, or its absence.
+    """
+    llm.add_request("trial", {"prompt_token_ids": [*_TRIAL_TOKENS]}, params)
+    while llm.has_unfinished_requests():
+        llm.step()
+    llm.reset_prefix_cache()
+
+
+def _describe(error: Exception, architectures: Sequence[str]) -> str:
+    """Return what went wrong, in one line."""
+    if "failed to be inspected" in str(error):
+        from vllm import ModelRegistry
+
+        for name in architectures:
+            try:
+                ModelRegistry.models[name].load_model_cls()
+            except Exception as cause:  # of imports
+                return f"its module for {name} cannot be imported ({first_line(cause)})"
+    lines = [line.strip() for line in str(error).splitlines() if "further information" not in line]
+    text = " ".join(lines).partition(" [type=")[0][:_ERROR_CHARS]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = "an unknown place"
+    if frames:
+        place = f"{frames[-1].filename.rpartition('site-packages/')[2]}:{frames[-1].lineno}"
+    return f"{type(error).__name__}: {text or '(no text)'} at {place}"

@@ -1,22 +1,20 @@
-"""All that this program knows of vLLM: the one file that imports it, but for its tool-call
-parsers, a loader (vllm_plain.py), what is said of requests (vllm_requests.py) and patches, in
-vllm_patches_models.py (of its Transformers backend) and vllm_patches_cpu.py (of its CPU build).
+"""The private names of vLLM that are used here; those of its patches are in patches.py.
 
-Serves vLLM 0.24 to 0.33; what says so, 0.32 and 0.33 only. Per line: the name here, vLLM's own, and
-when it can go.
+Serves vLLM 0.24 to 0.33; lines with versions in brackets serve only these. Per line: the name here,
+vLLM's own, and when it can go.
 
 prepare_process     environment variables VLLM_*            never: its settings
 create_groups, destroy_groups  distributed.parallel_state   once groups can be handed to it
-make_llm            EngineArgs, v1 LLMEngine, UniProcExecutor   once a documented engine runs in a
-                    process, at a rank that it is told, and asks its own group alone for memory
-close_llm           InprocClient._finalizer, EngineCore         once an engine leaves groups alone
+make_llm            EngineArgs, v1 LLMEngine, UniProcExecutor   once a documented engine runs in
+                    this process, at a given rank, and asks only its own group for memory
+close_llm           InprocClient._finalizer, EngineCore         once closing it destroys no groups
 reload_weights      Worker.reload_weights                   never: documented
 seeds_by_numpy      Worker.use_v2_model_runner              once V1 is gone
 model_runner        LLMEngine.model_executor ... model_runner   once an engine gives its model
-unregistered        attributes of layers                    once sleep level 2 keeps them
+unregistered_tensors  attributes of layers                  once sleep level 2 keeps them
 lora_rank, register_adapter  config.lora, lora_manager     once LoRA weights may be set (0.32, 0.33)
 name_in_engine      hf_to_vllm_mapper.orig_to_new_prefix    as LoRA weights
-moe_layers, num_experts  fused_moe.MoERunner, ModelConfig   once an engine says which it chooses
+moe_layers, num_experts  fused_moe.MoERunner, ModelConfig   once an engine returns its routes
 watch_routers, SlotCache  fused_moe, forward_context, kv_cache_interface (0.32, 0.33, CPU alone)
                                                             once the CPU too returns routed experts
 """
@@ -60,7 +58,7 @@ _NO_COMMUNICATORS = {
 
 
 def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
-    """Set what vLLM reads from the environment, and import it.
+    """Set the environment variables that vLLM reads, and import it.
 
     Args:
         compiles: the trainer in this process needs dynamo.
@@ -76,13 +74,15 @@ def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
             # vLLM compiles a small logprob helper: 5 to 19 s at the first generation.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-    # Where it is loaded already, what is there is its own.
-    asked = None if "vllm" in sys.modules else os.environ.get(_COMPILE_THREADS)
+    # Where vLLM is loaded already, it has set the variable itself.
+    threads = None if "vllm" in sys.modules else os.environ.get(_COMPILE_THREADS)
     with refusing("vLLM is not importable", ImportError, hint=_INSTALL_HINT):
         import vllm  # noqa: F401
-    if compiles:  # vLLM has it done by one thread, 32 else
+    if compiles:
+        # vLLM lets one thread compile. The default is 32.
         os.environ.pop(_COMPILE_THREADS, None)
-        os.environ.update({_COMPILE_THREADS: asked} if asked else {})
+        if threads:
+            os.environ[_COMPILE_THREADS] = threads
         count_compile_threads()
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
@@ -94,22 +94,23 @@ def create_groups(world: World, *, tp: int, has_custom_all_reduce: bool) -> cont
 
     Args:
         has_custom_all_reduce: whether engines may use vLLM's own all-reduce.
-    Returns: what removes the folder of their sockets when it is closed: the files stay when a
-        replica's message queues close.
+    Returns: a stack whose closing removes the folder of the groups' sockets, which vLLM's message
+        queues leave there.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
-    # Not in TMPDIR, which can be long: a socket's path may have 107 characters.
+    # Not in TMPDIR, whose name can be long: a socket's path may have 107 characters.
     sockets = contextlib.ExitStack()
     base = os.environ.get(_SOCKETS, "/tmp")
     folder = sockets.enter_context(own_folder("sockets", base=base))
-    idle = {} if world.is_inference else _NO_COMMUNICATORS
-    # Its own check whether GPUs reach each other ends in a wait for all ranks.
-    told = {_SOCKETS: folder, "VLLM_SKIP_P2P_CHECK": "1"} | idle
-    # Before the groups, which read it once.
+    # vLLM's own check whether GPUs reach each other ends in a wait for all ranks.
+    variables = {_SOCKETS: folder, "VLLM_SKIP_P2P_CHECK": "1"}
+    if not world.is_inference:
+        variables |= _NO_COMMUNICATORS
+    # The groups read this once, when they are created.
     parallel_state.set_custom_all_reduce(world.is_inference and has_custom_all_reduce)
-    with set_current_vllm_config(VllmConfig()), _environment(told):
+    with set_current_vllm_config(VllmConfig()), _environment(variables):
         parallel_state.init_distributed_environment(
             dist.get_world_size(), dist.get_rank(), "env://", world.local_rank, world.backend
         )
@@ -119,19 +120,19 @@ def create_groups(world: World, *, tp: int, has_custom_all_reduce: bool) -> cont
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that vLLM reads inside, and set them back."""
-    before = {name: os.environ.get(name) for name in variables}
+    """Set environment variables, and restore them at the end."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name in variables:
             os.environ.pop(name)
-            os.environ.update({name: value} if value is not None else {})
+        os.environ.update(before)
 
 
 def destroy_groups() -> None:
-    """Destroy the groups of `create_groups`, and not the job's own."""
+    """Destroy the groups of `create_groups`, but not the job's own."""
     from vllm.distributed import parallel_state
 
     parallel_state.destroy_model_parallel()
@@ -149,26 +150,26 @@ def make_llm(arguments: Mapping[str, Any]) -> Any:
             return "env://", int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 
         def determine_available_memory(self) -> list[int]:
-            # Ranks of a replica must agree on the KV cache. vLLM's own launcher-executor
-            # reduces over the world, where trainer ranks never answer.
+            # Ranks of a replica must agree on the size of the KV cache. vLLM's executor for
+            # external launchers reduces over the whole world, where trainer ranks never answer.
             smallest = torch.tensor(super().determine_available_memory(), dtype=torch.int64)
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=get_tp_group().cpu_group)
             return smallest.tolist()
 
     num_threads = torch.get_num_threads()
-    asked = EngineArgs(distributed_executor_backend=InWorldExecutor, **arguments)
-    if asked.enable_prefix_caching is None and asked.enable_chunked_prefill is False:
-        # vLLM keeps states of layers (SSM and the like) at the ends of chunks alone.
-        asked.enable_prefix_caching = not asked.create_model_config().has_inner_state
-    llm = LLMEngine.from_engine_args(asked)
-    torch.set_num_threads(num_threads)  # it leaves one where OMP_NUM_THREADS says nothing
+    engine_args = EngineArgs(distributed_executor_backend=InWorldExecutor, **arguments)
+    if engine_args.enable_prefix_caching is None and engine_args.enable_chunked_prefill is False:
+        # vLLM keeps the states of layers (SSM and the like) only at the ends of chunks.
+        engine_args.enable_prefix_caching = not engine_args.create_model_config().has_inner_state
+    llm = LLMEngine.from_engine_args(engine_args)
+    torch.set_num_threads(num_threads)  # vLLM leaves one where OMP_NUM_THREADS is not set
     return llm
 
 
 def close_llm(llm: Any) -> None:
-    """Free an engine's memory, and leave the job's process groups alone.
+    """Free an engine's memory, but keep the job's process groups.
 
-    Where vLLM's engine is dropped (0.32), or told to shut down, it destroys the default group too.
+    vLLM's engine destroys the default group too when it is dropped (0.32) or shut down.
     """
     client = llm.engine_core
     if hasattr(client, "_finalizer"):
@@ -177,7 +178,7 @@ def close_llm(llm: Any) -> None:
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
-    gc.unfreeze()  # the engine froze what it had made, so that nothing of it would be collected
+    gc.unfreeze()  # the engine froze its objects, so that they would never be collected
 
 
 # --------------------------------------------------------------------------- the model
@@ -193,55 +194,62 @@ def reload_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     from vllm.config import set_current_vllm_config
 
     worker = llm.model_executor.driver_worker.worker
-    with set_current_vllm_config(worker.vllm_config):  # 0.24 does not itself
+    with set_current_vllm_config(worker.vllm_config):  # 0.24 does not set it
         worker.reload_weights(weights_iterator=weights)
 
 
 def seeds_by_numpy(llm: Any) -> bool:
-    """Return whether requests without a seed get theirs from numpy's generator of the process."""
+    """Return whether requests without a seed get one from the process's numpy generator."""
     return getattr(llm.model_executor.driver_worker.worker, "use_v2_model_runner", False)
 
 
-def unregistered(model: nn.Module) -> list[Tensor]:
-    """Return the device tensors that modules hold as plain attributes, or hold objects that do,
-    the KV cache left out."""
-    direct = [held for module in model.modules() for held in _held(module)]
-    inner = [own for held in direct if not isinstance(held, Tensor) for own in _held(held)]
-    tensors = (t for t in (*direct, *inner) if isinstance(t, Tensor) and t.is_cuda)
-    found = {id(tensor): tensor for tensor in tensors}
-    known = {id(t) for t in (*model.parameters(), *model.buffers())}
-    return [tensor for key, tensor in found.items() if key not in known]
+def unregistered_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the CUDA tensors that are neither parameters nor buffers, but attributes of modules or
+    of objects that are attributes of modules, without the KV cache."""
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found = {}
+    for module in model.modules():
+        for value in _attributes(module):
+            inner = [] if isinstance(value, Tensor) else _attributes(value)
+            for tensor in (value, *inner):
+                if isinstance(tensor, Tensor) and tensor.is_cuda and id(tensor) not in registered:
+                    found[id(tensor)] = tensor
+    return list(found.values())
 
 
-def _held(thing: Any) -> Iterator[Any]:
-    """Yield what the attributes of an object are, or contain."""
+def _attributes(thing: Any) -> Iterator[Any]:
+    """Yield the attributes of an object, and the elements of those that are containers."""
     for name, value in getattr(thing, "__dict__", {}).items():
         if name == "kv_cache" or isinstance(value, nn.Module):
             continue
-        value = [*value.values()] if isinstance(value, dict) else value
-        yield from value if isinstance(value, (list, tuple)) else (value,)
+        if isinstance(value, dict):
+            yield from value.values()
+        elif isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
 
 
 # --------------------------------------------------------------------------- LoRA
 
 
 def lora_rank(rank: int) -> int:
-    """Return the least rank of vLLM's that an adapter of this rank fits into."""
+    """Return the smallest of vLLM's ranks that has room for an adapter of this rank."""
     from vllm.config.lora import MaxLoRARanks
 
     return min(known for known in get_args(MaxLoRARanks) if known >= rank)
 
 
 def register_adapter(runner: Any) -> tuple[Any, Any, int]:
-    """Register one LoRA of zeros, which takes an engine's only slot for good.
+    """Register one LoRA of zeros, which keeps an engine's only slot.
 
-    Returns: vLLM's request for it, which each request names, the manager of its layers, and its
+    Returns: vLLM's request for it, which each request names; the manager of its layers; and its
         slot in their stacked matrices.
     """
     from vllm.lora.request import LoRARequest
 
     manager = runner.lora_manager._adapter_manager
-    # The path is never read: the id is known.
+    # vLLM never reads the path, because a LoRA with this id is registered.
     request = LoRARequest("policy", 1, "/written/by/the/trainers")
     runner.lora_manager.add_dummy_lora(request, rank=1)  # all zero
     manager.activate_adapter(1)
@@ -250,8 +258,8 @@ def register_adapter(runner: Any) -> tuple[Any, Any, int]:
 
 
 def name_in_engine(model: nn.Module, name: str) -> str:
-    """Return what vLLM's class for a model calls a tensor, of which files have `name`: models that
-    see have another order of the parts within."""
+    """Return what vLLM's class for a model calls the tensor that files call `name`: models with a
+    vision tower nest their parts in another order."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     for prefix, own in mapper.orig_to_new_prefix.items() if mapper else ():
         if own is not None and name.startswith(prefix):
@@ -265,7 +273,7 @@ def name_in_engine(model: nn.Module, name: str) -> str:
 def moe_layers(model: nn.Module) -> list[int]:
     """Return the indices of the layers with experts, ascending.
 
-    Raises: Refusal when this vLLM cannot say which experts it chooses.
+    Raises: Refusal when this vLLM cannot return which experts it chooses.
     """
     what = "model.moe.replay: this vLLM cannot say which experts it chooses"
     with refusing(what, ImportError, hint="; take 0.32, or set it to false"):
@@ -275,7 +283,7 @@ def moe_layers(model: nn.Module) -> list[int]:
 
 
 def num_experts(runner: Any) -> tuple[int, int]:
-    """Return the experts of a layer, and how many of them a token goes to."""
+    """Return the number of experts of a layer, and to how many of them a token goes."""
     config = runner.vllm_config.model_config
     if hasattr(config, "get_num_experts_per_tok"):
         return config.get_num_experts(), config.get_num_experts_per_tok()
@@ -283,7 +291,7 @@ def num_experts(runner: Any) -> tuple[int, int]:
 
 
 class SlotCache:
-    """Where the KV cache keeps which token of which request.
+    """Which slot of the KV cache holds which token of which request.
 
     Raises: Refusal for a model without layers that keep all keys of a sequence.
     """
@@ -309,14 +317,14 @@ class SlotCache:
         self.num_slots = config.num_blocks * group.kv_cache_spec.block_size
 
     def of_step(self) -> Tensor | None:
-        """Return the slots of the tokens that are computed now; below 0 nobody's. None in a
-        warm-up."""
+        """Return the slots of the tokens that are computed now, negative where there is no token;
+        None in a warm-up."""
         from vllm.forward_context import get_forward_context
 
         return get_forward_context().slot_mapping.get(self._attention)
 
     def of_request(self, request_id: str, tokens: range) -> Tensor | None:
-        """Return the slots of some of a request's tokens; None where it has none."""
+        """Return the slots of some of a request's tokens; None where the request has no slots."""
         batch = self._runner.input_batch
         row = batch.req_id_to_index.get(request_id)
         if row is None:
@@ -328,7 +336,7 @@ class SlotCache:
 
 
 def watch_routers(model: nn.Module, watcher: Any) -> None:
-    """Have each router tell `watcher.capture(layer index, chosen experts [n, K])`."""
+    """Have each router call `watcher.capture(layer index, chosen experts [n, K])`."""
     from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
         bind_routed_experts_capturer,
     )

@@ -1,29 +1,27 @@
-"""Generation with the transformers model itself, where vLLM does not run.
+"""An engine that generates with the transformers model itself, where vLLM does not run.
 
-The model's own modules compute, as in the trainer (transformers_runner.py); only attention is ours,
-with a cache of keys and values (kv_cache.py). Sequences are admitted and retired between steps: a
-step is one forward pass over the prompts of new sequences and one token of each that is under way,
-packed without padding, and draws a token for each. It needs nothing but what the trainer has. One
-rank holds the whole model, a sequence takes room in the cache for the longest one, and a GPU gets
-no CUDA graphs.
+The model's own modules compute, as in the trainer (runner.py); only attention is ours, with a cache
+of keys and values (kv_cache.py). A step is one forward pass over the prompts of new sequences and
+one token of each running sequence, packed without padding, and draws a token for each. Sequences
+start and finish between steps. The engine needs no package that the trainer does not need. One rank
+holds the whole model, every sequence takes room in the cache for the longest one, and a GPU gets no
+CUDA graphs.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config
-from spmdrl.engine.penalties import penalised
-from spmdrl.engine.protocol import Completion, Request
-from spmdrl.engine.seeded_draws import draw, numbers
+from spmdrl.engine.protocol import Completion, MaskRows, Request
 from spmdrl.engine.stop_strings import make_stop_strings
-from spmdrl.engine.transformers_runner import ModelRunner, Sampled
-from spmdrl.engine.truncation import SampledRows
+from spmdrl.engine.transformers.draws import draw, numbers, penalise_rows
+from spmdrl.engine.transformers.runner import ModelRunner, RunningSequence
 from spmdrl.errors import Refusal
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.tensor_parts import Held
@@ -42,15 +40,22 @@ class TransformersEngine:
     Raises: Refusal when the model cannot be loaded, or the cache has no room for a sequence.
     """
 
+    sleep_hint: ClassVar[str] = (
+        "Raise engine.max_num_seqs: so small a cache shares pages with other memory"
+    )
+    gap_cause: ClassVar[str] = (
+        "its weights are not the trainer's, or its attention is wrong; this is a bug here"
+    )
+
     def __init__(self, cfg: Config, world: World):
         self.cfg = cfg
         self.world = world
         self.dtype = getattr(torch, cfg.engine.dtype)
         self.version = -1
         self._longest = cfg.longest_sequence
-        self._keeps_sets = cfg.sampling.truncates
-        self._waiting: deque[Sampled] = deque()
-        self._running: list[Sampled] = []  # the i-th has slot i
+        self._records_masks = cfg.sampling.truncates
+        self._waiting: deque[RunningSequence] = deque()
+        self._running: list[RunningSequence] = []  # the i-th has slot i
         if not world.inference_ranks:
             return
         with world.watch.phase("build engine", -1):
@@ -63,7 +68,7 @@ class TransformersEngine:
         self._runner = ModelRunner(self.cfg, self.world.device, longest=self._longest)
         self._held = Held(live_tensors(self.model), file_tensors(self.model))
         self._stops = make_stop_strings(self.cfg)
-        # Replicas draw for different prompts.
+        # Replicas sample different prompts, so each has seeds of its own.
         self._seeds = torch.Generator().manual_seed(1000003 * self.cfg.seed + self.world.replica)
 
     # ---------------------------------------------------------------- generation
@@ -82,97 +87,105 @@ class TransformersEngine:
         seed = request.seed
         if seed is None:
             seed = int(torch.randint(2**63 - 1, (), generator=self._seeds))
-        kept: SampledRows | None = [] if self._keeps_sets and request.is_cut else None
-        self._stops.added(request)
-        self._waiting.append(Sampled(request, seed, kept=kept))
+        mask_rows: MaskRows | None = [] if self._records_masks and request.is_cut else None
+        self._stops.add(request)
+        self._waiting.append(RunningSequence(request, seed, mask_rows=mask_rows))
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Draw a token for each sequence under way and for as many new ones as there is room.
+        """Draw a token for each running sequence and for as many new ones as there is room for.
 
         Returns: what finished.
         Raises: RuntimeError when a logit is not a number.
         """
-        old = len(self._running)
-        self._running += self._admitted()
+        num_old = len(self._running)
+        self._running += self._take_waiting()
         if not self._running:
             return []
-        self._draw(self._runner.next_logits(self._running, old=old))
+        self._draw(self._runner.next_logits(self._running, num_old=num_old))
         return self._retire()
 
-    def _admitted(self) -> list[Sampled]:
-        """Take new sequences while there are slots, and tokens in the step's budget.
+    def _take_waiting(self) -> list[RunningSequence]:
+        """Take waiting sequences while there are slots, and tokens in the step's budget.
 
-        At least one, if there is a slot: a prompt above the budget goes without other new ones.
-        Equal prompts count once.
+        If there is a slot, at least one is taken: a prompt above the budget goes without other new
+        ones. Equal prompts count once, because they are computed once.
         """
-        free = self._runner.cache.num_slots - len(self._running)
+        num_free = self._runner.cache.num_slots - len(self._running)
         budget = self.cfg.engine.max_batched_tokens - len(self._running)
-        admitted: list[Sampled] = []
+        taken: list[RunningSequence] = []
         prompts: set[TokenIds] = set()
-        while self._waiting and len(admitted) < free:
+        while self._waiting and len(taken) < num_free:
             first = self._waiting[0]
-            if (own := first.all_tokens) not in prompts:
-                if admitted and first.num_tokens > budget:
+            prompt = first.all_tokens
+            if prompt not in prompts:
+                if taken and first.num_tokens > budget:
                     break
                 budget -= first.num_tokens
-                prompts.add(own)
-            admitted.append(self._waiting.popleft())
-        return admitted
+                prompts.add(prompt)
+            taken.append(self._waiting.popleft())
+        return taken
 
     def _draw(self, logits: Tensor) -> None:
-        device = self.world.device
         running = self._running
-        seeds, counts = zip(*((s.seed, len(s.tokens)) for s in running))
-        at = numbers(self._runner.tensor(seeds), self._runner.tensor(counts))
-        temperatures = torch.tensor([s.request.temperature for s in running], device=device)
-        logits = penalised(logits, running)
-        truncations = [s.request.truncation for s in running]
-        *drawn, sets = draw(
+        requests = [sequence.request for sequence in running]
+        temperatures = [request.temperature for request in requests]
+        truncations = [request.truncation for request in requests]
+        logits = penalise_rows(
             logits,
-            temperatures=temperatures,
-            at=at,
+            [request.penalties for request in requests],
+            prompts=[request.prompt for request in requests],
+            responses=[sequence.tokens for sequence in running],
+        )
+        tokens, logprobs, masks = draw(
+            logits,
+            temperatures=torch.tensor(temperatures, device=self.world.device),
+            at=numbers(
+                self._runner.tensor([sequence.seed for sequence in running]),
+                self._runner.tensor([len(sequence.tokens) for sequence in running]),
+            ),
             truncations=truncations if any(t.is_on for t in truncations) else (),
         )
-        if not bool(drawn[1].isfinite().all()):
-            first = running[int(drawn[1].isfinite().logical_not().nonzero()[0])]
+        is_finite = logprobs.isfinite()
+        if not bool(is_finite.all()):
+            first = running[int(is_finite.logical_not().nonzero()[0])]
             raise RuntimeError(
                 f"request {first.request.key}: the logits of token "
                 f"{len(first.tokens)} are not all numbers, with the weights of "
                 f"version {self.version}"
             )
-        for sequence, token, logprob in zip(running, *(part.tolist() for part in drawn)):
+        drawn = zip(running, tokens.tolist(), logprobs.tolist())
+        for row, (sequence, token, logprob) in enumerate(drawn):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(self.version)
             sequence.is_at_string = bool(self._stops.end(sequence.request.key, sequence.tokens))
-        for place, sequence in enumerate(running):
-            if sequence.kept is not None and sets is not None:
-                sequence.kept.append((sets, place))
+            if sequence.mask_rows is not None and masks is not None:
+                sequence.mask_rows.append((masks, row))
 
     def _retire(self) -> list[Completion]:
-        """Take out what is finished, and close the gaps from the end."""
-        found = []
-        gaps = []
+        """Remove the finished sequences, and move the last ones into their slots."""
+        completions = []
+        finished = []
         for slot, sequence in enumerate(self._running):
             is_full = (
                 len(sequence.tokens) >= sequence.request.max_tokens
                 or sequence.num_tokens >= self._longest
             )
             if sequence.is_stopped or is_full:
-                found.append(sequence.completion(is_truncated=not sequence.is_stopped))
+                completions.append(sequence.completion(is_truncated=not sequence.is_stopped))
                 self._stops.drop(sequence.request.key)
-                gaps.append(slot)
-        left = len(self._running) - len(gaps)
-        finished = set(gaps)
-        to = [slot for slot in gaps if slot < left]
-        of = [slot for slot in range(left, len(self._running)) if slot not in finished]
-        for source, target in zip(of, to):
+                finished.append(slot)
+        num_left = len(self._running) - len(finished)
+        targets = [slot for slot in finished if slot < num_left]
+        sources = sorted(set(range(num_left, len(self._running))).difference(finished))
+        for source, target in zip(sources, targets):
             self._running[target] = self._running[source]
-        del self._running[left:]
-        if to:
-            self._runner.cache.move(of, to, length=max(s.num_tokens for s in self._running))
-        return found
+        del self._running[num_left:]
+        if targets:
+            longest = max(sequence.num_tokens for sequence in self._running)
+            self._runner.cache.move(sources, targets, length=longest)
+        return completions
 
     @property
     def is_busy(self) -> bool:
@@ -180,19 +193,18 @@ class TransformersEngine:
         return bool(self._waiting or self._running)
 
     def unfinished(self) -> list[Completion]:
-        """Return what was drawn so far for the requests that go on, is_truncated False."""
-        return [
-            sequence.completion(is_truncated=False) for sequence in (*self._running, *self._waiting)
-        ]
+        """Return what was drawn so far for unfinished requests, is_truncated False."""
+        sequences = (*self._running, *self._waiting)
+        return [sequence.completion(is_truncated=False) for sequence in sequences]
 
-    def take_back(self) -> list[Completion]:
-        """End the requests that go on, and return what was drawn for them."""
-        found = self.unfinished()
-        for completion in found:
+    def abort_all(self) -> list[Completion]:
+        """End all requests, and return what was drawn for them."""
+        completions = self.unfinished()
+        for completion in completions:
             self._stops.drop(completion.key)
         self._running.clear()
         self._waiting.clear()
-        return found
+        return completions
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
@@ -211,8 +223,8 @@ class TransformersEngine:
         return self._runner.hf_model
 
     def weights_changed(self, version: int) -> None:
-        """Take `version` as that of the weights. Unfinished requests keep their keys and values,
-        or compute them anew, as rollout.schedule says; no request uses those of another step."""
+        """Set the version of the weights. Unfinished requests keep their keys and values, or
+        compute them again, as rollout.schedule says. Requests never share any."""
         self.version = version
         if self.cfg.rollout.schedule.kv_cache != "keep":
             self._waiting.extendleft(reversed(self._running))
@@ -237,16 +249,16 @@ class TransformersEngine:
 
     @property
     def can_sleep(self) -> bool:
-        """Whether there are keys and values, which alone are freed."""
+        """Whether there are keys and values: only these are freed."""
         return self.world.is_inference and self._runner.cache.nbytes > 0
 
     def sleep(self, *, keeps_weights: bool) -> None:
-        """Free the KV cache. Weights stay: they are memory like any other here."""
+        """Free the KV cache. The weights stay."""
         self._num_slots = self._runner.cache.num_slots
         self._runner.cache = self._runner.cache.resized(0, self._longest)
 
     def wake(self, part: Literal["weights", "cache"]) -> None:
-        """Make a new cache."""
+        """Allocate the KV cache again. The weights are there."""
         if part == "cache":
             self._runner.cache = self._runner.cache.resized(self._num_slots, self._longest)
 

@@ -1,6 +1,6 @@
 """vLLM inside the process: its groups over the whole world, an engine per inference rank.
 
-How that is done, and which versions it serves, stands in vllm_internals.py.
+How that is done, and which versions it serves, stands in internals.py.
 """
 
 from __future__ import annotations
@@ -9,24 +9,20 @@ import contextlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-import spmdrl.engine.vllm_internals as vllm_internals
-import spmdrl.engine.vllm_patches_cpu as vllm_patches_cpu
-import spmdrl.engine.vllm_patches_models as vllm_patches_models
-import spmdrl.engine.vllm_requests as vllm_requests
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
-from spmdrl.engine.vllm_adapter import AdapterSlot
-from spmdrl.engine.vllm_arguments import engine_arguments
-from spmdrl.engine.vllm_families import model_arguments
-from spmdrl.engine.vllm_outputs import Outputs
-from spmdrl.engine.vllm_plain import with_plain_weights
-from spmdrl.engine.vllm_trial import refusing_models, try_engine
+from spmdrl.engine.vllm import internals, patches
+from spmdrl.engine.vllm.adapter import AdapterSlot
+from spmdrl.engine.vllm.arguments import engine_arguments, with_plain_weights
+from spmdrl.engine.vllm.families import model_arguments, refusing_models, try_engine
+from spmdrl.engine.vllm.outputs import Outputs
+from spmdrl.engine.vllm.requests import sampling_params, scoring_params
 from spmdrl.model.multimodal import reset_encoder_cache, vllm_prompt
 from spmdrl.world.comm import agree
 from spmdrl.world.machine.live_bytes import device_bytes
@@ -46,6 +42,13 @@ class VllmEngine:
         Refusal: vLLM is missing, or (on every rank) cannot run the model.
     """
 
+    sleep_hint: ClassVar[str] = (
+        "Set engine.options {enable_sleep_mode: false} and lower engine.gpu_memory_frac"
+    )
+    gap_cause: ClassVar[str] = (
+        "vllm's own code or kernels for this model; engine.kind transformers has others"
+    )
+
     def __init__(self, cfg: Config, world: World):
         self.cfg = cfg
         self.world = world
@@ -53,15 +56,15 @@ class VllmEngine:
         self.version = -1
         self._llm: Any = None
         self._slot: AdapterSlot | None = None
-        self._unregistered: list[tuple[Tensor, Tensor]] = []  # live, and kept while it sleeps
-        self._seeds: random.Random | None = None  # of requests without one
+        self._unregistered: list[tuple[Tensor, Tensor]] = []  # (live, its copy while it sleeps)
+        self._seeds: random.Random | None = None  # for requests without a seed
         self._has_groups = bool(world.inference_ranks)
         if not self._has_groups:
             return
         on_cpu = world.device.type == "cpu"
-        vllm_internals.prepare_process(on_cpu=on_cpu, compiles=cfg.model.kernels.compile)
+        internals.prepare_process(on_cpu=on_cpu, compiles=cfg.model.kernels.compile)
         with world.watch.wait("create engine groups", -1):
-            self._sockets = vllm_internals.create_groups(
+            self._sockets = internals.create_groups(
                 world,
                 tp=cfg.layout.inference_tp,
                 has_custom_all_reduce=not cfg.engine.options.get("disable_custom_all_reduce"),
@@ -74,24 +77,19 @@ class VllmEngine:
                     **model_arguments(cfg),
                     **engine_arguments(cfg, on_cpu=on_cpu),
                 }
-                with _own_randomness(), refusing_models(cfg):
+                with _generators_restored(), refusing_models(cfg):
                     self._build(arguments, on_cpu=on_cpu)
 
     def _build(self, arguments: dict[str, Any], *, on_cpu: bool) -> None:
         cfg = self.cfg
-        vllm_patches_models.patch_models()
+        patches.patch_models()
         if on_cpu:
-            vllm_patches_cpu.inspect_models_here()
-            vllm_patches_cpu.keep_linear_weights_live()
-            vllm_patches_cpu.keep_convolutions_live()
-            vllm_patches_cpu.rotate_every_head()
-            vllm_patches_cpu.route_in_one_group()
-            vllm_patches_cpu.keep_expert_weights_live()
-        self._llm = vllm_internals.make_llm(with_plain_weights(cfg, arguments))
+            patches.patch_cpu_build()
+        self._llm = internals.make_llm(with_plain_weights(cfg, arguments))
         if on_cpu:  # its build lacks some kernels
-            try_engine(self._llm, params=vllm_requests.scoring_params(max_tokens=2))
-        if vllm_internals.seeds_by_numpy(self._llm):
-            # Ranks of a replica must draw alike, and replicas not.
+            try_engine(self._llm, params=scoring_params(max_tokens=2))
+        if internals.seeds_by_numpy(self._llm):
+            # The ranks of a replica must draw the same, and replicas must not.
             self._seeds = random.Random(f"{cfg.seed} {self.world.replica}")
         if cfg.model.lora.pushes_adapter:
             self._slot = AdapterSlot(self._runner)
@@ -103,13 +101,13 @@ class VllmEngine:
         """Queue a request."""
         if request.seed is None and self._seeds is not None:
             request = replace(request, seed=self._seeds.getrandbits(63))
-        params = vllm_requests.sampling_params(request, returns_masks=self._outputs.returns_masks)
+        params = sampling_params(request, returns_masks=self._outputs.returns_masks)
         prompt = self._prompt(request.prompt)
         request_id = self._llm.add_request(request.key, prompt, params, lora_request=self._lora)
-        self._outputs.added(request, request_id)
+        self._outputs.add(request, request_id)
 
     def _prompt(self, tokens: Sequence[int]) -> dict[str, Any]:
-        # The salt keeps it from what older weights computed for unfinished requests.
+        # The salt keeps it from sharing what older weights computed for unfinished requests.
         model_config = self._llm.vllm_config.model_config
         salt = str(self.version)
         return vllm_prompt(tokens, salt=salt, model_config=model_config)
@@ -119,12 +117,12 @@ class VllmEngine:
         return self._outputs.step(self.version)
 
     def unfinished(self) -> list[Completion]:
-        """Return what was drawn so far for the requests that go on, is_truncated False."""
+        """Return what was drawn so far for unfinished requests, is_truncated False."""
         return self._outputs.unfinished(self.version)
 
-    def take_back(self) -> list[Completion]:
-        """End the requests that go on, and return what was drawn for them."""
-        return self._outputs.take_back(self.version)
+    def abort_all(self) -> list[Completion]:
+        """End all requests, and return what was drawn for them."""
+        return self._outputs.abort_all(self.version)
 
     @property
     def is_busy(self) -> bool:
@@ -138,7 +136,7 @@ class VllmEngine:
         """
         if self.is_busy:
             raise RuntimeError("score() while requests are unfinished; finish them first")
-        params = vllm_requests.scoring_params(returns_masks=self._outputs.returns_masks)
+        params = scoring_params(returns_masks=self._outputs.returns_masks)
         for i, tokens in enumerate(sequences):
             prompt = self._prompt(tokens)
             self._llm.add_request(f"score-{i}", prompt, params, lora_request=self._lora)
@@ -147,7 +145,8 @@ class VllmEngine:
             for output in self._llm.step():
                 if output.finished:
                     pairs = zip(output.prompt_token_ids, output.prompt_logprobs)
-                    values = [at[token].logprob if at else 0.0 for token, at in pairs]
+                    # The first token has no logprobs.
+                    values = [known[token].logprob if known else 0.0 for token, known in pairs]
                     scored[output.request_id] = torch.tensor(values, dtype=torch.float32)
         return [scored[f"score-{i}"] for i in range(len(sequences))]
 
@@ -160,25 +159,27 @@ class VllmEngine:
 
     @property
     def _runner(self) -> Any:
-        return vllm_internals.model_runner(self._llm)
+        return internals.model_runner(self._llm)
 
     def weights_changed(self, version: int) -> None:
-        """Take `version` as that of the weights. Prefixes of older weights are not used again;
-        unfinished requests keep their KV cache, or compute it anew, as rollout.schedule says."""
-        if self._llm is not None and version != self.version:
-            self._outputs.replaced(self.version)
-        self.version = version
+        """Set the version of the weights. Prefixes of older weights are not used again.
+        Unfinished requests keep their KV cache, or compute it again, as rollout.schedule says."""
         if self._llm is None:
+            self.version = version
             return
+        if version != self.version:
+            self._outputs.weights_replaced(self.version)
+        self.version = version
         if not self.is_busy:
             self._llm.reset_prefix_cache()
         elif self.cfg.rollout.schedule.kv_cache != "keep":
             self._llm.reset_prefix_cache(reset_running_requests=True)
-            reset_encoder_cache(self._llm)  # requests that begin anew are told apart by no salt
+            # A request that starts again keeps its salt, and would find the old encoder's outputs.
+            reset_encoder_cache(self._llm)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole tensors by checkpoint name into the live model, by vLLM's loader for it."""
-        with self._slot.left_out() if self._slot else contextlib.nullcontext():
+        with self._slot.unwrapped() if self._slot else contextlib.nullcontext():
             self.model.load_weights(weights)
 
     @property
@@ -186,47 +187,45 @@ class VllmEngine:
         return self._slot.request if self._slot else None
 
     def adapter(self, names: Iterable[str]) -> nn.Module:
-        """Return the live memory that matrices of these names go into; see AdapterEngine."""
+        """Return the live memory of the adapters; see AdapterEngine."""
         assert self._slot is not None
         return self._slot.memory(names)
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy whole matrices A and scale * B by name into that memory."""
+        """Copy whole matrices A and scale * B by name into it."""
         assert self._slot is not None
         self._slot.load(weights)
 
     def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole tensors by checkpoint name through vLLM's layerwise reloading."""
-        vllm_internals.reload_weights(self._llm, weights)
+        internals.reload_weights(self._llm, weights)
 
     # ---------------------------------------------------------------- sleep
 
     @property
     def can_sleep(self) -> bool:
-        """Whether vLLM's sleep mode is on: on CUDA, unless engine.options says otherwise. vLLM has
-        none on the CPU."""
+        """Whether vLLM's sleep mode is on. vLLM has none on the CPU."""
         return self._llm is not None and self._llm.vllm_config.model_config.enable_sleep_mode
 
     def sleep(self, *, keeps_weights: bool) -> None:
         """Unmap the KV cache and the weights, which keep their addresses.
 
-        Weights that are written anew anyway are dropped (level 2): a host copy (level 1) takes as
-        much pinned memory and goes over the bus twice in each step. vLLM keeps the buffers
-        through level 2 itself; tensors that modules hold without registering them are kept here.
+        Weights that a push will write are dropped (level 2): a host copy of them (level 1) takes as
+        much pinned memory and goes over the bus twice in each step. At level 2 vLLM keeps the
+        buffers itself; tensors that modules hold without registering them are copied here.
         """
-        self._unregistered = (
-            []
-            if keeps_weights
-            else [(tensor, tensor.cpu()) for tensor in vllm_internals.unregistered(self.model)]
-        )
+        self._unregistered = []
+        if not keeps_weights:
+            for tensor in internals.unregistered_tensors(self.model):
+                self._unregistered.append((tensor, tensor.cpu()))
         self._llm.sleep(1 if keeps_weights else 2)
 
     def wake(self, part: Literal["weights", "cache"]) -> None:
         """Map memory to the weights, and then to the KV cache."""
         self._llm.wake_up(["weights" if part == "weights" else "kv_cache"])
         if part == "weights":
-            for tensor, kept in self._unregistered:
-                tensor.copy_(kept)
+            for tensor, copy in self._unregistered:
+                tensor.copy_(copy)
             self._unregistered = []
 
     def held_bytes(self) -> int:
@@ -236,23 +235,24 @@ class VllmEngine:
         return sum(t.nbytes for t in (*self.model.parameters(), *self._runner.kv_caches))
 
     def close(self) -> None:
-        """Free the engine and vLLM's groups. On every rank, before the process group goes."""
+        """Free the engine and vLLM's groups. Every rank calls it, before the process group is
+        destroyed."""
         if not self._has_groups:
             return
         self.world.meet(wait="close engines")
         if self._llm is not None:
-            vllm_internals.close_llm(self._llm)
+            internals.close_llm(self._llm)
             self._llm = self._slot = None
-            del self._outputs
-        vllm_internals.destroy_groups()
+            del self._outputs  # it holds the engine too
+        internals.destroy_groups()
         self.world.meet(wait="close engines")
         self._sockets.close()
         self._has_groups = False
 
 
 @contextlib.contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Keep the process's generators, which vLLM seeds, as they are: a trainer may be in it."""
+def _generators_restored() -> Iterator[None]:
+    """Restore the process's generators, which vLLM seeds: a trainer may use them too."""
     python = random.getstate()
     numpy = np.random.get_state()
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):

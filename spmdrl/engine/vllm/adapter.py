@@ -1,8 +1,8 @@
 """The policy's adapter as a LoRA of vLLM's own, which is written in place.
 
-One LoRA of zeros is registered, and takes vLLM's only slot for good; every request names it.
-vLLM keeps the matrices of a slot stacked per layer, [slots, 1, rank or out, in or rank], in the
-engine's dtype, and multiplies x by A and by B with no scale: B comes scaled.
+One LoRA of zeros is registered. It keeps vLLM's only slot, and every request names it. vLLM stacks
+the matrices of its slots per layer, [slots, 1, rank or out, in or rank], in the engine's dtype, and
+multiplies x by A and B without a scale: B is scaled before it is sent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from spmdrl.config import Config
-from spmdrl.engine.vllm_internals import lora_rank, name_in_engine, register_adapter
+from spmdrl.engine.vllm.internals import lora_rank, name_in_engine, register_adapter
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import pair_names, targeted
@@ -23,8 +23,8 @@ from spmdrl.model.lora.targets import pair_names, targeted
 def lora_arguments(cfg: Config) -> dict[str, Any]:
     """Return the arguments of vLLM's engine for `model.lora.push: adapter`; {} without it.
 
-    Only layers named like targets get memory for adapters. That leaves out the head: with it,
-    vLLM's CPU build cannot give logprobs of prompts.
+    Only layers named like targets get memory for adapters. The head gets none: with an adapter of
+    the head, vLLM's CPU build cannot return logprobs of prompts.
     """
     if not cfg.model.lora.pushes_adapter:
         return {}
@@ -51,17 +51,17 @@ class AdapterSlot:
         self.request, self._manager, self._slot = register_adapter(runner)
 
     def memory(self, names: Iterable[str]) -> nn.Module:
-        """Return what matrices of these names go into; see protocol.AdapterEngine."""
+        """Return the parameters that matrices of these names are part of; see AdapterEngine."""
         wanted = {name_in_engine(self._model, name) for name in names}
-        found = nn.Module()
+        memory = nn.Module()
         for layer, module in self._manager.modules.items():
             if not any(wanted.intersection(pair) for pair in self._pairs(layer)):
                 continue
             for part in ("lora_a_stacked", "lora_b_stacked"):
                 for index, stacked in enumerate(getattr(module, part)):
                     key = f"{layer}.{part}.{index}".replace(".", "/")
-                    found.register_parameter(key, nn.Parameter(stacked, requires_grad=False))
-        return found
+                    memory.register_parameter(key, nn.Parameter(stacked, requires_grad=False))
+        return memory
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole matrices by name, as vLLM does for a LoRA from a folder."""
@@ -70,26 +70,25 @@ class AdapterSlot:
             pairs = [(tensors.get(a), tensors.get(b)) for a, b in self._pairs(layer)]
             if all(a is None for a, _ in pairs):
                 continue
-            a, b = ([pair[part] for pair in pairs] for part in (0, 1))
-            is_packed = layer in self._manager.packed_modules
-            module.set_lora(self._slot, *((a, b) if is_packed else (a[0], b[0])))
+            if layer in self._manager.packed_modules:
+                module.set_lora(self._slot, [a for a, _ in pairs], [b for _, b in pairs])
+            else:
+                module.set_lora(self._slot, *pairs[0])
 
     def _pairs(self, layer: str) -> list[tuple[str, str]]:
-        """Return the names of A and B of each layer of the checkpoint that this one fuses."""
+        """Return the names of A and B of each checkpoint layer that this layer fuses."""
         return [
             pair_names(f"{name}.weight")
             for name in self._manager.packed_modules.get(layer) or [layer]
         ]
 
     @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Give the model its own layers back, without which its `load_weights` finds nothing."""
-        places = [
-            (self._model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module)
-            for name, module in self._manager.modules.items()
-        ]
-        for parent, key, module in places:
-            setattr(parent, key, module.base_layer)
+    def unwrapped(self) -> Iterator[None]:
+        """Put the model's own layers in the place of those with adapters: otherwise the model's
+        `load_weights` does not find them."""
+        layers = self._manager.modules
+        for name, module in layers.items():
+            self._model.set_submodule(name, module.base_layer)
         yield
-        for parent, key, module in places:
-            setattr(parent, key, module)
+        for name, module in layers.items():
+            self._model.set_submodule(name, module)

@@ -1,4 +1,4 @@
-"""A transformers model, whole, with keys and values of sequences: forward passes to draw and score.
+"""A whole transformers model with a KV cache: forward passes that draw and score.
 
 Shape letters: t tokens of a packed row, L layers with experts, K experts per token, V vocabulary.
 """
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config
-from spmdrl.engine.kv_cache import KVCache, Work, register_attention
-from spmdrl.engine.protocol import Completion, Request, route_dtype
-from spmdrl.engine.truncation import SampledRows, kept_of
+from spmdrl.engine.protocol import Completion, MaskRows, Request, masks_of_rows, route_dtype
+from spmdrl.engine.transformers.kv_cache import KVCache, Work, register_attention
 from spmdrl.errors import Refusal
 from spmdrl.model.attention.packing import Packing, make_packing, packs
 from spmdrl.model.attention.packing_support import enable_packing
@@ -35,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Sampled:
+class RunningSequence:
     """A request and what was drawn for it."""
 
     request: Request
@@ -48,10 +47,11 @@ class Sampled:
     num_routed: int = 0
     is_at_string: bool = False
     """A string of `request.stop` is complete."""
-    lead: int = 0
-    """Rotary position of the next token, less the tokens before it: those of an item take fewer."""
-    kept: SampledRows | None = None
-    """Among what each token was drawn, where the trainer is to know."""
+    position_offset: int = 0
+    """Rotary position of the next token, minus the number of tokens before it. Not 0 after an
+    image, whose tokens share positions."""
+    mask_rows: MaskRows | None = None
+    """The sampling mask of each token; None where the trainer does not need it."""
 
     @property
     def all_tokens(self) -> TokenIds:
@@ -60,7 +60,7 @@ class Sampled:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and response."""
+        """Length of prompt and response together."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
@@ -72,6 +72,9 @@ class Sampled:
     def completion(self, *, is_truncated: bool) -> Completion:
         """Return what was drawn."""
         tokens = flat(self.tokens, "int64")
+        masks = None
+        if self.mask_rows is not None:
+            masks = masks_of_rows(self.mask_rows, tokens, key=self.request.key)
         return Completion(
             self.request.key,
             tokens,
@@ -79,19 +82,19 @@ class Sampled:
             flat(self.versions, "int64"),
             is_truncated,
             torch.cat(self.routes) if self.routes else None,
-            None if self.kept is None else kept_of(self.kept, tokens, key=self.request.key),
+            masks,
         )
 
-    def went(self, routes: Tensor, *, first: int) -> None:
-        """Take the routes [n, L, K] of the tokens from `first` on; those of tokens that are
-        computed anew are not taken."""
+    def add_routes(self, routes: Tensor, *, first: int) -> None:
+        """Append the routes [n, L, K] of the tokens from `first` on. A token that is computed again
+        keeps its first route."""
         if first + len(routes) > self.num_routed:
             self.routes.append(routes[self.num_routed - first :].clone())
             self.num_routed = first + len(routes)
 
 
-class _Routes:
-    """What the routers of a model chose in the latest forward pass over a row."""
+class _RouteRecorder:
+    """What the routers of a model chose in the last forward pass."""
 
     def __init__(self, hf_model: nn.Module):
         layers = list(experts_modules(hf_model).values())
@@ -104,7 +107,7 @@ class _Routes:
         self._chosen.append(args[1] if len(args) > 1 else kwargs["top_k_index"])
 
     def read(self) -> Tensor:
-        """Return the routes of the row's tokens, [t, L, K] on the CPU."""
+        """Return the routes of the pass's tokens, [t, L, K] on the CPU."""
         return torch.stack(tuple(self._chosen), dim=1).to(self._dtype).cpu()
 
 
@@ -129,135 +132,145 @@ class ModelRunner:
         )
         self._form = head_form(self.hf_model)
         self._packing_support = enable_packing(self.hf_model)
-        self._sight, self._vision_tower = (
-            sight_of(self.hf_model, device=device),
-            vision_tower_of(self.hf_model),
-        )
-        self._routes = _Routes(self.hf_model) if cfg.model.moe.replay else None
+        self._sight = sight_of(self.hf_model, device=device)
+        self._vision_tower = vision_tower_of(self.hf_model)
+        self._routes = _RouteRecorder(self.hf_model) if cfg.model.moe.replay else None
         self._kernel = kernel_of(
             self.hf_model, path=cfg.model.path, wanted="auto", device=device, dtype=dtype
         )
         self.cache = KVCache(1, 1)
-        self.next_logits([Sampled(Request("", (0,), 1, 0.0, None, ()), 0)], old=0)
+        # One forward pass tells which layers keep keys and values, and how large they are.
+        trial = Request("", (0,), 1, 0.0, None, ())
+        self.next_logits([RunningSequence(trial, 0)], num_old=0)
         self.cache = self.cache.resized(self._fitting_slots(), longest)
         log.info(
             "engine: transformers, %d sequences at a time, %d bytes of keys and values%s",
             self.cache.num_slots,
             self.cache.nbytes,
-            "" if self._keeps else ": layers that keep a state compute all tokens at each step",
+            "" if self._is_cached else ": layers that keep a state compute all tokens at each step",
         )
 
     @property
-    def _keeps(self) -> bool:
-        """Whether what was computed of a sequence is kept: states of layers besides attention are
-        not."""
+    def _is_cached(self) -> bool:
+        """Whether keys and values are cached. They are not in a model with layers that keep
+        another state, which is not cached: every step computes all tokens of its sequences."""
         return not self._packing_support.mixers
 
     def _fitting_slots(self) -> int:
         engine = self._cfg.engine
         per_sequence = self.cache.nbytes * self._longest
-        what = "cpu_kv_cache_gib"
+        if not self._is_cached:
+            return max(1, min(engine.max_num_seqs, engine.max_batched_tokens // self._longest))
+        field = "cpu_kv_cache_gib"
         room = int(engine.cpu_kv_cache_gib * 2**30)
         if self._device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self._device)
-            what = "gpu_memory_frac"
+            field = "gpu_memory_frac"
             room = int(engine.gpu_memory_frac * total) - total + free
-        if not self._keeps:
-            return max(1, min(engine.max_num_seqs, engine.max_batched_tokens // self._longest))
         if room < per_sequence:
             raise Refusal(
-                f"engine.{what}: {getattr(engine, what)} leaves {max(0, room):,} bytes for keys "
+                f"engine.{field}: {getattr(engine, field)} leaves {max(0, room):,} bytes for keys "
                 f"and values, and a sequence of {self._longest} tokens (data.max_prompt_tokens + "
                 f"sampling.max_response_tokens) takes {per_sequence:,}; raise it"
             )
         return min(engine.max_num_seqs, room // per_sequence)
 
-    def next_logits(self, sequences: Sequence[Sampled], *, old: int) -> Tensor:
+    def next_logits(self, sequences: Sequence[RunningSequence], *, num_old: int) -> Tensor:
         """Return the logits of each sequence's next token, [len(sequences), V].
 
         Args:
-            sequences: the i-th has slot i; the first `old` have all but their last token in the
+            sequences: the i-th has slot i. The first `num_old` have all but their last token in the
                 cache, the others nothing.
         """
-        old = old if self._keeps else 0
-        prompts: dict[TokenIds, int] = {}  # {context: where its tokens begin in the row}
+        if not self._is_cached:
+            num_old = 0
+        old = sequences[:num_old]
+        new = sequences[num_old:]
+        # The row: the distinct prompts of new sequences, then one token of each old sequence.
+        prompts: dict[TokenIds, int] = {}  # {prompt: where its tokens begin in the row}
         tokens: list[int] = []
         positions: list[int] = []
-        kept: list[int] = []
+        kept: list[int] = []  # tokens of the row whose keys and values are cached, and their slots
         slots: list[int] = []
-        last: list[int] = []  # where in the row each sequence ends
-        for slot, sequence in enumerate(sequences[old:], start=old):
-            own = sequence.all_tokens
-            if own not in prompts:
-                prompts[own] = len(tokens)
-                tokens += own
-                positions += range(len(own))
-            kept += range(prompts[own], prompts[own] + len(own))
-            slots += [slot] * len(own)
-            last.append(prompts[own] + len(own) - 1)
-        num = len(tokens)
-        lengths = [sequence.num_tokens for sequence in sequences[:old]]
-        tokens += [sequence.tokens[-1] for sequence in sequences[:old]]
-        positions += [length - 1 for length in lengths]
-        row = range(num, len(tokens))
+        ends: list[int] = []  # where in the row each new sequence ends
+        for slot, sequence in enumerate(new, start=num_old):
+            prompt = sequence.all_tokens
+            if prompt not in prompts:
+                prompts[prompt] = len(tokens)
+                tokens += prompt
+                positions += range(len(prompt))
+            begin = prompts[prompt]
+            kept += range(begin, begin + len(prompt))
+            slots += [slot] * len(prompt)
+            ends.append(begin + len(prompt) - 1)
+        num_prompt_tokens = len(tokens)
+        tokens += [sequence.tokens[-1] for sequence in old]
+        positions += [sequence.num_tokens - 1 for sequence in old]
+        old_ends = range(num_prompt_tokens, len(tokens))
+
         at = self.tensor(positions)
-        where = self.tensor([*row, *kept])
-        counts = [len(own) for own in prompts]
-        seen = self._seen([*prompts, *((last,) for last in tokens[num:])])
-        turned = self._turned(at, seen, sequences, old=old, last=last)
+        cached = self.tensor([*old_ends, *kept])
+        lengths = [sequence.num_tokens for sequence in old]
+        seen = self._seen([*prompts, *((token,) for token in tokens[num_prompt_tokens:])])
         work = Work(
-            self.cache if self._keeps else None,
+            self.cache if self._is_cached else None,
             self._kernel,
-            packing=self._packing(counts, seen),
-            num_prompt_tokens=num,
-            kept=where,
-            slots=self.tensor([*range(old), *slots]),
-            positions=at[where],
+            packing=self._packing([len(prompt) for prompt in prompts], seen),
+            num_prompt_tokens=num_prompt_tokens,
+            kept=cached,
+            slots=self.tensor([*range(num_old), *slots]),
+            positions=at[cached],
             lengths=self.tensor(lengths),
             longest=max(lengths, default=0),
         )
-        wanted = self.tensor([*row, *last])
-        logits = self._logits(tokens, turned, work=work, wanted=wanted, seen=seen)
+        logits = self._logits(
+            tokens,
+            self._rotary_positions(at, seen, old=old, new=new, ends=ends),
+            work=work,
+            wanted=self.tensor([*old_ends, *ends]),
+            seen=seen,
+        )
         if self._routes:
-            found = self._routes.read()
-            for sequence, end in zip(sequences, (*row, *last)):
-                count = 1 if end >= num else sequence.num_tokens
-                sequence.went(found[end + 1 - count : end + 1], first=sequence.num_tokens - count)
+            routes = self._routes.read()
+            for sequence, end in zip(old, old_ends):
+                sequence.add_routes(routes[end : end + 1], first=sequence.num_tokens - 1)
+            for sequence, end in zip(new, ends):
+                begin = end + 1 - sequence.num_tokens
+                sequence.add_routes(routes[begin : end + 1], first=0)
         return logits
 
     def _seen(self, sequences: Sequence[Sequence[int]]) -> RowSight | None:
-        """Return what the sequences of a row show; None where none shows anything."""
+        """Return the images of a row of sequences; None where there are none."""
         row = concat_ids(sequences)
         if self._sight is None or row.multimodal is None or not row.items:
             return None
         return self._sight.row(torch.tensor(row), [len(own) for own in sequences], row.multimodal)
 
-    def _turned(
+    def _rotary_positions(
         self,
         at: Tensor,
         seen: RowSight | None,
-        sequences: Sequence[Sampled],
         *,
-        old: int,
-        last: Sequence[int],
+        old: Sequence[RunningSequence],
+        new: Sequence[RunningSequence],
+        ends: Sequence[int],
     ) -> Tensor:
-        """Return the rotary positions of a row, [T] or [3, T], and note those of what follows.
+        """Return a row's rotary positions, [T] or [3, T], and set the offsets of new sequences.
 
         Args:
-            at: [T], places in their sequences.
-            last: where the sequences behind the first `old` end.
+            at: [T], positions in their sequences.
+            ends: where in the row the new sequences end.
         """
         if self._sight is None:
             return at
         positions = at if seen is None else seen.position_ids.to(at)
-        begin = len(at) - old
-        leads = self.tensor([sequence.lead for sequence in sequences[:old]])
-        positions = torch.cat(
-            [positions[..., :begin], (at[begin:] + leads).expand(*positions.shape[:-1], old)], -1
-        )
-        ends = torch.atleast_2d(positions)[:, self.tensor(last)].amax(0).tolist()
-        for sequence, end in zip(sequences[old:], ends, strict=True):
-            sequence.lead = end + 1 - sequence.num_tokens
+        first_old = len(at) - len(old)
+        offsets = self.tensor([sequence.position_offset for sequence in old])
+        of_old = (at[first_old:] + offsets).expand(*positions.shape[:-1], len(old))
+        positions = torch.cat([positions[..., :first_old], of_old], -1)
+        largest = torch.atleast_2d(positions)[:, self.tensor(ends)].amax(0).tolist()
+        for sequence, position in zip(new, largest, strict=True):
+            sequence.position_offset = position + 1 - sequence.num_tokens
         return positions
 
     def _logits(
@@ -269,16 +282,17 @@ class ModelRunner:
         wanted: Tensor,
         seen: RowSight | None = None,
     ) -> Tensor:
-        # As the trainer's scorer: not every model with a head hands on what its base is to know.
+        # As in the trainer's scorer, the base is called: not every model with a head passes all
+        # keyword arguments on to its base.
         _, base = base_of(self.hf_model)
-        given = {"input_ids": self.tensor(tokens)[None]}
+        inputs = {"input_ids": self.tensor(tokens)[None]}
         if seen is not None:
             assert self._vision_tower is not None
             every = torch.arange(len(tokens))
-            embeddings = base.get_input_embeddings()(given["input_ids"])
-            given = self._vision_tower(embeddings, seen.of_slice(every, every))
+            embeddings = base.get_input_embeddings()(inputs["input_ids"])
+            inputs = self._vision_tower(embeddings, seen.of_slice(every, every))
         states = base(
-            **given,
+            **inputs,
             position_ids=positions.unsqueeze(-2),
             attention_mask=None,
             use_cache=False,
@@ -290,13 +304,13 @@ class ModelRunner:
         if not lengths:
             return None
         spans = None if seen is None or seen.spans is None else seen.spans[: sum(lengths)]
-        is_padded = self._kernel == "padded" or not self._keeps
+        is_padded = self._kernel == "padded" or not self._is_cached
         return make_packing(
             lengths, self._device, padded=is_padded, chunk=self._packing_support.chunk, spans=spans
         )
 
     def tensor(self, values: Sequence[int]) -> Tensor:
-        """Return whole numbers as int64 on the model's device."""
+        """Return integers as an int64 tensor on the model's device."""
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     @torch.inference_mode()
@@ -307,7 +321,7 @@ class ModelRunner:
         for rows in packs(sequences, budget):
             lengths = [len(row) for row in rows]
             tokens = [token for row in rows for token in row]
-            at = self.tensor([at for length in lengths for at in range(length)])
+            at = torch.cat([torch.arange(length) for length in lengths]).to(self._device)
             seen = self._seen(rows)
             work = Work(
                 None,

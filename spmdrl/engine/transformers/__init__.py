@@ -1,0 +1,1 @@
+"""An engine that generates with the model's own modules of transformers."""

@@ -1,0 +1,351 @@
+"""Patches of vLLM: of its models and its Transformers backend, without which no trainer can live in
+the same process, and of its CPU build, so that its weights can be written in place.
+
+Serves vLLM 0.24 to 0.33; patches with versions in brackets serve only these. Per line: the name
+here, what it patches, and when it can go.
+
+patch_models               applies the next four
+keep_transformers_classes  models.transformers.base.Base, support_torch_compile
+                                                    once it decorates classes of its own
+keep_head_bias             ParallelLMHead._register_bias   once a second loading keeps the bias
+count_own_ranks            models.gpt_oss.MLPBlock         once it asks no rank but its engine's
+add_phimoe_head_bias       models.phimoe.PhiMoEForCausalLM.compute_logits   once it adds the bias
+patch_cpu_build            applies the next six
+inspect_models_here        model_executor.models.registry._run_in_subprocess
+                                                    once that is an option
+keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_gemm
+                                                    once CPU linears may stay unpacked
+keep_convolutions_live     _custom_ops.causal_conv1d_fwd_cpu, causal_conv1d_update_cpu (0.32, 0.33)
+                                                    with keep_linear_weights_live
+rotate_every_head          _custom_ops.rotary_embedding    once its kernel knows such heads
+route_in_one_group         fused_moe.router.cpu_router.CPURouter (0.32, 0.33)
+                                                    once it knows such routers
+keep_expert_weights_live   fused_moe.experts.cpu_moe.CPUUnquantizedExperts (0.32, 0.33)
+                                                    once CPU experts may stay unpacked
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ADDED = ("__init__", "__call__", "save_aot_compiled_function", "_ignore_compile_vllm")
+
+
+# --------------------------------------------------------------------------- models
+
+
+def patch_models() -> None:
+    """Apply the patches of models. A second call changes nothing."""
+    keep_transformers_classes()
+    keep_head_bias()
+    count_own_ranks()
+    add_phimoe_head_bias()
+
+
+def keep_transformers_classes() -> None:
+    """Have the Transformers backend subclass transformers' class instead of changing it.
+
+    vLLM permanently gives the class itself another base, `__init__` and `__call__`. Then no model
+    of that class can be built outside an engine (`Current vLLM config is not set`), and none that
+    was built before can be called.
+    """
+    from vllm.model_executor.models.transformers import base
+
+    if hasattr(base.Base.__init__, "__wrapped__"):
+        return
+    build = base.Base.__init__
+    decorate = base.support_torch_compile
+
+    @wraps(build)
+    def built(self: Any, **options: Any) -> None:
+        originals: list[_OriginalClass] = []
+
+        def decorate_noted(**settings: Any) -> Any:
+            def decorated(cls: type) -> type:
+                originals.append(_OriginalClass(cls))
+                return decorate(**settings)(cls)
+
+            return decorated
+
+        base.support_torch_compile = decorate_noted
+        try:
+            build(self, **options)
+        finally:
+            base.support_torch_compile = decorate
+            for original in originals:
+                original.restore(self)
+        # vLLM traced forwards with torch.fx, which left these.
+        for module in self.modules():
+            for name in list(vars(module)):
+                if name.startswith("_tensor_constant"):
+                    delattr(module, name)
+
+    base.Base.__init__ = built
+
+
+def keep_head_bias() -> None:
+    """Have every loading of weights write the head's bias in place.
+
+    The Transformers backend creates the bias when it loads it, so a later loading would create
+    another one.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    register = getattr(ParallelLMHead, "_register_bias", None)
+    if register is None or hasattr(register, "__wrapped__"):
+        return
+
+    @wraps(register)
+    def register_once(self: Any) -> None:
+        if getattr(self, "bias", None) is None:
+            register(self)
+
+    ParallelLMHead._register_bias = register_once
+
+
+def count_own_ranks() -> None:
+    """Divide GPT-OSS's experts by the ranks of their engine, not by those of the job."""
+    from vllm.distributed import get_tensor_model_parallel_world_size
+    from vllm.model_executor.models import gpt_oss
+
+    gpt_oss.dist = SimpleNamespace(
+        is_initialized=lambda: True, get_world_size=get_tensor_model_parallel_world_size
+    )
+
+
+def add_phimoe_head_bias() -> None:
+    """Add the bias of PhiMoE's head to its logits: vLLM loads it and does not add it."""
+    try:
+        from vllm.model_executor.models.phimoe import PhiMoEForCausalLM
+    except ImportError:
+        return
+
+    def compute_logits(self: Any, hidden_states: Any) -> Any:
+        return self.logits_processor(self.lm_head, hidden_states, self.lm_head.bias)
+
+    PhiMoEForCausalLM.compute_logits = compute_logits
+
+
+def _own_attributes(cls: type) -> dict[str, Any]:
+    """Return what a class itself has of the attributes that vLLM's decorator sets."""
+    return {name: cls.__dict__[name] for name in _ADDED if name in cls.__dict__}
+
+
+class _OriginalClass:
+    """A class as it was before vLLM decorated it."""
+
+    def __init__(self, cls: type):
+        self._cls = cls
+        self._bases = cls.__bases__
+        self._own = _own_attributes(cls)
+
+    def restore(self, model: nn.Module) -> None:
+        """Restore the class, and make its modules in `model` those of a decorated subclass."""
+        cls = self._cls
+        added: dict[str, Any] = _own_attributes(cls)
+        own_bases = tuple(base for base in cls.__bases__ if base not in self._bases)
+        for name in added:
+            delattr(cls, name)
+        for name, value in self._own.items():
+            setattr(cls, name, value)
+        cls.__bases__ = self._bases
+        if not own_bases:
+            return
+        added.update(__module__=cls.__module__, __qualname__=cls.__qualname__)
+        decorated = type(cls.__name__, (cls, *own_bases), added)
+        for module in model.modules():
+            if type(module) is cls:
+                module.__class__ = decorated
+
+
+# --------------------------------------------------------------------------- the CPU build
+
+
+def patch_cpu_build() -> None:
+    """Apply the patches of the CPU build. A second call changes nothing."""
+    inspect_models_here()
+    keep_linear_weights_live()
+    keep_convolutions_live()
+    rotate_every_head()
+    route_in_one_group()
+    keep_expert_weights_live()
+
+
+def inspect_models_here() -> None:
+    """Inspect a model's class in this process, which loads it in any case.
+
+    vLLM starts a process for it, so that this one touches no GPU. That takes 10 s of a core on
+    every rank, for each class that its cache does not know.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+
+
+def keep_linear_weights_live() -> None:
+    """Stop vLLM's CPU build from packing linear weights into copies and freeing the originals.
+
+    With packed copies an update in place finds empty tensors. Costs under 3% of throughput.
+    """
+    from vllm.model_executor.layers import utils
+
+    def unpacked(layer: nn.Module, remove_weight: bool) -> None:
+        layer.cpu_linear = nn.functional.linear
+
+    utils.dispatch_cpu_unquantized_gemm = unpacked
+
+
+def keep_convolutions_live() -> None:
+    """Have convolutions over tokens use their weights as they were loaded.
+
+    On CPUs with AVX512-bf16 vLLM packs these weights together with those of linear layers, which
+    `keep_linear_weights_live` prevents, but still tells the kernels that they are packed.
+    """
+    from vllm import _custom_ops
+
+    for name in ("causal_conv1d_fwd_cpu", "causal_conv1d_update_cpu"):
+        kernel = getattr(_custom_ops, name, None)
+        if kernel is not None and not hasattr(kernel, "__wrapped__"):
+            setattr(_custom_ops, name, _of_unpacked(kernel))
+
+
+def _of_unpacked(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(kernel)
+    def call(*, weight: Tensor, is_weight_packed: bool, **others: Any) -> Tensor:
+        """weight: [channels, 1, width], or without its second dim."""
+        return kernel(weight=weight.flatten(1), is_weight_packed=False, **others)
+
+    return call
+
+
+def rotate_every_head() -> None:
+    """Have the rotary kernel rotate all heads also where they are a dim of their own (LFM2): it
+    would take that dim for one of tokens."""
+    from vllm import _custom_ops
+
+    kernel = _custom_ops.rotary_embedding
+    if hasattr(kernel, "__wrapped__"):
+        return
+
+    @wraps(kernel)
+    def rotate(
+        positions: Tensor, query: Tensor, key: Tensor | None, *others: Any, **options: Any
+    ) -> None:
+        query_rows = query.reshape(*positions.shape, -1)
+        key_rows = None if key is None else key.reshape(*positions.shape, -1)
+        kernel(positions, query_rows, key_rows, *others, **options)
+        # reshape copies a part of each head, and views whole ones.
+        if query_rows.data_ptr() != query.data_ptr():
+            query.copy_(query_rows.view_as(query))
+        if key is not None and key_rows is not None and key_rows.data_ptr() != key.data_ptr():
+            key.copy_(key_rows.view_as(key))
+
+    _custom_ops.rotary_embedding = rotate
+
+
+def route_in_one_group() -> None:
+    """Have routers without groups of experts use sigmoids and biases, as those with groups do.
+
+    Without groups vLLM's CPU build knows only the softmax: it refuses sigmoids (MiniMax-M2), and
+    silently leaves out the bias that experts are chosen by (Ernie 4.5).
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+    except ImportError:
+        return
+    build = CPURouter.__init__
+    if hasattr(build, "__wrapped__"):
+        return
+
+    @wraps(build)
+    def built(self: Any, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        is_plain = self.scoring_func == "softmax" and self.e_score_correction_bias is None
+        is_known = self.scoring_func in ("softmax", "sigmoid") and not self.custom_routing_function
+        if is_known and not is_plain and not self.use_grouped_topk:
+            self.use_grouped_topk = True
+            self.num_expert_group = 1
+            self.topk_group = 1
+
+    CPURouter.__init__ = built
+
+
+def keep_expert_weights_live() -> None:
+    """Have vLLM's CPU build compute experts from their weights as they were loaded.
+
+    It packs them into storage of the same shape, and its reload (0.32.0) leaves the new ones
+    unpacked. So neither a write in place nor a reload would be right. Versions without that module
+    are refused by the proof of layout.
+    """
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return
+
+    def keep(self: Any, layer: nn.Module) -> None:
+        self._use_zentorch = False
+
+    CPUUnquantizedExperts.process_weights_after_loading = keep
+    CPUUnquantizedExperts.apply = _apply_experts
+
+
+def _apply_experts(
+    self: Any,
+    *,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    apply_router_weight_on_input: bool,
+    **others: Any,
+) -> None:
+    """Write the experts' weighted sum into output, [T, H], as `CPUUnquantizedExperts.apply` does.
+
+    Args:
+        w1: [E, 2 I, H], gate before up.
+        w2: [E, H, I].
+        topk_weights, topk_ids: [T, K].
+        others: what kernels of vLLM need.
+    """
+    num_tokens, num_chosen = topk_ids.shape
+    ids, order = torch.sort(topk_ids.flatten().long(), stable=True)
+    rows = hidden_states[order // num_chosen]
+    parts = []
+    for index, part in enumerate(rows.split(torch.bincount(ids, minlength=len(w1)).tolist())):
+        bias1 = None if self.w1_bias is None else self.w1_bias[index]
+        bias2 = None if self.w2_bias is None else self.w2_bias[index]
+        gate_up = nn.functional.linear(part, w1[index], bias1)
+        inner = gate_up.new_empty(len(part), w2.shape[2])
+        if len(part):
+            _activate(activation, inner, gate_up)
+        parts.append(nn.functional.linear(inner, w2[index], bias2))
+    computed = torch.empty_like(rows).index_copy_(0, order, torch.cat(parts))
+    computed = computed.view(num_tokens, num_chosen, -1)
+    if not apply_router_weight_on_input:  # otherwise the rows are weighted already
+        computed = computed * topk_weights[..., None]
+    output.copy_(computed.sum(dim=1))
+
+
+def _activate(activation: Any, output: Tensor, rows: Tensor) -> None:
+    """Write an expert's activation of rows, [S, 2 I], into output, [S, I].
+
+    In the CPU build only the packed kernel has GPT-OSS's activation: the numbers are copied from
+    there.
+    """
+    from vllm.model_executor.layers.activation import SwigluOAIAndMul
+    from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+
+    if activation.value == "swigluoai":
+        numbers = SimpleNamespace(alpha=1.702, limit=7.0)
+        output.copy_(SwigluOAIAndMul.forward_native(numbers, rows))  # type: ignore[arg-type]
+    else:
+        apply_moe_activation(activation, output, rows)
