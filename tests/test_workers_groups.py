@@ -158,7 +158,7 @@ def test_a_worker_that_answers_for_too_few_samples_is_not_believed():
     call, work = joining.close("g")
     assert call == Call("group", (0, 1), "data row 0") and len(work.samples) == 2
     done = Done(1, 0.0, 1.0, result=ListResult(None, results=(RewardResult(None, 1.0),)))
-    found = joining.scored(call, done, scopes=["group"])
+    found = joining.add_result(call, done, scopes=["group"])
     assert [r.failure for r in found] == ["error"] * 2 and "for 1 of 2 samples" in found[0].message
 
 
@@ -169,11 +169,11 @@ def test_calls_of_a_group_that_were_made_again_count_once(failure):
         joining.add(i, RewardSample({}, "", [], False), group="g", what="data row 0")
     alone = Done(1, 0.0, 1.0, result=RewardResult(None, 1.0), retries=1)
     for i in range(2):
-        assert not joining.scored(Call("sample", (i,), ""), alone, scopes=["sample", "group"])
+        assert not joining.add_result(Call("sample", (i,), ""), alone, scopes=["sample", "group"])
     call, _ = joining.close("g")
     each = ListResult(None, results=(RewardResult(None, 1.0),) * 2)
     done = Done(1, 0.0, 1.0, failure, "why", None if failure else each, 3)
-    found = joining.scored(call, done, scopes=["sample", "group"])
+    found = joining.add_result(call, done, scopes=["sample", "group"])
     assert [r.retries for r in found] == [1 + 3, 1]
 
 

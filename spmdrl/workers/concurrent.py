@@ -1,9 +1,9 @@
-"""Several samples under way in one worker: functions that wait, for a judge say.
+"""Several samples at once in one worker, for functions that wait (for a judge, say).
 
-The main thread takes jobs in order and runs what runs one at a time. What may run beside others
-goes to one event loop in a thread: `async def` functions as they are, the others in a thread each.
-A deadline is kept here, to the call: it is cancelled, or its thread left to itself, and no other
-sample notices. Where the whole process stands still, the parent ends it.
+The main thread takes jobs in order and runs what must run one at a time. What may run beside other
+calls goes to one event loop in a thread: `async def` functions as they are, others in a thread of
+their own. Deadlines are kept here, for each sample: a late call is cancelled, or its thread is left
+alone, and no other sample notices. If the whole process stands still, the parent ends it.
 """
 
 from __future__ import annotations
@@ -15,53 +15,58 @@ from collections.abc import Callable
 from typing import Any
 
 from spmdrl.rewards.samples import RewardList, RewardSample
-from spmdrl.workers.deadlines import no_result, seconds_left
-from spmdrl.workers.messages import Done
+from spmdrl.workers.messages import Done, Work, no_result
 from spmdrl.workers.reports import Began, Report
 from spmdrl.workers.reward_jobs import PartialScore, RewardScorer
-from spmdrl.workers.server import Server
 
 
 def serve_concurrently(
-    server: Server, take: Callable[[], Any], write: Callable[[Report], None]
+    scorer: RewardScorer,
+    *,
+    serve: Callable[[int, Work], Done],
+    take: Callable[[], Any],
+    write: Callable[[Report], None],
 ) -> None:
     """Serve jobs until there are no more.
 
     Args:
+        scorer: does the jobs of rewards.
+        serve: does any other job, see `Server.serve`.
         take: waits for the next (id, work), None at the end.
-        write: sends a report; of any thread.
+        write: sends a report; any thread may call it.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    slots = threading.Semaphore(server.scorer.concurrency)
+    slots = threading.Semaphore(scorer.concurrency)
 
     async def finish(partial: PartialScore) -> None:
         """Do the rest of a sample and send its result."""
-        done = await _rest(server.scorer, partial)
+        done = await _finish(scorer, partial)
         slots.release()
         write(done)
 
     while True:
         slots.acquire()
-        if (message := take()) is None:
+        message = take()
+        if message is None:
             return
         id, work = message
         write(Began(id, time.monotonic()))
         if isinstance(work, RewardSample | RewardList):
-            asyncio.run_coroutine_threadsafe(finish(server.scorer.begin(id, work)), loop)
+            asyncio.run_coroutine_threadsafe(finish(scorer.begin(id, work)), loop)
         else:
-            write(server.serve(id, work))
+            write(serve(id, work))
             slots.release()
 
 
-async def _rest(scorer: RewardScorer, partial: PartialScore) -> Done:
-    """Call what is left to call of a sample, within its deadline."""
+async def _finish(scorer: RewardScorer, partial: PartialScore) -> Done:
+    """Call the functions that are left of a sample, within its deadline."""
     task = asyncio.ensure_future(_call(scorer, partial))
-    left_s = seconds_left(partial.began, timeout_s=scorer.timeout_s)
-    done, _ = await asyncio.wait({task}, timeout=left_s)
+    left_s = partial.began + scorer.timeout_s - time.monotonic()
+    done, _ = await asyncio.wait({task}, timeout=max(0.0, min(left_s, 1e6)))
     if done:
         return scorer.result(partial)
-    task.cancel()  # and not waited for: it may not listen
+    task.cancel()  # without waiting for it: it may ignore that
     called = " or ".join(f"{name}{reward.place}" for name, reward in scorer.left(partial))
     partial.failure = "timeout"
     partial.message = no_result(scorer.timeout_s, called=called)
@@ -81,7 +86,8 @@ async def _call(scorer: RewardScorer, partial: PartialScore) -> None:
 async def _in_thread(work: Callable[..., None], *args: Any) -> None:
     """Wait for work, which does not raise, in a thread of its own.
 
-    Not asyncio's pool: a call that hangs would keep a place there, and the process's end waiting.
+    asyncio's pool will not do: a call that hangs would keep a thread of it, and the process would
+    wait for that thread at its end.
     """
     loop = asyncio.get_running_loop()
     is_done = asyncio.Event()

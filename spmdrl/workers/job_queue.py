@@ -1,9 +1,14 @@
-"""A queue of jobs over worker processes: whatever a job does, it ends, and alone.
+"""A queue of jobs over worker processes: every job ends, and harms no other.
 
-Every job ends in exactly one Done. One that raises, exits, crashes, hangs or returns nonsense
-costs itself and nothing else: its worker is replaced, and the jobs behind it go to another. Not at
-its deadline only: a worker whose job takes much longer than they do is stuck, gives back what is
-behind it, and another stands in for it until it is done or killed.
+Every job ends in exactly one Done. A job that raises, exits, crashes, hangs or returns nonsense
+fails alone: its worker is replaced, and the jobs after it go to another worker.
+
+A job that runs alone in its worker is killed with the worker at its deadline. Where jobs run beside
+each other (`concurrent`), the worker keeps their deadlines itself, and is killed only if it does
+not. A job is late also when its worker answers after the deadline, before anyone has looked.
+
+A worker is stuck when its job takes much longer than jobs take on average. It gives back the jobs
+after that one, and another worker stands in for it until the job is done or killed.
 """
 
 from __future__ import annotations
@@ -14,33 +19,38 @@ import select
 import time
 from collections import deque
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 from spmdrl.errors import Refusal
-from spmdrl.workers.deadlines import Deadlines, no_result
-from spmdrl.workers.messages import Done, Failure, Setup, pack_message
+from spmdrl.workers.messages import Done, Failure, Setup, no_result, pack_message
 from spmdrl.workers.worker_process import QueuedJob, WorkerProcess
 
 _SPARE_SHARE = 0.5
-"""Workers beside those at work, started before they are needed, once one was replaced."""
+"""Workers that are started before they are needed, once one was replaced, as a share of all."""
 _MOST_DEATHS = 2
 _START_TIMEOUT_S = 300.0  # importing a user's module; may bring a large package from a slow disk
+_STUCK_TIMES = 4.0
+_STUCK_S = 0.2
+"""A job is stuck that runs longer than this many times the mean, and than this many seconds."""
+_SILENT_S = 1.0  # a worker that keeps deadlines itself reports within this time after one
 
 
 class JobQueue:
-    """Worker processes and the jobs that wait for them. For one thread; nothing in it blocks
-    but `start` and `wait`, both bounded.
+    """Worker processes and the jobs that wait for them. For one thread. Only `start` and `wait`
+    block, and both are bounded.
 
     Args:
         setup: what each worker loads.
-        workers: processes.
-        timeout_s: deadline of each job, from its beginning.
+        workers: number of processes.
+        timeout_s: deadline of each job, from its start.
     """
 
     def __init__(self, setup: Setup, *, workers: int, timeout_s: float):
         self._setup = setup
         self._num_workers = workers
-        self._deadlines = Deadlines(timeout_s)
+        self._timeout_s = timeout_s
+        self._mean_s: dict[type, float] = {}  # how long jobs take on average, by kind
         self._workers: list[WorkerProcess] = []
         self._waiting: deque[QueuedJob] = deque()
         self._done: list[tuple[QueuedJob, Done]] = []
@@ -48,14 +58,14 @@ class JobQueue:
         self._num_spares = 0
         self._is_closed = False
         self.facts: dict[str, Any] = {}
-        """What the workers said of what they loaded; empty before `start`."""
+        """What the workers have loaded, see `Server.facts`; empty before `start`."""
 
     def __len__(self) -> int:
         """Return how many jobs are submitted and not done yet."""
-        return len(self._waiting) + sum(len(w.jobs) for w in self._workers)
+        return len(self._waiting) + sum(len(worker.jobs) for worker in self._workers)
 
     def start(self) -> None:
-        """Start the workers and wait until they have loaded what they serve.
+        """Start the workers and wait until they have loaded the setup.
 
         Raises: Refusal when something cannot be loaded.
         """
@@ -71,8 +81,8 @@ class JobQueue:
         """Queue a job.
 
         Args:
-            key: goes with the result.
-            work: what a worker's `Server` understands.
+            key: returned with the result.
+            work: what a worker's `Server` can do.
         Raises: pickle.PicklingError, TypeError or AttributeError when it cannot be sent.
         """
         id = secrets.randbits(62)
@@ -99,22 +109,63 @@ class JobQueue:
 
     def wait(self) -> None:
         """Sleep until a worker has something for us, or a deadline may have passed."""
-        self._hand_out()  # what was put since the last look would wait as long as we do
+        self._hand_out()  # otherwise a job that was put after the last look would wait too
         poller = select.poll()  # not select(), which fails for descriptors above 1023
         for worker in self._workers:
             poller.register(worker.stdout, select.POLLIN)
             if worker.has_unsent:
                 poller.register(worker.stdin, select.POLLOUT)
-        left = map(self._deadlines.left_s, self._workers)
-        poller.poll(1000 * max(0.001, min([0.5, *left])))
+        left_s = min([0.5, *map(self._left_s, self._workers)])
+        poller.poll(1000 * max(0.001, left_s))
 
     def close(self) -> None:
-        """End all workers; jobs not done yet are dropped."""
+        """End all workers; jobs that are not done are dropped."""
         self._is_closed = True
         for worker in self._workers:
             worker.close()
         self._workers.clear()
         self._waiting.clear()
+
+    # ---------------------------------------------------------------- deadlines
+
+    def _kill_after_s(self, worker: WorkerProcess) -> float:
+        """Return how long a job may run before its worker is killed, seconds."""
+        return self._timeout_s + (_SILENT_S if worker.concurrency > 1 else 0.0)
+
+    def _stuck_after_s(self, worker: WorkerProcess) -> float:
+        """Return how long a worker's first job may run before the worker is stuck, seconds."""
+        if worker.concurrency > 1 or not worker.jobs:
+            return float("inf")
+        first = next(iter(worker.jobs.values()))
+        mean = self._mean_s.get(first.kind, self._timeout_s / 8)
+        return max(_STUCK_S, _STUCK_TIMES * mean)
+
+    def _is_stuck(self, worker: WorkerProcess) -> bool:
+        return worker.running_s() > self._stuck_after_s(worker)
+
+    def _left_s(self, worker: WorkerProcess) -> float:
+        """Return the seconds until a worker may be stuck or late; may be in the past."""
+        if not worker.jobs:
+            return float("inf")
+        limit = self._kill_after_s(worker)
+        if not self._is_stuck(worker):
+            limit = min(limit, self._stuck_after_s(worker))
+        return limit - worker.running_s()
+
+    def _judge(self, job: QueuedJob, done: Done, *, called: str) -> Done:
+        """Return a result, or a failure if it is late. Update the mean time of jobs.
+
+        Args:
+            called: the user's functions that the job called, for messages.
+        """
+        if done.seconds > self._timeout_s and done.failure != "timeout":
+            limit = f"rewards.timeout_s = {self._timeout_s:g}"
+            late = f"{called} took {done.seconds:.2f} s, above {limit}"
+            return replace(done, failure="timeout", message=late, result=None)
+        if done.failure is None:
+            mean = self._mean_s.get(job.kind, done.seconds)
+            self._mean_s[job.kind] = 0.95 * mean + 0.05 * done.seconds
+        return done
 
     # ---------------------------------------------------------------- one round
 
@@ -127,52 +178,47 @@ class JobQueue:
         self._hand_out()
 
     def _replenish(self, count: int) -> None:
-        """Have `count` workers beside those that are stuck, for which as many again stand in."""
-        count += min(sum(map(self._deadlines.is_stuck, self._workers)), self._num_workers)
+        """Have `count` workers that are not stuck, but no more than that many for stuck ones."""
+        count += min(sum(map(self._is_stuck, self._workers)), self._num_workers)
         while len(self._workers) < count:
             self._workers.append(WorkerProcess(self._setup))
 
     def _collect(self, worker: WorkerProcess) -> None:
-        looked = time.monotonic()  # what `_take` does not find was not done by then
+        looked = time.monotonic()  # what `_take` does not find was not done at this time
         worker.flush()
         self._take(worker)
         self._check_start(worker)
-        if self._deadlines.is_stuck(worker):
+        if self._is_stuck(worker):
             self._expect_faults()
             worker.recall()
         if worker.fault:
-            wrote = f"the worker process wrote what is no result: {worker.fault}"
-            self._replace(worker, failure="error", message=wrote)
-            return
-        if worker.running_s(looked) > self._deadlines.kill_after_s(worker):
-            called = worker.called(worker.suspects()[0])
-            why = no_result(self._deadlines.timeout_s, called=called)
-            self._replace(worker, failure="timeout", message=why)
-            return
-        if worker.has_ended():
+            message = f"the worker process wrote what is no result: {worker.fault}"
+            self._replace(worker, failure="error", message=message)
+        elif worker.running_s(looked) > self._kill_after_s(worker):
+            message = no_result(self._timeout_s, called=worker.called(worker.suspects()[0]))
+            self._replace(worker, failure="timeout", message=message)
+        elif worker.has_ended():
             self._take(worker)  # what it wrote between our look and its end
             self._check_start(worker)
             self._replace(worker, failure="error", message=worker.death())
 
     def _take(self, worker: WorkerProcess) -> None:
         for job, done in worker.receive():
-            called = worker.called(job)
-            self._done.append((job, self._deadlines.judged(done, kind=job.kind, called=called)))
+            self._done.append((job, self._judge(job, done, called=worker.called(job))))
         returned = worker.returned
         worker.returned = []
         self._waiting.extendleft(reversed(returned))
 
     def _check_start(self, worker: WorkerProcess) -> None:
-        if worker.fault and not worker.is_ready:
-            raise RuntimeError(
-                f"a worker process wrote into the pool's pipe while loading "
-                f"{', '.join(self._setup.names)}: {worker.fault}"
-            )
-        if worker.refusal:
-            raise Refusal(worker.refusal)
         if worker.is_ready:
             return
         names = ", ".join(self._setup.names)
+        if worker.fault:
+            raise RuntimeError(
+                f"a worker process wrote into the pool's pipe while loading {names}: {worker.fault}"
+            )
+        if worker.refusal:
+            raise Refusal(worker.refusal)
         if worker.has_ended():
             raise RuntimeError(
                 f"a worker process ended with status {worker.exit_code()} while "
@@ -196,26 +242,31 @@ class JobQueue:
         self._waiting.extendleft(reversed(worker.jobs.values()))
 
     def _expect_faults(self) -> None:
+        """Keep spare workers from now on."""
         self._num_spares = math.ceil(_SPARE_SHARE * self._num_workers)
 
     def _hand_out(self) -> None:
-        ready = [w for w in self._workers if w.is_ready]
-        able = [w for w in ready if not self._deadlines.is_stuck(w)][: self._num_workers]
+        ready = [worker for worker in self._workers if worker.is_ready]
+        able = [worker for worker in ready if not self._is_stuck(worker)][: self._num_workers]
         while self._waiting:
-            free = [w for w in able if w.has_room(self._waiting[0])]
+            job = self._waiting[0]
+            free = [worker for worker in able if worker.has_room(job)]
             if not free:
                 break
-            job = self._waiting.popleft()
-            # After a death rather a worker that did nothing yet: there it shows whose fault it was.
-            min(free, key=lambda w: (len(w.jobs), job.deaths and w.num_done)).add(job)
+            self._waiting.popleft()
+            # A job at which a worker ended goes to a worker that has done nothing yet if there is
+            # one: if that one ends too, no earlier job is to blame.
+            if job.deaths:
+                free.sort(key=lambda worker: worker.num_done)
+            min(free, key=lambda worker: len(worker.jobs)).add(job)
         for worker in ready:
             worker.flush()
 
 
 def _is_to_blame(job: QueuedJob, worker: WorkerProcess, *, failure: Failure) -> bool:
-    """Return whether the job that a worker was at is why it ended.
+    """Return whether the job that a worker was doing is why it ended.
 
-    A job that was done before may have left a thread or a process that ends the worker later: then
-    the next is innocent, and is done again in another.
+    An earlier job may have left a thread or a process that ends the worker later. Then this job is
+    innocent, and is done again in another worker.
     """
     return failure == "timeout" or worker.num_done == 0 or job.deaths >= _MOST_DEATHS

@@ -1,4 +1,4 @@
-"""One reward of a sample from the calls that score it: alone, and beside others of its group."""
+"""The reward of a sample from several calls: for it alone, for its group, for its step."""
 
 from __future__ import annotations
 
@@ -19,78 +19,79 @@ class Call:
     keys: tuple[Hashable, ...]
     """Of the samples, in order."""
     what: str
-    """Where they are from, for messages: `data row 3`."""
+    """Where the samples are from, for messages: `data row 3`."""
 
 
 @dataclass
-class _Awaited:
-    """A sample that is not scored by all yet."""
+class _PartialReward:
+    """A sample whose calls are not all done."""
 
     sample: RewardSample
     what: str
     position: int
-    found: dict[Scope, RewardResult] = field(default_factory=dict)
+    results: dict[Scope, RewardResult] = field(default_factory=dict)
 
 
 class Joining:
-    """The samples of a pool, and what is known of their rewards.
+    """The samples of a pool that wait for results.
 
     Args:
-        otherwise_scored: sources whose samples have a reward of 0 where no function applies,
-            beside another's; elsewhere that is a failure.
+        otherwise_scored: sources whose samples get their reward from a model or an environment too.
+            If no function applies to such a sample, it has 0 of them; elsewhere that is a failure.
     """
 
     def __init__(self, *, otherwise_scored: Collection[int] = ()):
         self._otherwise_scored = frozenset(otherwise_scored)
-        self._awaited: dict[Hashable, _Awaited] = {}
-        self._groups: dict[Hashable, list[Hashable]] = {}  # keys of those not closed yet
+        self._partial: dict[Hashable, _PartialReward] = {}
+        self._groups: dict[Hashable, list[Hashable]] = {}  # {group that is not closed: keys}
 
     def add(
         self, key: Hashable, sample: RewardSample, *, group: Hashable, what: str, position: int = 0
     ) -> Call:
-        """Take a sample in; return the call that scores it alone.
+        """Add a sample and return the call that scores it alone.
 
         Args:
-            group: which is closed later; None where no function scores groups.
+            group: to be closed later; None where no function scores groups.
             position: its place in the group.
         """
-        self._awaited[key] = _Awaited(sample, what, position)
+        self._partial[key] = _PartialReward(sample, what, position)
         if group is not None:
             self._groups.setdefault(group, []).append(key)
         return Call("sample", (key,), what)
 
     def close(self, group: Hashable) -> tuple[Call, RewardList] | None:
-        """Return the call that scores a group's samples together, in their order and not in that
-        in which they came to their ends: the short ones came first. None of a group without any."""
-        keys = sorted(self._groups.pop(group, []), key=lambda key: self._awaited[key].position)
-        own = {key: self._awaited[key] for key in keys}
-        if not own:
+        """Return the call that scores a group's samples together, by their positions: they were
+        added in the order in which they finished, the short ones first. None for no samples."""
+        keys = self._groups.pop(group, [])
+        if not keys:
             return None
-        what = next(iter(own.values())).what
-        samples = tuple(a.sample for a in own.values())
-        return Call("group", tuple(own), what), RewardList("group", samples)
+        keys.sort(key=lambda key: self._partial[key].position)
+        samples = tuple(self._partial[key].sample for key in keys)
+        call = Call("group", tuple(keys), self._partial[keys[0]].what)
+        return call, RewardList("group", samples)
 
-    def scored(
+    def add_result(
         self, call: Call, done: Done, *, scopes: Collection[Scope], awaits_step: bool = False
     ) -> list[RewardResult]:
-        """Note what a call came to; return the rewards that are known now.
+        """Note the result of a call; return the rewards that are complete now.
 
         Args:
             scopes: in which each sample is scored.
-            awaits_step: functions of whole steps come behind: that none applied is no failure yet.
+            awaits_step: functions of whole steps follow: that none applied is no failure yet.
         """
-        for key, result in zip(call.keys, _of_each(call, done)):
-            self._awaited[key].found[call.scope] = result
-        whole = [key for key in call.keys if self._awaited[key].found.keys() >= set(scopes)]
         rewards = []
-        for key in whole:
-            awaited = self._awaited.pop(key)
-            found = [awaited.found[scope] for scope in SCOPES if scope in awaited.found]
-            least = 0.0 if awaits_step else self._least(awaited.sample.source)
-            rewards.append(replace(_joined(found, least=least), key=key))
+        for key, result in zip(call.keys, _results_of(call, done)):
+            partial = self._partial[key]
+            partial.results[call.scope] = result
+            if not set(scopes) <= partial.results.keys():
+                continue
+            del self._partial[key]
+            results = [partial.results[scope] for scope in SCOPES if scope in partial.results]
+            least = 0.0 if awaits_step else self._least(partial.sample.source)
+            rewards.append(replace(_join(results, least=least), key=key))
         return rewards
 
-    def added(
+    def with_step(
         self,
         call: Call,
         done: Done,
@@ -98,47 +99,47 @@ class Joining:
         rewards: Mapping[str, RewardResult],
         sources: Mapping[str, int],
     ) -> dict[str, RewardResult]:
-        """Return rewards with what a call on top of them came to.
+        """Return rewards together with the result of a call for their whole step.
 
         Args:
-            sources: that the samples are of.
+            sources: of the samples.
         """
-        of_each = zip(call.keys, _of_each(call, done))
         joined = {}
-        for key, result in of_each:
-            so_far = rewards[str(key)]
-            if not so_far.parts:  # 0 because nothing had scored it yet
-                so_far = replace(so_far, value=None)
-            least = self._least(sources[str(key)])
-            joined[str(key)] = replace(_joined([so_far, result], least=least), key=so_far.key)
+        for key, result in zip(map(str, call.keys), _results_of(call, done)):
+            reward = rewards[key]
+            if not reward.parts:  # its 0 says that no function applied
+                reward = replace(reward, value=None)
+            whole = _join([reward, result], least=self._least(sources[key]))
+            joined[key] = replace(whole, key=reward.key)
         return joined
 
     def _least(self, source: int) -> float | None:
-        """Return the reward of a sample to which no function applies; None: it fails."""
+        """Return the reward of a sample to which no function applies; None: that is a failure."""
         return 0.0 if source in self._otherwise_scored else None
 
 
-def _joined(found: Sequence[RewardResult], *, least: float | None) -> RewardResult:
-    seconds = sum(result.seconds for result in found)
-    retries = sum(result.retries for result in found)
-    failed = next((result for result in found if result.failure), None)
-    if failed is not None:
-        return replace(failed, seconds=max(seconds, failed.seconds), retries=retries)
-    values = [result.value for result in found if result.value is not None]
+def _join(results: Sequence[RewardResult], *, least: float | None) -> RewardResult:
+    """Return the sum of results, or the first failure. `least`: as `_least`."""
+    seconds = sum(result.seconds for result in results)
+    retries = sum(result.retries for result in results)
+    for result in results:
+        if result.failure:
+            return replace(result, seconds=max(seconds, result.seconds), retries=retries)
+    values = [result.value for result in results if result.value is not None]
     if not values and least is None:
         return RewardResult(
             None, seconds=seconds, failure="bad_value", message=NONE_APPLIES, retries=retries
         )
     joined = RewardResult(None, sum(values) if values else least, seconds=seconds, retries=retries)
-    for result in found:
+    for result in results:
         joined.parts.update(result.parts)
         joined.metrics.update(result.metrics)
         joined.extras.update(result.extras)
     return joined
 
 
-def _of_each(call: Call, done: Done) -> list[RewardResult]:
-    """Return what a call came to, for each of its samples."""
+def _results_of(call: Call, done: Done) -> list[RewardResult]:
+    """Return the result of a call for each of its samples."""
     count = len(call.keys)
     failure = done.failure
     message = done.message
@@ -152,7 +153,7 @@ def _of_each(call: Call, done: Done) -> list[RewardResult]:
         failed = RewardResult(None, seconds=done.seconds, failure=failure, message=message)
         found = [failed] * count
     else:
-        seconds = done.seconds / count  # of the call, shared out
+        seconds = done.seconds / count  # of the call, shared by its samples
         found = [replace(r, seconds=seconds) for r in results if isinstance(r, RewardResult)]
     found[0] = replace(found[0], retries=done.retries)
     return found

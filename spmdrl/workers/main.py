@@ -1,10 +1,10 @@
 """The worker: reads jobs from stdin, writes one result each to stdout.
 
-It scores samples, and opens and plays episodes of the run's environment. The first message in is
-a Setup, the first report Ready or Refused. Then jobs (id, work) and their Done, one by one, in
-order; where functions allow several at once (`concurrent`), in any order, with a Began before
-each. RECALL, instead of a job, asks for those not begun: Returned. The process is light (no torch)
-and ends with its parent: see `keeper`.
+It scores samples, and opens and plays episodes of the run's environments. The first message is a
+Setup; the first report is Ready or Refused. Then jobs (id, work) come in, and a Done goes out for
+each: one by one in order, or, where functions allow several at once (`concurrent`), in any order,
+with a Began before each. The message RECALL asks for the jobs that have not begun; they go back as
+Returned. The process is light (no torch) and ends with its parent: see `subreaper`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,29 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, BinaryIO
 
-from spmdrl.workers.messages import RECALL, read_message
+from spmdrl.rewards.samples import RewardList, RewardSample
+from spmdrl.workers.environment_jobs import EnvironmentServer
+from spmdrl.workers.messages import (
+    RECALL,
+    Done,
+    Open,
+    Setup,
+    SourceSetup,
+    TurnResult,
+    Work,
+    read_message,
+)
 from spmdrl.workers.process_state import ProcessState
 from spmdrl.workers.reports import Ready, Refused, Report, Returned, pack_report
-from spmdrl.workers.reward_jobs import told
-from spmdrl.workers.server import Server
+from spmdrl.workers.reward_jobs import RewardScorer, RunningJob, describe_error
 from spmdrl.workers.subreaper import Strays, become_worker
+
+_METHODS = {"Open": "reset", "Respond": "step"}
+"""{job: method of an environment that it calls}."""
 
 
 def main(life_fd: int, memory_bytes: int) -> None:
@@ -33,10 +47,10 @@ def main(life_fd: int, memory_bytes: int) -> None:
 
     Args:
         life_fd: socket whose other end only the parent holds.
-        memory_bytes: that the worker and what it starts may hold; 0 for no limit.
+        memory_bytes: limit for the worker and the processes it starts; 0 for none.
     """
-    # Schedulers signal every process of a job; what to do about it is the parent's to say. Not
-    # SIG_IGN, which programs started by reward functions would inherit.
+    # Schedulers signal every process of a job; the parent decides what to do about it. Not SIG_IGN,
+    # which programs started by reward functions would inherit.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     become_worker(life_fd, memory_bytes=memory_bytes)
@@ -44,17 +58,19 @@ def main(life_fd: int, memory_bytes: int) -> None:
     setup = read_message(source)
     try:
         server = Server(setup)
-    except BaseException as error:  # sys.exit in a user's module too
-        write(Refused(told(error)))
+    except BaseException as error:  # also sys.exit in a user's module
+        write(Refused(describe_error(error)))
         return
     write(Ready(time.monotonic(), server.facts))
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    # In the main thread is the user's code, which may want signals there.
+    # The main thread runs the user's code, which may want signals: Python sends them there only.
     threading.Thread(target=_read_ahead, args=(source, inbox, write), daemon=True).start()
     if server.scorer.concurrency > 1:
         from spmdrl.workers.concurrent import serve_concurrently
 
-        serve_concurrently(server, lambda: _next(inbox), write)
+        serve_concurrently(
+            server.scorer, serve=server.serve, take=lambda: _next(inbox), write=write
+        )
         return
     process_state = ProcessState()
     strays = Strays()
@@ -65,30 +81,87 @@ def main(life_fd: int, memory_bytes: int) -> None:
         write(done)
 
 
+class Server:
+    """Loads a setup, and does jobs with it.
+
+    Raises (on construction): Refusal for what cannot be loaded.
+    """
+
+    def __init__(self, setup: Setup):
+        self._environments = {
+            field: EnvironmentServer(options, field=field)
+            for field, options in setup.environments.items()
+        }
+        self.scorer = RewardScorer(replace(setup, sources=tuple(map(self._graded, setup.sources))))
+
+    def _graded(self, source: SourceSetup) -> SourceSetup:
+        """Return a source without its task's grader where the task only makes the rows of an
+        environment that gives the rewards itself."""
+        environment = self._environments.get(source.environment)
+        if environment is None or environment.is_graded:
+            return source
+        return replace(source, is_own_grader=False)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return what the parent needs to know of what was loaded."""
+        scorer = self.scorer
+        environments = self._environments
+        called = {
+            "RewardSample": scorer.called(is_list=False),
+            "RewardList": scorer.called(is_list=True),
+        }
+        for job, method in _METHODS.items():
+            methods = dict.fromkeys(own.called(method) for own in environments.values())
+            called[job] = " or ".join(methods)
+        return {
+            "concurrency": scorer.concurrency,
+            "scopes": scorer.scopes,
+            "called": called,
+            "environments": {field: own.facts for field, own in environments.items()},
+        }
+
+    def serve(self, id: int, work: Work) -> Done:
+        """Do a job. Whatever the user's code does becomes part of the result."""
+        if isinstance(work, RewardSample | RewardList):
+            return self.scorer.score(id, work)
+        environment = self._environments[work.environment]
+        job = RunningJob(id=id)
+        result = None
+        with job.blaming():
+            if isinstance(work, Open):
+                packed, turn, state = environment.open(work.row, seed=work.seed)
+            else:
+                packed, turn, state = environment.turn(work.packed, work.response)
+            result = TurnResult(
+                None, packed, tuple(turn.messages), turn.is_done, turn.reward, turn.info, state
+            )
+        return job.done(result)
+
+
+# --------------------------------------------------------------------------- pipes
+
+
 def _read_ahead(
     source: BinaryIO, inbox: queue.SimpleQueue, write: Callable[[Report], None]
 ) -> None:
-    """Put jobs into the inbox, None at the end of file, and what went wrong with a message."""
+    """Put jobs into the inbox, None at the end of file, and an error of reading as it is."""
     try:
         while (message := read_message(source)) is not None:
             if message != RECALL:
                 inbox.put(message)
                 continue
-            # This thread alone puts, so what is there now can only become less.
-            ids = []
-            while (job := _taken(inbox)) is not None:
-                ids.append(job[0])
-            write(Returned(tuple(ids)))
+            write(Returned(tuple(_take_ids(inbox))))
         inbox.put(None)
-    except BaseException as error:  # a row that cannot be unpickled here is its job's fault
+    except BaseException as error:  # if a row cannot be unpickled here, its job is to blame
         inbox.put(error)
 
 
-def _taken(inbox: queue.SimpleQueue) -> Any:
-    """Return the next job that is there now; None for none."""
+def _take_ids(inbox: queue.SimpleQueue) -> Iterator[int]:
+    """Take the jobs that are in the inbox, and yield their ids."""
     with contextlib.suppress(queue.Empty):
-        return inbox.get_nowait()
-    return None
+        while True:
+            yield inbox.get_nowait()[0]
 
 
 def _next(inbox: queue.SimpleQueue) -> Any:
@@ -99,7 +172,8 @@ def _next(inbox: queue.SimpleQueue) -> Any:
 
 
 def _take_pipes() -> tuple[BinaryIO, Callable[[Report], None]]:
-    """Keep the protocol's pipes for ourselves: what user code prints goes to stderr."""
+    """Move the protocol's pipes to descriptors of our own, so that what user code prints goes to
+    stderr. Return the source of messages, and a function that writes reports."""
     source = os.fdopen(os.dup(0), "rb", buffering=1 << 18)
     sink = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -109,15 +183,15 @@ def _take_pipes() -> tuple[BinaryIO, Callable[[Report], None]]:
     sys.stdout.reconfigure(line_buffering=True)
     is_free = threading.Lock()
     worker = os.getpid()
-    # Bound here: what user code puts in their places is not called.
+    # User code may replace these functions of `os`: keep the originals.
     pid = os.getpid
     leave = os._exit
     put = os.write
-    # A process that user code forks has no part in the protocol.
+    # A process that user code forks must not touch the pipes.
     os.register_at_fork(after_in_child=lambda: _close(sink, source.fileno()))
 
     def write(report: Report) -> None:
-        if pid() != worker:  # such a process returned from the user's code
+        if pid() != worker:  # a forked process has returned from the user's code
             leave(0)
         view = memoryview(pack_report(report))
         with is_free:
@@ -129,5 +203,5 @@ def _take_pipes() -> tuple[BinaryIO, Callable[[Report], None]]:
 
 def _close(*fds: int) -> None:
     for fd in fds:
-        with contextlib.suppress(OSError):  # user code was there before
+        with contextlib.suppress(OSError):  # user code may have closed it
             os.close(fd)

@@ -1,8 +1,7 @@
-"""What passes between the pool and its workers; see `main` for which messages come when.
+"""The messages between the pool and its workers; `main` says which of them come when.
 
-To a worker goes a 4-byte little-endian length and a pickle: a worker does what its parent says
-anyhow, and loads the code that the parent names, so it can only be as sound as its parent is.
-What comes back is plain data, see `reports`.
+A message to a worker is a 4-byte little-endian length and a pickle. A worker trusts its parent: it
+loads the code that the parent names. A worker's reports are plain data, see `reports`.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from spmdrl.rewards.samples import RewardList, RewardSample
 _HEADER = struct.Struct("<I")
 Failure = Literal["timeout", "error", "bad_value", "overlong"]
 OVERLONG: Failure = "overlong"
-"""The environment's opening was too long: nothing of the user's failed."""
+"""The environment's opening was too long: none of the user's code failed."""
 RECALL = "recall"
-"""A message to a worker that is stuck in a job: give back those behind it."""
+"""A message to a worker that is stuck in a job: give back the jobs after it."""
 
 
 @dataclass(frozen=True)
@@ -29,21 +28,20 @@ class SourceSetup:
     """How the rows of one source are scored and played."""
 
     task: str = ""
-    """The generated task that it is; empty for none."""
+    """The generated task that makes the rows; empty for none."""
     task_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword options of its generated task."""
+    """Keyword options of the task."""
     is_own_grader: bool = False
-    """Its task grades its rows, since no functions do."""
+    """The task grades the rows, because no functions do."""
     applies: tuple[str, ...] | None = None
     """Names of the functions that score its rows; None: all do."""
     environment: str = ""
-    """The config field that says what answers the policy in its rows; empty where responses are
-    final."""
+    """The config field of the environment that its rows are played with; empty for none."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker scores and plays with."""
+    """What a worker loads."""
 
     functions: dict[str, str]
     """{name: `module:function`, `path/file.py:function`, or a generated task for its grader}."""
@@ -62,7 +60,7 @@ class Setup:
     timeout_s: float = float("inf")
     """Deadline of a job."""
     memory_gib: float = 0.0
-    """That a worker and what it starts may hold, GiB; 0 for no limit."""
+    """Limit for a worker and the processes it starts, GiB; 0 for none."""
 
     def options_of(self, spec: str) -> dict[str, Any]:
         """Return the options of a generated task among the functions."""
@@ -70,7 +68,7 @@ class Setup:
 
     @property
     def names(self) -> list[str]:
-        """Return what is loaded, for messages."""
+        """Names of what is loaded, for messages."""
         tasks = [source.task for source in self.sources if source.is_own_grader]
         environments = [options.get("name") for options in self.environments.values()]
         return [*self.functions.values(), *dict.fromkeys(filter(None, [*tasks, *environments]))]
@@ -81,7 +79,7 @@ class Open:
     """A job: begin an episode."""
 
     environment: str
-    """The config field that says of what."""
+    """The config field of the environment."""
     row: dict
     seed: int
 
@@ -91,7 +89,7 @@ class Respond:
     """A job: play a turn of an episode."""
 
     environment: str
-    """The config field that says of what."""
+    """The config field of the environment."""
     packed: bytes
     """The packed environment, as the last turn left it."""
     response: Response
@@ -102,61 +100,61 @@ Work = RewardSample | RewardList | Open | Respond
 
 @dataclass(frozen=True, kw_only=True)
 class _Result:
-    """What became of a call."""
+    """The result of a call."""
 
     key: Hashable = field(default=None, kw_only=False)
     seconds: float = 0.0
     failure: Failure | None = None
-    """Why it came to nothing. Of an episode: it cannot go on, and what it earned so far should not
+    """Why there is no result. An episode that fails cannot go on, and its rewards so far should not
     count."""
     message: str = ""
 
 
 @dataclass(frozen=True)
 class RewardResult(_Result):
-    """What became of one submitted sample."""
+    """The reward of one sample."""
 
     value: float | None = None
-    """Weighted sum of the functions, without reward models; None when it failed, or, of one scope's
-    functions, when none of them applies."""
+    """Weighted sum of the functions, without reward models; None when it failed, or when no
+    function of the scope applies."""
     parts: dict[str, float] = field(default_factory=dict)
     """Unweighted value of each function that applies."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers that the functions reported besides."""
+    """Other numbers that the functions reported."""
     extras: dict[str, str] = field(default_factory=dict)
-    """Texts that the functions reported besides."""
+    """Texts that the functions reported."""
     retries: int = 0
-    """Calls that were made again for it; those for several samples count with the first."""
+    """Calls that were repeated for it; those for several samples count with the first."""
 
 
 @dataclass(frozen=True)
 class ListResult(_Result):
-    """What became of samples that were scored together."""
+    """The rewards of samples that were scored together."""
 
     results: tuple[RewardResult, ...] = ()
-    """One for each, with empty keys."""
+    """One for each sample, without keys."""
 
 
 @dataclass(frozen=True)
 class TurnResult(_Result):
-    """What became of one `open` or `turn`."""
+    """The result of one `open` or `turn`."""
 
     environment: bytes = b""
     """The packed environment, for the next `turn`; empty when the episode is done, or failed."""
     messages: tuple[Message, ...] = ()
-    """To append; empty when the episode is done, or failed."""
+    """To append to the conversation; empty when the episode is done, or failed."""
     is_done: bool = False
     reward: float = 0.0
-    """Of this turn: to be added to the episode's."""
+    """Reward of this turn; an episode's reward is the sum of them."""
     info: dict[str, float] = field(default_factory=dict)
     """Numbers for metrics."""
     state: int = -1
-    """Number of the state that the episode is in now; -1 where the environment names none."""
+    """Number of the episode's current state; -1 where the environment names none."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a job, as it travels back."""
+    """A worker's report that a job is done."""
 
     id: int
     finished: float
@@ -165,9 +163,15 @@ class Done:
     failure: Failure | None = None
     message: str = ""
     result: RewardResult | ListResult | TurnResult | None = None
-    """What was found, with an empty key; None where nothing was."""
+    """Without a key; None when the job failed."""
     retries: int = 0
-    """Calls of functions that were made again."""
+    """Calls of functions that were repeated."""
+
+
+def no_result(timeout_s: float, *, called: str) -> str:
+    """Return the message of a job that passed its deadline. `called`: the user's functions that it
+    called."""
+    return f"no result of {called} within rewards.timeout_s = {timeout_s:g} s"
 
 
 def pack_message(value: Any) -> bytes:

@@ -1,8 +1,8 @@
-"""Score responses and play environments in worker processes: no user code can stall us.
+"""Scores responses and plays environments in worker processes, so that no user code can stall us.
 
 Every call ends in exactly one RewardResult or TurnResult, see `messages`. User code that raises,
-exits, crashes, hangs or returns nonsense costs its own sample or episode and nothing else: the
-worker is replaced and the calls behind it are served by another.
+exits, crashes, hangs or returns nonsense fails its own sample or episode and no other: see
+`job_queue`.
 """
 
 from __future__ import annotations
@@ -37,20 +37,22 @@ from spmdrl.workers.worker_process import QueuedJob
 
 
 class RewardPool(JobQueue):
-    """Worker processes of one engine replica. For one thread; nothing in it blocks but
-    `start`, `wait`, `results` and `drain`, all bounded. Where models are the only rewards it has
-    no workers, and every sample's value is 0. So is it where an environment's rewards are all.
+    """The worker processes of one engine replica. For one thread. Only `start`, `wait`, `results`
+    and `drain` block, and all are bounded.
+
+    Where the only rewards are those of models or of an environment, no function scores a sample,
+    and its value is 0. If no environment is played either, there are no workers.
 
     Args:
         cfg: rewards.*, environments, and data.* for its sources and the graders of generated tasks.
-        steps_per_epoch: for the state of the run that functions may ask for.
+        steps_per_epoch: part of the TrainerState that functions may ask for.
     Raises (on construction): Refusal when there is nothing to score with.
     """
 
     def __init__(self, cfg: Config, *, steps_per_epoch: float = math.inf):
         rewards = cfg.rewards
         functions = cfg.reward_functions
-        models = reward_models(functions)  # the trainers'
+        models = reward_models(functions)  # trainers compute these
         weights = cfg.reward_weights
         own = [i for i in range(len(functions)) if i not in models]
         names = part_names(functions)
@@ -71,10 +73,10 @@ class RewardPool(JobQueue):
         super().__init__(
             setup, workers=rewards.workers if is_needed else 0, timeout_s=rewards.timeout_s
         )
-        self._early: list[RewardResult | TurnResult] = []  # to be polled
+        self._unpolled: list[RewardResult | TurnResult] = []
         self._max_steps = cfg.steps
         self._steps_per_epoch = steps_per_epoch
-        # Models, or an environment, score every sample: no function need apply to its row.
+        # Where models or an environment score a sample, no function needs to apply to it.
         scored = [i for i, source in enumerate(sources) if models or source.environment]
         self._joining = Joining(otherwise_scored=scored)
 
@@ -86,13 +88,12 @@ class RewardPool(JobQueue):
 
     @property
     def environments(self) -> dict[str, dict[str, Any]]:
-        """Return {config field: what conversations with its environment take}, after `start`; see
-        `EnvironmentServer.facts`."""
+        """{config field: `EnvironmentServer.facts` of its environment}, after `start`."""
         return self.facts.get("environments", {})
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
-        """Return in how many at once functions score samples; starts the workers, who know."""
+        """The scopes in which functions score samples. Starts the workers, which know them."""
         if not self._num_workers:
             return ()
         if not self.facts:
@@ -101,7 +102,7 @@ class RewardPool(JobQueue):
 
     @property
     def _own_scopes(self) -> tuple[Scope, ...]:
-        """Return those in which a sample is scored before its step is whole."""
+        """The scopes in which a sample is scored before its step is complete."""
         return tuple(scope for scope in self.scopes if scope != "step")
 
     def submit(
@@ -116,17 +117,17 @@ class RewardPool(JobQueue):
         position: int = 0,
         step: int = 0,
     ) -> None:
-        """Hand in one response; its RewardResult comes out of `poll` or `drain` under `key`.
+        """Submit one response; `poll` or `drain` returns its RewardResult with this `key`.
 
         Args:
-            group: name of its group, which functions of lists score after `close_group`; None: it
-                is one by itself.
-            position: its place in the group, whose functions get samples in this order.
-            step: whose prompt it answers.
+            group: name of its group, which is scored after `close_group`; None: the response is a
+                group of its own.
+            position: its place in the group; functions of groups get samples in this order.
+            step: of its prompt.
         Raises: Refusal when the data row cannot be sent to another process.
         """
         if not self._own_scopes:
-            self._early.append(RewardResult(key, 0.0))
+            self._unpolled.append(RewardResult(key, 0.0))
             return
         state = self.state(step)
         sample = RewardSample(
@@ -144,7 +145,7 @@ class RewardPool(JobQueue):
             self.close_group(group)
 
     def close_group(self, group: Hashable) -> None:
-        """Say that all responses of a group are handed in.
+        """Score a group, all of whose responses are submitted.
 
         Raises: Refusal as `submit`.
         """
@@ -155,13 +156,14 @@ class RewardPool(JobQueue):
     def score_step(
         self, samples: Mapping[str, RewardSample], rewards: Mapping[str, RewardResult], *, what: str
     ) -> dict[str, RewardResult]:
-        """Have functions of whole steps score samples in one call, wait for it, and return the
-        rewards with what they add. Other results stay to be polled.
+        """Score a step's samples in one call of the functions of whole steps, and wait for it.
+        Other results can be polled later.
 
         Args:
             samples: of the step, by key.
             rewards: of them so far.
             what: where they are from, for messages.
+        Returns: the rewards, with what these functions add.
         Raises: Refusal as `submit`; as `poll`.
         """
         call = Call("step", tuple(samples), what)
@@ -170,17 +172,17 @@ class RewardPool(JobQueue):
             for job, done in self.take():
                 if job.key is call:
                     sources = {key: sample.source for key, sample in samples.items()}
-                    return self._joining.added(call, done, rewards=rewards, sources=sources)
-                self._early += self._read(job, done)
+                    return self._joining.with_step(call, done, rewards=rewards, sources=sources)
+                self._unpolled += self._read(job, done)
             super().wait()
 
     def open(self, key: Hashable, *, row: dict, seed: int = 0, source: int = 0) -> None:
-        """Begin an episode; its TurnResult comes out of `poll` or `drain` under `key`.
+        """Begin an episode; `poll` or `drain` returns its TurnResult with this `key`.
 
         Args:
             row: the data row.
             seed: of the episode's randomness, for environments that ask for it.
-            source: that the row is of, see `Prompt`; it says which environment.
+            source: of the row, see `Prompt`; it says which environment to play.
         Raises: Refusal when the data row cannot be sent to another process.
         """
         field = self._setup.sources[source].environment
@@ -190,12 +192,12 @@ class RewardPool(JobQueue):
     def turn(
         self, key: Hashable, *, environment: bytes, response: Response, source: int = 0
     ) -> None:
-        """Play a turn; its TurnResult comes out of `poll` or `drain` under `key`.
+        """Play a turn; `poll` or `drain` returns its TurnResult with this `key`.
 
         Args:
             environment: of the episode's last TurnResult.
-            response: what the policy sampled since.
-            source: as of `open`.
+            response: what the policy has sampled since then.
+            source: as in `open`.
         """
         field = self._setup.sources[source].environment
         self._send(key, Respond(field, environment, response), what="a response")
@@ -205,21 +207,21 @@ class RewardPool(JobQueue):
 
         Raises: Refusal as `start`; RuntimeError when workers cannot be started again.
         """
-        found = self._early
-        self._early = []
+        found = self._unpolled
+        self._unpolled = []
         for job, done in self.take():
             found += self._read(job, done)
         return found
 
     def wait(self) -> None:
-        """As JobQueue; does not wait where there is something to poll."""
-        if not self._early:
+        """Wait as JobQueue does, but not if there is something to poll."""
+        if not self._unpolled:
             super().wait()
 
     def _read(self, job: QueuedJob, done: Done) -> Sequence[RewardResult | TurnResult]:
-        if not isinstance(job.key, Call):
-            return [_turn(job, done)]
-        return self._joining.scored(
+        if not isinstance(job.key, Call):  # of an episode
+            return [_turn_result(job, done)]
+        return self._joining.add_result(
             job.key, done, scopes=self._own_scopes, awaits_step="step" in self.scopes
         )
 
@@ -231,14 +233,14 @@ class RewardPool(JobQueue):
 
     def results(self) -> Iterator[RewardResult | TurnResult]:
         """Yield the results not yet polled, each as soon as it is there, until every call is
-        served. Raises as `poll`."""
+        done. Raises as `poll`."""
         yield from self.poll()
         while len(self):
             self.wait()
             yield from self.poll()
 
     def state(self, step: int) -> TrainerState:
-        """Return where the run is at a step."""
+        """Return the state of the run at a step."""
         epochs = math.ceil(self._max_steps / self._steps_per_epoch)
         return TrainerState(step, self._max_steps, step / self._steps_per_epoch, epochs)
 
@@ -249,9 +251,11 @@ class RewardPool(JobQueue):
 
 
 def _source_setups(cfg: Config, names: Sequence[str]) -> tuple[SourceSetup, ...]:
-    """Return how the rows of each source are scored, by functions of these names, and played.
+    """Return how the rows of each source are scored and played.
 
-    Raises: Refusal where nothing says what the rows of a source are worth.
+    Args:
+        names: of the reward functions.
+    Raises: Refusal where nothing scores the rows of a source.
     """
     by_spec = dict(zip(cfg.reward_functions, names))
     sources = cfg.data.all_sources()
@@ -265,9 +269,11 @@ def _source_setups(cfg: Config, names: Sequence[str]) -> tuple[SourceSetup, ...]
                 f"rewards.functions: is empty, and {source.path} has neither an environment nor, "
                 "as a generated task, a grader"
             )
-        # Rewards in common have their names by their places: one function may be named twice.
-        common = names[: len(functions)] if not source.rewards and cfg.rewards.functions else ()
-        own = tuple(common) or tuple(by_spec[spec] for spec in functions)
+        if cfg.rewards.functions and not source.rewards:
+            # By position, because the config may list one function twice.
+            own = tuple(names[: len(functions)])
+        else:
+            own = tuple(by_spec[spec] for spec in functions)
         found.append(
             SourceSetup(
                 task=source.path if is_task else "",
@@ -280,8 +286,8 @@ def _source_setups(cfg: Config, names: Sequence[str]) -> tuple[SourceSetup, ...]
     return tuple(found)
 
 
-def _turn(job: QueuedJob, done: Done) -> TurnResult:
-    found = done.result if isinstance(done.result, TurnResult) else TurnResult(None)
+def _turn_result(job: QueuedJob, done: Done) -> TurnResult:
+    result = done.result if isinstance(done.result, TurnResult) else TurnResult(None)
     return replace(
-        found, key=job.key, seconds=done.seconds, failure=done.failure, message=done.message
+        result, key=job.key, seconds=done.seconds, failure=done.failure, message=done.message
     )

@@ -1,4 +1,4 @@
-"""What all jobs in a process share, put back after each: a job changes its own sample alone."""
+"""The state of a process that its jobs share, restored after each: a job must not change others."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import sys
 from collections.abc import MutableMapping
 from typing import Any
 
-# `_signal`: that of `signal` makes an enumeration's member of each handler, at ten times the cost.
+# `_signal.getsignal`: that of `signal` makes an enum member of each handler, at ten times the cost.
 _SIGNALS = [n for n in range(1, 32) if n not in (signal.SIGKILL, signal.SIGSTOP)]
 
 
 class ProcessState:
-    """Working directory, umask, signals, timers, limits of recursion, and what was there of the
-    environment, the modules and the builtins, as they are when this is made. In the main thread."""
+    """Working directory, umask, signals, timers, recursion limit, and the entries of environment,
+    modules and builtins, as they are when this is made. Used in the main thread."""
 
     def __init__(self) -> None:
         self._folder = os.getcwd()
@@ -28,7 +28,7 @@ class ProcessState:
         self._recursion = sys.getrecursionlimit()
         self._trace = sys.gettrace()
         self._streams = {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr")}
-        # What is added later stays: a function may load what it needs when it is first called.
+        # Entries that are added later stay: a function may import at its first call.
         self._kept: list[tuple[MutableMapping, dict]] = [
             (shared, dict(shared)) for shared in (sys.modules, vars(builtins))
         ]
@@ -37,7 +37,7 @@ class ProcessState:
         self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
     def restore(self) -> None:
-        """Put back what a job has changed, and end what it has set going."""
+        """Restore what a job has changed, and stop its timers."""
         with contextlib.suppress(OSError):  # the folder is gone
             os.chdir(self._folder)
         os.umask(self._umask)
@@ -61,7 +61,7 @@ class ProcessState:
 
 
 def _changed(shared: MutableMapping[Any, Any], kept: dict[Any, Any]) -> list[Any]:
-    """Return the names under which something else stands now, or nothing."""
+    """Return the names that have another value now, or none."""
     is_same = list(map(operator.is_, map(shared.get, kept), kept.values()))
     if all(is_same):  # 30 ns each, and there may be thousands of modules
         return []

@@ -1,10 +1,9 @@
-"""What a worker tells its parent: plain data, read as if a stranger had written it.
+"""What a worker reports to its parent: plain data, which the parent does not trust.
 
-The worker's process runs what users wrote, and what that code does to the process it may do to
-what the process writes. So nothing that comes from there is unpickled: a report is JSON behind a
-mark and two lengths, with the bytes of an environment after it. Every field is checked by the type
-that its dataclass gives it, and what is no report raises BadReport: the worker is then as good as
-dead.
+The worker's process runs users' code, which may also change what the process writes. So nothing
+that it writes is unpickled. A report is a mark, two lengths, JSON, and the bytes of an environment.
+Every field is checked against its type in the dataclass. Anything else raises BadReport, and the
+worker is killed.
 """
 
 from __future__ import annotations
@@ -25,36 +24,35 @@ from spmdrl.workers.messages import Done, ListResult, RewardResult, TurnResult
 _MARK = b"spmd"
 _HEADER = struct.Struct("<4sII")  # mark, bytes of JSON, bytes after it
 _MAX_BYTES = 64 * 2**20
-_APART = {"key", "environment"}
-"""Fields that do not stand in the JSON: the parent knows the key."""
-
-
+_NOT_IN_JSON = {"key", "environment"}
+"""The parent knows the key, and the environment's bytes follow the JSON."""
 _TOO_LARGE = (RecursionError, OverflowError)  # lists too deep, integers too large for a float
 
 
 class BadReport(Exception):
-    """A worker wrote something that is no report."""
+    """A worker wrote something that is not a report."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The worker has loaded what it serves."""
+    """The worker has loaded its setup."""
 
     at: float
     """time.monotonic()."""
     facts: dict[str, Any]
+    """See `Server.facts`."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The worker cannot load what it is to serve."""
+    """The worker cannot load its setup."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Began:
-    """A job is under way."""
+    """A job has begun."""
 
     id: int
     at: float
@@ -63,7 +61,7 @@ class Began:
 
 @dataclass(frozen=True)
 class Returned:
-    """Jobs that were not begun, given back."""
+    """Jobs that have not begun and are given back."""
 
     ids: tuple[int, ...]
 
@@ -77,20 +75,20 @@ _KINDS: dict[str, type] = {
 
 
 def pack_report(report: Report) -> bytes:
-    """Return a report as it travels; one that cannot is the failure of its job.
+    """Return the bytes of a report. A result that cannot be packed is a failure of its job.
 
-    Raises: ValueError or TypeError for what is no plain data and no job's.
+    Raises: ValueError or TypeError for another report that cannot be packed.
     """
     try:
-        return _packed(report)
-    except Exception as error:  # whatever a user's value does
+        return _pack(report)
+    except Exception as error:  # a user's value may raise anything
         if not isinstance(report, Done):
             raise
         why = f"the result cannot be sent: {type(error).__name__}: {error!s:.200}"
-        return _packed(replace(report, failure="bad_value", message=why, result=None))
+        return _pack(replace(report, failure="bad_value", message=why, result=None))
 
 
-def _packed(report: Report) -> bytes:
+def _pack(report: Report) -> bytes:
     text = _encode(report).encode()
     data = getattr(getattr(report, "result", None), "environment", b"")
     if len(text) + len(data) > _MAX_BYTES:
@@ -98,8 +96,8 @@ def _packed(report: Report) -> bytes:
     return _HEADER.pack(_MARK, len(text), len(data)) + text + data
 
 
-def _said(value: Any) -> list[Any]:
-    """Return the kind and the fields of a report, or of a result in it."""
+def _to_json(value: Any) -> list[Any]:
+    """Return the name and the fields of a report, or of a result in it."""
     name = type(value).__name__
     if _KINDS.get(name) is not type(value):
         raise TypeError(f"{name} is no plain data")
@@ -108,45 +106,44 @@ def _said(value: Any) -> list[Any]:
 
 @cache
 def _types(kind: type) -> dict[str, Any]:
-    """Return the fields of a kind that stand in the JSON, with the types that they must have."""
-    return {name: own for name, own in get_type_hints(kind).items() if name not in _APART}
+    """Return the fields of a kind that are in the JSON, and their types."""
+    return {name: own for name, own in get_type_hints(kind).items() if name not in _NOT_IN_JSON}
 
 
-# Bound here: what a user's code puts in the place of json.dumps is not called.
-_encode = json.JSONEncoder(allow_nan=False, default=_said).encode
+# Bound here: user code may replace json.dumps.
+_encode = json.JSONEncoder(allow_nan=False, default=_to_json).encode
 
 # --------------------------------------------------------------------------- in the parent
 
 
 def take_reports(buffer: bytearray) -> Iterator[Report]:
-    """Take whole reports out of the front of `buffer`, one by one.
+    """Remove whole reports from the front of `buffer`, one by one.
 
-    Raises: BadReport where something else stands there.
+    Raises: BadReport where there is something else.
     """
     while len(buffer) >= _HEADER.size:
         mark, size, more = _HEADER.unpack_from(buffer)
         if mark != _MARK or size + more > _MAX_BYTES:
             raise BadReport(f"{bytes(buffer[:40])!r}")
-        begin = _HEADER.size
         end = _HEADER.size + size + more
         if len(buffer) < end:
             return
-        text = bytes(buffer[begin : begin + size])
-        data = bytes(buffer[begin + size : end])
+        text = bytes(buffer[_HEADER.size : end - more])
+        data = bytes(buffer[end - more : end])
         del buffer[:end]
         yield _read(text, data)
 
 
-def _refuse(word: str) -> None:
+def _refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is no number")
 
 
-_decode = json.JSONDecoder(parse_constant=_refuse).decode
+_decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
 
 
 def _read(text: bytes, data: bytes) -> Report:
     try:
-        report = _made(_decode(text.decode()), get_args(Report))
+        report = _from_json(_decode(text.decode()), get_args(Report))
         if isinstance(report, Done) and isinstance(report.result, TurnResult):
             return replace(report, result=replace(report.result, environment=data))
         return report
@@ -154,63 +151,65 @@ def _read(text: bytes, data: bytes) -> Report:
         raise BadReport(f"{text[:80]!r}: {type(error).__name__}: {error!s:.200}") from None
 
 
-def _made(value: Any, kinds: tuple[type, ...]) -> Any:
-    """Return what [kind, fields] stands for, which must be of one of the kinds."""
+def _from_json(value: Any, kinds: tuple[type, ...]) -> Any:
+    """Return the report or result of [name, fields]; it must be of one of the kinds."""
     name, given = value
     kind = _KINDS[name]
     types = _types(kind)
     if kind not in kinds or given.keys() != types.keys():
         raise ValueError(f"{name} with {', '.join(given):.80}")
-    found = {field: _checked(given[field], own) for field, own in types.items()}
-    _check_values(kind, found)
-    return kind(**found)
+    fields = {field: _of_type(given[field], own) for field, own in types.items()}
+    _check_values(kind, fields)
+    return kind(**fields)
 
 
-def _checked(value: Any, kind: Any) -> Any:
-    """Return a value of this very type, of which a report may have fields; true is no integer."""
+def _of_type(value: Any, kind: Any) -> Any:
+    """Return a value as this type of a field. `true` is not an integer."""
     origin = get_origin(kind)
     inner = get_args(kind)
     if kind is Any:
         return value
     if origin in (Union, UnionType):
-        own = [one for one in inner if one is not NoneType]
         if value is None:
             return None
-        return _made(value, tuple(own)) if own[0] in _KINDS.values() else _checked(value, own[0])
+        kinds = tuple(one for one in inner if one is not NoneType)
+        if kinds[0] in _KINDS.values():
+            return _from_json(value, kinds)
+        return _of_type(value, kinds[0])
     if origin is tuple:
-        return tuple(_checked(one, inner[0]) for one in _checked(value, list))
+        return tuple(_of_type(one, inner[0]) for one in _of_type(value, list))
     if origin is dict:
-        return {name: _checked(own, inner[1]) for name, own in _checked(value, dict).items()}
+        return {name: _of_type(own, inner[1]) for name, own in _of_type(value, dict).items()}
     if kind in _KINDS.values():
-        return _made(value, (kind,))
-    if kind is float and type(value) in (int, float) and isfinite(value):
-        return float(value)
-    is_right = value in inner if origin is Literal else kind is not float and type(value) is kind
-    if not is_right:
-        raise ValueError(f"expected {inner or kind.__name__}, got {value!r:.80}")
-    return value
+        return _from_json(value, (kind,))
+    if kind is float:
+        if type(value) in (int, float) and isfinite(value):
+            return float(value)
+    elif value in inner if origin is Literal else type(value) is kind:
+        return value
+    raise ValueError(f"expected {inner or kind.__name__}, got {value!r:.80}")
 
 
-def _check_values(kind: type, found: dict[str, Any]) -> None:
-    """Raise ValueError for what the types of the fields do not say."""
-    if kind is Done and found["failure"] is None and found["result"] is None:
+def _check_values(kind: type, fields: dict[str, Any]) -> None:
+    """Raise ValueError for values that the types do not rule out."""
+    if kind is Done and fields["failure"] is None and fields["result"] is None:
         raise ValueError("neither a result nor a failure")
     for name in ("seconds", "retries"):
-        if found.get(name, 0) < 0:
-            raise ValueError(f"{found[name]} {name}")
-    for message in found["messages"] if kind is TurnResult else ():
+        if fields.get(name, 0) < 0:
+            raise ValueError(f"{fields[name]} {name}")
+    for message in fields["messages"] if kind is TurnResult else ():
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             raise ValueError(f"a message of {message!r:.80}")
-        if problem := unfit(message):  # a tokenizer would raise in the engine
+        if problem := unfit(message):  # a tokenizer of the parent would raise
             raise ValueError(problem)
     if kind is Ready:
-        facts = found["facts"]
-        if not 1 <= _checked(facts["concurrency"], int) <= 1_000_000:
+        facts = fields["facts"]
+        if not 1 <= _of_type(facts["concurrency"], int) <= 1_000_000:
             raise ValueError(f"concurrency {facts['concurrency']}")
-        if not set(_checked(facts["scopes"], list)) <= set(SCOPES):
+        if not set(_of_type(facts["scopes"], list)) <= set(SCOPES):
             raise ValueError(f"scopes {facts['scopes']!r:.80}")
-        _checked(facts["called"], dict[str, str])
-        for own in _checked(facts["environments"], dict[str, dict]).values():
-            _checked(own["tools"], list)
-            _checked(own["tool_parser"], str)
-            _checked(own["not_plain"], str)
+        _of_type(facts["called"], dict[str, str])
+        for own in _of_type(facts["environments"], dict[str, dict]).values():
+            _of_type(own["tools"], list)
+            _of_type(own["tool_parser"], str)
+            _of_type(own["not_plain"], str)

@@ -1,4 +1,4 @@
-"""The jobs of rewards: score samples with the functions of a run, inside a worker."""
+"""Jobs of rewards, inside a worker: samples are scored with the functions of a run."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ class RunningJob:
 
     @contextlib.contextmanager
     def blaming(self, *, returned: str = "", raised: str = "") -> Iterator[None]:
-        """Fail the job by what the user's code raises.
+        """Make what the user's code raises the failure of the job.
 
         Args:
-            returned: said before what is wrong with a value. raised: before any other error.
+            returned: goes before the message about a bad value.
+            raised: goes before the message about any other error.
         """
         try:
             yield
@@ -47,17 +48,17 @@ class RunningJob:
             self.message = f"{returned}{error}"
         except BaseException as error:  # SystemExit too: user code may call sys.exit
             self.failure = "error"
-            self.message = f"{raised}{told(error)}"
+            self.message = f"{raised}{describe_error(error)}"
 
     def done(self, result: RewardResult | ListResult | TurnResult | None) -> Done:
-        """Return what became of it."""
+        """Return its report, with the time that it took."""
         now = monotonic()
         message = self.message[:_MAX_MESSAGE_CHARS]
         return Done(self.id, now, now - self.began, self.failure, message, result, self.num_retries)
 
     @property
     def num_retries(self) -> int:
-        """Return how many calls were made again."""
+        """Return how many calls were repeated."""
         return 0
 
 
@@ -68,22 +69,22 @@ class PartialScore(RunningJob):
     work: RewardSample | RewardList
     retries: Retries
     scores: dict[str, list[Score]] = field(default_factory=dict)
-    """Of the functions that are done, one for each sample."""
+    """{function that is done: its score of each sample}."""
 
     @property
     def samples(self) -> tuple[RewardSample, ...]:
-        """Return what is scored."""
+        """The samples to score."""
         return self.work.samples if isinstance(self.work, RewardList) else (self.work,)
 
     def call(self, name: str, reward: Reward) -> None:
-        """Call a function here and now; whatever it does is part of the score."""
+        """Call a function in this thread. What it raises is part of the score."""
         with self._blaming(name, reward):
             self.scores[name] = self.retries.call(
                 lambda: reward(self.samples), transient=reward.transient
             )
 
     async def call_async(self, name: str, reward: Reward) -> None:
-        """As `call`, of an `async def` function."""
+        """Call an `async def` function, as `call` does."""
         with self._blaming(name, reward):
             self.scores[name] = await self.retries.call_async(
                 lambda: reward.awaited(self.samples), transient=reward.transient
@@ -91,22 +92,22 @@ class PartialScore(RunningJob):
 
     @property
     def num_retries(self) -> int:
-        """Return how many calls were made again."""
+        """Return how many calls were repeated."""
         return self.retries.count
 
     @contextlib.contextmanager
     def _blaming(self, name: str, reward: Reward) -> Iterator[None]:
-        """Fail the job by what the calls of a function raise."""
+        """Make what the calls of a function raise the failure of the job."""
         before = self.retries.count
         with self.blaming(returned=f"{name}{reward.place}: ", raised=f"{name}: "):
             yield
-        again = self.retries.count - before
-        if self.failure and again:
-            self.message = f"{self.message[: _MAX_MESSAGE_CHARS - 40]}; after {again} retries"
+        count = self.retries.count - before
+        if self.failure and count:
+            self.message = f"{self.message[: _MAX_MESSAGE_CHARS - 40]}; after {count} retries"
 
 
 class RewardScorer:
-    """Scores samples with the functions of a Setup, those of one scope at a time.
+    """Scores samples with the functions of a Setup, of one scope at a time.
 
     Raises (on construction): Refusal for a function or task that cannot be used.
     """
@@ -144,24 +145,28 @@ class RewardScorer:
 
     @property
     def scopes(self) -> list[str]:
-        """Return those in which there are functions to call."""
-        found = [reward.scope for reward in self._rewards.values()]
-        return list(dict.fromkeys([*found, *(["sample"] if self._tasks else [])]))
+        """Return the scopes in which there are functions to call."""
+        scopes = [reward.scope for reward in self._rewards.values()]
+        if self._tasks:
+            scopes.append("sample")
+        return list(dict.fromkeys(scopes))
 
     def called(self, *, is_list: bool) -> str:
         """Return the functions that a job may call, with their lines, for messages."""
-        rewards = [*self._rewards.items(), *self._tasks.values()]
-        own = [f"{n}{r.place}" for n, r in rewards if (r.scope != "sample") == is_list]
-        return " or ".join(dict.fromkeys(own))
+        names = []
+        for name, reward in (*self._rewards.items(), *self._tasks.values()):
+            if (reward.scope != "sample") == is_list:
+                names.append(f"{name}{reward.place}")
+        return " or ".join(dict.fromkeys(names))
 
     def score(self, id: int, work: RewardSample | RewardList) -> Done:
-        """Return the result of one job; whatever the functions do is part of it."""
+        """Do one job. Whatever the functions do becomes part of its result."""
         return self.result(self.begin(id, work, calls_all=True))
 
     def begin(
         self, id: int, work: RewardSample | RewardList, *, calls_all: bool = False
     ) -> PartialScore:
-        """Begin a job with the functions that run one at a time, or call all."""
+        """Begin a job and call the functions that run one at a time, or all functions."""
         began = monotonic()
         retries = Retries(self._retries, end=began + self.timeout_s)
         partial = PartialScore(id=id, began=began, work=work, retries=retries)
@@ -171,26 +176,25 @@ class RewardScorer:
         return partial
 
     def left(self, partial: PartialScore) -> list[tuple[str, Reward]]:
-        """Return the functions still to be called, beside those of other jobs."""
-        return [
-            (name, reward)
-            for name, _, reward in self._applicable(partial.work)
-            if name not in partial.scores and not partial.failure
-        ]
+        """Return the functions that are still to be called for a job."""
+        if partial.failure:
+            return []
+        applicable = self._applicable(partial.work)
+        return [(name, reward) for name, _, reward in applicable if name not in partial.scores]
 
     def result(self, partial: PartialScore) -> Done:
-        """Return what the functions came to."""
+        """Return the report of a job whose functions are done."""
         if partial.failure:
             return partial.done(None)
-        found = [self._summed(partial, index) for index in range(len(partial.samples))]
+        results = [self._sum(partial, index) for index in range(len(partial.samples))]
         if isinstance(partial.work, RewardList):
-            return partial.done(ListResult(None, results=tuple(found)))
-        partial.failure = found[0].failure
-        partial.message = found[0].message
-        return partial.done(replace(found[0], failure=None, message=""))
+            return partial.done(ListResult(None, results=tuple(results)))
+        partial.failure = results[0].failure
+        partial.message = results[0].message
+        return partial.done(replace(results[0], failure=None, message=""))
 
-    def _summed(self, partial: PartialScore, index: int) -> RewardResult:
-        """Return what the functions of the scope say of one sample; no value where none applies."""
+    def _sum(self, partial: PartialScore, index: int) -> RewardResult:
+        """Return the weighted sum of one sample's scores; no value where no function applies."""
         parts = {}
         total = Score()
         for name, weight, reward in self._applicable(partial.work):
@@ -213,7 +217,7 @@ class RewardScorer:
         task = make_task(spec, options)
 
         def graded(answer: str, entry: dict) -> dict[str, Any]:
-            # To a task the whole response is the answer.
+            # A task takes the whole response as the answer.
             return reported(task.score_answer(answer, entry), pred=answer.strip())
 
         return adapt(graded, spec=spec)
@@ -224,18 +228,22 @@ class RewardScorer:
         if scope == "sample" and source in self._tasks:
             name, reward = self._tasks[source]
             return [(name, 1.0, reward)]
-        # A step's samples are of all sources, and so are the functions of steps.
-        names = self._applies.get(source, self._rewards) if scope != "step" else self._rewards
-        pairs = zip(self._rewards.items(), self._weights)
-        return [(n, w, r) for (n, r), w in pairs if r.scope == scope and n in names]
+        names = self._applies.get(source, self._rewards)
+        if scope == "step":  # its samples are of all sources
+            names = self._rewards
+        applicable = []
+        for (name, reward), weight in zip(self._rewards.items(), self._weights):
+            if reward.scope == scope and name in names:
+                applicable.append((name, weight, reward))
+        return applicable
 
 
-def told(error: BaseException) -> str:
-    """Return what was raised and where, in one line, whatever the error's own text does."""
-    error.__traceback__ = _last(error.__traceback__)
+def describe_error(error: BaseException) -> str:
+    """Return what was raised and where, in one line. The error's own text may raise too."""
+    error.__traceback__ = _last_frames(error.__traceback__)
     try:
         text = described(error)
-    except BaseException as other:  # the text too is the user's code
+    except BaseException as other:  # the user's code makes the text
         text = f"{type(error).__name__}: its text raises {type(other).__name__}"
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
@@ -243,10 +251,10 @@ def told(error: BaseException) -> str:
     return text
 
 
-def _last(trace: TracebackType | None) -> TracebackType | None:
+def _last_frames(trace: TracebackType | None) -> TracebackType | None:
     """Return the last frames of a traceback: a deep recursion has a million."""
-    kept = deque([trace], maxlen=_MOST_FRAMES)
+    frames = deque([trace], maxlen=_MOST_FRAMES)
     while trace is not None:
-        kept.append(trace)
+        frames.append(trace)
         trace = trace.tb_next
-    return kept[0]
+    return frames[0]

@@ -1,10 +1,10 @@
-"""The process between the pool and a worker: what the worker started ends with it.
+"""The process between the pool and a worker, which ends everything that the worker has started.
 
-    pool -> keeper -> worker -> whatever a user's functions start
+    pool -> subreaper -> worker -> whatever a user's functions start
 
-Orphans come back to the keeper (a subreaper), whatever session or group they moved to. When the
-worker ends, the pool lets go of its end of the life line, or the pool's process is killed, the
-keeper kills all that is below it and then ends like the worker. It imports next to nothing.
+Orphans become children of the subreaper, whatever session or group they have moved to. When the
+worker ends, the pool closes its end of the life socket, or the pool's process is killed, the
+subreaper kills all processes below it and ends with the worker's status. It imports little.
 """
 
 from __future__ import annotations
@@ -22,55 +22,57 @@ _SUBREAPER = 36
 _SHORT_MS = 20
 _WATCH_MS = 100
 _IDLE_MS = 1000
-_FIRST_VICTIM = "500"  # of the kernel, where the machine's memory ends; the trainer has 0
+_OOM_SCORE = "500"  # the kernel ends processes of high scores first; a trainer has 0
 
 
 def become_worker(life: int, *, memory_bytes: int) -> None:
-    """Return in the worker, a fork of this process, which becomes its keeper.
+    """Fork: this process becomes the subreaper, and the fork returns as the worker.
 
     Args:
-        life: socket whose other end only the parent holds; what is said here goes there.
-        memory_bytes: that the worker and all that it starts may hold; 0 for no limit.
+        life: socket whose other end only the parent holds. The subreaper writes to it how many
+            bytes it ended the worker for.
+        memory_bytes: limit for the worker and all processes it starts; 0 for none.
     """
     os.set_inheritable(life, False)
     _prctl(_SUBREAPER, 1)
-    keeper = os.getpid()
+    subreaper = os.getpid()
     worker = os.fork()
     if worker:
         try:
-            _keep(worker, life, memory_bytes)
+            _watch(worker, life, memory_bytes)
         finally:
             os._exit(1)
     os.close(life)
     _prctl(_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != keeper:
+    if os.getppid() != subreaper:
         os._exit(1)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write(_FIRST_VICTIM)
+        file.write(_OOM_SCORE)
     if memory_bytes:
-        # Private memory that can be written: RLIMIT_AS would count what torch only reserves.
+        # Of private memory that is written to: RLIMIT_AS would count what torch only reserves.
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
 
 class Strays:
-    """What jobs started and left alone. In the worker; what the worker itself is the parent of may
-    be wanted again, and lives as long as it does."""
+    """Orphans that jobs leave behind, as the worker sees them. Children of the worker itself are
+    none: a later job may need them."""
 
     def __init__(self) -> None:
-        keeper = os.getppid()
+        subreaper = os.getppid()
         self._own = b"%d" % os.getpid()
-        # Held open: it is read after each job. Absent from some kernels: then at the end only.
+        # It stays open, because it is read after each job. Some kernels do not have it; there
+        # orphans are ended with the worker.
         self._children = -1
         with contextlib.suppress(OSError):
-            self._children = os.open(f"/proc/{keeper}/task/{keeper}/children", os.O_RDONLY)
+            self._children = os.open(f"/proc/{subreaper}/task/{subreaper}/children", os.O_RDONLY)
 
     def end(self) -> None:
-        """Kill them. Between jobs: in a job, they may have something to do for it."""
-        found = b"" if self._children < 0 else os.pread(self._children, 65536, 0)
-        for pid in found.split():
-            if pid != self._own:
-                for one in _tree(int(pid)):
-                    _kill(one)
+        """Kill them. To be called between jobs: the current job may need its processes."""
+        children = b"" if self._children < 0 else os.pread(self._children, 65536, 0)
+        for child in children.split():
+            if child != self._own:
+                for pid in _tree(int(child)):
+                    _kill(pid)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -78,18 +80,18 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _keep(worker: int, life: int, memory_bytes: int) -> None:
+def _watch(worker: int, life: int, memory_bytes: int) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
-    for fd in (0, 1):  # the pool's pipes are the worker's
+    for fd in (0, 1):  # the pool's pipes belong to the worker
         os.dup2(nothing, fd)
     poller = select.poll()
     poller.register(life, select.POLLIN)
-    rest_ms = _WATCH_MS if memory_bytes else _IDLE_MS
+    poll_ms = _WATCH_MS if memory_bytes else _IDLE_MS
     try:
         poller.register(os.pidfd_open(worker), select.POLLIN)
     except OSError:  # an old kernel, or one that forbids it
-        rest_ms = _SHORT_MS
-    while not poller.poll(rest_ms) and not _has_ended(worker):
+        poll_ms = _SHORT_MS
+    while not poller.poll(poll_ms) and not _has_ended(worker):
         _reap(worker)
         if memory_bytes and (held := _held(memory_bytes)):
             with contextlib.suppress(OSError):
@@ -105,7 +107,7 @@ def _has_ended(worker: int) -> bool:
 
 
 def _reap(worker: int) -> None:
-    """Take note of orphans that ended, not of the worker."""
+    """Reap orphans that have ended, but not the worker."""
     for pid in _children(os.getpid()):
         if pid != worker:
             with contextlib.suppress(ChildProcessError):
@@ -114,16 +116,16 @@ def _reap(worker: int) -> None:
 
 def _end_all(worker: int) -> int:
     """Kill everything below this process; return the worker's status."""
-    found = 0
+    worker_status = 0
     while True:
         for pid in _tree(os.getpid())[1:]:
             _kill(pid)
         try:
-            pid, status = os.waitpid(-1, 0)  # and the children of what ended are ours
+            pid, status = os.waitpid(-1, 0)  # then the children of `pid` are ours
         except ChildProcessError:
-            return found
+            return worker_status
         if pid == worker:
-            found = status
+            worker_status = status
 
 
 def _end_like(code: int) -> None:
@@ -158,11 +160,11 @@ def _tree(pid: int) -> list[int]:
 
 
 def _held(limit: int) -> int:
-    """Return the bytes of memory that everything below this process holds; 0 up to the limit."""
+    """Return the bytes of memory of all processes below this one; 0 where that is allowed."""
     own = _tree(os.getpid())[1:]
     if sum(map(_resident_bytes, own)) <= limit:
         return 0
-    held = sum(map(_proportional_bytes, own))  # what forks share counts once; slower to tell
+    held = sum(map(_proportional_bytes, own))  # slower, but counts what forks share once
     return held if held > limit else 0
 
 

@@ -1,4 +1,4 @@
-"""One worker process as its parent sees it: pipes, queue, deadline, death."""
+"""One worker process as its parent sees it: its pipes, its jobs, and its end."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from spmdrl.workers.messages import (
 )
 from spmdrl.workers.reports import BadReport, Began, Ready, Refused, Report, Returned, take_reports
 
-# The child imports from where we import, installed or not, from any working directory, and by -P
-# not from that directory itself.
+# The child imports from the same places as we do, from any working directory. By -P it does not
+# import from that directory itself.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from spmdrl.workers.main import main; main(*map(int, sys.argv[2:]))"
@@ -51,7 +51,7 @@ class QueuedJob:
     number: int
     """Order of submission."""
     id: int
-    """Its name on the way, drawn by chance: a job cannot answer for those after it."""
+    """Its name in messages, random: so a job cannot answer for later jobs."""
     key: Hashable
     kind: type
     """RewardSample, RewardList, Open or Respond."""
@@ -60,29 +60,29 @@ class QueuedJob:
     sent: float | None = None
     """When its last byte went into the pipe, time.monotonic()."""
     began: float | None = None
-    """When a worker that has several under way began it, time.monotonic()."""
+    """When a worker that does several at once began it, time.monotonic()."""
     is_alone: bool = False
-    """It was under way with others when their worker ended: whose fault that was shows when each
-    is done in a worker that does nothing else."""
+    """It ran beside other jobs when their worker ended. To find the one to blame, each of them is
+    done again in a worker that does nothing else."""
     deaths: int = 0
-    """Workers that ended at it, perhaps of what an earlier job had left in them."""
+    """Workers that ended at it, perhaps because of an earlier job."""
 
 
 class WorkerProcess:
-    """A child that does jobs: in order, or, where its functions allow it, several at once.
+    """A child that does jobs: in order, or several at once where its functions allow it.
 
-    The child is a keeper with the worker below it, so that killing it takes along what the jobs
-    started, see `keeper`.
+    The child is a subreaper, and the worker is its child. So killing it kills also what the jobs
+    started, see `subreaper`.
     """
 
     def __init__(self, setup: Setup):
-        self._life, theirs = socket.socketpair()  # ours lives as long as the child
+        self._life, theirs = socket.socketpair()  # closing ours ends the child
         self._life.setblocking(False)
         self._memory_bytes = int(setup.memory_gib * 2**30)
-        told = [json.dumps(sys.path), str(theirs.fileno()), str(self._memory_bytes)]
+        arguments = [json.dumps(sys.path), str(theirs.fileno()), str(self._memory_bytes)]
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _START, *told],
+                [sys.executable, "-P", "-c", _START, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[theirs.fileno()],
@@ -94,21 +94,21 @@ class WorkerProcess:
         self.stdout = self.process.stdout
         for pipe in (self.stdin, self.stdout):
             os.set_blocking(pipe.fileno(), False)
-            with contextlib.suppress(OSError):  # the system may cap pipes below this: only slower
+            with contextlib.suppress(OSError):  # the system may limit pipes: that is only slower
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._pipe_bytes = fcntl.fcntl(self.stdout.fileno(), fcntl.F_GETPIPE_SZ)
         self.started = time.monotonic()
         self.is_ready = False
         self.refusal = ""
-        self.facts: dict[str, Any] = {}  # what it said of itself when it was ready
-        self.jobs: dict[int, QueuedJob] = {}  # by id, in the order of handing over
+        self.facts: dict[str, Any] = {}  # see Server.facts; empty until it is ready
+        self.jobs: dict[int, QueuedJob] = {}  # by id, in the order in which they were added
         self.num_done = 0
-        self._held = ""  # bytes of memory that its keeper ended it for
-        self.fault = ""  # what it wrote that is no report; it can only be killed then
-        self.returned: list[QueuedJob] = []  # that it gave back
+        self._held = ""  # the bytes of memory for which the subreaper ended it
+        self.fault = ""  # what it wrote that is no report; then it can only be killed
+        self.returned: list[QueuedJob] = []  # jobs that it gave back
         self._unsent: deque[tuple[QueuedJob | None, memoryview]] = deque()
         self._inbox = bytearray()
-        self._begin = 0.0  # the job at the head cannot have begun before
+        self._begin = 0.0  # the first job cannot have begun earlier
         self._mean_s: float | None = None
         self._is_recalled = False  # since its last result
         self._unsent.append((None, memoryview(pack_message(setup))))
@@ -116,42 +116,43 @@ class WorkerProcess:
 
     @property
     def concurrency(self) -> int:
-        """Jobs that it has under way at once, known when it is ready."""
+        """How many jobs it does at once, known when it is ready."""
         return self.facts.get("concurrency", 1)
 
     def called(self, job: QueuedJob) -> str:
-        """Return what of the user's a job calls, with file and line."""
+        """Return the user's functions that a job calls, with file and line."""
         return self.facts["called"].get(job.kind.__name__) or "the function"
 
     @property
     def window(self) -> int:
-        """Jobs to hand over at once: a quarter of a second's worth, so that a slow function
-        does not pile up jobs behind one worker."""
-        mean = self._mean_s if self._mean_s is not None else _WINDOW_S / 16
-        worth = int(_WINDOW_S * self.concurrency / max(mean, 1e-6))
-        return max(_MIN_WINDOW * self.concurrency, min(_MAX_WINDOW, worth))
+        """How many jobs it may have: as many as take a quarter of a second. So jobs do not wait
+        for a slow function of one worker while others are free."""
+        mean_s = _WINDOW_S / 16 if self._mean_s is None else self._mean_s
+        count = int(_WINDOW_S * self.concurrency / max(mean_s, 1e-6))
+        return max(_MIN_WINDOW * self.concurrency, min(_MAX_WINDOW, count))
 
     def has_room(self, job: QueuedJob) -> bool:
-        """Return whether a job may be handed over now."""
-        if job.is_alone:
+        """Return whether a job may be added now."""
+        if job.is_alone or any(other.is_alone for other in self.jobs.values()):
             return not self.jobs
-        return len(self.jobs) < self.window and not any(j.is_alone for j in self.jobs.values())
+        return len(self.jobs) < self.window
 
     def suspects(self) -> list[QueuedJob]:
-        """Return the jobs that may be at fault where it ended or stands still: those begun."""
+        """Return the jobs that may be to blame when it ends or stands still: those begun."""
         begun = [job for job in self.jobs.values() if job.began is not None]
         return begun if begun else list(self.jobs.values())[:1]
 
     def add(self, job: QueuedJob) -> None:
         """Queue a job."""
-        job.sent = job.began = None
+        job.sent = None
+        job.began = None
         self.jobs[job.id] = job
         self._unsent.append((job, memoryview(job.frame)))
 
     def recall(self) -> None:
-        """Ask, once, for the jobs behind the one that it is stuck in; see `returned`.
+        """Ask once for the jobs after the one that it is stuck in; see `returned`.
 
-        It answers unless the job holds the interpreter lock.
+        It answers unless that job holds the interpreter lock.
         """
         if len(self.jobs) > 1 and not self._is_recalled:
             self._is_recalled = True
@@ -171,7 +172,7 @@ class WorkerProcess:
                 if job is not None:
                     job.sent = time.monotonic()
             return
-        self._unsent.clear()  # it died; `exit_code` tells
+        self._unsent.clear()  # it has ended
 
     def receive(self) -> list[tuple[QueuedJob, Done]]:
         """Return the jobs that are done, with their results."""
@@ -184,8 +185,8 @@ class WorkerProcess:
         if not self.fault:
             self._read(results)
         if taken >= self._pipe_bytes // 2:
-            # So much waited for us that the child may have stood before a full pipe, which is
-            # no fault of the next sample.
+            # The pipe was so full that the child may have waited to write. The next job is not to
+            # blame for that time.
             self._begin = time.monotonic()
         return results
 
@@ -193,29 +194,29 @@ class WorkerProcess:
         try:
             for report in take_reports(self._inbox):
                 if isinstance(report, Done):
-                    results.append((self._answered(report), report))
+                    results.append((self._finish(report), report))
                 else:
-                    self._greet(report)
+                    self._note(report)
         except BadReport as error:
             self.fault = str(error)
 
-    def _answered(self, done: Done) -> QueuedJob:
-        """Return the job that is done, which must be one under way."""
-        begun = self.suspects() if self.concurrency == 1 else self.jobs.values()
-        job = next((job for job in begun if job.id == done.id), None)
-        if job is None or (
-            done.result and type(done.result) is not _RESULTS.get(job.kind, TurnResult)
-        ):
+    def _finish(self, done: Done) -> QueuedJob:
+        """Remove the job that is done, which must be a current one, and return it."""
+        current = self.suspects() if self.concurrency == 1 else self.jobs.values()
+        job = next((job for job in current if job.id == done.id), None)
+        if job is None:
+            raise BadReport("a result of no job that is under way")
+        if done.result and type(done.result) is not _RESULTS.get(job.kind, TurnResult):
             raise BadReport("a result of no job that is under way")
         del self.jobs[job.id]
         self.num_done += 1
         self._is_recalled = False
         self._begin = min(done.finished, time.monotonic())
-        mean = done.seconds if self._mean_s is None else self._mean_s
-        self._mean_s = 0.9 * mean + 0.1 * done.seconds
+        mean_s = done.seconds if self._mean_s is None else self._mean_s
+        self._mean_s = 0.9 * mean_s + 0.1 * done.seconds
         return job
 
-    def _greet(self, report: Report) -> None:
+    def _note(self, report: Report) -> None:
         if isinstance(report, Refused) and not self.is_ready:
             self.refusal = report.text or "it gave no reason"
         elif isinstance(report, Ready) and not self.is_ready:
@@ -230,21 +231,21 @@ class WorkerProcess:
             raise BadReport(f"out of turn: {report!r:.80}")
 
     def running_s(self, at: float | None = None) -> float:
-        """Return how long the job begun first has been running, seconds; 0 for none.
+        """Return how long the job that began first has been running, seconds; 0 for none.
 
         Args:
-            at: when, time.monotonic(); now by default.
+            at: the time to look at, time.monotonic(); now by default.
         """
         if not self.jobs:
             return 0.0
-        head = next(iter(self.jobs.values()))
+        first = next(iter(self.jobs.values()))
         began = [job.began for job in self.jobs.values() if job.began is not None]
         if began:
             start = min(began)
-        elif self.concurrency > 1 or head.sent is None:
+        elif self.concurrency > 1 or first.sent is None:
             return 0.0
         else:
-            start = max(self._begin, head.sent)
+            start = max(self._begin, first.sent)
         return (time.monotonic() if at is None else at) - start
 
     @property
@@ -253,9 +254,9 @@ class WorkerProcess:
         return bool(self._unsent)
 
     def has_ended(self) -> bool:
-        """Return whether the child is gone.
+        """Return whether the child has ended.
 
-        It is left unreaped until it is killed: so long its id cannot be another's.
+        It is reaped only by `kill`, so that no other process can have its id before.
         """
         if self.process.returncode is not None:
             return True
@@ -275,7 +276,7 @@ class WorkerProcess:
             self._life.shutdown(socket.SHUT_WR)
         self._wait_for_end(_KILL_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # should the keeper itself hang
+            os.killpg(self.process.pid, signal.SIGKILL)  # the subreaper itself may hang
         self.process.wait()
         with contextlib.suppress(OSError):
             self._held = self._life.recv(100).decode("ascii", "replace")
@@ -283,7 +284,7 @@ class WorkerProcess:
             pipe.close()
 
     def death(self) -> str:
-        """Say how a child that has ended did."""
+        """Return how a child that has ended came to its end."""
         code = self.exit_code()
         if self._held.isdigit():
             return (
@@ -299,7 +300,7 @@ class WorkerProcess:
             time.sleep(0.002)
 
     def close(self) -> None:
-        """Let an idle child end by itself, then make sure."""
+        """Let an idle child end by itself, and kill it if it does not."""
         if not self.jobs and self.is_ready:
             self.stdin.close()
             self._wait_for_end(_GRACE_S)

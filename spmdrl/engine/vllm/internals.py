@@ -206,14 +206,15 @@ def seeds_by_numpy(llm: Any) -> bool:
 def unregistered_tensors(model: nn.Module) -> list[Tensor]:
     """Return the CUDA tensors that are neither parameters nor buffers, but attributes of modules or
     of objects that are attributes of modules, without the KV cache."""
+    values = [value for module in model.modules() for value in _attributes(module)]
+    for value in list(values):
+        if not isinstance(value, Tensor):
+            values += _attributes(value)
     registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found = {}
-    for module in model.modules():
-        for value in _attributes(module):
-            inner = [] if isinstance(value, Tensor) else _attributes(value)
-            for tensor in (value, *inner):
-                if isinstance(tensor, Tensor) and tensor.is_cuda and id(tensor) not in registered:
-                    found[id(tensor)] = tensor
+    for value in values:
+        if isinstance(value, Tensor) and value.is_cuda and id(value) not in registered:
+            found[id(value)] = value
     return list(found.values())
 
 

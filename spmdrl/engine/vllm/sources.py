@@ -11,12 +11,14 @@ from pathlib import Path
 
 def engine_argument_names() -> tuple[str, ...]:
     """Return the names of vLLM's EngineArgs; () where vLLM is not installed."""
-    names = []
+    lines: list[ast.stmt] = []
     for node in _parse("engine/arg_utils.py").body:
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
-            for line in node.body:
-                if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    names.append(line.target.id)
+            lines = node.body
+    names = []
+    for line in lines:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            names.append(line.target.id)
     return tuple(name for name in names if not name.startswith("_"))
 
 
