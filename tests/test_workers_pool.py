@@ -17,7 +17,7 @@ import pytest
 from built import refused
 from pool_runs import group_members, pool_of, results, submit, wait_until, wait_until_gone
 
-from spmdrl.workers import deadlines
+from spmdrl.workers import job_queue
 from spmdrl.workers.pool import RewardPool
 
 FUNCTIONS = """
@@ -219,12 +219,12 @@ def test_jobs_behind_one_that_holds_the_interpreter_lock_are_done_after_its_dead
 
 
 def test_stand_ins_and_spares_are_bounded_and_nothing_is_left(functions, monkeypatch):
-    monkeypatch.setattr(deadlines, "_STUCK_S", 100.0)  # whatever a busy machine does, nothing is
+    monkeypatch.setattr(job_queue, "_STUCK_S", 100.0)  # whatever a busy machine does, nothing is
     with pool_of(functions, workers=3, timeout_s=4.0) as pool:
         pool.start()
         results(pool, ["a"] * 20)
         assert len(pool._workers) == 3  # nothing stands by before something fails
-        monkeypatch.setattr(deadlines, "_STUCK_S", 1.0)
+        monkeypatch.setattr(job_queue, "_STUCK_S", 1.0)
         groups, most = set(), 0
         for key in range(32):
             submit(pool, key, ["hang", "exit", "segfault", "ab"][key % 4])
