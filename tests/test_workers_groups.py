@@ -132,7 +132,7 @@ def test_rewards_of_samples_and_of_groups_add_up_in_order(place):
     with pool_of(*functions, weights=(1.0, 10.0, 0.1)) as pool:
         found = scored(pool, a=["x y", "x"], b=["alone", "x"])
     assert found["a", 0].value == pytest.approx(1.0 + 0.3 + 0.2)
-    assert not pool._joining._groups and not pool._joining._awaited
+    assert not pool._joining._groups and not pool._joining._partial
     assert list(found["a", 0].parts.items()) == [("chars", 0.03), ("longest", 1.0), ("waits", 2.0)]
     assert found["a", 0].metrics["chars/letters"] == 3.0
     # A sample that fails by itself was in its group all the same, and costs the others nothing.
@@ -143,7 +143,7 @@ def test_rewards_of_samples_and_of_groups_add_up_in_order(place):
 def test_the_scope_sample_gives_lists_of_one_and_none_for_all_is_a_failure(place):
     with pool_of(f"{place}:longest", scope="sample") as pool:
         found = scored(pool, a=["a", "a b"], b=["raise", "a"])
-        assert not pool._joining._groups and not pool._joining._awaited
+        assert not pool._joining._groups and not pool._joining._partial
     assert [r.value for r in found.values()] == [1.0, 1.0, None, 1.0]
     with pool_of(f"{place}:none", f"{place}:longest") as pool:
         assert [r.value for r in scored(pool, a=["a", "b c"]).values()] == [0.0, 1.0]
