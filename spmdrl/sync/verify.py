@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmdrl.algorithms.splitmix import signed
+from spmdrl.algorithms.splitmix import mixed, signed
 from spmdrl.model.files.file_tensors import live_tensors
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.tensor_parts import Box
@@ -25,10 +25,6 @@ _MOST_PROBLEMS = 8  # spelled out in a message
 _ELEMENTS_AT_ONCE = 2**20  # bounds the int64 temporaries of a checksum: 8 MB each
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """{bytes of an element: the integer dtype that shows its bits}."""
-# Odd constants of splitmix64, as signed 64-bit numbers; int64 arithmetic wraps mod 2^64.
-_A = -7046029254386353131
-_B = -4658895280553007687
-_C = -7723592293110705685
 
 
 def bullet_list(lines: Sequence[str]) -> str:
@@ -152,7 +148,7 @@ def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
             index = torch.arange(part.shape[dim], device=view.device) + part.start[dim]
             later_dims = [1] * (len(shape) - dim - 1)
             position = position + (index * stride).view([-1, *later_dims])
-        total += int((_mix(_mix(position + 1) + bits)).sum())
+        total += int(mixed(mixed(position) + bits).sum())
     return total % 2**64
 
 
@@ -187,11 +183,3 @@ def _strips(view: Tensor, box: Box) -> Iterator[tuple[Box, Tensor]]:
     for first in range(0, box.shape[0], rows):
         values = view[first : first + rows]
         yield Box((box.start[0] + first, *box.start[1:]), tuple(values.shape)), values
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Scramble int64 values (splitmix64 with arithmetic shifts: only equality matters here)."""
-    x = x * _A
-    x = (x ^ (x >> 30)) * _B
-    x = (x ^ (x >> 27)) * _C
-    return x ^ (x >> 31)

@@ -1,4 +1,4 @@
-"""The jobs of environments, inside a worker: bytes in, one turn, bytes out."""
+"""Jobs of environments, inside a worker: unpack an environment, play one turn, pack it again."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ BUILT_IN = {
 """Environments that come with the program, by their short names."""
 _RESERVED = ("name", "rewrites")  # `rewrites` is for the conversation
 _MAX_BYTES = 16 * 2**20
-"""Largest packed environment. It is sent twice in every turn: beyond this the pipes would be
-what a run waits for."""
+"""Largest packed environment. It is sent twice in every turn: a run would wait for the pipes."""
 _ROLES = ("user", "tool", "system")
 _DEPTH = 4
 
@@ -41,8 +40,8 @@ def check_environment(
 
     Args:
         options, field: see `EnvironmentServer`.
-        rows: what the row is the first of, for messages.
-    Returns: what conversations with it take, see `EnvironmentServer.facts`.
+        rows: the config field of the rows, for messages.
+    Returns: `EnvironmentServer.facts`.
     Raises: Refusal when that fails.
     """
     server = EnvironmentServer(options, field=field)
@@ -58,9 +57,9 @@ class EnvironmentServer:
     Args:
         options: `name`, `rewrites` (see `conversation`), and the keyword options of its
             constructor. The name is one of BUILT_IN, `module:Class` or `path/file.py:Class`.
-        field: of the config, which has them.
+        field: of the config, in which these options are.
     Raises (on construction): Refusal for an unknown name or option, an environment without
-        `reset` and `step`, or one that does not pickle.
+        `reset` and `step`, or one that cannot be pickled.
     """
 
     def __init__(self, options: Mapping[str, Any], *, field: str = FIELD):
@@ -103,62 +102,62 @@ class EnvironmentServer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what conversations with it take: its tools, the format of their calls, and what
-        of it is no plain data."""
+        """What conversations need: the tools, the format of their calls, and which part of the
+        environment is no plain data."""
         return {"tools": self.tools, "tool_parser": self.tool_parser, "not_plain": self.not_plain}
 
     def called(self, method: str) -> str:
-        """Return a method of the environment with its line, for messages."""
+        """Return a method of the environment with file and line, for messages."""
         function = getattr(self._kind, method, None)
         return f"{self._kind.__name__}.{method}{place_of(function) if function else ''}"
 
     def open(self, row: dict, *, seed: int) -> tuple[bytes, Turn, int]:
         """Begin an episode.
 
-        Returns: the packed environment, a turn with the opening messages, and the number of the
-            state, the same for equal states everywhere; -1 where the environment names none.
+        Returns: the packed environment, a turn with the opening messages, and the number of its
+            state: the same for equal states in any process, -1 where it has no `state`.
         Raises: BadValue, or whatever the environment raises.
         """
         environment = self._make(**self._options)
-        given = {"seed": seed} if self._wants_seed else {}
-        messages = ran(environment.reset(row, **given))
+        options = {"seed": seed} if self._wants_seed else {}
+        messages = ran(environment.reset(row, **options))
         turn = Turn(messages=_checked_messages(messages, roles=(*_ROLES, "assistant")))
         return pack(environment, kind=self._kind), turn, _state_of(environment)
 
     def turn(self, environment: bytes, response: Response) -> tuple[bytes, Turn, int]:
         """Play one turn.
 
-        Returns: the packed environment, empty when the episode is done, its answer, and the
-            number of the state, as `open` gives it.
+        Returns: the packed environment, empty when the episode is done; its turn; and the number
+            of its state, as in `open`.
         Raises: BadValue, or whatever the environment raises.
         """
-        live = self._unpacked(environment)
+        live = self._unpack(environment)
         turn = checked_turn(ran(live.step(response)))
         if turn.is_done:
             return b"", turn, -1
         return pack(live, kind=self._kind), turn, _state_of(live)
 
-    def _unpacked(self, environment: bytes) -> Any:
+    def _unpack(self, environment: bytes) -> Any:
         form = environment[:1]
         data = environment[1:]
         if form == PLAIN:
             return environment_of(data.decode(), self._kind, lambda: self._make(**self._options))
-        return pickle.loads(data)  # made in this run, or of a checkpoint that is trusted
+        return pickle.loads(data)  # made by this run, or from a checkpoint, which is trusted
 
 
 def _state_of(environment: Any) -> int:
-    """Return a number of 48 bits for what `state()` says, which float64 holds exactly."""
-    name = getattr(environment, "state", None)
-    if not callable(name):
+    """Return a hash of `state()` of 48 bits, which float64 holds exactly."""
+    state = getattr(environment, "state", None)
+    if not callable(state):
         return -1
-    return hashed(str(ran(name())), num_bytes=6)
+    return hashed(str(ran(state())), num_bytes=6)
 
 
 def pack(environment: Any, *, kind: type | None = None) -> bytes:
-    """Return an environment as bytes: as plain data if it is that, else pickled.
+    """Return an environment as bytes: as plain data if possible, otherwise pickled.
 
     Args:
-        kind: the class that it is made again of from plain data; of another it is pickled.
+        kind: the class of environments that may be packed as plain data; None: any.
     Raises: BadValue naming the attribute that cannot be pickled, or the largest one above 16 MiB.
     """
     name = type(environment).__name__
@@ -168,7 +167,7 @@ def pack(environment: Any, *, kind: type | None = None) -> bytes:
         raise BadValue(
             f"{place} cannot be pickled ({type(data).__name__}: {data}), and an "
             "environment travels with every turn; keep such things in a module "
-            "variable or make them anew when used"
+            "variable or make them again when used"
         )
     if len(data) > _MAX_BYTES:
         sizes = {name: len(pickle.dumps(value)) for name, value in _parts(environment).items()}
@@ -197,7 +196,7 @@ def _pickled(value: Any) -> bytes | Exception:
 
 
 def _culprit(value: Any, place: str, *, depth: int) -> str:
-    """Return the place of the innermost thing that does not pickle, e.g. `Game.client._lock`."""
+    """Return the innermost attribute that cannot be pickled, e.g. `Game.client._lock`."""
     for name, part in _parts(value).items() if depth else ():
         if isinstance(_pickled(part), Exception):
             is_attribute = isinstance(name, str) and not isinstance(value, Mapping)
@@ -211,15 +210,15 @@ def _parts(value: Any) -> dict[Any, Any]:
         return dict(value)
     if isinstance(value, (list, tuple)):
         return dict(enumerate(value))
-    if isinstance(value, type) or inspect.isroutine(value):  # these go by name, or not at all
+    if isinstance(value, type) or inspect.isroutine(value):  # pickled by name
         return {}
     return dict(getattr(value, "__dict__", {}))
 
 
 def checked_turn(turn: Any) -> Turn:
-    """Return a turn whose fields are what they should be.
+    """Return a turn with its fields checked and converted.
 
-    Raises: BadValue saying which is not.
+    Raises: BadValue naming a wrong one.
     """
     if not isinstance(turn, Turn):
         raise BadValue(f"`step` must return a Turn, got {turn!r:.100} ({type(turn).__name__})")
@@ -255,7 +254,9 @@ def _checked_messages(messages: Any, *, roles: tuple[str, ...]) -> list[Message]
 def _plain(value: Any, *, what: str) -> Any:
     """Return a value without the user's types, which other processes do not import.
 
-    Raises: BadValue saying what must be so.
+    Args:
+        what: the message of the error.
+    Raises: BadValue.
     """
     with refusing(what, TypeError, ValueError, RecursionError, kind=BadValue):
         plain = json.loads(json.dumps(value))

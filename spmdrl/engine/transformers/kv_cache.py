@@ -1,12 +1,12 @@
-"""Keys and values of the sequences under way, and attention over them, for transformers' models.
+"""The KV cache of running sequences, and attention over it, for transformers' models.
 
-Shape letters: T packed tokens, P of them of prompts, B sequences that go on by one token each,
+Shape letters: T packed tokens, P of them of prompts, B sequences that continue by one token each,
 N slots, L tokens of the longest sequence, Hq query heads, Hkv key/value heads, D head dim.
 
-The model is called as one row [1, T]: the prompts' tokens, then one token of each sequence. A
-`Work` travels down as a keyword argument, as the trainer's `Packing` does, and says where keys
-and values are kept. Slot i of the cache is that of the i-th sequence, so the B that go on are the
-first B slots, and attention reads them where they lie.
+The model is called with one row [1, T]: the prompts' tokens, then one token of each sequence. A
+`Work` is passed down as a keyword argument, like the trainer's `Packing`, and says where keys and
+values are cached. Slot i of the cache belongs to the i-th sequence. So the B that continue have the
+first B slots, and attention reads these without a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spmdrl.model.attention.sinks import with_sink_scores
 class KVCache:
     """Keys and values of `num_slots` sequences of up to `length` tokens, by layer.
 
-    Layers get their storage when they are first written to.
+    A layer's storage is allocated at its first write.
     """
 
     def __init__(self, num_slots: int, length: int):
@@ -38,24 +38,28 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers that were written to."""
+        """Bytes of all layers that have storage."""
         return sum(part.nbytes for layer in self.layers.values() for part in layer)
 
     def resized(self, num_slots: int, length: int) -> KVCache:
-        """Return an empty cache of other sizes, with storage for the layers that this one has."""
+        """Return an empty cache of another size, with storage for the same layers."""
         other = KVCache(num_slots, length)
-        other.layers = {
-            index: tuple(
-                part.new_zeros(num_slots, part.shape[1], length, part.shape[3]) for part in layer
-            )
-            for index, layer in self.layers.items()
-        }
+        for index, (keys, values) in self.layers.items():
+            other._allocate(index, keys, values)
         return other
+
+    def _allocate(self, index: int, keys: Tensor, values: Tensor) -> None:
+        """Allocate a layer's storage for such keys and values, [any, Hkv, .., D]."""
+        # Zeros, because masked elements get a weight of 0 and must be finite.
+        self.layers[index] = (
+            keys.new_zeros(self.num_slots, keys.shape[1], self.length, keys.shape[-1]),
+            values.new_zeros(self.num_slots, values.shape[1], self.length, values.shape[-1]),
+        )
 
     def write(
         self, index: int, key: Tensor, value: Tensor, *, slots: Tensor, positions: Tensor
     ) -> None:
-        """Keep a layer's keys and values of W tokens.
+        """Write a layer's keys and values of W tokens.
 
         Args:
             index: of the layer.
@@ -63,19 +67,16 @@ class KVCache:
             slots, positions: [W] int64, of each token.
         """
         if index not in self.layers:
-            # Zeros, since what is masked must be finite: its weight is 0.
-            self.layers[index] = tuple(
-                part.new_zeros(self.num_slots, part.shape[1], self.length, part.shape[2])
-                for part in (key, value)
-            )
-        for kept, part in zip(self.layers[index], (key, value)):
-            kept[slots, :, positions] = part
+            self._allocate(index, key, value)
+        keys, values = self.layers[index]
+        keys[slots, :, positions] = key
+        values[slots, :, positions] = value
 
-    def move(self, of: Sequence[int], to: Sequence[int], *, length: int) -> None:
-        """Copy the first `length` tokens of slots `of` to slots `to`."""
+    def move(self, sources: Sequence[int], targets: Sequence[int], *, length: int) -> None:
+        """Copy the first `length` tokens of some slots to other slots."""
         for layer in self.layers.values():
-            for kept in layer:
-                kept[to, :, :length] = kept[of, :, :length]
+            for cached in layer:
+                cached[targets, :, :length] = cached[sources, :, :length]
 
 
 _NONE = torch.empty(0, dtype=torch.int64)
@@ -86,27 +87,27 @@ class Work:
     """What one forward pass does with its T packed tokens."""
 
     cache: KVCache | None
-    """None keeps nothing; then there are prompts only."""
+    """None caches nothing; then there are only prompts."""
     kernel: str
     """Name of the trainer's packed attention, for the prompts."""
     packing: Packing | None = None
-    """Of the P prompt tokens; None without any."""
+    """Of the P prompt tokens; None for no prompts."""
     num_prompt_tokens: int = 0
     """P."""
-    kept: Tensor = _NONE
-    """[W] int64, packed positions of the tokens to keep; one may go to several slots."""
+    cached: Tensor = _NONE
+    """[W] int64, packed positions of the tokens to cache; one may go to several slots."""
     slots: Tensor = _NONE
-    """[W] int64."""
+    """[W] int64, their slots."""
     positions: Tensor = _NONE
-    """[W] int64."""
+    """[W] int64, their positions in their sequences."""
     lengths: Tensor = _NONE
-    """[B] int64, tokens of each sequence that goes on, the new one included."""
+    """[B] int64, tokens of each sequence that continues, the new one included."""
     longest: int = 0
-    """L, of these; 0 when none goes on."""
+    """L, the longest of these; 0 when none continues."""
     _is_visible: dict[Span, Tensor] = field(default_factory=dict)
 
     def is_visible(self, span: Span) -> Tensor:
-        """Return [B, 1, 1, L] bool: what the new tokens see, the same in layers of one span."""
+        """Return [B, 1, 1, L] bool: what the new tokens see. Layers of one span share it."""
         if span not in self._is_visible:
             at = torch.arange(self.longest, device=self.lengths.device)
             self._is_visible[span] = visible(self.lengths - 1, at, span)[:, None, None]
@@ -126,29 +127,42 @@ def cached_attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each prompt, and from each new token to its sequence; keep keys and values.
+    """Attend within each prompt, and from each new token to its sequence; write the cache.
 
     Args:
-        query: [1, Hq, T, D]; key, value: [1, Hkv, T, D].
-        options: of the kernel, which refuses what it cannot do.
+        query: [1, Hq, T, D].
+        key, value: [1, Hkv, T, D].
+        options: of the kernel, which refuses those that it does not support.
     Returns: [1, T, Hq, D] and None (no attention weights).
     """
     if work.cache is not None:
-        new_keys, new_values = (part[0].transpose(0, 1)[work.kept] for part in (key, value))
         work.cache.write(
-            module.layer_idx, new_keys, new_values, slots=work.slots, positions=work.positions
+            module.layer_idx,
+            key[0].transpose(0, 1)[work.cached],
+            value[0].transpose(0, 1)[work.cached],
+            slots=work.slots,
+            positions=work.positions,
         )
     outputs = []
     num = work.num_prompt_tokens
     if work.packing is not None:
-        q, k, v = (part[:, :, :num] for part in (query, key, value))
-        options |= dict(scaling=scaling, softcap=softcap, s_aux=s_aux)
-        kernel = KERNELS[work.kernel]
-        outputs.append(kernel(module, q, k, v, attention_mask, packing=work.packing, **options)[0])
+        output, _ = KERNELS[work.kernel](
+            module,
+            query[:, :, :num],
+            key[:, :, :num],
+            value[:, :, :num],
+            attention_mask,
+            packing=work.packing,
+            scaling=scaling,
+            softcap=softcap,
+            s_aux=s_aux,
+            **options,
+        )
+        outputs.append(output)
     if work.longest:
         span = mask_pattern_of(module)
         how = Weighing(scaling, span.window, softcap, s_aux)
-        assert work.cache is not None, "what goes on has its keys there"
+        assert work.cache is not None, "sequences that continue have their keys there"
         keys, values = work.cache.layers[module.layer_idx]
         if (temperature := getattr(module, "temperature", None)) is not None:
             query = temperature.applied(query[:, :, num:], work.lengths - 1)
@@ -164,8 +178,10 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: 
     bool; returns [B, Hq, D]."""
     count = len(query)
     scale = how.scale_of(query)
-    keys, values = (kept[:count, :, : seen.shape[-1]] for kept in (keys, values))
-    # Query heads that read one key/value head see the same: they are its rows.
+    longest = seen.shape[-1]
+    keys = keys[:count, :, :longest]
+    values = values[:count, :, :longest]
+    # Query heads that share a key/value head see the same tokens: they are rows of it.
     query = query.unflatten(1, (keys.shape[1], -1))
     if how.softcap is None and how.sinks is None:
         return F.scaled_dot_product_attention(
@@ -185,8 +201,8 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: 
 
 
 def register_attention() -> None:
-    """Make it known to transformers as spmdrl_cached, without a mask function, as the trainer's
-    kernels are."""
+    """Register it with transformers as spmdrl_cached, without a mask function, like the trainer's
+    kernels."""
     from transformers import AttentionInterface
 
     AttentionInterface.register("spmdrl_cached", cached_attention)

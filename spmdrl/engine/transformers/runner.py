@@ -190,7 +190,7 @@ class ModelRunner:
         prompts: dict[TokenIds, int] = {}  # {prompt: where its tokens begin in the row}
         tokens: list[int] = []
         positions: list[int] = []
-        kept: list[int] = []  # tokens of the row whose keys and values are cached, and their slots
+        cached: list[int] = []  # places in the row of the tokens to cache
         slots: list[int] = []
         ends: list[int] = []  # where in the row each new sequence ends
         for slot, sequence in enumerate(new, start=num_old):
@@ -200,7 +200,7 @@ class ModelRunner:
                 tokens += prompt
                 positions += range(len(prompt))
             begin = prompts[prompt]
-            kept += range(begin, begin + len(prompt))
+            cached += range(begin, begin + len(prompt))
             slots += [slot] * len(prompt)
             ends.append(begin + len(prompt) - 1)
         num_prompt_tokens = len(tokens)
@@ -209,7 +209,7 @@ class ModelRunner:
         old_ends = range(num_prompt_tokens, len(tokens))
 
         at = self.tensor(positions)
-        cached = self.tensor([*old_ends, *kept])
+        to_cache = self.tensor([*old_ends, *cached])
         lengths = [sequence.num_tokens for sequence in old]
         seen = self._seen([*prompts, *((token,) for token in tokens[num_prompt_tokens:])])
         work = Work(
@@ -217,9 +217,9 @@ class ModelRunner:
             self._kernel,
             packing=self._packing([len(prompt) for prompt in prompts], seen),
             num_prompt_tokens=num_prompt_tokens,
-            kept=cached,
+            cached=to_cache,
             slots=self.tensor([*range(num_old), *slots]),
-            positions=at[cached],
+            positions=at[to_cache],
             lengths=self.tensor(lengths),
             longest=max(lengths, default=0),
         )
