@@ -14,8 +14,7 @@ from spmdrl.config import Config
 from spmdrl.model.tensor_parts import Box, Part
 from spmdrl.sync import negotiation
 from spmdrl.sync.buckets import StreamPlan
-from spmdrl.sync.live_shards import LiveShards
-from spmdrl.sync.tables import Want
+from spmdrl.sync.tables import LiveShards, Want
 
 SHAPES = {"a": (64, 32), "b": (40,)}
 

@@ -16,9 +16,8 @@ from spmdrl.errors import Refusal
 from spmdrl.model.lora.targets import SentAdapter
 from spmdrl.model.tensor_parts import Part
 from spmdrl.sync.buckets import StreamPlan
-from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.negotiation import make_plans
-from spmdrl.sync.tables import Want
+from spmdrl.sync.tables import LiveShards, Want
 from spmdrl.sync.trace import Copy, Trace, trace_loader
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.sync.verify import bullet_list, differences

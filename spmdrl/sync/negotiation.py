@@ -22,7 +22,6 @@ from spmdrl.errors import Refusal
 from spmdrl.model.cuts import CutAxis, TensorCut
 from spmdrl.plain import pack, record, unpack
 from spmdrl.sync.buckets import StreamPlan, Traffic, choose_buckets, count_buckets, cut_routes
-from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.routes import (
     Cells,
     Cuts,
@@ -32,7 +31,7 @@ from spmdrl.sync.routes import (
     route_sums,
     routes_to,
 )
-from spmdrl.sync.tables import Array, FileTable, Want, Wants
+from spmdrl.sync.tables import Array, FileTable, LiveShards, Want, Wants
 from spmdrl.world.comm import agree, bytes_from, gather_objects, gather_problems
 from spmdrl.world.machine.hardware import CPU_LINK, GPUS, LinkCost, gpu_link, known_gpu
 from spmdrl.world.world import World

@@ -14,9 +14,8 @@ from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
 from spmdrl.model.tensor_parts import Box
 from spmdrl.sync.buckets import LARGEST
-from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.negotiation import make_plans
-from spmdrl.sync.tables import Want
+from spmdrl.sync.tables import LiveShards, Want
 from spmdrl.sync.transfer import Transfer, make_gather_groups
 from spmdrl.sync.verify import (
     bullet_list,

@@ -20,9 +20,9 @@ from spmdrl.model.load import model_folder
 from spmdrl.model.sharded_model import SentWeights
 from spmdrl.sync.buckets import StreamPlan
 from spmdrl.sync.in_place import TracedTensors, trace_adapter
-from spmdrl.sync.live_shards import LiveShards
 from spmdrl.sync.logprob_gap import probe_gap
 from spmdrl.sync.reload import ReloadedTensors
+from spmdrl.sync.tables import LiveShards
 from spmdrl.sync.trace import Copy, trace_loader
 from spmdrl.sync.verify import bullet_list, layout_problems
 from spmdrl.types import Sums

@@ -1,4 +1,5 @@
-"""File tensors, and the parts of them that engines want, as arrays with one row each.
+"""The tensors that travel: file tensors and the parts of them that engines want, as arrays with one
+row each, and the shards that a rank has of them.
 
 A model of 671B parameters has 45,000 file tensors, and every engine rank wants a slice of each:
 too many for one Python object each. All boxes have `depth` dims here, as many as the live tensor
@@ -9,15 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import numpy
 import torch
+from torch import Tensor
 
 from spmdrl.errors import Refusal
-from spmdrl.model.tensor_parts import Box, Part
+from spmdrl.model.cuts import TensorCut, cut_of
+from spmdrl.model.tensor_parts import Box, Delta, Held, Part, addresses
 from spmdrl.plain import pack, unpack
 
 Array = Any
@@ -185,3 +188,55 @@ def _live_dims(part: Part, pad: int) -> list[int]:
     """
     missing = [dim for dim in range(len(part.box.shape)) if dim not in part.dims]
     return list(range(pad)) + [pad + dim for dim in (*missing, *part.dims)]
+
+
+class LiveShards:
+    """This rank's shards of the tensors that travel, which `refresh` reads again if they moved.
+
+    Args:
+        shards: returns the current {live name: shard}; {} off the trainers.
+        parts: {name of a tensor that travels: part of a live tensor}.
+        deltas: returns {live name: what to add on reading}, for the same names each time.
+        factors: {live name: what to multiply with on reading}.
+    """
+
+    def __init__(
+        self,
+        shards: Callable[[], Mapping[str, Tensor]],
+        parts: Mapping[str, Part],
+        *,
+        deltas: Callable[[], Mapping[str, Delta]] = dict,
+        factors: Mapping[str, float] | None = None,
+    ):
+        self.parts = parts
+        self.table = FileTable(parts)
+        self._shards = shards
+        self._deltas = deltas
+        self._factors = factors
+        self._addresses: tuple[int, ...] | None = None
+        self.held: Held
+        self.refresh()
+
+    def cuts(self) -> dict[str, TensorCut]:
+        """Return how this rank's tensors are cut, of those that travel.
+
+        Raises: Refusal for partial sums.
+        """
+        travelling = {part.tensor for part in self.parts.values()}
+        cuts = {}
+        for name, shard in self._shards().items():
+            if name in travelling:
+                cuts[name] = cut_of(name, shard)
+        return cuts
+
+    def refresh(self) -> bool:
+        """Read the current shards; return whether they moved, as a restored checkpoint's may."""
+        shards = self._shards()
+        deltas = self._deltas()
+        current = addresses(shards)
+        if current == self._addresses:
+            self.held.deltas = dict(deltas)
+            return False
+        self.held = Held(shards, self.parts, deltas, self._factors)
+        self._addresses = current
+        return True

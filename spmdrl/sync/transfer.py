@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spmdrl.model.tensor_parts import Box, Value, narrow
 from spmdrl.sync.buckets import Piece, Slices, StreamPlan, pieces_of
-from spmdrl.sync.live_shards import LiveShards
+from spmdrl.sync.tables import LiveShards
 from spmdrl.world.torch_internals import all_gather_single, copy_all
 from spmdrl.world.world import World
 

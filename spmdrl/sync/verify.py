@@ -16,7 +16,7 @@ from spmdrl.model.files.file_tensors import live_tensors
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.tensor_parts import Box
 from spmdrl.sync.buckets import StreamPlan, pieces_of
-from spmdrl.sync.live_shards import LiveShards
+from spmdrl.sync.tables import LiveShards
 from spmdrl.sync.trace import Copy
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.world import World
