@@ -15,7 +15,7 @@ ALLOWED = {
     "spmdrl/imports.py": "a child inherits it; this room is below world/",
     "spmdrl/rewards/endpoint.py": "an API key, in the variable that the user names",
     "spmdrl/sandbox/request.py": "LD_LIBRARY_PATH, for Python's own library; below world/",
-    "spmdrl/workers/process_state.py": "puts back what a user's function has changed",
+    "spmdrl/workers/main.py": "puts back what a user's function has changed",
 }
 """{file: why}. It may get shorter."""
 NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}

@@ -45,10 +45,10 @@ class KVCache:
         """Return an empty cache of another size, with storage for the same layers."""
         other = KVCache(num_slots, length)
         for index, (keys, values) in self.layers.items():
-            other._allocate(index, keys, values)
+            other.allocate(index, keys, values)
         return other
 
-    def _allocate(self, index: int, keys: Tensor, values: Tensor) -> None:
+    def allocate(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Allocate a layer's storage for such keys and values, [any, Hkv, .., D]."""
         # Zeros, because masked elements get a weight of 0 and must be finite.
         self.layers[index] = (
@@ -67,7 +67,7 @@ class KVCache:
             slots, positions: [W] int64, of each token.
         """
         if index not in self.layers:
-            self._allocate(index, key, value)
+            self.allocate(index, key, value)
         keys, values = self.layers[index]
         keys[slots, :, positions] = key
         values[slots, :, positions] = value
