@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from built import small_model
+from quantised_files import quantise
 from runs import TINY, metrics, run
 
 from spmdrl.tools.commands.create_model import create_model
@@ -20,6 +21,7 @@ STEPS = 3
 LORA = {"model.lora.rank": 4}
 IN_FLIGHT = {"lag": 1, "rollout.schedule.in-flight": "true"}
 STEAL = {"layout.placement": "colocated", "lag": 0, "rollout.schedule.balance": "steal"}
+OVER_SAMPLE = {"rollout.schedule.over-sample": 1.5}
 GAE = {"algorithm.advantage": "gae"}
 
 
@@ -101,6 +103,29 @@ def test_a_teacher_is_followed_in_flight_with_more_groups_under_way(model, tmp_p
     }
     rows = train(model, tmp_path / "out", **IN_FLIGHT, **flags | {"algorithm.correction": "tis"})
     assert all(row["policy/loss"] > 0 for row in rows)
+
+
+@pytest.mark.grid
+@pytest.mark.proves("critic", "in_flight", "over_sample", "lag", "split", "transformers")
+def test_a_value_model_trains_in_flight_with_more_groups_under_way(model, tmp_path):
+    rows = train(model, tmp_path / "out", **GAE, **IN_FLIGHT, **OVER_SAMPLE)
+    check_gap(rows)
+    assert all(row["value/loss"] > 0 for row in rows)
+
+
+@pytest.mark.grid
+@pytest.mark.proves(
+    "quantised", "lora", "in_flight", "over_sample", "lag", "split", "transformers", "kl_reference"
+)
+def test_adapters_of_quantised_weights_train_in_flight(tmp_path):
+    folder = create_model(
+        tmp_path / "model", hidden_size=64, layers=2, heads=2, kv_heads=1, initializer_std=0.1
+    )
+    quantised = quantise(folder, kind="compressed")
+    more = {"algorithm.kl-coef": 0.1}
+    rows = train(quantised, tmp_path / "out", **LORA, **IN_FLIGHT, **OVER_SAMPLE, **more)
+    check_gap(rows)
+    assert rows[-1]["policy/kl_ref_k3"] > rows[0]["policy/kl_ref_k3"]
 
 
 @pytest.mark.grid
