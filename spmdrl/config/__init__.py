@@ -1,8 +1,8 @@
 """The configuration: frozen dataclasses, one YAML file, any field overridable by flag.
 
 `fields` has the sections, with every field's unit, default and reason. `files` reads a Config from
-YAML and writes it, and `read` reads one from the command line. No other room is imported here but
-errors and run_files, and no torch, so that `--help` answers at once.
+YAML and writes it, and `read` reads one from the command line. Of other rooms only errors, imports
+and run_files are imported here, and no torch, so that `--help` answers at once.
 """
 
 from spmdrl.config.data import DataSettings, SourceSettings

@@ -19,7 +19,7 @@ from spmdrl.config.tree import (
     build,
     convert,
     fields_of,
-    is_near,
+    hints,
     leaves,
     same_name,
     sections,
@@ -28,6 +28,7 @@ from spmdrl.config.tree import (
 )
 from spmdrl.config.yaml_text import plain_data
 from spmdrl.errors import Refusal
+from spmdrl.imports import near_file
 from spmdrl.run_files import CONFIG, read_bytes
 
 _FEW = 8
@@ -53,9 +54,7 @@ def _tree_of(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise Refusal(f"config file {path} is a folder; name a file in it")
     if not path.exists():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")])
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise Refusal(f"config file {path} does not exist{hint}")
+        raise Refusal(f"config file {path} does not exist{near_file(path)}")
     tree = plain_data(_text_of(path), file=str(path)) or {}
     if not isinstance(tree, dict):
         raise Refusal(f"config file {path}: expected a mapping of fields, got {shown(tree)}")
@@ -100,12 +99,14 @@ def _fields_of(tree: Mapping[str, Any], *, where: str) -> dict[str, Any]:
 
 
 def _is_foreign(name: str, value: Any) -> bool:
-    """Return whether a mapping is a section of another program's config: none of ours, nor one of
-    ours with a slip of the pen."""
-    is_ours = name in settings() or name in sections()
-    if is_ours or not isinstance(value, dict) or not value:
+    """Return whether a mapping is a section of another program's config, and no misspelled section
+    of ours."""
+    if name in settings() or name in sections() or not isinstance(value, dict) or not value:
         return False
-    return bool(in_other_frameworks(name)) or not is_near(name)
+    section, _, key = name.rpartition(".")
+    own = list(hints(sections()[section])) if section in sections() else []
+    is_misspelled = difflib.get_close_matches(key, own, n=1, cutoff=0.7)
+    return bool(in_other_frameworks(name)) or not is_misspelled
 
 
 def _foreign_problems(name: str, value: Mapping[Any, Any]) -> list[str]:

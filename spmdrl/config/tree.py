@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import operator
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeGuard, Union
 
 from spmdrl.config.fields import Config
@@ -16,6 +17,7 @@ from spmdrl.config.options import checked_text, option_name, option_value, shown
 from spmdrl.config.other_frameworks import in_other_frameworks, value_in_other_frameworks
 from spmdrl.config.ranges import AddressForm, PathForm, Range
 from spmdrl.errors import Refusal
+from spmdrl.imports import nearest
 
 Bound = Range | PathForm | AddressForm
 
@@ -96,12 +98,6 @@ def _plain_items(value: Any) -> Any:
     return tuple(dataclasses.asdict(v) if is_section(type(v)) else v for v in value)
 
 
-def changed(section: Any) -> dict[str, Any]:
-    """Return the fields of a section that are not as they are by default."""
-    fields = dataclasses.fields(section)
-    return {f.name: v for f in fields if (v := getattr(section, f.name)) != f.default}
-
-
 def build(flat: Mapping[str, Any], cls: type = Config, *, prefix: str = "") -> Any:
     """Return the config with these values, and defaults for the rest."""
     values = {}
@@ -139,8 +135,7 @@ def fields_of(section: str, *, start: str = "") -> list[str]:
 
 
 def item_fields(hint: Any) -> type | None:
-    """Return the dataclass of a list's items, of a field that may be one; None where they have no
-    fields."""
+    """Return the dataclass of a list's items; None where they have no fields."""
     items = (item for kind in kinds(hint) for item in _items(kind))
     return next((item for item in items if is_section(item)), None)
 
@@ -152,29 +147,24 @@ def unknown_key(name: str) -> str:
 
 
 def nearest_field(name: str) -> str:
-    """Return what a field of an unknown name may be meant to be, for the end of a message."""
+    """Return the field that an unknown name probably means, for the end of a message."""
     section, _, key = name.rpartition(".")
-    section = section if section in sections() else ""
-    own = list(hints(sections()[section]))
-    everywhere = {known.rpartition(".")[2]: known for known in reversed(settings())}
-    if key in everywhere:  # the right name in the wrong section
-        return f"; did you mean {everywhere[key]}?"
-    if near := difflib.get_close_matches(key, own, n=1, cutoff=0.6):
+    same = same_name(key)
+    if same:  # the right name in the wrong section
+        return f"; did you mean {same}?"
+    own = list(hints(sections().get(section, Config)))
+    near = difflib.get_close_matches(key, own, n=1, cutoff=0.6)
+    if near:
         return f"; did you mean {near[0]}?"
-    if near := difflib.get_close_matches(key, list(everywhere), n=1, cutoff=0.7):
-        return f"; did you mean {everywhere[near[0]]}?"
+    names = [known.rpartition(".")[2] for known in settings()]
+    near = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
+    if near:
+        return f"; did you mean {same_name(near[0])}?"
     return f"; known here: {', '.join(own)}"
 
 
-def is_near(name: str) -> bool:
-    """Return whether a section or field beside which a name stands is spelled nearly like it."""
-    section, _, key = name.rpartition(".")
-    beside = list(hints(sections()[section])) if section in sections() else []
-    return bool(difflib.get_close_matches(key, beside, n=1, cutoff=0.7))
-
-
 def same_name(name: str) -> str:
-    """Return the first field whose last part is that of a name; empty where there is none."""
+    """Return the first field with the same last part as a name; empty where there is none."""
     key = name.rpartition(".")[2]
     return next((known for known in settings() if known.rpartition(".")[2] == key), "")
 
@@ -183,6 +173,15 @@ def kinds(hint: Any) -> tuple[Any, ...]:
     """Return the types that a value may have: those of a union, or the one."""
     is_union = typing.get_origin(hint) in (Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
+
+
+@contextlib.contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Put a place before the message of a Refusal."""
+    try:
+        yield
+    except Refusal as error:
+        raise Refusal(f"{place}: {error}") from None
 
 
 def convert(value: Any, hint: Any) -> Any:
@@ -194,25 +193,15 @@ def convert(value: Any, hint: Any) -> Any:
     if len(kinds(hint)) > 1:
         return _one_of(value, args)
     if origin is Literal:
-        if value in args and isinstance(value, str):
-            return value
-        near = difflib.get_close_matches(str(value), args, n=1)
-        hint_text = f"; did you mean {near[0]}?" if near else ""
-        if other := value_in_other_frameworks(value, choices=args):
-            hint_text = f"; {other}"
-        raise Refusal(f"{shown(value)} is not one of {', '.join(args)}{hint_text}")
+        return _choice(value, args)
     if origin is tuple:
-        if value is None:
-            raise Refusal(f"expected {type_text(hint)}, such as [], got {shown(value)}")
-        # One value stands for a list of it.
-        items = value if isinstance(value, (list, tuple)) else [value]
-        if is_section(args[0]):
-            return tuple(_item(item, args[0], place=f"[{i}]") for i, item in enumerate(items))
-        return tuple(_list_item(item, args[0], place=f"[{i}]") for i, item in enumerate(items))
+        return _list_of(value, args[0])
     if origin is dict:
         if not isinstance(value, dict):
             raise Refusal(f"expected a mapping such as {{name: 1.5}}, got {shown(value)}")
-        return {option_name(k): _option(k, v, args[1]) for k, v in value.items()}
+        return {option_name(name): _option(name, own, args[1]) for name, own in value.items()}
+    if is_section(hint):
+        return _section(value, hint)
     if hint is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
             return float(value)  # YAML 1.1 reads 1e-6 as a string
@@ -224,7 +213,28 @@ def convert(value: Any, hint: Any) -> Any:
     return checked_text(value) if isinstance(value, str) else value
 
 
-def _option(name: str, value: Any, hint: Any) -> Any:
+def _choice(value: Any, choices: tuple[str, ...]) -> str:
+    if isinstance(value, str) and value in choices:
+        return value
+    hint = value_in_other_frameworks(value, choices=choices)
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    if near and not hint:
+        hint = f"did you mean {near[0]}?"
+    raise Refusal(f"{shown(value)} is not one of {', '.join(choices)}{hint and f'; {hint}'}")
+
+
+def _list_of(value: Any, hint: Any) -> tuple[Any, ...]:
+    """Return a list; one value stands for a list of it."""
+    if value is None:
+        raise Refusal(f"expected {type_text(hint)} ..., such as [], got {shown(value)}")
+    found = []
+    for i, item in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+        with _at(f"[{i}]"):
+            found.append(convert(item, hint))
+    return tuple(found)
+
+
+def _option(name: Any, value: Any, hint: Any) -> Any:
     try:
         return convert(value, hint)
     except Refusal as error:
@@ -233,39 +243,30 @@ def _option(name: str, value: Any, hint: Any) -> Any:
         raise Refusal(f"{{{name}: ...}}: {error}") from None
 
 
-def _list_item(value: Any, hint: Any, *, place: str) -> Any:
-    try:
-        return convert(value, hint)
-    except Refusal as error:
-        raise Refusal(f"{place}: {error}") from None
-
-
-def _item(value: Any, cls: type, *, place: str) -> Any:
-    """Return an item of a list that has fields; a text is its first one."""
-    own = hints(cls)
-    found = {next(iter(own)): value} if isinstance(value, str) else value
-    if not isinstance(found, dict):
-        raise Refusal(f"{place}: expected {{{', '.join(own)}}}, got {shown(value)}")
-    for key in found:
-        if key not in own:
-            near = difflib.get_close_matches(str(key), own, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(own)}"
-            raise Refusal(f"{place}: unknown key {shown(key)}; {hint}")
-    try:
-        return cls(**{key: _option(key, v, own[key]) for key, v in found.items()})
-    except Refusal as error:
-        raise Refusal(f"{place}: {error}") from None
+def _section(value: Any, cls: type) -> Any:
+    """Return an item of a list that has fields. A text is its first field."""
+    types = hints(cls)
+    if isinstance(value, str):
+        value = {next(iter(types)): value}
+    if not isinstance(value, dict):
+        raise Refusal(f"expected {{{', '.join(types)}}}, got {shown(value)}")
+    for key in value:
+        if key not in types:
+            raise Refusal(f"unknown key {shown(key)}{nearest(str(key), types)}")
+    return cls(**{key: _option(key, own, types[key]) for key, own in value.items()})
 
 
 def _one_of(value: Any, hints: tuple[Any, ...]) -> Any:
     for hint in hints:
-        is_one = item_fields(hint) is not None and isinstance(value, dict)
-        if typing.get_origin(hint) is tuple and (is_one or isinstance(value, (list, tuple))):
+        origin = typing.get_origin(hint)
+        is_item = item_fields(hint) is not None and isinstance(value, dict)
+        if origin is tuple and (is_item or isinstance(value, (list, tuple))):
             return convert(value, hint)
-        if type(value) in (hint, typing.get_origin(hint)):
-            is_text = isinstance(value, str) and float not in hints  # 1e3 is meant as text then
+        if type(value) in (hint, origin):
+            # A text such as 1e3 is a number only where one is allowed.
+            is_text = isinstance(value, str) and float not in hints
             return checked_text(value) if is_text else option_value(value)
-        if typing.get_origin(hint) is Literal and value in typing.get_args(hint):
+        if origin is Literal and value in typing.get_args(hint):
             return value
     raise Refusal(f"expected {'|'.join(map(type_text, hints))}, got {shown(value)}")
 
