@@ -25,7 +25,7 @@ class TestedFeatures:
 def proofs(tests: Path = TESTS) -> list[TestedFeatures]:
     """Return what the tests prove, or what is shipped where there are none."""
     if tests.is_dir():
-        return [proof for file in sorted(tests.glob("test_*.py")) for proof in _of_file(file)]
+        return [proof for file in sorted(tests.rglob("test_*.py")) for proof in _of_file(file)]
     lines = SHIPPED.read_text(encoding="utf-8").splitlines()
     return [TestedFeatures(own["test"], tuple(own["features"])) for own in map(json.loads, lines)]
 
