@@ -51,7 +51,7 @@ def test_config_imports_no_room_but_three_light_ones() -> None:
     loaded = _modules_after("import spmdrl.config")
     assert "torch" not in loaded and "transformers" not in loaded
     ours = {name.split(".")[1] for name in loaded if name.startswith("spmdrl.")}
-    assert ours == {"config", "errors", "run_files"}
+    assert ours == {"config", "errors", "imports", "run_files"}
 
 
 def test_an_inference_rank_never_imports_training() -> None:
