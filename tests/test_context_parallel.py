@@ -20,7 +20,8 @@ from worlds import with_trainer
 from spmdrl.model.attention.kernels import KERNELS
 from spmdrl.model.attention.mask_patterns import Span
 from spmdrl.model.attention.packing import make_packing
-from spmdrl.model.divisibility import ModelCounts, context_method, misfits
+from spmdrl.model.divisibility import context_method, misfits
+from spmdrl.model.model_shape import ModelCounts
 from spmdrl.model.parallel import context_parallel
 from spmdrl.model.parallel.context_parallel import METHODS, by_rank, in_row_order
 from spmdrl.model.parallel.ring_attention import DENSE, FLASH, Tile, plan_rounds

@@ -21,12 +21,11 @@ from spmdrl.config import ModelSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.attention.packing_support import packing_support
-from spmdrl.model.divisibility import why_never
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import targeted
-from spmdrl.model.model_shape import model_shape
+from spmdrl.model.model_shape import model_shape, tp_problem
 from spmdrl.model.parallel.recompute import checkpoint
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
@@ -258,7 +257,7 @@ def test_the_sequences_are_longer_than_every_window_and_chunk():
 
 def test_an_activation_with_parameters_is_not_split_over_ranks(tmp_path):
     shrunk(family_config("apertus")).save_pretrained(tmp_path)
-    reason = why_never(build_meta_model(ModelSettings(path=str(tmp_path))))
+    reason = tp_problem(build_meta_model(ModelSettings(path=str(tmp_path))))
     assert "XIELUActivation" in reason and "has parameters" in reason
 
 

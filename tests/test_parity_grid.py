@@ -30,7 +30,8 @@ from torch import Tensor
 from worlds import in_world, make_trainer
 
 from spmdrl.config import BatchSettings, Config
-from spmdrl.model.divisibility import ModelCounts, misfits
+from spmdrl.model.divisibility import misfits
+from spmdrl.model.model_shape import ModelCounts
 from spmdrl.train.adamw import like
 from spmdrl.types import Batch
 from spmdrl.world.axes import Axes

@@ -168,7 +168,7 @@ def test_the_tree_on_the_page_is_the_real_tree_in_the_order_of_imports() -> None
     assert not wrong
 
 
-VISION_ROOMS = ("spmdrl/data/vision/", "spmdrl/model/vision/")
+VISION_ROOMS = ("spmdrl/data/vision/",)
 
 
 def test_only_their_doors_import_the_rooms_of_vision() -> None:
@@ -179,7 +179,7 @@ def test_only_their_doors_import_the_rooms_of_vision() -> None:
         if f"{one.imported}.".startswith(rooms_of_vision)
         and not f"{one.module}.".startswith(rooms_of_vision)
     }
-    assert outside == {"spmdrl/data/attachments.py", "spmdrl/model/multimodal.py"}
+    assert outside == {"spmdrl/data/attachments.py"}
 
 
 def test_the_architecture_names_files_that_are_there() -> None:

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.check.fit import fit_problems
 from spmdrl.model.blocks import mixtures
-from spmdrl.model.divisibility import counts_of, misfits, why_never
-from spmdrl.model.model_shape import model_shape
+from spmdrl.model.divisibility import misfits
+from spmdrl.model.model_shape import counts_of, model_shape, tp_problem
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.tp_plan import PARTIAL, style_problems, tp_styles
 from spmdrl.world.axes import Axes
@@ -100,7 +100,7 @@ def test_attention_with_sinks_is_split_by_heads_and_they_with_it():
         for i in range(2)
         for name, style in {**own, "sinks": "colwise"}.items()
     }
-    assert why_never(model) == ""
+    assert tp_problem(model) == ""
     dims = {w.name: w.tp_dim for w in model_shape(model).blocks[1].weights}
     assert dims["self_attn.sinks"] == 0 and dims["self_attn.o_proj.bias"] is None
 
@@ -121,15 +121,15 @@ def test_a_plan_that_is_missing_or_has_an_unknown_style_is_named():
 
 def test_experts_and_latent_attention_are_refused_where_tokens_cannot_be_sharded():
     model = model_of("qwen3_next")
-    assert why_never(model) == (
+    assert tp_problem(model) == (
         "experts and latent attention need tokens sharded between layers, which cannot be done "
         "with Qwen3NextForCausalLM: model.layers.0.linear_attn is neither attention, MLP nor norm"
     )
-    assert why_never(model_of("deepseek_v3")) == ""
+    assert tp_problem(model_of("deepseek_v3")) == ""
     whole = model_of("gpt_neox")  # dense: it has all tokens on every rank, if it has a plan
     whole._tp_plan = {"gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise"}
     assert sequence_parallel.why_not(whole, tp_styles(whole)) != ""
-    assert why_never(whole) == ""
+    assert tp_problem(whole) == ""
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ from spmdrl.model.blocks import base_of, blocks
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import build_meta_model, checkpoint_shapes, load_whole_model
-from spmdrl.model.multimodal import sight_of
-from spmdrl.model.multimodal_rows import features_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
-from spmdrl.model.vision import vision_tower
-from spmdrl.model.vision_families import vision_blocks, vision_parameters
+from spmdrl.model.vision import tower
+from spmdrl.model.vision.families import vision_blocks, vision_parameters
+from spmdrl.model.vision.layout import vision_layout_of
+from spmdrl.model.vision.tower import tower_inputs
 
 
 @pytest.fixture(params=FAMILIES)
@@ -114,7 +114,7 @@ def test_pixels_are_copied_for_a_forward_pass_and_go_with_its_graph(tmp_path, mo
     folder, copies = seeing_model("qwen3_vl", tmp_path), []
 
     def watched(items, device):
-        made = features_of(items, device)
+        made = tower_inputs(items, device)
         copies.append(StorageWeakRef(made["pixel_values"].untyped_storage()))
         return made
 
@@ -122,7 +122,7 @@ def test_pixels_are_copied_for_a_forward_pass_and_go_with_its_graph(tmp_path, mo
         gc.collect()
         return [not copy.expired() for copy in copies]
 
-    monkeypatch.setattr(vision_tower, "features_of", watched)
+    monkeypatch.setattr(tower, "tower_inputs", watched)
     register_attention()
     hf_model = load_whole_model(
         ModelSettings(path=str(folder)),
@@ -132,7 +132,7 @@ def test_pixels_are_copied_for_a_forward_pass_and_go_with_its_graph(tmp_path, mo
     )
     enable_packing(hf_model.requires_grad_(True))
     scorer = Scorer(hf_model, HeadOptions(64))
-    slicing, ids = Slicing(sight=sight_of(hf_model, device="cpu")), sequences(folder)[0]
+    slicing, ids = Slicing(vision=vision_layout_of(hf_model, device="cpu")), sequences(folder)[0]
     moved = microbatch(folder, [0]).to(torch.device("meta"))
     assert moved.tokens.is_meta and moved.multimodal.places.is_meta
     assert (

@@ -17,9 +17,10 @@ from spmdrl.check.fit import fit_problems
 from spmdrl.check.rules import rule_problems
 from spmdrl.config import ModelSettings, OptimizerSettings
 from spmdrl.model.load import load_whole_model
-from spmdrl.model.multimodal import image_inputs, noise_image_sequence, sight_of
 from spmdrl.model.sharded_model import ShardedModel
-from spmdrl.model.vision_families import vision_parameters
+from spmdrl.model.vision.families import vision_parameters
+from spmdrl.model.vision.layout import vision_layout_of
+from spmdrl.model.vision.noise_images import image_inputs, noise_image_sequence
 from spmdrl.model_inputs import TokenIds
 from spmdrl.train.adamw import AdamW
 from spmdrl.train.microbatches import prepare
@@ -205,7 +206,7 @@ def test_a_sequence_that_ends_within_a_picture_keeps_its_positions(family, tmp_p
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    sight, ids = sight_of(hf_model, device="cpu"), sequences(folder)[0]
+    sight, ids = vision_layout_of(hf_model, device="cpu"), sequences(folder)[0]
     whole = sight.row(torch.tensor(ids), [len(ids)], ids.multimodal).position_ids
     assert whole.shape == (3, len(ids)) and not torch.equal(whole[1], whole[2])
     for count in range(1, len(ids)):

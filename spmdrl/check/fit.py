@@ -19,7 +19,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.blocks import experts_modules, uneven_experts, unshardable
-from spmdrl.model.divisibility import ModelCounts, counts_of, misfits
+from spmdrl.model.divisibility import misfits
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.reader import CheckpointReader, check_files, has_weights, instead, some
 from spmdrl.model.load import build_meta_model, check_buffers, check_weights
@@ -27,11 +27,12 @@ from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import adapted_weights, lora_form
 from spmdrl.model.lora.targets import adapter_shapes, has_embedding, largest_rank
+from spmdrl.model.model_shape import ModelCounts, counts_of
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.routers import WEIGHTS, check_balance, unknown_router
 from spmdrl.model.scorer import head_form
 from spmdrl.model.transformers_internals import rewritten_on_loading
-from spmdrl.model.vision_families import has_vision_tower, vision_parameters
+from spmdrl.model.vision.families import has_vision_tower, vision_parameters
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of
 from spmdrl.world.machine.gpus import check_driver

@@ -25,7 +25,7 @@ from spmdrl.model.files.reader import CheckpointReader, some, text_config, text_
 from spmdrl.model.files.tied import check_copy, check_sample, copies_in, tied_names
 from spmdrl.model.tensor_parts import Held, Part
 from spmdrl.model.transformers_internals import has_towers, ignored_names, initialise, owners
-from spmdrl.model.vision_families import build_vision_model, check_vision_family, set_attention
+from spmdrl.model.vision.families import build_vision_model, check_vision_family, set_attention
 from spmdrl.world.torch_internals import is_persistent
 
 SCALAR_HEAD = "score.weight"

@@ -1,14 +1,16 @@
-"""What memory, traffic and arithmetic of a model follow from: its shapes, without its weights.
+"""A model in numbers, read off its modules on the meta device: a config.json is enough.
 
-Read off a transformers model on the meta device, so a config.json is enough. Blocks that look
-alike are equal and hashable: what is computed for one serves all of them. Shapes of well-known
-models come along, for sizes without a network.
+`ModelCounts` says what the axes of a mesh divide, for any model. `ModelShape` has the size of every
+weight, from which memory, traffic and FLOPs follow; it knows blocks of attention and MLP only.
+Equal blocks are equal and hashable, so that a result is computed once for all of them. The
+config.json files of some well-known models are in `shapes/`, for planning without a network.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,13 +21,16 @@ from torch import nn
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model.blocks import blocks
-from spmdrl.model.divisibility import ModelCounts, counts_of
-from spmdrl.model.multimodal import VisionTowerShape, vision_tower_shape
-from spmdrl.model.parallel.tp_plan import split_dim, tp_styles
+from spmdrl.model.attention.packing_support import packing_support
+from spmdrl.model.blocks import blocks, experts_modules, is_latent, mixtures, of_layers
+from spmdrl.model.parallel import sequence_parallel
+from spmdrl.model.parallel.tp_plan import split_dim, style_problems, tp_styles
+from spmdrl.model.vision.families import has_bidirectional_images, has_vision_tower
 
 _TOP_K = ("num_experts_per_tok", "moe_topk", "moe_num_experts_per_tok", "top_k_experts", "moe_k")
-"""Fields by which configs say how many experts serve a token."""
+"""Fields of configs: how many experts serve a token."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields of configs: how many experts a layer has."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,64 @@ class Block:
         return dense + (routed * self.experts.top_k / self.experts.count if self.experts else 0)
 
 
+@dataclass(frozen=True)
+class VisionTowerShape:
+    """A vision tower, as far as memory goes: estimates from the model's config."""
+
+    patches: float  # that it reads for one token of the language model
+    patch_bytes: int  # of a patch's pixels, float32
+    layers: int
+    hidden: int  # elements of a patch between two blocks
+    kept: int  # elements of a patch that a block keeps for its backward pass
+
+    @classmethod
+    def of(cls, config: Any) -> VisionTowerShape:
+        """Read the tower's shape in the config of a vision model.
+
+        A block keeps about ten times the hidden size (the inputs and outputs of two norms, queries,
+        keys, values, the outputs of attention and projection) and three times the intermediate one.
+        """
+        tower = config.vision_config
+        side = _first(tower.patch_size)
+        return cls(
+            patches=_patches_per_token(config, side),
+            patch_bytes=4 * 3 * side**2 * getattr(tower, "temporal_patch_size", 1),
+            layers=getattr(tower, "depth", None) or tower.num_hidden_layers,
+            hidden=tower.hidden_size,
+            kept=10 * tower.hidden_size + 3 * tower.intermediate_size,
+        )
+
+
+@dataclass(frozen=True)
+class ModelCounts:
+    """What axes divide in a model, 0 where it has none, and what keeps it from being divided."""
+
+    model_type: str
+    heads: int = 0  # of queries
+    kv_heads: int = 0  # 0 also for latent attention, which has none of its own
+    intermediate: int = 0  # width of MLPs that are no mixture of experts
+    vocab: int = 0
+    experts: int = 0  # of a layer
+    has_own_experts: bool = False  # computed by the model's own code, which is not known here
+    other: tuple[tuple[str, int], ...] = ()  # (weight and dim, size) that tp also divides
+    unsliced: tuple[str, ...] = ()  # kinds of layers that need whole sequences
+    mixers: tuple[str, ...] = ()  # kinds of layers that compute one sequence per row
+    bidirectional_images: bool = False  # the tokens of an image attend to each other
+    leak: str = ""  # why packed sequences would attend to each other
+    tp_problem: str = ""  # why it cannot be tensor-parallel over any number of ranks
+
+    @property
+    def cut_by_tp(self) -> dict[str, int]:
+        """What each tensor-parallel rank must get an equal part of, by its name in config.json."""
+        own = {
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocab,
+        }
+        return {name: size for name, size in (*own.items(), *self.other) if size}
+
+
 @dataclass(frozen=True, eq=False)
 class ModelShape:
     """A causal language model. Hashed by identity: its fields are many."""
@@ -103,7 +166,7 @@ class ModelShape:
     blocks: tuple[Block, ...]
     root: tuple[Weight, ...]  # embedding, final norm, untied head
     counts: ModelCounts  # what axes divide in it
-    tower: VisionTowerShape | None = None  # of a model that sees
+    tower: VisionTowerShape | None = None  # of a vision model
 
     @cached_property
     def numel(self) -> int:
@@ -170,7 +233,80 @@ def _shape(hf_model: nn.Module, *, name: str) -> ModelShape:
         blocks=tuple(_block(n, m, styles=styles, config=config) for n, m in modules),
         root=tuple(root),
         counts=counts_of(hf_model),
-        tower=vision_tower_shape(hf_model),
+        tower=VisionTowerShape.of(hf_model.config) if has_vision_tower(hf_model) else None,
+    )
+
+
+def counts_of(hf_model: nn.Module) -> ModelCounts:
+    """Read off a transformers model, on any device, what axes divide in it.
+
+    Raises: Refusal when the model does not say what its blocks are.
+    """
+    config = hf_model.config.get_text_config()
+
+    def count(name: str) -> int:
+        """Return what divides the field of every layer, where layers differ."""
+        values = [value for value in of_layers(config, name) if isinstance(value, int)]
+        return math.gcd(*values)
+
+    support = packing_support(hf_model)
+    mixers = {
+        type(hf_model.get_submodule(name)).__name__
+        for names in support.mixers.values()
+        for name in names
+    }
+    unsliced = sorted(mixers)
+    if support.chunk:
+        unsliced.append("attention within chunks")
+    has_mlp = len(mixtures(hf_model)) < len(blocks(hf_model))
+    counts = ModelCounts(
+        model_type=hf_model.config.model_type,
+        heads=count("num_attention_heads"),
+        kv_heads=0 if count("kv_lora_rank") else count("num_key_value_heads"),
+        intermediate=count("intermediate_size") if has_mlp else 0,
+        vocab=count("vocab_size"),
+        experts=next(filter(None, map(count, _EXPERTS)), 0),
+        has_own_experts=not experts_modules(hf_model),
+        unsliced=tuple(unsliced),
+        mixers=tuple(sorted(mixers)),
+        bidirectional_images=has_bidirectional_images(hf_model),
+        leak=support.reasons[0] if support.reasons else "",
+        tp_problem=f"its {min(mixers)} is not cut" if mixers else tp_problem(hf_model),
+    )
+    return replace(counts, other=_other_sizes(hf_model, known=counts.cut_by_tp.values()))
+
+
+def _other_sizes(hf_model: nn.Module, *, known: Iterable[int]) -> tuple[tuple[str, int], ...]:
+    """Return (weight and dim, size) of what tp divides and no known size implies."""
+    styles = tp_styles(hf_model)
+    found: dict[int, str] = {}  # the first weight of each size
+    for name, weight in hf_model.named_parameters():
+        dim = split_dim(name, styles)
+        # A multiple of a known size divides where that does.
+        if dim is not None and all(weight.shape[dim] % size for size in known):
+            found.setdefault(weight.shape[dim], f"dim {dim} of {name}")
+    return tuple((name, size) for size, name in found.items())
+
+
+def tp_problem(hf_model: nn.Module) -> str:
+    """Return why a model cannot be tensor-parallel over any number of ranks; empty if it can."""
+    styles = tp_styles(hf_model)
+    for name, module in hf_model.named_modules():
+        if name.endswith("act_fn") and any(True for _ in module.parameters()):
+            return (
+                f"{type(module).__name__} of {name} has parameters, of whose gradient each rank "
+                "would have a part"
+            )
+    problem = next(style_problems(hf_model, styles), "")
+    needs_own_tokens = mixtures(hf_model) or any(map(is_latent, hf_model.modules()))
+    if problem or not needs_own_tokens:
+        return problem
+    reason = sequence_parallel.why_not(hf_model, styles)
+    if not reason:
+        return ""
+    return (
+        "experts and latent attention need tokens sharded between layers, which cannot be done "
+        f"with {type(hf_model).__name__}: {reason}"
     )
 
 
@@ -260,6 +396,20 @@ def _attention(module: nn.Module, *, config: Any) -> Attention:
         has_softcap=has_softcap,
         has_qk_norm=hasattr(module, "q_norm"),
     )
+
+
+def _patches_per_token(config: Any, side: int) -> float:
+    """Return the patches that become one token: a square of them, or a share of the image's."""
+    tower = config.vision_config
+    if hasattr(tower, "spatial_merge_size"):
+        return tower.spatial_merge_size**2
+    if hasattr(config, "downsample_ratio"):
+        return config.downsample_ratio**-2
+    return (_first(tower.image_size) // side) ** 2 / config.mm_tokens_per_image
+
+
+def _first(size: Any) -> int:
+    return size if isinstance(size, int) else size[0]
 
 
 SHAPES = Path(__file__).with_name("shapes")

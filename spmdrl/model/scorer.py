@@ -22,10 +22,10 @@ from spmdrl.errors import Refusal
 from spmdrl.model.blocks import base_of, blocks, name_of, replaced_forward
 from spmdrl.model.files.reader import some
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
-from spmdrl.model.multimodal import vision_tower_of
 from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
 from spmdrl.model.sampling_rules import make_sampling_rules
 from spmdrl.model.tensor_parts import to_local
+from spmdrl.model.vision.tower import vision_tower_of
 from spmdrl.model_inputs import MultimodalItems
 from spmdrl.sampling_masks import SamplingMasks
 

@@ -22,7 +22,7 @@ from spmdrl.model.attention.packing import packs
 from spmdrl.model.attention.packing_support import PackingSupport, enable_packing
 from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.blocks import experts_parameters
-from spmdrl.model.divisibility import context_method, counts_of, misfits
+from spmdrl.model.divisibility import context_method, misfits
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.head import logprobs_and_entropy
@@ -36,14 +36,15 @@ from spmdrl.model.load import (
 from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters, adapted_weights, sent_adapter, train_adapters_only
 from spmdrl.model.lora.merge import deltas
-from spmdrl.model.multimodal import sight_of
+from spmdrl.model.model_shape import counts_of
 from spmdrl.model.parallel.context_parallel import register_context_attention
 from spmdrl.model.parallel.layout import give_storage, lay_out, reshard, slicing_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
 from spmdrl.model.scorer import Head, ScoredRow, Valuer, make_row, scorer_prefixes
 from spmdrl.model.tensor_parts import Delta, local_part, write
-from spmdrl.model.vision_families import freeze_vision, set_attention, vision_parameters
+from spmdrl.model.vision.families import freeze_vision, set_attention, vision_parameters
+from spmdrl.model.vision.layout import vision_layout_of
 from spmdrl.model_inputs import concat_ids
 from spmdrl.world.axes import axes_of
 from spmdrl.world.torch_internals import multiply_all, plain_name
@@ -138,7 +139,7 @@ class ShardedModel:
             heads = config.num_attention_heads // world.mesh["tp"].size()
             method = "_" + context_method(model.kernels.context, heads=heads, cp=slicing.size)
         set_attention(self.hf_model, f"spmdrl_{attention}{method}")
-        return replace(slicing, sight=sight_of(self.hf_model, device=world.device))
+        return replace(slicing, vision=vision_layout_of(self.hf_model, device=world.device))
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Make what FSDP2 left of the gradients those of the sum over all ranks, in place.

@@ -11,7 +11,7 @@ from torch import Tensor
 from spmdrl.config import OptimizerSettings
 from spmdrl.model.parallel.recompute import has
 from spmdrl.model.sharded_model import ShardedModel
-from spmdrl.model.vision_families import vision_parameters
+from spmdrl.model.vision.families import vision_parameters
 from spmdrl.train.adamw import AdamW
 from spmdrl.train.muon import Muon, block_matrices
 from spmdrl.world.torch_internals import plain_name

@@ -39,12 +39,13 @@ from spmdrl.model.load import (
     longest_sequence,
     model_folder,
 )
-from spmdrl.model.multimodal import image_inputs, noise_image_sequence, sight_of
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.model.transformers_internals import class_of, quiet
-from spmdrl.model.vision_families import set_attention, with_text_config
+from spmdrl.model.vision.families import set_attention, with_text_config
+from spmdrl.model.vision.layout import vision_layout_of
+from spmdrl.model.vision.noise_images import image_inputs, noise_image_sequence
 from spmdrl.model_inputs import MultimodalItems, TokenIds, concat_ids
 from spmdrl.types import Sums
 from spmdrl.world.comm import agree
@@ -254,8 +255,8 @@ def _by_transformers(hf_model: nn.Module, row: TokenIds, *, device: torch.device
 
 
 def _packed(hf_model: nn.Module, rows: list[TokenIds], *, device: torch.device) -> list[Tensor]:
-    sight = sight_of(hf_model, device=device)
-    slicing = Slicing(chunk=enable_packing(hf_model).chunk, device=device, sight=sight)
+    vision = vision_layout_of(hf_model, device=device)
+    slicing = Slicing(chunk=enable_packing(hf_model).chunk, device=device, vision=vision)
     set_attention(hf_model, "spmdrl_padded")
     scorer = Scorer(hf_model, HeadOptions(1024))
     found: list[Tensor] = []

@@ -24,9 +24,9 @@ from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.blocks import base_of, experts_modules
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import load_whole_model
-from spmdrl.model.multimodal import sight_of, vision_tower_of
-from spmdrl.model.multimodal_rows import RowSight
 from spmdrl.model.scorer import head_form
+from spmdrl.model.vision.layout import RowLayout, vision_layout_of
+from spmdrl.model.vision.tower import vision_tower_of
 from spmdrl.model_inputs import TokenIds, concat_ids
 from spmdrl.types import flat
 
@@ -132,7 +132,7 @@ class ModelRunner:
         )
         self._form = head_form(self.hf_model)
         self._packing_support = enable_packing(self.hf_model)
-        self._sight = sight_of(self.hf_model, device=device)
+        self._vision_layout = vision_layout_of(self.hf_model, device=device)
         self._vision_tower = vision_tower_of(self.hf_model)
         self._routes = _RouteRecorder(self.hf_model) if cfg.model.moe.replay else None
         self._kernel = kernel_of(
@@ -239,17 +239,19 @@ class ModelRunner:
                 sequence.add_routes(routes[begin : end + 1], first=0)
         return logits
 
-    def _seen(self, sequences: Sequence[Sequence[int]]) -> RowSight | None:
+    def _seen(self, sequences: Sequence[Sequence[int]]) -> RowLayout | None:
         """Return the images of a row of sequences; None where there are none."""
         row = concat_ids(sequences)
-        if self._sight is None or row.multimodal is None or not row.items:
+        if self._vision_layout is None or row.multimodal is None or not row.items:
             return None
-        return self._sight.row(torch.tensor(row), [len(own) for own in sequences], row.multimodal)
+        return self._vision_layout.row(
+            torch.tensor(row), [len(own) for own in sequences], row.multimodal
+        )
 
     def _rotary_positions(
         self,
         at: Tensor,
-        seen: RowSight | None,
+        seen: RowLayout | None,
         *,
         old: Sequence[RunningSequence],
         new: Sequence[RunningSequence],
@@ -261,7 +263,7 @@ class ModelRunner:
             at: [T], positions in their sequences.
             ends: where in the row the new sequences end.
         """
-        if self._sight is None:
+        if self._vision_layout is None:
             return at
         positions = at if seen is None else seen.position_ids.to(at)
         first_old = len(at) - len(old)
@@ -280,7 +282,7 @@ class ModelRunner:
         *,
         work: Work,
         wanted: Tensor,
-        seen: RowSight | None = None,
+        seen: RowLayout | None = None,
     ) -> Tensor:
         # As in the trainer's scorer, the base is called: not every model with a head passes all
         # keyword arguments on to its base.
@@ -300,7 +302,7 @@ class ModelRunner:
         ).last_hidden_state[0]
         return self._form.logits(self.hf_model.get_output_embeddings()(states[wanted]))
 
-    def _packing(self, lengths: Sequence[int], seen: RowSight | None = None) -> Packing | None:
+    def _packing(self, lengths: Sequence[int], seen: RowLayout | None = None) -> Packing | None:
         if not lengths:
             return None
         spans = None if seen is None or seen.spans is None else seen.spans[: sum(lengths)]

@@ -23,7 +23,7 @@ from spmdrl.engine.vllm.arguments import engine_arguments, with_plain_weights
 from spmdrl.engine.vllm.families import model_arguments, refusing_models, try_engine
 from spmdrl.engine.vllm.outputs import Outputs
 from spmdrl.engine.vllm.requests import sampling_params, scoring_params
-from spmdrl.model.multimodal import reset_encoder_cache, vllm_prompt
+from spmdrl.model.vision.for_vllm import reset_encoder_cache, vllm_prompt
 from spmdrl.world.comm import agree
 from spmdrl.world.machine.live_bytes import device_bytes
 from spmdrl.world.world import World

@@ -8,7 +8,7 @@ import torch
 
 from spmdrl.model.attention.kernels import pick_attention
 from spmdrl.model.files.reader import instead
-from spmdrl.model.vision_families import has_bidirectional_images
+from spmdrl.model.vision.families import has_bidirectional_images
 
 
 def kernel_of(

@@ -28,7 +28,7 @@ from spmdrl.model.parallel.expert_parallel import apply_ep, replicated, shard_ex
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, Valuer
 from spmdrl.model.transformers_internals import apply_liger, zero_idle_experts
-from spmdrl.model.vision_families import has_vision_tower, vision_blocks
+from spmdrl.model.vision.families import has_vision_tower, vision_blocks
 from spmdrl.world.torch_internals import pin_exactly
 from spmdrl.world.world import World
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks
 from spmdrl.model.tensor_parts import local_part
-from spmdrl.model.vision_families import vision_blocks
+from spmdrl.model.vision.families import vision_blocks
 from spmdrl.world.torch_internals import (
     CheckpointImpl,
     Wrapper,

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.model.attention.packing import Packing, make_packing
-from spmdrl.model.multimodal_rows import Sight, SliceItems
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
 from spmdrl.model.sampling_rules import SamplingRules
+from spmdrl.model.vision.layout import SliceImages, VisionLayout
 from spmdrl.model_inputs import MultimodalItems
 from spmdrl.world.torch_internals import tree_map
 
@@ -46,8 +46,8 @@ class Slicing:
     """Tokens of the chunks that some layers attend within."""
     device: torch.device | str = "cpu"
     """Of the slice."""
-    sight: Sight | None = None
-    """How the model's tokens show things; None of one that does not see."""
+    vision: VisionLayout | None = None
+    """None for a model without a vision tower."""
 
     @property
     def unit(self) -> int:
@@ -81,7 +81,7 @@ class RowSlice:
     """What one rank computes of a packed row: its slice, or all of it."""
 
     tokens: Tensor  # [t] int64
-    position_ids: Tensor  # [t] int64, or [3, t] of a model that sees, see RowSight
+    position_ids: Tensor  # [t] int64, or [3, t], see RowLayout
     packing: Packing | SlicedPacking
     rows: Tensor  # [t] int64, where in the row they are
     kept: Tensor  # [t / R] int64, the part of `rows` that a tp rank keeps between layers
@@ -96,7 +96,7 @@ class RowSlice:
     everywhere."""
     rules: SamplingRules | None = None
     """How the `targets` were drawn, besides by a temperature; None: not at all."""
-    multimodal: SliceItems | None = None
+    multimodal: SliceImages | None = None
     """What the tokens show; None: nothing, on no rank."""
 
     def join(self, values: Tensor, at: Tensor, *, count: int) -> Tensor:
@@ -149,10 +149,10 @@ def make_slice(
     row = F.pad(tokens, (0, missing))
     rows = torch.arange(len(row))
     if multimodal is not None:
-        assert slicing.sight is not None, "only to a model that sees anything is shown"
-        sight = slicing.sight.row(row, lengths, multimodal)
-        position_ids = sight.position_ids
-        spans = sight.spans
+        assert slicing.vision is not None, "only a vision model's rows have images"
+        layout = slicing.vision.row(row, lengths, multimodal)
+        position_ids = layout.position_ids
+        spans = layout.spans
     whole = make_packing(
         lengths, device, padded=slicing.is_padded, chunk=slicing.chunk, spans=spans
     )
@@ -180,7 +180,7 @@ def make_slice(
         group=slicing.group,
         routes=routes,
         rules=rules(scored[own]),
-        multimodal=None if multimodal is None else sight.of_slice(rows, kept),
+        multimodal=None if multimodal is None else layout.of_slice(rows, kept),
     )
 
 

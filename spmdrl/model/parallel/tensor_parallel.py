@@ -26,7 +26,7 @@ from spmdrl.model.lora.layers import plus_adapter
 from spmdrl.model.parallel import sequence_parallel
 from spmdrl.model.parallel.collectives import Exchange, added, gathered, same, with_gradient
 from spmdrl.model.parallel.tp_plan import PARTIAL, SPLIT_DIMS, tp_styles
-from spmdrl.model.vision_families import vision_parameters
+from spmdrl.model.vision.families import vision_parameters
 from spmdrl.world.torch_internals import put_parameter
 
 log = logging.getLogger(__name__)

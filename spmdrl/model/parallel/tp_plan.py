@@ -15,7 +15,7 @@ from torch import nn
 
 from spmdrl.model.blocks import blocks, is_latent, mixtures
 from spmdrl.model.transformers_internals import tp_plan
-from spmdrl.model.vision_families import vision_modules
+from spmdrl.model.vision.families import vision_modules
 
 PARTIAL = "replicated_with_grad_allreduce"
 """Style of what every rank has whole, for its own heads: gradients are added up."""

@@ -147,7 +147,7 @@ def _answers(
 
     from spmdrl.data.attachments import ImageFiles, row_images
     from spmdrl.data.templates import encode_prompt
-    from spmdrl.model.multimodal import image_inputs
+    from spmdrl.model.vision.noise_images import image_inputs
 
     torch.manual_seed(seed)
     model, tokenizer = _load(folder)

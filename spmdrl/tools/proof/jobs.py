@@ -20,8 +20,8 @@ from spmdrl.config import Config
 from spmdrl.credit import per_token
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
-from spmdrl.model.multimodal import image_inputs, num_text_ids, with_noise_image
 from spmdrl.model.transformers_internals import class_of
+from spmdrl.model.vision.noise_images import image_inputs, num_text_ids, with_noise_image
 from spmdrl.model_inputs import TokenIds, concat_ids
 from spmdrl.roles import make_trainer
 from spmdrl.sync.stream import WeightStream

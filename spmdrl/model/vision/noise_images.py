@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.model.blocks import base_of
-from spmdrl.model.multimodal_rows import features_of
-from spmdrl.model.vision.image_positions import made_picture
-from spmdrl.model.vision_families import has_vision_tower
+from spmdrl.model.vision.families import has_vision_tower
+from spmdrl.model.vision.layout import make_image
+from spmdrl.model.vision.tower import tower_inputs
 from spmdrl.model_inputs import MultimodalItem, MultimodalItems, TokenIds, multimodal_of
 
 _AROUND = 4
@@ -72,7 +72,7 @@ def num_text_ids(hf_model: nn.Module) -> int:
 def _noise(hf_model: nn.Module, generator: torch.Generator, *, key: str) -> MultimodalItem:
     whole = hf_model.get_submodule(base_of(hf_model)[0].rpartition(".")[0])
     draw = partial(torch.randn, generator=generator)
-    return made_picture(key, hf_model.config, whole, cells=(2, 3), draw=draw)
+    return make_image(key, hf_model.config, whole, cells=(2, 3), draw=draw)
 
 
 def image_inputs(
@@ -83,7 +83,7 @@ def image_inputs(
     if multimodal is None or not multimodal.items:
         return {}
     config: Any = hf_model.config
-    given = features_of(multimodal.repeated, device)
+    given = tower_inputs(multimodal.repeated, device)
     kinds = (multimodal.places >= 0).int()[None].to(device)
     if "image_grid_thw" in given:
         return given | {"mm_token_type_ids": kinds}
