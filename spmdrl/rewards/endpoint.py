@@ -1,9 +1,9 @@
-"""Ask a model behind an HTTP endpoint for JSON: deadline, retries, rate limit, cache.
+"""Requests for JSON to an HTTP endpoint, with deadline, retries, rate limit and cache.
 
-One Endpoint belongs to one reward worker, whose threads may ask at once; it keeps their connections
-open, so that requests after the first save the handshakes of TCP and TLS. Throughput is
-rewards.workers times those threads divided by the endpoint's latency, and a rate limit of N
-requests/s lets N times workers times engine replicas through.
+An Endpoint belongs to one reward worker, whose threads may use it at the same time. It keeps their
+connections open, so that only the first request needs the handshakes of TCP and TLS. The throughput
+is rewards.workers times the threads of each, divided by the latency of the endpoint. The rate limit
+holds for each worker of each engine replica.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from spmdrl.rewards.retries import BACKOFF_S, PASSING_STATUSES, backoff_s
 T = TypeVar("T")
 
 _MAX_REPLY_BYTES = 16 << 20
-_MAX_REMEMBERED = 10_000
+_MAX_IN_MEMORY = 10_000  # replies
+# After this an idle connection is closed. vLLM's server, uvicorn, closes it after 5 s, and no
+# request may use a connection that the server is closing.
 _IDLE_S = 2.0
-"""An idle connection is closed after this long: before the 5 s of uvicorn, which vLLM serves by, so
-that no request goes into a connection that its server is just closing."""
 
 
 class EndpointError(RuntimeError):
-    """The endpoint gave no usable reply in time: a failure of the reward, which is no zero."""
+    """The endpoint gave no usable reply in time: the reward failed, and is not 0."""
 
 
 class Endpoint:
@@ -43,16 +43,16 @@ class Endpoint:
 
     Args:
         url: http or https.
-        api_key_env: environment variable that holds the key, sent as `Authorization: Bearer`;
-            empty sends none.
+        api_key_env: environment variable with the key, which is sent as `Authorization: Bearer`;
+            empty for none.
         timeout_s: wall-clock seconds of one request.
         total_s: of all tries and waits for one sample; keep it below rewards.timeout_s.
-        retries: further requests after one that failed in a way that may pass: no connection, a
-            timeout, status 408, 425, 429, 5xx, a reply that cannot be read. Waits double from
+        retries: repeats of a request that failed in a way that may pass: no connection, a timeout,
+            status 408, 425, 429 or 5xx, or a reply that cannot be read. Waits double from
             `backoff_s`, with jitter; `Retry-After` is obeyed.
-        requests_per_s: at most, of this worker; 0 for no limit.
-        cache: "" for none, `memory`, or the path of a SQLite file that all workers and later
-            runs share (on a local disk). Keyed by URL and request.
+        requests_per_s: limit of this worker; 0 for none.
+        cache: "" for none, `memory`, or the path of a SQLite file on a local disk, which all
+            workers and later runs share. The key is the URL and the request.
     Raises: Refusal for arguments.
     """
 
@@ -88,19 +88,19 @@ class Endpoint:
         self._backoff_s = backoff_s
         self._interval_s = 1 / requests_per_s if requests_per_s else 0.0
         self._next = 0.0
-        self._turns = threading.Lock()
-        # What threads ask for, by key; each goes with the last of them.
-        self._asking: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        self._asking_lock = threading.Lock()
+        self._rate_lock = threading.Lock()
+        # {key of a request: its lock}, as long as a thread uses it.
+        self._request_locks: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self._request_locks_lock = threading.Lock()
         self._cache = _Cache(cache)
         self._client = httpx.Client(
             verify=ssl.create_default_context(),  # this machine's authorities, not certifi's
             limits=httpx.Limits(max_connections=None, keepalive_expiry=_IDLE_S),
-            follow_redirects=False,  # one would carry the key to another host
+            follow_redirects=False,  # a redirect would send the key to another host
         )
 
     def headers(self) -> dict[str, str]:
-        """Return those of a request. Raises: Refusal without the key."""
+        """Return the headers of a request. Raises: Refusal if the key is not set."""
         headers = {"Content-Type": "application/json"}
         if self._api_key_env:
             key = os.environ.get(self._api_key_env)
@@ -113,31 +113,34 @@ class Endpoint:
         return headers
 
     def ask(self, body: Mapping[str, Any], *, read: Callable[[Any], T]) -> T:
-        """Send a request and return what `read` makes of the reply.
+        """Send a request and return `read(reply)`.
 
         Args:
             read: takes the decoded JSON; raises ValueError, KeyError, IndexError or TypeError for
-                a reply that is worth asking again for. Only what it can read is cached.
-        Raises: EndpointError when no try gave a reply in time; Refusal without the key.
+                a reply that should be requested again. Only replies that it reads are cached.
+        Raises: EndpointError when no try gave a reply in time; Refusal if the key is not set.
         """
         data = json.dumps(body, sort_keys=True).encode()
         key = hashlib.sha256(self.url.encode() + b"\n" + data).hexdigest()
         end = time.monotonic() + self._total_s
-        with contextlib.ExitStack() as held:
-            if self._cache.is_kept:  # equal requests are asked once
-                with self._asking_lock:
-                    lock = self._asking.setdefault(key, threading.Lock())
-                if not lock.acquire(timeout=max(0.0, end - time.monotonic())):
-                    raise EndpointError(
-                        f"{self.url}: an equal request got no usable reply within "
-                        f"{self._total_s:g} s"
-                    )
-                held.callback(lock.release)
-            if (kept := self._cache.get(key)) is not None:
-                return read(json.loads(kept))
-            return self._asked(data, key, read=read, end=end)
+        if not self._cache.is_used:
+            return self._request(data, key, read=read, end=end)
+        # Equal requests are sent once.
+        with self._request_locks_lock:
+            lock = self._request_locks.setdefault(key, threading.Lock())
+        if not lock.acquire(timeout=max(0.0, end - time.monotonic())):
+            raise EndpointError(
+                f"{self.url}: an equal request got no usable reply within {self._total_s:g} s"
+            )
+        try:
+            cached = self._cache.get(key)
+            if cached is not None:
+                return read(json.loads(cached))
+            return self._request(data, key, read=read, end=end)
+        finally:
+            lock.release()
 
-    def _asked(self, data: bytes, key: str, *, read: Callable[[Any], T], end: float) -> T:
+    def _request(self, data: bytes, key: str, *, read: Callable[[Any], T], end: float) -> T:
         headers = self.headers()
         failure = "no time for a request"
         for attempt in range(self._retries + 1):
@@ -156,7 +159,7 @@ class Endpoint:
                 retry_after = error.response.headers.get("Retry-After")
             except (httpx.RequestError, OSError) as error:
                 reason = f"{type(error).__name__}: {error}"
-                # A try that ended for want of time says less than what came before it.
+                # If the deadline cut this try off, the failure before it says more.
                 is_cut = attempt > 0 and time.monotonic() >= end
                 failure = f"{failure}; then {reason}" if is_cut else reason
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -172,7 +175,7 @@ class Endpoint:
         )
 
     def _wait_for_turn(self, end: float) -> bool:
-        with self._turns:
+        with self._rate_lock:
             now = time.monotonic()
             turn = max(now, self._next)
             if turn >= end:
@@ -184,8 +187,8 @@ class Endpoint:
     def _reply(self, data: bytes, headers: dict[str, str], *, end: float) -> str:
         """Return the reply's text.
 
-        Raises: httpx.HTTPStatusError for a status that is no success; httpx.RequestError,
-            TimeoutError; ValueError for what is no text.
+        Raises: httpx.HTTPStatusError for a status other than success; httpx.RequestError,
+            TimeoutError; ValueError for a reply that is no text or too long.
         """
         timeout_s = max(0.001, end - time.monotonic())
         with self._client.stream(
@@ -215,35 +218,33 @@ def _beginning(reply: httpx.Response) -> str:
 
 
 class _Cache:
-    """Replies by key: nowhere, in memory, or in a file. For several threads."""
+    """Replies by key: nowhere, in memory, or in a file. Thread-safe."""
 
     def __init__(self, place: str):
-        self.is_kept = bool(place)
+        self.is_used = bool(place)
         self._is_bounded = place == "memory"
         self._place = ":memory:" if self._is_bounded else place
         self._file: sqlite3.Connection | None = None
         self._lock = threading.Lock()
 
     def get(self, key: str) -> str | None:
-        if not self.is_kept:
-            return None
         with self._lock:
             found = self._open().execute("SELECT reply FROM replies WHERE key = ?", (key,))
             row = found.fetchone()
         return row[0] if row else None
 
     def put(self, key: str, reply: str) -> None:
-        """Keep a reply under its request's key; where there is no cache, do nothing."""
-        if not self.is_kept:
+        """Store a reply, if there is a cache."""
+        if not self.is_used:
             return
         with self._lock, self._open() as file:
             put = file.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
-            if self._is_bounded:  # rows are numbered in the order of coming
-                oldest = (put.lastrowid or 0) - _MAX_REMEMBERED
+            if self._is_bounded:  # rowid grows with each reply
+                oldest = (put.lastrowid or 0) - _MAX_IN_MEMORY
                 file.execute("DELETE FROM replies WHERE rowid <= ?", (oldest,))
 
     def _open(self) -> sqlite3.Connection:
-        if self._file is None:  # here, so that each process has its own
+        if self._file is None:  # opened here, so that each process has its own connection
             self._file = sqlite3.connect(self._place, timeout=5.0, check_same_thread=False)
             with self._file as file:
                 file.execute(

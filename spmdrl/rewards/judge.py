@@ -1,7 +1,7 @@
-"""Rewards of models that are served elsewhere: an LLM as a judge, of one response or of a group's
-beside each other, and a reward model.
+"""Rewards of models on a server: an LLM that judges one response, or the responses of a group
+together, and a reward model.
 
-All are made in a file of the user's and named from there:
+Make them in a file of your own, and name them from there:
 
     # my_rewards.py
     from spmdrl.rewards.judge import group_judge, judge, reward_server
@@ -11,9 +11,9 @@ All are made in a file of the user's and named from there:
 
     --rewards.functions my_rewards.py:score
 
-What comes back is a reward or an error (`endpoint.EndpointError`), never a silent 0. A response
-can try to talk the judge into a high score: look at samples, and combine with rewards that can be
-checked.
+The result is a reward or an error (`endpoint.EndpointError`), never a silent 0. A response can try
+to talk the judge into a high score: look at samples, and combine this with rewards that are checked
+by code.
 """
 
 from __future__ import annotations
@@ -54,20 +54,21 @@ say about themselves.{rubric}
 
 Think briefly. Then end with one line for each response, `Score I: N`, where I is its number and N \
 is from 0 (useless) to 10 (perfect)."""
-# Possessive: a reply of spaces would else be read once from each of them.
+# Possessive quantifiers: without them, a reply of spaces would be read again from each space.
 _SCORES = r"(?i)score\s++(\d+)\**+\s*+[:=]\s*+\**+\s*+(-?\d+(?:\.\d+)?)"
 _SCORE = r"(?i)score\**+\s*+[:=]\s*+\**+\s*+(-?\d+(?:\.\d+)?)"
 
 
 class ServedReward:
-    """A reward function in TRL's signature that asks an endpoint: for each completion, or, with the
+    """A reward function in TRL's signature that asks an endpoint about each completion or, with the
     scope `group`, once about all completions of a prompt.
 
-    Made by `judge`, `group_judge` and `reward_server`. A worker has `concurrency` calls under way.
+    `judge`, `group_judge` and `reward_server` make it. A worker makes `concurrency` calls at a
+    time.
 
     Args:
-        body: makes the request of a prompt, responses and their row.
-        read: returns the scores in a reply about so many responses, and its text.
+        body: returns the request for a prompt, responses and their row.
+        read: takes a reply and the number of responses; returns their scores and the reply's text.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class ServedReward:
     ):
         self.scope = scope
         self.concurrency = concurrency
-        self._is_of_groups = scope == "group"  # whatever the user sets the attribute to
-        self.prepare = endpoint.headers  # refuses at the start what no request can cure
+        self._is_for_groups = scope == "group"  # also if the user changes the attribute `scope`
+        self.prepare = endpoint.headers  # refuses at the start if the key is not set
         self._endpoint = endpoint
         self._body = body
         self._read = read
@@ -93,29 +94,30 @@ class ServedReward:
         """Return one reward per completion, in order; log_extra gets the replies as `reply`.
 
         Raises: EndpointError; Refusal for completions of several prompts in one group, or a row
-            without what the template wants.
+            without a column that the template needs.
         """
         texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-        together = [[i] for i in range(len(texts))]
-        if self._is_of_groups:
+        requests = [[i] for i in range(len(texts))]
+        if self._is_for_groups:
             if any(prompt != prompts[0] for prompt in prompts):
                 raise Refusal(
                     "a group judge compares the responses to one prompt, and was called with those "
                     "to several; leave its scope at group"
                 )
-            # A judge may favour what stands first: the order is of chance, and the same when
-            # repeated.
-            together = [sorted(range(len(texts)), key=lambda i: _digest(f"{i}\n{texts[i]}"))]
+            # A judge may favour the first response, so the order is random; by a digest, so that
+            # it is the same when the request is repeated.
+            requests = [sorted(range(len(texts)), key=lambda i: _digest(f"{i}\n{texts[i]}"))]
         rewards = [0.0] * len(texts)
         replies = [""] * len(texts)
-        for order in together:
+        for order in requests:
             first = min(order)
             row = {name: own[first] for name, own in columns.items() if isinstance(own, list)}
             body = self._body(prompts[first], [texts[i] for i in order], row)
             count = len(order)
             scores, reply = self._endpoint.ask(body, read=lambda got: self._read(got, count))
             for i, score in zip(order, scores, strict=True):
-                rewards[i], replies[i] = score, reply
+                rewards[i] = score
+                replies[i] = reply
         if log_extra is not None:
             log_extra("reply", replies)
         return rewards
@@ -138,12 +140,12 @@ def judge(
         template: the question; {prompt}, {response} and {reference} (the row's reference answer)
             are filled in. Other braces stand for themselves.
         score_pattern: regular expression whose first group is the score; its last match counts.
-        options: further keys of the request; {temperature: 0, max_tokens: 512} unless told.
+        options: other keys of the request; by default {temperature: 0, max_tokens: 512}.
         others: system, a system message before the question; low and high, the scale (0 and 10):
-            the reward is 0 at `low`, 1 at `high`, and a score outside is unusable; concurrency,
-            requests that one worker has under way at once (32); api_key_env, timeout_s, total_s,
+            the reward is 0 at `low`, 1 at `high`, and a score outside is an error; concurrency,
+            requests that one worker sends at the same time (32); api_key_env, timeout_s, total_s,
             retries, backoff_s, requests_per_s and cache of `Endpoint`. With a cache and
-            temperature 0 one response gets one score.
+            temperature 0 the same response always gets the same score.
     Raises: Refusal for arguments.
     """
     if "{response}" not in template:
@@ -154,7 +156,7 @@ def judge(
 
     def ask(prompt: Any, responses: list[str], row: dict) -> str:
         """Return the question about one response."""
-        return _filled(template, prompt, row, {"response": lambda: responses[0]})
+        return _fill(template, prompt, row, {"response": lambda: responses[0]})
 
     def scores(text: str, count: int) -> list[str]:
         """Return the score in the judge's reply."""
@@ -175,23 +177,23 @@ def group_judge(
     options: Mapping[str, Any] | None = None,
     **others: Any,
 ) -> ServedReward:
-    """Make a reward of the scores that a chat model writes for a group's responses side by side.
+    """Make a reward of the scores that a chat model writes for the responses of a group together.
 
-    One request has all of them, in an order of chance: the model must be able to read them at once.
+    One request holds all of them, in random order, and must fit the model's context.
 
     Args:
-        url, model, others: as of `judge`.
-        template: the question; {prompt}, {responses}, each behind a line with its number, {count},
+        url, model, others: see `judge`.
+        template: the question; {prompt}, {responses}, each after a line with its number, {count},
             {reference} (the row's reference answer) and {rubric} are filled in.
-        rubric: what to judge by, a text or a list; where it is empty, the row's column `rubric`, a
-            text or a list of them, if there is one.
-        options: further keys of the request; {temperature: 0, max_tokens: 2048} unless told.
+        rubric: criteria, a text or a list; if it is empty, the row's column `rubric`, a text or a
+            list, if there is one.
+        options: other keys of the request; by default {temperature: 0, max_tokens: 2048}.
     Raises: Refusal for arguments.
     """
     if "{responses}" not in template:
-        raise Refusal("template: has no {responses}, so it says nothing of what is to be compared")
+        raise Refusal("template: has no {responses}, so the model would see none of them")
     if rubric and "{rubric}" not in template:
-        raise Refusal("template: has no {rubric}, and a rubric is given; write where it goes")
+        raise Refusal("template: has no {rubric}, and there is a rubric; write where it goes")
 
     def ask(prompt: Any, responses: list[str], row: dict) -> str:
         """Return the question about all responses to a prompt."""
@@ -200,7 +202,7 @@ def group_judge(
             "count": lambda: str(len(responses)),
             "rubric": lambda: _criteria(rubric or row.get("rubric") or ()),
         }
-        return _filled(template, prompt, row, places)
+        return _fill(template, prompt, row, places)
 
     def scores(text: str, count: int) -> list[str]:
         """Return the score of each response in the judge's reply."""
@@ -227,20 +229,21 @@ def _of_chat(
     concurrency: int = 32,
     **endpoint: Any,
 ) -> ServedReward:
-    """Make a reward of what a chat model writes.
+    """Make a reward of the scores that a chat model writes.
 
     Args:
-        ask: returns the question. scores: finds the scores in a reply about so many responses.
+        ask: returns the question.
+        scores: takes a reply and the number of responses; returns their scores.
     """
     if not low < high:
         raise Refusal(f"low, high: expected low below high, got {low} and {high}")
-    first = [{"role": "system", "content": system}] if system else []
-    rest = {"model": model, "temperature": 0} | dict(options)
+    opening = [{"role": "system", "content": system}] if system else []
+    request = {"model": model, "temperature": 0} | dict(options)
 
     def body(prompt: Any, responses: list[str], row: dict) -> dict:
         """Return the request."""
         question = {"role": "user", "content": ask(prompt, responses, row)}
-        return rest | {"messages": [*first, question]}
+        return request | {"messages": [*opening, question]}
 
     def read(reply: Any, count: int) -> tuple[list[float], str]:
         """Return the scores, 0 at `low` and 1 at `high`, and the reply's text."""
@@ -259,7 +262,7 @@ def _digest(text: str) -> str:
 
 
 def _numbered(responses: Sequence[str]) -> str:
-    """Return responses behind lines that none of them can have written itself."""
+    """Return responses, each after a line that no response can have written itself."""
     mark = _digest("\n".join(responses))[:8]
     parts = [f"=== response {i} ({mark}) ===\n{text}" for i, text in enumerate(responses, start=1)]
     return "\n\n".join([*parts, f"=== end of the responses ({mark}) ==="])
@@ -270,8 +273,8 @@ def _criteria(rubric: str | Sequence[str]) -> str:
     return "\n\nJudge by this:\n" + "\n".join(f"- {line}" for line in lines) if lines else ""
 
 
-def _filled(template: str, prompt: Any, row: dict, places: Mapping[str, Callable[[], str]]) -> str:
-    """Fill the places {name} of a template in one pass: a response may hold {reference}."""
+def _fill(template: str, prompt: Any, row: dict, places: Mapping[str, Callable[[], str]]) -> str:
+    """Fill the places {name} of a template, in one pass because a response may hold {reference}."""
     known = {"prompt": lambda: _as_text(prompt), "reference": lambda: str(ground_truth_of(row))}
     known |= places
     names = re.compile(r"\{(" + "|".join(known) + r")\}")
@@ -295,29 +298,29 @@ def reward_server(
         model: its name there.
         kind: `classify`, a model of a conversation with one output or several classes (POST
             /classify), or `score`, a cross-encoder of prompt and response (POST /score).
-        class_index: which class's probability is the reward, where there are several.
-        options: further keys of the request, such as {use_activation: false} for the logit
+        class_index: the class whose probability is the reward, if there are several.
+        options: other keys of the request, such as {use_activation: false} for the logit
             instead of its sigmoid.
-        concurrency, endpoint: as of `judge`.
+        concurrency, endpoint: see `judge`.
     Raises: Refusal for arguments.
     """
     if kind not in ("classify", "score"):
         raise Refusal(f"kind: expected classify or score, got {kind!r}")
-    rest = {"model": model} | dict(options or {})
+    request = {"model": model} | dict(options or {})
 
     def body(prompt: Any, responses: list[str], row: dict) -> dict:
         """Return the request about one response."""
         (response,) = responses
         if kind == "score":
-            return rest | {"text_1": _as_text(prompt), "text_2": response}
+            return request | {"text_1": _as_text(prompt), "text_2": response}
         if isinstance(prompt, str):
-            return rest | {"input": prompt + response}
-        return rest | {"messages": [*prompt, {"role": "assistant", "content": response}]}
+            return request | {"input": prompt + response}
+        return request | {"messages": [*prompt, {"role": "assistant", "content": response}]}
 
     def read(reply: Any, count: int) -> tuple[list[float], str]:
         """Return the model's score."""
-        found = reply["data"][0]
-        value = found["score"] if kind == "score" else _of_class(found["probs"], class_index)
+        data = reply["data"][0]
+        value = data["score"] if kind == "score" else _of_class(data["probs"], class_index)
         if (number := as_finite(value)) is None:
             raise Refusal(f"{value!r:.100} is no finite number")
         return [number], ""
@@ -328,7 +331,7 @@ def reward_server(
 
 def _of_class(values: Sequence[float], index: int | None) -> float:
     if index is None and len(values) > 1:
-        raise Refusal(f"the model has {len(values)} classes; say which by class_index")
+        raise Refusal(f"the model has {len(values)} classes; choose one by class_index")
     return values[index or 0]
 
 

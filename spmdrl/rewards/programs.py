@@ -1,4 +1,4 @@
-"""The grader of programs: tests passed by the code in a response, run in the sandbox."""
+"""The grader `code`: runs the program in a response against tests, in the sandbox."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHAPES = """\
   a program                                            that raises when a test fails; with
                                                        extra_info.entry_point it has check(f)
 all but the program also as JSON"""
-# The response's code cannot be kept from reading the mark, only from passing by leaving early.
+# The response's code can read the mark. The mark only prevents that it passes by exiting early.
 _ASSERTING = """\
 import os, sys
 mark, names = sys.stdin.read(), {"__name__": "solution"}
@@ -51,9 +51,9 @@ class Case:
 
     kind: Literal["stdin", "call", "assert"]
     given: Any
-    """Standard input; arguments; the program that tests."""
+    """Standard input, arguments, or the program that tests."""
     expected: Any = None
-    """Standard output; the function's result."""
+    """Standard output, or the function's result."""
     name: str = ""
     """Of the function."""
 
@@ -75,24 +75,24 @@ def code(
     """Run the last ``` block of a response (without one: all of it) against the reference's tests.
 
     Each test is a program of its own in the sandbox, see `spmdrl.sandbox`. Output is compared
-    outside of it: equal lines, apart from space at their ends, or equal numbers in them. Of
-    assertions only the sandbox's process knows whether they held, and code that is out to cheat
-    can say so falsely; prefer input and output.
+    outside of it: lines must be equal, apart from space at their ends, or hold equal numbers.
+    Assertions run inside the process of the response's code, which can pretend that they hold;
+    prefer tests of input and output.
 
     Args:
         ground_truth: the tests, in a shape of APPS, PRIME, LiveCodeBench, MBPP or HumanEval.
         score: `all` gives 1 if every test passes (and stops at the first that does not),
             `fraction` the share that passes.
-        timeout_s: wall-clock seconds of one test; one that takes longer has failed.
-        total_s: of all tests; those without time left have failed. Keep it below
-            rewards.timeout_s, which is a failure of the reward.
+        timeout_s: wall-clock seconds of one test; a test that takes longer has failed.
+        total_s: of all tests; tests after that have failed. Keep it below rewards.timeout_s, at
+            which the reward itself fails.
         memory_mb: address space of each process, MiB.
         packages: folders that programs may import from.
         needs_fence: a response without a ``` block gets 0.
-        allow_unprotected: run without isolation where the system permits none.
-    Returns: score; `timed_out`, 1 if a test ran out of time; `why`, of the first that failed.
+        allow_unprotected: run without isolation if the system permits none.
+    Returns: score; `timed_out`, 1 if a test ran out of time; `why` the first failed test failed.
     Raises: Refusal for tests of unknown shape; NotProtected or LaunchError when the sandbox
-        cannot run: a failure of the reward, which is no zero.
+        cannot run, so that the reward fails and is not 0.
     """
     if score not in ("all", "fraction"):
         raise Refusal(f"score: expected all or fraction, got {score!r}")
@@ -112,10 +112,12 @@ def code(
         failure = "timeout"
         if left > 0:
             failure = _failure(program, case, timeout_s=left, **options)
-        passed += not failure
+        if not failure:
+            passed += 1
+            continue
         timed_out |= failure == "timeout"
-        why = why or (f"test {number}: {failure}" if failure else "")
-        if failure and (score == "all" or left <= 0):
+        why = why or f"test {number}: {failure}"
+        if score == "all" or left <= 0:
             break
     value = float(passed == len(cases)) if score == "all" else passed / len(cases)
     return {"score": value, "timed_out": float(timed_out), "why": why}
@@ -149,10 +151,10 @@ def _failure(program: str, case: Case, **options: Any) -> str:
     result, problem = parsed_json(got.stdout.rpartition(mark)[2])
     if problem:
         return "no result"
-    # Some sets wrap each result into a list.
-    wrapped = isinstance(case.expected, list) and len(case.expected) == 1
-    right = _same(result, case.expected) or (wrapped and _same(result, case.expected[0]))
-    return "" if right else "wrong result"
+    # Some data sets wrap each result into a list.
+    is_wrapped = isinstance(case.expected, list) and len(case.expected) == 1
+    is_right = _same(result, case.expected) or (is_wrapped and _same(result, case.expected[0]))
+    return "" if is_right else "wrong result"
 
 
 def _status(got: Any) -> str:
@@ -165,24 +167,30 @@ def _same(result: Any, expected: Any) -> bool:
     kinds = {type(result), type(expected)}
     if float not in kinds or not kinds <= {int, float}:
         return result == expected  # integers exactly
-    with contextlib.suppress(OverflowError):  # of an integer above all floats
+    with contextlib.suppress(OverflowError):  # an integer above all floats
         return math.isclose(result, expected, rel_tol=1e-9)
     return False
 
 
 def _same_output(given: str, expected: str) -> bool:
-    ours, theirs = (
-        [line.strip() for line in text.strip().splitlines()] for text in (given, expected)
-    )
-    return len(ours) == len(theirs) and all(
-        a == b or _numbers(a) == _numbers(b) is not None for a, b in zip(ours, theirs)
-    )
+    lines = given.strip().splitlines()
+    expected_lines = expected.strip().splitlines()
+    if len(lines) != len(expected_lines):
+        return False
+    return all(_same_line(a.strip(), b.strip()) for a, b in zip(lines, expected_lines))
+
+
+def _same_line(a: str, b: str) -> bool:
+    if a == b:
+        return True
+    numbers = _numbers(a)
+    return numbers is not None and numbers == _numbers(b)
 
 
 def _numbers(line: str) -> list[Decimal] | None:
     with contextlib.suppress(InvalidOperation):
         numbers = [Decimal(word) for word in line.split()]
-        if not any(number.is_nan() for number in numbers):  # which some cannot be compared to
+        if not any(number.is_nan() for number in numbers):  # comparing a signalling NaN raises
             return numbers
     return None
 
@@ -194,12 +202,12 @@ def read_cases(ground_truth: Any, *, entry_point: str | None = None) -> list[Cas
     """Return the tests of a reference.
 
     Args:
-        entry_point: for HumanEval: the function that the program's `check` gets.
-    Raises: Refusal showing the known shapes for any other, and for none at all.
+        entry_point: the function for `check` of a HumanEval program.
+    Raises: Refusal showing the known shapes for any other shape, and for no tests.
     """
     kinds = (TypeError, AttributeError, KeyError, ValueError)
     what = f"the tests {ground_truth!r:.80} cannot be read"
-    with refusing(what, *kinds, passes_refusals=True):  # what stands within a known shape
+    with refusing(what, *kinds, passes_refusals=True):  # a known shape may hold wrong values
         cases = _known_cases(_from_json(ground_truth), entry_point)
     if not cases:
         raise Refusal(
@@ -256,5 +264,5 @@ def _pair(given: Any, expected: Any, name: str) -> Case:
     if isinstance(given, str):  # LiveCodeBench: one argument in JSON on each line
         given = [json.loads(line) for line in given.splitlines()]
         expected = json.loads(expected)
-    # As it comes back: keys are texts, tuples lists.
+    # As JSON returns them from the program: keys are texts, and tuples are lists.
     return Case("call", json.loads(json.dumps(given)), json.loads(json.dumps(expected)), name)
