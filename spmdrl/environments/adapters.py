@@ -1,4 +1,5 @@
-"""Environments of other makes behind this protocol: graded tasks, and gym-like ones."""
+"""Adapters to the environment protocol: generated tasks, and environments like those of
+gymnasium."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ class TaskEnvironment:
     """A generated task as an environment of one turn: the prompt, and the task's own grader.
 
     Args:
-        task: `task:NAME` or `reasoning_gym:NAME`, as in data.train; the rows must be its.
+        task: `task:NAME` or `reasoning_gym:NAME`, as in data.train, which must make the rows.
         **options: of the task, as in data.task_options.
     """
 
@@ -54,20 +55,20 @@ def _task(spec: str, options: str) -> Task:
 
 
 class GymEnvironment:
-    """An environment in the manner of gymnasium, whose observations and actions become text.
+    """An environment like those of gymnasium. Its observations become text, and text its actions.
 
     It must have `reset(seed=...) -> (observation, info)` and `step(action) -> (observation,
-    reward, terminated, truncated, info)`, and pickle, as most without a window do. The samples
-    of a group start from one seed: the row's `seed`, or one drawn from its prompt. Numbers in the
-    last `info` become metrics.
+    reward, terminated, truncated, info)`, and must pickle, as most without a window do. The samples
+    of a group have one seed: the row's `seed`, or one made from its prompt. Numbers in the last
+    `info` become metrics.
 
     Args:
         env: `module:Class` or `path/file.py:Class`, or a function that makes it, for instance
             `gymnasium:make` with env_options {id: FrozenLake-v1}.
         env_options: its keyword options.
-        action: how a response becomes an action: `text`, `int` or `float` (the last one in the
-            response), or `module:function` of the text. A response without one is answered by
-            an error text and costs a turn.
+        action: how a response becomes an action: `text`, `int` or `float` (the last number in the
+            response), or `module:function` of the text. A response without an action gets an error
+            text and costs a turn.
         show: `module:function` that turns an observation into text; str() by default.
         max_turns: responses per episode.
     """
@@ -106,7 +107,7 @@ class GymEnvironment:
         return [*messages, {"role": "user", "content": shown}]
 
     def step(self, response: Response) -> Turn:
-        """Act, and show what came of it."""
+        """Take the action in a response, and show the observation."""
         self.turns += 1
         is_last = self.turns >= self.max_turns or response.is_truncated
         try:
@@ -115,32 +116,27 @@ class GymEnvironment:
             return self._turn(str(error), reward=0.0, is_done=is_last, info={"bad_actions": 1.0})
         observation, reward, terminated, truncated, info = ran(self.env.step(action))
         is_done = bool(terminated or truncated) or is_last
-        numbers = {
-            name: float(value)
-            for name, value in info.items()
-            if isinstance(value, (bool, int, float))
-        }
-        return self._turn(
-            _shower(self._show)(observation),
-            reward=float(reward),
-            is_done=is_done,
-            info=numbers if is_done else {},
-        )
+        metrics = {}
+        if is_done:
+            kinds = (bool, int, float)
+            metrics = {name: float(v) for name, v in info.items() if isinstance(v, kinds)}
+        shown = _shower(self._show)(observation)
+        return self._turn(shown, reward=float(reward), is_done=is_done, info=metrics)
 
     def save(self) -> dict[str, Any]:
-        """Return the state as plain data. Raises: NotPlain where the gym has other things."""
+        """Return the state as plain data. Raises: NotPlain if the gym holds other data."""
         return {"turns": self.turns, "env": text_of(self.env)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from what `save` returned."""
-        made = self.env
+        """Continue from a state that `save` returned."""
+        env = self.env
         self.turns = saved["turns"]
-        self.env = environment_of(saved["env"], type(made), lambda: made)
+        self.env = environment_of(saved["env"], type(env), lambda: env)
 
     def _turn(self, text: str, *, reward: float, is_done: bool, info: dict[str, float]) -> Turn:
-        messages = [] if is_done else [{"role": "user", "content": text}]
-        ended = {"turns": float(self.turns)} if is_done else {}
-        return Turn(messages=messages, is_done=is_done, reward=reward, info=info | ended)
+        if is_done:
+            return Turn(is_done=True, reward=reward, info=info | {"turns": float(self.turns)})
+        return Turn(messages=[{"role": "user", "content": text}], reward=reward, info=info)
 
 
 def _reader(name: str) -> Callable[[str], Any]:

@@ -1,4 +1,4 @@
-"""A calculator for the policy: arithmetic and nothing else, bounded in time and size."""
+"""The tool `calculator`: arithmetic, bounded in time and size."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def calculator(expression: str) -> str:
             sqrt, abs, round, exp, log, log10, sin, cos, tan, min, max, floor and ceil.
     """
     text = expression.strip()
-    if len(text) > _MAX_CHARS:  # first: what follows looks ahead from each comma
+    if len(text) > _MAX_CHARS:  # before the expression below, which looks ahead from each comma
         raise ValueError(f"the expression has {len(text)} characters, above {_MAX_CHARS}")
     text = _THOUSANDS.sub("", text.translate(_SYMBOLS))
     try:
-        with warnings.catch_warnings(action="ignore"):  # of `1if`, say; it is refused below
+        with warnings.catch_warnings(action="ignore"):  # about `1if`, say, which is refused below
             tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ValueError("this is not an arithmetic expression") from None
@@ -78,7 +78,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    # Refused before it is computed: 9**9**9 has 370 million digits.
+    # Checked before it is computed: 9**9**9 has 370 million digits.
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
         if base.bit_length() * exponent > 2 * _MAX_BITS:
             raise ValueError(f"the result is above 2**{_MAX_BITS}")

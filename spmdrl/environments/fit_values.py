@@ -1,26 +1,30 @@
-"""Which values of JSON can go on: to a worker, into a chat template and a tokenizer."""
+"""Which values of JSON can be sent to a worker, a chat template and a tokenizer."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_DEEPEST = 64  # pickling and templates recurse, from wherever they are called
+_MAX_DEPTH = 64  # pickling and templates recurse, and may be called from a deep stack
 
 
-def unfit(value: Any, *, left: int = _DEEPEST) -> str:
-    """Return why a value of JSON cannot go on: nested too deep, or half of a character, which no
-    tokenizer takes; empty where it can.
+def unfit(value: Any, *, left: int = _MAX_DEPTH) -> str:
+    """Return why a value of JSON cannot be sent: it is nested too deep, or holds half of a
+    character, which no tokenizer takes. Empty if it can.
 
     Args:
-        left: how deep lists and mappings may stand in each other.
+        left: how deep lists and mappings may be nested.
     """
     if isinstance(value, str):
-        halves = (c for c in value if "\ud800" <= c <= "\udfff")
-        half = "" if value.isascii() else next(halves, "")
-        return f"{half!r} is half of a character" if half else ""
+        for character in () if value.isascii() else value:
+            if "\ud800" <= character <= "\udfff":
+                return f"{character!r} is half of a character"
+        return ""
     if not isinstance(value, (list, dict)):
         return ""
     if not left:
-        return f"lists and mappings stand more than {_DEEPEST} deep in each other"
+        return f"lists and mappings are nested more than {_MAX_DEPTH} deep"
     parts = value if isinstance(value, list) else [*value, *value.values()]
-    return next(filter(None, (unfit(part, left=left - 1) for part in parts)), "")
+    for part in parts:
+        if reason := unfit(part, left=left - 1):
+            return reason
+    return ""

@@ -12,17 +12,17 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 class GuessNumber:
-    """The policy guesses a number and is told whether the secret is higher or lower.
+    """The policy guesses a number and learns whether the secret is higher or lower.
 
-    The last whole number of a response is the guess. The reward is 1 for the first guess being
-    right, `turn_cost` less for each further turn, and 0 for none being right.
+    The last whole number of a response is the guess. The reward is 1 if the first guess is right,
+    `turn_cost` less for each later turn, and 0 if no guess is right.
 
-    The rows: `task:guess_number` makes them. Any other row with a prompt does: `answer` is the
-    secret if it is there, else the secret is drawn from the prompt, so that all samples of a
-    group look for the same number.
+    `task:guess_number` makes rows for it. Any other row with a prompt will do: its `answer` is the
+    secret. Without an answer the secret is drawn from the prompt, so that all samples of a group
+    look for the same number.
 
     Args:
-        low: smallest secret. high: largest secret. For rows without an answer.
+        low, high: smallest and largest secret of rows without an answer.
         max_turns: guesses per episode.
         turn_cost: of each turn after the first; at most 1 / max_turns.
     """
@@ -44,7 +44,7 @@ class GuessNumber:
         self.turn_cost = turn_cost
         self.secret = low
         self.turns = 0
-        self.known = (low, high)  # bounds that the answers have told
+        self.known = (low, high)  # bounds that follow from the answers
 
     def reset(self, row: dict) -> list[Message]:
         """Choose the secret and open with the row's prompt."""
@@ -75,7 +75,7 @@ class GuessNumber:
         return Turn(messages=[{"role": "user", "content": answer}])
 
     def state(self) -> str:
-        """Name what the player can know: turns played, and the numbers that are left."""
+        """Return what the player can know: the turns played, and the numbers that are left."""
         return f"{self.turns} {self.known}"
 
     def _end(self, *, reward: float, solved: float) -> Turn:

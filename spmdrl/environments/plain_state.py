@@ -1,5 +1,4 @@
-"""An environment's state as plain data, which can be loaded without running anything of the file
-that it comes from."""
+"""An environment's state as plain data. Loading it runs no code from the file that holds it."""
 
 from __future__ import annotations
 
@@ -11,23 +10,23 @@ from typing import Any
 
 PLAIN = b"J"
 PICKLED = b"P"
-"""First byte of an environment that travels: JSON of `text_of`, or a pickle."""
+"""First byte of a packed environment: JSON of `text_of`, or a pickle."""
 _SCALARS = (type(None), bool, str)
 
 
 class NotPlain(Exception):
-    """Something of an environment is no plain data; the message names it."""
+    """A part of an environment is no plain data; the message names it."""
 
 
 def text_of(environment: Any) -> str:
-    """Return the state of an environment as JSON: what its `save()` returns, or else all its
-    attributes, if they are plain data.
+    """Return the state of an environment as JSON: the result of its `save()` if it has one, else
+    all its attributes.
 
-    Plain are None, bool, int, float, str, bytes, lists, tuples, dicts and sets of such, generators
-    of `random.Random`, and objects of plain attributes whose class stands in the environment's own
-    module. What is changed in place may stand in one place only: it would come back as two.
+    Plain data are None, bool, int, float, str, bytes, lists, tuples, dicts and sets of such,
+    generators of `random.Random`, and objects of plain attributes whose class is in the
+    environment's module. A mutable object may be in one place only: it would be restored as two.
 
-    Raises: NotPlain naming what is none.
+    Raises: NotPlain naming the part that is no plain data.
     """
     writer = _Writer(type(environment).__module__)
     name = type(environment).__name__
@@ -40,9 +39,10 @@ def environment_of(text: str, kind: type, make: Callable[[], Any]) -> Any:
     """Return an environment with the state that `text_of` wrote.
 
     Args:
-        kind: its class. make: constructs one, for `restore`; else no constructor is called.
-    Raises: NotPlain, or what `restore` raises, when the text was written by another kind of
-        environment or another version.
+        kind: its class.
+        make: constructs one whose `restore` is then called; without `restore`, no constructor is.
+    Raises: NotPlain, or an error of `restore`, if another kind or version of environment wrote
+        the text.
     """
     form, state = json.loads(text)
     if (form == "saved") != has_own_form(kind):
@@ -56,12 +56,12 @@ def environment_of(text: str, kind: type, make: Callable[[], Any]) -> Any:
 
 
 def has_own_form(environment: Any) -> bool:
-    """Return whether an environment, or its class, says its state, by `save` and `restore`."""
+    """Return whether an environment, or its class, has `save` and `restore`."""
     return all(callable(getattr(environment, name, None)) for name in ("save", "restore"))
 
 
 class _Writer:
-    """Writes values as JSON: scalars as they are, others as lists that begin with their kind."""
+    """Writes values as JSON: scalars unchanged, others as lists that begin with their kind."""
 
     def __init__(self, module: str):
         self._module = module
@@ -72,17 +72,17 @@ class _Writer:
         kind = type(value)
         if kind in _SCALARS:
             return value
-        if kind is int:  # JSON's own digits have a limit
+        if kind is int:  # Python reads decimal integers of a limited number of digits
             return value if value.bit_length() < 1000 else ["int", hex(value)]
         if kind in (float, bytes):
             return [kind.__name__, value.hex()]
         if id(value) in self._seen:
-            raise NotPlain(f"{place} stands in another place too")
+            raise NotPlain(f"{place} is in another place too")
         if kind not in (tuple, frozenset):
             self._seen[id(value)] = value
         if kind in (list, tuple, set, frozenset):
-            own = [self.write(inner, f"{place}[{i}]") for i, inner in enumerate(value)]
-            return [kind.__name__, own]
+            items = [self.write(item, f"{place}[{i}]") for i, item in enumerate(value)]
+            return [kind.__name__, items]
         if kind is dict:
             pairs = [
                 [self.write(k, f"a key of {place}"), self.write(v, f"{place}[{k!r}]")]
@@ -108,7 +108,7 @@ class _Reader:
         self._module = module
 
     def read(self, value: Any) -> Any:
-        """Return a value. Raises: NotPlain for what no _Writer wrote."""
+        """Return a value. Raises: NotPlain for JSON that no _Writer wrote."""
         if type(value) in (*_SCALARS, int):
             return value
         match value:
@@ -118,21 +118,21 @@ class _Reader:
                 return float.fromhex(text)
             case ["bytes", str(text)]:
                 return bytes.fromhex(text)
-            case ["list" | "tuple" | "set" | "frozenset" as kind, list(own)]:
+            case ["list" | "tuple" | "set" | "frozenset" as kind, list(items)]:
                 kinds = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-                return kinds[kind](map(self.read, own))
+                return kinds[kind](map(self.read, items))
             case ["dict", list(pairs)]:
                 return {self.read(k): self.read(v) for k, v in pairs}
             case ["random", state]:
-                made = random.Random()
-                made.setstate(self.read(state))
-                return made
+                generator = random.Random()
+                generator.setstate(self.read(state))
+                return generator
             case ["object", str(name), dict(attributes)]:
                 return self.filled(self._class(name), attributes)
         raise NotPlain(f"it holds {value!r:.100}, which is no plain data")
 
     def filled(self, kind: type, attributes: dict[str, Any]) -> Any:
-        """Return an object of a class with these attributes, as unpickling makes one."""
+        """Return an object of a class with these attributes, made as unpickling makes one."""
         if not isinstance(attributes, dict):
             raise NotPlain(f"the attributes of {kind.__name__} are {attributes!r:.100}")
         made: Any = object.__new__(kind)
@@ -150,7 +150,7 @@ class _Reader:
 
 
 def is_simple(kind: type) -> bool:
-    """Return whether an object of a class is its attributes and nothing more."""
+    """Return whether the attributes of an object of a class are all of its state."""
     return (
         kind.__new__ is object.__new__
         and kind.__reduce_ex__ is object.__reduce_ex__

@@ -10,14 +10,13 @@ _MAX_ERROR_CHARS = 800
 
 
 class Python:
-    """Runs programs that the policy wrote; each starts afresh. See `sandbox` for what holds them.
+    """Runs programs of the policy in the sandbox, each in a new process; see `sandbox`.
 
     Args:
-        timeout_s: wall-clock seconds of a program; keep a turn's programs together below
+        timeout_s: wall-clock seconds of a program; keep all programs of a turn together below
             rewards.timeout_s, which ends the episode.
         memory_mb: of each process, MiB.
-        allow_unprotected: run although this machine cannot shut programs off from files and
-            network.
+        allow_unprotected: run although this machine cannot keep programs from files and network.
     """
 
     name = "python"
@@ -25,16 +24,13 @@ class Python:
     def __init__(
         self, *, timeout_s: float = 5.0, memory_mb: int = 512, allow_unprotected: bool = False
     ):
-        Limits(timeout_s, memory_mb)  # refused now, if out of range
+        Limits(timeout_s, memory_mb)  # raises Refusal if out of range
         self.timeout_s = timeout_s
         self.memory_mb = memory_mb
         self.allow_unprotected = allow_unprotected
 
     def prepare(self) -> None:
-        """Find out what protects this machine.
-
-        Raises: Refusal when that is not enough.
-        """
+        """Raise Refusal if this machine does not protect enough."""
         with refusing("the tool python", NotProtected):
             check_protection(allow_unprotected=self.allow_unprotected)
 
@@ -51,12 +47,12 @@ class Python:
             memory_mb=self.memory_mb,
             allow_unprotected=self.allow_unprotected,
         )
-        said = {
+        ending = {
             "ok": "",
             "error": result.stderr[-_MAX_ERROR_CHARS:],
             "timeout": f"[stopped after {self.timeout_s:g} s]",
             "output": "[stopped: too much output]",
             "signal": f"[ended by signal {-result.exit_code}]",
         }[result.status]
-        shown = "\n".join(part.rstrip("\n") for part in (result.stdout, said) if part)
+        shown = "\n".join(part.rstrip("\n") for part in (result.stdout, ending) if part)
         return shown or "[no output]"

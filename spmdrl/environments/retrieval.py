@@ -1,4 +1,4 @@
-"""Search in a local corpus: BM25 over a JSONL file."""
+"""The tool `search`: BM25 over a JSONL file."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Index:
         self._penalty = [_K1 * (1 - _B + _B * length / mean) for length in lengths]
 
     def search(self, query: str, *, count: int) -> list[tuple[int, float]]:
-        """Return up to `count` (document, score) pairs, best first; equal ones in order."""
+        """Return up to `count` (document, score) pairs, best first; ties in order of documents."""
         scores: dict[int, float] = defaultdict(float)
         total = len(self._penalty)
         for word in sorted(set(_words(query)) & self._documents.keys()):
@@ -61,11 +61,11 @@ def _words(text: str) -> list[str]:
 
 
 class Search:
-    """The tool `search`: returns the passages of a corpus that match a query best.
+    """Returns the passages of a corpus that match a query best.
 
     Args:
-        corpus: a JSONL file whose rows have `text`, and `title` if they like. Every worker
-            process holds it in memory.
+        corpus: a JSONL file whose rows have `text`, and may have `title`. Every worker process
+            holds it in memory.
         results: passages per query.
         max_chars: longest passage shown.
     """

@@ -1,8 +1,8 @@
-"""Read the tool calls out of what the policy sampled. Runs on the engine's leader.
+"""Reads tool calls in the policy's responses, on the engine's leader.
 
-The formats of Hermes and Qwen, and of Llama 3, are read here: vLLM's parsers for them take a
-malformed call for plain text and log a traceback for each, and a policy that is still learning
-writes many. All other formats are vLLM's own parsers, by name.
+The formats of Hermes and Qwen, and of Llama 3, have parsers here: vLLM's parsers treat a malformed
+call as plain text and log a traceback for each, and a policy in training writes many. For all other
+formats vLLM's own parsers are used, by name.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, nearest, parsed_json, refusing
 
 Parser = Callable[[str], tuple[ToolCall, ...]]
-"""From a response's text, special tokens included but for the one that ended it."""
+"""From a response's text, with its special tokens except the one that ended it."""
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _OBJECT = re.compile(r'\{\s*+"')
-_READINGS = 16
-"""How often a response may be read over in search of calls: one of nested beginnings without an
-end could be read as often as it has braces, while the whole engine waits."""
-_COUNTED_AT_ONCE = 256  # characters that an error counts lines in, while one is parsed
+# A response may be read this often in search of calls. One with nested beginnings and no end would
+# be read as often as it has braces, and the whole engine waits.
+_MAX_READINGS = 16
+_COUNTED_AT_ONCE = 256  # characters in which an error counts lines while one is parsed
 _PYTHON_TAG = "<|python_tag|>"
 _VLLM = "vllm:"
 
@@ -37,11 +37,11 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
 
     Args:
         name: `hermes` (also Qwen 2.5 and 3), `llama3`, `vllm:NAME` for one of vLLM's own, or
-            `auto`: the one whose markers stand in the chat template.
-    Raises: Refusal for an unknown name, or when `auto` recognises nothing.
+            `auto`: the format whose markers are in the chat template.
+    Raises: Refusal for an unknown name, or if `auto` finds no known markers.
     """
     if name == "auto":
-        name = _recognised(tokenizer)
+        name = _format_of_template(tokenizer)
     if name.startswith(_VLLM):
         return vllm_parser(name.removeprefix(_VLLM), tokenizer)
     if name not in _PARSERS:
@@ -52,7 +52,7 @@ def make_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
     return _PARSERS[name]
 
 
-def _recognised(tokenizer: PreTrainedTokenizerBase) -> str:
+def _format_of_template(tokenizer: PreTrainedTokenizerBase) -> str:
     template = str(tokenizer.chat_template or "")
     # Qwen3-Coder writes XML between the same tags.
     if "<tool_call>" in template and "<function=" not in template:
@@ -68,7 +68,7 @@ def _recognised(tokenizer: PreTrainedTokenizerBase) -> str:
 def hermes(text: str) -> tuple[ToolCall, ...]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them.
 
-    What stands outside the tags is no call. The last call may lack its closing tag.
+    Text outside the tags is no call. The last call may lack its closing tag.
     """
     if "<tool_call>" not in text:
         return ()
@@ -78,18 +78,18 @@ def hermes(text: str) -> tuple[ToolCall, ...]:
 def llama3(text: str) -> tuple[ToolCall, ...]:
     """Read `{"name": ..., "parameters": {...}}`, several separated by `;`, a python tag before.
 
-    JSON objects with a name and arguments are calls wherever they stand. A response that begins
-    like a call and holds none is a malformed one.
+    A JSON object with a name and arguments is a call wherever it is. A response that begins like a
+    call and holds none is a malformed call.
     """
     calls = []
     at = 0
     decoder = json.JSONDecoder()
-    left = _READINGS * len(text)  # a try reads to where it fails, and many can fail far off
+    left = _MAX_READINGS * len(text)  # characters that tries may still read before they fail
     while (found := _OBJECT.search(text, at)) and left > 0:
         at = found.start()
         try:
             value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as error:  # also of integers of many digits
+        except (ValueError, RecursionError) as error:  # ValueError: an integer of many digits
             end = error.pos if isinstance(error, json.JSONDecodeError) else len(text)
             left -= end - at + len(text) // _COUNTED_AT_ONCE
             at += 1
@@ -108,7 +108,7 @@ def _call_of_json(text: str) -> ToolCall:
 
 
 def call_of(value: Any) -> ToolCall:
-    """Return the call that a decoded object is, or a call that says why it is none."""
+    """Return the call in a decoded object, or a call with the reason why it is none."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", {}, error='expected a JSON object with "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -134,9 +134,9 @@ _PARSERS: dict[str, Parser] = {"hermes": hermes, "llama3": llama3}
 def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
     """Return one of vLLM's parsers as a function of a response's text.
 
-    They take a call that they cannot read for plain text, so malformed calls are not told from
-    answers. They are found and called as vLLM documents for plugins (ToolParserManager; 0.32 and
-    0.33), and need no engine. Importing them takes seconds: for engine ranks.
+    They treat a malformed call as plain text, so that it looks like an answer. They are called as
+    vLLM documents for plugins (ToolParserManager; 0.32 and 0.33) and need no engine. Importing them
+    takes seconds, so only engine ranks do.
 
     Args:
         name: as in `vllm serve --tool-call-parser`.
@@ -153,7 +153,7 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
 
     def parse(text: str) -> tuple[ToolCall, ...]:
         found, error = attempt(lambda: parser.extract_tool_calls(text, request), Exception)
-        if found is None:  # of one response: no reason for the engine to end
+        if found is None:  # one bad response must not end the engine
             return (ToolCall("", {}, error=f"vllm:{name} cannot read it: {error!r:.200}"),)
         calls = (call.function for call in found.tool_calls)
         return tuple(call_of({"name": c.name, "arguments": c.arguments}) for c in calls)

@@ -1,7 +1,8 @@
 """Descriptions of typed Python functions for chat templates, and checks of arguments.
 
-The descriptions are those of `transformers.utils.get_json_schema` (a test compares them), which
-imports torch: too heavy for worker processes.
+The descriptions equal those of `transformers.utils.get_json_schema`, as a test checks. That
+function imports torch, which is too heavy for worker processes, and describes a type that it does
+not know (such as bytes) as an object.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ def describe(function: Callable[..., Any], *, name: str = "") -> dict[str, Any]:
 
     Args:
         function: with type hints and a docstring whose `Args:` describe each parameter.
-        name: to show instead of the function's own.
-    Raises: Refusal naming the parameter without hint or description, or the missing
-        docstring: the policy knows of a tool what this says and nothing else.
+        name: to use instead of the function's own.
+    Raises: Refusal naming a parameter without hint or description, or a missing docstring: the
+        policy knows nothing else of a tool.
     """
     name = name or function.__name__
     doc = inspect.getdoc(function)
     if not doc:
-        raise Refusal(f"tool {name}: has no docstring; the policy is told what it says")
-    summary, told = _read_docstring(doc)
+        raise Refusal(f"tool {name}: has no docstring, which would describe it to the policy")
+    summary, descriptions = _read_docstring(doc)
     hints = get_type_hints(function)
     properties = {}
     required = []
@@ -51,10 +52,10 @@ def describe(function: Callable[..., Any], *, name: str = "") -> dict[str, Any]:
         place = f"tool {name}, parameter {parameter.name}"
         if parameter.name not in hints:
             raise Refusal(f"{place}: has no type hint")
-        if parameter.name not in told:
+        if parameter.name not in descriptions:
             raise Refusal(f"{place}: is not described under `Args:` of the docstring")
         properties[parameter.name] = _schema_of(hints[parameter.name], place=place) | {
-            "description": told[parameter.name]
+            "description": descriptions[parameter.name]
         }
         if parameter.default is inspect.Parameter.empty:
             required.append(parameter.name)
@@ -70,7 +71,7 @@ def describe(function: Callable[..., Any], *, name: str = "") -> dict[str, Any]:
 def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
     """Return the text before the sections, and {parameter: description}."""
     pieces = _SECTION.split(doc)
-    told: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for title, body in zip(pieces[1::2], pieces[2::2]):
         if title != "Args":
             continue
@@ -81,10 +82,10 @@ def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
             found = _ARGUMENT.fullmatch(line)
             if found and len(line) - len(line.lstrip()) == margin:
                 last = found[1]
-                told[last] = found[2].strip()
+                descriptions[last] = found[2].strip()
             elif last:
-                told[last] += " " + line.strip()
-    return pieces[0].strip(), told
+                descriptions[last] += " " + line.strip()
+    return pieces[0].strip(), descriptions
 
 
 def _schema_of(hint: Any, *, place: str) -> dict[str, Any]:
@@ -93,23 +94,25 @@ def _schema_of(hint: Any, *, place: str) -> dict[str, Any]:
     if hint in _TYPES:
         return {"type": _TYPES[hint]}
     origin = get_origin(hint)
-    given = get_args(hint)
+    args = get_args(hint)
     if origin is Literal:
-        kinds = {_TYPES.get(type(value)) for value in given}
+        kinds = {_TYPES.get(type(value)) for value in args}
         if len(kinds) == 1 and None not in kinds:
-            return {"type": kinds.pop(), "enum": list(given)}
+            return {"type": kinds.pop(), "enum": list(args)}
     if origin is list:
-        return {"type": "array", "items": _schema_of(given[0], place=place)}
+        return {"type": "array", "items": _schema_of(args[0], place=place)}
     if origin is dict:
-        return {"type": "object", "additionalProperties": _schema_of(given[1], place=place)}
+        return {"type": "object", "additionalProperties": _schema_of(args[1], place=place)}
     if origin in (Union, types.UnionType):
-        some = [_schema_of(part, place=place) for part in given if part is not type(None)]
-        schema: dict[str, Any] = {"anyOf": some}
-        if len(some) == 1:
-            schema = some[0]
-        elif all(set(s) == {"type"} for s in some):
-            schema = {"type": sorted(s["type"] for s in some)}
-        return schema | ({"nullable": True} if type(None) in given else {})
+        parts = [_schema_of(part, place=place) for part in args if part is not type(None)]
+        schema: dict[str, Any] = {"anyOf": parts}
+        if len(parts) == 1:
+            schema = parts[0]
+        elif all(set(part) == {"type"} for part in parts):
+            schema = {"type": sorted(part["type"] for part in parts)}
+        if type(None) in args:
+            schema = schema | {"nullable": True}
+        return schema
     raise Refusal(
         f"{place}: type {hint} cannot be described to a model; use str, int, float, "
         "bool, list, dict, Literal, or unions of these"
@@ -117,7 +120,7 @@ def _schema_of(hint: Any, *, place: str) -> dict[str, Any]:
 
 
 def argument_problem(arguments: dict[str, Any], schema: dict[str, Any]) -> str:
-    """Return why arguments do not fit a description's `parameters`; empty when they do."""
+    """Return why arguments do not fit a description's `parameters`; empty if they do."""
     properties = schema["properties"]
     for name in arguments:
         if name not in properties:
@@ -153,5 +156,7 @@ def _value_problem(value: Any, schema: dict[str, Any]) -> str:
     inner = schema.get("items" if isinstance(value, list) else "additionalProperties")
     if not inner or not isinstance(value, (list, dict)):
         return ""
-    parts = value if isinstance(value, list) else value.values()
-    return next(filter(None, (_value_problem(part, inner) for part in parts)), "")
+    for part in value if isinstance(value, list) else value.values():
+        if problem := _value_problem(part, inner):
+            return problem
+    return ""

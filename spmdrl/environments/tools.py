@@ -28,10 +28,10 @@ BUILT_IN = {
     "search": f"{_HERE}retrieval:Search",
     "python": f"{_HERE}python_tool:Python",
 }
-"""Tools that come with the program, by their short names."""
+"""Short names of the tools that come with the program."""
 _REPLY_ROLES = ("tool", "user")
 _COUNTS = ("tool_calls", "malformed_calls", "tool_errors")
-_TOLD = """You may call these tools:
+_PREFACE = """You may call these tools:
 {}
 To call one, write <tool_call>{{"name": ..., "arguments": {{...}}}}</tool_call>. The next message \
 holds what it returned.
@@ -40,7 +40,7 @@ holds what it returned.
 
 
 class BrokenTool(Exception):
-    """Raised by a tool that cannot work, through no fault of the call: the episode fails."""
+    """Raised by a tool that cannot work, whatever the call is: the episode fails."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Tool:
     def run(self, call: ToolCall) -> tuple[str, bool]:
         """Return the result as text, and whether the call was good.
 
-        Raises: BrokenTool, LaunchError. What else the tool raises is the policy's to read.
+        Raises: BrokenTool, LaunchError. The policy reads any other error of the tool as the result.
         """
         problem = argument_problem(call.arguments, self.description["function"]["parameters"])
         if problem:
@@ -66,7 +66,7 @@ class Tool:
             result = ran(self.call(**call.arguments))
         except (BrokenTool, LaunchError):
             raise
-        except Exception as error:  # user code; see above
+        except Exception as error:  # of a user's code
             return f"Error: {self.name}: {type(error).__name__}: {error}", False
         if not isinstance(result, str):
             result = json.dumps(result, ensure_ascii=False, default=str)
@@ -74,12 +74,12 @@ class Tool:
 
 
 def make_tools(specs: Iterable[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, Tool]:
-    """Make tools from what the config names.
+    """Make the tools of a config.
 
     Args:
-        specs: names of BUILT_IN, `module:NAME` or `path/file.py:NAME`; as a mapping, with
-            options for those that are classes. A class is made once per worker process and its
-            `__call__` is the tool, under the class attribute `name` or the class's own name.
+        specs: names of BUILT_IN, `module:NAME` or `path/file.py:NAME`; as a mapping, with options
+            for classes. A class is constructed once per worker process, and its `__call__` is the
+            tool. The tool's name is the class attribute `name`, or the class's own name.
     Returns: {name: tool}.
     Raises: Refusal for an unknown name or option, or a function without type hints or
         descriptions.
@@ -105,25 +105,25 @@ def _make_tool(spec: str, options: dict[str, Any]) -> Tool:
 
 @functools.lru_cache(maxsize=8)
 def _tools_of(key: str) -> dict[str, Tool]:
-    # Tools may be large (a corpus) and do not travel with episodes: one set per process.
+    # Tools may be large (a corpus) and are not packed with episodes: there is one set per process.
     return make_tools(json.loads(key))
 
 
 class ToolEnvironment:
     """Runs the tools that the policy calls, until a response calls none.
 
-    That last response is what the run's reward functions score. A malformed call, unknown tool,
-    wrong argument or a tool that raises is answered by an error text, so that the policy can
-    mend it, and counted. Subclass it and override `run` for tools with a state of their own.
+    The run's reward functions score that last response. A malformed call, an unknown tool, a wrong
+    argument or a tool that raises gets an error text as its result, so that the policy can correct
+    it, and is counted. For tools with a state of their own, override `run` in a subclass.
 
     Args:
         tools: see `make_tools`; or the names in one text, `calculator, my_tools.py:weather`.
-        max_turns: responses per episode; a call in the last one is not run.
+        max_turns: responses per episode; calls in the last one are not run.
         max_result_chars: a longer result is cut, and says so.
         parser: format of the calls, see `tool_calls.make_parser`.
-        reply_role: `tool`, or `user` for chat templates that know no tools: then the first
-            user message says what they are and how to call them (as Hermes does), and all
-            results of a turn stand in one user message.
+        reply_role: `tool`, or `user` for chat templates without tools. Then the first user message
+            describes the tools and how to call them, as Hermes does, and one user message holds all
+            results of a turn.
     """
 
     is_graded = True
@@ -154,19 +154,22 @@ class ToolEnvironment:
         self.reply_role = reply_role
         self.turns = 0
         self.calls = 0
-        is_told = reply_role == "user"
-        self.tool_parser = "hermes" if is_told and parser == "auto" else parser
+        self.tool_parser = parser
+        self._preface = ""
         descriptions = [tool.description for tool in _tools_of(self._key).values()]
-        self._preface = _TOLD.format("\n".join(map(json.dumps, descriptions))) if is_told else ""
+        if reply_role == "user":
+            self.tool_parser = "hermes" if parser == "auto" else parser
+            self._preface = _PREFACE.format("\n".join(map(json.dumps, descriptions)))
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """Return the descriptions for the chat template; none where the first message has them."""
-        tools = _tools_of(self._key).values()
-        return [] if self._preface else [tool.description for tool in tools]
+        """Return the descriptions for the chat template; none if the first message has them."""
+        if self._preface:
+            return []
+        return [tool.description for tool in _tools_of(self._key).values()]
 
     def prepare(self) -> None:
-        """Let every tool read its files."""
+        """Call `prepare` of every tool that has it."""
         for tool in _tools_of(self._key).values():
             if tool.prepare is not None:
                 tool.prepare()
@@ -174,9 +177,11 @@ class ToolEnvironment:
     def reset(self, row: dict) -> list[Message]:
         """Open with the row's prompt."""
         messages = opening_messages(row)
-        at = next((i for i, m in enumerate(messages) if m["role"] == "user"), None)
-        if self._preface and at is not None:
-            messages[at] = dict(messages[at], content=self._preface + messages[at]["content"])
+        for i, message in enumerate(messages):
+            if message["role"] == "user":
+                if self._preface:
+                    messages[i] = message | {"content": self._preface + message["content"]}
+                break
         return messages
 
     def step(self, response: Response) -> Turn:
@@ -189,21 +194,15 @@ class ToolEnvironment:
         self.turns += 1
         calls = response.tool_calls
         if not calls or response.is_truncated or self.turns >= self.max_turns:
-            # The counts of all turns are added up, and an episode without a call counts as 0.
-            return Turn(
-                is_done=True,
-                info=dict.fromkeys(_COUNTS, 0.0) | {"out_of_turns": float(bool(calls))},
-            )
+            # Counts of all turns are added up. The zeros count an episode without a call.
+            info = dict.fromkeys(_COUNTS, 0.0) | {"out_of_turns": float(bool(calls))}
+            return Turn(is_done=True, info=info)
         answers = [self._answer(call) for call in calls]
-        counts = (
-            len(calls),
-            sum(bool(call.error) for call in calls),
-            sum(not ok for (_, ok), call in zip(answers, calls) if not call.error),
-        )
-        return Turn(
-            messages=self._messages([text for text, _ in answers], calls),
-            info=dict(zip(_COUNTS, counts)),
-        )
+        num_bad = sum(not is_good for _, is_good in answers)
+        num_malformed = sum(bool(call.error) for call in calls)
+        counts = (len(calls), num_malformed, num_bad - num_malformed)
+        messages = self._messages([text for text, _ in answers], calls)
+        return Turn(messages=messages, info=dict(zip(_COUNTS, counts)))
 
     def run(self, call: ToolCall) -> tuple[str, bool]:
         """Run one well-formed call; return its result as text, and whether it was good."""
@@ -216,7 +215,7 @@ class ToolEnvironment:
         if call.error:
             return f"Error: the tool call cannot be read: {call.error}", False
         text, is_good = self.run(call)
-        text = text.encode(errors="replace").decode()  # half a character no tokenizer takes
+        text = text.encode(errors="replace").decode()  # no tokenizer takes half a character
         if len(text) > self.max_result_chars:
             cut = len(text) - self.max_result_chars
             text = f"{text[: self.max_result_chars]}\n[{cut} more characters left out]"

@@ -1,14 +1,13 @@
-"""Environments of the `verifiers` package, and those written like them, as far as documented.
+"""An adapter to environments of the `verifiers` package, and others like them.
 
-What is used of one (none of it imported here): `setup_state(state)`, `env_response(messages,
-state)`, `is_completed`, `system_prompt`, `oai_tools`, and `rubric` with `funcs` and `weights`, or
-with `rubrics` of that kind. Sync or async. Both of the documented forms are
-served: `env_response` returns messages, or messages and state; `is_completed` takes the state,
-or messages and state. Reward functions get by name what they ask for among prompt, completion,
-answer, state, task, info and parser.
+It uses the documented members, sync or async, without importing the package: `setup_state(state)`,
+`env_response(messages, state)`, `is_completed`, `system_prompt`, `oai_tools`, and `rubric` with
+`funcs` and `weights`, or with `rubrics` of that kind. `env_response` may return messages, or
+messages and state; `is_completed` may take the state, or messages and state. Reward functions get
+by name what they ask for of prompt, completion, answer, state, task, info and parser.
 
-Not used: its own client and rollout loop, datasets (rows come from data.train), judges that call
-other models through the loop's client, and reward functions of whole groups.
+It does not use the package's client and rollout loop, its datasets (rows come from data.train),
+judges that call other models through the client of that loop, or reward functions of whole groups.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ _GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "in
 
 
 class VerifiersEnvironment:
-    """An episode of a verifiers environment; what it keeps is the state and the conversation.
+    """An episode of a verifiers environment.
 
     Args:
-        load: `module:function` or `path/file.py:function` that returns the environment, by
-            that package's habit `MODULE:load_environment`. Called once per worker process.
+        load: `module:function` or `path/file.py:function` that returns the environment; in that
+            package usually `MODULE:load_environment`. Called once per worker process.
         load_options: its keyword options.
-        max_turns: responses per episode; 0 leaves the end to the environment.
+        max_turns: responses per episode; with 0 the environment decides.
     """
 
     def __init__(
@@ -55,8 +54,8 @@ class VerifiersEnvironment:
             if grouped:
                 raise Refusal(
                     f"load: reward function {_name_of(function)} asks for "
-                    f"{', '.join(sorted(grouped))} of a whole group, which is not "
-                    "at hand while one episode runs"
+                    f"{', '.join(sorted(grouped))} of a whole group, which does not exist while "
+                    "one episode runs"
                 )
 
     @property
@@ -65,7 +64,7 @@ class VerifiersEnvironment:
         return list(getattr(self._live(), "oai_tools", None) or [])
 
     def reset(self, row: dict) -> list[Message]:
-        """Set the state up and open with the row's prompt."""
+        """Make the state and open with the row's prompt."""
         live = self._live()
         prompt = opening_messages(row)
         rules = getattr(live, "system_prompt", None)
@@ -95,7 +94,7 @@ class VerifiersEnvironment:
         live = self._live()
         state = self.state
         state["completion"].append(_assistant_message(response, turn=state["turn"]))
-        # The documented stop conditions count turns by either of these.
+        # Documented stop conditions count turns by one of these.
         state["turn"] += 1
         state["trajectory"].append({"prompt": None, "completion": state["completion"][-1:]})
         is_last = response.is_truncated or 0 < self.max_turns <= state["turn"]
@@ -108,46 +107,44 @@ class VerifiersEnvironment:
         if isinstance(answer, str):
             answer = [{"role": "user", "content": answer}]
         self.state["completion"] += answer
-        # An environment may find in answering that it is over.
+        # An environment may end the episode while it answers.
         if not answer or self.state.get("final_env_response") is not None:
             return self._scored()
         return Turn(messages=list(answer))
 
     def save(self) -> dict[str, Any]:
-        """Return the state; what stands in two of its entries becomes a copy in each. Raises:
-        NotPlain for what cannot be copied."""
+        """Return the state; an object in two of its entries becomes two copies. Raises: NotPlain
+        for an object that cannot be copied."""
         with refusing(f"the state of {self.load}", Exception, kind=NotPlain, names_kind=True):
             return {name: copy.deepcopy(value) for name, value in self.state.items()}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from what `save` returned."""
+        """Continue from a state that `save` returned."""
         self.state = saved
 
     def _is_completed(self) -> bool:
         method = getattr(self._live(), "is_completed", None)
         if method is None:
             return False
-        wanted = [
-            p
-            for p in inspect.signature(method).parameters.values()
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = inspect.signature(method).parameters.values()
+        if sum(parameter.kind in kinds for parameter in parameters) < 2:
+            return bool(ran(method(self.state)))
         messages = [*self.state["prompt"], *self.state["completion"]]
-        given = (messages, self.state) if len(wanted) > 1 else (self.state,)
-        return bool(ran(method(*given)))
+        return bool(ran(method(messages, self.state)))
 
     def _scored(self) -> Turn:
         live = self._live()
         state = self.state
-        given = {
-            name: state.get(name) for name in ("prompt", "completion", "answer", "task", "info")
-        }
-        given |= getattr(live.rubric, "class_objects", {}) | {"state": state}
-        given.setdefault("parser", getattr(live.rubric, "parser", getattr(live, "parser", None)))
+        names = ("prompt", "completion", "answer", "task", "info")
+        arguments = {name: state.get(name) for name in names}
+        arguments |= getattr(live.rubric, "class_objects", {}) | {"state": state}
+        parser = getattr(live.rubric, "parser", getattr(live, "parser", None))
+        arguments.setdefault("parser", parser)
         reward = 0.0
         info = {"turns": float(state["turn"])}
         for function, weight in _reward_funcs(live.rubric):
-            value = float(ran(function(**_selected(function, given))))
+            value = float(ran(function(**_selected(function, arguments))))
             info[_name_of(function)] = value
             reward += weight * value
         return Turn(is_done=True, reward=reward, info=info)
@@ -158,14 +155,14 @@ class VerifiersEnvironment:
 
 @functools.lru_cache(maxsize=4)
 def _loaded(load: str, options: str) -> Any:
-    # It holds datasets, clients, and what else does not travel: one per process.
+    # It holds datasets and clients, which cannot be packed: there is one per process.
     make = import_object(load, kind="function", field="load")
     live = construct(make, json.loads(options), field="load_options")
     for name in ("env_response", "rubric"):
         if not hasattr(live, name):
             raise Refusal(
-                f"load: {load} returned a {type(live).__name__}, which has no "
-                f"`{name}`; an environment of turns has it"
+                f"load: {load} returned a {type(live).__name__}, which has no `{name}`; an "
+                "environment of several turns needs it"
             )
     return live
 
@@ -179,11 +176,11 @@ def _reward_funcs(rubric: Any) -> list[tuple[Callable[..., Any], float]]:
     return list(zip(functions, weights))
 
 
-def _selected(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+def _selected(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return given
-    return {name: value for name, value in given.items() if name in parameters}
+        return arguments
+    return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _name_of(function: Callable[..., Any]) -> str:
