@@ -1,9 +1,8 @@
-"""Rows of the offline objectives as (tokens, response_mask): responses marked on token ids.
+"""Rows of the offline objectives as token ids and masks of the responses.
 
-A row is rendered turn by turn, the way it is generated: the text up to a response, then the
-response. Each longer text must begin with the shorter one, so a response is the ids that its
-turn adds, and no token straddles the border between what the policy is given and what it has
-to write.
+A row is rendered turn by turn, as it would be generated: the text up to a response, then the
+response. Each longer text must begin with the shorter one, so that a response is the ids that its
+turn adds, and no token crosses the border between the prompt and the response.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class Unit:
     """The sequences of one row, which train together."""
 
     examples: tuple[Example, ...]
-    """One to imitate; or (chosen, rejected); or (own, mismatched), see LabelledSource."""
+    """One to imitate; (chosen, rejected); or (own, mismatched), see LabelledSource."""
     rewards: tuple[float, ...]
-    """Per sequence: the margin of a pair, or the label 1 or 0, at the first; else 0."""
+    """Of each sequence. The first has the margin of a pair, or the label 1 or 0; all others 0."""
     source: int = 0
     """Number of the source in data.train."""
 
@@ -45,7 +44,7 @@ def example_source(
     """Return the source of rows that an offline objective trains on.
 
     Args:
-        max_positions: tokens of a sequence that the model has positions for; None for any number.
+        max_positions: tokens that a sequence may have in the model; None for any number.
     Raises: Refusal for data that cannot be used; see the sources.
     """
     sources = {"example": SupervisedSource, "pair": PairSource, "label": LabelledSource}
@@ -53,7 +52,7 @@ def example_source(
 
 
 def row_kind(cfg: Config) -> Need:
-    """Return what a row of data.train must hold: a pair is one labelled response to some losses.
+    """Return what a row of data.train must hold. Some losses on pairs take one labelled response.
 
     Raises: Refusal for an unknown loss on pairs.
     """
@@ -68,8 +67,8 @@ def row_kind(cfg: Config) -> Need:
 class ExampleSource:
     """Units of each step, a function of (seed, step).
 
-    Raises (on construction): Refusal for unreadable or empty data, a row without what it needs
-        (file and line), one that the chat template cannot render, or one with a sequence above
+    Raises (on construction): Refusal for unreadable or empty data, and naming file and line of a
+        row that lacks a column, that the chat template cannot render, or that has a sequence above
         `limit` under overlong_prompts=error.
     """
 
@@ -96,7 +95,7 @@ class ExampleSource:
         self.order = make_order(cfg, self._kept)
 
     def limit(self) -> tuple[int, str]:
-        """Return the longest sequence allowed, tokens, and the fields that say so."""
+        """Return the longest sequence allowed, in tokens, and the fields that set it."""
         longest = self.cfg.longest_sequence
         return longest, "data.max_prompt_tokens + sampling.max_response_tokens"
 
@@ -105,7 +104,7 @@ class ExampleSource:
         return in_file_order(self.unit, [self._kept[i] for i in self.order.at(step)])
 
     def rows_of_run(self) -> list[int]:
-        """Return which rows the run's steps take, ascending: all, unless it ends before."""
+        """Return the rows that the run's steps take, ascending: all, unless the run ends before."""
         places: set[int] = set()
         steps = 0
         while len(places) < self.order.num_rows and steps < self.cfg.steps:
@@ -133,12 +132,12 @@ class ExampleSource:
 
 
 class SupervisedSource(ExampleSource):
-    """Supervised rows, each a unit of one sequence; no longer than tokens_per_microbatch."""
+    """Supervised rows, each a unit of one sequence of at most tokens_per_microbatch tokens."""
 
     need: Need = "example"
 
     def limit(self) -> tuple[int, str]:
-        """As ExampleSource."""
+        """Return the smaller of the limit of all objectives and the budget of a micro-batch."""
         longest = super().limit()
         budget = self.cfg.batch.tokens_per_microbatch or longest[0]
         return min(longest, (budget, "batch.tokens_per_microbatch"))
@@ -165,11 +164,11 @@ class PairSource(ExampleSource):
 
 
 class LabelledSource(PairSource):
-    """Single responses marked good or bad, each with one that belongs to another prompt.
+    """Single responses marked good or bad, each with a response to another prompt.
 
-    A unit is the row's own sequence, whose reward is the label, and its prompt with the
-    response of another row of the step, for KTO's KL. That response is cut where the sequence
-    would exceed the longest allowed.
+    A unit is the row's own sequence, whose reward is the label, and its prompt with the response of
+    another row of the step, for KTO's KL. That response is cut so that the sequence is not too
+    long.
 
     Raises (on construction): Refusal as ExampleSource; see `rows.label_of`.
     """
@@ -183,13 +182,13 @@ class LabelledSource(PairSource):
         """
         own = super().units_at(step)
         cut = [_split(unit.examples[0]) for unit in own]
-        prompts = [_identity(given) for given, _ in cut]
+        prompts = [_identity(context) for context, _ in cut]
         with refusing(f"data.train, step {step}", Refusal):
             others = mismatched(torch.tensor(prompts))
         units = []
-        for unit, (given, _), other in zip(own, cut, others.tolist()):
-            reply = cut[other][1].part(0, self._fit.limit - len(given.tokens))
-            both = (*unit.examples, given.followed_by(reply))
+        for unit, (context, _), other in zip(own, cut, others.tolist()):
+            reply = cut[other][1].part(0, self._fit.limit - len(context.tokens))
+            both = (*unit.examples, context.followed_by(reply))
             units.append(replace(unit, examples=both, rewards=(*unit.rewards, 0.0)))
         return units
 
@@ -203,13 +202,13 @@ def _longest(unit: Unit) -> int:
     return max(len(example.tokens) for example in unit.examples)
 
 
-def _identity(given: Example) -> int:
-    """Return a number that prompts share which say and show the same."""
-    keys = [item.key for item in given.tokens.items]
-    return hashed(repr(([*given.tokens], keys))) >> 1
+def _identity(context: Example) -> int:
+    """Return a digest of a prompt's tokens and images."""
+    keys = [item.key for item in context.tokens.items]
+    return hashed(repr(([*context.tokens], keys))) >> 1
 
 
 def _split(example: Example) -> tuple[Example, Example]:
-    """Return the tokens before the first response token, and those from it on."""
+    """Return the tokens before the first response token, and the rest."""
     first = example.mask.index(True)
     return example.part(0, first), example.part(first, len(example.tokens))

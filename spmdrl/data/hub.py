@@ -1,6 +1,7 @@
-"""Names that are no folder here: asked of the hub once, by a short deadline.
+"""Looks for names that are no local folder on the hub: once, with a short deadline.
 
-Its client tries for a minute what does not answer, at each file. For huggingface_hub 1 and 2.
+The hub's own client would try for a minute, at each file, if the hub does not answer. For
+huggingface_hub 1 and 2.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ log = logging.getLogger(__name__)
 
 Kind = Literal["model", "dataset"]
 _DEADLINE_S = 5.0
-_ABSENT = (401, 404)  # of what is private the hub does not say that it is there
+_ABSENT = (401, 404)  # 401: the hub does not say whether a private repository exists
 _MARKS: dict[Kind, str] = {"model": "config.json", "dataset": "README.md"}
-"""A file that is in the cache where a repository is."""
+"""A file that is in the cache if a repository is."""
 
 
 def find_on_hub(name: str, *, field: str, kind: Kind = "model") -> None:
-    """Look for a hub name in the cache and on the hub; return for a folder, and where it may be.
+    """Check that a name is a folder, or may be in the cache or on the hub.
 
-    Where the hub is out of reach the client is told to use what is in the cache.
+    If the hub is out of reach, this sets its client to use only the cache.
 
     Args:
-        field: that names it, for messages.
-    Raises: Refusal where it is neither there nor on the hub, or the hub does not answer.
+        field: the setting that holds the name, for messages.
+    Raises: Refusal if it is neither, or is not in the cache and the hub does not answer.
     """
     if Path(name).expanduser().is_dir():
         return
@@ -41,26 +42,26 @@ def find_on_hub(name: str, *, field: str, kind: Kind = "model") -> None:
 
 @functools.cache
 def _problem(name: str, kind: Kind) -> str:
-    """Return why a name cannot be had from the hub; empty where it may be."""
+    """Return why a name cannot be loaded from the hub; empty if it may be."""
     from huggingface_hub import constants
 
     is_cached = _is_cached(name, kind)
     if constants.HF_HUB_OFFLINE:
         return "" if is_cached else "HF_HUB_OFFLINE is set, so the hub is not asked"
-    status, trouble = _asked(f"{constants.ENDPOINT}/api/{kind}s/{name}")
+    status, failure = _request(f"{constants.ENDPOINT}/api/{kind}s/{name}")
     if status in _ABSENT and not is_cached:
         return (
             f"{constants.ENDPOINT} has no {kind} {name!r} that can be read (status {status}); for "
             "a private one log in by `hf auth login` or HF_TOKEN"
         )
-    if not trouble:
+    if not failure:
         return ""
     if is_cached:
-        log.warning("%s: %s; %s is taken from the cache", constants.ENDPOINT, trouble, name)
+        log.warning("%s: %s; %s is taken from the cache", constants.ENDPOINT, failure, name)
         constants.HF_HUB_OFFLINE = True
         return ""
     hint = "give a folder's path, or fetch it where there is a network"
-    return f"{constants.ENDPOINT}: {trouble}; {hint}"
+    return f"{constants.ENDPOINT}: {failure}; {hint}"
 
 
 def _is_cached(name: str, kind: Kind) -> bool:
@@ -69,21 +70,19 @@ def _is_cached(name: str, kind: Kind) -> bool:
 
     try:
         return isinstance(try_to_load_from_cache(name, _MARKS[kind], repo_type=kind), str)
-    except HFValidationError:  # no hub name at all: the hub says so
+    except HFValidationError:  # it is no valid name: the hub's answer says so
         return False
 
 
-def _asked(url: str) -> tuple[int, str]:
+def _request(url: str) -> tuple[int, str]:
     """Return the status of the hub's answer, 0 for none, and why there is none."""
     from huggingface_hub import get_session
     from huggingface_hub.utils import build_hf_headers
 
     try:
         answer = get_session().get(url, headers=build_hf_headers(), timeout=_DEADLINE_S)
-    except Exception as error:  # of its HTTP library, of names, of proxies, of tokens
-        text = (str(error).splitlines() or [""])[0]
-        return (
-            0,
-            f"the hub did not answer in {_DEADLINE_S:g} s ({type(error).__name__}: {text:.100})",
-        )
+    except Exception as error:  # of the HTTP library, names, proxies or tokens
+        text = str(error).partition("\n")[0]
+        why = f"{type(error).__name__}: {text:.100}"
+        return 0, f"the hub did not answer in {_DEADLINE_S:g} s ({why})"
     return answer.status_code, ""

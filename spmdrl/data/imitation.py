@@ -1,4 +1,4 @@
-"""A supervised row as token ids, a mask of those to imitate, and what they show."""
+"""Turns a supervised row into token ids and a mask of those to imitate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Example(NamedTuple):
 
     tokens: TokenIds
     mask: list[bool]
-    """Of those to imitate."""
+    """True for tokens to imitate."""
 
     def part(self, begin: int, end: int) -> Example:
         """Return the tokens from `begin` to before `end`."""
@@ -47,22 +47,22 @@ def encode_example(
 ) -> Example:
     """Turn one supervised row into token ids and a mask of those to imitate.
 
-    `prompt` with `completion` (or `answer`) trains the completion and the token that ends it;
-    `messages` trains every assistant turn up to its end-of-turn token; `text` trains all but
-    the first token, which nothing predicts.
+    `prompt` with `completion` (or `answer`) trains the completion and the token that ends it.
+    `messages` trains every assistant turn up to its end-of-turn token. `text` trains all tokens but
+    the first, which nothing predicts.
 
     Args:
         row: see the module `rows`.
         template: `auto`, `always` or `never`; see data.chat_template.
         where: origin of the row, for error messages.
-        files: where attachments of the row are; by default in itself.
-    Returns: tokens [T] and response_mask [T]; the last token is trained.
-    Raises: Refusal when the row cannot be rendered or nothing in it is to be trained.
+        files: opens the images of the row; by default they are in the row itself.
+    Returns: tokens [T] and mask [T]; the last token is trained.
+    Raises: Refusal when the row cannot be rendered or holds nothing to train.
     """
     prompt = row.get("prompt")
-    held = row_images(row, where=where)
+    images = row_images(row, where=where)
     encoder = MultimodalEncoder(tokenizer, files=files or ImageFiles(), where=where)
-    show = functools.partial(
+    render = functools.partial(
         apply_template, tokenizer=tokenizer, template=template, tools=row.get("tools"), where=where
     )
     if prompt:
@@ -72,35 +72,35 @@ def encode_example(
                 f"{where}: the response to imitate must be text or messages, got {completion!r:.60}"
             )
         if isinstance(prompt, str) and isinstance(completion, str) and template != "always":
-            return _plain_example(prompt, completion, held, encoder)
+            return _plain_example(prompt, completion, images, encoder)
         context = _as_messages(prompt, role="user")
-        talk = context + _as_messages(completion, role="assistant")
-        talk = inline_images(talk, held, where=where)
-        return _encode_conversation(talk, encoder, show=show, first=len(context))
+        messages = context + _as_messages(completion, role="assistant")
+        messages = inline_images(messages, images, where=where)
+        return _encode_conversation(messages, encoder, render=render, first=len(context))
     if row.get("messages"):
-        talk = inline_images(row["messages"], held, where=where)
-        return _encode_conversation(talk, encoder, show=show, first=0)
-    return _text_example(row["text"], held, encoder)
+        messages = inline_images(row["messages"], images, where=where)
+        return _encode_conversation(messages, encoder, render=render, first=0)
+    return _text_example(row["text"], images, encoder)
 
 
 def _plain_example(
-    prompt: str, completion: str, held: Sequence[Any], encoder: MultimodalEncoder
+    prompt: str, completion: str, images: Sequence[Any], encoder: MultimodalEncoder
 ) -> Example:
-    given, _ = encoder.encode_plain(prompt, held)
-    whole, _ = encoder.encode_plain(prompt, held, end=completion)
-    added = whole[len(given) :]
-    if whole[: len(given)] != given:  # see _Turns.add
-        added = TokenIds(encoder.tokenizer(completion, add_special_tokens=False)["input_ids"])
-    added = _closed(added, encoder.tokenizer, where=encoder.where)
-    return Example(given + added, [False] * len(given) + [True] * len(added))
+    context, _ = encoder.encode_plain(prompt, images)
+    whole, _ = encoder.encode_plain(prompt, images, end=completion)
+    response = whole[len(context) :]
+    if whole[: len(context)] != context:  # see _Turns.add
+        response = TokenIds(encoder.tokenizer(completion, add_special_tokens=False)["input_ids"])
+    response = _with_eos(response, encoder.tokenizer, where=encoder.where)
+    return Example(context + response, [False] * len(context) + [True] * len(response))
 
 
-def _text_example(text: str, held: Sequence[Any], encoder: MultimodalEncoder) -> Example:
-    begun, _ = encoder.encode_plain(text, held)
-    tokens = _closed(begun, encoder.tokenizer, where=encoder.where)
+def _text_example(text: str, images: Sequence[Any], encoder: MultimodalEncoder) -> Example:
+    tokens, _ = encoder.encode_plain(text, images)
+    tokens = _with_eos(tokens, encoder.tokenizer, where=encoder.where)
     if len(tokens) < 2:
         raise Refusal(f"{encoder.where}: the text {text!r:.40} has no tokens to imitate")
-    # What stands for an attachment is given: nobody writes it.
+    # A policy never writes the tokens that stand for images.
     mask = [not is_placeholder for is_placeholder in tokens.are_placeholders]
     return Example(tokens, [False, *mask[1:]])
 
@@ -109,7 +109,7 @@ def _as_messages(value: str | Messages, *, role: str) -> Messages:
     return list(value) if isinstance(value, list) else [{"role": role, "content": value}]
 
 
-def _closed(tokens: TokenIds, tokenizer: PreTrainedTokenizerBase, *, where: str) -> TokenIds:
+def _with_eos(tokens: TokenIds, tokenizer: PreTrainedTokenizerBase, *, where: str) -> TokenIds:
     if tokenizer.eos_token_id is None:
         raise Refusal(f"{where}: plain text ends with eos, and the tokenizer has none")
     if tokens and tokens[-1] == tokenizer.eos_token_id:
@@ -118,33 +118,34 @@ def _closed(tokens: TokenIds, tokenizer: PreTrainedTokenizerBase, *, where: str)
 
 
 class _Turns:
-    """The ids of a conversation that is rendered turn by turn, and what they show.
+    """The ids of a conversation that is rendered turn by turn.
 
     Args:
-        held: attachments of the conversation, in order.
+        images: of the conversation, in order.
     """
 
-    def __init__(self, encoder: MultimodalEncoder, held: Sequence[Any]):
+    def __init__(self, encoder: MultimodalEncoder, images: Sequence[Any]):
         self._encoder = encoder
-        self._opened = encoder.open(held)
+        self._images = encoder.open(images)
         self.tokens = TokenIds()
         self.mask: list[bool] = []
 
     def add(self, whole: str, piece: str) -> TokenIds:
-        """Append the ids that a text adds to those so far, unmasked, and return them.
+        """Append the ids of the next text, with a mask of False, and return them.
 
         Args:
-            whole: the conversation up to here, of which `piece` is the end.
+            whole: the conversation up to the end of this text.
+            piece: this text, the end of `whole`.
         """
         before = len(self.tokens)
         end = self._encoder.count_placeholders(whole)
-        ids = self._encoder.encode_opened(whole, self._opened[:end])
+        ids = self._encoder.encode_opened(whole, self._images[:end])
         if [*ids[:before]] == [*self.tokens]:
             ids = ids[before:]
         else:
-            # A token of the whole text straddles the border. The policy never sees that one,
-            # because its prompt is tokenised alone: so is what follows.
-            own = self._opened[end - self._encoder.count_placeholders(piece) : end]
+            # A token of the whole text crosses the border. The policy never sees that token,
+            # because its prompt is tokenised alone; so the next text is tokenised alone too.
+            own = self._images[end - self._encoder.count_placeholders(piece) : end]
             ids = self._encoder.encode_opened(piece, own)
         self.tokens += ids
         self.mask += [False] * len(ids)
@@ -152,16 +153,16 @@ class _Turns:
 
 
 def _encode_conversation(
-    messages: Messages, encoder: MultimodalEncoder, *, show: Callable[..., str], first: int
+    messages: Messages, encoder: MultimodalEncoder, *, render: Callable[..., str], first: int
 ) -> Example:
-    bare, held = split_images(messages)
+    bare, images = split_images(messages)
     ends = _special_ids(encoder.tokenizer)
     where = encoder.where
-    turns = _Turns(encoder, held)
+    turns = _Turns(encoder, images)
     done = ""
     for i in _reply_turns(bare, first=first, where=where):
-        before = show(bare[:i], add_generation_prompt=True)
-        after = show(bare[: i + 1])
+        before = render(bare[:i], add_generation_prompt=True)
+        after = render(bare[: i + 1])
         turns.add(before, _continuation(done, before, turn=i, where=where))
         reply = _continuation(before, after, turn=i, where=where)
         added = turns.add(after, reply)
@@ -174,7 +175,7 @@ def _encode_conversation(
         begin = len(turns.mask) - len(added)
         turns.mask[begin : begin + length] = [True] * length
         done = after
-    # What follows the last end-of-turn token (a newline, as a rule) predicts nothing.
+    # Tokens after the last end-of-turn token, usually a newline, train nothing.
     length = len(turns.mask) - turns.mask[::-1].index(True)
     return Example(turns.tokens[:length], turns.mask[:length])
 

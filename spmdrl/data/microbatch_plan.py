@@ -1,7 +1,7 @@
-"""Which sequence goes to which update, dp rank and micro-batch: a pure function of lengths.
+"""Assigns sequences to updates, dp ranks and micro-batches: a pure function of their lengths.
 
-Every rank calls it with the same arguments and gets the same plan; integers only, so that no
-two machines round differently. S sequences.
+Every rank calls it with the same arguments and gets the same plan. It uses integers only, so that
+machines cannot round differently. S is the number of sequences.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from spmdrl.errors import Refusal
 
 _QUADRATIC_TOKENS = 24576
-"""Length at which attention costs as much as the matrices: about 12 * hidden size, here of a
-2048-wide model. Only the balance depends on it."""
-_SPARE_FRACTION = 50
-"""A plan that costs at most a fiftieth more than the least possible is left as it is."""
+"""Length at which attention costs as much as the matrices: about 12 * hidden size, here for a
+hidden size of 2048. Only the balance depends on it."""
+_TOLERANCE = 50
+"""A plan that costs at most 1/50 more than the least possible is not improved."""
 
 _Column: TypeAlias = npt.NDArray[np.int64]
 
@@ -57,11 +57,11 @@ def partition(
 ) -> Partition:
     """Assign sequences to updates, dp ranks and micro-batches.
 
-    Whole groups go to updates in the order of their ids. Within an update, units (sequences,
-    or whole groups) go longest first to the micro-batch with the least cost (length + length^2
-    / quadratic_tokens of each sequence) that has room; the k-th micro-batches of all ranks,
-    which run at the same time, are of neighbouring cost. Where that is uneven because of some
-    that cost more than others' whole micro-batches, they run together (see _pack).
+    Whole groups go to updates in the order of their ids. Within an update, units (sequences, or
+    whole groups) go, longest first, to the micro-batch with the least cost (length + length^2 /
+    quadratic_tokens of each sequence) that has room. The k-th micro-batches of all ranks run at the
+    same time, so these have similar costs. Sequences that cost more than whole micro-batches of
+    others run at the same time too (see _pack).
 
     Time: 8192 sequences over 64 ranks 0.02 s, 65536 over 512 0.4 s.
 
@@ -72,9 +72,9 @@ def partition(
         num_updates: mini-batches with an optimizer step each.
         quadratic_tokens: length at which the quadratic cost equals the linear one, tokens.
         whole_groups: keep the sequences of a group in one micro-batch.
-        added: [S] int64 tokens' work besides, such as a tower's; it takes no room. None: nothing.
-    Raises: Refusal when a sequence, or a group that is to stay whole, is longer than the
-        budget.
+        added: [S] int64, tokens. Additional work, such as a vision tower's, which takes no room in
+            the budget; None for none.
+    Raises: Refusal when a sequence, or a group that must stay whole, is longer than the budget.
     """
     ids, index = torch.unique(group_ids, return_inverse=True)
     unit_of = index if whole_groups else torch.arange(len(lengths))  # [S]
@@ -129,22 +129,22 @@ def _check_budget(
 
 
 class _Dealt(NamedTuple):
-    """Bins dealt to ranks. Bin k * dp_size + d is micro-batch k of rank d."""
+    """Bins assigned to ranks. Bin k * dp_size + d is micro-batch k of rank d."""
 
     places: _Column  # [U] the bin of each unit
     busiest: int
-    """Cost of the rank that has most."""
+    """The largest cost of a rank."""
     lockstep: int
-    """Sum over k of the costliest k-th micro-batch: what the ranks take that wait for each other
-    in every layer."""
+    """Sum over k of the largest cost of a k-th micro-batch: the cost of a step in which ranks wait
+    for each other in every layer."""
 
 
 def _pack(lengths: _Column, costs: _Column, *, dp_size: int, budget: int) -> tuple[_Column, int]:
     """Return the place (see _Dealt) of each of U units, and the micro-batches per rank.
 
-    All bins alike is best unless some sequence costs more than a bin's share, as in a long tail:
-    every rank waits for it, while the others' bins are as light as the average. Then the long
-    ones go together into the first micro-batches, where they wait for each other.
+    Equal bins are best unless a sequence costs more than the average bin, as in a long tail: then
+    every rank waits for it with a lighter bin. In that case the long sequences go into the first
+    micro-batches together, so that they wait for each other only.
     """
     order = np.argsort(-lengths, kind="stable")
     lengths = lengths[order]
@@ -154,7 +154,7 @@ def _pack(lengths: _Column, costs: _Column, *, dp_size: int, budget: int) -> tup
         count += 1  # ends at the latest with one bin per unit
     best = _deal(bins, costs, dp_size=dp_size, count=count)
     least = max(-(-int(costs.sum()) // dp_size), int(costs.max(initial=0)))
-    if (best.lockstep - least) * _SPARE_FRACTION > least:
+    if (best.lockstep - least) * _TOLERANCE > least:
         bins = _fill_in_stages(lengths, costs, dp_size=dp_size, count=count, budget=budget)
         if bins is not None:
             staged = _deal(bins, costs, dp_size=dp_size, count=count)
@@ -166,9 +166,9 @@ def _pack(lengths: _Column, costs: _Column, *, dp_size: int, budget: int) -> tup
 
 
 def _least_bins(lengths: _Column, *, budget: int) -> int:
-    """Return a number of bins below which nothing fits, at least 1; lengths descending."""
+    """Return a lower bound on the number of bins, at least 1. Lengths are descending."""
     least = max(1, -(-int(lengths.sum()) // budget))
-    for most in range(1, 9):  # of those above budget / (most + 1), no more than `most` share a bin
+    for most in range(1, 9):  # at most `most` units above budget / (most + 1) fit into a bin
         large = int(np.count_nonzero(lengths * (most + 1) > budget))
         least = max(least, -(-large // most))
     return least
@@ -177,18 +177,17 @@ def _least_bins(lengths: _Column, *, budget: int) -> int:
 def _fill(
     lengths: _Column, costs: _Column, *, num_bins: int, budget: int, cap: int | None = None
 ) -> _Column | None:
-    """Return the bin of each unit: longest first into the cheapest with room.
+    """Return the bin of each unit: longest first, into the cheapest bin with room.
 
     Args:
         lengths: [U], descending.
-        cap: cost that no bin may exceed. A unit that no bin can take has bin -1 then; without a
-            cap nothing is left out.
-    Returns: [U]; None when a unit without a cap has no bin.
+        cap: cost that no bin may exceed. With a cap, a unit that no bin can take has bin -1.
+    Returns: [U]; None if there is no cap and a unit has no bin.
     """
     room = [budget] * num_bins
     total = [0] * num_bins
-    # A bin without room for one unit may have it for a later one: it waits in `full`, so that
-    # each unit costs a few heap operations whatever the number of bins.
+    # A bin without room for one unit may have room for a later one, so it waits in `full`. Each
+    # unit costs a few heap operations, whatever the number of bins.
     able = [(0, b) for b in range(num_bins)]
     full: list[tuple[int, int]] = []
     bins = []
@@ -216,9 +215,11 @@ def _fill(
 def _fill_in_stages(
     lengths: _Column, costs: _Column, *, dp_size: int, count: int, budget: int
 ) -> _Column | None:
-    """Return the bin of each unit: as long as one costs more than a bin's share of what is left,
-    a micro-batch per rank takes as much as that one costs, the long ones first; the others hold
-    the rest alike. None when that does not fit."""
+    """Return the bin of each unit; None if they do not fit this way.
+
+    While a unit costs more than the average bin of the rest, each rank gets a micro-batch of at
+    most that unit's cost, filled with the longest units. The other bins share the rest equally.
+    """
     bins = np.full(len(lengths), -1)
     left = np.arange(len(lengths))
     stages = []
@@ -232,7 +233,8 @@ def _fill_in_stages(
         bins[left[is_taken]] = own[is_taken] + k * dp_size
         left = left[~is_taken]
         stages.append((k + 1, left))
-    for k, left in reversed(stages):  # long ones leave room among themselves: the fewer, the less
+    # Micro-batches of long units waste room. If the rest does not fit, have fewer of them.
+    for k, left in reversed(stages):
         rest = _fill(lengths[left], costs[left], num_bins=(count - k) * dp_size, budget=budget)
         if rest is not None:
             bins[left] = rest + k * dp_size
@@ -241,8 +243,8 @@ def _fill_in_stages(
 
 
 def _deal(bins: _Column, costs: _Column, *, dp_size: int, count: int) -> _Dealt:
-    """Deal bins of neighbouring cost to the same micro-batch, the heaviest to the rank with the
-    least so far."""
+    """Assign bins of similar cost to the same micro-batch, the largest to the rank with the least
+    cost so far."""
     totals: _Column = np.zeros(count * dp_size, np.int64)
     np.add.at(totals, bins, costs)
     rounds = np.argsort(-totals, kind="stable").reshape(count, dp_size)

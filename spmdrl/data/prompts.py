@@ -179,7 +179,7 @@ class _Encoder:
             tools=row.get("tools"),
             where=where,
             prefix=self.cfg.data.generation_prefix,
-            held=row_images(row, where=where),
+            images=row_images(row, where=where),
             files=ImageFiles(self.cfg.data.images, rows.folder(index)),
         )
         if not tokens:

@@ -1,8 +1,8 @@
-"""Problems made by a program: `task:NAME` (ours) and `reasoning_gym:NAME`, with their graders.
+"""Generated problems and their graders: `task:NAME` (ours) and `reasoning_gym:NAME`.
 
-A problem is a function of (seed, split, index) alone. Which split a problem belongs to is
-decided by the problem itself, one in five being held out, so that no training run, whatever
-its seed, size or objective, sees a problem that an evaluation asks.
+A problem is a function of (seed, split, index) alone. The problem itself decides its split, and one
+in five is held out. So no training run sees a problem of an evaluation, whatever its seed, size or
+objective.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from spmdrl.data.hashed import hashed, split_of
 from spmdrl.errors import Refusal
 from spmdrl.imports import nearest, refusing
 
-if TYPE_CHECKING:  # reward workers, which come here, need no settings
+if TYPE_CHECKING:  # reward workers import this module and need no settings
     from spmdrl.config.data import Split
 
 _PREFIXES = ("task:", "reasoning_gym:")
-_TRIES = 256  # 0.8 ** 256: a split that stays empty has no problems
+_TRIES = 256  # a split that has problems stays empty with a probability of 0.8 ** 256
 
 
 class Task(Protocol):
@@ -42,7 +42,7 @@ def is_generated(spec: str) -> bool:
 
 
 def unknown_task(spec: str) -> str:
-    """Return that a task of ours is not known, with the nearest one; empty for others."""
+    """Return that a task of ours is unknown, with the nearest name; empty for any other spec."""
     prefix, _, name = spec.partition(":")
     if prefix != "task" or name in _TASKS:
         return ""
@@ -55,7 +55,7 @@ def make_task(spec: str, options: dict[str, Any], *, size: int = 1) -> Task:
     Args:
         spec: `task:addition`, or `reasoning_gym:NAME` of that package's datasets.
         options: keyword options of the task.
-        size: number of problems that will be asked for; graders need not say.
+        size: number of problems; graders do not need it.
     Raises: Refusal for an unknown task or option, naming the nearest known one.
     """
     prefix, name = spec.split(":", 1)
@@ -77,14 +77,17 @@ def make_task(spec: str, options: dict[str, Any], *, size: int = 1) -> Task:
 
 @dataclass(kw_only=True)
 class Addition:
-    """Sums of two numbers, `123+456=` with answer `579`; differences too if asked for.
+    """Sums of two numbers, `123+456=` with answer `579`, and differences if asked for.
 
-    Options: `digits`, digits of each number; `subtraction`, make half of the problems
-    differences (never negative); `partial`, reward the share of right digits, counted from
-    the right, instead of 1 for the exact answer and 0 otherwise; `mistakes`, the share of
-    training rows whose demonstration (`completion`, for supervised training) is one too high,
-    while `answer` stays right: imperfect demonstrations that rewards can improve on; `slips`, if
-    above 0, the share of the digits of those rows that are each one too high instead (0 for 9).
+    Options:
+        digits: of each number.
+        subtraction: make half of the problems differences, which are never negative.
+        partial: reward the share of right digits, counted from the right; by default the reward is
+            1 for the exact answer, else 0.
+        mistakes: share of training rows whose demonstration (`completion`, for supervised training)
+            is one too high while `answer` stays right, so that rewards can improve on it.
+        slips: if above 0, share of the digits of those rows that are each one too high (0 for 9),
+            instead of the whole number.
     """
 
     digits: int = 3

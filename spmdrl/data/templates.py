@@ -1,4 +1,4 @@
-"""Prompts as a model reads them: chat templates, token ids, and what they show."""
+"""Prompts as token ids: chat templates and multimodal items."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ def encode_prompt(
     tools: list | None,
     where: str,
     prefix: str = "",
-    held: Sequence[Any] = (),
+    images: Sequence[Any] = (),
     files: ImageFiles | None = None,
 ) -> tuple[TokenIds, str]:
-    """Turn a prompt into token ids with what they show, and the text that they stand for.
+    """Turn a prompt into token ids with multimodal items, and the text that they encode.
 
     Args:
         prompt: plain text, or a conversation.
         template: `auto`, `always` or `never`; see data.chat_template.
         tools: tool descriptions for the template.
         where: origin of the row, for error messages.
-        prefix: text that the response begins with, where the prompt does not begin it itself.
-        held: attachments of the row's column, see `row_images`.
-        files: where they are; by default in the row itself.
-    Returns: ids; text, a placeholder for each attachment.
-    Raises: Refusal when a conversation cannot be rendered, or an attachment cannot be used.
+        prefix: text that the response begins with, unless the prompt itself begins the response.
+        images: of the row's column, see `row_images`.
+        files: opens the images; by default they are in the row itself.
+    Returns: ids; text, with a placeholder for each image.
+    Raises: Refusal when a conversation cannot be rendered, or an image cannot be used.
     """
     encoder = MultimodalEncoder(tokenizer, files=files or ImageFiles(), where=where)
     if isinstance(prompt, str) and template != "always":
-        return encoder.encode_plain(prompt, held, end=prefix)
+        return encoder.encode_plain(prompt, images, end=prefix)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    bare, held = split_images(inline_images(prompt, held, where=where))
-    encoder.check(held)
+    bare, images = split_images(inline_images(prompt, images, where=where))
+    encoder.check(images)
     text = render(bare, tokenizer, template=template, tools=tools, where=where, prefix=prefix)
-    return encoder.encode(text, held), text
+    return encoder.encode(text, images), text
 
 
 def render(
@@ -58,8 +58,10 @@ def render(
     template: str = "auto",
     prefix: str = "",
 ) -> str:
-    """Return a conversation as text, up to where the policy goes on: the opening of an assistant
-    turn, with a prefix, or a last turn of the assistant's, left open. Raises as `apply_template`.
+    """Return a conversation as text that the policy continues.
+
+    It ends with the opening of an assistant turn and the prefix; or, if the last message is the
+    assistant's, with that message, not closed. Raises as `apply_template`.
     """
     opens_reply = messages[-1]["role"] != "assistant"
     text = apply_template(
@@ -87,7 +89,7 @@ def apply_template(
 
     Args:
         options: of `apply_chat_template`, such as add_generation_prompt.
-    Raises: Refusal when the template is missing, switched off, or refuses the messages.
+    Raises: Refusal when there is no template, it is switched off, or it refuses the messages.
     """
     if template == "never":
         raise Refusal(
@@ -100,6 +102,6 @@ def apply_template(
             f"{tokenizer.name_or_path or 'the model'} has none; set model.tokenizer to one that "
             "has, or give rows with plain text prompts"
         )
-    # Templates are programs: jinja's errors, and TypeError, KeyError.
+    # Templates are programs: they raise jinja's errors, TypeError, KeyError and others.
     with refusing(f"{where}: the chat template refuses the messages", Exception, names_kind=True):
         return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options)

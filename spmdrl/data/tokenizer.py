@@ -19,8 +19,7 @@ from spmdrl.imports import is_missing_folder, missing_folder, refusing
 
 
 def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that goes with the model, and for one that sees what prepares
-    attachments.
+    """Load the model's tokenizer, with an image reader if the model reads images.
 
     Raises: Refusal when it cannot be read, or when nothing would end a response; see
         attach_image_reader.
@@ -43,9 +42,9 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
 def with_template_options(
     tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """Return a tokenizer whose chat template is given options wherever it is applied.
+    """Return a tokenizer that passes options to its chat template whenever it is applied.
 
-    Raises: Refusal for options that the template does not know: it would leave them unread.
+    Raises: Refusal for options that the template does not read.
     """
     if not options:
         return tokenizer
@@ -60,14 +59,14 @@ def with_template_options(
     text = "\n".join(templates.values()) if isinstance(templates, dict) else str(templates)
     for name in options:
         if name in own or name == "messages":  # the template's name of `conversation`
-            raise Refusal(f"{what}.{name}: is set by what a prompt is; leave it out")
+            raise Refusal(f"{what}.{name}: is set for each prompt; leave it out")
         if not re.search(rf"\b{re.escape(name)}\b", text):
             raise Refusal(
                 f"{what}.{name}: the chat template of {tokenizer.name_or_path or 'the model'} "
                 "reads no such name, so that it would change nothing; leave it out"
             )
-    given = partial(tokenizer.apply_chat_template, **options)
-    tokenizer.apply_chat_template = given  # type: ignore[method-assign]
+    with_options = partial(tokenizer.apply_chat_template, **options)
+    tokenizer.apply_chat_template = with_options  # type: ignore[method-assign]
     return tokenizer
 
 
@@ -77,14 +76,14 @@ def read_tokenizer(
     """Load a tokenizer from a folder or by a hub name.
 
     Args:
-        what: said first where there is none.
+        what: the beginning of messages.
     Raises: Refusal for files that make no tokenizer, whatever they hold.
     """
     if not local_files_only:
         find_on_hub(name, field=what.rstrip(": ") or "tokenizer")
     _check_files(Path(name), what=what)
     what = f"{what}no tokenizer can be loaded from {name!r}, as a folder or hub name"
-    with refusing(what, Exception, names_kind=True):  # files are read by code of many kinds
+    with refusing(what, Exception, names_kind=True):  # the code that reads files raises any error
         return AutoTokenizer.from_pretrained(
             name, trust_remote_code=trust_remote_code, local_files_only=local_files_only
         )
@@ -96,7 +95,7 @@ _TOKENIZER_FILES = (
 
 
 def _check_files(folder: Path, *, what: str) -> None:
-    """Refuse a folder without a tokenizer, of which transformers would make one without words."""
+    """Raise Refusal for a folder without a tokenizer: transformers would make an empty one."""
     if not folder.is_dir() or any(p for own in _TOKENIZER_FILES for p in folder.glob(own)):
         return
     found = ", ".join(sorted(p.name for p in folder.iterdir())[:8])
@@ -108,17 +107,16 @@ def _check_files(folder: Path, *, what: str) -> None:
 
 
 def end_token_ids(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids that end a response: sampling.stop_token_ids, the tokenizer's eos, and what
-    the model's generation_config.json names (config.json where there is none), as vLLM's own
-    server takes them.
+    """Return the ids that end a response, as vLLM's own server does: sampling.stop_token_ids, the
+    tokenizer's eos, and those of the model's generation_config.json (config.json without one).
 
-    Raises: Refusal for a generation_config.json that cannot be read, or ids that are none.
+    Raises: Refusal for a generation_config.json that cannot be read, or values that are no ids.
     """
     name = cfg.model.path
     trusted = cfg.model.trust_remote_code
     file = Path(name) / "generation_config.json"
     what = f"model.path: {file} cannot be read"
-    with refusing(what, Exception, names_kind=True):  # of a file that may hold anything
+    with refusing(what, Exception, names_kind=True):  # the file may hold anything
         try:
             generation = GenerationConfig.from_pretrained(name, trust_remote_code=trusted)
         except OSError:

@@ -159,7 +159,7 @@ def _answers(
             template=of_typed if template == "typed" else template,
             tools=row.get("tools"),
             where=f"question {index}",
-            held=row_images(row, where=f"question {index}"),
+            images=row_images(row, where=f"question {index}"),
             files=ImageFiles(folder=images_in),
         )
         if not tokens:
