@@ -102,8 +102,8 @@ class Addition:
                 raise Refusal(f"data.task_options.{name}: must be a share from 0 to 1, got {share}")
         if self.slips and not self.mistakes:
             raise Refusal(
-                f"data.task_options.slips: {self.slips} of the digits of no rows; say with "
-                "mistakes which share of the rows has them"
+                f"data.task_options.slips: is {self.slips}, and mistakes is 0, so that no row has "
+                "any; set mistakes to the share of rows that have them"
             )
         if not 1 <= self.digits <= 100:
             raise Refusal(f"data.task_options.digits: must be from 1 to 100, got {self.digits}")
@@ -138,22 +138,22 @@ class Addition:
 
     def score_answer(self, answer: str, entry: dict) -> float:
         """Return 1.0 for the exact answer, else 0.0, or the share of right digits."""
-        given = answer.strip()
+        answer = answer.strip()
         right = entry["answer"]
-        if given == right or not self.partial:
-            return float(given == right)
-        same = sum(a == b for a, b in zip(reversed(given), reversed(right)))
-        return same / max(len(given), len(right))
+        if answer == right or not self.partial:
+            return float(answer == right)
+        same = sum(a == b for a, b in zip(reversed(answer), reversed(right)))
+        return same / max(len(answer), len(right))
 
 
 @dataclass(kw_only=True)
 class AdditionPairs(Addition):
-    """Addition with answers to compare: `chosen` is right, `rejected` wrong in one digit.
+    """Addition with answers to compare: `chosen` is right, `rejected` is wrong in one digit.
 
-    For preference losses and reward models; for those on single responses, `completion` is one
-    of the two by a coin, and `label` says whether it is the right one. Options: as Addition,
-    but `mistakes` is the share of rows whose `rejected` is one too high instead, and there are no
-    `slips`.
+    It is for preference losses and reward models. For losses on single responses, `completion` is
+    one of the two at random, and `label` says whether it is the right one. The options are those of
+    Addition, except `slips`; `mistakes` is the share of rows whose `rejected` is one too high
+    instead.
     """
 
     slips: ClassVar[float] = 0.0  # type: ignore[misc]  # no option
@@ -180,13 +180,15 @@ class AdditionPairs(Addition):
 
 @dataclass(kw_only=True)
 class GuessNumberTask:
-    """Secrets for the game of environments.guess_number. As a task without that environment it is
-    a guess in the dark.
+    """Secrets for the game of environments.guess_number. Without that environment the policy has no
+    hints.
 
-    Options: `low`, `high`, smallest and largest secret; `prompt`, the question, which may hold
-    `{low}` and `{high}`; `held_out`, false lets evaluations have all secrets too: new draws of
-    them, of which a policy can know nothing before the first hint. With secrets held out of a
-    small range, a policy that trains for long learns never to guess those.
+    Options:
+        low, high: smallest and largest secret.
+        prompt: the question, which may hold `{low}` and `{high}`.
+        held_out: by default evaluations have secrets of their own. In a small range, a policy that
+            trains for long learns never to guess those. With false, evaluations draw from all
+            secrets; before the first hint the policy knows nothing of a secret anyway.
     """
 
     low: int = 1
@@ -206,7 +208,8 @@ class GuessNumberTask:
         what = f"data.task_options.prompt: {prompt!r} may hold {{low}} and {{high}} only"
         with refusing(what, ValueError, names_kind=True):
             for _, name, form, conversion in string.Formatter().parse(prompt):
-                if name not in (None, "low", "high") or form or conversion:  # a width fills memory
+                # A format with a large width would fill the memory.
+                if name not in (None, "low", "high") or form or conversion:
                     raise ValueError(f"{name!r:.60} with form {form!r:.60}")
             self.prompt = prompt.format(low=low, high=high)
 
@@ -237,12 +240,12 @@ class ReasoningGym:
         self.name = name
         self.options = options
         self.size = size
-        self._block = functools.cache(self._made)
+        self._block = functools.cache(self._make_block)
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:
-        """Return problem `index`: the first of its candidates that belongs to `split`.
+        """Return problem `index`: the first of its candidates in `split`.
 
-        Raises: Refusal when none does: the dataset has too few problems.
+        Raises: Refusal when there is none, because the dataset has too few problems.
         """
         for number in range(_TRIES):
             entry = self._block(seed, split, number)[index]
@@ -262,20 +265,20 @@ class ReasoningGym:
         """Return the dataset's own score of a response to a row made by `row`."""
         return self._block(0, "train", 0).score_answer(answer, entry["entry"])
 
-    def _made(self, seed: int, split: Split, number: int) -> Any:
-        """Return one candidate for each of the problems."""
+    def _make_block(self, seed: int, split: Split, number: int) -> Any:
+        """Return a dataset with one candidate for each problem."""
         import reasoning_gym
 
-        # Datasets draw problem i from seed + i, so near seeds give the same problems
-        # shifted; some also want seed + i below 2 ** 32.
-        drawn = hashed(f"{seed}/{split}/{number}", num_bytes=4) >> 2
+        # Datasets draw problem i from seed + i, so that close seeds give the same problems,
+        # shifted. Some need seed + i below 2 ** 32.
+        block_seed = hashed(f"{seed}/{split}/{number}", num_bytes=4) >> 2
         what = (
             f"data.task_options {self.options} of reasoning_gym:{self.name} "
             f"with {self.size} problems"
         )
         with refusing(what, TypeError, ValueError, AssertionError):
             return reasoning_gym.create_dataset(
-                self.name, seed=drawn, size=self.size, **self.options
+                self.name, seed=block_seed, size=self.size, **self.options
             )
 
 
@@ -288,10 +291,10 @@ _TASKS: dict[str, type[Addition | GuessNumberTask | Shapes]] = {
 
 
 class GeneratedRows:
-    """Rows of a task, made when asked for."""
+    """Rows of a task, made when they are read."""
 
     is_held = False
-    """Whether all rows are in memory, and were checked."""
+    """Whether all rows are in memory and were checked."""
 
     def __init__(self, spec: str, options: dict[str, Any], *, size: int, seed: int, split: Split):
         if size < 1:

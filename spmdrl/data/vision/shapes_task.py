@@ -1,4 +1,4 @@
-"""`task:shapes`: small drawn scenes with a question that only who sees them can answer."""
+"""`task:shapes`: small drawn scenes, with questions that only a model that sees them can answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spmdrl.data.hashed import hashed, split_of
 from spmdrl.errors import Refusal
 from spmdrl.imports import nearest
 
-if TYPE_CHECKING:  # reward workers, which grade here, need neither
+if TYPE_CHECKING:  # reward workers grade with this module and need neither
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
 
@@ -53,7 +53,7 @@ _FONT = (  # rows of 5 bits, from the top
 
 @dataclass(frozen=True)
 class Thing:
-    """Something drawn in a cell of the scene."""
+    """A digit or shape in a cell of the scene."""
 
     cell: int
     shift: tuple[int, int]
@@ -62,41 +62,42 @@ class Thing:
     form: str
     """A digit, or one of the shapes."""
     room: int
-    """Side of the square that it fills, in pixels."""
+    """Side of the square that it fills, pixels."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What is drawn, and what is asked of it."""
+    """The things to draw, a question and its answer."""
 
     things: tuple[Thing, ...]
     question: str
     answer: str
     slip: str
-    """What a careless answer would be."""
+    """A careless answer."""
 
 
 @dataclass(kw_only=True)
 class Shapes:
-    """Questions about drawn scenes. Each has the column `images`, PNG bytes, and a prompt that
-    begins with its place.
+    """Questions about drawn scenes. A row has the column `images`, with PNG bytes, and a prompt
+    that begins with the image's place.
 
     Options:
-        kind: `digits`, read drawn digits from left to right; `count`, all shapes; `colour`, `form`,
-            those of one colour, or form; `compare`, of which of two colours there are more; or
-            several, as `count+compare`.
-        side: pixels of the image's side.
-        most: digits to read, or shapes at most: there is always one, but of a colour or form none.
-        cells: a row of the grid on which shapes stand; of a digit's scene it is `most`.
+        kind: `digits`, read digits from left to right; `count`, count all shapes; `colour` or
+            `form`, count the shapes of one colour or form; `compare`, name the more frequent of two
+            colours; or several, as `count+compare`.
+        side: of the image, pixels.
+        most: digits to read; or the largest number of shapes. A scene has at least one shape, but
+            it may have none of a colour or form.
+        cells: of a row of the grid of shapes; digits have `most`.
         colours, forms: how many there are, up to 6 and 3.
-        dark: bright colours on black, rather than strong ones on white.
-        jitter: pixels by which things are moved at most, both ways.
-        least: pixels of the side of the smallest thing, where each gets a size of its own, and any
-            place in its cell; 0: all fill their cells but for the jitter.
+        dark: bright colours on black instead of strong colours on white.
+        jitter: the most by which things are moved, in both directions, pixels.
+        least: side of the smallest thing, pixels; each thing then has a size of its own and any
+            place in its cell. With 0 all fill their cells except for the jitter.
         mistakes: share of training rows whose demonstration (`completion`, for supervised
-            training) is careless, while `answer` stays right: a number or digit one too high, after
-            the highest the lowest, or the other colour.
-        noise: show noise in place of every scene: a control, in which nothing can be seen.
+            training) is careless, while `answer` stays right: a number or digit that is one too
+            high (the lowest after the highest), or the other colour.
+        noise: show noise instead of every scene, as a control without information.
     """
 
     kind: str = "count"
@@ -124,8 +125,9 @@ class Shapes:
             side=(8, _MAX_SIDE), most=(1, 64), cells=(1, 64), colours=(1, 6), forms=(1, 3)
         )
         for name, (low, high) in ranges.items():
-            if not low <= (given := getattr(self, name)) <= high:
-                raise Refusal(f"{what}.{name}: must be from {low} to {high}, got {given}")
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise Refusal(f"{what}.{name}: must be from {low} to {high}, got {value}")
         if not 0.0 <= self.mistakes <= 1.0:
             raise Refusal(f"{what}.mistakes: must be a share from 0 to 1, got {self.mistakes}")
         self._check_room(what)
@@ -133,15 +135,22 @@ class Shapes:
     def _check_room(self, what: str) -> None:
         if self.kinds != ["digits"] and self.most > self.cells**2:
             raise Refusal(
-                f"{what}.most: {self.most} shapes do not stand on {self.cells} x {self.cells} cells"
+                f"{what}.most: {self.most} shapes do not fit into {self.cells} x {self.cells} cells"
             )
         if "compare" in self.kinds and (self.colours < 2 or self.most < 1):
-            raise Refusal(f"{what}.colours: comparing takes two, got {self.colours}")
+            raise Refusal(f"{what}.colours: kind compare needs two, got {self.colours}")
         if self.least and self.jitter:
-            raise Refusal(f"{what}.jitter: with least things stand anywhere anyway; leave it out")
+            raise Refusal(
+                f"{what}.jitter: with least, things may be anywhere in their cells; leave it out"
+            )
         for kind in self.kinds:
             cell = self._cell_of(kind)
             least = 8 if kind == "digits" else 4
+            if cell < least:
+                raise Refusal(
+                    f"{what}.side: {self.side} pixels have cells of {cell} (kind {kind}), and "
+                    f"{least} is the least; take a larger side"
+                )
             if self.least and not least - 2 <= self.least <= cell - 2:
                 raise Refusal(
                     f"{what}.least: must be 0, or from {least - 2} to {cell - 2} pixels in cells "
@@ -149,19 +158,15 @@ class Shapes:
                 )
             if not 0 <= self.jitter <= (cell - least) // 2:
                 raise Refusal(
-                    f"{what}.jitter: must be from 0 to {max(0, (cell - least) // 2)} pixels in "
-                    f"cells of {cell} (kind {kind}), got {self.jitter}; a larger side has larger "
-                    "cells"
-                    if cell >= least
-                    else f"{what}.side: {self.side} pixels have cells of {cell} (kind {kind}), "
-                    f"and {least} is the least; take a larger side"
+                    f"{what}.jitter: must be from 0 to {(cell - least) // 2} pixels in cells of "
+                    f"{cell} (kind {kind}), got {self.jitter}; a larger side has larger cells"
                 )
 
     def _cells_of(self, kind: str) -> int:
         return self.most if kind == "digits" else self.cells
 
     def _cell_of(self, kind: str) -> int:
-        """Return the pixels of a cell's side."""
+        """Return the side of a cell, pixels."""
         return self.side // self._cells_of(kind)
 
     def row(self, seed: int, index: int, *, split: Split) -> dict:
@@ -224,7 +229,7 @@ class Shapes:
         return Scene(things, asked, str(found), str(slip))
 
     def _compared(self, things: tuple[Thing, ...], draw: random.Random) -> Scene:
-        """Ask of which of two colours there are more, one repainted where they are even."""
+        """Ask which of two colours there are more of; if they are equal, repaint one thing."""
         first, second = draw.sample(self.hues, 2)
         last = things[-1]
         if _balance(things, first, second) == 0:
@@ -241,7 +246,7 @@ class Shapes:
         if self.least:
             room = draw.randint(self.least, room)
             low = room // 2 - whole // 2
-            high = low + whole - 1 - room  # a pixel between neighbours
+            high = low + whole - 1 - room  # leaves a pixel between neighbours
         shift = (draw.randint(low, high), draw.randint(low, high))
         return Thing(cell, shift, draw.choice(self.hues), form, room)
 
@@ -282,16 +287,20 @@ def _balance(things: tuple[Thing, ...], first: str, second: str) -> int:
 
 def _draw(pen: ImageDraw, one: Thing, *, at: tuple[int, int], colour: tuple[int, int, int]) -> None:
     """Draw a thing around a point."""
-    (x, y), half, room = at, one.room // 2, one.room
-    box = (x - half, y - half, x - half + room - 1, y - half + room - 1)
+    x, y = at
+    left = x - one.room // 2
+    top = y - one.room // 2
+    right = left + one.room - 1
+    bottom = top + one.room - 1
+    box = (left, top, right, bottom)
     if one.form == "squares":
         pen.rectangle(box, fill=colour)
     elif one.form == "circles":
         pen.ellipse(box, fill=colour)
     elif one.form == "triangles":
-        pen.polygon([(x, box[1]), (box[0], box[3]), (box[2], box[3])], fill=colour)
+        pen.polygon([(x, top), (left, bottom), (right, bottom)], fill=colour)
     else:
-        _draw_digit(pen, int(one.form), at=at, block=max(1, room // 7), colour=colour)
+        _draw_digit(pen, int(one.form), at=at, block=max(1, one.room // 7), colour=colour)
 
 
 def _draw_digit(
