@@ -41,6 +41,7 @@ ORDER = tuple(
         "certificate",
         "evaluate",
         "check",
+        "api",
         "tools",
     ]
 )

@@ -59,7 +59,7 @@ class ModelScorer(Protocol):
         """Return {position in rewards.functions: [S] float64, task units} on trainer ranks."""
 
 
-def evaluate(source: Source, engine: EngineProtocol, *, trainer: ModelScorer, step: int) -> Sums:
+def evaluate(source: Source, engine: EngineProtocol, trainer: ModelScorer, *, step: int) -> Sums:
     """Sample the held-out prompts with the current weights when `step` is due.
 
     Due are multiples of evaluate.every_steps and the last step. Every rank calls it; engine

@@ -50,11 +50,15 @@ class BatchSource(Protocol):
     def take(self, step: int) -> Rollouts:
         """Hand over this rank's share of the batch of `step`."""
 
+    def observe(self, batch: Batch, *, step: int) -> None:
+        """Take in what the whole batch of `step` came to."""
+
 
 def exchange(source: BatchSource, world: World, *, step: int) -> Batch:
     """Take this rank's share of a step's batch and give it to the trainers, see
-    `exchange_rollouts`."""
+    `exchange_rollouts`. The source observes the whole batch: later prompts may depend on it."""
     batch = exchange_rollouts(source.take(step), world, step=step)
+    source.observe(batch, step=step)
     return replace(batch, has_rewards=source.has_rewards)
 
 

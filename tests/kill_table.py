@@ -45,6 +45,7 @@ _STAGE_OF: dict[str, Stage] = {
     "certificate": "update",
     "update": "update",
     "await peers": "push",
+    "agree to stop": "save",
     "push": "push",
     "begin checkpoint": "save",
     "copy checkpoint": "save",

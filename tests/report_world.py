@@ -43,6 +43,7 @@ class SmallWorld:
     rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
+    tokens_per_microbatch: int = 1024
     watch: FreeWatch = dataclasses.field(default_factory=FreeWatch)
     from_rank_0 = World.from_rank_0
 
@@ -70,14 +71,13 @@ def reporting(
     *,
     step: int = 0,
     ending: str = "finished",
-    derived: dict[str, str] | None = None,
     sums: Sums | None = None,
     watch: FreeWatch | None = None,
 ) -> Iterator[Report]:
     """Yield a Report that was started at `step`, and close it."""
     with one_rank() as group:
         report = Report(cfg, SmallWorld(cfg, group, watch=watch or FreeWatch()))
-        report.start(derived or {}, step=step, sums=sums)
+        report.start(sums or {}, step=step)
         yield report
         report.close(ending)
 
@@ -92,7 +92,7 @@ def config(folder: Path, *, steps: int = 10, **report: Any) -> Config:
 def record_steps(report: Report, first: int, last: int, *, reward: float = 0.5) -> None:
     """Record steps [first, last) with plausible numbers."""
     for step in range(first, last):
-        report.step(
+        report.record(
             step,
             {
                 "reward/mean": (reward * 512, 512),

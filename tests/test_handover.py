@@ -95,13 +95,17 @@ def _steps(cfg: Config, sleeps: bool) -> dict:
     drawn, pushed, levels, text = [], [], [], ""
     with generating(cfg) as (world, engine):
         trainer = make_trainer(cfg, world)
+        monkeypatch = pytest.MonkeyPatch()
+        if not sleeps:
+            monkeypatch.setattr(type(engine), "can_sleep", False)
         stream = WeightStream(trainer.weights, engine, world)
         for step in range(3):
             if step:
                 drawn.append(_drawn(engine))
             if sleeps:
-                stream.release()
-                stream.release()  # asleep already
+                if step:
+                    engine.lend_memory()
+                engine.lend_memory()  # asleep already
                 levels.append(engine.held_bytes())
             if step:
                 update(trainer, batch(world.dp_index(world.rank), world.dp_size), step=step)
@@ -109,14 +113,14 @@ def _steps(cfg: Config, sleeps: bool) -> dict:
             levels.append(engine.held_bytes())
         engine.add(Request("left", PROMPTS[1], 16, 1.0, 7, ()))
         engine.step()
-        stream.release()
+        engine.lend_memory()
         awake = engine.held_bytes() == levels[-1] and bool(engine.step() is not None)
         while engine.is_busy:
             engine.step()
         assert stream.push(version=9).keys() == {"sync/bytes", "sync/seconds", "sync/gb_per_s"}
         if sleeps:  # an engine that takes more each time it wakes
             handover.GROWTH_BYTES = handover.GROWTH_FRAC = 0
-            stream.release()
+            engine.lend_memory()
             engine._num_slots += 5
             with pytest.raises(RuntimeError) as caught:
                 stream.push(version=10)

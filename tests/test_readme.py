@@ -55,7 +55,8 @@ def test_what_it_names_of_the_loop_stands_in_train_py():
     assert len(calls) >= 6 and [call for call in calls if call not in text] == []
     places = [text.index(call, text.index("for step in ")) for call in calls]
     assert places == sorted(places), "it tells the calls in another order"
-    assert "# meets" in text
+    marks = re.findall("`(# [a-z]+)`", loop)
+    assert marks == ["# all", "# trainers", "# replica"] and all(mark in text for mark in marks)
 
 
 def test_its_links_files_and_flags_are_there():

@@ -53,7 +53,7 @@ def test_a_metric_that_is_no_pair_is_named(take, value):
 def test_a_step_names_the_metric_that_is_no_pair(tmp_path):
     with reporting(config(tmp_path)) as report:
         with pytest.raises(TypeError, match="metric 'my/x': expected a pair"):
-            report.step(0, {"my/x": 3.0}, seconds={})
+            report.record(0, {"my/x": 3.0}, seconds={})
 
 
 def test_an_unknown_metric_is_an_error_that_names_the_nearest():
@@ -128,7 +128,7 @@ def test_a_row_of_the_page_is_a_metric_with_its_names_elsewhere():
 
 def test_evaluations_and_checkpoints_do_not_count_against_a_step(tmp_path):
     with reporting(config(tmp_path)) as report:
-        values = report.step(
+        values = report.record(
             0,
             {"perf/step_s": (3.0, 1), "perf/generated_tokens": (500, 1)},
             seconds={"update": 0.9, "gather evaluation": 1.5, "checkpoint": 0.5},
@@ -143,7 +143,7 @@ def test_time_outside_the_work_counts_overlapped_generation_once(tmp_path):
     for lag, other in ((1, 0.2), (0, 0.0)):
         cfg = dataclasses.replace(config(tmp_path / str(lag)), lag=lag)
         with reporting(cfg) as report:
-            values = report.step(0, sums, seconds=seconds)
+            values = report.record(0, sums, seconds=seconds)
         assert values["perf/other_frac"] == pytest.approx(other)
         assert values["time/generate"] == 0.6 and values["time/exchange"] == 0.1
 
@@ -194,7 +194,7 @@ def test_a_start_from_nothing_over_earlier_metrics_says_so(tmp_path, capsys):
 
 def test_numbers_that_are_not_finite_leave_valid_json(tmp_path):
     with reporting(config(tmp_path)) as report:
-        report.step(0, {"policy/loss": (float("nan"), 1)}, seconds={})
+        report.record(0, {"policy/loss": (float("nan"), 1)}, seconds={})
     text = (tmp_path / "metrics.jsonl").read_text()
     row = json.loads(text, parse_constant=lambda name: pytest.fail(name))
     assert row["policy/loss"] is None
@@ -353,7 +353,7 @@ def _two_ranks(folder: str) -> list[str]:
         report = Report(cfg, world)
         report.start({}, step=0)
         logging.getLogger("spmdrl.test").info("hello from %d", world.rank)
-        assert bool(report.step(0, {"reward/mean": (1, 1)}, seconds={})) == (world.rank == 0)
+        assert bool(report.record(0, {"reward/mean": (1, 1)}, seconds={})) == (world.rank == 0)
         report.close("finished")
         found.append(report.attempt_folder.name)
         dist.barrier()

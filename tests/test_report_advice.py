@@ -132,7 +132,7 @@ def test_warnings_can_be_switched_off():
 def test_a_run_at_reward_0_warns_in_console_and_log(tmp_path: Path, capsys):
     with reporting(config(tmp_path, steps=9)) as report:
         for step in range(9):
-            report.step(
+            report.record(
                 step,
                 {
                     "reward/mean": (0.0, 8),

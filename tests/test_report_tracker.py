@@ -164,8 +164,7 @@ def test_a_run_can_be_read_back_from_mlflow_and_is_continued_on_resume(tmp_path)
     cfg = config(
         folder, steps=8, tracker="mlflow", mlflow=MlflowSettings(experiment="tests"), aliases="verl"
     )
-    derived = {"sequences per step": "64 * 8 = 512"}
-    with reporting(cfg, ending="stopped", derived=derived) as report:
+    with reporting(cfg, ending="stopped") as report:
         record_steps(report, 0, 6)
     first, client = run_id_of(folder), client_of(folder)
     assert client.get_run(first).info.status == "KILLED"
@@ -177,7 +176,7 @@ def test_a_run_can_be_read_back_from_mlflow_and_is_continued_on_resume(tmp_path)
     assert run.info.status == "FINISHED" and run.info.run_name == "my_run"
     for name, value in flatten(cfg).items():
         assert run.data.params[name] == str(value)
-    assert run.data.params["derived.sequences per step"] == "64 * 8 = 512"
+    assert run.data.params["derived.sequences per step"] == "64 prompts * 8 = 512"
     assert run.data.tags["from_step_4.steps"] == "9"
     points = {m.step: m.value for m in client.get_metric_history(first, "reward/mean")}
     assert points == {0: 0.5, 1: 0.5, 2: 0.5, 3: 0.5} | dict.fromkeys(range(4, 9), 0.75)

@@ -357,7 +357,7 @@ def test_a_run_warns_once_of_a_correction_that_is_not_enough(tmp_path, caplog):
     with reporting(report_config(tmp_path)) as report:
         record_steps(report, 0, 2)
         for step in (2, 3):
-            report.step(step, {"policy/mismatch_ess": (30, 100)}, seconds={})
+            report.record(step, {"policy/mismatch_ess": (30, 100)}, seconds={})
     (text,) = [r.getMessage() for r in caplog.records if "not enough" in r.getMessage()]
     assert text.startswith("step 2: policy/mismatch_ess 0.30 (healthy from 0.5)")
 

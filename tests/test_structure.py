@@ -82,7 +82,7 @@ def test_nothing_that_trains_imports_the_tools() -> None:
     users = {one.module for one in rooms.imports() if rooms.room_of(one.imported) == "tools"}
     assert {rooms.room_of(module) for module in users} == {"tools"}
     script = {name.split(".")[0] for name in rooms.imports_of(ROOT / "train.py")}
-    assert "world" in script and "tools" not in script
+    assert "api" in script and "tools" not in script
     # A command is found by its name: nobody else loads the tools by a text.
     texts = {path.relative_to(ROOT / "spmdrl").as_posix(): path.read_text() for path in FILES}
     naming = {name for name, text in texts.items() if "spmdrl.tools" in text}

@@ -260,7 +260,7 @@ def test_bad_input_is_refused_with_what_and_where(by, flags, says, model, tmp_pa
 
 def test_a_dry_run_tries_the_functions_of_an_edited_train(model, tmp_path, capsys, monkeypatch):
     text = (ROOT / "train.py").read_text()
-    line = "    loss_fn = registry.get(cfg.objective.loss_kind, cfg.loss_name)\n"
+    line = "    loss_fn = rl.registry.get(cfg.objective.loss_kind, cfg.loss_name)\n"
     for name, becomes, says in (
         ("fine", "    loss_fn = lambda logprobs, advantages: (-logprobs * advantages, {})\n", ""),
         ("summed", "    loss_fn = lambda logprobs: (logprobs.sum(), {})\n", "loss: "),

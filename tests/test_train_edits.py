@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -21,7 +22,27 @@ def half(prompts, completions, **columns):
     return [1.0 if s else len(str(c)) % 5 / 10 for s, c in zip(solved, completions)]
 """
 
-FINISH = "checkpoints.finish()  # meets: the last one is on disk"
+FINISH = "checkpoints.finish()  # all: the last checkpoint is on disk"
+TRAIN = "# Every rank makes every part. A part is empty on ranks that have no share in it."
+MARK = re.compile(r"  # (all|trainers|replica)\b")
+WATCHED = """import json, linecache, sys
+waits = set()
+watched = world.watch.wait
+def wait(*args, **kwargs):
+    frame = sys._getframe(1)
+    while frame and frame.f_code.co_filename != __file__:
+        frame = frame.f_back
+    if frame:
+        waits.add(frame.f_lineno)
+    return watched(*args, **kwargs)
+world.watch.wait = wait
+"""
+WAITED = """world.watch.wait = watched
+lines = [linecache.getline(__file__, number).strip() for number in sorted(waits)]
+open(f"{cfg.output_dir}/waits_{world.rank}", "w").write(json.dumps(lines))
+"""
+"""To be put before all parts are made, and after the loop: each rank writes down the lines of
+train.py in which it waited for other ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +93,11 @@ def rows_of(folder: Path, name: str, edits: dict[str, str], **flags) -> list[dic
 
 def test_a_push_that_one_rank_leaves_out_is_named_by_what_waits_for_it(folder):
     push = "pushed = stream.push(version=step + 1)"
-    edits = {push: f"if world.rank == 0:\n    {push}"}
+    edits = {push: f"{push} if world.rank == 0 else {{}}"}
     said = run_edited(folder, "left_out", edits, status=1, **{"layout.placement": "split"})
-    assert "Was a stream.push left out on this rank?" in said
-    assert re.search(r"left_out.py:\d+, in train", said), said
+    at = r"\(\S+left_out.py:\d+, in train\)"
+    assert re.search(rf"rank 0 {at} at `await peers` of step 1", said), said
+    assert re.search(rf"rank 1 {at} at `agree to stop` of step 1", said), said
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +107,9 @@ def plain(folder) -> list[dict]:
 ours = [name for name in sys.modules if name.startswith("spmdrl.")]
 open(f"{{cfg.output_dir}}/modules_{{world.rank}}", "w").write(" ".join(ours))
 """
-    return rows_of(folder, "metric", dict([edit(1)]) | {FINISH: modules})
+    edits = {TRAIN: f"{WATCHED}{TRAIN}", FINISH: f"{WAITED}{modules}"}
+    flags = {"evaluate.every-steps": 2, "data.eval-size": 4}
+    return rows_of(folder, "metric", dict([edit(1)]) | edits, **flags)
 
 
 def test_a_metric_of_ones_own_is_logged_at_every_step(plain):
@@ -98,10 +122,34 @@ def test_a_rank_that_does_not_train_loads_nothing_of_training(folder, plain):
     assert "spmdrl.train" not in generator
 
 
+def marked(mark: str) -> set[str]:
+    """Return the lines of train() and prove() with a mark, up to the end of the loop."""
+    text = (ROOT / "train.py").read_text()
+    text = text[text.index(TRAIN) : text.index(FINISH)] + text[text.index("def prove(") :]
+    text = text.partition("\ndef main(")[0]
+    found = {line.strip() for line in text.splitlines() if mark in MARK.findall(line)}
+    # The one is seen in the lines of prove(), the other waits if the config leaves the size open.
+    return {line for line in found if "= prove(" not in line and "size_microbatches" not in line}
+
+
+def test_each_line_that_waits_has_the_mark_of_those_who_wait(folder, plain):
+    trainer, engine = (
+        {*json.loads((folder / "metric" / f"waits_{rank}").read_text())} for rank in (0, 1)
+    )
+    edited = {line for line in trainer | engine if "own=longest" in line}
+    assert edited == {
+        "report.step(step, batch, advantages, updated, pushed, evaluated, own=longest)"
+    }
+    on_trainers = {line for line in marked("trainers") if "report.step(" not in line} | edited
+    assert engine == marked("all")
+    assert trainer == marked("all") | on_trainers
+
+
 def test_groups_that_are_solved_are_dropped(folder, plain):
     mine = '{"my/trained": (float(batch.scalars.is_valid.sum()), len(batch.scalars))}'
-    sums, _ = edit(1)
-    edits = dict([edit(2)]) | {sums: f"{sums[:-1]}, {mine})"}
+    line, _ = edit(1)
+    own = line.replace("evaluated)", f"evaluated, own={mine})")
+    edits = dict([edit(2)]) | {line: own}
     rows = rows_of(folder, "solved", edits)
     assert all(0 < row["my/trained"] < 1 for row in rows)
     assert rows[0]["reward/mean"] == plain[0]["reward/mean"], "of what was sampled"

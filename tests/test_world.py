@@ -352,9 +352,9 @@ def test_ranks_at_different_lines_are_named_on_all_of_them():
     assert others == [said, said]
     ends, other = re.findall(r"\(([^()]*test_world\.py:\d+), in at_different_lines\)", said)
     assert ends != other
-    assert re.search(r"each of the ranks 0, 2 \(\S+\) at `await peers` of step 3", said)
+    assert re.search(r"each of the ranks 0, 2 \(\S+\) at `agree to stop` of step 3", said)
     assert re.search(r"rank 1 \(\S+\) at `gather evaluation` of step 3", said)
-    assert "# meets" in said and "condition" in said
+    assert "# all" in said and "condition" in said
 
 
 def crashes(cfg: Config) -> None:

@@ -75,6 +75,8 @@ class Checkpointer:
         self.cfg = cfg
         self.world = world
         self.root = disk.checkpoints_folder(cfg.output_dir)
+        self.is_stopped = False
+        """Whether all ranks agreed to end the run before its last step."""
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="spmdrl-checkpoint")
 
@@ -83,6 +85,19 @@ class Checkpointer:
         state = restore(self.cfg, self.world, policy=policy, source=source)
         source.start(state.step)
         return state
+
+    def save_or_stop(
+        self, step: int, policy: Saved, source: SavedSource, evaluated: Sums, *, stop: bool = False
+    ) -> bool:
+        """Save if it is time, and return on every rank whether the run ends here.
+
+        It ends when any rank got a signal (Ctrl-C, SIGTERM, SIGUSR1), or was given `stop`.
+
+        Args, raises: see `maybe_save`.
+        """
+        self.is_stopped = self.world.agree_to_stop(step, stop=stop)
+        self.maybe_save(step, policy, source, evaluated=evaluated, stop=self.is_stopped)
+        return self.is_stopped
 
     def maybe_save(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
@@ -152,6 +152,8 @@ class EngineProtocol(Protocol):
     """Dtype of the weights."""
     version: int
     """Policy version of the weights, see `weights_changed`."""
+    lend_memory: Callable[[], None]
+    """Called when nothing is generated until the next push. The weight stream sets it."""
 
     @property
     def model(self) -> nn.Module:

@@ -9,7 +9,7 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TextIO
 
 from spmdrl.errors import printable
@@ -119,7 +119,7 @@ def wrapped(text: str, *, width: int) -> str:
     )
 
 
-def pairs_text(pairs: dict[str, object]) -> str:
+def pairs_text(pairs: Mapping[str, str]) -> str:
     """Return names and values as an aligned block."""
     wide = max((len(name) for name in pairs), default=0)
     return "\n".join(f"  {name:<{wide}}  {value}" for name, value in pairs.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.advice import Advisor
 from spmdrl.report.console import Console
 from spmdrl.report.curves import draw
+from spmdrl.report.derived import derived
 from spmdrl.report.derived_metrics import derived_sums
 from spmdrl.report.exit_status import exit_status
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
@@ -23,8 +24,9 @@ from spmdrl.report.make_tracker import make_tracker
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
 from spmdrl.report.provenance import save_environment
 from spmdrl.report.tracker import Status, TrackerThread
+from spmdrl.rollout.metrics import batch_sums
 from spmdrl.rollout.outcomes import evaluation_file
-from spmdrl.types import Sums, as_pair
+from spmdrl.types import Advantages, Batch, Sums, add_sums, as_pair
 from spmdrl.world.lost_peers.watch import Ending
 from spmdrl.world.world import World
 
@@ -63,7 +65,13 @@ class Report:
 
     # ---------------------------------------------------------------- start
 
-    def start(self, derived: Mapping[str, Any], *, step: int, sums: Sums | None = None) -> None:
+    def start(
+        self,
+        sums: Sums,
+        *,
+        step: int,
+        certify: Callable[[int, Batch, Advantages, Sums], None] | None = None,
+    ) -> None:
         """Record what the run is made of and open its metrics at `step`, 0 or resumed.
 
         Call it right before the first step: the first step's time counts from here. Rows
@@ -71,23 +79,25 @@ class Report:
         samples.jsonl (they stay in the attempt's log folder).
 
         Args:
-            derived: the arithmetic that follows from the config, as {name: value} for people.
-            step: steps already done.
             sums: what the comparison of rows, the first push and the probe of engine against
                 trainer measured. Rows and probe are a row of metrics.jsonl.
+            step: steps already done.
+            certify: writes a step's line of the certificate, see `Certificate.add`.
         """
+        self._certify = certify
         seconds = self._watch.take_seconds()  # start-up is no part of the first step
         if self.rank == 0:
-            self._start(derived, step=step)
-            self._show_start(values_of(sums or {}), seconds, step=step)
+            self._start(step)
+            self._show_start(values_of(sums), seconds, step=step)
         self._last_at = time.perf_counter()
 
-    def _start(self, derived: Mapping[str, Any], *, step: int) -> None:
+    def _start(self, step: int) -> None:
+        sizes = derived(self.cfg, tokens=self._world.tokens_per_microbatch)
         environment = save_environment(
             self.cfg, folder=self.folder, attempt_folder=self.attempt_folder
         )
         dropped = self._rewind(step)
-        self._start_tracker(derived, environment, step=step)
+        self._start_tracker(sizes, environment, step=step)
         layout = self.cfg.layout
         self.console.line(
             f"{self.folder}: {self.cfg.algorithm.objective}, {layout.placement} on "
@@ -95,7 +105,7 @@ class Report:
             + (f"resumed at step {step} of {self.cfg.steps}" if step else f"{self.cfg.steps} steps")
             + (", no checkpoint, starting at step 0" if dropped and not step else "")
         )
-        self.console.line(text.pairs_text(dict(derived)))
+        self.console.line(text.pairs_text(sizes))
         if self._tracker:
             self.console.line(f"  {self._tracker.tracker.view_command}")
 
@@ -129,12 +139,12 @@ class Report:
         self.console.line(text.wrapped(line, width=self.console.width))
 
     def _start_tracker(
-        self, derived: Mapping[str, Any], environment: Mapping[str, Any], *, step: int
+        self, sizes: Mapping[str, str], environment: Mapping[str, Any], *, step: int
     ) -> None:
         tracker = make_tracker(self.cfg, self.folder)
         if tracker is None:
             return
-        params = flatten(self.cfg) | {f"derived.{name}": v for name, v in derived.items()}
+        params = flatten(self.cfg) | {f"derived.{name}": v for name, v in sizes.items()}
         tags = {"source.name": Path(environment["command"][0]).name}
         if environment["git"]:
             tags["source.git.commit"] = environment["git"]["commit"]
@@ -173,12 +183,45 @@ class Report:
     def step(
         self,
         step: int,
+        batch: Batch,
+        advantages: Advantages,
+        updated: Sums,
+        pushed: Sums,
+        evaluated: Sums,
+        *,
+        own: Sums | None = None,
+    ) -> None:
+        """Certify and record a finished training step, and the evaluation of its weights.
+
+        Every rank calls it. Trainers wait for each other if the step is certified.
+
+        Args:
+            step: index of the step, from 0.
+            batch, advantages: as the update had them.
+            updated, pushed: the sums of update and push.
+            evaluated: of the weights after this step; empty if none was due.
+            own: metrics of your own, whose names begin with `my/`.
+        """
+        if self._certify is not None:
+            self._certify(step, batch, advantages, updated)
+        if self.rank == 0:
+            self.record(
+                step,
+                add_sums(batch_sums(batch), updated, pushed, own or {}),
+                seconds=self._watch.take_seconds(),
+                samples=batch.samples,
+            )
+        self.evaluation(step + 1, evaluated)
+
+    def record(
+        self,
+        step: int,
         sums: Sums,
         *,
         seconds: Mapping[str, float],
         samples: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, float]:
-        """Record one finished training step.
+        """Record the metrics of one training step on rank 0, and do nothing on other ranks.
 
         Args:
             step: index of the step, from 0.

@@ -17,7 +17,7 @@ is to answer; another replica has what is missing. Outside: _PHASES."""
 _PHASES = {
     "replicas": ("await rollouts",),
     "exchange": ("exchange scalars", "exchange tokens"),
-    "update": ("annotate", "advantages", "update", "await peers"),
+    "update": ("annotate", "advantages", "update", "await peers", "agree to stop"),
     "push": ("push", "verify push"),
 }
 """The named waits of an inference rank between two stretches of generation. Trainers come to

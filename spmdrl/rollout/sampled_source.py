@@ -67,6 +67,7 @@ class SampledSource(Source):
         self._stops = end_token_ids(cfg, tokenizer)
         self._engine: EngineProtocol | None = None
         self._version = -1  # of the weights that requests under way began with
+        self._finished: int | None = None  # of the weights that have made all they are to make
         if world.inference_tp_rank != 0:
             return
         self.pool = RewardPool(cfg, steps_per_epoch=self.prompts.steps_per_epoch)
@@ -89,13 +90,16 @@ class SampledSource(Source):
         """Make this replica's share of every step up to `until`, with the engine's weights.
 
         What goes beyond the step of these weights ends early under in-flight updates, when the
-        trainers are done with it: the rest goes on at the next call.
+        trainers are done with it: the rest goes on at the next call. After the last call for these
+        weights, up to `lag` steps ahead, the engine's memory is lent to the update.
 
         Raises: RewardFailed naming the sample when a reward fails under on_failure=fail, or
             when dynamic sampling finds too few groups with a spread of rewards.
         """
         last = min(until, self.cfg.steps - 1)
-        if not self.world.is_inference:
+        farthest = engine.version + self.cfg.lag  # step to be made with these weights
+        is_finished = self._finished == engine.version and until <= farthest
+        if not self.world.is_inference or is_finished:
             return
         self._engine = engine
         with self.world.watch.phase("generate", engine.version):
@@ -109,14 +113,17 @@ class SampledSource(Source):
                 engine.weights_changed(engine.version)
             if self.filler is None:
                 self.link.follow(engine)
-                return
-            is_ahead = self.filler.schedule.in_flight and until > engine.version
-            self.filler.fill(
-                engine,
-                last=last,
-                must_pause=lambda: is_ahead and self.world.is_updated(engine.version),
-            )
-            self.link.end()
+            else:
+                is_ahead = self.filler.schedule.in_flight and until > engine.version
+                self.filler.fill(
+                    engine,
+                    last=last,
+                    must_pause=lambda: is_ahead and self.world.is_updated(engine.version),
+                )
+                self.link.end()
+        if until >= farthest:
+            self._finished = engine.version
+            engine.lend_memory()
 
     def take(self, step: int) -> Rollouts:
         """Hand over this rank's rollouts of `step`; ranks that are no leader hold none."""

@@ -64,6 +64,8 @@ class WeightStream:
             self._plan()
         self._pointers = self._engine_pointers()
         self._handover = Handover(engine, world)
+        engine.lend_memory = self.lend_memory
+        self.lend_memory()
 
     @property
     def plans(self) -> list[StreamPlan]:
@@ -86,10 +88,11 @@ class WeightStream:
     def _weight_bytes(self) -> int:
         return sum(plan.nbytes for plan in self.plans)
 
-    def release(self) -> None:
-        """Lend the engine's memory, which nothing needs until the next push; see Handover."""
-        if self.mode == "idle":
-            return
+    def lend_memory(self) -> None:
+        """Lend the engine's memory to the update, until the next push; see Handover.
+
+        Done at construction, and by the source when nothing is generated until the next push.
+        """
         # A traced push writes every weight that counts (not what pads a vocabulary). It does not
         # write the weights under adapters that travel alone, nor those of a model that drafts.
         writes_all_weights = (
@@ -113,8 +116,9 @@ class WeightStream:
             return {}
         is_first = self._pushes == 0
         nbytes = 0
-        with self._world.watch.wait("push", version):
+        with self._world.watch.wait("await peers", version):  # timed apart: the others' work
             await_all(group=self._world.control)
+        with self._world.watch.wait("push", version):
             began = time.perf_counter()
             self._handover.wake_weights()
             if self._adapter is None or is_first:

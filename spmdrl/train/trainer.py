@@ -232,4 +232,5 @@ class Trainer:
                 sums |= self.coefficients.move(sums, num_samples=len(batch.scalars))
             for companion in companions:
                 companion.follow(self.policy.model, step=step)
+        self.world.announce_updated(step)  # engines that sample ahead pause for the new weights
         return sums

@@ -130,8 +130,8 @@ def _apart(rows: Sequence[bytes], places: Sequence[bytes], *, group: dist.Proces
     return (
         "ranks are at different lines that meet: "
         + ", ".join(f"{names_of(ranks)} ({host}) {at}" for (host, at), ranks in ranks_of.items())
-        + ". Every rank must execute each line of train.py that is marked `# meets`, in one order: "
-        "take it out of the condition, or the loop, that differs between ranks"
+        + ". Every rank must execute each line of train.py that is marked `# all` or `# trainers`, "
+        "in one order: take it out of the condition, or the loop, that differs between ranks"
     )
 
 

@@ -203,10 +203,10 @@ class World(WorldGroups):
         with self.watch.wait(wait, step):
             await_all(group=self.control)
 
-    def agree_to_stop(self, step: int) -> bool:
-        """Return on all ranks, once all are here, whether any rank was asked to stop."""
-        with self.watch.wait("await peers", step):
-            return any_of(self.stop_requested, group=self.control)
+    def agree_to_stop(self, step: int, *, stop: bool = False) -> bool:
+        """Return on all ranks, once all are here, whether one of them got a signal or `stop`."""
+        with self.watch.wait("agree to stop", step):
+            return any_of(self.stop_requested or stop, group=self.control)
 
     # ---------------------------------------------------------------- among trainers
 

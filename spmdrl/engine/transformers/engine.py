@@ -11,7 +11,7 @@ CUDA graphs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -52,6 +52,7 @@ class TransformersEngine:
         self.world = world
         self.dtype = getattr(torch, cfg.engine.dtype)
         self.version = -1
+        self.lend_memory: Callable[[], None] = lambda: None
         self._longest = cfg.longest_sequence
         self._records_masks = cfg.sampling.truncates
         self._waiting: deque[RunningSequence] = deque()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -54,6 +54,7 @@ class VllmEngine:
         self.world = world
         self.dtype = getattr(torch, cfg.engine.dtype)
         self.version = -1
+        self.lend_memory: Callable[[], None] = lambda: None
         self._llm: Any = None
         self._slot: AdapterSlot | None = None
         self._unregistered: list[tuple[Tensor, Tensor]] = []  # (live, its copy while it sleeps)

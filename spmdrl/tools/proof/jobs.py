@@ -205,12 +205,11 @@ def engine(cfg: Config) -> Measured:
     found: Measured = {"loaded": gap(generator.score(rows), trainer.weights.score(rows))}
     stream = WeightStream(trainer.weights, generator, world)
     found |= {"mode": stream.mode, "why": [line for line in said.lines if "falling back" in line]}
-    stream.release()
     stream.push(version=0)
     first = generator.score(rows)
     found["before"] = gap(first, trainer.weights.score(rows))
     for step in range(UPDATES):
-        stream.release()
+        stream.lend_memory()
         _update(trainer, step)
         stream.push(version=step + 1)
     stream.verify(UPDATES)
