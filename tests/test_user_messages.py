@@ -245,7 +245,8 @@ def test_an_error_deep_in_a_loss_shows_the_users_lines_and_the_log_has_all(tiny_
 
 
 @pytest.mark.parametrize(
-    "line, error", [('int("many")', "ValueError: .*'many'"), ("raise SystemExit(0)", "SystemExit: 0")]
+    "line, error",
+    [('int("many")', "ValueError: .*'many'"), ("raise SystemExit(0)", "SystemExit: 0")],
 )
 def test_an_error_in_an_edit_of_train_py_shows_its_line(tiny_model, tmp_path, line, error):
     edit = (BEGIN, f"    {line}\n{BEGIN}")
