@@ -32,7 +32,7 @@ from spmdrl.rollout.balance import deal
 from spmdrl.rollout.book import Book, BookRules, Move, SharedBook
 from spmdrl.rollout.staleness import make_rules
 from spmdrl.world.lost_peers.watch import Watch
-from spmdrl.world.lost_peers.watched_keys import WatchedKeys
+from spmdrl.world.sealed_store import WatchedKeys
 
 _BUDGET = 32768
 _QUADRATIC_TOKENS = 24576

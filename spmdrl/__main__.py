@@ -16,7 +16,7 @@ import signal
 from difflib import get_close_matches
 from pathlib import Path
 
-from spmdrl.same_run.versions import version_text
+from spmdrl.imports import version_text
 
 _FOLDER = Path(__file__).parent / "tools" / "commands"
 _COMMANDS = {path.stem: path for path in sorted(_FOLDER.glob("[a-z]*.py"))}

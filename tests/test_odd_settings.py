@@ -20,7 +20,7 @@ from spmdrl.check.settings import parse, validate
 from spmdrl.config.tree import bounds, flatten, kinds, sections, settings
 from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder
-from spmdrl.report.derived import derived
+from spmdrl.report.config_sizes import config_sizes
 
 SOME_S = 5.0
 """CPU seconds that a refusal may take."""
@@ -53,7 +53,7 @@ def says(work: Callable[[], object], *, of: object) -> str:
 def use(cfg: config.Config) -> None:
     """Do what a dry run does with a config that is right so far."""
     if not validate(cfg):
-        derived(cfg)
+        config_sizes(cfg)
         mesh_map(cfg)
     assert config.dump(cfg)
 

@@ -17,7 +17,7 @@ from spmdrl.config.read import read
 from spmdrl.data import row_files
 from spmdrl.data.rows import ground_truth_of, prompt_of, read_rows
 from spmdrl.model.model_shape import SHAPES, with_known_shape
-from spmdrl.report.derived import derived
+from spmdrl.report.config_sizes import config_sizes
 from spmdrl.rewards import graders
 from spmdrl.tools.commands import fetch_problems
 from spmdrl.tools.commands.plan_examples import renewed
@@ -42,7 +42,7 @@ def _recipe(name: str) -> Config:
 def test_a_recipe_runs_on_its_ranks_as_far_as_a_shape_can_tell(name):
     cfg = _recipe(name)
     (ranks,) = [count for part, count in RANKS.items() if name.endswith(f"{part}.yaml")]
-    assert cfg.layout.world_size == ranks and derived(cfg)
+    assert cfg.layout.world_size == ranks and config_sizes(cfg)
     assert validate(cfg) == [] and fit_problems(cfg) == []
     problems = {"gsm8k", "math"} & set(cfg.data.train.split("/"))
     assert f"fetch_problems {problems.pop()}" in (ROOT / "configs" / name).read_text()

@@ -32,9 +32,8 @@ from spmdrl.world import comm, groups, secret
 from spmdrl.world.comm import agree, bytes_from, gather_objects
 from spmdrl.world.launch import SECRET, Launch
 from spmdrl.world.lost_peers.watch import Watch
-from spmdrl.world.lost_peers.watched_keys import WatchedKeys
 from spmdrl.world.ports import listen
-from spmdrl.world.sealed_store import SealedStore
+from spmdrl.world.sealed_store import SealedStore, WatchedKeys
 from spmdrl.world.secret import Unauthentic
 from spmdrl.world.world import World
 

@@ -24,13 +24,12 @@ from spmdrl.data.templates import render
 from spmdrl.data.tokenizer import read_tokenizer
 from spmdrl.errors import RAISED, Refusal, described
 from spmdrl.imports import attempt, construct, import_file, import_object, is_missing_folder
-from spmdrl.report.derived import derived
+from spmdrl.report.config_sizes import config_sizes
 from spmdrl.same_run.differences import config_of
 from spmdrl.tools.commands.ask import ask
 from spmdrl.tools.commands.create_model import create_model
 from spmdrl.tools.proof.ranks import launch_env
-from spmdrl.world.check_launch import check_launch
-from spmdrl.world.launch import Launch, tell_refused
+from spmdrl.world.launch import Launch, check_launch, tell_refused
 
 RANK = """
 import os, sys, time
@@ -394,14 +393,14 @@ def test_derived_numbers_are_whole():
         layout=dict(world_size=8, trainer_ranks=6),
         batch=dict(prompts_per_step=128, group_size=8),
     )
-    assert derived(cfg)["sequences per dp rank"] == "1024 / 6 = about 171"
+    assert config_sizes(cfg)["sequences per dp rank"] == "1024 / 6 = about 171"
     sft = made(
         data=dict(train="task:addition"),
         layout=dict(placement="offline"),
         batch=dict(prompts_per_step=128, group_size=8),
         algorithm=dict(objective="sft"),
     )
-    assert "steps of generation ahead" not in derived(sft)
+    assert "steps of generation ahead" not in config_sizes(sft)
 
 
 def test_help_names_the_config_file_and_may_be_cut_short():

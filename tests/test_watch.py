@@ -15,7 +15,7 @@ import torch.distributed as dist
 from spmdrl.world.lost_peers import watch as watch_module
 from spmdrl.world.lost_peers.neighbours import Neighbours
 from spmdrl.world.lost_peers.watch import Watch
-from spmdrl.world.lost_peers.watched_keys import WatchedKeys
+from spmdrl.world.sealed_store import WatchedKeys
 
 
 class CountedStore:

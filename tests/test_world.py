@@ -21,9 +21,8 @@ from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
 from spmdrl.tools.proof.ranks import RankError, launch_env, on_ranks
 from spmdrl.world import launch as launch_module
-from spmdrl.world.check_launch import find_launch
 from spmdrl.world.comm import agree, gather_objects, gather_problems
-from spmdrl.world.launch import Launch, first_host, read_launch
+from spmdrl.world.launch import Launch, find_launch, first_host, read_launch
 from spmdrl.world.world import World, pick_backend, pick_device
 
 

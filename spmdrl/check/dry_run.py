@@ -24,7 +24,7 @@ from spmdrl.errors import RAISED, Refusal, say, with_line
 from spmdrl.model.load import build_meta_model, checkpoint_shapes
 from spmdrl.model.lora.layers import Adapters, lora_form, sent_adapter
 from spmdrl.model.model_shape import with_known_shape
-from spmdrl.report.derived import derived
+from spmdrl.report.config_sizes import config_sizes
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.sync.buckets import LARGEST
 from spmdrl.world.axes import axes_of
@@ -54,7 +54,7 @@ def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
     with _ended_by_readers():
         if cfg.dry_run == "full":
             say(config.dump(cfg))
-        _print_section("derived", derived(cfg))
+        _print_section("derived", config_sizes(cfg))
         _print_section("mesh", mesh_map(cfg, shows_all=cfg.dry_run == "full"))
         models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
         for path in models.values():

@@ -15,9 +15,8 @@ from spmdrl.config.fields import Config
 from spmdrl.config.read import read, refuse, take_config_flags
 from spmdrl.data.tasks import is_generated
 from spmdrl.errors import Refusal
-from spmdrl.imports import is_missing_folder, is_same_file, missing_folder
+from spmdrl.imports import is_missing_folder, is_same_file, missing_folder, version_text
 from spmdrl.rewards.signatures import reward_models
-from spmdrl.same_run.versions import version_text
 from spmdrl.world.axes import axes_of, rank_problems
 from spmdrl.world.launch import tell_once, tell_refused
 

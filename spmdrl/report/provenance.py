@@ -16,10 +16,9 @@ import torch
 
 from spmdrl import config
 from spmdrl.config import Config
-from spmdrl.imports import attempt
+from spmdrl.imports import attempt, installed_versions
 from spmdrl.run_folder import write_file
 from spmdrl.same_run.user_code import digest, started_program, user_files
-from spmdrl.same_run.versions import installed_versions
 from spmdrl.world.own_runs import mark_own
 
 log = logging.getLogger(__name__)

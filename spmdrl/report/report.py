@@ -13,17 +13,16 @@ from spmdrl.config import Config, flatten
 from spmdrl.journal import Journal
 from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.advice import Advisor
+from spmdrl.report.config_sizes import config_sizes
 from spmdrl.report.console import Console
 from spmdrl.report.curves import draw
-from spmdrl.report.derived import derived
 from spmdrl.report.derived_metrics import derived_sums
 from spmdrl.report.exit_status import exit_status
 from spmdrl.report.glossary import clean_name, values_of, with_aliases
 from spmdrl.report.logs import RankLog, agree_attempt_folder
-from spmdrl.report.make_tracker import make_tracker
 from spmdrl.report.progress import SAMPLES_KEPT, Progress, Samples
 from spmdrl.report.provenance import save_environment
-from spmdrl.report.tracker import Status, TrackerThread
+from spmdrl.report.tracker import Status, Tracker, TrackerThread
 from spmdrl.rollout.metrics import batch_sums
 from spmdrl.rollout.outcomes import evaluation_file
 from spmdrl.types import Advantages, Batch, Sums, add_sums, as_pair
@@ -92,7 +91,7 @@ class Report:
         self._last_at = time.perf_counter()
 
     def _start(self, step: int) -> None:
-        sizes = derived(self.cfg, tokens=self._world.tokens_per_microbatch)
+        sizes = config_sizes(self.cfg, tokens=self._world.tokens_per_microbatch)
         environment = save_environment(
             self.cfg, folder=self.folder, attempt_folder=self.attempt_folder
         )
@@ -141,7 +140,7 @@ class Report:
     def _start_tracker(
         self, sizes: Mapping[str, str], environment: Mapping[str, Any], *, step: int
     ) -> None:
-        tracker = make_tracker(self.cfg, self.folder)
+        tracker = _make_tracker(self.cfg, self.folder)
         if tracker is None:
             return
         params = flatten(self.cfg) | {f"derived.{name}": v for name, v in sizes.items()}
@@ -311,3 +310,22 @@ class Report:
         self.console.line(f"metrics and logs: {self._metrics.path}, {self.attempt_folder}")
         if has_chart:
             self.console.line(f"curves: {chart}")
+
+
+def _make_tracker(cfg: Config, folder: Path) -> Tracker | None:
+    """Return the tracker that `report.tracker` names; None for none.
+
+    Args:
+        folder: the run's output_dir.
+    """
+    if cfg.report.tracker == "none":
+        return None
+    from spmdrl.report.mlflow_tracker import MlflowTracker  # here: mlflow takes 1.5 s to import
+
+    settings = cfg.report.mlflow
+    return MlflowTracker(
+        settings.uri,
+        folder=folder,
+        experiment=settings.experiment,
+        run_name=settings.run_name or folder.resolve().name,
+    )

@@ -10,9 +10,9 @@ import torch
 
 import spmdrl
 from spmdrl.config import Config
+from spmdrl.imports import installed_versions
 from spmdrl.same_run.differences import config_of
 from spmdrl.same_run.user_code import digest, user_files
-from spmdrl.same_run.versions import installed_versions
 from spmdrl.world.world import World
 
 

@@ -13,6 +13,7 @@ import ipaddress
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from spmdrl.config import Config
 from spmdrl.errors import Refusal, printable, say
 from spmdrl.world.lost_peers.neighbours import birth
 
@@ -102,6 +104,52 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
     raise Refusal(
         "no launcher: neither RANK (torchrun) nor SLURM_PROCID (srun) is set. Start with "
         "`torchrun --standalone --nproc-per-node N ...` or `srun python ...`"
+    )
+
+
+def find_launch(cfg: Config) -> Launch:
+    """Return what the launcher told this process; a job of one rank needs no launcher.
+
+    Raises: Refusal for a launch that `layout` does not fit, and for several ranks without one.
+    """
+    size = cfg.layout.world_size
+    if size == 1 and not has_rank():
+        launch_alone()
+    if not has_rank():
+        command = shlex.join(sys.argv)
+        raise Refusal(
+            f"layout.world_size is {size}, and no launcher started this process. Start the "
+            f"{size} ranks, on one machine by\n"
+            f"  torchrun --standalone --nproc-per-node {size} {command}\n"
+            f"or within a Slurm allocation by\n"
+            f"  srun --ntasks {size} python {command}"
+        )
+    launch = read_launch()
+    check_launch(cfg, launch)
+    return launch
+
+
+def check_launch(cfg: Config, launch: Launch) -> None:
+    """Refuse a number of ranks that is not that of `layout`. Raises: Refusal."""
+    if launch.world_size != cfg.layout.world_size:
+        raise Refusal(
+            f"layout.world_size is {cfg.layout.world_size}, but {launch.launcher} started "
+            f"{launch.world_size} ranks; start {cfg.layout.world_size} or {_other_way(cfg, launch)}"
+        )
+
+
+def _other_way(cfg: Config, launch: Launch) -> str:
+    size = launch.world_size
+    if not cfg.layout.roles.overlaps or size > cfg.layout.trainer_ranks:
+        return f"set --layout.world-size {size}"
+    if size > 1:
+        return (
+            f"set --layout.world-size {size} --layout.trainer-ranks {size // 2}, so that "
+            "split placement leaves ranks to generate"
+        )
+    return (
+        f"set --layout.world-size {size} --layout.placement colocated: split placement needs "
+        "a rank that trains and one that generates"
     )
 
 

@@ -19,16 +19,14 @@ from torch import Tensor
 from spmdrl.config import Config, flatten, inference_ranks, trainer_ranks
 from spmdrl.config.fields import least_tokens
 from spmdrl.errors import Refusal
-from spmdrl.world.check_launch import find_launch
 from spmdrl.world.comm import any_of, await_all, gather_objects
 from spmdrl.world.groups import WorldGroups, join_world, make_groups, meet
-from spmdrl.world.launch import Launch, ask_cublas_to_repeat, is_orphaned
+from spmdrl.world.launch import Launch, ask_cublas_to_repeat, find_launch, is_orphaned
 from spmdrl.world.leaving import obey_signals
 from spmdrl.world.lost_peers.watch import Watch, store_timeout
-from spmdrl.world.lost_peers.watched_keys import WatchedKeys
 from spmdrl.world.machine.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
 from spmdrl.world.machine.host_memory import MemoryWatch
-from spmdrl.world.sealed_store import SealedStore
+from spmdrl.world.sealed_store import SealedStore, WatchedKeys
 
 T = TypeVar("T")
 

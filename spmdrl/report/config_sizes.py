@@ -7,7 +7,7 @@ from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.world.axes import axes_of
 
 
-def derived(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
+def config_sizes(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
     """Return the arithmetic that follows from a config, as {name: text with its formula}.
 
     Args:
