@@ -106,7 +106,7 @@ def main() -> int:
             rl.check_inputs(cfg, world)  # all: data, rewards, checkpoints, as --dry-run does
             return train(cfg, world)
     except (Exception, SystemExit) as error:
-        return rl.ended(error, world)  # says why, here and to the other ranks
+        return rl.report_end(error, world)  # says why, here and to the other ranks
 
 
 if __name__ == "__main__":

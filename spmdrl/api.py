@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from spmdrl.types import add_sums as add_sums
     from spmdrl.world.folder_lock import own_folder as own_folder
     from spmdrl.world.leaving import end_process as end_process
-    from spmdrl.world.leaving import ended as ended
+    from spmdrl.world.leaving import report_end as report_end
     from spmdrl.world.world import World as World
 
 _MODULES = {
@@ -64,7 +64,7 @@ _MODULES = {
     "add_sums": "spmdrl.types",
     "own_folder": "spmdrl.world.folder_lock",
     "end_process": "spmdrl.world.leaving",
-    "ended": "spmdrl.world.leaving",
+    "report_end": "spmdrl.world.leaving",
     "World": "spmdrl.world.world",
 }
 

@@ -70,7 +70,7 @@ class RewardFailed(RunFailed):
     shown alone."""
 
 
-def described(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return what was raised and where, in one line: `KeyError: 'x' (mine.py:12, in score; raised
     at .../lib.py:40)`.
 
@@ -87,10 +87,10 @@ def described(error: BaseException) -> str:
             place = raised
         elif not place.startswith(f"{raised},"):
             place += f"; raised at {raised}"
-    return f"{type(error).__name__}: {said(error)}" + (f" ({place})" if place else "")
+    return f"{type(error).__name__}: {message_of(error)}" + (f" ({place})" if place else "")
 
 
-def said(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """Return an error's message as text that can be written anywhere; of a class of the user's,
     making it may fail."""
     try:
@@ -103,7 +103,7 @@ def with_line(error: BaseException) -> str:
     """Return `KeyError: 'x' (mine.py:12, in score)`, without a place where no code of the user's
     was called."""
     place = users_line(error)
-    return f"{type(error).__name__}: {said(error)}" + (f" ({place})" if place else "")
+    return f"{type(error).__name__}: {message_of(error)}" + (f" ({place})" if place else "")
 
 
 def users_line(error: BaseException) -> str:

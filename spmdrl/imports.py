@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from spmdrl import __version__
-from spmdrl.errors import RAISED, Refusal, said, with_line
+from spmdrl.errors import RAISED, Refusal, message_of, with_line
 
 T = TypeVar("T")
 PACKAGES = (
@@ -64,7 +64,7 @@ def import_object(
     if not colon or not place or not name:
         names = f", or a known name{nearest(spec, known)}" if known else ""
         form = f"{where}{spec!r} must be `module:{kind}` or `path/file.py:{kind}`{names}"
-        raise Refusal(form + _meant(spec))
+        raise Refusal(form + _suggestion(spec))
     is_file = place.endswith(".py")
     try:
         module = import_file(place) if is_file else _import_module(place)
@@ -97,7 +97,7 @@ def _import_module(place: str) -> ModuleType:
     return importlib.import_module(place)
 
 
-def _meant(spec: str) -> str:
+def _suggestion(spec: str) -> str:
     """Return `; did you mean X?` where a file is named without what is in it, or with a dot before
     that; empty else."""
     file = Path(spec).expanduser()
@@ -187,7 +187,7 @@ def refusing(
     except kinds as error:
         if passes_refusals and isinstance(error, Refusal):
             raise
-        text = with_line(error) if names_kind else said(error)
+        text = with_line(error) if names_kind else message_of(error)
         raise kind(f"{what}: {text}{hint}") from error
 
 

@@ -13,7 +13,7 @@ from spmdrl.model.load import build_meta_model
 from spmdrl.model.sharded_model import SentWeights
 from spmdrl.types import Batch
 from spmdrl.world.comm import agree
-from spmdrl.world.found_microbatch_size import agree_on_tokens
+from spmdrl.world.microbatch_tokens import agree_on_tokens
 from spmdrl.world.world import World
 
 if TYPE_CHECKING:

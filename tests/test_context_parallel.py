@@ -227,7 +227,7 @@ def _on_ranks(trainer: Any) -> dict:
     return {
         "gaps": _attention_gaps(cp.get_local_rank(), cp.get_group()),
         "gathered": _most_gathered(cp.get_local_rank(), cp.get_group()),
-        "dp": (world.dp_index(world.rank), world.dp_size, world.speaks_for_dp),
+        "dp": (world.dp_index(world.rank), world.dp_size, world.is_dp_leader),
         "scores": trainer.weights.score(_rows()),
     }
 

@@ -90,7 +90,7 @@ ALL = [(g, s) for g in range(4) for s in range(3)]
 def share(world: World, how: str) -> list[tuple[int, int]]:
     """Say which sequences this rank holds; only the leader of a replica holds any."""
     if world.cfg.layout.placement == "offline":
-        leads, index = world.speaks_for_dp, world.dp_index(world.rank)
+        leads, index = world.is_dp_leader, world.dp_index(world.rank)
         count = world.dp_size
     else:
         leads, index, count = world.inference_tp_rank == 0, world.replica, world.num_replicas

@@ -17,7 +17,7 @@ from test_train import assert_same_end
 
 from spmdrl.world import launch
 from spmdrl.world.lost_peers import neighbours
-from spmdrl.world.lost_peers.neighbours import Neighbours, own_process
+from spmdrl.world.lost_peers.local_ranks import LocalRanks, own_process
 from spmdrl.world.lost_peers.watch import Watch
 
 REWARDS = (
@@ -110,7 +110,7 @@ def test_a_process_beside_this_one_that_dies_is_seen_once() -> None:
     sleeps = [sys.executable, "-c", "import time; time.sleep(1000)"]
     child = subprocess.Popen(sleeps)
     try:
-        known = Neighbours(own_process())
+        known = LocalRanks(own_process())
         beside = own_process() | {"pid": child.pid, "born": neighbours.birth(child.pid)}
         known.learn([own_process(), beside, None])
         assert not known.are_known
@@ -129,7 +129,7 @@ def test_a_process_beside_this_one_that_dies_is_seen_once() -> None:
 def test_a_process_of_a_number_used_again_is_another(monkeypatch) -> None:
     born = {7: "100"}
     monkeypatch.setattr(neighbours, "birth", lambda pid: born.get(pid, ""))
-    known = Neighbours(own_process())
+    known = LocalRanks(own_process())
     known.learn([own_process(), own_process() | {"pid": 7, "born": "100"}])
     assert known.dead() == []
     born[7] = "200"
@@ -139,7 +139,7 @@ def test_a_process_of_a_number_used_again_is_another(monkeypatch) -> None:
 def test_a_process_that_died_before_it_was_looked_at_is_dead() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         beside = own_process() | {"pid": child.pid, "born": neighbours.birth(child.pid)}
-    known = Neighbours(own_process())
+    known = LocalRanks(own_process())
     known.learn([own_process(), beside])
     assert known.dead() == [1]
 
@@ -175,8 +175,8 @@ def test_a_rank_ends_when_the_store_is_gone_and_says_who_kept_it(keeper, says, m
     other = Watch(store, rank=0, world_size=2, timeout_s=1000)
     other._process |= {"host": "node-7", "machine": "another"}
     other._beat()
-    watch = Watch(store, rank=1, world_size=2, timeout_s=1000, keeper=keeper)
-    until(lambda: keeper is None or watch.board._of_keeper)
+    watch = Watch(store, rank=1, world_size=2, timeout_s=1000, store_rank=keeper)
+    until(lambda: keeper is None or watch.board._store_rank_state)
     assert not left
     store.left = 0
     with watch.wait("exchange", 7):
@@ -196,9 +196,9 @@ def test_a_rank_that_leaves_in_order_is_not_missed(monkeypatch) -> None:
         watch.close()
     for rank, says in ((1, False), (2, True)):
         if not says:
-            watches[rank].say_leaving()
-        monkeypatch.setattr(Neighbours, "dead", lambda self, rank=rank: [rank])
-        watches[0].look_beside()
+            watches[rank].announce_leaving()
+        monkeypatch.setattr(LocalRanks, "dead", lambda self, rank=rank: [rank])
+        watches[0].report_dead_neighbours()
         assert bool(watches[0].board.cause()) == says
     said = watches[0].board.cause()
     assert f"rank 2 is missing: its process {os.getpid()} on " in said
@@ -210,13 +210,13 @@ def test_who_dies_while_all_leave_is_named_when_a_collective_fails(monkeypatch) 
     store = dist.HashStore()
     watches = [Watch(store, rank=rank, world_size=2, timeout_s=1000) for rank in range(2)]
     for watch in watches:
-        watch.say_leaving()
+        watch.announce_leaving()
         watch.close()
-    monkeypatch.setattr(Neighbours, "dead", lambda self: [1])
-    watches[0].look_beside()
+    monkeypatch.setattr(LocalRanks, "dead", lambda self: [1])
+    watches[0].report_dead_neighbours()
     assert not watches[0].board.cause()  # it may have been done first
     began = time.monotonic()
-    said = str(watches[0].explained(RuntimeError("Connection closed by peer")))
+    said = str(watches[0].as_peers_missing(RuntimeError("Connection closed by peer")))
     assert time.monotonic() - began < 2.9  # no heartbeat has to grow old
     assert f"rank 1 is missing: its process {os.getpid()} on " in said
 

@@ -225,7 +225,7 @@ def replay_config(folder: Path, recorded: Path, **rest) -> Config:
 
 
 def replay_source(cfg: Config, *, max_positions: int = 7, vocab_size: int = 12) -> ReplaySource:
-    world = SimpleNamespace(cfg=cfg, rank=0, dp_size=1, dp_index=lambda rank: 0, speaks_for_dp=True)
+    world = SimpleNamespace(cfg=cfg, rank=0, dp_size=1, dp_index=lambda rank: 0, is_dp_leader=True)
     return ReplaySource(cfg, world, max_positions=max_positions, vocab_size=vocab_size)
 
 

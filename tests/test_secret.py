@@ -81,7 +81,7 @@ def _stranger(folder: Path) -> str:
 
 def test_a_process_that_joins_in_a_ranks_place_is_refused_and_runs_nothing(tmp_path) -> None:
     said, _ = run_ranks(2, _stranger, tmp_path)
-    assert said.startswith("Unauthentic: what says to be rank 1 is not believed"), said
+    assert said.startswith("Unauthentic: a message of rank 1 is refused"), said
     assert "docs/security.md" in said
     assert not list(tmp_path.iterdir())
 
@@ -119,7 +119,7 @@ def _messages() -> dict[str, Any]:
         secret.adopt("another")
     found["gather"] = error_of(lambda: gather_objects(0, group=group))
     found["from 1"] = error_of(lambda: bytes_from(1, b"said", group=group))
-    with pytest.raises(RuntimeError, match="is not believed"), agree(group=group):
+    with pytest.raises(RuntimeError, match="is refused"), agree(group=group):
         pass
     link._count = 0  # as if the first word were said again, which no secret makes new
     found["link"] = error_of(lambda: link.end() if world.rank == 0 else link.follow(engine))
@@ -131,8 +131,8 @@ def test_words_without_the_mark_of_the_job_are_not_believed() -> None:
     assert one["followed"] == [A, B, "step", "step", B, "step"]
     for found, other in ((zero, 1), (one, 0)):
         assert found["gathered"] == [{"rank": 0}, {"rank": 1}] and found["sent"] == b"of rank 1"
-        assert f"rank {other} is not believed" in found["gather"]
-    assert "rank 1 is not believed" in zero["from 1"] and not one["from 1"]
+        assert f"rank {other} is refused" in found["gather"]
+    assert "rank 1 is refused" in zero["from 1"] and not one["from 1"]
     assert "Unauthentic: rank 1: a word of the replica's leader" in one["link"]
 
 
@@ -255,7 +255,7 @@ def test_strangers_end_no_run_and_announce_no_update(store, monkeypatch) -> None
     assert watch.board.cause() == ""
     assert "rank 1 is missing: it never reported" in watch.report()
     assert watch.board.claim_cause("the true one")
-    watch.tell_end("the true one")
+    watch.announce_end("the true one")
     assert watch.board.cause() == "rank 0 ended with the true one"
     watch.close()
     awaited = WatchedKeys(SimpleNamespace(clone=lambda: sealed))

@@ -179,7 +179,7 @@ def test_failing_rank_ends_the_job_which_is_not_queued_again(desk):
 REFUSING_PROGRAM = """
 import os, time
 from spmdrl.errors import Refusal
-from spmdrl.world.leaving import ended
+from spmdrl.world.leaving import report_end
 is_first = os.environ["SLURM_PROCID"] == "0"
 os._exit(ended(Refusal("of no use"), None) if is_first else time.sleep(1000))
 """

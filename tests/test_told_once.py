@@ -29,7 +29,7 @@ def say(monkeypatch, tmp_path, capsys):
         began = int((now - 20.0) * os.sysconf("SC_CLK_TCK"))
         birth = {os.getpid(): str(began), os.getppid(): "7"}
         monkeypatch.setattr(launch, "birth", lambda pid: birth[pid])
-        launch.tell_once(text)
+        launch.say_once(text)
         return capsys.readouterr().err.removesuffix("\n")
 
     return said
@@ -69,7 +69,7 @@ def test_each_rank_says_it_where_others_may_write_what_was_said(say, how, tmp_pa
 def test_each_rank_says_it_of_which_no_launcher_is_seen(say, monkeypatch, capsys):
     assert say(0) == "no such file"
     monkeypatch.setattr(launch, "birth", lambda pid: "")
-    launch.tell_once("no such file")
+    launch.say_once("no such file")
     assert capsys.readouterr().err == "no such file\n"
 
 

@@ -22,14 +22,14 @@ from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.restore import already_finished
 from spmdrl.data.templates import render
 from spmdrl.data.tokenizer import read_tokenizer
-from spmdrl.errors import RAISED, Refusal, described
+from spmdrl.errors import RAISED, Refusal, error_text
 from spmdrl.imports import attempt, construct, import_file, import_object, is_missing_folder
 from spmdrl.report.config_sizes import config_sizes
 from spmdrl.same_run.differences import config_of
 from spmdrl.tools.commands.ask import ask
 from spmdrl.tools.commands.create_model import create_model
 from spmdrl.tools.proof.ranks import launch_env
-from spmdrl.world.launch import Launch, check_launch, tell_refused
+from spmdrl.world.launch import Launch, check_launch, report_refusal
 
 RANK = """
 import os, sys, time
@@ -39,7 +39,7 @@ import torch.distributed as dist
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
 from spmdrl.world.world import World
-from spmdrl.world.leaving import ended
+from spmdrl.world.leaving import report_end
 
 def work(world):
     if mode == "start-up":
@@ -265,10 +265,10 @@ def test_a_refusal_that_the_users_code_ran_into_says_where(tmp_path):
     )
     ask = import_file(str(tmp_path / "asks.py")).ask
     _, called_back = attempt(lambda: ask())
-    assert f"(asked for at {tmp_path}/asks.py:3, in ask)" in described(called_back)
+    assert f"(asked for at {tmp_path}/asks.py:3, in ask)" in error_text(called_back)
     with pytest.raises(Refusal) as own:
         registry.get("loss", "nope")
-    assert described(own.value) == str(own.value)
+    assert error_text(own.value) == str(own.value)
 
 
 def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path):
@@ -309,9 +309,9 @@ def test_whatever_the_users_code_raises_is_refused_at_its_line(tmp_path, monkeyp
         construct(module.Game, {}, field="rollout.environment")
     _, error = attempt(module.loss, RAISED)
     assert error is not None
-    described(error).encode()  # any file can take it
+    error_text(error).encode()  # any file can take it
     monkeypatch.setenv("SPMDRL_REFUSED", str(tmp_path / "refused"))
-    tell_refused("\ud800")
+    report_refusal("\ud800")
     assert (tmp_path / "refused").read_text() == "\\ud800\n"
 
 

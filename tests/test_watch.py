@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from spmdrl.world.lost_peers import watch as watch_module
-from spmdrl.world.lost_peers.neighbours import Neighbours
+from spmdrl.world.lost_peers.local_ranks import LocalRanks
 from spmdrl.world.lost_peers.watch import Watch
 from spmdrl.world.sealed_store import WatchedKeys
 
@@ -157,7 +157,7 @@ def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:
     keeper._process |= {"host": "node-3", "machine": "another"}
     with keeper.wait("push", 7):
         keeper.close()
-    watch = Watch(store, rank=1, world_size=2, timeout_s=2, keeper=0)
+    watch = Watch(store, rank=1, world_size=2, timeout_s=2, store_rank=0)
     with watch.phase("update", 7):
         time.sleep(5)
         assert not left  # it answers
@@ -174,14 +174,14 @@ def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:
 def test_a_rank_that_said_its_error_and_died_is_quoted_with_it(monkeypatch) -> None:
     left: list[str] = []
     monkeypatch.setattr(Watch, "leave", lambda self, text, **_: left.append(text))
-    monkeypatch.setattr(Neighbours, "dead", lambda self: [1])  # at every look
+    monkeypatch.setattr(LocalRanks, "dead", lambda self: [1])  # at every look
     store = CountedStore()
     one = make_watch(store, rank=1, world_size=2)
     with one.phase("build engine", -1):
         one.close()
-        one.tell_end("RuntimeError: out of memory")
+        one.announce_end("RuntimeError: out of memory")
     zero = make_watch(store, world_size=2)
-    zero.look_beside()  # it can read what a rank that ended has written last
+    zero.report_dead_neighbours()  # it can read what a rank that ended has written last
     assert one.board.claim_cause("RuntimeError: out of memory")
     until(lambda: left)
     zero.close()
@@ -197,7 +197,7 @@ def test_a_watch_that_fails_ends_its_rank_and_is_not_missed(monkeypatch, capsys)
 
     left: list[str] = []
     monkeypatch.setattr(Watch, "leave", lambda self, text, **_: left.append(text))
-    monkeypatch.setattr(Neighbours, "dead", fail)
+    monkeypatch.setattr(LocalRanks, "dead", fail)
     watch = make_watch(CountedStore(), world_size=2)
     until(lambda: left)
     watch.close()

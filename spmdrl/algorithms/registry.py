@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spmdrl.algorithms.combinations import combination
 from spmdrl.algorithms.result_form import OF_PAIRS, form_problem
-from spmdrl.errors import RAISED, Refusal, described, place_of
+from spmdrl.errors import RAISED, Refusal, error_text, place_of
 from spmdrl.imports import attempt, import_object, nearest
 
 Method = Callable[..., Any]
@@ -263,7 +263,7 @@ def _trial_problems(kind: Kind, function: Method, options: Named) -> list[str]:
     try:
         result = trial(kind, function, options)
     except RAISED as error:  # whatever a function of the user's own raises
-        return [f"_options: {described(error)}"]
+        return [f"_options: {error_text(error)}"]
     per_token = kind == "advantage" and is_per_token(function)
     own = getattr(function, "__name__", repr(function))
     problem = form_problem(kind, result, name=own, is_per_token=per_token)

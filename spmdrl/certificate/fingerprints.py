@@ -196,7 +196,7 @@ class Tally:
         own = Sequences(sequences, starts)
         found = own.digests(list(columns.values()))
         self._shares.append((names, whole(found, own.rows)))
-        self._held |= dict.fromkeys(names, (world.ranks_per_dp, world.speaks_for_dp))
+        self._held |= dict.fromkeys(names, (world.ranks_per_dp, world.is_dp_leader))
         for name, row in zip(names, found):
             if name in kept:
                 filled = self._sequences.setdefault(name, torch.zeros(count).long())
@@ -208,7 +208,7 @@ class Tally:
             signs = signs * _signs(0, most[1], 1, rows.device)[inside]
             for name, column in columns.items():
                 near = _near_tokens(column[own.counts], signs)
-                near = near if world.speaks_for_dp else self._none
+                near = near if world.is_dp_leader else self._none
                 self._near[name] = self._near.get(name, self._none) + near
 
     def total(self) -> TallyTotals:
@@ -222,7 +222,7 @@ class Tally:
             exact.index_add_(0, rows, torch.cat([values for _, values in own]).cpu())
         copies, speaks = torch.tensor([self._held[name] for name in names]).T
         kept = sorted(self._sequences)
-        sequences = [self._sequences[name] * self._world.speaks_for_dp for name in kept]
+        sequences = [self._sequences[name] * self._world.is_dp_leader for name in kept]
         flat = torch.cat([exact, exact * speaks, *sequences])
         # Sums of int64 wrap: they are exact modulo 2**64, in any order.
         dist.all_reduce(flat, group=self._world.trainer_control)

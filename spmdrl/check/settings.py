@@ -18,7 +18,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import is_missing_folder, is_same_file, missing_folder, version_text
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of, rank_problems
-from spmdrl.world.launch import tell_once, tell_refused
+from spmdrl.world.launch import report_refusal, say_once
 
 
 def parse(argv: list[str] | None = None) -> Config:
@@ -42,10 +42,10 @@ def parse(argv: list[str] | None = None) -> Config:
         paths, flags = take_config_flags(argv)
         refuse(problems, paths=paths, flags=flags)
         if lines := [f"note: {note}" for note in notes(cfg)]:
-            tell_once("\n".join(lines))
+            say_once("\n".join(lines))
     except Refusal as error:
-        tell_refused(str(error))
-        tell_once(str(error))
+        report_refusal(str(error))
+        say_once(str(error))
         raise SystemExit(2) from None
     return cfg
 

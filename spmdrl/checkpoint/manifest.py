@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from spmdrl import run_files, run_folder
 from spmdrl.checkpoint.index_form import check_archive, check_index
-from spmdrl.errors import Refusal, printable, said
+from spmdrl.errors import Refusal, message_of, printable
 from spmdrl.imports import attempt, refusing
 from spmdrl.plain import record
 from spmdrl.run_folder import open_file
@@ -290,7 +290,7 @@ def unreadable(reader: TensorReader, error: CheckpointException) -> Refusal:
     """Return a Refusal for files of tensors that do not fit their index."""
     causes = [cause for cause, _ in error.failures.values()]
     why = "; ".join(
-        dict.fromkeys(f"{type(cause).__name__}: {said(cause):.300}" for cause in causes)
+        dict.fromkeys(f"{type(cause).__name__}: {message_of(cause):.300}" for cause in causes)
     )
     return Refusal(f"{reader.path}: its files do not hold what its .metadata says: {why}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from spmdrl.config import Config
 from spmdrl.journal import Journal
-from spmdrl.world.launch import tell_launcher, tell_refused
+from spmdrl.world.launch import report_refusal, report_to_launcher
 from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ def exit_status(cfg: Config, world: World, *, is_whole: bool = True) -> int:
         log.error(text)
     if not text or has_update or not is_whole:
         return 0
-    tell_launcher(text)
-    tell_refused(text)  # Slurm's next attempt would find the same
+    report_to_launcher(text)
+    report_refusal(text)  # Slurm's next attempt would find the same
     return NOTHING_LEARNT
 
 

@@ -61,7 +61,7 @@ class ReplaySource(Source):
         """
         world = self.world
         files = self.recorded.files_of(step)
-        if not world.speaks_for_dp:
+        if not world.is_dp_leader:
             return empty_rollouts()
         _check_fields(self.cfg, files[0], header=read_header(files[0]))
         rollouts = read_rollouts(files, part=world.dp_index(world.rank), num_parts=world.dp_size)

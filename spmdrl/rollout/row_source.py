@@ -41,7 +41,7 @@ class RowSource(Source):
     def take(self, step: int) -> Rollouts:
         """Return this rank's rows of `step`."""
         world = self.world
-        if not world.speaks_for_dp:
+        if not world.is_dp_leader:
             return empty_rollouts()
         units = list(enumerate(self.rows.units_at(step)))
         own = units[world.dp_index(world.rank) :: world.dp_size]

@@ -131,7 +131,7 @@ def describe_wanted(groups: Sequence[Sequence[Want]], table: FileTable) -> bytes
 
 
 class Negotiation:
-    """What all ranks have described, from which a rank computes its own routes.
+    """What all ranks have describe, from which a rank computes its own routes.
 
     Args:
         held, wanted: descriptions made by describe_held and describe_wanted.

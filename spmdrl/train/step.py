@@ -68,7 +68,7 @@ def exchange_totals(totals: Totals, norm_share: Tensor, *, world: World) -> Glob
     Args:
         norm_share: [] float64, this rank's share of the squared gradient norm.
     """
-    packed = torch.cat([norm_share.cpu()[None], world.counted_once(totals.pack())])
+    packed = torch.cat([norm_share.cpu()[None], world.count_once(totals.pack())])
     dist.all_reduce(packed, group=world.trainer_control)
     square, loss, num_tokens = packed[:3].tolist()
     names = sorted(totals.stats)

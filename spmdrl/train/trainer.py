@@ -27,7 +27,7 @@ from spmdrl.train.objectives.objective_loss import loss_class, named_methods
 from spmdrl.train.packing_check import check_packing
 from spmdrl.train.trained_model import TrainedModel, in_epochs
 from spmdrl.types import Advantages, Batch, Sums, add_sums
-from spmdrl.world.found_microbatch_size import agree_on_tokens
+from spmdrl.world.microbatch_tokens import agree_on_tokens
 from spmdrl.world.world import World
 
 

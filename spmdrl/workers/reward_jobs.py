@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from spmdrl.data.tasks import is_generated, make_task
-from spmdrl.errors import Refusal, described
+from spmdrl.errors import Refusal, error_text
 from spmdrl.rewards.answers import reported
 from spmdrl.rewards.retries import Retries
 from spmdrl.rewards.samples import BadValue, RewardList, RewardSample, Scope, Score
@@ -242,7 +242,7 @@ def describe_error(error: BaseException) -> str:
     """Return what was raised and where, in one line. The error's own text may raise too."""
     error.__traceback__ = _last_frames(error.__traceback__)
     try:
-        text = described(error)
+        text = error_text(error)
     except BaseException as other:  # the user's code makes the text
         text = f"{type(error).__name__}: its text raises {type(other).__name__}"
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)

@@ -1,8 +1,8 @@
 """Small exchanges between ranks: values and bytes gathered, problems agreed on.
 
-What a rank says is plain data and bears the mark of the job's secret, of the group, of the turn and
-of the rank. Each exchange begins with where its ranks are: where an edit of train.py has sent them
-to different lines, these are named, and nobody takes what is meant for another line.
+A message is plain data, with a MAC from the job's secret, the group, the number of the message and
+the rank. Each exchange first compares the name and step of the wait that the ranks are in. If an
+edit of train.py sent ranks to different lines, it names these lines, and no message is mixed up.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _GREETING = struct.Struct("<qq48s")  # bytes to come, step and name of the wait
 _SIZE_BYTES = 8
 _PLACE_BYTES = 512
 _turns: Counter[str] = Counter()
-"""Messages so far in each group: the same on all its ranks, who meet in each."""
+"""Messages so far in each group, the same number on all its ranks."""
 
 
 def gather_objects(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
-    """Return every rank's small value, see plain.py, in rank order of `group` (a gloo group)."""
+    """Return every rank's small value (see plain.py), in rank order of `group` (gloo)."""
     payload = pack(value)
     sizes = gather_sizes(payload, group=group)
     return list(map(unpack, gather_bytes(payload, sizes, group=group)))
 
 
 def gather_problems(own: Sequence[str], *, group: dist.ProcessGroup) -> list[str]:
-    """Return what is wrong on any rank of `group` (gloo), equal on all of them; [] for nothing.
+    """Return the problems of all ranks of `group` (gloo), the same list on each; [] for none.
 
-    Each text stands there once, with the first rank that gave it, or by itself when rank 0 has
-    given all of them.
+    Equal texts are returned once, with the first rank that has them. If rank 0 has all of them,
+    no rank is named.
     """
     gathered = gather_objects(list(own), group=group)
     first_rank: dict[str, int] = {}
@@ -63,12 +63,12 @@ def agree(
     kind: type[Exception] = Refusal,
     waiting: AbstractContextManager = contextlib.nullcontext(),
 ) -> Iterator[None]:
-    """Let a block of each rank's own work succeed on all ranks of `group` (gloo), or on none.
+    """Make a block of local work succeed on all ranks of `group` (gloo), or fail on all.
 
     Args:
-        kind: what the block may raise. Anything else ends this rank at once.
+        kind: error that is passed to all ranks. Any other error is raised at once on this rank.
         waiting: entered for the exchange after the block, e.g. a named wait of Watch.
-    Raises: `kind` on every rank when any block raised it: what the first of them said.
+    Raises: `kind` on every rank if any block raised it, with the message of the first rank.
     """
     own = None
     try:
@@ -83,9 +83,11 @@ def agree(
 
 
 def gather_sizes(payload: bytes, *, group: dist.ProcessGroup) -> list[int]:
-    """Return the length of every rank's payload: the first half of a gather, which waits.
+    """Wait for all ranks of `group`, and return the length of each one's payload.
 
-    Raises: Refusal on all ranks, naming where each is, when they are not in one wait of one step.
+    This is the first half of a gather; `gather_bytes` is the second.
+
+    Raises: Refusal on all ranks, with the place of each, if they are in different waits or steps.
     """
     name, step = WAIT.get()
     greeting = _GREETING.pack(len(payload), step, name.encode())
@@ -104,13 +106,15 @@ def await_all(*, group: dist.ProcessGroup) -> None:
 
 
 def any_of(own: bool, *, group: dist.ProcessGroup) -> bool:
-    """Return on every rank of `group` (gloo) whether one of them says so. Raises: as
-    `gather_sizes`."""
+    """Return on every rank of `group` (gloo) whether `own` is true on any of them.
+
+    Raises: as `gather_sizes`.
+    """
     return any(gather_sizes(b"1" * own, group=group))
 
 
 def _gather_rows(own: bytes, sizes: Sequence[int], *, group: dist.ProcessGroup) -> Iterator[bytes]:
-    """Yield so many bytes of every rank, in rank order; of what is shorter, zeros behind it."""
+    """Yield `sizes[rank]` bytes of each rank, in rank order; zeros follow what is shorter."""
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     gathered = torch.empty(len(sizes) * len(padded), dtype=torch.uint8)
@@ -120,7 +124,7 @@ def _gather_rows(own: bytes, sizes: Sequence[int], *, group: dist.ProcessGroup) 
 
 
 def _apart(rows: Sequence[bytes], places: Sequence[bytes], *, group: dist.ProcessGroup) -> str:
-    """Say where each rank is, those alike together."""
+    """Return where each rank is; ranks at the same place share an entry."""
     ranks_of: dict[tuple[str, ...], list[int]] = {}
     for rank, (row, place) in enumerate(zip(rows, places)):
         _, step, name = _GREETING.unpack(row)
@@ -128,7 +132,7 @@ def _apart(rows: Sequence[bytes], places: Sequence[bytes], *, group: dist.Proces
         at = f"at `{name.rstrip(bytes(1)).decode(errors='replace')}` of step {step}"
         ranks_of.setdefault((host, f"{at} ({line})"), []).append(dist.get_global_rank(group, rank))
     return (
-        "ranks are at different lines that meet: "
+        "ranks wait at different lines: "
         + ", ".join(f"{names_of(ranks)} ({host}) {at}" for (host, at), ranks in ranks_of.items())
         + ". Every rank must execute each line of train.py that is marked `# all` or `# trainers`, "
         "in one order: take it out of the condition, or the loop, that differs between ranks"
@@ -136,9 +140,11 @@ def _apart(rows: Sequence[bytes], places: Sequence[bytes], *, group: dist.Proces
 
 
 def gather_bytes(payload: bytes, sizes: Sequence[int], *, group: dist.ProcessGroup) -> list[bytes]:
-    """Return every rank's payload, in rank order of `group`: the second half of a gather.
+    """Return every rank's payload, in rank order of `group`.
 
-    Raises: Unauthentic naming a rank whose payload bears no mark of the job.
+    Args:
+        sizes: what `gather_sizes` returned.
+    Raises: Unauthentic naming a rank whose payload has no valid MAC.
     """
     place = _next_place(group)
     for rank, size in enumerate(sizes):
@@ -152,11 +158,11 @@ def gather_bytes(payload: bytes, sizes: Sequence[int], *, group: dist.ProcessGro
 
 
 def bytes_from(rank: int, payload: bytes, *, group: dist.ProcessGroup) -> bytes:
-    """Return on every rank of `group` (gloo) the bytes, at least one, that one of them has.
+    """Send the bytes (at least one) of one rank to every rank of `group` (gloo).
 
     Args:
         rank: in `group`.
-        payload: read there alone.
+        payload: read on that rank only.
     """
     place = _next_place(group)
     own = b""
@@ -188,7 +194,7 @@ def _checked(marked: bytes, rank: int, *, place: str, group: dist.ProcessGroup) 
 
 def _refusal(rank: int, why: str, group: dist.ProcessGroup) -> str:
     return (
-        f"what says to be rank {dist.get_global_rank(group, rank)} is not believed: {why}. Either "
+        f"a message of rank {dist.get_global_rank(group, rank)} is refused: {why}. Either "
         "a process that is not of this job has taken its place (keep the job's ports to its nodes, "
         f"see docs/security.md), or {SECRET} differs between nodes"
     )

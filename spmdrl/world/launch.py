@@ -24,7 +24,7 @@ import psutil
 
 from spmdrl.config import Config
 from spmdrl.errors import Refusal, printable, say
-from spmdrl.world.lost_peers.neighbours import birth
+from spmdrl.world.lost_peers.local_ranks import birth
 
 _TOLD_CHARS = 2000
 _TOLD_S = 60.0
@@ -153,7 +153,7 @@ def _other_way(cfg: Config, launch: Launch) -> str:
     )
 
 
-def told_secret() -> str:
+def secret_of_environment() -> str:
     """Return the secret that the launcher's environment gives the job; empty for none.
 
     Raises: Refusal for one that a stranger guesses: white space, or a few characters.
@@ -233,7 +233,7 @@ def job_of_launcher() -> tuple[str, int]:
     return f"torchrun's {name}", int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def tell_launcher(reason: str) -> None:
+def report_to_launcher(reason: str) -> None:
     """Leave the reason of an end where torchrun looks for it: it closes its own report with it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     text = printable(reason[:_TOLD_CHARS])
@@ -243,7 +243,7 @@ def tell_launcher(reason: str) -> None:
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
-def tell_refused(reason: str) -> None:
+def report_refusal(reason: str) -> None:
     """Leave a refusal where slurm/attempt.sh looks for it before it queues a job again."""
     path = os.environ.get("SPMDRL_REFUSED")
     if path:
@@ -251,7 +251,7 @@ def tell_refused(reason: str) -> None:
             file.write(f"{printable(reason)}\n".encode())
 
 
-def tell_once(text: str, *, of_rank: str = "") -> None:
+def say_once(text: str, *, of_rank: str = "") -> None:
     """Print what several ranks come to alike: one of them on each machine does, the first of it
     where that comes to it soon; the others say that it is so for them.
 

@@ -13,9 +13,9 @@ from typing import NoReturn, Protocol
 
 import torch.distributed as dist
 
-from spmdrl.errors import Refusal, RunFailed, described, say, users_line, users_traceback
+from spmdrl.errors import Refusal, RunFailed, error_text, say, users_line, users_traceback
 from spmdrl.imports import attempt
-from spmdrl.world.launch import known_rank, tell_launcher, tell_once, tell_refused
+from spmdrl.world.launch import known_rank, report_refusal, report_to_launcher, say_once
 from spmdrl.world.lost_peers.watch import PeersMissing, Watch, first_line
 
 _ONE_KEY_PRESS_S = 1.0  # terminal and launcher may both pass on the same Ctrl-C
@@ -32,7 +32,7 @@ class Member(Protocol):
     stop_requested: bool
 
 
-def obey_signals(world: Member) -> None:
+def handle_signals(world: Member) -> None:
     """Have a thread act on SIGINT, SIGTERM and SIGUSR1 as they arrive.
 
     Python runs handlers in the main thread, which may stand in a collective for minutes; the
@@ -45,10 +45,10 @@ def obey_signals(world: Member) -> None:
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
-    threading.Thread(target=_obey, args=(world, read), daemon=True, name="spmdrl-signals").start()
+    threading.Thread(target=_handle, args=(world, read), daemon=True, name="spmdrl-signals").start()
 
 
-def _obey(world: Member, pipe: int) -> None:
+def _handle(world: Member, pipe: int) -> None:
     first_at = None
     while received := os.read(pipe, 1):
         number = signal.Signals(received[0])
@@ -59,15 +59,15 @@ def _obey(world: Member, pipe: int) -> None:
             continue
         elif first_at is None:
             first_at = now
-            _obey_first(world, number)
+            _handle_first(world, number)
         elif now - first_at > _ONE_KEY_PRESS_S:
             _leave_at_once(world, number, why="the second signal")
 
 
-def _obey_first(world: Member, number: signal.Signals) -> None:
+def _handle_first(world: Member, number: signal.Signals) -> None:
     if world.watch.is_ending:
         return
-    world.watch.look_beside()
+    world.watch.report_dead_neighbours()
     if cause := world.watch.board.cause():  # the launcher ends us because of a peer
         world.watch.leave_after_peer(cause)
     elif not world.is_started:
@@ -85,7 +85,7 @@ def _leave_at_once(world: Member, number: signal.Signals, *, why: str) -> None:
     try:
         _say_on_rank_0(world, f"{number.name}: ends at once ({why})")
         if world.watch.claim_ending():
-            world.watch.say_leaving()
+            world.watch.announce_leaving()
             world.watch.close_early("stopped")
     finally:
         os._exit(128 + number)
@@ -96,7 +96,7 @@ def _say_on_rank_0(world: Member, text: str) -> None:
         say(f"[rank 0] {text}", file=sys.stderr, flush=True)
 
 
-def ended(error: BaseException, world: Member | None) -> int:
+def report_end(error: BaseException, world: Member | None) -> int:
     """Say why this rank ends, to people, to the launcher and to the other ranks.
 
     Args:
@@ -106,14 +106,14 @@ def ended(error: BaseException, world: Member | None) -> int:
     Returns: the exit status.
     """
     if isinstance(error, dist.DistError) and world is not None:  # of the job's store
-        error = world.watch.explained(error)
+        error = world.watch.as_peers_missing(error)
     rank = known_rank() if world is None else world.rank
     text = first_line(error)
     is_own = not isinstance(error, PeersMissing)
     if isinstance(error, Refusal):
-        tell_refused(str(error))
+        report_refusal(str(error))
     if is_own:
-        tell_launcher(described(error))
+        report_to_launcher(error_text(error))
     if world is not None:
         world.watch.claim_ending(wait=True)
         if is_own and not world.watch.board.claim_cause(text):
@@ -123,9 +123,9 @@ def ended(error: BaseException, world: Member | None) -> int:
     if world is not None:
         world.watch.close_early("failed")
         if is_own:
-            world.watch.tell_end(text)
+            world.watch.announce_end(text)
         else:
-            world.watch.tell_missing(f"rank {rank} says: {error}")
+            world.watch.announce_missing(f"rank {rank} says: {error}")
     return 2 if isinstance(error, Refusal) else 1
 
 
@@ -133,10 +133,10 @@ def _show(error: BaseException, rank: int | str, *, has_world: bool) -> None:
     """Print what a person needs; the rank's log gets the whole traceback."""
     whole = "".join(traceback.format_exception(error))
     if isinstance(error, Refusal) and not has_world:  # which all ranks come to
-        tell_once(described(error), of_rank="" if rank == "?" else f"[rank {rank}] ")
+        say_once(error_text(error), of_rank="" if rank == "?" else f"[rank {rank}] ")
         return
     if isinstance(error, (Refusal, RunFailed, PeersMissing)):
-        shown = f"[rank {rank}] {described(error) if isinstance(error, Refusal) else error}"
+        shown = f"[rank {rank}] {error_text(error) if isinstance(error, Refusal) else error}"
     else:
         shown = users_traceback(error)
         place = users_line(error)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.world.launch import SECRET, Launch, told_secret
+from spmdrl.world.launch import SECRET, Launch, secret_of_environment
 
 MARK_BYTES = 32
 _WHERE = "secret"  # key of the store: where the secret is, not the secret
@@ -48,7 +48,7 @@ def mark(place: str, data: bytes) -> bytes:
         place: where it stands: what bears the mark of one place is not believed at another.
     """
     if not _key:
-        adopt(told_secret() or _no_secret())
+        adopt(secret_of_environment() or _no_secret())
     code = hmac.new(_key, b"%d:%s" % (len(place.encode()), place.encode()), "sha256")
     code.update(data)
     return code.digest()
@@ -68,7 +68,7 @@ def agree_on_secret(store: dist.Store, launch: Launch, *, shared: Path | None) -
     Raises: Refusal naming what is missing, or differs between ranks.
     """
     if launch.rank == 0:
-        secret = told_secret()
+        secret = secret_of_environment()
         name = "" if secret else secrets.token_hex(16)
         if not secret:
             secret = secrets.token_hex(32)
@@ -87,7 +87,7 @@ def remove_files() -> None:
 
 def _from_rank_0(store: dist.Store, launch: Launch, shared: Path | None) -> str:
     said = store.get(_WHERE).decode(errors="replace")
-    told = told_secret()
+    told = secret_of_environment()
     if said == json.dumps("") and told:
         return told
     if said == json.dumps("") or told:

@@ -88,7 +88,7 @@ INDEX_CLASSES = {
     "pathlib": {"PosixPath", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath"},
 }
-"""{module: what the pickled index of a checkpoint by DCP may name of it}, dtypes besides."""
+"""{module: what the pickled index of a checkpoint by DCP may name}. Dtypes are allowed too."""
 multiply_all = torch._foreach_mul_
 copy_all = torch._foreach_copy_
 norms_of = torch._foreach_norm
@@ -102,24 +102,24 @@ class Wrapper(ActivationWrapper):
 
     @property
     def block(self) -> nn.Module:
-        """What is wrapped."""
+        """The block that is wrapped."""
         return self._checkpoint_wrapped_module
 
 
 def is_storage_info(value: Any) -> bool:
-    """Return whether a value says where in its files a checkpoint by DCP has a part of a tensor."""
+    """Return whether a value is DCP's record of where a part of a tensor lies in its files."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return isinstance(value, _StorageInfo)
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what wrappers of its block put into it."""
+    """Return a parameter's name without the parts that wrappers of its block add."""
     return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def operation_name(operation: Any) -> str:
-    """Return an operation's name as in aten::mm; empty for what is none of torch's own."""
+    """Return an operation's name, such as aten::mm; empty if it is not one of torch's own."""
     schema = getattr(operation, "_schema", None)
     return schema.name if schema is not None else ""
 
@@ -130,7 +130,7 @@ def is_write(operation: Any) -> bool:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return the identity of a storage while it lives, whatever memory it has at the moment."""
+    """Return an id of the storage that stays the same when its memory is freed and taken again."""
     return tensor.untyped_storage()._cdata
 
 
@@ -150,23 +150,22 @@ def put_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def sharded_like(whole: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor that is sharded as `whole` is and has `local` as this rank's part, on the
-    device on which it is: DTensor.from_local would move it to the mesh's."""
+    """Return a DTensor sharded as `whole`, with `local` as this rank's part.
+
+    The part stays on its device; DTensor.from_local would move it to the mesh's.
+    """
     meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
     spec = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
 
 
 def split_no_groups() -> None:
-    """Have groups to come make communicators of their own, instead of splitting the world's.
-
-    The communicator of all ranks, which a group bound to a device has at once, stays.
-    """
+    """Let later groups make communicators of their own, instead of splitting that of all ranks."""
     dist.distributed_c10d._get_default_group().bound_device_id = None
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Give groups to come this timeout where they are made without one: 10 or 30 minutes else."""
+    """Set the timeout of later groups that are made without one. Else it is 10 or 30 minutes."""
     dist.distributed_c10d.default_pg_timeout = timeout
     dist.distributed_c10d.default_pg_nccl_timeout = timeout
 
@@ -180,9 +179,9 @@ def flight_record() -> bytes:
 
 
 def pin_exactly() -> None:
-    """Have pinned memory above 1 MiB be as large as is asked for: rounded up to a power of 2 else.
+    """Stop rounding pinned memory above 1 MiB up to a power of 2.
 
-    To be called before any is taken. torch 2.11 cannot, and says so.
+    Call it before any is allocated. torch 2.11 cannot do it, and a warning says so.
     """
     asked = f"{_ROUND_PINNED}:1"
     try:
@@ -194,7 +193,7 @@ def pin_exactly() -> None:
 
 
 def count_compile_threads() -> None:
-    """Compile by as many threads as the environment says now; torch read it when it was loaded."""
+    """Read the number of compile threads from the environment again; torch read it at import."""
     from torch._inductor import config
 
     config.compile_threads = config.decide_compile_threads()
@@ -203,8 +202,10 @@ def count_compile_threads() -> None:
 def unflatten_axis(
     mesh: DeviceMesh, axis: int, *, sizes: Sequence[int], names: Sequence[str]
 ) -> DeviceMesh:
-    """Return a mesh whose axis is cut into several; both are of one root, as DTensor asks of
-    meshes that shard one parameter."""
+    """Return the mesh with one axis cut into several.
+
+    Both meshes have one root, as DTensor requires of meshes that shard one parameter.
+    """
     return mesh._unflatten(axis, tuple(sizes), tuple(names))
 
 
@@ -252,7 +253,7 @@ def varlen(
 
 @contextmanager
 def zeros_in(module: nn.Module) -> Iterator[None]:
-    """Have what a module itself holds, on any device, be zeros on the CPU for a while."""
+    """Replace the module's own parameters and buffers by zeros on the CPU, until the block ends."""
     held = [(own, dict(own)) for own in (module._parameters, module._buffers)]
     for own, tensors in held:
         own.update({k: t if t is None else torch.zeros(t.shape) for k, t in tensors.items()})

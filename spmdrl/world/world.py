@@ -22,7 +22,7 @@ from spmdrl.errors import Refusal
 from spmdrl.world.comm import any_of, await_all, gather_objects
 from spmdrl.world.groups import WorldGroups, join_world, make_groups, meet
 from spmdrl.world.launch import Launch, ask_cublas_to_repeat, find_launch, is_orphaned
-from spmdrl.world.leaving import obey_signals
+from spmdrl.world.leaving import handle_signals
 from spmdrl.world.lost_peers.watch import Watch, store_timeout
 from spmdrl.world.machine.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
 from spmdrl.world.machine.host_memory import MemoryWatch
@@ -98,7 +98,7 @@ class World(WorldGroups):
                 **vars(groups),
             )
             _check_same_config(world)
-        obey_signals(world)
+        handle_signals(world)
         if cfg.deterministic:
             ask_cublas_to_repeat()
             torch.use_deterministic_algorithms(True, warn_only=True)
@@ -169,7 +169,7 @@ class World(WorldGroups):
         return self.cfg.batch.tokens_per_microbatch or self.found_tokens or least_tokens(self.cfg)
 
     @property
-    def speaks_for_dp(self) -> bool:
+    def is_dp_leader(self) -> bool:
         """Whether this rank is the first trainer of its data-parallel index: what all of them
         know alike is counted there."""
         return self.is_trainer and self.trainer_ranks.index(self.rank) % self.ranks_per_dp == 0
@@ -210,17 +210,17 @@ class World(WorldGroups):
 
     def gather_per_dp(self, own: T) -> list[T]:
         """Return the small value (plain.py) of each data-parallel index, on every trainer rank."""
-        mine = own if self.speaks_for_dp else None
+        mine = own if self.is_dp_leader else None
         return gather_objects(mine, group=self.trainer_control)[:: self.ranks_per_dp]
 
-    def counted_once(self, own: Tensor) -> Tensor:
+    def count_once(self, own: Tensor) -> Tensor:
         """Return `own` on the CPU; zeros where another rank of this dp index counts it."""
-        return own.cpu() if self.speaks_for_dp else torch.zeros_like(own, device="cpu")
+        return own.cpu() if self.is_dp_leader else torch.zeros_like(own, device="cpu")
 
     def sum_over_trainers(self, own: Tensor) -> Tensor:
         """Add up what ranks of one dp index know alike, each index once: on the CPU, on every
         trainer rank."""
-        total = self.counted_once(own)
+        total = self.count_once(own)
         dist.all_reduce(total, group=self.trainer_control)
         return total
 
@@ -244,7 +244,7 @@ class World(WorldGroups):
 
     def close(self) -> None:
         """Leave the job in step with the others. Engines must be closed before."""
-        self.watch.say_leaving()
+        self.watch.announce_leaving()
         self.meet(wait="leave")
         self.watch.close()
         if dist.is_initialized():
@@ -265,7 +265,7 @@ def _join(
         rank=launch.rank,
         world_size=launch.world_size,
         timeout_s=within_s,
-        keeper=None if launch.keeps_store else 0,
+        store_rank=None if launch.keeps_store else 0,
         is_orphaned=is_orphaned,
         flight_folder=Path(cfg.output_dir) / "flight",
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import tyro
 
-from spmdrl.errors import Refusal, described, say
+from spmdrl.errors import Refusal, error_text, say
 from spmdrl.world.launch import known_rank
 
 
@@ -29,7 +29,7 @@ def run_command(name: str, command: Callable[..., Any], argv: Sequence[str] | No
         answer = tyro.cli(command, prog=f"python -m spmdrl {name}", args=argv)
     except (Refusal, OSError) as error:
         if is_first:
-            say(f"{name}: {described(error)}", file=sys.stderr)
+            say(f"{name}: {error_text(error)}", file=sys.stderr)
         return 2
     text, status = answer if isinstance(answer, tuple) else (answer, 0)
     if isinstance(text, int):

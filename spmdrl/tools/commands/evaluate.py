@@ -322,7 +322,7 @@ def _main() -> int:
     if {"-h", "--help"} & set(sys.argv[1:]):
         parse(["--help"], world_size=1)
     from spmdrl.world.launch import launch_alone, read_launch
-    from spmdrl.world.leaving import ended
+    from spmdrl.world.leaving import report_end
     from spmdrl.world.world import World
 
     launch_alone()
@@ -339,4 +339,4 @@ def _main() -> int:
         world.close()
         return 0
     except Exception as error:
-        return ended(error, world)  # says why, here and to the other ranks
+        return report_end(error, world)  # says why, here and to the other ranks

@@ -66,9 +66,9 @@ def main() -> None:
     try:
         text, repeats = tyro.cli(verify, prog="python -m spmdrl verify")
     except Exception as error:
-        from spmdrl.world.leaving import end_process, ended  # here: it comes with torch
+        from spmdrl.world.leaving import end_process, report_end  # here: it comes with torch
 
-        end_process(ended(error, None))  # says why, here and to the other ranks
+        end_process(report_end(error, None))  # says why, here and to the other ranks
     from spmdrl.world.launch import known_rank
     from spmdrl.world.leaving import end_process
 

@@ -97,6 +97,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run_command("what_if", what_if, argv)
     except Exception as error:
-        from spmdrl.world.leaving import ended
+        from spmdrl.world.leaving import report_end
 
-        return ended(error, None)  # the traceback from the user's own code on
+        return report_end(error, None)  # the traceback from the user's own code on

@@ -1,1 +1,1 @@
-"""What a rank knows of the others: where they are, whether they live, how it ends without them."""
+"""How a rank finds out that another rank is gone, and what it reports before it ends."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other in the job's store: where each is, and why the job ends."""
+"""What ranks write into the job's store: where each rank is, and why the job ends."""
 
 from __future__ import annotations
 
@@ -17,27 +17,31 @@ _ENDED = "watch/ended"
 
 
 class Board:
-    """One rank's view of it. Once the store's host is gone it is empty, and nothing is written.
+    """Reads and writes these entries for one rank.
+
+    Once the store is gone, reads return nothing and writes do nothing.
 
     Args:
         store: a key-value store of the job, used by this object alone.
-        keeper: rank in whose process the store lives and ends; None: in the launcher's.
+        store_rank: rank in whose process the store lives and ends; None: in the launcher's.
     """
 
-    def __init__(self, store: SealedStore, rank: int, *, keeper: int | None = None):
+    def __init__(self, store: SealedStore, rank: int, *, store_rank: int | None = None):
         self._store = store
         self._rank = rank
-        self._keeper = keeper
-        self._of_keeper: dict | None = None  # what it wrote last
+        self._store_rank = store_rank
+        self._store_rank_state: dict | None = None  # what it wrote last
         self.has_store = True
 
     def write(self, state: dict[str, Any]) -> None:
-        """Say where this rank is."""
+        """Write where this rank is."""
         self._set(f"watch/{self._rank}", json.dumps(state))
 
     def read(self, ranks: Sequence[int]) -> list[dict | None]:
-        """Return what each of some ranks wrote last, in two requests if all have; None for
-        nothing."""
+        """Return the last state of each of these ranks; None for a rank that wrote none.
+
+        It takes two requests if all of them have written.
+        """
         keys = [f"watch/{rank}" for rank in ranks]
         if self._stored(lambda: self._store.check(keys), False):
             texts = self._stored(lambda: self._store.multi_get(keys), [b"null"] * len(keys))
@@ -47,34 +51,33 @@ class Board:
         half = len(ranks) // 2
         return self.read(ranks[:half]) + self.read(ranks[half:])
 
-    def learn_keeper(self, *, anew: bool = False) -> None:
-        """Read where the store's keeper is, if that is not known or has to be read anew: once the
-        store is gone nobody can."""
-        if self._keeper not in (None, self._rank) and (anew or not self._of_keeper):
-            self._of_keeper = self.read([self._keeper or 0])[0] or self._of_keeper
+    def read_store_rank(self, *, again: bool = False) -> None:
+        """Read the state of the rank that holds the store, if it is not known or `again`. Once the
+        store is gone, nobody can read it."""
+        if self._store_rank not in (None, self._rank) and (again or not self._store_rank_state):
+            self._store_rank_state = self.read([self._store_rank or 0])[0] or self._store_rank_state
 
     def lost_text(self) -> str:
-        """Say that the store is gone, and who with it."""
-        return lost_store_text(self._keeper, self._of_keeper)
+        """Return a message that the store is gone, with the rank that held it."""
+        return lost_store_text(self._store_rank, self._store_rank_state)
 
     def claim_cause(self, text: str) -> bool:
-        """Say why this rank ends; return whether no rank has given the same reason before."""
+        """Write why this rank ends; return whether no other rank gave the same reason before."""
         first = self._claim({"rank": self._rank, "error": text})
         return first.get("rank") == self._rank or first.get("error") != text
 
-    def tell_end(self, text: str, state: dict[str, Any]) -> None:
-        """Let the other ranks end: they show `text` as what this rank ended with."""
+    def announce_end(self, text: str, state: dict[str, Any]) -> None:
+        """Make the other ranks end; they show `text` as the error of this rank."""
         self.write(state | {"error": text})
         self._set(_ENDED, str(self._rank))
 
-    def tell_missing(self, text: str) -> None:
-        """Let the other ranks end because some are missing, unless they end for another reason."""
+    def announce_missing(self, text: str) -> None:
+        """Make the other ranks end because some are missing, unless another cause is known."""
         self._claim({"missing": text})
         self._set(_ENDED, str(self._rank))
 
     def cause(self) -> str:
-        """Return `rank R ended with ...` of the rank that failed first, or who is missing; empty
-        for none."""
+        """Return why the job ends, `rank R ended with ...` or who is missing; empty if it runs."""
         if not self._stored(lambda: self._store.check([_CAUSE, _ENDED]), False):
             return ""
         first = json.loads(self._stored(lambda: self._store.get(_CAUSE), b"") or "{}")

@@ -1,4 +1,4 @@
-"""The last collectives of a rank whose wait came to no end, by torch's flight recorder."""
+"""The last collectives of a rank, from torch's flight recorder, for a wait that did not end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SHOWN = 64
 
 
 def leave_record(folder: Path | None, *, rank: int) -> str:
-    """Write which collectives this rank entered last: readable, and as `torchfrtrace` takes NCCL's.
+    """Write the collectives that this rank entered last, as text and in the form of `torchfrtrace`.
 
-    Returns: where, as a line for the rank's last message; empty without a folder.
+    Returns: a line for the rank's last message that says where; empty without a folder.
     """
     if folder is None:
         return ""
@@ -32,8 +32,10 @@ def leave_record(folder: Path | None, *, rank: int) -> str:
 
 
 def text_of(record: bytes) -> str:
-    """Return a line for each of the last collectives, the newest last: group, number in the group,
-    state, what it was, sizes, and the line of code outside torch that called it."""
+    """Return a line for each of the last collectives, the newest last.
+
+    It has group, number in the group, state, kind, sizes, and the line of code outside torch.
+    """
     entries = pickle.loads(record).get("entries", [])[-_SHOWN:]
     return "".join(f"{_line(entry)}\n" for entry in entries) or "no collectives were recorded\n"
 

@@ -1,4 +1,4 @@
-"""Where a rank is, and how others say it."""
+"""Where a rank is in the program, as a value and as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WAIT: ContextVar[tuple[str, int]] = ContextVar("WAIT", default=("", -1))
 
 @contextlib.contextmanager
 def in_wait(name: str, step: int) -> Iterator[None]:
-    """Have WAIT say that this thread is in a wait."""
+    """Set WAIT while this thread is in a wait."""
     token = WAIT.set((name, step))
     try:
         yield
@@ -37,14 +37,19 @@ class Place(NamedTuple):
 
 
 def place_after(left: Place, before: Place) -> Place:
-    """Return where a rank is that has left a place: in the one that it lay in, or behind it."""
+    """Return the place after one is left: the one around it, or `after NAME` if there is none."""
     if before.phase != "start" and not before.phase.startswith("after "):
         return before
     return Place(f"after {left.phase}", left.step, time.time(), False)
 
 
 def state_text(state: dict | None, *, own: Place, beat_s: float, now: float) -> str:
-    """Say where a rank is that wrote this last, to one in a place of its own."""
+    """Describe where a rank is.
+
+    Args:
+        state: what it wrote last; None for nothing.
+        own: place of the rank that asks.
+    """
     if state is None:
         return "is missing: it never reported, or the store is gone"
     if "error" in state:
@@ -66,11 +71,11 @@ def state_text(state: dict | None, *, own: Place, beat_s: float, now: float) -> 
 def report_text(
     states: Sequence[dict | None], *, rank: int, own: Place, beat_s: float, dead: Mapping[int, str]
 ) -> str:
-    """Say where every rank is, those alike in one line, to one in a place of its own.
+    """Describe where every rank is; ranks with the same description share a line.
 
     Args:
         states: what each rank wrote last; None for nothing.
-        rank: that asks.
+        rank, own: the rank that asks, and its place.
         dead: `death_text` of ranks whose processes are known to have ended.
     """
     now = time.time()
@@ -88,7 +93,7 @@ def report_text(
 
 
 def names_of(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or of several that are ascending `each of the ranks 0-2, 5`."""
+    """Return `rank 3` for one rank, and `each of the ranks 0-2, 5` for several, in rising order."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     runs = [
@@ -101,23 +106,27 @@ def names_of(ranks: Sequence[int]) -> str:
 
 
 def death_text(rank: int, state: dict | None, host: str) -> str:
-    """Say that the process of a rank is dead, which wrote this last."""
+    """Return a message that a rank's process is dead.
+
+    Args:
+        state: what it wrote last; None for nothing.
+    """
     place = Place(**state["place"]) if state else "its start"
     process = f"its process {state['pid']}" if state else "its process"
     how = "has left" if state and "left" in state else "ended without a word (killed, or crashed)"
     return f"rank {rank} is missing: {process} on {host} {how}, last seen in {place}"
 
 
-def lost_store_text(keeper: int | None, state: dict | None) -> str:
-    """Say that the store is gone.
+def lost_store_text(store_rank: int | None, state: dict | None) -> str:
+    """Return a message that the job's store is gone.
 
     Args:
-        keeper: rank that kept it, None for the launcher.
-        state: what that rank wrote last, as far as it is known.
+        store_rank: rank whose process held it; None for the launcher.
+        state: what that rank wrote last, if it is known.
     """
-    if keeper is None:
+    if store_rank is None:
         return "the job's store is gone with the launcher, which kept it"
-    text = f"rank {keeper} is missing, and with it the job's store, which it kept"
+    text = f"rank {store_rank} is missing, and with it the job's store, which it kept"
     if state is None:
         return text
     return f"{text}: on {state['host']}, last seen in {Place(**state['place'])}"

@@ -1,12 +1,11 @@
-"""Waits for other ranks, each with a name and a deadline, and what a rank says when one passes.
+"""Waits for other ranks, each with a name and a deadline.
 
-Every statement that can block on another rank stands inside `watch.wait(name, step)`. A
-thread per rank keeps a heartbeat in the job's store; when a deadline passes, or a peer's
-heartbeat stops, or the collective fails because a peer is gone, the rank says who is missing,
-in which phase and step, and the process ends with EXIT_CODE. A rank that ends by an error of its
-own says so in the store; the others repeat its words and end too. Of a process that dies without a
-word a rank on the same machine says so, within a second or two; and ranks do not outlive the
-process that started them.
+Every statement that can block on another rank stands inside `watch.wait(name, step)`. A thread of
+each rank writes a heartbeat into the job's store. When a deadline passes, a peer's heartbeat stops,
+or a collective fails because a peer is gone, the rank reports who is missing, in which phase and
+step, and ends with EXIT_CODE. A rank that ends by an error of its own writes it into the store; the
+others show it and end too. When a process dies silently, a rank on the same machine reports it
+within two seconds. Ranks do not outlive the process that started them.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from spmdrl.errors import RunFailed, said, say, users_place
+from spmdrl.errors import RunFailed, message_of, say, users_place
 from spmdrl.world.lost_peers.board import Board
 from spmdrl.world.lost_peers.last_collectives import leave_record
-from spmdrl.world.lost_peers.neighbours import Neighbours, own_process
+from spmdrl.world.lost_peers.local_ranks import LocalRanks, own_process
 from spmdrl.world.lost_peers.place import Place, death_text, in_wait, place_after, report_text
 from spmdrl.world.sealed_store import SealedStore
 
 Ending = Literal["stopped", "failed"]
 EXIT_CODE = 13
 _LEAST_BEAT_S = 1.0
-# What the ranks of a job ask of its store, which bears some 40000 requests a second on one core
-# (benchmarks/results/scale.md): the more ranks, the more seldom each.
+# The store bears some 40000 requests a second on one core (benchmarks/results/scale.md). These are
+# for all ranks together: the more ranks, the longer the interval of each.
 _BEATS_PER_S = 1000
 _LOOKS_PER_S = 32  # at all ranks' heartbeats
-_FEW_RANKS = 64  # so many write each change of place at once
+_FEW_RANKS = 64  # up to so many ranks write each change of place at once
 _LINGER_S = 5.0
-_LEAST_SILENT = 3  # beats in which the other thread does nothing: one it may merely miss
+_LEAST_SILENT = 3  # beats without progress of the other thread: it may miss one
 _DEAD_AFTER_S = 60.0  # a rank may hold the interpreter lock for seconds while it compiles
 
 
@@ -50,15 +49,15 @@ class PeersMissing(RuntimeError):
 
 
 class Watch:
-    """Names and times the waits of one rank, and reports who is missing when one is late.
+    """Names and times the waits of one rank, and reports who is missing when a deadline passes.
 
     Args:
         store: a key-value store of the job, used by this object alone.
         rank, world_size: of the whole job.
         timeout_s: deadline of one wait, seconds; may be changed between waits.
-        keeper: rank in whose process the store lives and ends; None: in the launcher's.
-        is_orphaned: whether the launcher, in whose hands the job was, is gone.
-        flight_folder: where to leave this rank's last collectives when a wait came to no end.
+        store_rank: rank whose process holds the store; None: the launcher holds it.
+        is_orphaned: returns whether the launcher is gone.
+        flight_folder: for this rank's last collectives, written when a wait does not end.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Watch:
         rank: int,
         world_size: int,
         timeout_s: float,
-        keeper: int | None = None,
+        store_rank: int | None = None,
         is_orphaned: Callable[[], bool] = lambda: False,
         flight_folder: Path | None = None,
     ):
@@ -76,21 +75,23 @@ class Watch:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self.before_exit: list[Callable[[Ending], None]] = []
-        """Called when the process ends before its work is done; each must be quick."""
+        """Called when the process ends before its work is done. Each must be quick."""
         self.seconds = dict[str, float]()
         self.totals = dict[str, float]()
         """Per phase and wait: since `take_seconds`, and since the start."""
-        self.board = Board(store, rank, keeper=keeper)
-        self._keeper = keeper
+        self.board = Board(store, rank, store_rank=store_rank)
+        self._store_rank = store_rank
         self._flight_folder = flight_folder
         self.is_orphaned = is_orphaned
         self._is_leaving = False
         self._process = own_process()
         self._main = threading.get_ident()
-        self._neighbours = Neighbours(self._process)
-        self._dead: dict[int, str] = {}  # what is known of those beside this rank
+        self._local_ranks = LocalRanks(self._process)
+        self._dead: dict[int, str] = {}  # `death_text` of dead ranks on this machine
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
-        self.place = Place("start", -1, time.time(), False)  # whole, for the thread to read
+        self.place = Place(
+            "start", -1, time.time(), False
+        )  # replaced as a whole: the thread reads it
         self.beat_s = max(_LEAST_BEAT_S, world_size / _BEATS_PER_S)
         self._spacing_s = 0.0 if world_size <= _FEW_RANKS else self.beat_s
         self._beat_at = 0.0
@@ -100,17 +101,19 @@ class Watch:
         run = functools.partial(_ending_with, self.leave, self._run)
         self._thread = threading.Thread(target=run, daemon=True, name="spmdrl-watch")
         self._thread.start()
-        threading.Thread(target=_mind_store, args=(self,), daemon=True, name="spmdrl-store").start()
+        threading.Thread(
+            target=_watch_store, args=(self,), daemon=True, name="spmdrl-store"
+        ).start()
 
     @contextlib.contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
-        """Name local work, so that others can say where this rank is; adds to `seconds`."""
+        """Name local work, so that other ranks can report where this one is. Adds to `seconds`."""
         with self._entered(name, step, waits=False):
             yield
 
     @contextlib.contextmanager
     def wait(self, name: str, step: int, *, timeout_s: float | None = None) -> Iterator[None]:
-        """Name a stretch that can block on other ranks and bound it.
+        """Name a block that can wait for other ranks, and bound its time.
 
         Args:
             timeout_s: deadline of this wait, seconds; None takes the watch's.
@@ -123,10 +126,10 @@ class Watch:
             except (dist.DistError, RuntimeError) as error:
                 if not is_peer_error(error):
                     raise
-                raise self.explained(error) from error
+                raise self.as_peers_missing(error) from error
 
-    def explained(self, error: Exception) -> PeersMissing:
-        """Return an error of a collective or of the store as one that says who is missing."""
+    def as_peers_missing(self, error: Exception) -> PeersMissing:
+        """Return an error of a collective or of the store as one that names the missing ranks."""
         return PeersMissing(f"{self._find_missing()}\ncaused by: {first_line(error)}")
 
     @contextlib.contextmanager
@@ -136,9 +139,9 @@ class Watch:
         before = self.place
         began = time.time()
         self.place = Place(name, step, began, waits, timeout_s)
-        if began - self._beat_at >= self._spacing_s:  # else the thread says it with its next
+        if began - self._beat_at >= self._spacing_s:  # else the thread writes it with its next beat
             self._beat()
-            self.board.learn_keeper()
+            self.board.read_store_rank()
         try:
             yield
         finally:
@@ -147,13 +150,13 @@ class Watch:
                 seconds[name] = seconds.get(name, 0.0) + time.time() - began
 
     def take_seconds(self) -> dict[str, float]:
-        """Return seconds spent per phase and wait since the last call, and start anew."""
+        """Return the seconds of each phase and wait since the last call, and reset them."""
         seconds = self.seconds
         self.seconds = {}
         return seconds
 
     def report(self) -> str:
-        """Say where every rank is: who waits, who is missing, whose heartbeat stopped."""
+        """Describe where every rank is: who waits, who is missing, whose heartbeat stopped."""
         states = self.board.read(range(self.world_size))
         return report_text(
             states, rank=self.rank, own=self.place, beat_s=self.beat_s, dead=self._dead
@@ -172,24 +175,24 @@ class Watch:
         return self._ending.locked()
 
     def claim_ending(self, *, wait: bool = False) -> bool:
-        """Return whether the caller is the first thread to end this process.
+        """Return whether the caller is the first thread that ends this process.
 
         Args:
-            wait: sleep instead of returning False: the thread that was first ends us all.
+            wait: if another thread was first, sleep until it ends the process.
         """
         return self._ending.acquire(blocking=wait)
 
     @contextlib.contextmanager
     def start_up(self) -> Iterator[None]:
-        """Have an error of the work inside be this rank's own to say, and not a death."""
+        """Mark this rank as leaving if the block raises: its error is reported by this rank itself."""
         try:
             yield
         except Exception:
-            self.say_leaving()
+            self.announce_leaving()
             raise
 
-    def say_leaving(self) -> None:
-        """Let others know that the end of this process is in order, or is said elsewhere."""
+    def announce_leaving(self) -> None:
+        """Tell other ranks that this process ends in order, or that its error is reported."""
         self._is_leaving = True
         self.board.write(self._state())
 
@@ -198,28 +201,28 @@ class Watch:
         for close in self.before_exit:
             close(ending)
 
-    def tell_end(self, text: str) -> None:
-        """Let the other ranks end: they show `text` as what this rank ended with."""
-        self.board.tell_end(text, self._state())
+    def announce_end(self, text: str) -> None:
+        """Make the other ranks end; they show `text` as the error of this rank."""
+        self.board.announce_end(text, self._state())
         self._linger()
 
-    def tell_missing(self, text: str) -> None:
-        """Let the other ranks end: they show `text`, which says who is missing."""
-        self.board.tell_missing(text)
-        self.say_leaving()
+    def announce_missing(self, text: str) -> None:
+        """Make the other ranks end; they show `text`, which names the missing ranks."""
+        self.board.announce_missing(text)
+        self.announce_leaving()
         self._linger()
 
-    def look_beside(self) -> None:
-        """Tell all ranks of those on this machine whose processes have died without a word."""
-        for rank in self._neighbours.dead():
+    def report_dead_neighbours(self) -> None:
+        """Report ranks of this machine whose processes have died silently to all ranks."""
+        for rank in self._local_ranks.find_dead():
             state = self.board.read([rank])[0]
             self._dead[rank] = death_text(rank, state, self._process["host"])
-            has_said = state is not None and ("error" in state or "left" in state)
-            if not (self._is_leaving or has_said):
-                self.board.tell_missing(self._dead[rank])
+            is_explained = state is not None and ("error" in state or "left" in state)
+            if not self._is_leaving and not is_explained:
+                self.board.announce_missing(self._dead[rank])
 
     def _find_missing(self) -> str:
-        """Say who is missing after a collective has failed; the thread may end us before."""
+        """Return who is missing after a collective failed. The thread may end the process first."""
         for _ in range(3):  # let a dying peer's last heartbeat grow old
             time.sleep(self.beat_s)
             if not self.board.has_store:
@@ -229,7 +232,7 @@ class Watch:
         return self.report()
 
     def leave_after_peer(self, cause: str) -> None:
-        """End this process because a peer failed; returns only when it is ending already."""
+        """End this process because a peer failed. Returns only if another thread is ending it."""
         self.leave(f"[rank {self.rank}] ends in {self.place}: {cause}")
 
     def _run(self) -> None:
@@ -242,11 +245,11 @@ class Watch:
             waited = time.time() - place.since if place.waits else 0.0
             states: list[dict | None] = []
             if not beats % self._beats_per_look:
-                if waited > _DEAD_AFTER_S or not self._neighbours.are_known:
+                if waited > _DEAD_AFTER_S or not self._local_ranks.are_known:
                     states = self.board.read(range(self.world_size))
-                    self._neighbours.learn(states)
-            self.look_beside()
-            self.board.learn_keeper(anew=self.world_size <= _FEW_RANKS)
+                    self._local_ranks.update(states)
+            self.report_dead_neighbours()
+            self.board.read_store_rank(again=self.world_size <= _FEW_RANKS)
             cause = self.board.cause()
             if not self.board.has_store and not self._is_leaving:
                 cause = cause or self.board.lost_text()
@@ -262,19 +265,19 @@ class Watch:
         self.leave(f"[rank {self.rank}] {why}\n{self.report()}\n{self.last_line()}")
 
     def last_line(self) -> str:
-        """Return what is said last, once this rank's collectives are written down."""
+        """Write this rank's last collectives; return the last line of its report."""
         left = leave_record(self._flight_folder, rank=self.rank)
         return f"{left}This rank ends with exit code {EXIT_CODE}."
 
     def leave(self, text: str, *, is_told: bool = True) -> None:
-        """End this process with EXIT_CODE, if no other thread does; returns only then."""
+        """End this process with EXIT_CODE. Returns only if another thread ends it already."""
         if not self.claim_ending():
             return
         try:
             with contextlib.suppress(OSError):  # the launcher may have held the other end
                 say(text, file=sys.stderr, flush=True)
             if is_told:
-                self.say_leaving()
+                self.announce_leaving()
             self.close_early("failed")
             self._linger()
         finally:
@@ -283,7 +286,7 @@ class Watch:
 
     def _linger(self) -> None:
         # Under srun the store lives in rank 0: leave it up until the others have read it.
-        if self._keeper == self.rank and self.world_size > 1:
+        if self._store_rank == self.rank and self.world_size > 1:
             time.sleep(_LINGER_S)
 
     def _beat(self) -> None:
@@ -296,14 +299,14 @@ class Watch:
         return state | {"beat": self._beat_at} | ({"left": True} if self._is_leaving else {})
 
 
-def _mind_store(watch: Watch) -> None:
-    # A node without power closes no connection: to ask the store that it kept takes a quarter
-    # of an hour, in which the other thread would look at no deadline.
+def _watch_store(watch: Watch) -> None:
+    # A node that loses power closes no connection. A request to a store there takes a quarter of
+    # an hour, and until then the other thread checks no deadline.
     turns = -1
     silent_s = 0.0
     while not watch.closed.wait(watch.beat_s):
         if watch.is_orphaned():
-            watch.leave_after_peer("its launcher is gone, which nobody would tell of its end")
+            watch.leave_after_peer("its launcher is gone")
         silent_s = silent_s + watch.beat_s if turns == watch.turns else 0.0
         turns = watch.turns
         if silent_s > max(watch.timeout_s, _LEAST_SILENT * watch.beat_s):
@@ -312,11 +315,11 @@ def _mind_store(watch: Watch) -> None:
                 f"{silent_s:.0f} s: {watch.board.lost_text()}\n{watch.last_line()}",
                 is_told=False,
             )
-            os._exit(EXIT_CODE)  # another thread was ending it, and waits for the store too
+            os._exit(EXIT_CODE)  # the thread that was ending it waits for the store too
 
 
 def _ending_with(leave: Callable[[str], None], run: Callable[[], None]) -> None:
-    """Run a watch's thread, without which nobody would notice that others are gone."""
+    """Run a thread of the watch. If it fails, end the process: nobody would notice lost ranks."""
     try:
         run()
     except Exception as error:
@@ -340,8 +343,8 @@ _LOCAL_TEXTS = ("cuda error", "out of memory")
 
 
 def is_peer_error(error: Exception) -> bool:
-    """Return whether a failed collective says that another rank is gone, and not that this one
-    lacks memory or asked for what cannot be."""
+    """Return whether a collective failed because another rank is gone, rather than for lack of
+    memory or a wrong call."""
     if isinstance(error, RunFailed):
         return False  # a user's code or a disk may have timed out
     if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
@@ -352,15 +355,15 @@ def is_peer_error(error: Exception) -> bool:
 
 
 def _is_silent(state: dict | None) -> bool:
-    """Return whether a rank has said something, and nothing for long."""
+    """Return whether a rank has written a state, but none for long."""
     return state is not None and time.time() - state.get("beat", 0.0) > _DEAD_AFTER_S
 
 
 def first_line(error: BaseException) -> str:
     """Return the kind of an error and the first line of its message."""
-    return f"{type(error).__name__}: {(said(error).splitlines() or ['(no text)'])[0]}"
+    return f"{type(error).__name__}: {(message_of(error).splitlines() or ['(no text)'])[0]}"
 
 
 def store_timeout(seconds: float) -> timedelta:
-    """Return the group timeout that lies behind a Watch deadline, which should speak first."""
+    """Return a group timeout that is longer than a Watch deadline, which should report first."""
     return timedelta(seconds=seconds + 60)

@@ -1,4 +1,4 @@
-"""Processes of other ranks on this machine: a death is seen here first, and by itself."""
+"""The processes of other ranks on this machine, whose death is seen without the network."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def own_process() -> dict[str, Any]:
-    """Return what this rank says of itself, so that those beside it can watch its process."""
+    """Return what identifies this rank's process, for the other ranks of this machine."""
     try:
         machine = f"{_BOOT.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no such files: nobody is beside this rank
+    except OSError:  # no such files: this rank cannot recognise others of its machine
         machine = ""
     pid = os.getpid()
     return {"host": socket.gethostname(), "machine": machine, "pid": pid, "born": birth(pid)}
 
 
-class Neighbours:
-    """The ranks on this machine that have said so.
+class LocalRanks:
+    """The ranks whose states say that they are on this machine.
 
     Args:
         own: of `own_process`.
@@ -31,37 +31,37 @@ class Neighbours:
     def __init__(self, own: Mapping[str, Any]):
         self._own = own
         self._born: dict[int, tuple[int, str]] = {}
-        """{rank: its process, and when that began, as it said: it may be dead by now}."""
-        self._told: set[int] = set()
-        """Ranks whose end was seen: what they wrote last stays where it is."""
+        """{rank: (process id, start time) from its state}. The process may be dead already."""
+        self._found_dead: set[int] = set()
+        """Ranks that were found dead. Their last states stay in the store."""
         self.are_known = False
-        """Every rank has said where it is."""
+        """Every rank has written a state."""
 
-    def learn(self, states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Take in what each rank wrote last, None for nothing."""
+    def update(self, states: Sequence[Mapping[str, Any] | None]) -> None:
+        """Take the last state of each rank, None for a rank that wrote none."""
         self.are_known = all(states)
         for rank, state in enumerate(states):
-            if state and rank not in self._told and self._is_beside(state):
+            if state and rank not in self._found_dead and self._is_local(state):
                 self._born.setdefault(rank, (state["pid"], state["born"]))
 
-    def dead(self) -> list[int]:
-        """Return the ranks whose processes have ended, each once; several threads may ask."""
+    def find_dead(self) -> list[int]:
+        """Return the ranks whose processes have ended, each of them once. Threads may share it."""
         gone = [rank for rank, (pid, born) in list(self._born.items()) if birth(pid) != born]
         own = [rank for rank in gone if self._born.pop(rank, None)]
-        self._told.update(own)
+        self._found_dead.update(own)
         return own
 
-    def _is_beside(self, state: Mapping[str, Any]) -> bool:
+    def _is_local(self, state: Mapping[str, Any]) -> bool:
         return bool(self._own["machine"]) and (
             state.get("machine") == self._own["machine"] and state["pid"] != self._own["pid"]
         )
 
 
 def birth(pid: int) -> str:
-    """Return when a process began, in ticks; empty for one that is over, reaped or not."""
+    """Return the start time of a process in ticks; empty for one that has ended or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    words = text.rpartition(")")[2].split()  # its name, before, may have any character
+    words = text.rpartition(")")[2].split()  # the name before it may hold any character
     return "" if words[0] in "ZX" else words[19]
