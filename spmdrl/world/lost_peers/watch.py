@@ -184,7 +184,7 @@ class Watch:
 
     @contextlib.contextmanager
     def start_up(self) -> Iterator[None]:
-        """Mark this rank as leaving if the block raises: its error is reported by this rank itself."""
+        """Mark this rank as leaving if the block raises: it reports its own error."""
         try:
             yield
         except Exception:
