@@ -110,4 +110,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    rl.end_process(main())
+    status = main()
+    rl.end_process(status)

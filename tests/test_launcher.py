@@ -112,15 +112,15 @@ def test_a_process_beside_this_one_that_dies_is_seen_once() -> None:
     try:
         known = LocalRanks(own_process())
         beside = own_process() | {"pid": child.pid, "born": neighbours.birth(child.pid)}
-        known.learn([own_process(), beside, None])
+        known.update([own_process(), beside, None])
         assert not known.are_known
         elsewhere = beside | {"machine": "another", "pid": 10**9}
-        known.learn([own_process(), beside, elsewhere])
-        assert known.are_known and known.dead() == []
+        known.update([own_process(), beside, elsewhere])
+        assert known.are_known and known.find_dead() == []
         child.kill()
-        until(lambda: known.dead() == [1])  # nobody has waited for it yet
-        known.learn([own_process(), beside, elsewhere])
-        assert known.dead() == []
+        until(lambda: known.find_dead() == [1])  # nobody has waited for it yet
+        known.update([own_process(), beside, elsewhere])
+        assert known.find_dead() == []
     finally:
         child.kill()
         child.wait()
@@ -130,18 +130,18 @@ def test_a_process_of_a_number_used_again_is_another(monkeypatch) -> None:
     born = {7: "100"}
     monkeypatch.setattr(neighbours, "birth", lambda pid: born.get(pid, ""))
     known = LocalRanks(own_process())
-    known.learn([own_process(), own_process() | {"pid": 7, "born": "100"}])
-    assert known.dead() == []
+    known.update([own_process(), own_process() | {"pid": 7, "born": "100"}])
+    assert known.find_dead() == []
     born[7] = "200"
-    assert known.dead() == [1]
+    assert known.find_dead() == [1]
 
 
 def test_a_process_that_died_before_it_was_looked_at_is_dead() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         beside = own_process() | {"pid": child.pid, "born": neighbours.birth(child.pid)}
     known = LocalRanks(own_process())
-    known.learn([own_process(), beside])
-    assert known.dead() == [1]
+    known.update([own_process(), beside])
+    assert known.find_dead() == [1]
 
 
 class Gone:
@@ -197,7 +197,7 @@ def test_a_rank_that_leaves_in_order_is_not_missed(monkeypatch) -> None:
     for rank, says in ((1, False), (2, True)):
         if not says:
             watches[rank].announce_leaving()
-        monkeypatch.setattr(LocalRanks, "dead", lambda self, rank=rank: [rank])
+        monkeypatch.setattr(LocalRanks, "find_dead", lambda self, rank=rank: [rank])
         watches[0].report_dead_neighbours()
         assert bool(watches[0].board.cause()) == says
     said = watches[0].board.cause()
@@ -212,7 +212,7 @@ def test_who_dies_while_all_leave_is_named_when_a_collective_fails(monkeypatch) 
     for watch in watches:
         watch.announce_leaving()
         watch.close()
-    monkeypatch.setattr(LocalRanks, "dead", lambda self: [1])
+    monkeypatch.setattr(LocalRanks, "find_dead", lambda self: [1])
     watches[0].report_dead_neighbours()
     assert not watches[0].board.cause()  # it may have been done first
     began = time.monotonic()

@@ -17,7 +17,7 @@ SAME = "ends for the same reason"
 def say(monkeypatch, tmp_path, capsys):
     """Return what a rank prints that began 20 seconds ago, of one launcher."""
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(launch, "_SOONER_S", 0.0)
+    monkeypatch.setattr(launch, "_WAIT_FOR_FIRST_S", 0.0)
     for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_LOCALID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -46,7 +46,7 @@ def test_one_rank_says_it_and_again_in_the_next_attempt_of_a_shell(say, tmp_path
 
 def test_the_first_rank_says_it_where_another_comes_before_it(say, monkeypatch):
     said = []
-    monkeypatch.setattr(launch, "_SOONER_S", 1000.0)
+    monkeypatch.setattr(launch, "_WAIT_FOR_FIRST_S", 1000.0)
     monkeypatch.setattr(launch.time, "sleep", lambda _: said.append(say(0)))
     assert say(1) == f"[rank 0] {SAME}" and said == ["no such file"]
 

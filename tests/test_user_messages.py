@@ -75,7 +75,7 @@ try:
     work(world)
     status = 0
 except Exception as error:
-    status = ended(error, world)
+    status = report_end(error, world)
 sys.stdout.flush()
 os._exit(status)
 """

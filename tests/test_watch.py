@@ -174,7 +174,7 @@ def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:
 def test_a_rank_that_said_its_error_and_died_is_quoted_with_it(monkeypatch) -> None:
     left: list[str] = []
     monkeypatch.setattr(Watch, "leave", lambda self, text, **_: left.append(text))
-    monkeypatch.setattr(LocalRanks, "dead", lambda self: [1])  # at every look
+    monkeypatch.setattr(LocalRanks, "find_dead", lambda self: [1])  # at every look
     store = CountedStore()
     one = make_watch(store, rank=1, world_size=2)
     with one.phase("build engine", -1):
@@ -197,7 +197,7 @@ def test_a_watch_that_fails_ends_its_rank_and_is_not_missed(monkeypatch, capsys)
 
     left: list[str] = []
     monkeypatch.setattr(Watch, "leave", lambda self, text, **_: left.append(text))
-    monkeypatch.setattr(LocalRanks, "dead", fail)
+    monkeypatch.setattr(LocalRanks, "find_dead", fail)
     watch = make_watch(CountedStore(), world_size=2)
     until(lambda: left)
     watch.close()

@@ -1,4 +1,4 @@
-"""How the ranks of a job are laid out along its axes, and which ways there are."""
+"""How the ranks of a job are laid out along its axes, and which layouts are possible."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Axes:
 
     @property
     def replica(self) -> int:
-        """Ranks that hold a copy of the model together, experts cut over all of them."""
+        """Ranks that hold one copy of the model together."""
         return self.fsdp * self.tp
 
     @property
     def dp_shard(self) -> int:
-        """What dp_replicate, cp and tp leave of the trainers."""
+        """Size of the data-parallel axis over which parameters are sharded."""
         return self.fsdp // self.cp
 
     @property
@@ -56,12 +56,12 @@ class Axes:
 
     @property
     def replicas(self) -> int:
-        """Engines."""
+        """Engine replicas."""
         return self.engines // self.inference_tp
 
     def span(self, axis: str) -> int:
-        """Return over how many neighbouring ranks one group of an axis reaches; tp is innermost,
-        then cp, dp_shard, dp_replicate."""
+        """Return how many consecutive ranks a group of an axis spans. tp is innermost, then cp,
+        dp_shard, dp_replicate."""
         return {
             "tp": self.tp,
             "cp": self.tp * self.cp,
@@ -78,9 +78,9 @@ def axes_of(cfg: Config) -> Axes:
 
 
 def rank_problems(axes: Axes, *, engine_kind: str) -> Iterator[str]:
-    """Yield why so many ranks cannot be laid out so, each as `field: what, value seen`.
+    """Yield why ranks cannot be laid out like this, each as `field: what, value seen`.
 
-    What a model asks for besides is in model/divisibility.py.
+    The requirements of a model are in model/divisibility.py.
 
     Args:
         engine_kind: engine.kind.

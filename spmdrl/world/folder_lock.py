@@ -1,4 +1,4 @@
-"""One run to an output_dir: who has it, as a file says that is locked for as long as they live."""
+"""The lock of an output_dir: one run at a time, and a file that names it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _TRIES = 10
 _BETWEEN_S = 0.1
 _TOUCH_S = 20.0
 _ALIVE_S = 90.0
-"""Another machine's locks are not seen on every file system; its holder touches the file."""
+"""Not every file system shows locks of other machines, so the holder also touches the file."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a folder."""
+    """The process that holds a folder."""
 
     host: str
     boot: str
-    """The kernel's own name for the time since its start: one machine, one value."""
+    """Random id that the kernel gets at boot. It identifies the machine."""
     pid: int
     job: str
     """Of the scheduler; empty without one."""
     attempt: int
-    """How often the scheduler has started that job anew."""
+    """How often the scheduler has restarted that job."""
     since: str
 
     @classmethod
@@ -56,12 +56,12 @@ class Holder:
 
 @contextlib.contextmanager
 def own_folder(folder: Path) -> Iterator[None]:
-    """Have an output_dir for this job alone; rank 0 takes it, the others do nothing.
+    """Hold an output_dir for this job alone. Rank 0 takes the lock; the others do nothing.
 
-    What a dead process of this machine had is taken over, as is what an earlier attempt of the
-    same job of the scheduler had, wherever it ran.
+    The folder of a dead process of this machine is taken over, and that of an earlier attempt of
+    the same job of the scheduler on any machine.
 
-    Raises: Refusal naming who has it, why nothing can be written there, or the links in it.
+    Raises: Refusal naming who holds it, why nothing can be written there, or the links in it.
     """
     if known_rank() != "0":
         yield
@@ -69,7 +69,7 @@ def own_folder(folder: Path) -> Iterator[None]:
     file = _take(folder)
     over = threading.Event()
     held = [file]
-    # A child that is forked and lives longer must not keep the lock; nor close it twice.
+    # A forked child may live longer, and must neither keep the lock nor close it twice.
     os.register_at_fork(after_in_child=lambda: os.close(held.pop()) if held else None)
     threading.Thread(target=_touch, args=(file, over), daemon=True, name="spmdrl-lock").start()
     try:
@@ -84,7 +84,7 @@ def own_folder(folder: Path) -> Iterator[None]:
 
 
 def folder_problems(folder: Path) -> list[str]:
-    """Return why a run could not have this output_dir now; nothing is written."""
+    """Return why a run could not hold this output_dir now. Nothing is written."""
     return _lock_problems(folder) or link_problems(folder)
 
 
@@ -118,15 +118,17 @@ def _take(folder: Path) -> int:
                 break
         except FileNotFoundError:
             pass
-        os.close(file)  # somebody removed it in between: what we have locked is no longer it
+        os.close(file)  # the file was removed in between: try the new one
     os.ftruncate(file, 0)
     os.pwrite(file, json.dumps(asdict(Holder.own())).encode(), 0)
     return file
 
 
 def _open(folder: Path, flags: int) -> int:
-    """Open the lock. Raises: OSError, for what is no plain file of this folder too: a link's
-    target would be emptied, and a pipe waited for."""
+    """Open the lock file.
+
+    Raises: OSError, also for a link, whose target would be emptied, and for a pipe, which blocks.
+    """
     file = os.open(folder / NAME, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
@@ -137,12 +139,12 @@ def _open(folder: Path, flags: int) -> int:
 
 def _touch(file: int, over: threading.Event) -> None:
     while not over.wait(_TOUCH_S):
-        with contextlib.suppress(OSError):  # a full disk ends the run elsewhere, with its reason
+        with contextlib.suppress(OSError):  # a full disk is reported by what needs the space
             os.utime(file)
 
 
 def _held(folder: Path, file: int, *, kind: int) -> list[str]:
-    """Return who has a folder, as a problem; where nobody has, `file` is locked if that can be."""
+    """Return who holds the folder, as a problem. If nobody does, `file` is locked if it can be."""
     is_locked = _try_lock(file, kind)
     holder = _read(file)
     own = Holder.own()
@@ -154,7 +156,9 @@ def _held(folder: Path, file: int, *, kind: int) -> list[str]:
         return [f"output_dir: {folder} is another run's, {holder or 'which is starting'}; {advice}"]
     if holder is None:
         return []
-    if holder.boot == own.boot:  # here a lock is seen; without locks, whether the process lives
+    if (
+        holder.boot == own.boot
+    ):  # locks of this machine are seen; without locks, ask for the process
         lives = is_locked is None and holder.pid != own.pid and Path(f"/proc/{holder.pid}").exists()
         return [f"output_dir: {folder} is another run's, {holder}; {advice}"] if lives else []
     age = time.time() - os.fstat(file).st_mtime
@@ -168,7 +172,7 @@ def _held(folder: Path, file: int, *, kind: int) -> list[str]:
 
 
 def _try_lock(file: int, kind: int) -> bool | None:
-    """Return whether a file could be locked; None on a file system that has no locks."""
+    """Return whether the file was locked; None on a file system without locks."""
     for _ in range(_TRIES):
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -191,7 +195,7 @@ def _read(file: int) -> Holder | None:
 
 
 def _unwritable(folder: Path) -> list[str]:
-    """Return why a folder, which need not exist, cannot be written to."""
+    """Return why a folder cannot be written to. It need not exist."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return [_no_folder(folder, NotADirectoryError(f"{there} is a file"))]

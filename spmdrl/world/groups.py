@@ -30,12 +30,12 @@ class WorldGroups:
     trainer_control: dist.ProcessGroup
     """gloo group over the trainer ranks, for the few numbers of an update."""
     saving: dist.ProcessGroup
-    """gloo group over the trainer ranks for the thread that writes checkpoints and nothing else:
-    two threads in one group would meet each other's collectives."""
+    """gloo group over the trainer ranks for the thread that writes checkpoints. Two threads must
+    not share a group: their collectives would be mixed up."""
     replica_control: dist.ProcessGroup | None
-    """gloo group over the ranks of this rank's engine replica; None where that is one rank."""
+    """gloo group over the ranks of this rank's engine replica; None if that is one rank."""
     mesh: DeviceMesh
-    """Trainer mesh with axes MESH_AXES; ranks that do not train have no place in it."""
+    """Mesh of the trainer ranks with axes MESH_AXES."""
     sharding: DeviceMesh
     """The same ranks with axes dp_replicate, fsdp (dp_shard and cp in one) and tp, over which
     parameters are sharded."""
@@ -47,16 +47,15 @@ class WorldGroups:
 def meet(launch: Launch, *, shared: Path | None, within: timedelta) -> dist.Store:
     """Adopt the job's secret, and return the key-value store of this attempt of the job.
 
-    Its keys begin with what only this job's ranks know: a stranger must list them to write over
-    what torch believes.
+    The keys have a secret prefix, so that nobody else can guess the ones that torch reads.
 
     Args:
-        shared: folder for the secret that all nodes see; None for none.
-        within: how long rank 0 may take to come.
-    Raises: Refusal for a port in use and for a secret that is not there; PeersMissing where
-        rank 0, or the launcher's store, does not come.
+        shared: folder for the secret that all nodes see; None without one.
+        within: time for rank 0 to start.
+    Raises: Refusal for a port in use or a missing secret; PeersMissing if rank 0, or the
+        launcher's store, does not answer.
     """
-    # torchrun keeps its store when it starts ranks anew, with what the dead ones wrote there.
+    # torchrun keeps its store when it restarts ranks: entries of the dead ones are still there.
     try:
         store = dist.PrefixStore(f"attempt{launch.attempt}", _open(launch, within))
         agree_on_secret(store, launch, shared=shared)
@@ -85,8 +84,8 @@ def join_world(
     Args:
         backend: nccl or gloo.
         store: of `meet`.
-        timeout: of this group and of all that are made later, meshes and vLLM's too: it lies
-            behind the deadlines of Watch, which should speak first.
+        timeout: of this group and of all later ones, also of meshes and vLLM. It is longer than
+            the deadlines of Watch, which should report first.
     """
     store.set_timeout(timeout)
     dist.init_process_group(
@@ -97,15 +96,15 @@ def join_world(
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
-    # A group that stays bound to its device has each rank outside a new group, a gloo one too, take
-    # part in a split over all ranks; gloo's own members do not, and all would wait for good.
+    # With a group that is bound to a device, torch makes new groups by a split in which all ranks
+    # take part. The members of a gloo group do not, so that the others would wait forever.
     split_no_groups()
     set_group_timeout(timeout)
-    remove_files()  # all have met, and so have the secret
+    remove_files()  # all ranks have the secret now
 
 
 def make_groups(cfg: Config, *, rank: int, device: torch.device) -> WorldGroups:
-    """Make all groups but vLLM's. Every rank of the job must call, with the same config."""
+    """Make all groups but vLLM's. Every rank must call it with the same config."""
     return WorldGroups(
         dist.new_group(backend="gloo"),
         dist.new_group(trainer_ranks(cfg), backend="gloo"),
@@ -117,7 +116,7 @@ def make_groups(cfg: Config, *, rank: int, device: torch.device) -> WorldGroups:
 
 
 def _replica_group(cfg: Config, rank: int) -> dist.ProcessGroup | None:
-    """Return the gloo group of this rank's engine replica; every rank helps to create all."""
+    """Return the gloo group of this rank's engine replica. Every rank takes part in making all."""
     size = cfg.layout.inference_tp
     own = None
     if size == 1:

@@ -1,7 +1,7 @@
-"""What torchrun or srun told this process, and what ranks that it starts are told.
+"""What torchrun or srun passes to this process through the environment.
 
-Environment variables are read here and in the adapters of libraries; what else touches them stands
-with its reason in tests/test_environment_reads.py.
+Environment variables are read here and in the adapters of libraries. All other places are listed,
+each with its reason, in tests/test_environment_reads.py.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from spmdrl.config import Config
 from spmdrl.errors import Refusal, printable, say
 from spmdrl.world.lost_peers.local_ranks import birth
 
-_TOLD_CHARS = 2000
-_TOLD_S = 60.0
-_SOONER_S = 5.0
+_MAX_REASON_CHARS = 2000
+_MARK_LIVES_S = 60.0
+_WAIT_FOR_FIRST_S = 5.0
 _GLOO = "GLOO_SOCKET_IFNAME"
 SECRET = "SPMDRL_SECRET"
 """Variable with the job's secret, see secret.py."""
 _SECRET_CHARS = 16
-_OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # of no matter which: nothing is sent
+_OUTSIDE = ("8.8.8.8", "2001:4860:4860::8888")  # any would do: nothing is sent
 # As early as possible: the parent may die any time.
 _OWN_PID = os.getpid()
 _PARENT_PID = os.getppid()
@@ -42,7 +42,7 @@ _ALONE: set[str] = set()  # ports that this process chose for jobs of itself alo
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (torchrun or srun) told this process."""
+    """The place of this process in the job, from torchrun or srun."""
 
     rank: int
     world_size: int
@@ -51,14 +51,17 @@ class Launch:
     port: int
     launcher: str
     keeps_store: bool = False
-    """Whether the launcher's own process holds the job's key-value store; else rank 0 does."""
+    """Whether the launcher holds the job's key-value store; else rank 0 does."""
     attempt: int = 0
-    """How often torchrun has started the ranks anew, on one store."""
+    """How often torchrun has restarted the ranks, with one store."""
     nodes: int = 1
 
     def pass_on(self) -> None:
-        """Set the variables that torch and vLLM read, as torchrun does, and have gloo listen where
-        other nodes reach this one: it takes the address of the host's name, often 127.0.1.1."""
+        """Set the variables that torch and vLLM read, as torchrun does.
+
+        On several nodes, also set gloo's interface to the one by which other nodes reach this one.
+        By default gloo takes the address of the host's name, which is often 127.0.1.1.
+        """
         os.environ.update(
             RANK=str(self.rank),
             WORLD_SIZE=str(self.world_size),
@@ -67,7 +70,7 @@ class Launch:
             MASTER_PORT=str(self.port),
         )
         if self.nodes > 1 and not os.environ.get(_GLOO):
-            with contextlib.suppress(OSError):  # no such way: gloo looks for itself
+            with contextlib.suppress(OSError):  # no route: gloo chooses itself
                 os.environ[_GLOO] = interface_towards(self.address)
 
 
@@ -108,7 +111,7 @@ def read_launch(env: dict[str, str] | None = None) -> Launch:
 
 
 def find_launch(cfg: Config) -> Launch:
-    """Return what the launcher told this process; a job of one rank needs no launcher.
+    """Return the place of this process in the job. A job of one rank needs no launcher.
 
     Raises: Refusal for a launch that `layout` does not fit, and for several ranks without one.
     """
@@ -154,9 +157,9 @@ def _other_way(cfg: Config, launch: Launch) -> str:
 
 
 def secret_of_environment() -> str:
-    """Return the secret that the launcher's environment gives the job; empty for none.
+    """Return the job's secret from the environment; empty if it has none.
 
-    Raises: Refusal for one that a stranger guesses: white space, or a few characters.
+    Raises: Refusal for a secret that is too short and could be guessed.
     """
     secret = os.environ.get(SECRET, "")
     if secret and len(secret.strip()) < _SECRET_CHARS:
@@ -173,7 +176,7 @@ def child_environment(**more: str) -> dict[str, str]:
 
 
 def use_one_thread() -> None:
-    """Have ranks that this process starts compute by one thread each, unless told otherwise."""
+    """Let ranks that this process starts use one thread each, unless OMP_NUM_THREADS is set."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -183,18 +186,20 @@ def has_rank() -> bool:
 
 
 def is_launched() -> bool:
-    """Return whether torchrun or srun started this process; a batch script's own is neither."""
+    """Return whether torchrun or srun started this process; a batch script alone is neither."""
     return "RANK" in os.environ or is_under_srun()
 
 
 def is_under_srun() -> bool:
-    """Return whether this process is one of a step of Slurm."""
+    """Return whether srun started this process."""
     return "SLURM_STEP_NUM_TASKS" in os.environ
 
 
 def launch_alone() -> None:
-    """Where no launcher started this process, make it a job of one rank on a free port; one after
-    another too, of which an earlier one's store may still hold its port."""
+    """Make this process a job of one rank on a free port, if no launcher started it.
+
+    A process may be several such jobs in turn. The store of an earlier one may still hold its port.
+    """
     if is_launched() and os.environ.get("MASTER_PORT") not in _ALONE:
         return
     with socket.socket() as free:
@@ -204,72 +209,74 @@ def launch_alone() -> None:
 
 
 def is_orphaned() -> bool:
-    """Return whether the launcher that started this process is gone; False where none did."""
+    """Return whether the launcher that started this process is gone; False without a launcher."""
     is_ours = "TORCHELASTIC_RUN_ID" in os.environ or is_under_srun()
     return is_ours and os.getpid() == _OWN_PID and os.getppid() != _PARENT_PID
 
 
 def hides_gpus() -> bool:
-    """Return whether this process was told to see no GPU."""
+    """Return whether the environment hides all GPUs from this process."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") == ""
 
 
 def known_rank() -> str:
-    """Return this process's rank for messages, `?` where no launcher said one."""
+    """Return this process's rank for messages; `?` without a launcher."""
     return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "?"
 
 
 def job_of_launcher() -> tuple[str, int]:
-    """Return the launcher's name for this job, empty without one, and how often it has started the
-    job anew. Attempts of one name never run at the same time."""
+    """Return the launcher's name for this job (empty without one) and how often it restarted it.
+
+    Two attempts of one name never run at the same time.
+    """
     env = os.environ
     if "SLURM_JOB_ID" in env:
         cluster = env.get("SLURM_CLUSTER_NAME", "")
         name = f"Slurm job {env['SLURM_JOB_ID']}" + (f" of {cluster}" if cluster else "")
         return name, int(env.get("SLURM_RESTART_COUNT", 0))
-    name = env.get("TORCHELASTIC_RUN_ID", "none")  # of all that were given no --rdzv-id
+    name = env.get("TORCHELASTIC_RUN_ID", "none")  # the name of all jobs without --rdzv-id
     if name == "none":
         return "", 0
     return f"torchrun's {name}", int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def report_to_launcher(reason: str) -> None:
-    """Leave the reason of an end where torchrun looks for it: it closes its own report with it."""
+    """Write why this rank ends into the file that torchrun prints at the end of its report."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    text = printable(reason[:_TOLD_CHARS])
+    text = printable(reason[:_MAX_REASON_CHARS])
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError), open(path, "w") as file:  # it is printed besides
+        with contextlib.suppress(OSError), open(path, "w") as file:  # it is printed too
             json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
 def report_refusal(reason: str) -> None:
-    """Leave a refusal where slurm/attempt.sh looks for it before it queues a job again."""
+    """Write a refusal into the file that slurm/attempt.sh reads before it queues a job again."""
     path = os.environ.get("SPMDRL_REFUSED")
     if path:
-        with contextlib.suppress(OSError), open(path, "wb") as file:  # it is printed besides
+        with contextlib.suppress(OSError), open(path, "wb") as file:  # it is printed too
             file.write(f"{printable(reason)}\n".encode())
 
 
 def say_once(text: str, *, of_rank: str = "") -> None:
-    """Print what several ranks come to alike: one of them on each machine does, the first of it
-    where that comes to it soon; the others say that it is so for them.
+    """Print a text that several ranks would print: once on each machine, if possible by its local
+    rank 0. The other ranks print that they end for the same reason.
 
     Args:
-        of_rank: said before it, of the rank that speaks.
+        of_rank: prefix that names this rank.
     """
     env = os.environ
     is_alone = (env.get("WORLD_SIZE") or env.get("SLURM_NTASKS") or "1") == "1"
-    if not is_alone and _is_told(text):
+    if not is_alone and _is_printed(text):
         text = "ends for the same reason"
         of_rank = of_rank or f"[rank {known_rank()}] "
     say(f"{of_rank}{text}", file=sys.stderr, flush=True)
 
 
-def _is_told(text: str) -> bool:
-    """Return whether another rank of this job prints a text on this machine; else this one must."""
-    # Ranks of a machine have one launcher, and no other job has its process at this time. Where it
-    # is a shell it may have started another attempt before: what that told is older than we are.
+def _is_printed(text: str) -> bool:
+    """Return whether another rank of this job prints the text on this machine."""
+    # The ranks of a machine have one launcher process, which no other job has at this time. If it
+    # is a shell, it may have started an earlier attempt: marks of that are older than this process.
     env = os.environ
     parent = os.getppid()
     launcher = birth(parent)
@@ -279,20 +286,20 @@ def _is_told(text: str) -> bool:
     job = [parent, launcher, env.get("MASTER_PORT"), env.get("TORCHELASTIC_RESTART_COUNT")]
     name = hashlib.sha256(json.dumps([*job, text]).encode()).hexdigest()[:32]
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(own) / os.sysconf("SC_CLK_TCK")
-    # What other ranks print may be shown nowhere, as under torchrun's --local-ranks-filter 0.
+    # Local rank 0 is preferred: torchrun's --local-ranks-filter may hide the others.
     is_first = (env.get("LOCAL_RANK") or env.get("SLURM_LOCALID") or "0") == "0"
     try:
-        return _is_marked(f"told-{name}", after=time.time() - age_s, waits=not is_first)
-    except OSError:  # where there is no such folder each rank prints it
+        return _is_marked(f"printed-{name}", after=time.time() - age_s, waits=not is_first)
+    except OSError:  # without such a folder each rank prints it
         return False
 
 
 def _is_marked(name: str, *, after: float, waits: bool) -> bool:
-    """Return whether a file of this user was marked after a time; mark it if not.
+    """Return whether a file of this user was marked after a time; mark it if it was not.
 
     Args:
-        waits: a while, for others to mark it.
-    Raises: OSError where there is no folder that is this user's alone.
+        waits: give other ranks some seconds to mark it first.
+    Raises: OSError without a folder that only this user can write to.
     """
     folder = os.path.join(tempfile.gettempdir(), f"spmdrl-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
@@ -302,12 +309,12 @@ def _is_marked(name: str, *, after: float, waits: bool) -> bool:
         found = os.fstat(held)
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise PermissionError(f"{folder} may be written by others")
-        end = time.monotonic() + _SOONER_S * waits
+        end = time.monotonic() + _WAIT_FOR_FIRST_S * waits
         while _marked_at(name, held) < after and time.monotonic() < end:
             time.sleep(0.02)
         fcntl.flock(held, fcntl.LOCK_EX)
-        for old in filter(re.compile("told-").match, os.listdir(held)):
-            if time.time() - _marked_at(old, held) > _TOLD_S:
+        for old in filter(re.compile("printed-").match, os.listdir(held)):
+            if time.time() - _marked_at(old, held) > _MARK_LIVES_S:
                 os.unlink(old, dir_fd=held)
         if _marked_at(name, held) >= after:
             return True
@@ -320,14 +327,14 @@ def _is_marked(name: str, *, after: float, waits: bool) -> bool:
 
 
 def _marked_at(name: str, folder: int) -> float:
-    """Return when a file of an open folder was marked, in seconds since 1970; 0 for none."""
+    """Return when a file of an open folder was marked, in seconds since 1970; 0 without a file."""
     with contextlib.suppress(FileNotFoundError):
         return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mtime
     return 0.0
 
 
 def ask_cublas_to_repeat() -> None:
-    """Have cuBLAS give the same bits each time, as deterministic algorithms of torch need it."""
+    """Make cuBLAS deterministic, as torch's deterministic algorithms need it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -342,10 +349,10 @@ def first_host(nodelist: str) -> str:
 def interface_towards(host: str) -> str:
     """Return the network interface by which this machine reaches a host, such as `eth0`.
 
-    Where the host is this machine itself under an address that others cannot reach, it is the one
-    by which everything else is reached. Nothing is sent.
+    If the host is this machine itself under a loopback address, return the interface of the default
+    route. Nothing is sent.
 
-    Raises: OSError where there is no way, or no interface has the address that it begins at.
+    Raises: OSError without a route, or if no interface has the route's address.
     """
     own = _own_address(host)
     for outside in _OUTSIDE if own.is_loopback else ():
@@ -359,7 +366,7 @@ def interface_towards(host: str) -> str:
 
 
 def _own_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the address of this machine from which packets to a host are sent."""
+    """Return the address from which this machine sends packets to a host."""
     family, kind, *_, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as way:
         way.connect(where)

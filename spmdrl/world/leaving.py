@@ -24,7 +24,7 @@ _WHOLE.setLevel(logging.INFO)
 
 
 class Member(Protocol):
-    """What of the world a rank needs to leave it."""
+    """The part of a World that is needed to leave it."""
 
     rank: int
     watch: Watch
@@ -33,10 +33,10 @@ class Member(Protocol):
 
 
 def handle_signals(world: Member) -> None:
-    """Have a thread act on SIGINT, SIGTERM and SIGUSR1 as they arrive.
+    """Start a thread that acts on SIGINT, SIGTERM and SIGUSR1 as they arrive.
 
-    Python runs handlers in the main thread, which may stand in a collective for minutes; the
-    wake-up descriptor is written at once.
+    Python runs signal handlers in the main thread, which may be inside a collective for minutes.
+    The wake-up descriptor is written at once.
     """
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -97,12 +97,12 @@ def _say_on_rank_0(world: Member, text: str) -> None:
 
 
 def report_end(error: BaseException, world: Member | None) -> int:
-    """Say why this rank ends, to people, to the launcher and to the other ranks.
+    """Report why this rank ends to people, to the launcher and to the other ranks.
 
     Args:
-        error: what was raised. Of a Refusal and of missing peers the message is shown, of anything
-            else the traceback from the user's own code on. The rank's log has the whole traceback.
-        world: None when it was not reached.
+        error: for a Refusal or missing peers, the message is shown; for any other error, the
+            traceback from the user's own code on. The rank's log gets the whole traceback.
+        world: None if the error came before there was one.
     Returns: the exit status.
     """
     if isinstance(error, dist.DistError) and world is not None:  # of the job's store
@@ -130,9 +130,9 @@ def report_end(error: BaseException, world: Member | None) -> int:
 
 
 def _show(error: BaseException, rank: int | str, *, has_world: bool) -> None:
-    """Print what a person needs; the rank's log gets the whole traceback."""
+    """Print what a person needs, and write the whole traceback into the rank's log."""
     whole = "".join(traceback.format_exception(error))
-    if isinstance(error, Refusal) and not has_world:  # which all ranks come to
+    if isinstance(error, Refusal) and not has_world:  # all ranks raise it
         say_once(error_text(error), of_rank="" if rank == "?" else f"[rank {rank}] ")
         return
     if isinstance(error, (Refusal, RunFailed, PeersMissing)):
@@ -147,8 +147,10 @@ def _show(error: BaseException, rank: int | str, *, has_world: bool) -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """End this process once what it printed is out; whoever read that may have left before. Peers
-    may be gone: no thread or group of theirs may keep it."""
+    """Flush what was printed, and end this process at once.
+
+    Other ranks may be gone: a thread or group that waits for them must not keep the process.
+    """
     for stream in (sys.stdout, sys.stderr):
         attempt(stream.flush, BrokenPipeError)
     os._exit(status)

@@ -1,4 +1,4 @@
-"""The meshes of the trainer ranks: one for who works on what, others for who holds what."""
+"""The meshes of the trainer ranks: one for the work, two for the shards of parameters."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def mesh_shape(cfg: Config) -> tuple[int, int, int, int]:
 def make_meshes(cfg: Config, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
     """Return the trainer mesh with MESH_AXES, and with dp_shard and cp as one axis `fsdp`.
 
-    Parameters are sharded over the latter: ranks of one cp group hold different shards, though
-    they work on the same sequences. Every rank of the job must call, trainers or not.
+    Parameters are sharded over the second: the ranks of one cp group work on the same sequences and
+    hold different shards. Every rank of the job must call it, trainer or not.
     """
     replicate, shard, cp, tp = mesh_shape(cfg)
     ranks = torch.tensor(trainer_ranks(cfg)).view(replicate, shard * cp, tp)
@@ -33,9 +33,9 @@ def make_meshes(cfg: Config, device: torch.device) -> tuple[DeviceMesh, DeviceMe
 def make_expert_mesh(cfg: Config, device: torch.device) -> DeviceMesh | None:
     """Return the trainers with axes dp_replicate, efsdp and ep, over which experts are sharded.
 
-    All ranks of a replica have different tokens, tp ranks too (sequence_parallel.py), so experts
-    are cut over all of them: neighbours have different experts. None where neither ep nor tp asks
-    for it. Every rank of the job must call, trainers or not.
+    All ranks of a replica have different tokens, also tp ranks (sequence_parallel.py), so experts
+    are cut over all of them. None without ep and tp. Every rank of the job must call it, trainer or
+    not.
     """
     replicate, _, _, tp = mesh_shape(cfg)
     ep = cfg.layout.ep

@@ -1,4 +1,4 @@
-"""The size of a micro-batch, where trainers find it by trying: the same on every rank."""
+"""The token budget of a micro-batch, if trainers measure it: the same on every rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ log = logging.getLogger(__name__)
 
 
 def agree_on_tokens(world: World, find: Callable[[int], int] | None) -> None:
-    """Set `world.found_tokens` on every rank where the config leaves the size of a micro-batch
-    open, unless a restored checkpoint said it; every rank of the job calls it.
+    """Set `world.found_tokens` on every rank, if batch.tokens_per_microbatch is 0.
+
+    A value from a restored checkpoint is kept. Every rank of the job calls it.
 
     Args:
-        find: on trainers, of the ranks that share this one's memory: the tokens that fit.
-    Raises: Refusal on all ranks together when `find` does on one.
+        find: on trainers, returns the tokens that fit. It gets the number of ranks that share the
+            memory of this rank.
+    Raises: Refusal on all ranks if `find` raises it on one.
     """
     if world.cfg.batch.tokens_per_microbatch:
         return

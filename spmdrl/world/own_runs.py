@@ -1,8 +1,8 @@
-"""Which runs are this user's own: a mark beside config.yaml that only they can have made.
+"""Which runs are this user's own: those with a MAC beside config.yaml that only they can make.
 
-A user has a random key in ~/.config/spmdrl, which nobody else may read. A run writes config.mark,
-an HMAC by that key over config.yaml, over where it lies and over the current folder, in which
-relative names of code are looked for. So a copied mark, with the config or without, fits nowhere.
+A user has a random key in ~/.config/spmdrl, which nobody else can read. A run writes config.mark,
+an HMAC with that key over config.yaml, its path, and the current folder, in which relative names of
+code are looked up. So a copied mark is valid nowhere.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from spmdrl.run_folder import write_file
 
 NAME = "config.mark"
 _KEY_BYTES = 32
-_SHOWN_WITHIN_S = 1.0  # by whoever makes it now
+_SHOWN_WITHIN_S = 1.0  # for another process that is making the key
 
 
 def mark_own(config: Path) -> str:
-    """Write the mark of a run's config.yaml beside it; return why there is none, empty otherwise.
+    """Write the mark of a run's config.yaml beside it; return why that failed, or an empty text.
 
-    Without a home that can be written to there is none, and nothing to say.
+    Without a home folder that can be written to, no mark is written and "" is returned.
     """
     key, why = _usable_key(makes=True)
     if key is None:
@@ -36,8 +36,10 @@ def mark_own(config: Path) -> str:
 
 
 def is_own(config: Path) -> tuple[bool, str]:
-    """Return whether a config.yaml is of a run of this user's own, which was started in this very
-    folder and has not been moved or changed since; and what is wrong with the user's key."""
+    """Return whether a config.yaml is of this user's own run, and what is wrong with their key.
+
+    The run must have been started in the current folder, and the file not been moved or changed.
+    """
     try:
         found = _read(config.with_name(NAME), limit=1024).decode(errors="replace").strip()
     except OSError:
@@ -62,7 +64,7 @@ def _mark(key: bytes, config: Path) -> str:
 
 
 def _usable_key(*, makes: bool) -> tuple[bytes | None, str]:
-    """Return the user's key; None, and why, where it is no secret, or where there is none."""
+    """Return the user's key; or None, and why if others can read or write it."""
     key, error = attempt(lambda: _key(makes=makes), (OSError, RuntimeError, Refusal))
     return key, str(error) if isinstance(error, Refusal) else ""
 
@@ -70,7 +72,7 @@ def _usable_key(*, makes: bool) -> tuple[bytes | None, str]:
 def _key(*, makes: bool) -> bytes:
     """Return the user's key.
 
-    Raises: OSError or RuntimeError where there can be none; Refusal for one that is no secret.
+    Raises: OSError or RuntimeError if there can be none; Refusal if others can read or write it.
     """
     path = key_file()
     if makes and not path.is_symlink() and not path.exists():
@@ -91,7 +93,7 @@ def _make(path: Path) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         file = os.open(path, flags, 0o600)
-    except FileExistsError:  # another process's, made meanwhile
+    except FileExistsError:  # another process made it meanwhile
         return
     try:
         os.write(file, secrets.token_bytes(_KEY_BYTES))
@@ -107,8 +109,10 @@ def _secret(path: Path) -> bytes:
 
 
 def _read(path: Path, *, limit: int, is_secret: bool = False) -> bytes:
-    """Read a file that is no link and no pipe. Raises: OSError; Refusal for a secret that is not
-    this user's alone."""
+    """Read a regular file that is no link.
+
+    Raises: OSError; Refusal for a secret that others can read.
+    """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(file)

@@ -1,4 +1,4 @@
-"""The port of a job's store: bound to the one address that ranks were told, or explained."""
+"""The port of the job's store: bound to the job's address only, or refused with who has it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 
 
 def listen(launch: Launch) -> socket.socket:
-    """Return a socket that listens at the job's address, and at no other of this machine.
+    """Return a socket that listens at the job's address only.
 
-    Where other nodes know this one by a name that is its own loopback address here, or by an
-    address that is none of its own, it is all of them.
+    It listens at all addresses of this machine if the job's address is a loopback address here, or
+    no address of this machine.
 
-    Raises: Refusal saying who has the port, and what to do.
+    Raises: Refusal with the process that has the port, and what to do.
     """
     try:
         found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
@@ -76,7 +76,7 @@ def _refusal(launch: Launch, is_in_use: bool) -> str:
 
 
 def _holder(port: int) -> str:
-    """Return which process listens at a port of this machine; empty where that is not seen."""
+    """Return which process listens at a port of this machine; empty if that cannot be seen."""
     with contextlib.suppress(psutil.Error, OSError):  # gone, or another user's
         for link in psutil.net_connections("tcp"):
             if link.status == psutil.CONN_LISTEN and link.laddr.port == port and link.pid:

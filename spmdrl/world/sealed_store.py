@@ -1,7 +1,7 @@
-"""The job's key-value store, whose values bear the mark of the job's secret.
+"""The job's key-value store, whose values carry a MAC made from the job's secret.
 
-Whoever reaches the store can write into it. What a stranger writes is named once and otherwise as
-if it were not there; that keys exist is not believed either.
+Anybody who reaches the store can write into it. A value without a valid MAC is reported once and
+otherwise ignored. That a key exists proves nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _AGAIN_S = 1.0
 
 
 class SealedStore:
-    """As torch's Store, of texts.
+    """A torch Store of texts.
 
     Args:
         store: of this attempt of the job.
@@ -44,19 +44,19 @@ class SealedStore:
         self._store.set(key, _sealed(key, text))
 
     def get(self, key: str) -> bytes:
-        """Return a value once it is there; b"" for a stranger's."""
-        return self._believed(key, self._store.get(key))
+        """Wait for a value and return it; b"" if it is forged."""
+        return self._authentic(key, self._store.get(key))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return several values once they are there; b"" for a stranger's."""
-        return list(map(self._believed, keys, self._store.multi_get(list(keys))))
+        """Wait for several values and return them; b"" for each forged one."""
+        return list(map(self._authentic, keys, self._store.multi_get(list(keys))))
 
     def compare_set(self, key: str, expected: str, text: str) -> bytes:
-        """Write a first value, or take the place of a stranger's; return what stands there then.
+        """Write a value if there is none, or only a forged one; return the value that the key has.
 
         Args:
-            expected: "": nothing.
-        Raises: RuntimeError where a stranger's value cannot be replaced.
+            expected: must be "": no value.
+        Raises: RuntimeError if a forged value cannot be replaced.
         """
         assert not expected, "only a first value can be compared with"
         stands = b""
@@ -66,23 +66,23 @@ class SealedStore:
                 found = self._store.compare_set(key, stands.decode(), own)
             except UnicodeDecodeError as error:
                 raise RuntimeError(_naming(key)) from error
-            if believed := self._believed(key, found):
-                return believed
+            if authentic := self._authentic(key, found):
+                return authentic
             stands = found
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all of some keys exist, whoever wrote them."""
+        """Return whether all these keys exist, forged or not."""
         return self._store.check(list(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Return when all of some keys exist, whoever wrote them."""
+        """Wait until all these keys exist, forged or not."""
         self._store.wait(list(keys), timeout)
 
     def delete_key(self, key: str) -> bool:
         """Remove a value; return whether there was one."""
         return self._store.delete_key(key)
 
-    def _believed(self, key: str, value: bytes) -> bytes:
+    def _authentic(self, key: str, value: bytes) -> bytes:
         seal = value[:_HEX]
         text = value[_HEX:]
         if hmac.compare_digest(seal, mark(key, text).hex().encode()):
@@ -105,11 +105,11 @@ def _naming(key: str) -> str:
 
 
 class WatchedKeys:
-    """Whether keys of a store are set, one key at a time.
+    """Tells whether a key of the store is set, by a thread that waits for it. One key at a time.
 
     Args:
-        store: of the job. A waiting client does nothing else, so that this one gets a connection
-            of its own with its first key.
+        store: of the job. The thread gets a connection of its own, since a client that waits can
+            do nothing else.
     """
 
     def __init__(self, store: SealedStore):
@@ -119,8 +119,8 @@ class WatchedKeys:
         self._found = threading.Event()
 
     def is_set(self, key: str) -> bool:
-        """Return whether `key` is known to be set. The first call for a key begins to wait for it;
-        a key must be set before the next is asked for."""
+        """Return whether `key` is set, as far as this rank knows. The first call for a key starts
+        the wait; a key must be set before the next one is asked for."""
         if key != self._key:
             self._own = self._own or self._store.clone()
             self._key = key
@@ -133,8 +133,10 @@ class WatchedKeys:
 
 
 def _await_key(store: SealedStore, key: str, found: threading.Event) -> None:
-    with contextlib.suppress(dist.DistError, RuntimeError):  # its host is gone: collectives say so
+    with contextlib.suppress(
+        dist.DistError, RuntimeError
+    ):  # the store is gone: collectives report it
         store.wait([key], _FOREVER)
-        while not store.get(key):  # a stranger's, in the place of what is still to come
+        while not store.get(key):  # a forged value came first
             time.sleep(_AGAIN_S)
         found.set()

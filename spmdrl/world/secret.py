@@ -1,7 +1,7 @@
-"""The job's secret: what a message between ranks, or a value in their store, bears of it.
+"""The job's secret, from which messages between ranks and values in their store get a MAC.
 
-Every rank has it before it believes anything: from the launcher's environment, or from a file that
-rank 0 made for this attempt and that nobody else may read.
+Every rank has it before it reads any message: from the launcher's environment, or from a file that
+rank 0 makes for this attempt and only this user may read.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ from spmdrl.imports import refusing
 from spmdrl.world.launch import SECRET, Launch, secret_of_environment
 
 MARK_BYTES = 32
-_WHERE = "secret"  # key of the store: where the secret is, not the secret
+_WHERE = "secret"  # key of the store with the name of the secret's file
 _SEEN_AFTER_S = 60.0  # a shared file system may show a new file late
 _key = b""
 _files: list[Path] = []
 
 
 class Unauthentic(RuntimeError):
-    """A message that bears no mark of the job's secret."""
+    """A message without a valid MAC."""
 
 
 def adopt(secret: str, *, attempt: int = 0) -> None:
-    """Mark all that this process sends from now on; what was marked in other attempts of the job
-    is not believed."""
+    """Use this secret for all MACs of this process; MACs of other attempts become invalid."""
     global _key
     _key = hmac.digest(os.fsencode(secret), b"spmdrl attempt %d" % attempt, "sha256")
 
 
 def mark(place: str, data: bytes) -> bytes:
-    """Return the mark [MARK_BYTES] of some data.
+    """Return the MAC [MARK_BYTES] of data.
 
     Args:
-        place: where it stands: what bears the mark of one place is not believed at another.
+        place: where the data belongs. Its MAC is not valid at another place.
     """
     if not _key:
         adopt(secret_of_environment() or _no_secret())
@@ -55,17 +54,17 @@ def mark(place: str, data: bytes) -> bytes:
 
 
 def is_marked(place: str, data: bytes, found: bytes) -> bool:
-    """Return whether `found` is the mark of some data."""
+    """Return whether `found` is the MAC of the data."""
     return hmac.compare_digest(mark(place, data), found)
 
 
 def agree_on_secret(store: dist.Store, launch: Launch, *, shared: Path | None) -> None:
-    """Adopt the secret of the job; every rank calls.
+    """Agree on the job's secret and adopt it. Every rank calls it.
 
     Args:
-        store: in which the ranks meet, with a timeout.
-        shared: folder that all nodes see, for several nodes; None for none.
-    Raises: Refusal naming what is missing, or differs between ranks.
+        store: of the job, with a timeout.
+        shared: folder that all nodes see; None without one.
+    Raises: Refusal naming what is missing, or what differs between ranks.
     """
     if launch.rank == 0:
         secret = secret_of_environment()
@@ -86,27 +85,27 @@ def remove_files() -> None:
 
 
 def _from_rank_0(store: dist.Store, launch: Launch, shared: Path | None) -> str:
-    said = store.get(_WHERE).decode(errors="replace")
-    told = secret_of_environment()
-    if said == json.dumps("") and told:
-        return told
-    if said == json.dumps("") or told:
-        has, lacks = (launch.rank, 0) if told else (0, launch.rank)
+    name = store.get(_WHERE).decode(errors="replace")
+    own = secret_of_environment()
+    if name == json.dumps("") and own:
+        return own
+    if name == json.dumps("") or own:
+        has, lacks = (launch.rank, 0) if own else (0, launch.rank)
         raise Refusal(
             f"rank {has} has {SECRET} in its environment and rank {lacks} has not: give all nodes "
             "the same, or none"
         )
-    if not re.fullmatch('"[0-9a-f]{32}"', said):
+    if not re.fullmatch('"[0-9a-f]{32}"', name):
         raise Refusal(
-            f"the job's store has {said[:80]!r} where rank 0 says which file holds the job's "
+            f"the job's store has {name[:80]!r} where rank 0 says which file holds the job's "
             f"secret: somebody else writes into it. Set {SECRET} in the launcher's environment, "
             "and see docs/security.md"
         )
-    return _read(_folder(launch, shared) / json.loads(said))
+    return _read(_folder(launch, shared) / json.loads(name))
 
 
 def _folder(launch: Launch, shared: Path | None) -> Path:
-    """Return a folder that all ranks see and no other user may enter."""
+    """Return a folder that all ranks can read and no other user can enter."""
     if launch.nodes > 1 and shared is None:
         _no_secret()
     if launch.nodes > 1 and shared is not None:
@@ -115,11 +114,11 @@ def _folder(launch: Launch, shared: Path | None) -> Path:
 
 
 def private_folder(folder: Path | None = None) -> Path:
-    """Return a folder that no other user may enter, made where it is missing.
+    """Return a folder that no other user can enter; make it if it is missing.
 
     Args:
-        folder: None for this user's own in the system's folder of temporary files.
-    Raises: Refusal for one that others may enter, or a link.
+        folder: None for this user's own folder below the system's temporary one.
+    Raises: Refusal for a folder that others can enter, or a link.
     """
     folder = folder or Path(tempfile.gettempdir()) / f"spmdrl-{os.getuid()}"
     with refusing(f"the job's secret cannot be kept in {folder}", OSError):

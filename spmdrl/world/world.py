@@ -1,4 +1,4 @@
-"""The world: one process group over all ranks, two roles, their meshes, start and teardown."""
+"""The world: all ranks of the job, their roles, process groups and meshes; start and end."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ class World(WorldGroups):
     local_rank: int
     device: torch.device
     backend: str
-    """What carries tensors between ranks: nccl, or gloo."""
+    """Backend that sends tensors between ranks: nccl or gloo."""
     watch: Watch
     store: SealedStore
-    """Key-value store of the job, for what a rank may learn without waiting for it."""
+    """Key-value store of the job, for what a rank may read without waiting for others."""
     stop_requested: bool = field(default=False)
-    """A signal asked for it: save at the next step boundary, then leave."""
+    """A signal arrived: the run saves at the end of this step and stops."""
     is_started: bool = field(default=False)
-    """Start-up is over: there is progress to save."""
+    """Start-up is over, so a signal saves before the run stops."""
     updated: WatchedKeys = field(init=False)
-    """The announcement of the trainers that a replica waits for."""
+    """The trainers' announcement of an update, which engines in flight look at."""
     found_tokens: int = field(default=0)
-    """What was found for batch.tokens_per_microbatch 0, the same on every rank; 0 before."""
+    """Token budget that was measured for batch.tokens_per_microbatch 0; 0 until then."""
 
     def __post_init__(self) -> None:
         self.updated = WatchedKeys(self.store)
 
     @classmethod
     def start(cls, cfg: Config) -> World:
-        """Join the job and build all groups; every rank must call it with the same config.
+        """Join the job and make all groups. Every rank must call it with the same config.
 
-        Raises: Refusal, before any group exists, when the launcher's world does not match
-            the layout; RuntimeError when ranks do not have the same config.
+        Raises: Refusal, before any group exists, if the number of ranks does not match the
+            layout; RuntimeError if ranks have different configs.
         """
-        faulthandler.enable(sys.__stderr__ or 2)  # a crash of native code says its Python lines
+        faulthandler.enable(sys.__stderr__ or 2)  # a crash of native code shows the Python lines
         launch = find_launch(cfg)
         check_driver(cfg)
         device = pick_device(cfg, launch.local_rank)
@@ -102,8 +102,8 @@ class World(WorldGroups):
         if cfg.deterministic:
             ask_cublas_to_repeat()
             torch.use_deterministic_algorithms(True, warn_only=True)
-            # It would write NaN into each new tensor first, the engine's and FSDP2's buffers too:
-            # time, and rows that only pad a batch would come to routers as NaN.
+            # Else each new tensor is first filled with NaN, also buffers of the engine and FSDP2.
+            # That takes time, and routers would get NaN in rows that only pad a batch.
             torch.utils.deterministic.fill_uninitialized_memory = False
         return world
 
@@ -136,26 +136,26 @@ class World(WorldGroups):
 
     @property
     def replica(self) -> int:
-        """Index of this rank's engine replica; -1 where there is none."""
+        """Index of this rank's engine replica; -1 if it has none."""
         if not self.is_inference:
             return -1
         return self.inference_ranks.index(self.rank) // self.cfg.layout.inference_tp
 
     @property
     def inference_tp_rank(self) -> int:
-        """Position within the replica; -1 where there is none. 0 is the replica's leader."""
+        """Position within the replica, whose leader is 0; -1 if it has none."""
         if not self.is_inference:
             return -1
         return self.inference_ranks.index(self.rank) % self.cfg.layout.inference_tp
 
     @property
     def ranks_per_dp(self) -> int:
-        """Trainer ranks that share a data-parallel index, and so a batch: cp * tp."""
+        """Trainer ranks with the same data-parallel index, which share sequences: cp * tp."""
         return self.cfg.layout.cp * self.cfg.layout.tp
 
     @property
     def dp_size(self) -> int:
-        """Parts that a batch is cut into: dp_replicate * dp_shard."""
+        """Data-parallel size, the parts of a batch: dp_replicate * dp_shard."""
         return len(self.trainer_ranks) // self.ranks_per_dp
 
     def dp_index(self, rank: int) -> int:
@@ -164,34 +164,34 @@ class World(WorldGroups):
 
     @property
     def tokens_per_microbatch(self) -> int:
-        """Token budget of a micro-batch: the config's, or what was found where that is 0, and
-        before it is found the least that there may be."""
+        """Token budget of a micro-batch: the config's; if that is 0 the measured one; and the least
+        possible one before it is measured."""
         return self.cfg.batch.tokens_per_microbatch or self.found_tokens or least_tokens(self.cfg)
 
     @property
     def is_dp_leader(self) -> bool:
-        """Whether this rank is the first trainer of its data-parallel index: what all of them
-        know alike is counted there."""
+        """Whether this rank is the first trainer of its data-parallel index. It alone counts what
+        all of these ranks know."""
         return self.is_trainer and self.trainer_ranks.index(self.rank) % self.ranks_per_dp == 0
 
     @property
     def wire(self) -> torch.device:
-        """Where tensors must be to be sent: gloo's messages start and end on the host."""
+        """Device from which tensors are sent: gloo sends from and to host memory."""
         return self.device if self.backend == "nccl" else torch.device("cpu")
 
     # ---------------------------------------------------------------- among all ranks
 
     def from_rank_0(self, work: Callable[[], T], *, wait: str, step: int = -1) -> T:
-        """Return on every rank the small value (see plain.py) that `work` returns on rank 0."""
+        """Run `work` on rank 0, and return its result, a small value (plain.py), on every rank."""
         with self.watch.wait(wait, step):
             return gather_objects(work() if self.rank == 0 else None, group=self.control)[0]
 
     def gather(
         self, own: T, *, wait: str, step: int = -1, timeout_s: float | None = None
     ) -> list[T]:
-        """Return on every rank the small value (see plain.py) of each rank, in rank order.
+        """Return on every rank the small value (plain.py) of each rank, in rank order.
 
-        Raises: Refusal naming each rank's line where they are not all in this wait of this step.
+        Raises: Refusal naming each rank's line if they are not all in this wait of this step.
         """
         with self.watch.wait(wait, step, timeout_s=timeout_s):
             return gather_objects(own, group=self.control)
@@ -209,17 +209,17 @@ class World(WorldGroups):
     # ---------------------------------------------------------------- among trainers
 
     def gather_per_dp(self, own: T) -> list[T]:
-        """Return the small value (plain.py) of each data-parallel index, on every trainer rank."""
+        """Return on every trainer rank the small value (plain.py) of each data-parallel index."""
         mine = own if self.is_dp_leader else None
         return gather_objects(mine, group=self.trainer_control)[:: self.ranks_per_dp]
 
     def count_once(self, own: Tensor) -> Tensor:
-        """Return `own` on the CPU; zeros where another rank of this dp index counts it."""
+        """Return `own` on the CPU; zeros if another rank of this data-parallel index counts it."""
         return own.cpu() if self.is_dp_leader else torch.zeros_like(own, device="cpu")
 
     def sum_over_trainers(self, own: Tensor) -> Tensor:
-        """Add up what ranks of one dp index know alike, each index once: on the CPU, on every
-        trainer rank."""
+        """Return on every trainer rank the sum over data-parallel indices, on the CPU. The ranks of
+        one index have the same tensor, which is added once."""
         total = self.count_once(own)
         dist.all_reduce(total, group=self.trainer_control)
         return total
@@ -227,23 +227,22 @@ class World(WorldGroups):
     # ---------------------------------------------------------------- life
 
     def started(self) -> None:
-        """Say that start-up is over: waits have the short deadline, a signal saves first."""
+        """End start-up: from now on waits have the short deadline, and a signal saves first."""
         self.watch.timeout_s = self.cfg.layout.wait_timeout_s
         self.is_started = True
 
     def announce_updated(self, step: int) -> None:
-        """Let every rank know, whenever it looks, that the trainers are done with `step`."""
+        """Write into the store that the trainers are done with `step`."""
         if self.rank == self.trainer_ranks[0]:
             self.store.set(f"updated/{step}", "1")
             self.store.delete_key(f"updated/{step - 2}")
 
     def is_updated(self, step: int) -> bool:
-        """Whether the trainers are done with `step`, as far as this rank knows; asked again and
-        again it costs the store one request."""
+        """Return whether the trainers have announced `step`. Repeated calls cost one request."""
         return self.updated.is_set(f"updated/{step}")
 
     def close(self) -> None:
-        """Leave the job in step with the others. Engines must be closed before."""
+        """Leave the job together with all other ranks. Close the engines first."""
         self.watch.announce_leaving()
         self.meet(wait="leave")
         self.watch.close()
@@ -254,7 +253,7 @@ class World(WorldGroups):
 def _join(
     cfg: Config, launch: Launch, *, device: torch.device, timeout: timedelta
 ) -> tuple[Watch, SealedStore]:
-    """Start this rank's watch, and make the group of all ranks; return the job's store too."""
+    """Start this rank's watch and make the group of all ranks; return watch and store."""
     launch.pass_on()
     within_s = cfg.layout.startup_timeout_s
     backend = pick_backend(cfg)
@@ -296,8 +295,7 @@ def is_on_cpu(cfg: Config) -> bool:
 
 
 def device_problem(cfg: Config) -> str:
-    """Return why no rank on this machine can have the device or the backend that the config names;
-    empty where one can."""
+    """Return why this machine lacks the device or backend of the config; empty if it has them."""
     layout = cfg.layout
     host = socket.gethostname()
     if torch.cuda.device_count():
@@ -319,15 +317,15 @@ def device_problem(cfg: Config) -> str:
 
 
 def pick_backend(cfg: Config) -> str:
-    """Return what carries tensors between ranks: nccl between GPUs unless gloo is asked for."""
+    """Return the backend: nccl for GPUs, unless the config asks for gloo."""
     return "gloo" if is_on_cpu(cfg) or cfg.layout.backend == "gloo" else "nccl"
 
 
 def pick_device(cfg: Config, local_rank: int) -> torch.device:
     """Return this rank's device.
 
-    Raises: Refusal as `device_problem` says, and when this rank has no GPU: with gloo ranks share
-        GPUs, with NCCL each needs one.
+    Raises: Refusal for a `device_problem`, and if NCCL has no GPU for this rank. With gloo, ranks
+        share GPUs.
     """
     if problem := device_problem(cfg):
         raise Refusal(problem)

@@ -1,1 +1,1 @@
-"""What this machine has: memory, GPUs, and their rates."""
+"""What this machine has: memory and GPUs, and the rates of GPUs."""

@@ -1,4 +1,4 @@
-"""Whether this rank's GPU can do what the config asks of it, said before any group exists."""
+"""Whether this rank's GPU can do what the config asks, checked before any group exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CONTEXTS_GIB = 2.0  # what CUDA itself takes for the ranks of this job
 def check_driver(cfg: Config) -> None:
     """Refuse a machine with GPUs that this torch cannot start.
 
-    Raises: Refusal, under layout.device auto too: it would take the CPU without a word.
+    Raises: Refusal, also under layout.device auto, which would take the CPU silently.
     """
     if cfg.layout.device == "cpu" or hides_gpus() or torch.version.cuda is None:
         return
@@ -42,7 +42,7 @@ def check_driver(cfg: Config) -> None:
 
 
 def check_memory(cfg: Config, launch: Launch, device: torch.device) -> None:
-    """Refuse a GPU of whose memory others have what the engine is to get; warn of a trainer's.
+    """Refuse a GPU if other processes hold memory that the engine needs; warn on a trainer's GPU.
 
     Raises: Refusal.
     """
@@ -64,10 +64,10 @@ def check_memory(cfg: Config, launch: Launch, device: torch.device) -> None:
 
 
 def check_own_gpus(launch: Launch, device: torch.device, store: SealedStore) -> None:
-    """Refuse ranks that share a GPU, which NCCL cannot: every rank calls.
+    """Refuse ranks that share a GPU, since NCCL needs one for each. Every rank calls it.
 
     Args:
-        store: in which the ranks met.
+        store: of the job.
     Raises: Refusal on every rank.
     """
     properties = torch.cuda.get_device_properties(device)
@@ -85,7 +85,7 @@ def check_own_gpus(launch: Launch, device: torch.device, store: SealedStore) -> 
 
 
 def sharing(places: Mapping[int, tuple[str, str]]) -> tuple[int, int, str] | None:
-    """Return two ranks on one GPU and their host, of {rank: (host, GPU)}; None for none."""
+    """Return two ranks on one GPU and their host, from {rank: (host, GPU)}; None if none share."""
     first: dict[tuple[str, str], int] = {}
     for rank, place in places.items():
         if place in first:
@@ -95,7 +95,7 @@ def sharing(places: Mapping[int, tuple[str, str]]) -> tuple[int, int, str] | Non
 
 
 def warn_of_detours(launch: Launch) -> None:
-    """Say which GPUs of this node do not reach each other, once per node."""
+    """Warn, once per node, of GPUs of this node without peer access."""
     count = torch.cuda.device_count()
     if launch.local_rank or count == 1:
         return

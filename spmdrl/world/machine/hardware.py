@@ -1,4 +1,4 @@
-"""What GPUs can do at most, by their data sheets: rates that plans and utilisation refer to."""
+"""Peak rates of GPUs from their data sheets, for plans and for utilisation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spmdrl.plain import record
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU, in a node of its usual kind. Bandwidths are per GPU and direction."""
+    """A kind of GPU in its usual node. Bandwidths are per GPU and direction."""
 
     name: str
     memory_gib: float  # that a process sees
@@ -33,7 +33,7 @@ GPUS: dict[str, Gpu] = {
 @record
 @dataclass(frozen=True)
 class LinkCost:
-    """What messages between ranks cost."""
+    """Cost of messages between ranks."""
 
     bytes_per_s: float  # of one rank, in one direction
     round_s: float  # before the first byte of messages that start together
@@ -48,14 +48,14 @@ MEMORY_FRAC = 0.7  # of a memory's bandwidth, reached in copies and in decoding
 
 
 def gpu_link(gpu: Gpu, *, is_one_node: bool) -> LinkCost:
-    """Return the link of a GPU to the others of its node, or to those of all nodes (NCCL)."""
+    """Return the cost of NCCL messages to GPUs of the same node, or of other nodes."""
     bandwidth = gpu.node_bytes_per_s if is_one_node else gpu.network_bytes_per_s
     # Assumed: 50 us to start a group of messages, 5 us each; a copy reads and writes.
     return LinkCost(bandwidth * LINK_FRAC, 50e-6, 5e-6, gpu.memory_bytes_per_s * MEMORY_FRAC / 2)
 
 
 def known_gpu(device_name: str) -> Gpu | None:
-    """Return the table's entry for what `torch.cuda.get_device_name` says; None if it has none.
+    """Return the table's entry for a name of `torch.cuda.get_device_name`; None without one.
 
     PCIe and half-size variants, which run at other clocks, have no entry.
     """

@@ -1,5 +1,7 @@
-"""The host's memory: what is left, who holds the most, and a warning before the kernel takes its
-own way out, which is to kill the largest process without a word."""
+"""The host's memory: how much is left, and who holds the most.
+
+When it is full, the kernel kills the largest process silently. A warning comes before that.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of this host, or of this container where that has less. Bytes."""
+    """Memory of this host, or of this container if its limit is lower. Bytes."""
 
     free: int
-    """What may still be taken, by all processes together."""
+    """Bytes that all processes together can still allocate."""
     total: int
 
 
@@ -54,7 +56,7 @@ def host_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
 
 
 def kills(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many processes the kernel has killed here for want of memory."""
+    """Return how many processes the kernel has killed here because memory was full."""
     files = [Path("/proc/vmstat"), *(cgroups / events for *_, events in _CGROUPS)]
     found = [0]
     for file in files:
@@ -70,10 +72,10 @@ def largest_holders(count: int = _NAMED) -> list[str]:
 
 
 class MemoryWatch:
-    """Warns once when little of the host's memory is left, and again each time that halves.
+    """Warns once when little of the host's memory is left, and again each time it halves.
 
     Args:
-        measure: gives the memory as it is now.
+        measure: returns the present memory.
     """
 
     def __init__(self, measure: Callable[[], HostMemory] = host_memory):
@@ -82,13 +84,13 @@ class MemoryWatch:
         self._killed_before = kills()
 
     def start(self, watch: Watch) -> None:
-        """Look every two seconds, in a thread that ends with the process, and when this rank ends
-        before its work is done say what the kernel killed."""
+        """Look every two seconds, in a thread. If this rank ends early, print what the kernel
+        killed."""
         threading.Thread(target=self._run, daemon=True, name="spmdrl-memory").start()
         watch.before_exit.append(lambda _: print(self.tell_kills(), end="", file=sys.stderr))
 
     def look(self) -> str:
-        """Return a warning if one is due, otherwise nothing."""
+        """Return a warning if one is due, else an empty text."""
         memory = self._measure()
         left = memory.free / memory.total
         if left > _FINE:
@@ -105,7 +107,7 @@ class MemoryWatch:
         )
 
     def tell_kills(self) -> str:
-        """Say what the kernel killed since this object was made; nothing if it did not."""
+        """Return what the kernel killed since this object was made; empty if it killed nothing."""
         killed = kills() - self._killed_before
         if killed <= 0:
             return ""
@@ -117,7 +119,7 @@ class MemoryWatch:
     def _run(self) -> None:
         pause = threading.Event()
         while not pause.wait(_EVERY_S):
-            with contextlib.suppress(OSError):  # /proc may be out of reach just then
+            with contextlib.suppress(OSError):  # /proc may be unreadable for a moment
                 if warning := self.look():
                     log.warning(warning)
 

@@ -1,4 +1,4 @@
-"""How many bytes a stretch of work takes at most, on either kind of device."""
+"""The peak memory of a block of work, on CPU or GPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from spmdrl.world.torch_internals import TorchDispatchMode, tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of host storages that operations have made and that are still there.
+    """Counts the bytes of host storages that operations made and that are still alive.
 
-    Every operation is looked at: for models that the CPU can train, not for speed.
+    It looks at every operation, which is slow: it is for models that a CPU can train.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        """Return the bytes that are alive; FSDP2 empties storages that it keeps."""
+        """Return the bytes that are alive. FSDP2 empties storages and keeps them."""
         alive = 0
         for key, reference in list(self._storages.items()):
             storage = reference()
@@ -50,14 +50,14 @@ class LiveBytes(TorchDispatchMode):
 
 @dataclass
 class Peak:
-    """What a stretch of work took at most, besides what was there before."""
+    """Peak memory of a block, above what was allocated before it."""
 
     bytes: int = 0
 
 
 @contextmanager
 def peak_bytes(device: torch.device) -> Iterator[Peak]:
-    """Measure the stretch inside; its `bytes` are there when it ends."""
+    """Measure the block inside. `bytes` is set when it ends."""
     found = Peak()
     gc.collect()
     if device.type == "cuda":
@@ -74,7 +74,7 @@ def peak_bytes(device: torch.device) -> Iterator[Peak]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return what may still be taken: of the GPU, or of the host by all its processes."""
+    """Return the bytes that can still be allocated on the GPU, or by all processes of the host."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1] - device_bytes(device)
     gc.collect()
@@ -82,9 +82,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that are in use, by whomever."""
+    """Return the bytes of a GPU that are in use by any process."""
     gc.collect()
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # what torch keeps for later is free too
+    torch.cuda.empty_cache()  # memory that torch caches is free too
     free, total = torch.cuda.mem_get_info(device)
     return total - free
