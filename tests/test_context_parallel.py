@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from worlds import with_trainer
 
 from spmdrl.model.attention.kernels import KERNELS
-from spmdrl.model.attention.mask_patterns import Span
+from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.divisibility import context_method, misfits
 from spmdrl.model.model_shape import ModelCounts
@@ -46,7 +46,7 @@ class _Module:
     is_causal = True
 
     def __init__(self, window: int | None = None):
-        self.span = Span(window)
+        self.mask_pattern = MaskPattern(window)
 
 
 # --------------------------------------------------------------------------- slices

@@ -24,7 +24,7 @@ from torch import Tensor
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.model.attention import kernels
 from spmdrl.model.attention.kernels import KERNELS, Weighing, pick_attention
-from spmdrl.model.attention.mask_patterns import Span
+from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.parallel import layout
 from spmdrl.model.parallel.recompute import pins_exactly
@@ -53,7 +53,7 @@ def _inputs(heads: int, kv_heads: int, *, dtype: torch.dtype = torch.bfloat16) -
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_varlen_attends_and_differentiates(kv_heads: int, window: int | None) -> None:
     inputs, packing = _inputs(4, kv_heads), make_packing(LENGTHS, META, padded=False)
-    module = SimpleNamespace(is_causal=True, span=Span(window))
+    module = SimpleNamespace(is_causal=True, mask_pattern=MaskPattern(window))
     out, _ = KERNELS["varlen"](module, *inputs, None, packing=packing)
     assert out.shape == (1, sum(LENGTHS), 4, 32) and out.dtype == torch.bfloat16
     out.sum().backward()

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from spmdrl.model.attention.mask_patterns import Span
+from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.load import load_whole_model
 from spmdrl.train import packing_check
 from spmdrl.train.packing_check import _plain_gaps, check_packing, lengths_of
@@ -46,8 +46,8 @@ def _plus(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
 
 def _narrow(hf_model: nn.Module) -> Any:
     found = enable_packing_there(hf_model)
-    for name in found.spans:
-        hf_model.get_submodule(name).span = Span(window=2)
+    for name in found.mask_patterns:
+        hf_model.get_submodule(name).mask_pattern = MaskPattern(window=2)
     return found
 
 

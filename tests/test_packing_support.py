@@ -10,7 +10,7 @@ from built import changed, good
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.check.fit import check_fit
-from spmdrl.model.attention.mask_patterns import Other, Span, visible
+from spmdrl.model.attention.mask_patterns import MaskPattern, Other, visible
 from spmdrl.model.attention.packing_support import enable_packing, packing_support
 from spmdrl.model.blocks import blocks
 
@@ -24,22 +24,31 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "glm_moe_dsa": ({}, "self_attn.indexer (GlmMoeDsaIndexer) chooses keys by code of its own"),
     "cpmant": ({}, "its code does not run without its weights (modeling_cpmant.py:"),
 }
-SEEN: dict[str, tuple[dict[str, Any], list[Span]]] = {
-    "llama": ({}, [Span(), Span()]),
-    "gpt_oss": ({"layer_types": SLIDING, "sliding_window": 8}, [Span(window=8), Span()]),
-    "qwen3_moe": ({}, [Span(), Span()]),
-    "deepseek_v3": ({}, [Span(), Span()]),
-    "mistral": ({"sliding_window": 8}, [Span(window=8), Span(window=8)]),
-    "phimoe": ({"sliding_window": 8}, [Span(window=8), Span(window=8)]),
-    "gemma2": ({"layer_types": SLIDING, "sliding_window": 8}, [Span(window=8), Span()]),
-    "cohere2": ({"layer_types": SLIDING, "sliding_window": 8}, [Span(window=8), Span()]),
+SEEN: dict[str, tuple[dict[str, Any], list[MaskPattern]]] = {
+    "llama": ({}, [MaskPattern(), MaskPattern()]),
+    "gpt_oss": (
+        {"layer_types": SLIDING, "sliding_window": 8},
+        [MaskPattern(window=8), MaskPattern()],
+    ),
+    "qwen3_moe": ({}, [MaskPattern(), MaskPattern()]),
+    "deepseek_v3": ({}, [MaskPattern(), MaskPattern()]),
+    "mistral": ({"sliding_window": 8}, [MaskPattern(window=8), MaskPattern(window=8)]),
+    "phimoe": ({"sliding_window": 8}, [MaskPattern(window=8), MaskPattern(window=8)]),
+    "gemma2": (
+        {"layer_types": SLIDING, "sliding_window": 8},
+        [MaskPattern(window=8), MaskPattern()],
+    ),
+    "cohere2": (
+        {"layer_types": SLIDING, "sliding_window": 8},
+        [MaskPattern(window=8), MaskPattern()],
+    ),
     "llama4_text": (
         {
             "layer_types": ["chunked_attention", "full_attention"],
             "attention_chunk_size": 8,
             "no_rope_layers": [1, 0],
         },
-        [Span(chunk=8), Span()],
+        [MaskPattern(chunk=8), MaskPattern()],
     ),
 }
 MIXERS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -87,7 +96,7 @@ def test_windows_and_chunks_are_those_that_the_model_asks_for(family):
     forwards = [vars(module).get("forward") for module in model.modules()]
     found = packing_support(model)
     assert not found.reasons and not found.mixers
-    assert list(found.spans.values()) == spans
+    assert list(found.mask_patterns.values()) == spans
     scaled = ["model.layers.1.self_attn"] if family == "llama4_text" else []
     assert list(found.temperatures) == scaled
     # The model is as it was.
@@ -118,7 +127,9 @@ def test_attention_by_code_of_its_own_is_given_the_mask_and_biases_that_its_mode
     assert mpt.mask(2, like=like).tolist() == [[[[False, True], [False, False]]]]
 
 
-@pytest.mark.parametrize("given", [{"attention_mask": {"full": Span()}}, {"mask": Span()}])
+@pytest.mark.parametrize(
+    "given", [{"attention_mask": {"full": MaskPattern()}}, {"mask": MaskPattern()}]
+)
 def test_masks_that_come_otherwise_are_refused(given, monkeypatch):
     model = meta_model("llama")
     inputs = {name: {"packing": 0, **given} for name in blocks(model)}
@@ -137,10 +148,14 @@ def test_blocks_that_hand_on_more_than_hidden_states_are_refused(monkeypatch):
 
 def test_what_a_token_sees_is_counted_from_the_sequences_first():
     at = torch.arange(7)
-    assert visible(at[5:6], at, Span()).tolist() == [[True] * 6 + [False]]
-    assert visible(at[5:6], at, Span(window=2)).tolist() == [[False] * 4 + [True] * 2 + [False]]
-    assert visible(at[5:6], at, Span(chunk=4)).tolist() == [[False] * 4 + [True] * 2 + [False]]
-    assert visible(at[3:4], at, Span(chunk=4)).tolist() == [[True] * 4 + [False] * 3]
+    assert visible(at[5:6], at, MaskPattern()).tolist() == [[True] * 6 + [False]]
+    assert visible(at[5:6], at, MaskPattern(window=2)).tolist() == [
+        [False] * 4 + [True] * 2 + [False]
+    ]
+    assert visible(at[5:6], at, MaskPattern(chunk=4)).tolist() == [
+        [False] * 4 + [True] * 2 + [False]
+    ]
+    assert visible(at[3:4], at, MaskPattern(chunk=4)).tolist() == [[True] * 4 + [False] * 3]
 
 
 @pytest.mark.parametrize("field", ["model", "teacher"])

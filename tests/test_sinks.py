@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spmdrl.model.attention import sinks
 from spmdrl.model.attention.kernels import KERNELS
-from spmdrl.model.attention.mask_patterns import Span
+from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.attention.packing import make_packing
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -54,7 +54,7 @@ def _expected(drawn: list[Tensor], lengths: list[int], keys: list[int], window: 
 def _found(kernel: str, drawn: list[Tensor], packing: Any, window: int | None) -> list[Tensor]:
     q, k, v, own, signs = drawn
     options = {"scaling": 0.25, "s_aux": own}
-    module = SimpleNamespace(is_causal=True, span=Span(window))
+    module = SimpleNamespace(is_causal=True, mask_pattern=MaskPattern(window))
     out, _ = KERNELS[kernel](module, q, k, v, None, packing=packing, **options)
     (out * signs).sum().backward()
     return [out, *(x.grad for x in (q, k, v, own))]
@@ -187,7 +187,7 @@ def test_what_attention_would_leave_out_is_refused(option, what):
     q, k, v, own, _ = _drawn(LENGTHS, LENGTHS, dtype=torch.float32)
     with pytest.raises(ValueError, match=what):
         KERNELS["padded"](
-            SimpleNamespace(is_causal=True, span=Span()),
+            SimpleNamespace(is_causal=True, mask_pattern=MaskPattern()),
             q,
             k,
             v,

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spmdrl.model.attention.kernels import KERNELS, Weighing, capped
-from spmdrl.model.attention.mask_patterns import Span, mask_pattern_of, visible
+from spmdrl.model.attention.mask_patterns import MaskPattern, mask_pattern_of, visible
 from spmdrl.model.attention.packing import Packing
 from spmdrl.model.attention.sinks import with_sink_scores
 
@@ -104,9 +104,9 @@ class Work:
     """[B] int64, tokens of each sequence that continues, the new one included."""
     longest: int = 0
     """L, the longest of these; 0 when none continues."""
-    _is_visible: dict[Span, Tensor] = field(default_factory=dict)
+    _is_visible: dict[MaskPattern, Tensor] = field(default_factory=dict)
 
-    def is_visible(self, span: Span) -> Tensor:
+    def is_visible(self, span: MaskPattern) -> Tensor:
         """Return [B, 1, 1, L] bool: what the new tokens see. Layers of one span share it."""
         if span not in self._is_visible:
             at = torch.arange(self.longest, device=self.lengths.device)

@@ -1,8 +1,8 @@
-"""What each layer's attention sees, found from the masks that a model's own code asks for.
+"""Which tokens each layer's attention may attend to, found from the masks that a model asks for.
 
-Transformers' models say windows and chunks in the mask argument, and some a window to attention.
-Here a model's base runs once with everything replaced that computes: blocks note what they are
-given, and masks are objects that say which tokens see which. No weight is read.
+The code of transformers' models says so in masks: causal, a sliding window, or chunks. Here a
+model's base runs once with stand-ins for everything that computes. Blocks note their inputs, and
+masks are `MaskPattern` objects. No weight is read.
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ from spmdrl.model.transformers_internals import attention_implementation
 from spmdrl.world.torch_internals import zeros_in
 
 _NOTED = "spmdrl_noted"
-PLACES = "spmdrl_places"
-"""An attention implementation by whose name models make, for masks, small tensors that stand in
-their places."""
-SHOWN_TOKENS = 5  # of the sequence that is shown to the model: masks alone depend on them
+PLACEHOLDER_MASKS = "spmdrl_placeholder_masks"
+"""The attention implementation under which models make a tensor of one element for each mask."""
+TRIAL_TOKENS = 5  # of the sequence that the model is run on
 
 
 @dataclass(frozen=True)
-class Span:
-    """Which tokens of a sequence before it a token sees; all by default."""
+class MaskPattern:
+    """Which tokens of its sequence a token attends to: by default itself and all before it."""
 
     window: int | None = None
-    """The last so many, itself included."""
+    """Only the last `window` tokens, itself included."""
     chunk: int | None = None
-    """Those since the last multiple of so many, counted from the sequence's first."""
+    """Only tokens of its own chunk: the sequence is cut into chunks of `chunk` tokens."""
     dtype: torch.dtype | None = None
-    """What the model casts its mask to; None as it was made."""
+    """The dtype that the model casts its mask to; None if it does not."""
 
-    def to(self, dtype: torch.dtype) -> Span:
-        """Return the same, noting that the model casts its mask."""
+    def to(self, dtype: torch.dtype) -> MaskPattern:
+        """Return the same pattern, noting that the model casts its mask."""
         return replace(self, dtype=dtype)
 
 
-def mask_pattern_of(module: nn.Module) -> Span:
-    """Return what attention sees, of a model that packing_support.py has told it."""
-    span = module.span
-    assert isinstance(span, Span)
-    return span
+def mask_pattern_of(module: nn.Module) -> MaskPattern:
+    """Return the pattern that `enable_packing` gave to an attention module."""
+    pattern = module.mask_pattern
+    assert isinstance(pattern, MaskPattern)
+    return pattern
 
 
 class UnknownMask(Exception):
@@ -56,16 +55,16 @@ class UnknownMask(Exception):
 
 
 def block_inputs(hf_model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what each block is given when the model computes one sequence: {block: {parameter of
-    its forward: value}}, masks as `Span`.
+    """Return the inputs of each block when the model computes one sequence.
 
     Args:
-        hf_model: with a base model, on any device; as it was when this returns.
-    Raises: whatever the model's code does when its parts return zeros; UnknownMask.
+        hf_model: with a base model, on any device; it is not changed.
+    Returns: {block: {parameter of its forward: value}}, masks as `MaskPattern`.
+    Raises: UnknownMask, and whatever the model's code raises when its parts return zeros.
     """
     try:
         return _inputs(hf_model, others=0)
-    except ValueError as error:  # of models that take a block's output for several
+    except ValueError as error:  # the model unpacks a block's output
         wanted = re.search(r"not enough values to unpack \(expected (\d+), got 1\)", str(error))
         if not wanted:
             raise
@@ -73,13 +72,14 @@ def block_inputs(hf_model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def _inputs(hf_model: nn.Module, *, others: int) -> dict[str, dict[str, Any]]:
-    """Return what `block_inputs` does, of blocks that give hidden states and so many others."""
+    """Do what `block_inputs` does, with blocks that return hidden states and `others` values."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NOTED, _never)
-    AttentionMaskInterface.register(_NOTED, _span_of)
+    AttentionMaskInterface.register(_NOTED, _pattern_of)
     found: dict[str, dict[str, Any]] = {}
-    own, (_, base) = {m: name for name, m in blocks(hf_model).items()}, base_of(hf_model)
+    own = {module: name for name, module in blocks(hf_model).items()}
+    _, base = base_of(hf_model)
     with ExitStack() as replaced:
         replaced.enter_context(attention_implementation(hf_model, _NOTED))
         for module in base.modules():
@@ -91,21 +91,21 @@ def _inputs(hf_model: nn.Module, *, others: int) -> dict[str, dict[str, Any]]:
             replaced.enter_context(
                 replaced_forward(block, _noting(block, found.setdefault(name, {}), others=others))
             )
-        tokens = torch.zeros(1, SHOWN_TOKENS, dtype=torch.int64)
-        at = torch.arange(SHOWN_TOKENS)[None]
+        tokens = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64)
+        at = torch.arange(TRIAL_TOKENS)[None]
         with torch.no_grad():
             base(input_ids=tokens, position_ids=at, attention_mask=None, use_cache=False, packing=0)
     return found
 
 
-def register_places() -> None:
-    """Make PLACES known to transformers."""
+def register_placeholder_masks() -> None:
+    """Make PLACEHOLDER_MASKS known to transformers."""
     from transformers import AttentionMaskInterface
 
-    AttentionMaskInterface.register(PLACES, _place)
+    AttentionMaskInterface.register(PLACEHOLDER_MASKS, _placeholder_mask)
 
 
-def _place(**_: object) -> Tensor:
+def _placeholder_mask(**_: object) -> Tensor:
     return torch.zeros(1, 1, 1, 1)
 
 
@@ -114,7 +114,7 @@ def _never(*_: object, **__: object) -> None:
 
 
 def _outside(module: nn.Module, own: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
-    """Yield the modules that hold no block and are called from one that does, or are the base's."""
+    """Yield the outermost modules that hold no block."""
     for child in module.children():
         if child in own:
             continue
@@ -125,18 +125,18 @@ def _outside(module: nn.Module, own: Mapping[nn.Module, str]) -> Iterator[nn.Mod
 
 
 def _stand_in(module: nn.Module) -> Callable[..., Any]:
-    """Return a forward that gives zeros of the right shape, without weights."""
+    """Return a forward that returns zeros of the right shape and uses no weights."""
     if isinstance(module, nn.Embedding):
         return lambda ids, *_, **__: torch.zeros(*ids.shape, module.embedding_dim)
     if isinstance(module, nn.Linear):
         return lambda x, *_, **__: torch.zeros(*x.shape[:-1], module.out_features)
     if "Rotary" in type(module).__name__:
-        return lambda *_, **__: None  # for blocks alone
+        return lambda *_, **__: None  # only blocks use it
     return _first
 
 
 def _first(*args: Any, **kwargs: Any) -> Any:
-    """Return what a module computes on, by its place or by a name."""
+    """Return the first tensor among the arguments."""
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
 
 
@@ -158,43 +158,43 @@ def _noting(block: nn.Module, found: dict[str, Any], *, others: int) -> Callable
 
 
 class Other:
-    """What a block gives besides hidden states."""
+    """Stands for what a block returns after its hidden states."""
 
 
 class _Output(Tensor):
-    """Hidden states for who takes a block's output as it is, or as the first of several."""
+    """Hidden states, for models that use a block's output as it is and for those that index it."""
 
     def __getitem__(self, key: Any) -> Any:
-        """Return all of it as the first."""
+        """Return the whole tensor for index 0."""
         return self if isinstance(key, int) and key == 0 else super().__getitem__(key)
 
 
-def _span_of(
+def _pattern_of(
     *, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: object
-) -> Span:
-    """Stand for the making of a mask: say which tokens it lets a token see."""
+) -> MaskPattern:
+    """Return the pattern of the mask that transformers is asked to make."""
     if local_size is None:
-        local_size = SHOWN_TOKENS
-        forms = [Span()]
+        local_size = TRIAL_TOKENS
+        patterns = [MaskPattern()]
     else:
-        forms = [Span(window=local_size), Span(chunk=local_size)]
+        patterns = [MaskPattern(window=local_size), MaskPattern(chunk=local_size)]
     at = torch.arange(3 * local_size + 1)
     zero = torch.zeros((), dtype=torch.int64)
     queries = at[[0, local_size - 1, local_size, 2 * local_size - 1, 2 * local_size, -1]]
     seen = mask_function(zero, zero, queries[:, None], at[None])
-    for form in forms:
-        if torch.equal(seen.expand(len(queries), len(at)), visible(queries, at, form)):
-            return form
+    for pattern in patterns:
+        if torch.equal(seen.expand(len(queries), len(at)), visible(queries, at, pattern)):
+            return pattern
     raise UnknownMask("it asks for a mask that is neither causal, a window nor chunks")
 
 
-def visible(queries: Tensor, keys: Tensor, span: Span) -> Tensor:
-    """Return [Q, K] bool: which keys, by their place in the sequence, each query sees."""
+def visible(queries: Tensor, keys: Tensor, pattern: MaskPattern) -> Tensor:
+    """Return [Q, K] bool: which keys each query attends to, by their positions in the sequence."""
     queries = queries[:, None]
     keys = keys[None]
     seen = keys <= queries
-    if span.window is not None:
-        seen = seen & (keys > queries - span.window)
-    if span.chunk is not None:
-        seen = seen & (keys // span.chunk == queries // span.chunk)
+    if pattern.window is not None:
+        seen = seen & (keys > queries - pattern.window)
+    if pattern.chunk is not None:
+        seen = seen & (keys // pattern.chunk == queries // pattern.chunk)
     return seen

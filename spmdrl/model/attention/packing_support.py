@@ -1,19 +1,23 @@
-"""How the layers of a model keep apart the sequences that are packed into one row.
+"""How the layers of a model keep packed sequences apart.
 
-Attention that asks transformers' interface gets ours, which knows where sequences begin; what each
-layer's sees besides is found by mask_patterns.py. Other layers that mix tokens (state-space models,
-short convolutions, linear attention, attention by code of its own) know nothing of packing: they
-compute one sequence per row, padded after its end, where causal layers do not look. What is
-neither is refused by name.
+A row holds several sequences. A layer must not mix tokens of different sequences:
 
-A `packing` goes down to the layers as a keyword argument. Where a model, or one of its layers, does
-not hand it on, hooks do.
+- Attention that goes through transformers' attention interface calls our kernel, which knows where
+  sequences begin. Which tokens a layer may attend to is read off its masks (mask_patterns.py).
+- Other layers that mix tokens do not know about packing: state-space models, short convolutions,
+  linear attention, attention by the model's own code. They compute one sequence per row, padded at
+  its end. They are causal, so no token sees the padding.
+- A model with any other layer that mixes tokens is refused by name.
+
+Layers get a `packing` as a keyword argument. Where a model, or a block, does not pass it on, hooks
+do.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -29,13 +33,13 @@ from torch import Tensor, nn
 from spmdrl.errors import Refusal
 from spmdrl.model.attention.kernels import CHOOSING, Temperature
 from spmdrl.model.attention.mask_patterns import (
-    PLACES,
-    SHOWN_TOKENS,
+    PLACEHOLDER_MASKS,
+    TRIAL_TOKENS,
+    MaskPattern,
     Other,
-    Span,
     UnknownMask,
     block_inputs,
-    register_places,
+    register_placeholder_masks,
     visible,
 )
 from spmdrl.model.attention.packing import Packing, pad, unpad
@@ -44,7 +48,7 @@ from spmdrl.model.transformers_internals import attention_implementation
 from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.torch_internals import tree_leaves, tree_map
 
-_MIXES = {
+_MIXING_PARAMETERS = {
     "attention_mask",
     "past_key_values",
     "past_key_value",
@@ -52,178 +56,188 @@ _MIXES = {
     "layer_past",
     "cache_params",
 }
-"""Parameters that a module has if what it gives of a token depends on the tokens before it, or on
-how many these are."""
+"""Parameters of modules whose output for a token depends on the tokens before it, or on their
+number."""
 
 
 @dataclass(frozen=True)
 class OwnAttention:
-    """What attention by code of its own is given beside hidden states."""
+    """The inputs, other than hidden states, of attention by the model's own code."""
 
-    span: Span
-    """What its mask shows."""
+    mask_pattern: MaskPattern
     biases: tuple[str, ...] = ()
-    """Parameters that take what is added to the scores of keys by their place, [Hq, 1, T], 0 at
-    the first (ALiBi)."""
+    """Parameters for biases of scores by the position of the key, [Hq, 1, T], 0 at the first
+    (ALiBi)."""
 
     def mask(self, length: int, *, like: Tensor) -> Tensor:
-        """Return [1, 1, length, length], as transformers makes masks for eager attention: 0 where
-        a key is seen and the dtype's least number where it is not, in the dtype that the model
-        casts it to.
+        """Return the mask [1, 1, length, length] of one sequence, as for eager attention.
+
+        It is 0 where a key is visible and the dtype's lowest number elsewhere, in the dtype that
+        the model casts its masks to.
 
         Args:
-            like: of the dtype and device.
+            like: has the dtype and device.
         """
         at = torch.arange(length, device=like.device)
         least = torch.finfo(like.dtype).min
-        mask = like.new_zeros(length, length).masked_fill(~visible(at, at, self.span), least)
-        return mask.to(self.span.dtype or like.dtype)[None, None]
+        mask = like.new_zeros(length, length).masked_fill(
+            ~visible(at, at, self.mask_pattern), least
+        )
+        return mask.to(self.mask_pattern.dtype or like.dtype)[None, None]
 
 
 @dataclass
 class PackingSupport:
-    """What keeps sequences apart in a model."""
+    """What keeps packed sequences apart in a model. Modules are given by their names."""
 
-    spans: dict[str, Span] = field(default_factory=dict)
-    """{attention that asks the interface: what it sees}."""
+    mask_patterns: dict[str, MaskPattern] = field(default_factory=dict)
+    """{attention that goes through transformers' interface: which tokens it attends to}."""
     mixers: dict[str, list[str]] = field(default_factory=dict)
     """{block: its modules that compute one sequence per row}."""
     reasons: list[str] = field(default_factory=list)
-    """Why the model cannot be served; empty if it can."""
+    """Why the model cannot compute packed rows; empty if it can."""
     temperatures: dict[str, Temperature] = field(default_factory=dict)
-    """{attention that scales queries by their place in the row: how}."""
+    """{attention that scales queries by their position: how}."""
     own_attention: dict[str, OwnAttention] = field(default_factory=dict)
-    """{module of `mixers` that attends by code of its own: what it is to be given}."""
-    untold: list[str] = field(default_factory=list)
-    """Blocks that the model does not hand the packing to."""
-    unhanded: dict[str, list[str]] = field(default_factory=dict)
-    """{block: attention in it that asks the interface, which the block hands no packing to}."""
+    """{module of `mixers` that attends by the model's own code: its other inputs}."""
+    blocks_without_packing: list[str] = field(default_factory=list)
+    """Blocks that the model does not pass the packing to."""
+    attention_without_packing: dict[str, list[str]] = field(default_factory=dict)
+    """{block: attention through the interface that the block does not pass the packing to}."""
 
     @property
     def chunk(self) -> int | None:
-        """Return the tokens of the chunks that some layers attend within; None without any."""
-        return next((span.chunk for span in self.spans.values() if span.chunk), None)
+        """Return the length of the chunks that some layers attend within, in tokens; or None."""
+        return next((own.chunk for own in self.mask_patterns.values() if own.chunk), None)
 
 
 def packing_support(hf_model: nn.Module) -> PackingSupport:
-    """Read off a model how its layers keep packed sequences apart.
+    """Find out how the layers of a model keep packed sequences apart.
 
     Args:
-        hf_model: on any device; nothing of it is computed, and a model of the hub's own code is
-            read alike.
+        hf_model: on any device; its weights are not used. Code from the hub is read as well.
     """
     found = PackingSupport()
     try:
-        given = block_inputs(hf_model)
+        inputs = block_inputs(hf_model)
     except UnknownMask as error:
         return PackingSupport(reasons=[str(error)])
-    except Exception as error:  # of the model's own code, which may do anything
+    except Exception as error:  # the model's own code may raise anything
         return PackingSupport(reasons=[_why_not_followed(error)])
     for name, block in blocks(hf_model).items():
-        found.reasons += _read_block(name, block, given[name], found)
-    found.reasons += _outside_of_blocks(hf_model)
-    if len({span.chunk for span in found.spans.values() if span.chunk}) > 1:
+        found.reasons += _read_block(name, block, inputs[name], found)
+    found.reasons += _mixing_outside_blocks(hf_model)
+    if len({own.chunk for own in found.mask_patterns.values() if own.chunk}) > 1:
         found.reasons.append("its layers attend within chunks of several sizes")
     return found
 
 
 def _why_not_followed(error: Exception) -> str:
-    """Return why what a model's layers see was not found, when its code ran into an error."""
-    if isinstance(error, AttributeError) and isinstance(error.obj, Span):
+    """Return why the masks of a model's layers were not found, after its code raised an error."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, MaskPattern):
         return (
-            f"its code computes with the causal mask (.{error.name}) before its layers get it, and "
-            "what they see then is not known"
+            f"its code computes with the causal mask (.{error.name}) before its layers get it, so "
+            "that the layers' own mask is not known"
         )
     where = traceback.extract_tb(error.__traceback__)[-1]
     return (
-        "what its layers see cannot be found: its code does not run without its weights "
+        "the masks of its layers cannot be found: its code does not run without its weights "
         f"({Path(where.filename).name}:{where.lineno}: {first_line(error)})"
     )
 
 
 def enable_packing(hf_model: nn.Module) -> PackingSupport:
-    """Have the layers of a model keep packed sequences apart, and say how.
+    """Have the layers of a model keep packed sequences apart; return how they do.
 
-    Its blocks are to be given `packing`, or `work` that has one.
+    From then on its blocks need `packing` as a keyword argument, or `work`, which has one.
 
-    Raises: Refusal for a model that cannot be served.
+    Raises: Refusal for a model that cannot compute packed rows.
     """
     found = packing_support(hf_model)
     if found.reasons:
         raise Refusal(f"model: {type(hf_model).__name__} is not served: {found.reasons[0]}")
-    for name, span in found.spans.items():
-        hf_model.get_submodule(name).span = span  # type: ignore[assignment]
+    for name, pattern in found.mask_patterns.items():
+        hf_model.get_submodule(name).mask_pattern = pattern  # type: ignore[assignment]
     for name, temperature in found.temperatures.items():
         attention: Any = hf_model.get_submodule(name)
         attention.attn_temperature_tuning = False
         attention.temperature = temperature
-    for name in [part for own in found.mixers.values() for part in own]:
+    for name in itertools.chain(*found.mixers.values()):
         mixer = hf_model.get_submodule(name)
         attention = found.own_attention.get(name)
         mixer.forward = partial(  # type: ignore[assignment]
             _by_rows, mixer, mixer.forward, attention=attention
         )
-    for name in [part for own in found.unhanded.values() for part in own]:
-        hf_model.get_submodule(name).register_forward_pre_hook(_hand_over, with_kwargs=True)
+    for name in itertools.chain(*found.attention_without_packing.values()):
+        hf_model.get_submodule(name).register_forward_pre_hook(_add_packing, with_kwargs=True)
     for name, block in blocks(hf_model).items():
-        told = [*found.mixers.get(name, ()), *found.unhanded.get(name, ())]
-        if told or name in found.untold:
-            modules = [hf_model.get_submodule(part) for part in told]
+        parts = [*found.mixers.get(name, ()), *found.attention_without_packing.get(name, ())]
+        if parts or name in found.blocks_without_packing:
+            modules = [hf_model.get_submodule(part) for part in parts]
             # At each call of the block, so that a recomputation has the packing of its own row.
-            block.register_forward_pre_hook(partial(_tell, modules), with_kwargs=True)
+            block.register_forward_pre_hook(partial(_store_packing, modules), with_kwargs=True)
     base_name, base = base_of(hf_model)
-    if found.untold:
-        names = [name.removeprefix(f"{base_name}.") for name in found.untold]
-        base.register_forward_pre_hook(_ToBlocks(names), with_kwargs=True)
-    if found.own_attention and not found.spans:
-        register_places()
+    if found.blocks_without_packing:
+        names = [name.removeprefix(f"{base_name}.") for name in found.blocks_without_packing]
+        base.register_forward_pre_hook(_PassToBlocks(names), with_kwargs=True)
+    if found.own_attention and not found.mask_patterns:
+        register_placeholder_masks()
         base.forward = partial(  # type: ignore[assignment]
-            _with_places_of_masks, hf_model, base.forward
+            _with_placeholder_masks, hf_model, base.forward
         )
     return found
 
 
-# --------------------------------------------------------------------------- reading
+# --------------------------------------------------------------------------- reading a model
 
 
 def _read_block(
-    name: str, block: nn.Module, given: Mapping[str, Any], found: PackingSupport
+    name: str, block: nn.Module, inputs: Mapping[str, Any], found: PackingSupport
 ) -> Iterator[str]:
-    span = given.get("attention_mask")
-    asking, mixing = _parts(block)
-    if isinstance(span, Span) and not asking and not mixing:
-        own = ", ".join(type(child).__name__ for child in block.children())
-        yield f"{name} ({own}) attends by code of its own, which is not a module"
-    others = tree_leaves({k: v for k, v in given.items() if k != "attention_mask"})
-    if not isinstance(span, Span | None) or any(isinstance(other, Span) for other in others):
+    """Note in `found` how a block keeps sequences apart, and yield why it cannot.
+
+    Args:
+        inputs: of the block, by parameter; see `block_inputs`.
+    """
+    mask = inputs.get("attention_mask")
+    pattern = mask if isinstance(mask, MaskPattern) else None
+    attention_parts, mixing_parts = _mixing_parts(block)
+    children = ", ".join(type(child).__name__ for child in block.children())
+    mixes = bool(attention_parts or mixing_parts)
+    if pattern and not mixes:
+        yield f"{name} ({children}) attends by code of its own, which is not a module"
+    others = tree_leaves({k: v for k, v in inputs.items() if k != "attention_mask"})
+    has_other_masks = any(isinstance(other, MaskPattern) for other in others)
+    if has_other_masks or (mask is not None and pattern is None):
         yield f"{name} is given masks otherwise than as attention_mask"
-    if handed := [k for k, v in given.items() if any(isinstance(x, Other) for x in tree_leaves(v))]:
-        yield f"{name} is given more by the block before it than hidden states: {handed[0]}"
-    if "packing" not in given:
-        found.untold.append(name)
-        if not asking and not mixing:
-            own = ", ".join(type(child).__name__ for child in block.children())
-            yield f"{name} ({own}) has no part that is known to mix tokens"
-    for part in asking:
+    for key, value in inputs.items():
+        if any(isinstance(leaf, Other) for leaf in tree_leaves(value)):
+            yield f"{name} is given more by the block before it than hidden states: {key}"
+            break
+    if "packing" not in inputs:
+        found.blocks_without_packing.append(name)
+        if not mixes:
+            yield f"{name} ({children}) has no part that is known to mix tokens"
+    for part in attention_parts:
         attention = block.get_submodule(part)
-        if not _hands_on(attention):
-            yield f"{name}.{part} does not hand on to its attention where sequences begin"
-        if not _hands_on(block):
-            found.unhanded.setdefault(name, []).append(f"{name}.{part}")
-        found.spans[f"{name}.{part}"] = span if isinstance(span, Span) else Span()
+        if not _passes_keywords_on(attention):
+            yield f"{name}.{part} does not pass on to its attention where sequences begin"
+        if not _passes_keywords_on(block):
+            found.attention_without_packing.setdefault(name, []).append(f"{name}.{part}")
+        found.mask_patterns[f"{name}.{part}"] = pattern or MaskPattern()
         yield from _attention_problems(f"{name}.{part}", attention, found)
-    for part in mixing:
+    for part in mixing_parts:
         found.mixers.setdefault(name, []).append(f"{name}.{part}")
-        if isinstance(span, Span) and not asking:
-            found.own_attention[f"{name}.{part}"] = OwnAttention(span, _biases(given))
-            yield from _own_problems(f"{name}.{part}", block.get_submodule(part), given)
+        if pattern and not attention_parts:
+            found.own_attention[f"{name}.{part}"] = OwnAttention(pattern, _biases(inputs))
+            yield from _own_problems(f"{name}.{part}", block.get_submodule(part), inputs)
     for part, module in block.named_modules():
-        if isinstance(module, nn.Conv1d) and not _is_within(part, mixing):
+        if isinstance(module, nn.Conv1d) and not _is_within(part, mixing_parts):
             yield f"{name}.{part} is a convolution over the tokens of the row"
 
 
-def _outside_of_blocks(hf_model: nn.Module) -> Iterator[str]:
-    """Yield what mixes tokens in a base and is in none of its blocks."""
+def _mixing_outside_blocks(hf_model: nn.Module) -> Iterator[str]:
+    """Yield which modules mix tokens and are in none of the blocks."""
     own = set(blocks(hf_model).values())
     inside = {module for block in own for module in block.modules()}
     base_name, base = base_of(hf_model)
@@ -233,46 +247,49 @@ def _outside_of_blocks(hf_model: nn.Module) -> Iterator[str]:
             module not in inside
             and not holds_blocks
             and not _looks_up_positions(module)
-            and (_mixes(module) or _asks_interface(module))
+            and (_mixes_tokens(module) or _calls_interface(module))
         ):
             yield f"{base_name}.{name} ({type(module).__name__}) mixes tokens outside of its layers"
 
 
-def _biases(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return which of a block's inputs are biases of keys by their place in the row: [Hq, 1, T],
-    0 at the first, each next one as much more."""
+def _biases(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return which inputs of a block are biases by the position of the key in the row (ALiBi).
+
+    Those are [Hq, 1, T]: 0 at the first key, and growing by equal steps.
+    """
     found = []
-    for name, value in given.items():
-        if isinstance(value, Tensor) and value.dim() == 3 and value.shape[1:] == (1, SHOWN_TOKENS):
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and value.dim() == 3 and value.shape[1:] == (1, TRIAL_TOKENS):
             steps = value.double().diff(dim=-1)
             if not value[..., 0].any() and torch.allclose(steps, steps[..., :1], rtol=0.02):
                 found.append(name)
     return tuple(found)
 
 
-def _own_problems(name: str, module: nn.Module, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why attention by code of its own cannot compute one sequence per row."""
+def _own_problems(name: str, module: nn.Module, inputs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why attention by the model's own code cannot compute one sequence per row."""
     if "attention_mask" not in inspect.signature(type(module).forward).parameters:
         yield f"{name} attends by code of its own, without an attention_mask"
-    known = _biases(given)
-    for key, value in given.items():
+    known = _biases(inputs)
+    for key, value in inputs.items():
         if not isinstance(value, Tensor) or key in known:
             continue
-        is_of_tokens = value.shape[:2] == (1, SHOWN_TOKENS)
-        if SHOWN_TOKENS in value.shape and not is_of_tokens:
+        is_of_tokens = value.shape[:2] == (1, TRIAL_TOKENS)
+        if TRIAL_TOKENS in value.shape and not is_of_tokens:
             yield f"{name} is given {key} {list(value.shape)}, by the place of tokens in the row"
 
 
-def _parts(block: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the names of the attention modules in a block that ask the interface, and those of its
-    topmost other modules that mix tokens."""
-    asking = [name for name, part in block.named_modules() if name and _asks_interface(part)]
+def _mixing_parts(block: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the attention modules of a block that call the interface, and its outermost other
+    modules that mix tokens, by name."""
+    attention = [name for name, part in block.named_modules() if name and _calls_interface(part)]
     mixing: list[str] = []
     for name, part in block.named_modules():
-        is_known = not name or _is_within(name, [*asking, *mixing])
-        if not is_known and _mixes(part) and not any(_is_within(a, [name]) for a in asking):
+        is_known = not name or _is_within(name, [*attention, *mixing])
+        holds_attention = any(_is_within(own, [name]) for own in attention)
+        if not is_known and not holds_attention and _mixes_tokens(part):
             mixing.append(name)
-    return asking, mixing
+    return attention, mixing
 
 
 def _is_within(name: str, others: list[str]) -> bool:
@@ -280,63 +297,65 @@ def _is_within(name: str, others: list[str]) -> bool:
 
 
 def _looks_up_positions(module: nn.Module) -> bool:
-    """Return whether a module is an embedding of positions that it is given; OPT's takes the mask
-    to count them where it is given none."""
+    """Return whether a module embeds the positions that it gets. OPT's module also takes the mask,
+    from which it counts positions if it gets none."""
     parameters = inspect.signature(type(module).forward).parameters
     return isinstance(module, nn.Embedding) and {"attention_mask", "position_ids"} <= {*parameters}
 
 
-def _mixes(module: nn.Module) -> bool:
-    is_told = bool(_MIXES & set(inspect.signature(type(module).forward).parameters))
-    return is_told or any(isinstance(child, nn.Conv1d) for child in module.children())
+def _mixes_tokens(module: nn.Module) -> bool:
+    if any(isinstance(child, nn.Conv1d) for child in module.children()):
+        return True
+    return bool(_MIXING_PARAMETERS & set(inspect.signature(type(module).forward).parameters))
 
 
 def _attention_problems(name: str, module: nn.Module, found: PackingSupport) -> Iterator[str]:
     if "torch.arange" in _code(type(module).forward):
-        # Llama 4's, by their place in the row. It is the last thing that they go through.
+        # Llama 4 scales queries by their position in the row, as the last step before attention.
         if not hasattr(module, "attn_temperature_tuning"):
             yield f"{name} counts the places of tokens by the row, not by their sequence"
         elif module.attn_temperature_tuning and not module.use_rope:
             found.temperatures[name] = Temperature(module.floor_scale, module.attn_scale)
     for part, child in module.named_modules():
-        if part and _mixes(child):
+        if part and _mixes_tokens(child):
             yield f"{name}.{part} ({type(child).__name__}) chooses keys by code of its own"
-    yield from (f"{name} attends {what}" for what in _left_out(type(module).forward))
+    yield from (f"{name} attends {what}" for what in _unsupported_options(type(module).forward))
     if not getattr(module, "is_causal", True):
         yield f"{name} attends in both directions"
 
 
 @cache
-def _left_out(forward: Any) -> tuple[str, ...]:
-    """Return what an attention module's call of the interface asks for and ours would not do."""
+def _unsupported_options(forward: Any) -> tuple[str, ...]:
+    """Return what an attention module asks of the interface and our kernels do not do."""
     found = []
     for call in ast.walk(ast.parse(dedent(_code(forward)))):
-        options = {k.arg: k.value for k in call.keywords} if isinstance(call, ast.Call) else {}
+        if not isinstance(call, ast.Call):
+            continue
+        options = {keyword.arg: keyword.value for keyword in call.keywords}
         if not {"scaling", "dropout"} & options.keys():
             continue
         found += [f"by its {name}" for name in CHOOSING if name in options]
-        places = call.args[4:5] if isinstance(call, ast.Call) else []
-        mask = options.get("attention_mask", places[0] if places else None)
+        mask = call.args[4] if len(call.args) > 4 else None
+        mask = options.get("attention_mask", mask)
         if mask is not None and ast.unparse(mask) not in ("attention_mask", "None"):
             found.append(f"by a mask of its own, {ast.unparse(mask)}")
     return tuple(found)
 
 
-def _hands_on(module: nn.Module) -> bool:
-    """Return whether a module takes further keyword arguments, and names them once more."""
+def _passes_keywords_on(module: nn.Module) -> bool:
+    """Return whether a module takes further keyword arguments and passes them to a call."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     others = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
     return bool(others) and _code(type(module).forward).count(f"**{others[0]}") > 1
 
 
-def _asks_interface(module: nn.Module) -> bool:
+def _calls_interface(module: nn.Module) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in _code(type(module).forward)
 
 
 @cache
 def _code(forward: Any) -> str:
-    """Return the source of a module's forward; empty where there is none to read, which then counts
-    for no attention."""
+    """Return the source of a module's forward; empty where there is none, as of no attention."""
     with suppress(OSError, TypeError):
         return inspect.getsource(forward)
     return ""
@@ -345,12 +364,16 @@ def _code(forward: Any) -> str:
 # --------------------------------------------------------------------------- computing
 
 
-_TOLD = ("packing", "work")
+_PACKING_ARGUMENTS = ("packing", "work")
 """Arguments that say where sequences begin: the trainer's, the transformers engine's."""
 
 
-class _ToBlocks:
-    """Hands to blocks what the base is told, where the model's own code does not.
+def _packing_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: kwargs[name] for name in _PACKING_ARGUMENTS if name in kwargs}
+
+
+class _PassToBlocks:
+    """Passes the packing from the base model to blocks, where the model's own code does not.
 
     Args:
         names: of the blocks, within the base.
@@ -358,50 +381,56 @@ class _ToBlocks:
 
     def __init__(self, names: list[str]):
         self._names = names
-        self._told: dict[str, Any] = {}
+        self._arguments: dict[str, Any] = {}
         self._is_on = False
 
     def __call__(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Take what the base is told, before it runs."""
-        told = {name: kwargs[name] for name in _TOLD if name in kwargs}
-        # Blocks are wrapped after this was made. Outermost, what is told is among the arguments
-        # that a recomputation gets again. Before the first row there are calls that tell nothing.
-        if told and not self._is_on:
+        """Store the packing before the base runs."""
+        self._arguments = _packing_arguments(kwargs)
+        # Blocks are wrapped after this object was made. Only a hook of the outermost wrapper adds
+        # the packing to the arguments that a recomputation gets again. Calls before the first row
+        # have no packing.
+        if self._arguments and not self._is_on:
             for name in self._names:
                 block = base.get_submodule(name)
                 block.register_forward_pre_hook(self._add, with_kwargs=True, prepend=True)
             self._is_on = True
-        self._told = told
         return args, _accepted(base, kwargs)
 
     def _add(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, **self._told}
+        return args, {**kwargs, **self._arguments}
 
 
 def _accepted(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments without what is told, where a module takes no further ones."""
+    """Return keyword arguments without the packing, where a module takes no further ones."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return kwargs
-    return {name: value for name, value in kwargs.items() if name not in _TOLD}
+    return {name: value for name, value in kwargs.items() if name not in _PACKING_ARGUMENTS}
 
 
-def _tell(modules: list[nn.Module], block: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+def _store_packing(
+    modules: list[nn.Module], block: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Before a block runs: store its packing in modules that do not get it as an argument."""
     for module in modules:
-        module.told = {name: kwargs[name] for name in _TOLD if name in kwargs}
+        module.packing_arguments = _packing_arguments(kwargs)
     return args, _accepted(block, kwargs)
 
 
-def _hand_over(attention: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return args, {**kwargs, **attention.told}
+def _add_packing(attention: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Before attention runs: add the packing that its block stored."""
+    return args, {**kwargs, **attention.packing_arguments}
 
 
-def _with_places_of_masks(
+def _with_placeholder_masks(
     hf_model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a base whose attention modules make their masks by `_by_rows`: some bases compute with
-    masks before that, which are to be something."""
-    with attention_implementation(hf_model, PLACES):
+    """Run a base whose attention gets its masks from `_by_rows`.
+
+    Some bases compute with the masks that they make, so these have to be tensors.
+    """
+    with attention_implementation(hf_model, PLACEHOLDER_MASKS):
         return forward(*args, **kwargs)
 
 
@@ -413,24 +442,24 @@ def _by_rows(
     attention: OwnAttention | None,
     **kwargs: Any,
 ) -> Any:
-    """Compute a layer one sequence per row: [1, T, H] of [1, T, H].
+    """Compute a layer with one sequence per row: [1, T, H] to [1, T, H].
 
-    Sequences of similar length go together, [B, L, H], each padded by its own last token; layers
-    are causal, so no token sees what comes behind it.
+    Sequences of similar length are computed together, [B, L, H], each padded with its own last
+    token. Layers are causal, so no token sees a later one.
 
     Args:
         forward: the layer's own.
-        attention: what it is given if it attends by code of its own; then with biases of keys
-            sequences are computed one by one, since models differ in how such biases are batched.
-        args, kwargs: others of its arguments; tensors [1, T, ...] are cut alike, and what tells of
-            packing, which it does not know, stays out.
+        attention: the other inputs of attention by the model's own code. With biases of keys,
+            sequences are computed one by one, since models batch such biases differently.
+        args, kwargs: the layer's other arguments. Tensors [1, T, ...] are cut in the same way; the
+            packing arguments, which the layer does not know, are left out.
     """
-    told = mixer.told
-    packing = told["packing"] if "packing" in told else told["work"].packing
+    arguments = mixer.packing_arguments
+    packing = arguments["packing"] if "packing" in arguments else arguments["work"].packing
     assert isinstance(packing, Packing)
     names = [*inspect.signature(type(mixer).forward).parameters][2:]
     kwargs |= dict(zip(names, args))
-    kwargs = {k: v for k, v in kwargs.items() if k not in _TOLD}
+    kwargs = {k: v for k, v in kwargs.items() if k not in _PACKING_ARGUMENTS}
     length = hidden_states.shape[1]
 
     def padded_rows(value: Any) -> Any:
@@ -442,7 +471,7 @@ def _by_rows(
     others = tree_map(padded_rows, kwargs)
     padded = whole.shape[0]
     outputs = []
-    for start, count, rows in _alike_rows(packing, one_by_one=bool(biases)):
+    for start, count, rows in _row_groups(packing, one_by_one=bool(biases)):
         end = start + count * rows
 
         def cut(value: Any) -> Any:
@@ -460,8 +489,8 @@ def _by_rows(
     return type(outputs[-1])((joined, *outputs[-1][1:])) if is_several else joined
 
 
-def _alike_rows(packing: Packing, *, one_by_one: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield (first padded row, sequences, tokens of each) of what is computed at once."""
+def _row_groups(packing: Packing, *, one_by_one: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield (first padded row, number of sequences, tokens of each) of each computation."""
     for group in packing.groups:
         if one_by_one:
             for at in range(group.count):
