@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -75,66 +75,65 @@ class CommandLine(EvaluateFlags):
 def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
     """Read the command line.
 
-    Raises: Refusal for a model that is none, or a run without its config, or a config
-        that does not serve, with every problem listed.
+    Raises: Refusal for a model that is none, for a run without its config, and for a config that
+        cannot be evaluated with, with every problem listed.
     """
+    prog = "python -m spmdrl evaluate MODEL"
+    if {"-h", "--help"} & set(argv):
+        read(["--help"], prog=prog, own=EvaluateFlags)
     if not argv or argv[0].startswith("-"):
-        if {"-h", "--help"} & set(argv):
-            read(["--help"], prog="python -m spmdrl evaluate MODEL", own=EvaluateFlags)
         raise Refusal(
             "the first argument is what to evaluate: a model's folder or hub name, a "
             "run's folder, or a checkpoint"
         )
-    chosen, rest = tyro.cli(EvaluateFlags, args=argv[1:], add_help=False, return_unknown_args=True)
     model = argv[0]
-    has_config = any(word.split("=")[0] == "--config" for word in rest)
+    own, rest = tyro.cli(EvaluateFlags, args=argv[1:], add_help=False, return_unknown_args=True)
+    paths, flags = take_config_flags(rest)
     is_checkpoint = _is_checkpoint(model)
-    file = "" if has_config or not is_checkpoint else str(_config_of(Path(model)))
-    asked = read(
-        list(rest),
-        prog="python -m spmdrl evaluate MODEL",
-        own=EvaluateFlags,
-        default=load_yaml(file) if file else None,
-    )
-    if file:
-        asked = _trusted(asked, rest, file=file, chosen=chosen)
-    if chosen.which == "best" and not is_checkpoint:
+    if paths or not is_checkpoint:
+        cfg = read(rest, prog=prog)
+    else:
+        paths = [str(_config_of(Path(model)))]
+        cfg = read(rest, prog=prog, default=load_yaml(paths[0]))
+        cfg = _trusted(cfg, flags, file=Path(paths[0]), own=own)
+    if own.which == "best" and not is_checkpoint:
         raise Refusal(f"--which best: {model} is a model, not a run that keeps its best one")
-    if asked.objective.is_scalar and is_checkpoint:
+    if cfg.objective.is_scalar and is_checkpoint:
         raise Refusal(f"{model} is a reward model, which answers nothing; evaluate a policy")
-    if left_out := reward_models(asked.rewards.functions):
+    if left_out := reward_models(cfg.rewards.functions):
+        names = ", ".join(left_out.values())
         say(
-            f"reward models score on a run's trainers and are left out here: "
-            f"{', '.join(left_out.values())}",
+            f"reward models score on a run's trainers and are left out here: {names}",
             file=sys.stderr,
         )
-    cfg = evaluation_config(asked, model=model, world_size=world_size)
-    paths, flags = take_config_flags(list(rest))
-    refuse(_problems(cfg), paths=[file] if file else paths, flags=flags)
-    name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
-    asked_for: dict[str, Any] = dict(model=model, is_checkpoint=is_checkpoint, cfg=cfg)
-    if chosen.out == Path():
-        asked_for["out"] = Path(f"evaluation_{name}.json")
-    return CommandLine(**vars(chosen) | asked_for)
+    cfg = evaluation_config(cfg, model=model, world_size=world_size)
+    refuse(_problems(cfg), paths=paths, flags=flags)
+    if own.out == Path():
+        name = Path(model).resolve().name if Path(model).exists() else model.replace("/", "_")
+        own = replace(own, out=Path(f"evaluation_{name}.json"))
+    return CommandLine(**vars(own), model=model, is_checkpoint=is_checkpoint, cfg=cfg)
 
 
-def _trusted(asked: Config, flags: Sequence[str], *, file: str, chosen: EvaluateFlags) -> Config:
-    """Return a run's config without what it says of trust: the command line alone says that, of a
-    run that is not this user's own.
+def _trusted(cfg: Config, flags: Sequence[str], *, file: Path, own: EvaluateFlags) -> Config:
+    """Return a run's config with the trust that the command line gives, unless the run is this
+    user's own.
 
+    Args:
+        cfg: read from the run's config file and the flags.
+        flags: of the config's fields, which may name code too.
     Raises: Refusal naming the code that the run's own config would have this command run.
     """
-    told = tuple(
-        word.split("=")[0][2:].replace("-", "_") for word in flags if word.startswith("--")
-    )
-    says_code = any(name.startswith("model.trust_remote_code") for name in told)
-    code = [] if chosen.trust_run else named_code(asked)
-    code = [text for text in code if not (told and text.startswith(told))]
-    of_model = asked.model.trust_remote_code and not (says_code or chosen.trust_remote_code)
-    refuse_code(code, Path(file), of_model=of_model, otherwise=", or set these fields yourself")
-    if says_code or is_own(Path(file))[0]:
-        return asked
-    return replace(asked, model=replace(asked.model, trust_remote_code=chosen.trust_remote_code))
+    words = [word for word in flags if word.startswith("--")]
+    fields = tuple(word.partition("=")[0][2:].replace("-", "_") for word in words)
+    sets_trust = any(name.startswith("model.trust_remote_code") for name in fields)
+    code = [] if own.trust_run else named_code(cfg)
+    if fields:
+        code = [text for text in code if not text.startswith(fields)]
+    of_model = cfg.model.trust_remote_code and not (sets_trust or own.trust_remote_code)
+    refuse_code(code, file, of_model=of_model, otherwise=", or set these fields yourself")
+    if sets_trust or is_own(file)[0]:
+        return cfg
+    return replace(cfg, model=replace(cfg.model, trust_remote_code=own.trust_remote_code))
 
 
 def _problems(cfg: Config) -> list[str]:
@@ -159,14 +158,13 @@ def _is_checkpoint(model: str) -> bool:
         or any(disk.complete_checkpoints(p) for p in (path, disk.checkpoints_folder(path)))
     ):
         return True
-    if path.is_dir() or is_missing_folder(model):
-        what = (
-            "has neither config.json (a model) nor config.yaml (a run) nor manifest.json (a "
-            "checkpoint)"
-            if path.is_dir()
-            else f"does not exist (looked from {Path.cwd()})"
+    if path.is_dir():
+        raise Refusal(
+            f"{model} has neither config.json (a model) nor config.yaml (a run) nor manifest.json "
+            "(a checkpoint)"
         )
-        raise Refusal(f"{model} {what}")
+    if is_missing_folder(model):
+        raise Refusal(f"{model} does not exist (looked from {Path.cwd()})")
     return False  # a hub name
 
 
@@ -187,48 +185,54 @@ def _run_folder(path: Path) -> Path | None:
 
 
 def evaluation_config(cfg: Config, *, model: str, world_size: int) -> Config:
-    """Return a config that takes from a training one what generating and rewarding need."""
-    longest = cfg.longest_sequence
-    uncut = replace(cfg.layout, trainer_ranks=1, dp_replicate=1, cp=1, ep=1, tp=1)
-    functions = cfg.rewards.functions
-    models = reward_models(cfg.rewards.functions)
-    kept = [i for i in range(len(functions)) if i not in models]  # models score on trainers
-    # What is of the training rows alone would be refused without them.
-    held_out = cfg.data.sources("eval")
+    """Return a config with what generating and rewarding need of a training one."""
+    rewards = cfg.rewards
+    models = reward_models(rewards.functions)  # these score on trainers
+    scored = [i for i in range(len(rewards.functions)) if i not in models]
+    # Settings of the training rows alone would be refused without these rows.
+    sources = cfg.data.sources("eval")
     options = cfg.data.task_options
-    are_taken = any(one.is_generated and one.task_options == options for one in held_out)
-    options = options if are_taken else {}
-    columns = {} if all(one.is_generated for one in held_out) else cfg.data.columns
+    if not any(source.is_generated and source.task_options == options for source in sources):
+        options = {}
     return Config(
         seed=cfg.seed,
         deterministic=cfg.deterministic,
         dry_run=cfg.dry_run,
         steps=1,
-        layout=replace(uncut, placement="colocated", world_size=world_size),
+        layout=replace(
+            cfg.layout,
+            placement="colocated",
+            world_size=world_size,
+            trainer_ranks=1,
+            dp_replicate=1,
+            cp=1,
+            ep=1,
+            tp=1,
+        ),
         model=config.ModelSettings(
             path=model, tokenizer=cfg.model.tokenizer, trust_remote_code=cfg.model.trust_remote_code
         ),
-        # The training rows are not needed, and may lie elsewhere.
+        # The training rows are not needed, and may be on another machine.
         data=replace(
             cfg.data,
             train=cfg.data.eval,
             size=cfg.data.eval_size,
             task_options=options,
-            columns=columns,
+            columns={} if all(source.is_generated for source in sources) else cfg.data.columns,
         ),
-        batch=config.BatchSettings(prompts_per_step=1, tokens_per_microbatch=longest),
+        batch=config.BatchSettings(prompts_per_step=1, tokens_per_microbatch=cfg.longest_sequence),
         sampling=cfg.sampling,
         engine=cfg.engine,
         evaluate=cfg.evaluate,
-        # What the sources of data.eval have themselves comes with them.
+        # The sources of data.eval bring their own environments.
         rollout=config.RolloutSettings(
             environment=cfg.environment_fields("eval").get("rollout.environment", {})
         ),
         rewards=replace(
-            cfg.rewards,
+            rewards,
             shaping=config.ShapingSettings(),
-            functions=tuple(functions[i] for i in kept),
-            weights=tuple(cfg.rewards.weights[i] for i in kept) if cfg.rewards.weights else (),
+            functions=tuple(rewards.functions[i] for i in scored),
+            weights=tuple(rewards.weights[i] for i in scored) if rewards.weights else (),
         ),
     )
 
@@ -258,7 +262,8 @@ def run(request: CommandLine, world: World) -> Result:
 
 @contextlib.contextmanager
 def _model_folder(request: CommandLine, world: World) -> Iterator[tuple[str, int]]:
-    """Give the model as vLLM loads it, and its step; a checkpoint is exported for the time."""
+    """Yield the folder or hub name of the model, and its step. A checkpoint is exported first, into
+    a folder that is removed at the end."""
     if not request.is_checkpoint:
         yield request.model, 0
         return
@@ -269,21 +274,25 @@ def _model_folder(request: CommandLine, world: World) -> Iterator[tuple[str, int
     with contextlib.ExitStack() as stack:
 
         def exported() -> tuple[str, int]:
-            folder, content = whole_checkpoint(named(Path(request.model), request.which))
+            checkpoint, content = whole_checkpoint(named(Path(request.model), request.which))
             out = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
-            # What the weight stream gives the engine: masters cast to its dtype.
-            trusts = request.cfg.model.trust_remote_code
-            export(folder, out=out, dtype=request.cfg.engine.dtype, trust_remote_code=trusts)
+            export(
+                checkpoint,
+                out=out,
+                # As the weight stream does it: masters are cast to the engine's dtype.
+                dtype=request.cfg.engine.dtype,
+                trust_remote_code=request.cfg.model.trust_remote_code,
+            )
             return str(out), content.step
 
-        made = world.from_rank_0(exported, wait="export checkpoint")
-        if not Path(made[0]).is_dir():
+        folder, step = world.from_rank_0(exported, wait="export checkpoint")
+        if not Path(folder).is_dir():
             raise Refusal(
-                f"{socket.gethostname()} does not see {made[0]}, where rank 0 put the "
-                "model of the checkpoint; on several machines export it by `python -m spmdrl "
-                "export` to a folder that all see, and evaluate that"
+                f"{socket.gethostname()} does not see {folder}, where rank 0 put the model of the "
+                "checkpoint; on several machines export it by `python -m spmdrl export` to a "
+                "folder that all see, and evaluate that"
             )
-        yield made
+        yield folder, step
 
 
 def _show(request: CommandLine, result: Result) -> None:
@@ -310,33 +319,27 @@ def _show(request: CommandLine, result: Result) -> None:
 
 def main() -> None:
     """Do what the command line says, and end this process."""
-    status = _main()
-    from spmdrl.world.leaving import end_process  # here: it comes with torch
-
-    end_process(status)
-
-
-def _main() -> int:
-    """Parse, refuse what is wrong with its reasons, evaluate, print and write."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during imports: no traceback
     if {"-h", "--help"} & set(sys.argv[1:]):
         parse(["--help"], world_size=1)
+    # Below the help: these load torch.
     from spmdrl.world.launch import launch_alone, read_launch
-    from spmdrl.world.leaving import report_end
+    from spmdrl.world.leaving import end_process, report_end
     from spmdrl.world.world import World
 
     launch_alone()
     world = None
+    status = 0
     try:
         request = parse(sys.argv[1:], world_size=read_launch().world_size)
         if request.cfg.dry_run:
             say(config.dump(request.cfg))
-            return 0
-        world = World.start(request.cfg)
-        result = run(request, world)
-        if world.rank == 0:
-            _show(request, result)
-        world.close()
-        return 0
+        else:
+            world = World.start(request.cfg)
+            result = run(request, world)
+            if world.rank == 0:
+                _show(request, result)
+            world.close()
     except Exception as error:
-        return report_end(error, world)  # says why, here and to the other ranks
+        status = report_end(error, world)  # says why, here and to the other ranks
+    end_process(status)
