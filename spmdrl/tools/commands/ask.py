@@ -6,9 +6,9 @@
     python -m spmdrl ask exported --prompt "<image>count? " --image squares.png
     python -m spmdrl ask exported --data problems.jsonl -n 5
 
-Held-out problems of a generated task are graded; of rows with an answer it is shown besides.
+Held-out problems of a generated task are graded. For rows with an answer, the answer is also shown.
 
-Nothing of the trainer takes part, so an answer here shows what was really exported.
+The trainer takes no part, so that an answer here shows what was really exported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tyro
 import yaml
 
 from spmdrl.config import Config, ModelSettings
-from spmdrl.data.rows import Messages, ground_truth_of, prompt_of, read_rows
+from spmdrl.data.rows import ground_truth_of, prompt_of, read_rows
 from spmdrl.data.tasks import is_generated, make_task
 from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, refusing
@@ -71,23 +71,34 @@ def ask(
     options = _options(task_option)
     problems = None
     if prompt or data:
-        rows = _prompted(prompt, image)
+        with refusing("--image", OSError):
+            images = [{"bytes": path.read_bytes()} for path in image]
+        rows = [{"prompt": text, "images": images} for text in prompt]
         rows += read_rows(data, size=num_problems) if data else []
     else:
         problems = make_task(task, options, size=num_problems)
         rows = [problems.row(seed, index, split="eval") for index in range(num_problems)]
-    how: dict[str, Any] = dict(max_tokens=max_response_tokens, temperature=temperature, seed=seed)
     templates: list[str] = [chat_template] * len(rows)
     if chat_template == "auto":
         templates[: len(prompt)] = ["typed"] * len(prompt)
-    images_in = Path(data).parent if data else None
-    answers = _answers(folder, rows, templates=templates, images_in=images_in, **how)
+    answers = _answers(
+        folder,
+        rows,
+        templates=templates,
+        images_in=Path(data).parent if data else None,
+        max_tokens=max_response_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
     rewards = []
     for row, answer in zip(rows, answers):
         if problems is None:
             right, error = attempt(lambda: ground_truth_of(row))
             reference = "" if error else f"  (right: {right})"
-            say(f"{_shown(prompt_of(row))}  ->  {answer}{reference}")
+            question = prompt_of(row)
+            if not isinstance(question, str):
+                question = str(question[-1].get("content"))
+            say(f"{question}  ->  {answer}{reference}")
             continue
         rewards.append(problems.score_answer(answer, row))
         say(f"{row['prompt']}  ->  {answer}  (reward {rewards[-1]:g}; right: {row['answer']})")
@@ -101,12 +112,6 @@ def ask(
             "trained with data.task_options? Give them, e.g. --task-option digits=2"
         )
     return mean
-
-
-def _prompted(prompt: tuple[str, ...], image: tuple[Path, ...]) -> list[dict]:
-    with refusing("--image", OSError):
-        images = [{"bytes": path.read_bytes()} for path in image]
-    return [{"prompt": text, "images": images} for text in prompt]
 
 
 def _check(
@@ -186,10 +191,6 @@ def _load(folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
     tokenizer = read_tokenizer(str(folder))
     attach_image_reader(Config(model=ModelSettings(path=str(folder))), tokenizer)
     return model, tokenizer
-
-
-def _shown(prompt: str | Messages) -> str:
-    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content"))
 
 
 def _response(
