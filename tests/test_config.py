@@ -329,7 +329,7 @@ def test_the_help_has_every_field_under_its_section(capsys):
     said = help_of(capsys=capsys)
     for name in settings():
         assert f"--{name.replace('_', '-')} " in said
-    assert said.index("What is spared in the trainers' memory") < said.index(
+    assert said.index("Ways to save memory of the trainers") < said.index(
         "--model.memory.offload"
     )
 

@@ -1,4 +1,4 @@
-"""Settings of the rows that a run trains on and is evaluated with, of one source or several."""
+"""Settings of the rows that a run trains on and is evaluated with, from one source or several."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Size = Annotated[int, within(0, 10**8)]
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """One of several sources of rows. Where it is silent, `data` speaks for it."""
+    """One of several sources of rows. An empty field takes its value from the section `data`."""
 
     path: PathText = ""
-    """As data.train of one source. Required."""
+    """File, dataset or task, in the forms of data.train. Required."""
     name: str = ""
-    """Of its metrics, e.g. source/gsm8k/reward; empty: the file's, task's or dataset's own."""
+    """Name in its metrics, e.g. source/gsm8k/reward; empty: that of the file, task or dataset."""
     weight: Annotated[float, within(0, 10**6)] = 0.0
-    """Its share of the prompts of a step, beside the weights of the others. 0, in all sources: as
-    many as it has rows, so that an epoch takes each row of all once. Evaluation takes each row of
-    each."""
+    """Share of a step's prompts, relative to the weights of the other sources. 0 in all sources:
+    their numbers of rows, so that an epoch takes each row once. Evaluation takes all rows of all
+    sources."""
     size: Size = 0
     """Rows to take; 0: data.size, or data.eval_size in evaluation."""
     task_options: Options = field(default_factory=dict)
@@ -36,11 +36,11 @@ class SourceSettings:
     columns: dict[str, str] = field(default_factory=dict)
     """Columns to rename; empty: data.columns."""
     rewards: tuple[PathText, ...] = ()
-    """Reward functions of its rows in place of rewards.functions, with weight 1 where they do not
-    stand there too; empty: those, or the own grader of a generated task."""
+    """Reward functions of its rows instead of rewards.functions, with weight 1 unless they are
+    listed there too; empty: rewards.functions, or the grader of a generated task."""
     environment: NestedOptions | Literal["none"] = field(default_factory=dict)
-    """What answers the policy in its rows, as rollout.environment, in place of that; `none`: its
-    responses are final. Empty: rollout.environment."""
+    """Environment of its rows instead of rollout.environment, in the same form; `none`: responses
+    are final. Empty: rollout.environment."""
 
     @property
     def is_generated(self) -> bool:
@@ -59,14 +59,13 @@ class SourceSettings:
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """What images of rows may be, for a model that sees."""
+    """Limits on the images of rows, for a vision model."""
 
     max_per_prompt: Annotated[int, within(1, 4096)] = 16
-    """Images of one prompt, at most; of one answer of an environment too. A row with more is
-    refused."""
+    """Most images of one prompt, or of one answer of an environment. A row with more is refused."""
     max_pixels: Annotated[int, within(1, 2**27)] = 2**25
-    """Largest image, pixels, before the model's processor resizes it: by its header a larger one is
-    refused before its pixels, 3 bytes each, are made of what may be a few packed ones."""
+    """Largest image, pixels, before the model's processor resizes it. A larger one is refused by
+    its header, before it is unpacked to 3 bytes per pixel."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class DataSettings:
     """Held-out rows for evaluation, same forms; empty switches evaluation off."""
     columns: dict[str, str] = field(default_factory=dict)
     """Columns of files and hub datasets to rename, {name: name in the file}, e.g. {prompt:
-    question, answer: solution}. Every row must have them. Of `train` and of `eval`."""
+    question, answer: solution}. Every row of `train` and `eval` must have them."""
     task_options: Options = field(default_factory=dict)
     """Keyword options of a generated task, e.g. {digits: 3}."""
     size: Size = 0
@@ -96,21 +95,21 @@ class DataSettings:
     max_row_mib: Annotated[float, above(0, 4096)] = 16.0
     """Largest row, MiB of its texts; a larger one is refused before all of it is read."""
     stream_above_mib: Annotated[float, within(0, 10**9)] = 1024.0
-    """A .jsonl or .parquet file above this size, MiB, stays on disk: a row takes 8 to 24 bytes of
-    memory, and is checked in its turn, at start the first 256 are; see docs/data.md."""
+    """A .jsonl or .parquet file above this size, MiB, stays on disk. A row then takes 8 to 24 bytes
+    of memory; the first 256 are checked at start, others when they are read. See docs/data.md."""
     images: ImageSettings = field(default_factory=ImageSettings)
     chat_template_kwargs: NestedOptions = field(default_factory=dict)
-    """What the chat template is given besides the messages, wherever it is applied, as in
-    {enable_thinking: false}. Names that it does not know are refused."""
+    """Further arguments of the chat template, e.g. {enable_thinking: false}. Names that it does not
+    know are refused."""
     generation_prefix: str = ""
-    """Text that each turn of the policy begins with, as in "<think>": a part of the prompt, which
-    is not trained on and which reward functions do not see in the response."""
+    """Text that each turn of the policy begins with, e.g. "<think>". It is a part of the prompt: it
+    is not trained on, and reward functions do not see it in the response."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """`auto` applies it to message lists and leaves plain strings alone."""
 
     def sources(self, split: Split) -> tuple[SourceSettings, ...]:
-        """Return the sources of `train` or `eval`, each with all that holds for it and a name of
-        its own; none where nothing is named."""
+        """Return the sources of `train` or `eval`, with empty fields filled in and names that
+        differ."""
         given = self.train if split == "train" else self.eval
         if isinstance(given, str):
             given = (SourceSettings(given),) if given else ()
@@ -128,16 +127,16 @@ class DataSettings:
         )
 
     def all_sources(self) -> tuple[SourceSettings, ...]:
-        """Return the sources of `train`, those of `eval` behind them, as `Prompt.source` counts."""
+        """Return the sources of `train`, then those of `eval`, in the order of `Prompt.source`."""
         return (*self.sources("train"), *self.sources("eval"))
 
     def paths(self, split: Split) -> list[str]:
-        """Return what `train` or `eval` names, in order."""
+        """Return the paths of the sources of `train` or `eval`, in order."""
         return [source.path for source in self.sources(split)]
 
 
 def _name_of(path: str) -> str:
-    """Return the last name of a path, hub dataset or task, as metrics can have it."""
+    """Return the last part of a path, hub dataset or task, in letters that a metric may have."""
     name = PurePath(path).name
     name = name.rpartition(":")[2] if path.startswith(_GENERATED) else name
     return re.sub(r"[^\w.-]+", "_", name.removesuffix(PurePath(name).suffix)) or "rows"

@@ -1,4 +1,4 @@
-"""A config: one frozen dataclass of sections, and what follows from it alone."""
+"""A config: one frozen dataclass of sections, and sizes that follow from it."""
 
 from __future__ import annotations
 
@@ -41,40 +41,40 @@ class LayoutSettings:
     """`split`: ranks [0, trainer_ranks) train, the others generate. `colocated`: every rank does
     both in turns. `offline`: all train, on a dataset or recorded rollouts; no engine is built."""
     world_size: Ranks = 2
-    """Number of ranks. Must equal what the launcher started; written down here so that a
-    layout can be checked without starting one."""
+    """Number of ranks. Must equal the number that the launcher starts. It is in the config so that
+    a layout can be checked without a launcher."""
     trainer_ranks: Ranks = 1
     """Ranks that train under `split` placement. Ignored otherwise (all ranks train)."""
     dp_replicate: Ranks = 1
     """Copies of the sharded policy (HSDP). The dp_shard axis takes the ranks that
     dp_replicate, cp and tp leave: dp_shard = trainers / (dp_replicate * cp * tp)."""
     cp: Ranks = 1
-    """Context-parallel ranks: each computes a slice of every packed row, so that sequences may
-    be as long as these ranks together hold. They also share the shards of dp_shard."""
+    """Context-parallel ranks: each computes a slice of every packed row, so that sequences may be
+    longer than one rank can hold. The shards of dp_shard are divided among them too."""
     ep: Ranks = 1
-    """Expert-parallel ranks of a mixture of experts, each with some of a layer's experts; tokens
-    travel to them. Must divide the experts and dp_shard * cp * tp, whose ranks these are."""
+    """Expert-parallel ranks of a mixture of experts: each has some of a layer's experts, and tokens
+    travel to them. They are ranks of dp_shard * cp * tp, which it must divide, as the experts."""
     tp: Ranks = 1
-    """Tensor-parallel ranks of the policy, by the model's own plan. Between attention and MLP they
-    shard the tokens (sequence parallelism) if blocks are those two and norms; else a log tells.
-    Experts are not split by it: each rank sends its own tokens to them, see ep."""
+    """Tensor-parallel ranks of the policy, by the model's own plan. If a block is attention, MLP
+    and norms alone, tokens are sharded between these (sequence parallelism); if not, a log line
+    says so. Experts are not split: each rank sends its tokens to them, see ep."""
     inference_tp: Ranks = 1
     """Tensor-parallel ranks of one engine replica. Replicas = inference ranks / this."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where tensors live. `auto` takes CUDA when this machine has it."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """What carries messages: `auto` takes NCCL between GPUs, gloo between CPUs. `gloo` with device
-    cuda stages every message through the host: slow and exact. It lets several ranks share one GPU,
-    which NCCL refuses, and so a split run be tried on it."""
+    """Communication backend: `auto` takes NCCL between GPUs, gloo between CPUs. `gloo` with device
+    cuda sends every message through the host: slow and exact. With it several ranks can share one
+    GPU, which NCCL refuses, so that a split run can be tried on it."""
     wait_timeout_s: Deadline = 600.0
     """Seconds that one named cross-rank wait may take before the job reports who is missing
     and ends. Longer than the slowest generation phase."""
     startup_timeout_s: Deadline = 1800.0
-    """The same for waits before the first step: model loading and compilation are slow."""
+    """The same for waits before the first step, because models load and compile slowly."""
 
     @property
     def roles(self) -> Placement:
-        """What `placement` means."""
+        """Return which ranks have which role under `placement`."""
         return PLACEMENTS[self.placement]
 
 
@@ -87,33 +87,33 @@ class BatchSettings:
     group_size: Samples = 8
     """Responses sampled per prompt."""
     tokens_per_microbatch: Annotated[int, within(0, 2**30)] = 16384
-    """Token budget of one forward pass on one dp rank. At least the longest sequence. 0: found
-    before the first step, by forward and backward passes over rows of growing size, as many as
-    leave a tenth of the free memory; a resumed run repeats it on the same layout and model. Not
-    for a model that sees."""
+    """Token budget of one forward pass on one dp rank, at least the longest sequence. 0: it is
+    found before the first step, by forward and backward passes over growing rows, so that a tenth
+    of the free memory is left; a resumed run finds it again for the same layout and model. Not for
+    a vision model."""
     updates_per_step: Annotated[int, within(1, 10**6)] = 1
-    """Optimizer steps per batch (mini-batches). Above 1, old logprobs get a pass of their
-    own; at 1 they are the current ones and the ratio is exactly 1."""
+    """Optimizer steps per batch (mini-batches). Above 1, old logprobs take a forward pass; at 1
+    they are the current ones, and the ratio is exactly 1."""
     epochs: Annotated[int, within(1, 1000)] = 1
-    """Times that training goes through a batch's updates (PPO's epochs; verl's ppo_epochs, TRL's
-    num_iterations). An update holds the same groups each time; from the second time on their order
-    is drawn by (seed, step, epoch). Above 1, old logprobs get a pass of their own."""
+    """Epochs over a batch (PPO's epochs; verl's ppo_epochs, TRL's num_iterations). An update holds
+    the same groups in each epoch; from the second epoch on the order of updates is drawn by (seed,
+    step, epoch). Above 1, old logprobs take a forward pass."""
 
     @property
     def optimizer_steps(self) -> int:
-        """Of the policy, per batch."""
+        """Return the optimizer steps of the policy per batch."""
         return self.updates_per_step * self.epochs
 
 
 @dataclass(frozen=True)
 class KeepSettings:
-    """Which checkpoints stay."""
+    """Which checkpoints are kept."""
 
     last: Count = 2
-    """The newest N stay."""
+    """Keep the newest N."""
     best: str = ""
-    """So does the best by this metric of the in-loop evaluation, e.g. eval/reward; a new best is
-    saved when it is found, whatever every_steps says, and linked as checkpoints/best."""
+    """Also keep the best one by this metric of the in-loop evaluation, e.g. eval/reward. A new best
+    is saved when it is found, whatever every_steps says, and linked as checkpoints/best."""
     mode: Literal["max", "min"] = "max"
     """Whether the largest value is the best, or the smallest."""
 
@@ -125,16 +125,16 @@ class CheckpointSettings:
     every_steps: Natural = 0
     """Save every N steps; 0 saves only at the end and on SIGTERM."""
     resume: PathText = "auto"
-    """`auto` takes the newest complete checkpoint of output_dir, `never` starts afresh (and
-    refuses an output_dir that has checkpoints), else the path of one checkpoint folder."""
+    """`auto` takes the newest complete checkpoint of output_dir; `never` starts at step 0 and
+    refuses an output_dir that has checkpoints; anything else is the path of a checkpoint folder."""
     write_timeout_s: Deadline = 3600.0
-    """Seconds that a save may take to be on disk where it is waited for: the last one, and one
-    that is under way when the next is due. Instead of layout.wait_timeout_s: disks may be slow."""
+    """Seconds to wait for a save to be on disk, at the end of a run or when the next one is due.
+    It replaces layout.wait_timeout_s there, because disks may be slow."""
     allow_config_change: bool = False
-    """Resume although fields that shape the result differ; the difference is printed."""
+    """Resume although fields that change the result differ; the difference is printed."""
     trust_pickles: bool = False
-    """Resume episodes whose environments the checkpoint holds as pickles, which run whatever their
-    writer put there; those of plain data need none, see docs/environments.md."""
+    """Resume episodes whose environments are pickled in the checkpoint. A pickle can run any code
+    of its writer. Environments of plain data need no pickle, see docs/environments.md."""
     keep: KeepSettings = field(default_factory=KeepSettings)
 
 
@@ -147,7 +147,7 @@ class EvaluateSettings:
     temperature: Temperature = 1.0
     """Sampling temperature; 0 is greedy."""
     top_p: Share = 1.0
-    """As sampling.top_p, which is of training alone."""
+    """As sampling.top_p, which holds in training alone."""
     top_k: Annotated[int, within(0, 2**31 - 1)] = 0
     """As sampling.top_k."""
     min_p: Fraction = 0.0
@@ -162,8 +162,8 @@ class MlflowSettings:
 
     uri: Address = ""
     """A server, e.g. http://host:5000, or a file that all runs may share, e.g.
-    sqlite:////shared/mlflow.db; empty: a SQLite file in output_dir. Names of users and passwords
-    are MLflow's own variables: MLFLOW_TRACKING_USERNAME, _PASSWORD or _TOKEN."""
+    sqlite:////shared/mlflow.db; empty: a SQLite file in output_dir. Put user names and passwords
+    into MLflow's own variables MLFLOW_TRACKING_USERNAME, _PASSWORD or _TOKEN."""
     experiment: str = "spmdrl"
     """Name of the experiment."""
     run_name: str = ""
@@ -172,7 +172,7 @@ class MlflowSettings:
 
 @dataclass(frozen=True)
 class ConsoleSettings:
-    """What is printed while it runs."""
+    """What a run prints."""
 
     table_every: Count = 5
     """Steps between two rows of the table."""
@@ -182,44 +182,44 @@ class ConsoleSettings:
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """What a person sees."""
+    """Metrics, warnings and certificates."""
 
     tracker: Literal["mlflow", "none"] = "mlflow"
-    """`metrics.jsonl` is always written besides."""
+    """Tracker of metrics. `metrics.jsonl` is always written too."""
     aliases: Literal["none", "verl", "trl"] = "none"
-    """Emit verl's or TRL's metric names besides ours, to overlay on their dashboards."""
+    """Also log the metrics by their names in verl or TRL, for dashboards made for these."""
     warn_after: Natural = 5
-    """Steps in a row that must show it before the log warns that nothing is learnt (no spread of
-    rewards, a gradient of 0), entropy collapses, responses hit the limit or the gap between engine
-    and trainer grows; 0: no such warnings."""
+    """Steps in a row that must show a problem before the log warns: nothing is learnt (no spread of
+    rewards, a gradient of 0), entropy collapses, responses hit the limit, or the gap between engine
+    and trainer grows. 0: no such warnings."""
     certificate: Natural = 1
     """Write digests of all numbers of every N-th step, and of the last one, to certificate.jsonl,
     by which `diff` and `verify` compare runs; 0 switches it off."""
     certificate_norms: Natural = 100
-    """Of every N-th step, and of the last one, norms too where it is certified: by these, runs on
-    two layouts compare, which are equal to rounding alone; 0: never."""
+    """Also write norms for every N-th certified step and the last one. With norms, runs on two
+    layouts can be compared, which are equal only up to rounding. 0: never."""
     mlflow: MlflowSettings = field(default_factory=MlflowSettings)
     console: ConsoleSettings = field(default_factory=ConsoleSettings)
 
 
 @dataclass(frozen=True)
 class Config:
-    """One experiment. Every rank reads the same one; ranks compare it at start."""
+    """One experiment. Every rank reads the same config, and ranks compare it at start."""
 
     output_dir: PathText = "runs/default"
     """Checkpoints, logs, metrics and the resolved config go here."""
     seed: Annotated[int, within(0, 2**32 - 1)] = 0
-    """Keys every random draw together with step, prompt and sample; never the rank."""
+    """Every random draw is keyed by it, step, prompt and sample, and never by the rank."""
     steps: Count = 100
-    """Training steps (batches) in all."""
+    """Number of training steps (batches)."""
     lag: Annotated[int, within(0, 1000)] = 0
-    """Steps that generation runs ahead of training. 0 is on-policy; 1 overlaps generation
-    with the update in split placement."""
+    """Steps that generation is ahead of training. 0 is on-policy; 1 overlaps generation with the
+    update in split placement."""
     deterministic: bool = True
-    """Deterministic kernels, so that a resumed run is bit-identical to one never killed."""
+    """Use deterministic kernels, so that a resumed run is bit-identical to an uninterrupted one."""
     dry_run: bool | Literal["full"] = False
-    """Print the derived sizes, the mesh, the stream's size and what is wrong; stop. `full`: the
-    resolved config and every rank's place too."""
+    """Print the derived sizes, the mesh, the stream's size and the problems, and stop. `full`: also
+    the resolved config and the place of every rank."""
     layout: LayoutSettings = field(default_factory=LayoutSettings)
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
@@ -238,12 +238,12 @@ class Config:
 
     @property
     def objective(self) -> Objective:
-        """What is known of `algorithm.objective`."""
+        """Return the properties of `algorithm.objective`."""
         return OBJECTIVES[self.algorithm.objective]
 
     @property
     def loss_name(self) -> str:
-        """Name of the loss among those of `objective.loss_kind`."""
+        """Return the name of the loss among those of `objective.loss_kind`."""
         return self.objective.only_loss or self.algorithm.loss
 
     def functions_of(self, source: SourceSettings) -> tuple[str, ...]:
@@ -280,7 +280,7 @@ class Config:
 
     @property
     def reward_functions(self) -> tuple[str, ...]:
-        """Return rewards.functions, and behind them those that sources have for themselves."""
+        """Return rewards.functions, and after them the functions of single sources."""
         own = [spec for source in self.data.all_sources() for spec in self.functions_of(source)]
         given = self.rewards.functions
         return (*given, *dict.fromkeys(spec for spec in own if spec not in given))
@@ -294,7 +294,7 @@ class Config:
 
     @property
     def sequences_per_row(self) -> int:
-        """Sequences that come of a prompt or of a row: a group, a pair, or one."""
+        """Return the sequences of a prompt or row: a group, a pair, or one."""
         if self.objective.samples:
             return self.batch.group_size
         if self.objective.trains_on_pairs:
@@ -303,20 +303,20 @@ class Config:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of a prompt and its response at their longest."""
+        """Return the tokens of the longest prompt with the longest response."""
         return self.data.max_prompt_tokens + self.sampling.max_response_tokens
 
 
 def sequences_together(cfg: Config) -> int:
-    """Return how many sequences must stand in one micro-batch: a row's pair, or a whole group, of
-    which rewards will say which two are compared."""
+    """Return how many sequences must be in one micro-batch: a row's pair, or a whole group, two of
+    which are compared by their rewards."""
     if not cfg.objective.trains_on_pairs:
         return 1
     return cfg.batch.group_size if cfg.objective.samples else 2
 
 
 def least_tokens(cfg: Config) -> int:
-    """Return the tokens of the longest sequence, or of the most that stay together."""
+    """Return the most tokens that one micro-batch must be able to hold."""
     return cfg.longest_sequence * sequences_together(cfg)
 
 
@@ -337,7 +337,7 @@ def useful_tokens(cfg: Config, *, dp_size: int = 0) -> int:
 
 
 def replay_folder(cfg: Config) -> str:
-    """Return where recorded rollouts to train on are; empty for a run that samples its own."""
+    """Return the folder of recorded rollouts to train on; empty for a run that samples."""
     return cfg.rollout.record.replay
 
 

@@ -28,27 +28,26 @@ class EngineSettings:
     """The engine of an inference rank."""
 
     kind: Literal["vllm", "transformers"] = "vllm"
-    """`transformers` generates with the model's own modules, one rank to an engine, where vLLM
-    does not run."""
+    """`transformers` generates with the model's own modules, one rank per engine, where vLLM does
+    not run."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of the engine's weights; trainer shards are cast to it by the sender."""
     gpu_memory_frac: InsideUnit = 0.85
-    """Share of GPU memory for weights and KV cache; CUDA only. Colocated, leave room beside it for
-    the trainers' weights and optimizer state; see docs/engines.md."""
+    """Share of GPU memory for weights and KV cache; CUDA only. Under `colocated` placement, leave
+    room for the trainers' weights and optimizer state; see docs/engines.md."""
     cpu_kv_cache_gib: Positive = 0.5
     """KV cache size on the CPU, GiB per rank."""
     max_num_seqs: Annotated[int, within(1, 10**6)] = 256
-    """Sequences decoded together in one replica; fewer where the KV cache has no room. To
-    `transformers` every sequence is as long as prompt and response may be."""
+    """Sequences decoded together in one replica, fewer if the KV cache is too small. `transformers`
+    reserves the longest prompt and response for every sequence."""
     max_batched_tokens: Tokens = 8192
     """Token budget of one engine step."""
     options: NestedOptions = field(default_factory=dict)
-    """Further arguments of vLLM's engine alone, by their names in `EngineArgs`, e.g.
-    {enforce_eager: true} (no CUDA graphs, no compilation; always so on the CPU); see
-    docs/engines.md."""
+    """Further arguments of vLLM's engine by their names in `EngineArgs`, e.g. {enforce_eager: true}
+    (no CUDA graphs, no compilation; always so on the CPU); see docs/engines.md."""
     seed_per_request: bool = True
-    """Key every sample by (seed, step, prompt, sample): same tokens whatever rank draws them.
-    Costs vLLM about 8% of throughput at 256 sequences, and `transformers` nothing."""
+    """Key every sample by (seed, step, prompt, sample), so that every rank would draw the same
+    tokens. Costs vLLM about 8% of throughput at 256 sequences, and `transformers` nothing."""
 
     @property
     def traits(self) -> EngineTraits:
@@ -58,14 +57,14 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Weights from trainer shards into engine storage."""
+    """The weight stream, from trainer shards into engine storage."""
 
     bucket_bytes: Annotated[int, within(1024, 2**40, zero="to have it chosen")] = 0
-    """The most bytes of one bucket; extra memory is two buckets in flight per rank and role. 0
-    chooses it from bytes, ranks and links, up to 512 MiB; see docs/stream.md."""
+    """Most bytes of one bucket. Two buckets per rank and role are in memory at once. 0 chooses the
+    size from bytes, ranks and links, up to 512 MiB; see docs/stream.md."""
     mode: Literal["auto", "traced", "reload"] = "auto"
     """`traced` writes slices in place and refuses what it cannot prove; `reload` sends whole
-    tensors through the engine's own loader; `auto` traces and falls back, saying why."""
+    tensors through the engine's own loader; `auto` traces, and says why when it has to reload."""
     verify_every: Natural = 0
     """Compare per-chunk checksums every N pushes; 0 means after the first push only."""
     max_logprob_gap: Positive = 0.1
@@ -77,24 +76,25 @@ class ScheduleSettings:
     """Departures from "a step samples its prompts to the end"."""
 
     in_flight: bool = False
-    """Engines take new weights between two tokens, as soon as the trainers are done, and go on;
-    every token keeps the version that sampled it. With lag 1 or more and split placement."""
+    """Engines take new weights between two tokens, as soon as the trainers are done, and continue.
+    The policy version of every token is kept. Needs lag 1 or more and split placement."""
     over_sample: Annotated[float, within(1, 1000)] = 1.0
-    """Groups under way per group of a step: with 1.5 half as many more. The first that are
-    complete make the step, the others go on into the next ones."""
+    """Groups under way per group of a step: 1.5 samples half as many more. The first complete ones
+    make the step, the others continue into later steps."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """`keep` leaves the cache of unfinished sequences as older weights made it."""
+    """Cache of unfinished sequences after new weights: `keep` leaves what older weights wrote."""
     max_staleness: Natural | Literal["auto"] = "auto"
-    """Steps that a token may be old when it is trained on; `auto`: the least that works."""
+    """Most steps between sampling a token and training on it; `auto`: the least that works."""
     dynamic: Annotated[int, within(2, 10**4, zero="for off")] = 0
-    """Replace groups whose rewards are all the same (DAPO). The run ends with an error when a step
-    has sampled so many times its groups and is not full; 0 switches it off."""
+    """Replace groups whose rewards are all the same (DAPO). The run ends with an error if a step is
+    not full after sampling this many times its groups; 0 switches it off."""
     balance: Literal["auto", "even", "length", "steal"] = "auto"
-    """How prompts come to engine replicas: by `length`, so that their expected lengths add up
-    alike (prompt, and what its row's responses measured before); `steal`: besides, a replica that
-    is done early takes over prompts of another; `even`: by number. See `dealing`."""
+    """How prompts are divided among engine replicas. `even`: the same number each. `length`: about
+    the same sum of expected lengths each, by the prompt and earlier responses to its row. `steal`:
+    as `length`, and a replica that is done early takes over prompts of another. `auto`: `steal`
+    where timing decides on the batch anyway, else `length`."""
     curriculum: Share = 1.0
-    """Share of their turns at which prompts are taken that were always or never solved (reward 1)
+    """Share of their turns in which prompts are taken that were always or never solved (reward 1)
     when last sampled; in (0, 1]."""
 
     @property
@@ -104,59 +104,59 @@ class ScheduleSettings:
 
     @property
     def dealing(self) -> Literal["even", "length", "steal"]:
-        """What `balance` comes to. Which replica draws a sample decides the company that it is
-        computed in, and so the last bits of its logits. Where timing decides on the batch anyway,
-        `auto` loses nothing by `steal`; elsewhere it is `length`."""
+        """Return what `balance` means here. The replica that draws a sample decides the batch that
+        it is computed in, and so the last bits of its logits. `auto` is `steal` only where timing
+        decides on the batch anyway."""
         if self.balance != "auto":
             return self.balance
         return "steal" if self.in_flight or self.leaves_unfinished else "length"
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing departs."""
+        """Return whether all of this is off."""
         return self == ScheduleSettings()
 
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """Rollouts that are kept, or taken from what another run kept (docs/rollouts.md)."""
+    """Rollouts that are recorded, or replayed from another run (docs/rollouts.md)."""
 
     every: Natural = 0
-    """Keep every N-th step's rollouts, with prompts, texts, logprobs and rewards, in
-    output_dir/rollouts; 0 keeps none."""
+    """Record every N-th step's rollouts, with prompts, texts, logprobs and rewards, in
+    output_dir/rollouts; 0 records none."""
     replay: PathText = ""
-    """A run's output_dir, or its folder of rollouts: train on those, under placement `offline`;
-    nothing is sampled, rewarded or evaluated."""
+    """A run's output_dir, or its folder of rollouts: train on these, under placement `offline`.
+    Nothing is sampled, rewarded or evaluated."""
 
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How responses come about beyond one answer per prompt and one burst per step."""
+    """Environments, schedules and recordings of rollouts."""
 
     environment: NestedOptions = field(default_factory=dict)
-    """What answers the policy in episodes of several turns: a name and its options, e.g. {name:
-    guess_number, high: 20}; see docs/environments.md. Empty: every response is final."""
+    """Environment that answers the policy in episodes of several turns, by its name and options,
+    e.g. {name: guess_number, high: 20}; docs/environments.md. Empty: every response is final."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
     replay_schedule: PathText = ""
-    """The output_dir of a run of the same config: decide as time decided there (which answers came
-    when, when weights were exchanged, who took which prompts), so that a run whose engines work
-    ahead, share prompts or have an environment gives the same numbers; see docs/schedules.md."""
+    """The output_dir of a run of the same config, whose decisions are repeated: which answers came
+    when, when weights were exchanged, which replica took which prompts. So a run gives the same
+    numbers although timing decides in it; see docs/schedules.md."""
 
 
 @dataclass(frozen=True)
 class ShapingSettings:
-    """What becomes of a reward before training, not in evaluation: penalties first, then shift,
-    scale and bounds (algorithms/shaping.py). All but tokens and factors in task units."""
+    """Changes of a reward before training, not in evaluation: penalties first, then shift, scale
+    and bounds (algorithms/shaping.py). All but tokens and factors are in task units."""
 
     overlong_tokens: Annotated[int, within(0, 2**24)] = 0
-    """Last tokens before the length limit along which a penalty grows linearly (DAPO); 0: none."""
+    """Last tokens before the length limit, over which a penalty grows linearly (DAPO); 0: none."""
     overlong_penalty: NonNegative = 1.0
     """That penalty at the limit; 0 or more."""
     truncated_factor: Fraction = 1.0
     """Factor of a truncated response's positive reward, from 0 to 1."""
     truncated_penalty: NonNegative = 0.0
-    """Taken off a truncated response; 0 or more."""
+    """Subtracted from the reward of a truncated response; 0 or more."""
     shift: Real = 0.0
     """Added, before scale."""
     scale: Real = 1.0
@@ -168,7 +168,7 @@ class ShapingSettings:
 
     @property
     def is_on(self) -> bool:
-        """Whether a reward may change."""
+        """Return whether a reward may change."""
         return self != ShapingSettings()
 
 

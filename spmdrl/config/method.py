@@ -24,8 +24,8 @@ from spmdrl.config.ranges import (
 
 @dataclass(frozen=True)
 class KlControlSettings:
-    """Hold the KL at a target: kl_coef, the first value, moves after each step by at most a fifth
-    per horizon (arXiv 1909.08593). Off unless both are set."""
+    """Hold the KL at a target: kl_coef is the first value and moves after each step, by at most a
+    fifth per horizon (arXiv 1909.08593). Off unless both are set."""
 
     target: NonNegative = 0.0
     """KL to hold, nats per token."""
@@ -40,8 +40,8 @@ class KlControlSettings:
 
 @dataclass(frozen=True)
 class EntropyControlSettings:
-    """What else acts on the policy's entropy. With target and delta entropy_coef, the first value,
-    moves after each step; above the target there is no bonus."""
+    """Further control of the policy's entropy. With target and delta, entropy_coef is the first
+    value and moves after each step; above the target there is no bonus."""
 
     keep_frac: Share = 1.0
     """Share of the batch's tokens, those with the highest entropy, that enter the policy loss;
@@ -49,7 +49,7 @@ class EntropyControlSettings:
     target: NonNegative = 0.0
     """Entropy to hold, nats per token."""
     delta: Coefficient = 0.0
-    """What the coefficient moves by after each step: up while the entropy is below target; 0: it
+    """Step of the coefficient after each training step, up while the entropy is below target; 0: it
     is fixed."""
     lower: Coefficient = 0.0
     """Least that the coefficient may be."""
@@ -64,13 +64,13 @@ class EntropyControlSettings:
 
 @dataclass(frozen=True)
 class CoefficientScheduleSettings:
-    """Move a coefficient in a straight line, from its own field's value at step 0 to `end`, where
-    it stays. Off unless `steps` is set."""
+    """Move a coefficient linearly from its value at step 0 to `end`, where it stays. Off unless
+    `steps` is set."""
 
     end: Coefficient = 0.0
     """The last value."""
     steps: Annotated[int, within(0, 10**9)] = 0
-    """Steps after which it is reached; 0: the coefficient is fixed."""
+    """Steps until then; 0: the coefficient is fixed."""
 
     @property
     def is_on(self) -> bool:
@@ -127,7 +127,7 @@ class AlgorithmSettings:
     kl_coef: Coefficient = 0.0
     """Weight of the KL to `model.reference`, per token in nats; 0 needs no reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Whether the KL is a term of the loss, or taken off the rewards (where k1 is usual)."""
+    """Whether the KL is a term of the loss, or subtracted from the rewards (where k1 is usual)."""
     entropy_coef: Annotated[float, within(-1000, 1000)] = 0.0
     """Weight of the entropy bonus, per token in nats."""
     mask_truncated: bool = False
@@ -142,7 +142,7 @@ class AlgorithmSettings:
 
 @dataclass(frozen=True)
 class MuonSettings:
-    """How Muon takes the matrices of the blocks, under optimizer.kind muon; see train/muon.py."""
+    """Muon on the matrices of the blocks, under optimizer.kind muon; see train/muon.py."""
 
     momentum: BelowOne = 0.95
     """Decay of the mean of gradients, per update; in [0, 1)."""
@@ -151,7 +151,7 @@ class MuonSettings:
     ns_steps: Annotated[int, within(1, 99)] = 5
     """Steps of Newton and Schulz's iteration, which orthogonalises the momentum."""
     ns_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """What they are computed in."""
+    """Dtype of these steps."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Factor on the learning rate of a matrix [m, n]: 0.2 sqrt(max(m, n)), so that AdamW's rates
     serve; or `original`, sqrt(max(1, m / n)), whose rates are near 0.02."""
@@ -161,8 +161,8 @@ class MuonSettings:
 
 @dataclass(frozen=True)
 class LossScaleSettings:
-    """Factor on the loss in backward passes under model.compute_dtype float16, as torch's
-    GradScaler has it: halved when a gradient overflows, whose update is skipped on all ranks."""
+    """Factor on the loss in backward passes under model.compute_dtype float16, as in torch's
+    GradScaler: it is halved when a gradient overflows, and that update is skipped on all ranks."""
 
     initial: Annotated[float, within(1, 2**40)] = 65536.0
     """First factor, a power of 2."""
@@ -200,24 +200,23 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class CriticSettings:
-    """The model that an advantage asks for and that is trained beside the policy, sharded like
-    it, with the rest of `optimizer`: the value model of `gae`, which learns the returns, or the
-    implicit process reward model of `prime`, which learns the outcomes. Ignored, warm-up too,
-    under an advantage that asks for neither."""
+    """A model that an advantage needs and that trains with the policy, sharded like it and with its
+    `optimizer` but for the fields here: the value model of `gae`, which learns the returns, or the
+    implicit process reward model of `prime`, which learns the outcomes. Ignored, warm-up too, under
+    an advantage that needs neither."""
 
     path: PathText = ""
-    """Folder or hub name it starts from: a causal LM with the policy's tokenizer, or for `gae`
-    a model with a scalar head. Empty means model.path. A head that is not there starts at
-    zero."""
+    """Folder or hub name to start from: a causal LM with the policy's tokenizer, or for `gae` a
+    model with a scalar head. Empty means model.path. A missing head starts at zero."""
     lr: LearningRate = 1e-5
-    """Peak learning rate. Ten times the policy's default: a head starts from nothing. `prime`
-    has none; its paper takes 1e-6."""
+    """Peak learning rate. Ten times the policy's default, because a head starts from zero. `prime`
+    has no head; its paper takes 1e-6."""
     warmup_steps: Natural = 0
-    """First steps that train this model alone: advantages of one that knows nothing mislead. The
-    policy's schedule counts them; its metrics are absent in them."""
+    """First steps that train this model alone, because advantages of an untrained one mislead. The
+    policy's schedule counts these steps, and they have no metrics of the policy."""
     epochs: Annotated[int, within(0, 1000)] = 0
-    """Times that it goes through a batch's updates; 0: as often as the policy, batch.epochs."""
+    """Epochs over a batch; 0: those of the policy, batch.epochs."""
     clip: NonNegative = 0.0
     """Most that `gae`'s value of a state may move in the updates of one batch, task units (PPO's
-    value clipping). 0 clips nothing: no one number suits all rewards, it acts only above one
-    update per batch, and arXiv 2006.05990 finds that it hurts."""
+    value clipping). 0, the default, clips nothing: no number suits all rewards, it acts only with
+    several updates per batch, and arXiv 2006.05990 finds that it hurts."""
