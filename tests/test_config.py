@@ -329,9 +329,7 @@ def test_the_help_has_every_field_under_its_section(capsys):
     said = help_of(capsys=capsys)
     for name in settings():
         assert f"--{name.replace('_', '-')} " in said
-    assert said.index("Ways to save memory of the trainers") < said.index(
-        "--model.memory.offload"
-    )
+    assert said.index("Ways to save memory of the trainers") < said.index("--model.memory.offload")
 
 
 def test_the_help_of_a_section_shows_it_alone(capsys):
