@@ -1,7 +1,7 @@
 """The rooms of spmdrl and which imports which, read off the source.
 
-`python docs/rooms.py` writes the picture in docs/architecture.md anew; tests/test_structure.py
-holds the order of the rooms and compares the picture.
+`python docs/rooms.py` writes the picture in docs/architecture.md again;
+tests/repository/test_structure.py holds the order of the rooms and compares the picture.
 """
 
 from __future__ import annotations

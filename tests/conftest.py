@@ -98,7 +98,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def torchvision() -> Iterator[None]:
     """What vLLM's classes for models that see import, on the path of a module's ranks."""
-    from vlm import torchvision_shown
+    from tests.helpers.vlm import torchvision_shown
 
     with torchvision_shown():
         yield
@@ -107,7 +107,7 @@ def torchvision() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with such a model whose words are far from even, and a chat template."""
-    from built import small_model
+    from tests.helpers.built import small_model
 
     folder = tmp_path_factory.mktemp("chat_model")
     sizes = dict(hidden_size=64, heads=2, intermediate=96)

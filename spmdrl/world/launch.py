@@ -1,7 +1,7 @@
 """What torchrun or srun passes to this process through the environment.
 
 Environment variables are read here and in the adapters of libraries. All other places are listed,
-each with its reason, in tests/test_environment_reads.py.
+each with its reason, in tests/repository/test_environment_reads.py.
 """
 
 from __future__ import annotations

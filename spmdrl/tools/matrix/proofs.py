@@ -18,14 +18,15 @@ class TestedFeatures:
     """A test that runs some features together."""
 
     test: str
-    """FILE::FUNCTION."""
+    """ROOM/FILE::FUNCTION."""
     features: tuple[str, ...]
 
 
 def proofs(tests: Path = TESTS) -> list[TestedFeatures]:
     """Return what the tests prove, or what is shipped where there are none."""
     if tests.is_dir():
-        return [proof for file in sorted(tests.rglob("test_*.py")) for proof in _of_file(file)]
+        files = sorted(tests.rglob("test_*.py"))
+        return [proof for file in files for proof in _of_file(file, file.relative_to(tests))]
     lines = SHIPPED.read_text(encoding="utf-8").splitlines()
     return [TestedFeatures(own["test"], tuple(own["features"])) for own in map(json.loads, lines)]
 
@@ -35,7 +36,7 @@ def as_lines(found: list[TestedFeatures]) -> str:
     return "".join(json.dumps(asdict(proof)) + "\n" for proof in found)
 
 
-def _of_file(file: Path) -> Iterator[TestedFeatures]:
+def _of_file(file: Path, name: Path) -> Iterator[TestedFeatures]:
     """Yield the proofs of a file, without importing it: a marker stands above its test, or in the
     cases of its parameters."""
     text = file.read_text(encoding="utf-8")
@@ -46,7 +47,7 @@ def _of_file(file: Path) -> Iterator[TestedFeatures]:
             continue
         for call in _marker_calls(node):
             names = tuple(ast.literal_eval(argument) for argument in call.args)
-            yield TestedFeatures(f"{file.name}::{node.name}", names)
+            yield TestedFeatures(f"{name.as_posix()}::{node.name}", names)
 
 
 def _marker_calls(test: ast.FunctionDef) -> Iterator[ast.Call]:

@@ -1,0 +1,43 @@
+"""Mixtures of experts in engines: the trainers' weights bit for bit, and the same logprobs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from spmdrl.config import LayoutSettings
+from tests.helpers.worlds import with_stream
+from tests.model.test_moe import make_moe
+from tests.sync.test_engine import assert_pushed, make_config, push_and_compare
+
+SPLIT = LayoutSettings(world_size=3, trainer_ranks=2)
+COLOCATED = LayoutSettings(placement="colocated", world_size=2)
+CASES = {  # engine, family, dtype, layout
+    "vllm": ("vllm", "qwen3_moe", "float32", replace(SPLIT, tp=2, ep=2)),
+    "vllm_tp2": ("vllm", "mixtral", "bfloat16", replace(COLOCATED, inference_tp=2)),
+    # Of sinks each rank has its heads'; of the experts' last bias one rank has all, others zeros.
+    "vllm_sinks": ("vllm", "gpt_oss", "float32", replace(COLOCATED, inference_tp=2)),
+    "transformers": ("transformers", "deepseek_v3", "float32", replace(COLOCATED, ep=2)),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.grid] * (c == "vllm_sinks")) for c in CASES]
+)
+def test_engines_hold_the_trainers_experts_and_agree_on_logprobs(case, tmp_path):
+    kind, family, dtype, layout = CASES[case]
+    # vLLM on the CPU wants a hidden size that divides by 32, and head dims that it knows.
+    sizes = {"hidden_size": 128, "intermediate": 48} if kind == "vllm" else {}
+    if family == "gpt_oss":
+        sizes = {"hidden_size": 256, "intermediate": 64, "hf_config": {"sliding_window": 6}}
+    folder = make_moe(tmp_path, family, **sizes)
+    cfg = make_config(folder, layout=layout, dtype=dtype, kind=kind)
+    results = with_stream(cfg, push_and_compare)
+    limit = 1e-4 if dtype == "float32" else 0.1
+    for rank, result in enumerate(results):
+        assert_pushed(result, dtype=dtype, where=f"rank {rank}", half_gap=0.1)
+        of = result["behaviour"]
+        if of:
+            assert of["change"] > 0.05, "the test's change of weights is too small to be seen"
+            assert of["gap"] < 10 * limit and of["sampled"] == 8, of

@@ -1,0 +1,528 @@
+"""Recorded rollouts: what comes back, what is refused, replays, and the viewer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import resource
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from spmdrl import config
+from spmdrl.check import dry_run
+from spmdrl.check.settings import validate
+from spmdrl.checkpoint.restore import config_differences
+from spmdrl.config import Config
+from spmdrl.rollout import recorder
+from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group, Trajectory
+from spmdrl.rollout.packing import pack_step
+from spmdrl.rollout.recorder import Recorder, digest_line
+from spmdrl.rollout.recordings import find_recorded, ranges, read_header, read_rollouts, read_table
+from spmdrl.rollout.replay_source import ReplaySource, check_recorded
+from spmdrl.same_run.differences import config_of as config_of_run
+from spmdrl.tools.commands import view as viewer
+from spmdrl.types import Prompt, Rollouts, Scalars
+from spmdrl.workers.pool import RewardResult
+from tests.helpers.built import changed, made, refused, small_model
+from tests.helpers.drawn import trajectory
+from tests.helpers.runs import TINY, metrics, run
+from tests.program.test_train import assert_same_end
+
+NO_ENGINE = dict(placement="offline", world_size=1, device="cpu")
+
+
+def config_of(folder: Path, *, every: int = 1, replay: str | Path = "", **rest) -> Config:
+    functions = ("r.py:right", "r.py:brief")
+    cfg = made(
+        output_dir=str(folder),
+        steps=3,
+        data=dict(train="task:addition", size=100),
+        model=dict(path="./somewhere"),
+        batch=dict(prompts_per_step=4, group_size=2),
+        sampling=dict(max_response_tokens=8),
+        rewards=dict(functions=functions, weights=(1.0, 0.5), shaping=dict(scale=2.0)),
+        rollout=dict(record=dict(every=every, replay=str(replay))),
+    )
+    return changed(cfg, **rest)
+
+
+def group_of(slot: int, *, has_greedy: bool = False) -> Group:
+    """A group of two: one whose reward failed, and one of two turns with tokens between."""
+    prompt = Prompt(100 + slot, (5, 6, 7 + slot), f"what is <{slot}>?\n", {})
+    draw = Draw(0, "train", 2, 8, 1.0, True, (), has_greedy=has_greedy)
+    group = Group(slot, 0, slot, prompt, 0, draw)
+    one_turn = dict(versions=[2], states=[-1], earned=[0.0])
+
+    def add(sample: int, made: Trajectory, text: str, reward: RewardResult) -> None:
+        group.samples[sample] = FinishedEpisode(slot, sample, prompt, made, text, reward)
+
+    good = RewardResult("k", -1.0, {"right": -1.0}, seconds=0.1)
+    failed = RewardResult("k", None, seconds=0.1, failure="error", message="KeyError: x")
+    broken = trajectory(prompt.tokens, [11], logprobs=[-0.1], **one_turn)
+    add(0, broken, "no", failed if slot else good)
+    two_turns = trajectory(
+        prompt.tokens,
+        [1, 2, 9, 3],
+        is_sampled=[True, True, False, True],
+        logprobs=[-0.5, -2.0 - slot, 0.0, -1 / 3],
+        versions=[1, 1, -1, 2],
+        is_truncated=True,
+        states=[2**47, 7],
+        earned=[0.25, -1.0],
+    )
+    parts = {"right": slot, "brief": 0.2}
+    add(1, two_turns, "a <b> & c", RewardResult("k", 0.1 + slot, parts))
+    if has_greedy:
+        greedy = trajectory(prompt.tokens, [4], logprobs=[-0.25], **one_turn)
+        add(GREEDY, greedy, "greedy", RewardResult("k", 0.75))
+    return group
+
+
+def record(
+    cfg: Config,
+    step: int,
+    slots: range,
+    *,
+    replica: int = 0,
+    replicas: int = 1,
+    has_greedy: bool = False,
+) -> Rollouts:
+    groups = [group_of(slot, has_greedy=has_greedy) for slot in slots]
+    return record_groups(cfg, step, groups, replica=replica, replicas=replicas)
+
+
+def record_groups(
+    cfg: Config, step: int, groups: list[Group], *, replica: int = 0, replicas: int = 1
+) -> Rollouts:
+    plain = dict(seconds=1.5, measured={}, dropped=[], num_carried=0)
+    share = pack_step(groups, cfg, is_first=replica == 0, **plain)
+    Recorder(cfg, replica=replica, num_replicas=replicas).record(step, groups, share)
+    return share
+
+
+def assert_same_rollouts(a: Rollouts, b: Rollouts) -> None:
+    for name in ("tokens", "response_mask", "rollout_logprobs", "policy_versions", "cu_seqlens"):
+        left, right = getattr(a, name), getattr(b, name)
+        assert left.dtype == right.dtype and torch.equal(left, right), name
+    for field in dataclasses.fields(Scalars):
+        left, right = getattr(a.scalars, field.name), getattr(b.scalars, field.name)
+        torch.testing.assert_close(left, right, rtol=0, atol=0, equal_nan=True, msg=field.name)
+
+
+# --------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("has_greedy", [False, True])
+def test_a_share_comes_back_bit_by_bit(has_greedy, tmp_path):
+    cfg = config_of(tmp_path)
+    share = record(cfg, 2, range(4), has_greedy=has_greedy)
+    files = find_recorded(tmp_path).files_of(2)
+    back = read_rollouts(files, part=0, num_parts=1)
+    assert_same_rollouts(share, back)
+    assert back.samples == share.samples and back.samples[0]["prompt"] == "what is <0>?\n"
+    assert back.sums == {k: v for k, v in share.sums.items() if not k.startswith("time/")}
+    assert "rollout/truncated_frac" in back.sums and "time/generate" in share.sums
+    rows = read_table(files[0], group=3).to_pylist()
+    assert [row["sample"] for row in rows] == ([GREEDY] if has_greedy else []) + [0, 1]
+    assert all(row["row"] == 103 and row["prompt"] == "what is <3>?\n" for row in rows)
+    failed, good = rows[-2:]
+    assert failed["failure"] == "error: KeyError: x" and failed["raw_reward"] is None
+    assert good["raw_reward"] == 3.1 and good["reward"] == 6.2 and good["turns"] == 2
+    assert good["response"] == "a <b> & c" and good["reward_parts"] == [3.0, 0.2]
+    assert math.isnan(good["greedy_reward"]) != has_greedy
+    if has_greedy:
+        assert rows[0]["tokens"] == [5, 6, 10, 4] and rows[0]["reward"] == 1.5
+        assert rows[0]["response_mask"] == [False] * 3 + [True]
+
+
+def test_any_number_of_ranks_reads_each_group_once(tmp_path):
+    cfg = config_of(tmp_path)
+    shares = [
+        record(cfg, 0, range(replica, 5, 2), replica=replica, replicas=2) for replica in range(2)
+    ]
+    files = find_recorded(tmp_path / "rollouts").files_of(0)
+    assert len(files) == 2
+    for num_parts in (1, 2, 3, 7):
+        parts = [read_rollouts(files, part=i, num_parts=num_parts) for i in range(num_parts)]
+        groups = [set(part.scalars.group_ids.tolist()) for part in parts]
+        assert sorted(g for own in groups for g in own) == list(range(5))
+        assert sum(len(part) for part in parts) == 10
+        assert max(map(len, groups)) - min(map(len, groups)) <= 1
+        lengths = {
+            name: sum(part.sums.get(name, (0, 0))[0] for part in parts)
+            for name in ("rollout/response_length", "rollout/failed_rewards")
+        }
+        assert lengths == {name: sum(share.sums[name][0] for share in shares) for name in lengths}
+
+
+def test_steps_are_replaced_whole_and_only_every_nth_is_kept(tmp_path):
+    cfg = config_of(tmp_path, every=2)
+    for step in range(5):
+        for replica in range(2):
+            record(cfg, step, range(replica, 4, 2), replica=replica, replicas=2)
+    assert list(find_recorded(tmp_path).steps) == [0, 2, 4]
+    record(cfg, 2, range(1))  # resumed with one replica
+    found = find_recorded(tmp_path)
+    assert [path.name for path in found.files_of(2)] == ["step_000002_replica_0_of_1.parquet"]
+    assert len(read_rollouts(found.files_of(2), part=0, num_parts=1)) == 2
+    assert not list(found.folder.glob(".*")), "partial files are left"
+    found.files_of(4)[1].unlink()
+    assert list(find_recorded(tmp_path).steps) == [0, 2]
+    with pytest.raises(ValueError, match="step 4 was not recorded; there are steps 0, 2"):
+        find_recorded(tmp_path).files_of(4)
+    assert ranges([0, 5, 10, 15, 16, 18, 19, 20]) == "0 to 15 by 5, 16, 18 to 20"
+
+
+def test_a_full_disk_ends_the_run_and_leaves_nothing(tmp_path):
+    cfg = config_of(tmp_path)
+    record(cfg, 0, range(4))
+    before = find_recorded(tmp_path).files_of(0)[0].read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))  # a write beyond fails
+        with pytest.raises(RuntimeError, match="step 0: its rollouts cannot be .*make room"):
+            record(cfg, 0, range(4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.read_bytes() for path in (tmp_path / "rollouts").glob("*.parquet")] == [before]
+    assert len(list((tmp_path / "rollouts").iterdir())) == 2  # its digest, and nothing else
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_at_start(tmp_path):
+    (tmp_path / "rollouts").write_text("a file where the folder should be")
+    with pytest.raises(ValueError, match="rollout.record: .*rollouts cannot be written to"):
+        Recorder(config_of(tmp_path), replica=0, num_replicas=1)
+
+
+# --------------------------------------------------------------------------- the config
+
+
+def test_a_replay_needs_no_engine_and_its_schedule_does_nothing():
+    cfg = replay_config(Path("runs/b"), Path("runs/a"), lag=1)
+    cfg = changed(cfg, rollout=dict(schedule=dict(in_flight=True, dynamic=4)))
+    assert validate(cfg) == []
+    saved = config_of_run(cfg) | {"rollout.record.replay": "runs/other"}
+    (line,) = config_differences(saved, cfg)
+    assert str(line) == "rollout.record.replay: 'runs/other' there, 'runs/a' now"
+    silent = dataclasses.replace(cfg, rollout=config.RolloutSettings())
+    recording = changed(silent, rollout=dict(record=dict(every=3)))
+    assert config_differences(config_of_run(recording), silent) == []
+
+
+# --------------------------------------------------------------------------- replays
+
+
+def replay_config(folder: Path, recorded: Path, **rest) -> Config:
+    return config_of(folder, every=0, replay=recorded, layout=NO_ENGINE, **rest)
+
+
+def replay_source(cfg: Config, *, max_positions: int = 7, vocab_size: int = 12) -> ReplaySource:
+    world = SimpleNamespace(cfg=cfg, rank=0, dp_size=1, dp_index=lambda rank: 0, is_dp_leader=True)
+    return ReplaySource(cfg, world, max_positions=max_positions, vocab_size=vocab_size)
+
+
+def test_what_a_replay_cannot_train_on_is_refused_by_name(tmp_path):
+    live = config_of(tmp_path / "live")
+    for step in (0, 1, 3):
+        record(live, step, range(4))
+    cfg = replay_config(tmp_path / "again", tmp_path / "live", steps=2)
+    assert list(check_recorded(cfg).steps) == [0, 1, 3]
+    refused = {
+        "not recorded, of steps 4: 2": dict(steps=4),
+        r"not recorded, of steps 6: 2, 4, 5": dict(steps=6),
+        "batch.group_size: 2 there, 3 now": dict(batch=dict(group_size=3)),
+        "rewards.shaping.scale: 2.0 there, 1.0 now": dict(rewards=dict(shaping=dict(scale=1.0))),
+    }
+    for says, other in refused.items():
+        with pytest.raises(ValueError, match=says):
+            check_recorded(changed(cfg, **other))
+    with pytest.raises(ValueError, match="rollout.record.replay: .*nowhere is not a folder"):
+        check_recorded(replay_config(tmp_path / "again", tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    found = list(dry_run.problems(replay_config(tmp_path / "again", tmp_path / "empty")))
+    assert "empty holds no whole step of recorded rollouts" in found[0]
+
+    source = replay_source(cfg)
+    assert len(source.take(0)) == 8
+    with pytest.raises(ValueError, match="step 0 has a sequence of 7 tokens, above .* 6"):
+        replay_source(cfg, max_positions=6).take(0)
+    with pytest.raises(ValueError, match="the token 11, and the model's embedding 11 rows"):
+        replay_source(cfg, vocab_size=11).take(0)
+    with pytest.raises(ValueError, match="step 2 was not recorded; there are steps 0, 1, 3"):
+        source.take(2)
+    file = source.recorded.files_of(1)[0]
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="step_000001_.*does not match its sha256"):
+        source.take(1)
+
+
+def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_without(tmp_path):
+    groups = [group_of(slot, has_greedy=True) for slot in range(3)]
+    made = {}
+    for group in groups[:2]:  # the last group has none
+        for sample in group.drawn:
+            tokens = len(sample.trajectory.tokens)
+            routes = (torch.arange((tokens - 1) * 6) * (sample.slot + 3) % 120).view(-1, 3, 2)
+            made[sample.slot, sample.sample] = routes = routes.to(torch.int8)
+            with_routes = dataclasses.replace(sample.trajectory, routes=routes)
+            group.samples[sample.sample] = dataclasses.replace(sample, trajectory=with_routes)
+    cfg = config_of(tmp_path / "live", steps=1)
+    share = record_groups(cfg, 0, groups)
+    replay = replay_config(
+        tmp_path / "again", tmp_path / "live", steps=1, model=dict(moe=dict(replay=True))
+    )
+    source = replay_source(replay)
+    back = source.take(0)
+    assert_same_rollouts(share, back)
+    assert back.routes.dtype == torch.int8 and torch.equal(back.routes, share.routes)
+    starts = back.cu_seqlens.tolist()
+    for key, a, b in zip(
+        zip(back.scalars.group_ids.tolist(), back.scalars.sample_ids.tolist()), starts, starts[1:]
+    ):
+        own = back.routes[a:b]
+        assert bool((own[-1] == -1).all()) and torch.equal(
+            own[:-1], made.get(key, torch.full_like(own[:-1], -1))
+        )
+    off = replay_source(changed(replay, model=dict(moe=dict(replay=False))))
+    assert off.take(0).routes is None
+    record(config_of(tmp_path / "without"), 0, range(4))
+    without = dict(record=dict(replay=str(tmp_path / "without")))
+    with pytest.raises(ValueError, match="model.moe.replay: .* was recorded without the engine's"):
+        check_recorded(changed(replay, rollout=without))
+
+
+REWARD = """
+def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]
+"""
+
+
+@pytest.mark.proves("record", "lag", "split")
+@pytest.mark.proves("replay", "lag")
+def test_a_replay_ends_bit_equal_to_the_live_run(tmp_path):
+    model = small_model(tmp_path / "model", hidden_size=64, heads=2, kv_heads=1)
+    (tmp_path / "r.py").write_text(REWARD)  # varied: every step must move the weights
+    live, again = tmp_path / "live", tmp_path / "again"
+    flags = TINY["rl"] | {
+        "model.path": model,
+        "steps": 3,
+        "lag": 1,
+        "rewards.functions": f"{tmp_path / 'r.py'}:varied",
+    }
+    run("demo_grpo.yaml", 2, **flags | {"output-dir": live, "rollout.record.every": "1"})
+    replay = {"layout.placement": "offline", "rollout.record.replay": live}
+    flags |= replay | {"output-dir": again, "evaluate.every-steps": 2}
+    finished = run("demo_grpo.yaml", 1, **flags)
+    assert "evaluation is left out: a replay has no engine" in finished.output
+    assert_same_end(live, again)
+    rows = [metrics(folder) for folder in (live, again)]
+    assert [row["policy/staleness"] for row in rows[1]] == [0, 1, 1]
+    for name in ("rollout/response_length", "policy/mismatch_k3", "policy/grad_norm"):
+        assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]], name
+    assert not (again / "rollouts").exists()
+    header = read_header(find_recorded(live).files_of(2)[0])
+    assert header["step"] == 2 and header["config"]["lag"] == 1
+    assert header["config"]["model.path"] == str(model)
+
+
+def test_damage_to_a_recorded_file_is_seen(tmp_path):
+    cfg, draw = config_of(tmp_path), random.Random(0)
+    record(cfg, 0, range(3))
+    (file,) = find_recorded(tmp_path).files_of(0)
+    digest, whole = file.with_suffix(".sha256"), file.read_bytes()
+    right = read_rollouts([file], part=0, num_parts=1)
+    for number in range(300):
+        damaged = bytearray(whole)
+        if number % 10:
+            damaged[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
+        else:
+            del damaged[draw.randrange(len(whole)) :]
+        file.write_bytes(damaged)
+        with refused(f"{file} does not match its sha256"):
+            read_rollouts([file], part=0, num_parts=1)
+    for reading in (read_header, read_table):
+        with refused(str(file)):
+            reading(file)
+    file.write_bytes(whole)
+    text = digest.read_text()
+    for _ in range(50):
+        changed_text = bytearray(text.encode())
+        changed_text[draw.randrange(len(text))] ^= 1 << draw.randrange(8)
+        digest.write_bytes(changed_text)
+        with refused(f"{file} does not match its sha256"):
+            read_rollouts([file], part=0, num_parts=1)
+    digest.write_text(text)
+    assert_same_rollouts(read_rollouts([file], part=0, num_parts=1), right)
+    checked = subprocess.run(["sha256sum", "-c", digest.name], cwd=file.parent, capture_output=True)
+    assert checked.returncode == 0
+
+
+def test_a_file_without_its_digest_is_refused(tmp_path):
+    record(config_of(tmp_path), 0, range(3))
+    (file,) = find_recorded(tmp_path).files_of(0)
+    file.with_suffix(".sha256").unlink()
+    for reading in (read_header, read_table):
+        with refused(f"{file} has no {file.stem}.sha256 beside it"):
+            reading(file)
+
+
+def test_a_file_that_no_run_wrote_is_explained(tmp_path):
+    """Its digest is right: a stranger can write one too."""
+    cfg, draw = config_of(tmp_path), random.Random(1)
+    record(cfg, 0, range(3))
+    (file,) = find_recorded(tmp_path).files_of(0)
+    digest, whole = file.with_suffix(".sha256"), file.read_bytes()
+    for _ in range(100):
+        file.write_bytes(whole[: draw.randrange(len(whole))])
+        digest.write_text(digest_line(file, file.name))
+        with refused(str(file)):
+            read_rollouts([file], part=0, num_parts=1)
+    table = pyarrow.parquet.read_table(pyarrow.BufferReader(whole))
+    for name in ("group", "tokens", "reward_parts", "turn_rewards"):
+        pyarrow.parquet.write_table(table.drop_columns([name]), file)
+        digest.write_text(digest_line(file, file.name))
+        with refused(str(file), name):
+            read_rollouts([file], part=0, num_parts=1)
+
+
+def test_a_replaced_file_is_never_without_its_digest(tmp_path, monkeypatch):
+    cfg, rename = config_of(tmp_path), recorder.rename
+    record(cfg, 0, range(3))
+    (file,) = find_recorded(tmp_path).files_of(0)
+    for allowed in range(3):  # a kill before each renaming
+        left = iter(range(allowed))
+
+        def renamed(*paths: Path, **folder: Path) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            rename(*paths, **folder)
+
+        monkeypatch.setattr(recorder, "rename", renamed)
+        with pytest.raises(KeyboardInterrupt):
+            record(cfg, 0, range(allowed + 1))
+        read_rollouts([file], part=0, num_parts=1)
+    monkeypatch.undo()
+    record(cfg, 0, range(2))
+    assert len(file.with_suffix(".sha256").read_text().splitlines()) == 1
+
+
+# --------------------------------------------------------------------------- the viewer
+
+
+@pytest.fixture
+def shown(tmp_path) -> Path:
+    """A run's folder with two recorded steps and its config."""
+    cfg = config_of(tmp_path, algorithm=dict(advantage="rloo"))
+    for step in (0, 1):
+        record(cfg, step, range(4), has_greedy=True)
+    (tmp_path / "config.yaml").write_text(config.dump(cfg))
+    return tmp_path
+
+
+def test_the_viewer_lists_steps_groups_and_one_group(shown, capsys):
+    assert viewer.main([str(shown)]) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[:2] == ["0", "1"]
+    assert viewer.main([str(shown), "--step", "1", "--sort", "reward", "--limit", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["3", "2", "1"]
+    assert lines[1].split()[:5] == ["3", "104", "2", "6.200", "0.000"]
+    assert lines[4] == "... 1 more: --limit 4"
+    assert viewer.main([str(shown), "--step", "1", "--sort", "spread"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[0] == "0"  # the others have one reward
+    assert viewer.main([str(shown), "--step", "1", "--group", "0", "--tokens"]) == 0
+    out = capsys.readouterr().out
+    assert "greedy, reward 1.5, before shaping 0.75, 1 tokens" in out
+    # Leave one out: the rewards after shaping are -2 and 0.2.
+    assert "sample 0, reward -2, before shaping -1, right -1, brief 0, advantage -2.2, " in out
+    assert "right 0, brief 0.2, advantage 2.2, 3 tokens, cut, 2 turns" in out
+    assert "tokens are shown as ids: no tokenizer can be loaded from './somewhere'" in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["4", "2", "-2.0000", "1"] in lines and ["5", "9", "-", "-", "(not", "sampled)"] in lines
+    assert viewer.main([str(shown), "--step", "0", "--group", "3"]) == 0
+    assert "reward failed (error: KeyError: x)" in capsys.readouterr().out
+
+
+def test_the_viewer_writes_a_page(shown, capsys, tmp_path):
+    page = tmp_path / "group.html"
+    asked = [str(shown), "--step", "1", "--group", "0", "--html", str(page)]
+    small_model(tmp_path / "model", layers=1)
+    assert viewer.main([*asked, "--tokenizer", str(tmp_path / "model")]) == 0
+    text = page.read_text()
+    assert "what is &lt;0&gt;?" in text and "<script" not in text and "http" not in text
+    assert text.count("rgba(0, 150, 60, 0.600)") == 3 and text.count("rgba(210, 40, 40") == 1
+    assert 'title="id 2, logprob -2.0000, version 1, advantage 2.2"' in text
+    assert text.count('<span class="other">') == 1 and "tokens are shown as ids" not in text
+    step = [str(shown), "--step", "1", "--html", str(page)]
+    assert viewer.main(step) == 0
+    of_step = page.read_text()
+    assert [f'<details id="group{i}">' in of_step for i in range(5)] == [True] * 4 + [False]
+    assert of_step.count("<summary>group ") == of_step.count("</details>") == 4
+    assert of_step.count("rgba(0, 150, 60, 0.600)") >= 3 and "what is &lt;3&gt;?" in of_step
+    assert viewer.main([*asked, "--color", "logprob"]) == 0
+    assert "rgba(220, 120, 0, 0.240)" in page.read_text()  # 0.6 * 2 / 5
+    assert viewer.main([*asked[:-1], str(tmp_path / "none" / "page.html")]) == 2
+    error = capsys.readouterr().err
+    assert "No such file" in error and "cannot be read" not in error
+    (shown / "config.yaml").unlink()
+    assert viewer.main([*asked, "--color", "advantage"]) == 2
+    error = capsys.readouterr().err
+    assert "advantages are not available" in error and "config.yaml does not exist" in error
+
+
+def test_the_viewer_says_why_it_knows_no_advantages(shown, capsys):
+    path, cfg = shown / "config.yaml", config.load_yaml(shown / "config.yaml")
+    for algorithm, says in (
+        (dict(advantage="gae"), "gae gives each token its own, and they are not recorded"),
+        (dict(advantage="grpo", kl_coef=0.1, kl_in="reward"), "the KL in the rewards"),
+        (dict(advantage="grp"), "grp"),
+    ):
+        path.write_text(config.dump(changed(cfg, algorithm=algorithm)))
+        assert viewer.main([str(shown), "--step", "1", "--group", "0"]) == 0
+        out = capsys.readouterr().out
+        assert "advantages are not available: " in out and says in out and ", advantage" not in out
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--step", "7"], "step 7 was not recorded; there are steps 0, 1"),
+        (["--step", "1", "--group", "9"], "has no group 9; it has groups 0 to 3"),
+    ],
+)
+def test_the_viewer_names_what_is_there(words, says, shown, capsys):
+    assert viewer.main([str(shown), *words]) == 2
+    assert says in capsys.readouterr().err
+    assert viewer.main([str(shown), "--group", "1"]) == 2
+    assert "--group needs --step" in capsys.readouterr().err
+
+
+def test_the_viewer_runs_nothing_that_a_run_names(tmp_path, capsys, monkeypatch):
+    marker = tmp_path / "marker"
+    mark = f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n"
+    (tmp_path / "evil_advantage.py").write_text(f"{mark}def adv(rewards): return rewards\n")
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "evil.py").write_text(mark)
+    named = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(named))
+    cfg = config_of(
+        tmp_path,
+        model=dict(tokenizer=str(tokenizer), trust_remote_code=True),
+        algorithm=dict(advantage="evil_advantage:adv"),
+    )
+    record(cfg, 0, range(2))
+    (tmp_path / "config.yaml").write_text(config.dump(cfg))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    viewer.main([str(tmp_path), "--step", "0", "--group", "0", "--tokens"])
+    text = capsys.readouterr().out
+    assert "names the code evil_advantage:adv" in text and "--trust-run" in text
+    assert "--trust-remote-code" in text and not marker.exists()
+    viewer.main([str(tmp_path), "--step", "0", "--group", "0", "--trust-run"])
+    assert marker.exists()  # the bait was live

@@ -1,0 +1,85 @@
+"""Reloads are proved: what does not arrive, is not written, or is written wrongly, is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from spmdrl.config import LayoutSettings, StreamSettings
+from spmdrl.sync import reload as reload_module
+from tests.helpers.worlds import WeightStream, with_engine
+from tests.sync.test_engine import PROMPTS, change, make_config, make_folder
+
+DAMAGED = "model.layers.1.mlp.down_proj.weight"
+
+
+def _damaged(act: Callable[[], object], kind: type[Exception] = RuntimeError) -> str:
+    try:
+        act()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def push_with_faults(engine: Any, trainer: Any) -> dict[str, str]:
+    """Return what is said of each fault of a reload, and of none."""
+    world, said = trainer.world, {}
+    reload = engine.reload_weights
+
+    def leaving_out(weights: Any) -> None:
+        live = dict(engine.model.named_parameters())[DAMAGED]
+        kept = live.detach().clone()
+        reload(weights)
+        live.data.copy_(kept)
+
+    engine.reload_weights = leaving_out
+    said["not written"] = _damaged(lambda: WeightStream(trainer.weights, engine, world), ValueError)
+    engine.reload_weights = reload
+    stream = WeightStream(trainer.weights, engine, world)
+    change(trainer, 0.02)
+    said["none"] = _damaged(lambda: (stream.push(1), stream.probe(PROMPTS), stream.verify(1)))
+
+    def once(weights: Any) -> None:
+        engine.reload_weights = reload
+        reload((n, w + 1 if n == DAMAGED else w) for n, w in weights)
+
+    engine.reload_weights = once
+    change(trainer, 0.02)
+    said["once"] = _damaged(lambda: stream.push(2))
+
+    def always(weights: Any) -> None:
+        reload((n, w + 1 if n == DAMAGED else w) for n, w in weights)
+
+    engine.reload_weights = always
+    said["always"] = _damaged(lambda: stream.push(3))
+    engine.reload_weights = reload
+
+    class Losing(reload_module.Transfer):
+        def run(self) -> None:
+            super().run()
+            for _, tensor in self._targets[:1]:
+                tensor.zero_()
+
+    with mock.patch.object(reload_module, "Transfer", Losing):
+        said["on the way"] = _damaged(lambda: stream.push(4))
+    return said
+
+
+def test_a_reload_is_verified_and_each_fault_of_it_found(tmp_path):
+    cfg = make_config(
+        make_folder(tmp_path, "qwen3"),
+        layout=LayoutSettings(world_size=2, trainer_ranks=1),
+        dtype="float32",
+        stream=StreamSettings(bucket_bytes=64 * 2**10, verify_every=1, mode="reload"),
+    )
+    for said in with_engine(cfg, push_with_faults):
+        assert said["none"] == ""
+        assert f"rank 1: {DAMAGED}: the reload does not write it" in said["not written"]
+        assert "qkv_proj" not in said["not written"]
+        assert f"engine of rank 1: {DAMAGED} has checksum" in said["once"]
+        assert "are loaded again" in said["once"] and "embed" not in said["once"]
+        # Loaded the same twice, but not what the trainers compute with.
+        assert "probe at version 3" in said["always"]
+        assert "engine of rank 1" in said["on the way"]
+        assert "arrived with checksum" in said["on the way"]

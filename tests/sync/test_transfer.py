@@ -1,0 +1,99 @@
+"""The transfer: values that are live memory and values that are computed travel alike."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spmdrl.model.cuts import TensorCut
+from spmdrl.model.tensor_parts import Box, Part, Value
+from spmdrl.sync import stream
+from spmdrl.sync.tables import FileTable, Want
+from spmdrl.sync.transfer import Transfer
+from tests.helpers.ranks import run_ranks
+from tests.sync.planned import plan_all
+
+SHAPES = {"a": (6, 4), "b": (5,), "c": (3, 8)}
+
+
+def _arrived(computed: tuple[str, ...], bucket_bytes: int) -> list[str]:
+    """Return the names of tensors that rank 1 does not get right from rank 0."""
+    rank, boxes = dist.get_rank(), {n: Box((0,) * len(s), s) for n, s in SHAPES.items()}
+    held = {
+        name: torch.arange(box.numel, dtype=torch.float32).view(box.shape) + 100 * i
+        for i, (name, box) in enumerate(boxes.items())
+    }
+    parts = {name: Part.whole(name, shape) for name, shape in SHAPES.items()}
+    wants = [Want(name, box, torch.float32) for name, box in boxes.items()]
+    cuts = {name: TensorCut(shape) for name, shape in SHAPES.items()}
+    plan = plan_all([cuts, {}], [[], wants], parts, bucket_bytes=bucket_bytes)[rank]
+
+    def source(name: str, box: Box) -> Value:
+        part = held[name][tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))]
+        return Value(part, (lambda: torch.full(box.shape, 0.5)) if name in computed else None)
+
+    targets = [(want.box, torch.full(want.box.shape, -1.0)) for want in wants]
+    live = SimpleNamespace(table=FileTable(parts), held=SimpleNamespace(value=source))
+    world = SimpleNamespace(wire=torch.device("cpu"))
+    Transfer(plan, live, world, targets=targets if rank == 1 else [], gathers={}).run()
+    return (
+        []
+        if rank == 0
+        else [
+            want.name
+            for want, (_, got) in zip(wants, targets)
+            if not torch.equal(got, held[want.name] + 0.5 * (want.name in computed))
+        ]
+    )
+
+
+def _all_mixtures() -> dict[str, list[str]]:
+    dist.init_process_group("gloo")
+    mixtures = [names for n in range(4) for names in itertools.combinations(SHAPES, n)]
+    found = {
+        f"{names} {size}": _arrived(names, size) for names in mixtures for size in (40, 100, 10_000)
+    }
+    dist.destroy_process_group()
+    return found
+
+
+def test_any_mixture_of_live_and_computed_values_arrives():
+    for found in run_ranks(2, _all_mixtures):
+        assert len(found) == 24 and not any(found.values()), found
+
+
+def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.accumulate(itertools.repeat(1.0))  # each event takes a second
+    monkeypatch.setattr(stream, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(stream, "await_all", lambda group: [next(clock) for _ in range(100)])
+
+    def push_weights() -> int:
+        next(clock)
+        return 6 * 10**9
+
+    pushing = object.__new__(stream.WeightStream)
+    vars(pushing).update(
+        mode="traced",
+        _pushes=1,
+        _adapter=None,
+        _changing=None,
+        _cfg=SimpleNamespace(verify_every=0),
+        _world=SimpleNamespace(
+            watch=SimpleNamespace(wait=lambda *_: contextlib.nullcontext()),
+            control=None,
+            device=torch.device("cpu"),
+            is_inference=False,
+        ),
+        _handover=SimpleNamespace(wake_weights=lambda: next(clock), wake_cache=dict),
+        _push_weights=push_weights,
+    )
+    assert pushing.push(7) == {
+        "sync/bytes": (6e9, 1.0),
+        "sync/seconds": (3.0, 1.0),
+        "sync/gb_per_s": (6.0, 3.0),
+    }

@@ -1,0 +1,288 @@
+"""The planner's answers: layouts, refusals, traffic, seconds, and the page with examples."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from spmdrl.config import Config, ModelSettings
+from spmdrl.model.divisibility import misfits
+from spmdrl.model.load import build_meta_model
+from spmdrl.model.model_shape import SHAPES, ModelShape, model_shape
+from spmdrl.tools.commands.plan import main
+from spmdrl.tools.commands.plan_examples import examples, output
+from spmdrl.tools.plan.engine_memory import cache_bytes_per_token
+from spmdrl.tools.plan.run import Run, rates_of, run_of
+from spmdrl.tools.plan.search import best_plans, layouts, make_plan
+from spmdrl.tools.plan.seconds import step_seconds
+from spmdrl.tools.plan.traffic import Flow, push_flows, trainer_flows
+from spmdrl.world.axes import Axes, rank_problems
+from tests.helpers.runs import ROOT
+
+PARAMETERS = {
+    "qwen3-1.7b": (1.72, 1.72),  # its head is its embedding
+    "qwen3-8b": (8.19, 7.57),
+    "qwen3-32b": (32.8, 32.0),
+    "qwen3-30b-a3b": (30.5, 3.04),
+    "qwen3-235b-a22b": (235.1, 21.6),
+    "deepseek-v3": (671.0, 36.6),
+}
+"""As their makers say, in billions: all, and those that a token meets (without its embedding)."""
+GIB = 2**30
+RECOMPUTE = "--model.memory.activation_checkpointing full"
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    return {
+        name: model_shape(build_meta_model(ModelSettings(path=str(SHAPES / name))))
+        for name in PARAMETERS
+    }
+
+
+def _plan(command: str) -> int:
+    return main(shlex.split(command))
+
+
+def _run(shape: ModelShape, **changed: object) -> Run:
+    cfg = replace(Config(), sampling=replace(Config().sampling, max_response_tokens=3072))
+    means = {"prompt_tokens": 512, "response_tokens": 1024}
+    own = run_of(cfg, shape, on_gpu=True, chunk_tokens=1024, **means)
+    return replace(own, kernels=replace(own.kernels, recomputes=True), **changed)
+
+
+def test_shapes_are_those_of_the_published_models(shapes):
+    assert {p.name for p in SHAPES.iterdir()} == set(PARAMETERS)
+    for name, (total, active) in PARAMETERS.items():
+        assert shapes[name].numel / 1e9 == pytest.approx(total, rel=2e-3)
+        assert shapes[name].active_numel / 1e9 == pytest.approx(active, rel=5e-3)
+    one = Axes("split", 2, 1)
+    # 2 * 36 layers * 8 heads * 128 * 2 bytes; the latent of 512 + 64 in 61 layers, 2 bytes.
+    assert cache_bytes_per_token(_run(shapes["qwen3-8b"]), one) == 147456
+    assert cache_bytes_per_token(_run(shapes["deepseek-v3"]), one) == 70272
+
+
+def test_a_layout_that_does_not_divide_is_refused_with_those_that_do(shapes, capsys):
+    layout = "--layout.world-size 32 --layout.trainer-ranks 16 --layout.tp 16"
+    status = _plan(f"--shape qwen3-8b {layout} --top 0")
+    error = capsys.readouterr().err
+    assert status == 2 and "layout.tp: 16 does not divide num_key_value_heads 8" in error
+    assert "tp cuts: 1, 2, 4, 8 (" in error
+    axes = Axes("split", 32, 16, ep=3)
+    (of_ranks,) = rank_problems(axes, engine_kind="vllm")
+    (of_model,) = misfits(shapes["qwen3-30b-a3b"].counts, axes)
+    assert of_ranks.startswith("layout.ep: 3 does not divide the 16 ranks")
+    assert of_ranks.endswith(": 1, 2, 4, 8, 16")
+    assert of_model.startswith("layout.ep: 3 does not divide the 128 experts")
+    assert of_model.endswith(": 1, 2, 4, 8, 16, 32, 64, 128")
+    assert "no experts" in next(misfits(shapes["qwen3-8b"].counts, axes))
+    layout = "--layout.world-size 8 --layout.trainer-ranks 6 --layout.tp 4"
+    status = _plan(f"--shape qwen3-8b {layout}")
+    assert status == 2 and "6 trainer ranks do not divide" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_says_cause_amount_and_cure(capsys):
+    layout = "--layout.world-size 4 --layout.trainer-ranks 2 --top 0"
+    command = f"--shape qwen3-8b {layout} --gpu H200 --gpu-memory-gib 140"
+    assert _plan(command) == 1
+    printed = capsys.readouterr()
+    needs, over = map(float, re.search(r"needs ([\d.]+) GiB, ([\d.]+) GiB", printed.err).groups())
+    assert over == pytest.approx(needs - 0.95 * 140, abs=0.11)
+    assert "most of it is activations" in printed.err
+    assert "would fit: " in printed.err
+    assert "model.memory.activation_checkpointing full" in printed.err
+    assert _plan(f"{command} {RECOMPUTE}") == 0 and not capsys.readouterr().err
+    status = _plan("--shape deepseek-v3 --gpus 8")
+    assert status == 1 and "no layout of 8 ranks fits" in capsys.readouterr().err
+    assert _plan("--shape qwen3-8b --gpus 8 --gpu-memory-gib 4") == 1
+    found = capsys.readouterr().err  # nothing is left for engines, whatever their share
+    for needs, over, room in re.findall(
+        r"needs ([\d.]+) GiB, ([\d.]+) GiB more than the ([\d.]+)", found
+    ):
+        assert float(over) == pytest.approx(float(needs) - float(room), abs=0.11)
+    assert "GiB more than the 0.0 GiB that the trainer's" in found
+    assert "gpu_memory_frac" not in found
+
+
+def test_output_for_programs_adds_up(capsys):
+    assert _plan("--shape qwen3-8b --gpus 8 --json --lag 1") == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = found["plan"]
+    assert plan == found["best"][0] and plan["problems"] == []
+    assert plan["layout"]["world_size"] == 8
+    assert sum(plan["trainer_bytes"].values()) <= plan["room_bytes"] == int(0.95 * int(79 * GIB))
+    steps = [p["seconds"]["step"] for p in found["best"]]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ("--model.lora.rank 4 --model.lora.targets query o_proj", "'query' matches"),
+        ("--engine.gpu-memory-frac 1.5", "engine.gpu_memory_frac: must be below 1, got 1.5"),
+    ],
+)
+@pytest.mark.parametrize("layout", ["", "--gpus 8"], ids=["own layout", "search"])
+def test_fields_that_would_not_run_are_not_planned_with(arguments, says, layout, capsys):
+    assert _plan(f"--shape qwen3-8b {layout} {arguments}") == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (
+            "--model.memory.activation_checkpoint full",
+            "that is model.memory.activation_checkpointing here",
+        ),
+        ("--model.memory.optimizer_dtype int4", "is not one of float32, bfloat16, int8"),
+        ("--model.lora.rnk 4", "model.lora.rnk: unknown key; did you mean rank?"),
+    ],
+)
+def test_fields_that_do_not_exist_are_refused(arguments, says, capsys):
+    assert _plan(f"--shape qwen3-8b {arguments}") == 2
+    assert says in capsys.readouterr().err
+
+
+def test_heads_that_ulysses_cannot_deal_out_are_refused(capsys):
+    layout = "--layout.world-size 6 --layout.trainer-ranks 3 --layout.cp 3 --top 0"
+    _plan(f"--shape qwen3-8b {layout} {RECOMPUTE}")
+    assert "layout.cp" not in capsys.readouterr().err
+    assert _plan(f"--shape qwen3-8b {layout} --model.kernels.context ulysses") == 2
+    assert "layout.cp: 3 does not divide the 32 / tp 1 = 32 query heads" in capsys.readouterr().err
+
+
+def test_moments_in_8_bits_are_planned_where_torchao_is_not_installed():
+    memory = f"--model.memory.optimizer_dtype int8 {RECOMPUTE}"
+    assert _plan(f"--shape qwen3-8b --gpus 8 --top 1 {memory}") == 0
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ("--response-tokens 600", "at most sampling.max_response_tokens 512"),
+        ("--prompt-tokens -1", "at most data.max_prompt_tokens 1024"),
+        ("--matmul-frac 0", "in (0, 1]"),
+        ("--tflops -5", "a number above 0"),
+        ("--gpu-memory-gib nan", "a number above 0"),
+        ("--gpu H1000", "known: A100, H100, H200, B200"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(flags, says, capsys):
+    assert _plan(f"--shape qwen3-8b --gpus 8 {flags}") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(flags.split()[0]) and says in error
+
+
+def test_a_folder_with_a_config_is_enough_and_one_that_is_not_there_is_named(tmp_path, capsys):
+    (tmp_path / "config.json").write_text((SHAPES / "qwen3-8b" / "config.json").read_text())
+    assert _plan(f"--shape {tmp_path} --gpus 8 --top 1") == 0
+    assert "8.19 G parameters" in capsys.readouterr().out
+    assert _plan("--shape nowhere/at/all") == 2
+    assert "nowhere/at/all" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------- traffic and time
+
+
+def test_fsdp_moves_what_its_collectives_move(shapes):
+    shape = shapes["qwen3-8b"]
+    run = _run(shape, sequences=64)
+    flows = {f.name: f for f in trainer_flows(run, Axes("split", 32, 16), tokens=16384)}
+    # 64 * 1536 tokens over 16 ranks: one micro-batch. Shards are all 16 times smaller.
+    shard = shape.numel / 16
+    assert flows["FSDP gathers"].bytes == pytest.approx(2 * 15 * 2 * shard, rel=1e-4)
+    assert flows["FSDP reduces"].bytes == pytest.approx(15 * 4 * shard, rel=1e-4)
+    assert flows["FSDP gathers"].span == 16 and flows["FSDP gathers"].hides
+    axes = Axes("split", 32, 16, dp_replicate=2, tp=2)
+    both = {f.name: f for f in trainer_flows(run, axes, tokens=16384)}
+    assert both["dp_replicate reduces"].span == 16 and both["FSDP gathers"].span == 8
+    assert both["tp all-reduces"].span == 2 and not both["tp all-reduces"].hides
+    # A ring all-reduce over two ranks sends the tensor once: two in each pass.
+    tokens = 64 * 1536 / 8
+    assert both["tp all-reduces"].bytes == 36 * 6 * tokens * 4096 * 2
+
+
+def test_experts_travel_less_under_ep_and_tokens_travel_instead(shapes):
+    run = _run(shapes["qwen3-30b-a3b"])
+    one, eight = (
+        {f.name: f.bytes for f in trainer_flows(run, Axes("split", 64, 32, ep=ep), tokens=16384)}
+        for ep in (1, 8)
+    )
+    assert "ep exchanges" not in one
+    assert eight["FSDP gathers"] < 0.2 * one["FSDP gathers"]
+    own = run.tokens / 32  # forward, again, backward; there and back; 7 of 8 rows leave
+    assert eight["ep exchanges"] == pytest.approx(3 * 2 * 7 / 8 * own * 48 * 8 * 2048 * 2)
+
+
+def test_a_push_leaves_the_trainers_once_for_all_replicas(shapes):
+    shape = shapes["qwen3-8b"]
+    flows = {f.name: f.bytes for f in push_flows(_run(shape), Axes("split", 8, 4))}
+    assert flows["stream"] == pytest.approx(2 * shape.numel / 4, rel=1e-3)
+    assert flows["stream among replicas"] == pytest.approx(2 * shape.numel * 3 / 4, rel=1e-3)
+
+
+def test_links_within_a_node_are_those_of_the_node():
+    rates = rates_of("H100")
+    within, across = (Flow("x", 1e9, 0, span).seconds(rates) for span in (8, 9))
+    assert within == pytest.approx(1e9 / (450e9 * 0.7))
+    assert across == pytest.approx(1e9 / (50e9 * 0.7))
+    assert rates_of("H100", memory_gib=80).gpu.memory_gib == 80
+
+
+def test_seconds_follow_from_rates(shapes):
+    shape, rates = shapes["qwen3-8b"], rates_of("H100")
+    run = _run(shape)
+    axes = Axes("split", 8, 4)
+    own = step_seconds(run, axes, rates=rates, tokens=16384, slots=256)
+    faster = replace(rates, gpu=replace(rates.gpu, memory_bytes_per_s=1e15))
+    decoded = step_seconds(run, axes, rates=faster, tokens=16384, slots=256)
+    assert decoded.generate < own.generate and "reading weights" in own.limits["generate"]
+    # 6 * parameters * tokens and a third more for recomputation; attention comes on top.
+    floor = 8 * (shape.active_numel - shape.vocab * shape.hidden) * run.tokens / 4 / rates.flops
+    assert floor < own.update < 1.35 * floor
+    ahead = replace(run, cfg=replace(run.cfg, lag=1))
+    beside = step_seconds(ahead, axes, rates=rates, tokens=16384, slots=256)
+    assert own.step == pytest.approx(own.generate + own.update + own.push)
+    assert beside.step == pytest.approx(max(own.generate, own.update) + own.push)
+
+
+# --------------------------------------------------------------------------- search
+
+
+def test_every_layout_of_the_search_is_one_that_the_config_takes(shapes):
+    from spmdrl.check.settings import validate
+
+    for name in ("qwen3-8b", "qwen3-30b-a3b"):
+        found = list(layouts(_run(shapes[name]), gpus=16, gpus_per_node=8))
+        assert len(set(found)) == len(found) > 20
+        assert {a.placement for a in found} == {"split", "colocated"}
+        for axes in found:
+            sizes = vars(axes) | {"trainer_ranks": axes.trainers}
+            sizes.pop("trainers")
+            layout = replace(Config().layout, **sizes)
+            problems = validate(replace(Config(), layout=layout))
+            assert not [p for p in problems if p.startswith("layout")], (axes, problems)
+    assert any(a.ep > a.fsdp > 1 for a in found), "experts are dealt out to tp ranks too"
+
+
+def test_the_best_layout_fits_and_none_that_fits_is_faster(shapes):
+    run, rates = _run(shapes["qwen3-8b"]), rates_of("H100")
+    run = replace(run, cfg=replace(run.cfg, lag=1))
+    best, nearest = best_plans(run, gpus=8, rates=rates)
+    assert best and all(not p.problems and p.rank_bytes <= p.room for p in best)
+    assert nearest is not None and nearest.problems
+    for trainers in (2, 4, 6):
+        plan = make_plan(run, Axes("split", 8, trainers), rates=rates)
+        assert plan.problems or plan.seconds.step >= best[0].seconds.step - 0.01
+
+
+def test_the_page_shows_what_the_commands_print():
+    found = examples((ROOT / "docs" / "planning.md").read_text())
+    assert len(found) == 6
+    for command, shown in (found[0], found[-1]):
+        assert output(command) == shown, "run `python -m spmdrl plan_examples docs/planning.md`"

@@ -1,0 +1,148 @@
+"""A model's rows are proved at start, and what is wrong with them is told apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from spmdrl.model.attention.mask_patterns import MaskPattern
+from spmdrl.model.load import load_whole_model
+from spmdrl.train import packing_check
+from spmdrl.train.packing_check import _plain_gaps, check_packing, lengths_of
+from tests.helpers.built import made, small_model, training
+from tests.helpers.ranks import run_ranks
+
+
+def _mean_so_far(states: Tensor) -> Tensor:
+    return 20 * states.cumsum(1) / torch.arange(1, states.shape[1] + 1)[None, :, None]
+
+
+def _place_in_row(states: Tensor) -> Tensor:
+    """A direction by a token's place in the row, as learned positions would be."""
+    places = torch.arange(states.shape[1])[:, None] * torch.arange(1, states.shape[2] + 1)
+    return torch.sin(places / 7)[None]
+
+
+@contextmanager
+def _plus(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Have the first block add something to its output."""
+    block = next(m for m in model.hf_model.modules() if isinstance(m, nn.ModuleList))[0]
+    hook = block.register_forward_hook(
+        lambda module, args, output: output + change(output).to(output)
+    )
+    yield
+    hook.remove()
+
+
+def _narrow(hf_model: nn.Module) -> Any:
+    found = enable_packing_there(hf_model)
+    for name in found.mask_patterns:
+        hf_model.get_submodule(name).mask_pattern = MaskPattern(window=2)
+    return found
+
+
+enable_packing_there = packing_check.enable_packing
+
+
+def _with_another_head(*args: Any, **options: Any) -> Any:
+    """Load a model as a loader would that took the embedding for a head of its own."""
+    hf_model = load_whole_model(*args, **options)
+    with torch.no_grad():
+        hf_model.get_output_embeddings().weight.mul_(1.5)
+    return hf_model
+
+
+def _said(path: str) -> dict[str, Any]:
+    """Return what the check finds of a model as it is, and what it says of one that is changed."""
+    cfg = made(
+        model=dict(path=path, compute_dtype="float32"),
+        data=dict(train="task:addition", size=10, max_prompt_tokens=24),
+        sampling=dict(max_response_tokens=24),
+        layout=dict(world_size=1, trainer_ranks=1, device="cpu", placement="colocated"),
+        batch=dict(tokens_per_microbatch=64),
+    )
+    with training(cfg) as (world, trainer):
+        model = trainer.policy.model
+        found: dict[str, Any] = {"right": check_packing(model, cfg, world)}
+        changes = {
+            "leak": _plus(model, _mean_so_far),
+            "row": _plus(model, _place_in_row),
+            "narrow": mock.patch.object(packing_check, "enable_packing", _narrow),
+            "loaded": mock.patch.object(packing_check, "load_whole_model", _with_another_head),
+        }
+        for name, change in changes.items():
+            with change, pytest.raises(RuntimeError) as error:
+                check_packing(model, cfg, world)
+            found[name] = str(error.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def said(tiny_model: Path) -> dict[str, Any]:
+    return run_ranks(1, _said, str(tiny_model))[0]
+
+
+def test_rows_that_are_right_are_told_by_numbers(said):
+    found = said["right"]
+    names = ("leak", "packed_gap", "plain_gap", "loaded_gap")
+    assert found.keys() == {f"proof/{name}" for name in names}
+    assert found["proof/loaded_gap"][0] < 1e-6
+    assert found["proof/leak"] == (0.0, 1.0)
+    assert 0 <= found["proof/packed_gap"][0] < 1e-5 and found["proof/plain_gap"][0] < 1e-5
+
+
+def test_what_is_wrong_is_told_apart(said):
+    assert "other tokens in one sequence change another's logprobs, by" in said["leak"]
+    assert "rows of several sequences and of one differ in logprobs, by" in said["row"]
+    assert "disagree with transformers' own forward pass" in said["narrow"]
+    assert "not those that transformers' own from_pretrained loads" in said["loaded"]
+    assert not any("limit" in said[name] for name in ("leak", "row", "narrow"))
+
+
+def test_lengths_are_those_that_a_run_may_see():
+    assert lengths_of(48) == [48, 24, 12, 6, 3, 2]
+    assert lengths_of(2) == [2]
+    assert lengths_of(10**5)[:3] == [100000, 50000, 25000] and len(lengths_of(10**5)) == 8
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "qwen3_moe"])
+def test_plain_transformers_caps_logits_and_loads_the_same_weights(architecture, tmp_path):
+    folder = small_model(tmp_path / "m", architecture=architecture, initializer_std=0.5)
+    cfg = made(
+        model=dict(path=str(folder), compute_dtype="float32"),
+        data=dict(max_prompt_tokens=48),
+        sampling=dict(max_response_tokens=16),
+    )
+    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    found = _plain_gaps(cfg, world)
+    assert found["proof/loaded_gap"][0] < 1e-6 and found["proof/plain_gap"][0] < 1e-5
+
+
+def test_a_folder_that_transformers_cannot_load_is_not_compared_and_the_log_says_what_it_means(
+    tmp_path, caplog
+):
+    folder = small_model(tmp_path / "m", architecture="qwen3_moe", initializer_std=0.5)
+    names = load_file(folder / "model.safetensors").keys()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    places = dict.fromkeys(names, "model-00001-of-00001.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))  # without `metadata`
+    cfg = made(
+        model=dict(path=str(folder), compute_dtype="float32"),
+        data=dict(max_prompt_tokens=48),
+        sampling=dict(max_response_tokens=16),
+    )
+    world: Any = SimpleNamespace(device=torch.device("cpu"))
+    assert _plain_gaps(cfg, world).keys() == {"proof/plain_gap"}
+    (said,) = [r.getMessage() for r in caplog.records if "from_pretrained" in r.getMessage()]
+    assert "KeyError: 'metadata'" in said and "is not checked. The run goes on" in said
