@@ -1,5 +1,7 @@
-"""The error of our own checks, and how those of the user's code are told. Imports nothing of ours,
-so that every room can raise it."""
+"""The errors of our own checks, and how errors of the user's code are shown.
+
+It imports nothing of ours, so that every room can use it.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +23,28 @@ _LIBRARIES = tuple(
 
 
 RAISED = (Exception, SystemExit)
-"""What code of the user's may raise: a sys.exit there is an error too, or a run would end as if it
-had done its work."""
+"""What the user's code may raise. A sys.exit there is an error too: else a run would end as if it
+were done."""
 
 
-# Control characters but line feed and tab, separators of lines, what changes the direction of text,
-# and halves of characters, which no stream takes.
+# Control characters except line feed and tab, line separators, marks that change the direction of
+# text, and surrogates, which no stream can encode.
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 
 
 def printable(text: object) -> str:
-    """Return text that cannot steer a terminal: control characters are shown, as `\\x1b`.
+    """Return text that cannot control a terminal: control characters become text, `\\x1b`.
 
-    Line feeds and tabs stay. What is printed or logged to a console goes through this where it may
-    hold text of others: of a model, a file, a template or a reward.
+    Line feeds and tabs stay. Use it for console output that may hold text of others: of a model, a
+    file, a template or a reward.
     """
     return _STEERING.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
 def say(text: object, *, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
-    """Print text that may be of others, see `printable`."""
+    """Print text that may come from others, see `printable`."""
     print(printable(text), file=file, end=end, flush=flush)
 
 
@@ -91,8 +93,10 @@ def error_text(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an error's message as text that can be written anywhere; of a class of the user's,
-    making it may fail."""
+    """Return an error's message as text that every stream can encode.
+
+    The user's own error class may fail to make its message.
+    """
     try:
         return str(error).encode(errors="backslashreplace").decode()
     except Exception as failure:
@@ -100,15 +104,14 @@ def message_of(error: BaseException) -> str:
 
 
 def with_line(error: BaseException) -> str:
-    """Return `KeyError: 'x' (mine.py:12, in score)`, without a place where no code of the user's
-    was called."""
+    """Return `KeyError: 'x' (mine.py:12, in score)`; without a place if no code of the user ran."""
     place = users_line(error)
     return f"{type(error).__name__}: {message_of(error)}" + (f" ({place})" if place else "")
 
 
 def users_line(error: BaseException) -> str:
-    """Return `file:line, in function` of the last line of the user's own that an error passed;
-    empty where there is none."""
+    """Return `file:line, in function` of the last line of the user's code that an error passed;
+    empty if there is none."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}" if error.filename else ""
     frames = traceback.extract_tb(error.__traceback__)
@@ -117,7 +120,7 @@ def users_line(error: BaseException) -> str:
 
 
 def place_of(function: Callable[..., Any]) -> str:
-    """Return ` (FILE:LINE)` of a function of the user's own; empty for one of this package's."""
+    """Return ` (FILE:LINE)` of a function of the user; empty for one of this package."""
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(inspect.unwrap(function), "__code__", None)
@@ -127,13 +130,13 @@ def place_of(function: Callable[..., Any]) -> str:
 
 
 def users_place(thread: int | None = None) -> str:
-    """Return `file:line, in function` of the user's innermost line that a thread is in; empty
-    where it is in none.
+    """Return `file:line, in function` of the innermost line of the user's code that a thread is in;
+    empty if there is none.
 
     Args:
-        thread: its identity; None is this one.
+        thread: identity of the thread; None is this one.
     """
-    # Not traceback.extract_stack, which reads sources: waits ask for it.
+    # Not traceback.extract_stack, which reads source files: every wait calls this.
     frame = sys._current_frames().get(thread or threading.get_ident())
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -143,28 +146,32 @@ def users_place(thread: int | None = None) -> str:
 
 
 def users_traceback(error: BaseException) -> str:
-    """Return the traceback of an error from where the user's code was called last, without what
-    called it; the whole one where no code of the user's was called."""
-    told: traceback.TracebackException | None = traceback.TracebackException.from_exception(error)
-    assert told is not None
-    text = told
+    """Return an error's traceback from the last call of the user's code on, without its callers.
+
+    It is the whole traceback if no code of the user was called.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    part: traceback.TracebackException | None = shown
     seen = set()
-    while told is not None and id(told) not in seen:
-        seen.add(id(told))
-        begin = _begin(told.stack)
-        told.stack = traceback.StackSummary.from_list(list(told.stack)[begin:])
-        told = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
-    return "".join(text.format())
+    while part is not None and id(part) not in seen:
+        seen.add(id(part))
+        begin = _begin(part.stack)
+        part.stack = traceback.StackSummary.from_list(list(part.stack)[begin:])
+        cause = part.__cause__
+        if cause is None and not part.__suppress_context__:
+            cause = part.__context__
+        part = cause
+    return "".join(shown.format())
 
 
 def _is_called_back(error: BaseException) -> bool:
-    """Whether code of ours called code of the user's in which this error came up."""
+    """Return whether our code called the user's code that raised this error."""
     return _begin(traceback.extract_tb(error.__traceback__)) > 0
 
 
 def _begin(frames: traceback.StackSummary) -> int:
-    """Return the index of the first of the user's frames behind the last of ours that is above
-    one of theirs; 0 where there is none."""
+    """Return the index of the user's first frame after the last of our frames that called the
+    user's code; 0 if our code called none."""
     theirs = [i for i, frame in enumerate(frames) if _is_users(frame.filename)]
     if not theirs:
         return 0

@@ -1,4 +1,4 @@
-"""Held-out evaluation: sample the problems of data.eval with the weights of now, and write it down.
+"""Held-out evaluation: sample the problems of data.eval with the present weights.
 
 `python -m spmdrl evaluate` does the same with a model, a run or a checkpoint by itself.
 """
@@ -43,7 +43,7 @@ from spmdrl.world.world import World
 
 @dataclass(frozen=True)
 class Result:
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
     step: int
     """Steps that the checkpoint was trained; 0 for a model folder."""
@@ -51,7 +51,7 @@ class Result:
 
 
 class ModelScorer(Protocol):
-    """What scores with a run's reward models: its trainer, or a NullTrainer."""
+    """Scores with a run's reward models: its trainer, or a NullTrainer."""
 
     world: World
 
@@ -60,12 +60,14 @@ class ModelScorer(Protocol):
 
 
 def evaluate(source: Source, engine: EngineProtocol, trainer: ModelScorer, *, step: int) -> Sums:
-    """Sample the held-out prompts with the current weights when `step` is due.
+    """Sample the held-out prompts with the present weights, if an evaluation is due.
 
-    Due are multiples of evaluate.every_steps and the last step. Every rank calls it; engine
-    replicas share the prompts. Rank 0 writes output_dir/evaluations/evaluation_STEP.json and .txt.
+    It is due at multiples of evaluate.every_steps and at the last step. Every rank calls it, and
+    the engine replicas share the prompts.
 
-    Returns: eval/ sums over all replicas, equal on every rank; empty when not due.
+    Rank 0 writes output_dir/evaluations/evaluation_STEP.json and .txt.
+
+    Returns: eval/ sums over all replicas, equal on every rank; empty if none is due.
     """
     world = trainer.world
     cfg = trainer.world.cfg
@@ -89,10 +91,10 @@ def sample(
     step: int,
     trainer: ModelScorer | None = None,
 ) -> list[ProblemOutcome]:
-    """Sample and reward the held-out prompts; return what all came to, in order, on every rank.
+    """Sample and reward the held-out prompts; return the outcome of each, in order, on every rank.
 
     Args:
-        trainer: scores with the reward models among rewards.functions; None leaves them out.
+        trainer: scores with the reward models of rewards.functions; None leaves them out.
     Raises: Refusal, on all ranks, for a model's score that is not finite under on_failure=fail.
     """
     with world.watch.phase("evaluate", step):
@@ -110,35 +112,42 @@ def sample(
 def _with_scores(
     samples: Sequence[FinishedEpisode], *, trainer: ModelScorer, world: World, step: int
 ) -> list[FinishedEpisode]:
-    """Return this rank's samples with what reward models say of them in their rewards. Every rank
-    calls it: samples go to the trainers as those of a step do, and scores come back to all."""
+    """Return this rank's samples, with the scores of reward models added to their rewards.
+
+    Every rank calls it. Samples are sent to the trainers as those of a step are, and the scores are
+    sent to all ranks.
+    """
     rewards = world.cfg.rewards
-    # All count here, also those whose function failed: what is valid is for the outcomes to say.
-    # Each travels as a group of its own: groups of training, which may have to stay together, may
-    # be smaller.
+    # Samples whose reward function failed are sent too; the outcomes leave them out later. Each
+    # sample is a group of its own, since a group of the evaluation may be larger than one of
+    # training, which may have to stay together.
     most = world.cfg.evaluate.samples
     blank = [
         replace(s, slot=s.slot * most + s.sample, reward=RewardResult(s.reward.key, 0.0))
         for s in samples
     ]
     batch = exchange_rollouts(pack(blank, sums={}, num_shown=0), world, step=step)
-    found = trainer.scores(batch, step=step, split="eval")
-    teller = world.trainer_ranks[0]
-    mine = {i: score.tolist() for i, score in found.items()} if world.rank == teller else {}
+    scores_of_model = trainer.scores(batch, step=step, split="eval")
+    sender = world.trainer_ranks[0]
+    own = {}
+    if world.rank == sender:
+        own = {i: scores.tolist() for i, scores in scores_of_model.items()}
     with world.watch.wait("gather evaluation", step):
-        told = gather_objects(mine, group=world.control)[teller]
+        gathered = gather_objects(own, group=world.control)[sender]
     names = part_names(rewards.functions)
     weights = rewards.weights or (1.0,) * len(names)
     pairs = [divmod(group, most) for group in batch.scalars.group_ids.tolist()]
-    scores = {pair: {i: score[row] for i, score in told.items()} for row, pair in enumerate(pairs)}
-    for (slot, number), own in scores.items():
-        bad = [i for i, score in own.items() if not math.isfinite(score)]
+    scores = {}
+    for row, pair in enumerate(pairs):
+        scores[pair] = {i: values[row] for i, values in gathered.items()}
+    for (slot, number), of_sample in scores.items():
+        bad = [i for i, score in of_sample.items() if not math.isfinite(score)]
         if bad and rewards.on_failure == "fail":
             raise Refusal(
                 f"evaluation after {step} steps: {rewards.functions[bad[0]]} of rewards.functions "
-                f"gave {own[bad[0]]} for sample {number} of held-out problem {slot}; a sequence "
-                "may be too long for it, or its weights or model.compute_dtype are wrong. Mend it, "
-                "or set rewards.on_failure=drop to leave such samples out"
+                f"gave {of_sample[bad[0]]} for sample {number} of held-out problem {slot}; a "
+                "sequence may be too long for it, or its weights or model.compute_dtype are wrong. "
+                "Mend it, or set rewards.on_failure=drop to leave such samples out"
             )
     return [
         replace(s, reward=_added(s.reward, scores[s.slot, s.sample], names=names, weights=weights))
@@ -153,7 +162,7 @@ def _added(
     names: Sequence[str],
     weights: Sequence[float],
 ) -> RewardResult:
-    """Return a reward with what models say; failed where one of them gave no number."""
+    """Return a reward with the scores of models added; failed if one of them is not finite."""
     if reward.value is None:
         return reward
     if not all(map(math.isfinite, scores.values())):
@@ -219,7 +228,7 @@ def _notes(outcomes: Sequence[ProblemOutcome], *, samples: int, right_at: float)
 
 
 def content(cfg: Config, result: Result, *, model: str, right_at: float = RIGHT_AT) -> dict:
-    """Return all that was found as plain values for JSON."""
+    """Return the result as JSON data."""
     samples = cfg.evaluate.samples
     outcomes = result.outcomes
 
@@ -253,10 +262,10 @@ def write(
     right_at: float = RIGHT_AT,
     within: Path | None = None,
 ) -> list[Path]:
-    """Write what was found as JSON to `path`, and the table beside it, as .txt.
+    """Write the result as JSON to `path`, and its table to the same name with .txt.
 
     Args:
-        within: the output_dir that `path` is below, see `open_file`.
+        within: the output_dir above `path`, see `open_file`.
     Raises: OSError.
     """
     within = within or path.parent

@@ -1,4 +1,4 @@
-"""Find what a config names in the user's files, reward functions, environments, tools; run it."""
+"""Import and run what a config names in the user's files: rewards, environments, tools."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ _CHILD = "from spmdrl.imports import answer; answer()"
 def import_object(
     spec: str, *, kind: str, field: str = "", known: Mapping[str, str] | None = None
 ) -> Callable[..., Any]:
-    """Return what a short name, `module:NAME` or `path/file.py:NAME` stands for.
+    """Return the object that a short name, `module:NAME` or `path/file.py:NAME` stands for.
 
     Args:
-        kind: what NAME is, for messages: `Class`, `function`.
-        field: where it was given, for messages.
+        kind: what NAME should be, for messages: `Class`, `function`.
+        field: of the config that names it, for messages.
         known: {short name: `module:NAME`}.
     Raises: Refusal when it does not exist, or importing it fails.
     """
@@ -83,8 +83,8 @@ def import_object(
 
 
 def _import_module(place: str) -> ModuleType:
-    """Import a module; from the current folder only what is nowhere else, since that folder may be
-    somebody else's, and then no module of ours or of Python may come from it.
+    """Import a module. The current folder is searched last: it may be somebody else's, and must not
+    replace a module of ours or of Python.
 
     Raises: ImportError; whatever the module raises.
     """
@@ -98,8 +98,8 @@ def _import_module(place: str) -> ModuleType:
 
 
 def _suggestion(spec: str) -> str:
-    """Return `; did you mean X?` where a file is named without what is in it, or with a dot before
-    that; empty else."""
+    """Return `; did you mean X?` if only a file is named, or a dot stands for the colon; else an
+    empty text."""
     file = Path(spec).expanduser()
     if file.suffix == ".py" and file.is_file():
         tree, _ = attempt(lambda: ast.parse(file.read_text()), (SyntaxError, ValueError))
@@ -141,8 +141,8 @@ def import_file(place: str) -> ModuleType:
 def construct(make: Callable[..., Any], options: Mapping[str, Any], *, field: str) -> Any:
     """Call a class or function with keyword options.
 
-    Raises: Refusal naming the nearest option for one that it has not, one that is missing,
-        or what its constructor refuses.
+    Raises: Refusal for an unknown option, with the nearest known one; for a missing option; or for
+        an error of the constructor.
     """
     parameters = parameters_of(make)
     kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -175,12 +175,12 @@ def refusing(
     names_kind: bool = False,
     passes_refusals: bool = False,
 ) -> Iterator[None]:
-    """Turn errors of these kinds into one of `kind` that says first what cannot be used, and last
-    what to do.
+    """Turn errors of these kinds into one of `kind`, with `what` before its message and `hint`
+    after it.
 
     Args:
-        names_kind: say which kind it was, and at which line of the user's code: of what runs that.
-        passes_refusals: a Refusal says all of it itself.
+        names_kind: add the error's class and the line of the user's code.
+        passes_refusals: raise a Refusal as it is.
     """
     try:
         yield
@@ -194,39 +194,41 @@ def refusing(
 def in_child(
     function: Callable[..., Any], *given: Any, what: str, timeout_s: float, **options: Any
 ) -> tuple[Any, str]:
-    """Return what a function returns, and why it returned nothing; empty where it did.
+    """Run a function in a process of its own; return its result, and why there is none (or "").
 
-    It runs in a process of its own: what a user wrote may end, hang or crash it, and take memory,
-    threads and devices that a rank must not share.
+    A user's code may exit, hang or crash, and take memory, threads and devices that a rank must not
+    share.
 
     Args:
-        function: of a module; it returns plain data as JSON has it.
-        given, options: what can be pickled, as rows of data can.
-        what: is done there, for messages: `rewards.functions: importing f.py:f`.
+        function: of a module. It returns JSON data.
+        given, options: its arguments, which can be pickled.
+        what: the work, for messages: `rewards.functions: importing f.py:f`.
     """
     place = f"{function.__module__}:{function.__qualname__}"
     timeout_s = max(0.0, timeout_s)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # Files, not pipes: a process that it leaves behind may hold a pipe open.
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as told:
-        asked.write(pickle.dumps((place, what, given, options)))
-        asked.seek(0)
+    # Files, not pipes: a grandchild that lives on may hold a pipe open.
+    with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as reply:
+        request.write(pickle.dumps((place, what, given, options)))
+        request.seek(0)
         try:
-            # By -P nothing is imported from the current folder, which may be somebody else's.
+            # With -P nothing is imported from the current folder, which may be somebody else's.
             command = [sys.executable, "-P", "-c", _CHILD]
-            done = subprocess.run(command, stdin=asked, stdout=told, env=env, timeout=timeout_s)
+            done = subprocess.run(command, stdin=request, stdout=reply, env=env, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             return None, f"{what} took longer than {timeout_s:.3g} s (see layout.startup_timeout_s)"
-        told.seek(0)
-        found, reason = parsed_json(told.read().decode())
+        reply.seek(0)
+        found, reason = parsed_json(reply.read().decode())
     if reason:
         return None, f"{what} ended its process, with status {done.returncode}"
     return tuple(found)
 
 
 def answer() -> None:
-    """Answer `in_child` on what was the standard output; what the user's code prints goes to the
-    standard error."""
+    """The child of `in_child`: write the result to the original standard output.
+
+    What the user's code prints goes to the standard error.
+    """
     out = os.dup(1)
     os.dup2(2, 1)
     place, what, given, options = pickle.load(sys.stdin.buffer)  # of the process that began this
@@ -236,11 +238,11 @@ def answer() -> None:
     if error:
         problem = str(error) if isinstance(error, Refusal) else f"{what}: {with_line(error)}"
     os.write(out, json.dumps([found, problem]).encode())
-    os._exit(0)  # whatever threads they have begun
+    os._exit(0)  # do not wait for threads of the user's code
 
 
 def parsed_json(text: str) -> tuple[Any, str]:
-    """Return what a JSON text holds, and why it holds nothing; empty where it does."""
+    """Return the value of a JSON text and ""; or None and why it is no JSON."""
     try:
         return json.loads(text), ""
     except (ValueError, RecursionError) as error:
@@ -250,7 +252,7 @@ def parsed_json(text: str) -> tuple[Any, str]:
 def attempt(
     work: Callable[[], T], kinds: type[BaseException] | tuple[type[BaseException], ...] = Refusal
 ) -> tuple[T, None] | tuple[None, BaseException]:
-    """Return what `work` returns and None; or None and what it raises, an error of these kinds."""
+    """Return the result of `work` and None; or None and its error, if it is of these kinds."""
     try:
         return work(), None
     except kinds as error:
@@ -294,7 +296,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def missing_folder(path: str) -> str:
-    """Return what is wrong with the name of a model's folder that is none, for messages."""
+    """Return why the name of a model's folder is wrong, for messages."""
     own = Path(path).expanduser()
     if own.is_file():
         return f"{path!r} is a file; name the folder that holds it, {str(own.parent)!r}"
@@ -302,7 +304,7 @@ def missing_folder(path: str) -> str:
 
 
 def near_file(path: Path) -> str:
-    """Return `; did you mean X?` of what lies beside a path; empty where nothing is near."""
+    """Return `; did you mean X?` with a similar name in the same folder; empty if there is none."""
     if not path.parent.is_dir():
         return ""
     names = [beside.name for beside in path.parent.iterdir()]
@@ -311,11 +313,11 @@ def near_file(path: Path) -> str:
 
 
 def is_missing_folder(path: str) -> bool:
-    """Return whether a model's name can only be a folder, and there is none.
+    """Return whether a model's name can only be a folder, and that folder does not exist.
 
     A hub name is `owner/name`, so `runs/mine` is a folder where `runs` is one.
     """
-    # os.path's: Path's raise for names that are too long, and for the home of nobody.
+    # os.path, since Path raises for names that are too long and for unknown homes.
     if not path or os.path.isdir(os.path.expanduser(path)):
         return False
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or path.endswith("/")
@@ -323,7 +325,7 @@ def is_missing_folder(path: str) -> bool:
 
 
 def is_same_file(one: str, other: str) -> bool:
-    """Return whether two paths lead to one file or folder that exists."""
+    """Return whether two paths lead to the same existing file or folder."""
     try:
         return os.path.samefile(os.path.expanduser(one), os.path.expanduser(other))
     except OSError:
@@ -336,10 +338,10 @@ def divisors(number: int) -> str:
 
 
 def parameters_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a callable by name; none where it tells nothing."""
+    """Return the parameters of a callable by name; empty if it does not tell them."""
     try:
         return inspect.signature(make).parameters
-    except (TypeError, ValueError):  # some callables written in C tell nothing
+    except (TypeError, ValueError):  # some callables written in C
         return {}
 
 
@@ -348,7 +350,7 @@ def _name_of(make: Callable[..., Any]) -> str:
 
 
 def ran(result: Any) -> Any:
-    """Return a result, awaited in an event loop of its own if it asks for that."""
+    """Return a result. An awaitable is awaited in an event loop of its own."""
     if not inspect.isawaitable(result):
         return result
     import asyncio

@@ -1,6 +1,6 @@
-"""The trainer of this rank: the real one on trainer ranks, elsewhere one that does nothing.
+"""The trainer of this rank: a Trainer on trainer ranks, a NullTrainer on the others.
 
-A rank that does not train loads nothing of spmdrl.train.
+A rank that does not train imports nothing of spmdrl.train.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class NullTrainer:
     """The trainer on a rank that does not train, so that every rank runs the same loop.
 
-    Its methods do nothing, but take part in what all ranks do together.
+    Its methods do nothing but take part in collectives of all ranks.
 
     Args:
-        weights: names of what trainers send.
+        weights: names of the tensors that trainers send.
     """
 
     def __init__(self, world: World, *, weights: SentWeights):
@@ -47,7 +47,7 @@ class NullTrainer:
         """Do nothing."""
 
     def annotate(self, batch: Batch, *, step: int) -> Batch:
-        """Return the batch as it is."""
+        """Return the batch unchanged."""
         return batch
 
 

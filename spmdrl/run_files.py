@@ -1,7 +1,7 @@
-"""Reading files that a run left, which somebody else may have written.
+"""Reading files of a run, which somebody else may have written.
 
-Only regular files are opened, each kind up to a size; JSON is read up to a depth and a number of
-values, with numbers that fit into 64 bits. Imports nothing of ours but `errors`.
+Only regular files are opened, each kind up to a size. JSON is read up to a depth and a number of
+values, with numbers that fit into 64 bits. It imports nothing of ours but `errors`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST_INTEGER = 2**63
 
 @dataclass(frozen=True)
 class Kind:
-    """What a file is, and how large it may be."""
+    """A kind of file, and how large it may be."""
 
     name: str
     """For messages: `a config`."""
@@ -50,14 +50,14 @@ DECISIONS = Kind("decisions", 4 * 1024 * _MIB, most_line_bytes=16 * _MIB)
 
 
 class NotJson(Refusal):
-    """A text is no JSON; it may have been cut off."""
+    """A text that is no JSON. It may have been cut off."""
 
 
 def opened(path: str | Path, kind: Kind) -> BufferedReader:
     """Open a regular file for reading; a link to one is followed.
 
-    Raises: OSError where it cannot be opened; Refusal for a folder, pipe, socket or device, which
-        may have no end, and for a file that is larger than its kind may be.
+    Raises: OSError if it cannot be opened; Refusal for a folder, pipe, socket or device, which may
+        have no end, and for a file that is too large for its kind.
     """
     # A pipe that nobody writes to would block the call that opens it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -94,7 +94,7 @@ def _too_large(path: str | Path, kind: Kind, *, size: int) -> Refusal:
 
 
 def read_bytes(path: str | Path, kind: Kind) -> bytes:
-    """Return what a file holds. Raises: as `opened`."""
+    """Return the bytes of a file. Raises: as `opened`."""
     with opened(path, kind) as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(size)
@@ -102,8 +102,8 @@ def read_bytes(path: str | Path, kind: Kind) -> bytes:
 
 
 def read_text(path: str | Path, kind: Kind) -> str:
-    """Return what a file of UTF-8 text holds, with a mark in place of bytes that are none. Raises:
-    as `opened`."""
+    """Return the text of a UTF-8 file; a mark replaces bytes that are no UTF-8. Raises: as
+    `opened`."""
     return read_bytes(path, kind).decode(errors="replace")
 
 
@@ -179,7 +179,7 @@ def _number(text: str) -> float:
 
 
 def _field_beyond_range(text: str) -> str:
-    """Return the name of the first value in a JSON text that does not fit into 64 bits."""
+    """Return the key of the first value in a JSON text that does not fit into 64 bits."""
     found: list[str] = []
 
     def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The files of a run's folder: written, renamed and removed here alone, and never through a link.
+"""The files of a run's folder are written, renamed and removed here, and never through a link.
 
-A folder may come from somebody else, and a link in it may name anything that its reader owns. The
-folder that a person names may itself be a link; what lies below it may not. A file with a second
-name (a hard link) is not written in place either: the other name may be anywhere.
+A folder may come from somebody else, and a link in it may lead to any file of the user. The folder
+that the user names may be a link, but nothing below it. A file with a second name (a hard link) is
+not written in place either, since the other name may be anywhere.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ FOLDERS = (
     "skipped",
     "skipped_value",
 )
-"""What runs write below output_dir."""
+"""Folders that runs write below output_dir."""
 _WRITTEN_ONCE = ("checkpoints", "logs", "reference_logprobs", "rollouts")
-"""Folders whose files are never opened again for writing: these may have other names."""
+"""Folders whose files are never opened again for writing. These files may have other names."""
 _FLAGS = {
     "w": os.O_WRONLY | os.O_CREAT,
     "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
@@ -61,10 +61,10 @@ def open_file(path: Path, mode: str, *, within: Path | None = None, **options: A
     Args:
         path: of the file.
         mode: of `open`: w, x or a, perhaps with b.
-        within: the folder that a person named, above the file; nothing below it may be a link.
+        within: the folder that the user named, above the file; nothing below it may be a link.
             None: the folder that holds the file.
         options: of `open`: encoding, errors, buffering.
-    Raises: OSError, also for a link, for a file with a second name, and for what is no file.
+    Raises: OSError, also for a link, a file with a second name, and anything but a regular file.
     """
     folder = _opened(path.parent, within or path.parent)
     try:
@@ -74,7 +74,7 @@ def open_file(path: Path, mode: str, *, within: Path | None = None, **options: A
     except BaseException:
         os.close(folder)
         raise
-    # Without waiting for the reader of a pipe that took the file's place in between.
+    # O_NONBLOCK: a pipe may have taken the file's place meanwhile, and must not block.
     flags = _FLAGS[mode[0]] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         file = os.open(path.name, flags, 0o666, dir_fd=folder)
@@ -97,7 +97,7 @@ def write_file(path: Path, content: str | bytes, *, within: Path | None = None) 
 
 
 def replace_file(path: Path, content: str | bytes, *, within: Path | None = None) -> None:
-    """Write a file whole or not at all: under another name, which then becomes its own.
+    """Write a file completely or not at all: under another name first, then renamed.
 
     Raises: OSError.
     """
@@ -109,13 +109,13 @@ def replace_file(path: Path, content: str | bytes, *, within: Path | None = None
 
 
 def make_folder(path: Path, *, within: Path) -> None:
-    """Make a folder, and those above it, where they are missing. Raises: OSError."""
+    """Make a folder and its parents, if they are missing. Raises: OSError."""
     within.mkdir(parents=True, exist_ok=True)
     os.close(_opened(path, within, makes=True))
 
 
 def rename(old: Path, new: Path, *, within: Path | None = None) -> None:
-    """Give a file, folder or link another name, in place of what has that. Raises: OSError."""
+    """Rename a file, folder or link; it replaces what has the new name. Raises: OSError."""
     folder = _opened(old.parent, within or old.parent)
     try:
         target = _opened(new.parent, within or new.parent)
@@ -128,9 +128,9 @@ def rename(old: Path, new: Path, *, within: Path | None = None) -> None:
 
 
 def remove(path: Path, *, within: Path | None = None) -> None:
-    """Remove a folder with all in it, a file, or a link and not what it names.
+    """Remove a file, a folder with its content, or a link (not its target), if it exists.
 
-    Raises: OSError; not where there is none.
+    Raises: OSError.
     """
     try:
         folder = _opened(path.parent, within or path.parent)
@@ -149,8 +149,11 @@ def remove(path: Path, *, within: Path | None = None) -> None:
 
 
 def link_problems(folder: Path) -> list[str]:
-    """Return what a run would have to write or remove through a link, one line each; also files
-    with a second name, and what is neither file nor folder. Nothing is written."""
+    """Return the links in the folder through which a run would write or remove, one line each.
+
+    Files with a second name, and what is neither file nor folder, are problems too. Nothing is
+    written.
+    """
     advice = (
         "a run writes and removes nothing through links, since they may name anybody's files: "
         "remove it, or copy what it names there, or set another --output-dir"
@@ -179,11 +182,11 @@ def _problems(folder: Path) -> Iterator[str]:
 
 
 def _problems_below(folder: Path, top: str) -> Iterator[str]:
-    """Yield the problems of all in one of FOLDERS, `top`, or in a folder in it."""
+    """Yield the problems of a folder's content. `top` is the one of FOLDERS that holds it."""
     try:
         with os.scandir(folder) as entries:
             found = sorted(entries, key=lambda entry: entry.name)
-    except FileNotFoundError:  # another run's, which has removed it
+    except FileNotFoundError:  # another run has removed it
         return
     except OSError as error:
         yield f"{folder} cannot be looked at ({error})"
@@ -213,7 +216,7 @@ def _second_name(path: Path, found: os.stat_result) -> Iterator[str]:
 
 
 def _opened(folder: Path, within: Path, *, makes: bool = False) -> int:
-    """Open a folder in or below `within`, without following a link below that."""
+    """Open `within` or a folder below it; a link below it is not followed."""
     held = os.open(within, _FOLDER)
     path = within
     for part in folder.relative_to(within).parts:
@@ -249,7 +252,7 @@ def _check_file(path: Path, found: os.stat_result) -> None:
 def _kind(path: Path, found: os.stat_result) -> str:
     if stat.S_ISLNK(found.st_mode):
         target = ""
-        with contextlib.suppress(OSError):  # it went in between
+        with contextlib.suppress(OSError):  # it was removed meanwhile
             target = f" to {os.readlink(path)}"
         return f"a link{target}"
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFIFO: "a pipe"}

@@ -1,1 +1,1 @@
-"""What a person sees: metrics, console, tracker, log files, curves."""
+"""What a person sees of a run: metrics, console, tracker, log files, curves."""

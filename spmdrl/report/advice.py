@@ -1,4 +1,4 @@
-"""What a run's metrics say is going wrong, in words: nothing is learnt, or soon nothing will be."""
+"""Warnings from a run's metrics: nothing is learnt, or soon nothing will be."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from spmdrl.config import Config
 
 Values = Mapping[str, float]
 MIN_ENTROPY_FRAC = 0.05
-"""Of the entropy at the start of the run, below which it counts as collapsed."""
+"""Share of the entropy at the start of the run, below which it has collapsed."""
 MAX_TRUNCATED_FRAC = 0.5
-"""Of the responses; beyond it most are cut before their end."""
+"""Share of the responses; above it most are cut before their end."""
 MAX_GAP_GROWTH = 10.0
 MIN_GAP = 1e-3
-"""A gap between engine and trainer has grown when it is so many times the run's first, and is at
-least so many nats."""
+"""The gap between engine and trainer has grown if it is MAX_GAP_GROWTH times that of the run's
+begin and at least MIN_GAP nats."""
 _SAME = 1e-9
 
 
 class Advisor:
-    """Warns of what has lasted `report.warn_after` steps; once, and again after it had ended.
+    """Warns of a sign that lasts `report.warn_after` steps: once, and again if it ended meanwhile.
 
     Args:
         cfg: of the run.
@@ -36,14 +36,14 @@ class Advisor:
         self._has_corrected = False
 
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take up the metrics of earlier attempts: with what the run began."""
+        """Take the metrics of the run's first steps from earlier attempts."""
         self._first = [row for row in rows if "policy/loss" in row][: self._steps]
 
     def look(self, values: Values) -> list[str]:
-        """Count in one step's metrics and return what to warn of now.
+        """Take one step's metrics, and return the warnings that are due now.
 
         Args:
-            values: of one training step, by name. A metric that is not there shows nothing.
+            values: of one training step, by name. A missing metric is no sign.
         """
         if not self._steps:
             return []
@@ -52,7 +52,7 @@ class Advisor:
         if advice and not self._has_corrected:
             self._has_corrected = True
             found.append(advice)
-        # A critic's warm-up and a skipped update say nothing of the policy.
+        # Steps of a critic's warm-up and skipped updates do not describe the policy.
         if len(self._first) < self._steps and "policy/loss" in values:
             self._first.append(dict(values))
         return found
@@ -79,12 +79,12 @@ def _means(rows: Sequence[Values]) -> dict[str, float]:
 
 
 # --------------------------------------------------------------------------- the signs
-# Each is given a step's metrics, their means over the run's first steps, and the config. It returns
-# what is seen and the likeliest cause, for people; empty where a step does not show it.
+# Each function takes a step's metrics, the means over the run's first steps, and the config. It
+# returns the sign and its likeliest cause, for people; empty if the step does not show the sign.
 
 
 def _no_spread(values: Values, start: Values, cfg: Config) -> str:
-    # Pairs of dataset rows are no groups of rewards; those of distillation are measured alone.
+    # Pairs of dataset rows are no groups of rewards; distillation only measures rewards.
     objective = cfg.objective
     compares = (objective.samples and objective.trains_on_pairs) or (
         objective.has_advantages and needs_group(cfg.algorithm.advantage)
@@ -119,7 +119,7 @@ def _skipped(values: Values, start: Values, cfg: Config) -> str:
 
 
 def _no_gradient(values: Values, start: Values, cfg: Config) -> str:
-    # Where no group has a spread the other sign says why.
+    # Without a spread in any group, _no_spread gives the cause.
     if values.get("policy/grad_norm") != 0.0 or _no_spread(values, start, cfg):
         return ""
     seen = {
@@ -141,7 +141,7 @@ def _no_gradient(values: Values, start: Values, cfg: Config) -> str:
 def _collapsed(values: Values, start: Values, cfg: Config) -> str:
     entropy = values.get("policy/entropy")
     first = start.get("policy/entropy", 0.0)
-    # Where rows are fitted, low entropy is what comes of it.
+    # An objective that fits rows lowers the entropy on purpose.
     if entropy is None or not entropy < MIN_ENTROPY_FRAC * first or not cfg.objective.samples:
         return ""
     rewards = [f"{v['reward/mean']:.3f}" for v in (start, values) if "reward/mean" in v]

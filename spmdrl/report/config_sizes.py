@@ -1,4 +1,4 @@
-"""The arithmetic that follows from a config, as a run says it at its start."""
+"""Sizes that follow from a config, such as sequences per step, as a run prints them at start."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from spmdrl.world.axes import axes_of
 
 
 def config_sizes(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
-    """Return the arithmetic that follows from a config, as {name: text with its formula}.
+    """Return the sizes that follow from a config, as {name: text with the formula}.
 
     Args:
-        tokens: of a micro-batch, if the config leaves them open and they are known.
+        tokens: measured token budget of a micro-batch, if the config leaves it open; 0: unknown.
     """
     batch = cfg.batch
     axes = axes_of(cfg)
@@ -51,7 +51,12 @@ def _share(total: int, parts: int) -> str:
 
 
 def _microbatches(cfg: Config, tokens: int, *, found: int) -> str:
-    """Args: tokens: of a dp rank in one update, at most. found: of a micro-batch, 0 if unknown."""
+    """Return the number of micro-batches as text.
+
+    Args:
+        tokens: most tokens of a data-parallel rank in one update.
+        found: measured token budget of a micro-batch; 0: unknown.
+    """
     budget = cfg.batch.tokens_per_microbatch
     updates = cfg.batch.updates_per_step
     if not (budget or found):

@@ -1,6 +1,6 @@
 """The console of rank 0: a progress line with time left, a table, samples.
 
-Text is made by pure functions; `Console` only decides where it goes.
+Pure functions make the text; `Console` writes it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,7 @@ def duration(seconds: float | None) -> str:
 def sparkline(history: Sequence[float], *, width: int, blocks: str = _BLOCKS) -> str:
     """Draw a history in `width` characters, lowest value to highest, oldest first.
 
-    A history longer than `width` is cut into `width` stretches of equal length, each drawn by
-    its mean.
+    A longer history is cut into `width` parts of equal length, and each shows its mean.
     """
     count = min(width, len(history))
     if not count:
@@ -89,8 +88,8 @@ def progress_line(done: int, total: int, *, left_s: float | None, step_s: float 
 def time_left(step_seconds: Sequence[float], steps_left: int) -> float | None:
     """Return seconds until the end: steps left times the mean of the last 20 steps.
 
-    The first step of an attempt is left out once there are others: it holds compilation and
-    warm-up. None before any step.
+    The first step of an attempt, which includes compilation and warm-up, is left out once there
+    are others. None before any step.
     """
     known = list(step_seconds[1:] if len(step_seconds) > 1 else step_seconds)[-20:]
     return steps_left * sum(known) / len(known) if known else None
@@ -135,7 +134,7 @@ class Column(NamedTuple):
     width: int
     text: Callable[[Values], str]
     metric: str = ""
-    """The one it shows, where it is worth no column without a value."""
+    """The metric that it shows; without any value the column is left out."""
 
 
 def _shown(title: str, metric: str, width: int) -> Column:
@@ -145,12 +144,12 @@ def _shown(title: str, metric: str, width: int) -> Column:
 def table_columns(
     samples: bool, *, spark: Callable[[], str], has_ratio: bool = True
 ) -> list[Column]:
-    """Return the columns for an objective, the most useful first: `fitting` cuts them at the end.
+    """Return the columns for an objective, the most useful first; `fitting` cuts off the last.
 
     Args:
-        samples: rollouts; else it fits rows.
+        samples: whether the objective samples; else it fits rows.
         spark: draws the trend of the metric in the column before it.
-        has_ratio: whether the policy moves between sampling and loss: else nothing is clipped.
+        has_ratio: whether the policy moves between sampling and loss. Else nothing is clipped.
     """
     done = Column("done", 6, lambda values: f"{int(values['step']):>6}")
     left = Column("left", 6, lambda values: duration(values.get("left_s")).rjust(6))
@@ -190,12 +189,12 @@ def table_columns(
 
 
 def with_values(columns: Sequence[Column], seen: set[str]) -> list[Column]:
-    """Return the columns but those whose metric has had no value yet."""
+    """Return the columns without those whose metric has had no value yet."""
     return [c for c in columns if not c.metric or c.metric in seen]
 
 
 def fitting(columns: Sequence[Column], width: int) -> list[Column]:
-    """Return as many of the first columns as stand in a line of `width` characters."""
+    """Return as many of the first columns as fit into `width` characters."""
     fitted: list[Column] = []
     taken = -1  # the first has no space before it
     for column in columns:
@@ -232,7 +231,7 @@ class Console:
 
     @property
     def stream(self) -> TextIO:
-        """Where text goes; today's sys.stdout unless a stream was given."""
+        """The stream of text: the present sys.stdout, unless one was passed."""
         return self._stream or sys.stdout
 
     @property
@@ -242,7 +241,7 @@ class Console:
 
     @property
     def width(self) -> int:
-        """Characters of a line: a terminal's, where it has more than WIDTH."""
+        """Characters of a line: WIDTH, or that of a wider terminal."""
         if not self.is_live:
             return WIDTH
         return max(WIDTH, shutil.get_terminal_size().columns)
@@ -257,10 +256,10 @@ class Console:
             self._write(f"{self._erase()}{printable(text)}\n{self._live}")
 
     def table_row(self, columns: Sequence[Column], values: Values, *, every: int = 1) -> bool:
-        """Write a row, under a header where one is due; return whether one was.
+        """Write a row, with a header above it if one is due; return whether it was.
 
         Args:
-            values: of the steps since the row before.
+            values: means over the steps since the last row.
             every: steps between two rows.
         """
         is_due = self._rows % _HEADER_EVERY == 0
@@ -282,7 +281,7 @@ class Console:
         return is_due
 
     def progress(self, text: str) -> None:
-        """Replace the progress line; on a plain stream, nothing is written."""
+        """Replace the progress line of a terminal; do nothing on other streams."""
         if not self.is_live:
             return
         with self._lock:

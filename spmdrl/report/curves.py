@@ -1,4 +1,4 @@
-"""The curves of one or more runs in one chart: the usual metrics, or those that are named."""
+"""A chart of one or more runs: the usual metrics, or chosen ones."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ Rows = list[dict[str, Any]]
 
 
 def series(rows: Rows, name: str) -> tuple[list[int], list[float]]:
-    """Return (steps, values) of one metric; of several rows of a step the last one counts."""
+    """Return (steps, values) of one metric; the last of several rows of a step counts."""
     points = {row["step"]: row[name] for row in rows if isinstance(row.get(name), (int, float))}
     return sorted(points), [points[step] for step in sorted(points)]
 
 
 def smooth(values: list[float], *, window: int) -> list[float]:
-    """Return the mean of each value and the up to `window` - 1 before it."""
+    """Return the running mean over up to `window` values."""
     return [fmean(values[max(0, i - window) : i]) for i in range(1, len(values) + 1)]
 
 
 def metric_names(runs: dict[str, Rows]) -> list[str]:
-    """Return the metrics that have a number in any row, by name."""
+    """Return the names of the metrics that have a number in any row, sorted."""
     return sorted(
         {
             name
@@ -53,7 +53,7 @@ def metric_names(runs: dict[str, Rows]) -> list[str]:
 
 
 def _panels(known: list[str], metrics: Sequence[str]) -> list[Panel]:
-    """Return a panel for each of `metrics`; without any the usual ones, and the user's own."""
+    """Return a panel for each of `metrics`; without any, the usual ones and the user's own."""
     chosen = metrics or [name for name in known if name.startswith("my/")]
     own: list[Panel] = []
     for name in chosen:

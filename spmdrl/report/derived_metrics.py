@@ -1,4 +1,4 @@
-"""Metrics that follow from a step's other metrics: shares of its time, speed, memory."""
+"""Metrics that are computed from other metrics of a step: shares of its time, speed, memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from spmdrl.rollout.idle import trainer_wait
 from spmdrl.types import Sums
 
 WORK_PHASES = ("generate", "update", "push")
-"""Phases that are a step's work; the rest of its time is `perf/other_frac`. Generation that
-overlaps the update (split placement, lag above 0) counts as far as it is the longer one."""
+"""Phases that are a step's work; the rest of its time is `perf/other_frac`. If generation overlaps
+the update (split placement, lag above 0), the longer of the two counts."""
 BESIDE_PHASES = (
     "evaluate",
     "gather evaluation",
@@ -23,15 +23,15 @@ BESIDE_PHASES = (
     "write checkpoint",
     "checkpoint",
 )
-"""Phases between two steps: not part of a step's `perf/other_frac` and `perf/tokens_per_s`."""
+"""Phases between two steps, left out of `perf/other_frac` and `perf/tokens_per_s`."""
 
 
 def derived_sums(sums: Sums, cfg: Config, *, peak_flops: float | None) -> Sums:
-    """Return the metrics that follow from others, in a form that adds up over steps.
+    """Return the computed metrics, as sums that add up over steps.
 
     Args:
         sums: of one step, with its `time/...` and `perf/step_s`.
-        peak_flops: of one trainer's device, 1/s; None where it is not known.
+        peak_flops: of one trainer's device, 1/s; None if unknown.
     """
 
     def of(name: str) -> float:

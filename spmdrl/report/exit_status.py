@@ -1,4 +1,4 @@
-"""Whether a run took any update in all its steps, and the status that it ends with."""
+"""The exit status of a run: 0, or 3 if it took no update in all its steps."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from spmdrl.world.world import World
 log = logging.getLogger(__name__)
 
 NOTHING_LEARNT = 3
-"""Status of a run that went through all its steps and took no update."""
+"""Status of a run that did all its steps and took no update."""
 
 
 Row = Mapping[str, Any]
 
 
 def exit_status(cfg: Config, world: World, *, is_whole: bool = True) -> int:
-    """Say on rank 0 where nothing was learnt, and return the run's status. Ranks meet.
+    """Return the run's exit status on all ranks; on rank 0 log why, if nothing was learnt.
 
     Args:
-        is_whole: all steps are done; a run that is stopped earlier has 0, since it goes on.
+        is_whole: all steps are done. A run that stopped earlier returns 0, since it can resume.
     """
 
     def found() -> tuple[str, bool]:
@@ -44,10 +44,10 @@ def exit_status(cfg: Config, world: World, *, is_whole: bool = True) -> int:
 
 
 def nothing_learnt(rows: Sequence[Row]) -> str:
-    """Return why nothing was learnt in any step; empty where something was, or nothing was to be.
+    """Return why nothing was learnt in any step; empty if something was, or no step is an update.
 
     Args:
-        rows: the run's metrics, of all attempts.
+        rows: the run's metrics of all attempts.
     """
     steps = [row for row in rows if "policy/skipped_updates" in row]  # none in a critic's warm-up
     if not steps or any(_has_update(row) and row.get("policy/grad_norm") != 0 for row in steps):
@@ -78,7 +78,7 @@ def nothing_learnt(rows: Sequence[Row]) -> str:
 
 
 def _has_update(row: Row) -> bool:
-    """Whether a step took an update on some sample."""
+    """Return whether a step took an update on some sample."""
     is_skipped = (
         row.get("policy/grad_norm") is None and (row.get("policy/skipped_updates") or 0) > 0
     )

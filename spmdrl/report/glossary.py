@@ -1,6 +1,6 @@
-"""Every metric in one place: unit, estimator, denominator, meaning, and its name elsewhere.
+"""Every metric: unit, estimator, denominator, meaning, and its names in verl and TRL.
 
-They stand in `metrics.md` beside this file, a row each: the page for people is what is read here.
+They are read from `metrics.md` in this folder, which has a row for each.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ PAGE = Path(__file__).with_name("metrics.md")
 
 
 class Metric(NamedTuple):
-    """What one metric is."""
+    """The description of a metric."""
 
     unit: str
     estimator: str
-    """How one step's value is formed. `total` means a count or amount that adds up over ranks:
-    the value is the numerator alone."""
+    """How the value of a step is computed. `total` is a count or amount that adds up over ranks:
+    its value is the numerator alone."""
     denominator: str
-    """What a mean is over, counted in the whole world, never per rank."""
+    """What a mean is taken over, counted over all ranks."""
     description: str
 
 
 def _rows() -> list[list[str]]:
-    """Return the cells of the page's table: name, what a Metric has, names in verl and in TRL."""
+    """Return the cells of the page's table: name, fields of Metric, names in verl and in TRL."""
     rows = [row for row in PAGE.read_text(encoding="utf-8").splitlines() if row.startswith("| `")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
     return [
@@ -44,13 +44,13 @@ ALIASES: dict[str, dict[str, str]] = {
     "verl": {name: verl for name, *_, verl, _ in _rows() if verl},
     "trl": {name: trl for name, *_, trl in _rows() if trl},
 }
-"""{system: {our name: its name}}; only where the definition is the same."""
+"""{system: {our name: its name}}, only for metrics with the same definition."""
 
 
 def lookup(name: str) -> Metric:
     """Return the glossary's entry of a metric.
 
-    Raises: Refusal naming the nearest known metric when there is none.
+    Raises: Refusal for an unknown metric, with the nearest known one.
     """
     if (found := _entry(name)) is None:
         raise Refusal(f"metric {name!r} {unknown(name)}")
@@ -58,7 +58,7 @@ def lookup(name: str) -> Metric:
 
 
 def unknown(name: str) -> str:
-    """Return why a metric cannot be called so, text that goes after its name; empty if it can."""
+    """Return why a metric cannot have this name, as text after it; empty if it can."""
     if _entry(name):
         return ""
     near = difflib.get_close_matches(name, list(GLOSSARY), n=1)
@@ -102,6 +102,6 @@ def values_of(sums: Sums) -> dict[str, float]:
 
 
 def with_aliases(values: dict[str, float], system: str) -> dict[str, float]:
-    """Return the values, and once more under verl's or TRL's names where those exist."""
+    """Return the values, and the same values under verl's or TRL's names if these exist."""
     names = ALIASES[system]
     return values | {names[name]: value for name, value in values.items() if name in names}

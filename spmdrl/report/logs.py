@@ -18,9 +18,9 @@ _FORMAT = "%(asctime)s %(levelname).1s rank %(rank)s %(name)s: %(message)s"
 
 
 def agree_attempt_folder(world: World) -> Path:
-    """Return logs/attempt_N, N the next free number as rank 0 sees it; made where missing.
+    """Make and return logs/attempt_N, where N is the next free number.
 
-    Every rank must call it: rank 0 chooses, the others are told.
+    Every rank must call it: rank 0 chooses the number for all.
     """
     output = Path(world.cfg.output_dir)
     logs = output / "logs"
@@ -36,12 +36,12 @@ def _next_attempt(logs: Path) -> int:
 
 
 class RankLog:
-    """Sends this process's log records to its file, and what matters to the console.
+    """Sends this process's log records to its file, and the important ones to the console.
 
-    The file gets the program's own records from INFO up, what other libraries let through,
-    Python warnings, and a copy of everything written to sys.stderr (tracebacks, the report of
-    a missed deadline). Rank 0's console gets the program's own messages; the other ranks'
-    stderr only warnings. `close` undoes all of it.
+    The file gets the program's own records from INFO up, records of other libraries, Python
+    warnings, and a copy of everything written to sys.stderr (tracebacks, the report of a missed
+    deadline). Rank 0's console gets the program's own messages; the stderr of other ranks only
+    warnings. `close` undoes all of it.
     """
 
     def __init__(self, path: Path, *, rank: int, console: Console):
@@ -84,14 +84,14 @@ class RankLog:
 
 
 class _Safe(logging.Formatter):
-    """What others wrote cannot steer the terminal on which a record is read."""
+    """Makes text of others harmless for the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 class _Short(_Safe):
-    """Message alone for information; with level and rank from WARNING up."""
+    """Shows the message alone below WARNING, with rank and level from there up."""
 
     def __init__(self, rank: int):
         super().__init__()
@@ -116,7 +116,7 @@ class _ConsoleHandler(logging.Handler):
 
 
 class _Quiet:
-    """A stream whose write never raises: a full disk must not end a training run."""
+    """A stream whose writes never raise: a full disk must not end a training run."""
 
     def __init__(self, stream: TextIO):
         self._inner = stream
@@ -132,7 +132,7 @@ class _Quiet:
 
 
 class _Tee:
-    """sys.stderr, with a copy of what is written going to the log file."""
+    """sys.stderr that also writes into the log file."""
 
     def __init__(self, stream: TextIO, copy: TextIO):
         self._stream = stream

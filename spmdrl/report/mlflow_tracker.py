@@ -36,8 +36,8 @@ class MlflowTracker:
 
     Args:
         uri: tracking URI; empty means the file mlflow.db in `folder`.
-        folder: the run's output_dir; remembers the MLflow run's id.
-        experiment, run_name: as shown by MLflow.
+        folder: the run's output_dir, in which a file keeps the MLflow run's id.
+        experiment, run_name: as MLflow shows them.
         system_every_s: seconds between two samples of MLflow's system metrics.
     """
 
@@ -65,12 +65,12 @@ class MlflowTracker:
         self._monitor: Any = None
         self._takes_artifacts = False
         self.run_id = ""
-        # Here, where the main thread makes it: two threads that import large packages can meet each
-        # other's half-imported modules. Costs 1.5 s, on rank 0 only.
+        # Import it here, in the main thread: two threads that import large packages at once can get
+        # half-imported modules. It takes 1.5 s, on rank 0 only.
         _import_mlflow()
 
     def start(self, params: Mapping[str, Any], tags: Mapping[str, str], *, step: int) -> None:
-        """Open an MLflow run; where `step` is above 0, the one that the folder remembers.
+        """Open an MLflow run; if `step` is above 0, the one whose id the folder keeps.
 
         A parameter that the run already has with another value becomes a tag.
         """
@@ -79,7 +79,7 @@ class MlflowTracker:
         self._log_params(params, step=step)
 
     def metrics(self, rows: Sequence[MetricsRow]) -> None:
-        """Log steps, in few transactions."""
+        """Log steps in few transactions."""
         from mlflow.entities import Metric
 
         points = [
@@ -102,7 +102,7 @@ class MlflowTracker:
         self._client.set_tag(self.run_id, _TABLE_TAG, json.dumps(entries))
 
     def artifact(self, path: Path) -> None:
-        """Keep a copy of a file with the run."""
+        """Store a copy of a file with the run."""
         if self._takes_artifacts:
             self._client.log_artifact(self.run_id, str(path))
 
@@ -148,8 +148,8 @@ class MlflowTracker:
         self._client = client
 
     def _leads_away(self, client: Any) -> bool:
-        """Return whether the store in the run's folder would have files written elsewhere: it was
-        moved, or is somebody else's."""
+        """Return whether the store in the run's folder writes files outside it: it was moved, or is
+        somebody else's."""
         own = (self._folder.resolve() / "mlflow_artifacts").as_uri()
         place = client.get_run(self.run_id).info.artifact_uri
         if place.startswith(f"{own}/") and ".." not in unquote(place).split("/"):
@@ -163,7 +163,7 @@ class MlflowTracker:
         return True
 
     def _known_run(self, client: Any) -> str:
-        """Return the run that the folder remembers of this store; empty for none."""
+        """Return the id that the folder keeps of a run in this store; empty for none."""
         from mlflow.exceptions import MlflowException
 
         path = self._folder / _RUN_FILE
@@ -203,24 +203,24 @@ class MlflowTracker:
 
 
 def _create_store(path: Path) -> None:
-    """Make a store that is one file, unless it is there."""
+    """Make a store that is one file, unless it exists."""
     from mlflow.tracking import MlflowClient
 
     if path.exists():
         return
-    # Under another name until it is whole: a process that ends while MLflow makes its tables would
-    # leave a file that MLflow refuses ever after, and other runs may make the same store now.
+    # Make it under another name first: a process that ends while MLflow makes tables would leave
+    # a file that MLflow refuses from then on, and other runs may make the same store now.
     path.parent.mkdir(parents=True, exist_ok=True)
     host = socket.gethostname()
     for left in path.parent.glob(f"{path.name}.partial-{host}-*"):
         if not os.path.exists(f"/proc/{left.name.rpartition('-')[2]}"):
-            remove(left)  # else a store that was killed here would have two names
+            remove(left)  # of a process that was killed here
     partial = path.with_name(f"{path.name}.partial-{host}-{os.getpid()}")
     remove(partial)
     MlflowClient(f"{_SQLITE}{partial.resolve()}")
     try:
         os.link(partial, path)
-    except FileExistsError:  # another run's, made meanwhile
+    except FileExistsError:  # another run made it meanwhile
         pass
     except OSError:  # a file system without links
         rename(partial, path)
@@ -228,7 +228,7 @@ def _create_store(path: Path) -> None:
 
 
 def tracking_uri(folder: Path | None) -> str:
-    """Return the tracking URI of the MLflow run that an output_dir remembers; empty for none."""
+    """Return the tracking URI of the MLflow run of an output_dir; empty for none."""
     return str(_remembered(folder).get("uri", ""))
 
 
@@ -239,11 +239,13 @@ def _remembered(folder: Path | None) -> dict[str, Any]:
 
 
 def log_files(folder: Path | None, files: list[Path]) -> str:
-    """Add files to the MLflow run that an output_dir remembers, wherever that is: of a folder that
-    may be a stranger's, ask for its `tracking_uri` first.
+    """Add files to the MLflow run of an output_dir.
 
-    Returns: the tracking URI; empty where there is no such run.
-    Raises: whatever MLflow's client raises when it cannot take them.
+    The folder's file says where that run is. If the folder may be somebody else's, look at its
+    `tracking_uri` first.
+
+    Returns: the tracking URI; empty if there is no such run.
+    Raises: any error of MLflow's client.
     """
     remembered = _remembered(folder)
     if not remembered:
@@ -262,8 +264,8 @@ def _clean(name: str) -> str:
 
 
 def _import_mlflow() -> None:
-    # MLflow reports usage to its makers unless told otherwise before its first import. Training
-    # clusters often have no way out, and a run is its owner's business.
+    # MLflow sends usage data to its makers unless this is set before its first import. Training
+    # clusters often have no internet, and a run is its owner's business.
     os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
     from mlflow.environment_variables import (
         MLFLOW_HTTP_REQUEST_MAX_RETRIES,

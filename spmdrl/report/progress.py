@@ -1,4 +1,4 @@
-"""What the console shows of the steps: a table, a line with the time left, a few samples."""
+"""The console's view of the steps: a table, a line with the time left, a few samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOST = {
     "rollout/failed_rewards": "rewards failed",
     "policy/skipped_updates": "updates were skipped: not finite",
 }
-"""Totals that a run's last line names, where they are not 0."""
+"""Totals that a run's last line shows if they are not 0."""
 _SAMPLES_SHOWN = 3
 SAMPLES_KEPT = 200  # the tracker writes the whole table again each time
 _CELL_CHARS = 4000
@@ -41,13 +41,13 @@ class Progress:
         )
 
     def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take up the metrics of earlier attempts."""
+        """Take the metrics of earlier attempts."""
         values = [row.get(self._headline) for row in rows]
         self._trend = [value for value in values if value is not None]
         self._lost = {name: sum(row.get(name) or 0 for row in rows) for name in _LOST}
 
     def show(self, step: int, sums: Sums, *, step_s: float) -> None:
-        """Count in one finished step; write a row of the table where one is due, and the line."""
+        """Take one finished step; write a row of the table if one is due, and the progress line."""
         self._step_seconds.append(step_s)
         self._window = add_sums(self._window, sums)
         values = values_of(sums)
@@ -67,20 +67,23 @@ class Progress:
         self._console.progress(line)
 
     def summary(self) -> str:
-        """Compare the last step that has the headline with the first, over all attempts, and say
-        what was lost; empty for neither."""
-        told = [f"{lost:.0f} {_LOST[name]}" for name, lost in self._lost.items() if lost]
+        """Return the first and the last value of the headline metric over all attempts, and what
+        was lost; empty without any."""
+        parts = []
         if self._step_seconds and self._trend:
             ends = f"{self._trend[0]:.3f} in the first step, {self._trend[-1]:.3f} in the last"
-            told.insert(0, f"{self._headline} {ends}")
-        return "; ".join(told)
+            parts.append(f"{self._headline} {ends}")
+        for name, lost in self._lost.items():
+            if lost:
+                parts.append(f"{lost:.0f} {_LOST[name]}")
+        return "; ".join(parts)
 
     def _spark(self) -> str:
         return text.sparkline(self._trend, width=text.TREND, blocks=self._console.blocks())
 
 
 class Samples:
-    """Samples of the run: a few on the console, all of a due step in a file and a table."""
+    """Samples of the run: some on the console, all of a due step in a file and a table."""
 
     def __init__(self, cfg: Config, console: Console, *, file: Journal):
         self._file = file
@@ -90,14 +93,14 @@ class Samples:
         self._rows: deque[dict[str, Any]] = deque(maxlen=SAMPLES_KEPT)
 
     def resume(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Take up the samples of earlier attempts."""
+        """Take the samples of earlier attempts."""
         for row in rows:
             self._keep(row)
 
     def add(self, step: int, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Show and write the samples of a step where they are due.
+        """Show and write the samples of a step, if they are due.
 
-        Returns: the newest samples of the run for a table, where there are new ones.
+        Returns: the newest samples of the run, for a table; empty if none are new.
         """
         if not samples or step % self._every:
             return []

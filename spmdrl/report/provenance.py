@@ -1,4 +1,4 @@
-"""What a run was made with: config, package versions, git revision, machine."""
+"""Records what a run was made with: config, package versions, git revision, machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return package versions, git revision, command line and machine, ready for JSON."""
+    """Return package versions, git revision, command line and machine, as JSON data."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "command": sys.argv,
@@ -41,8 +41,8 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_code(cfg: Config) -> dict[str, Any]:
-    """Return the started program's path, git revision and, as of all of the user's own files, the
-    digest, ready for JSON."""
+    """Return path and git revision of the program, and the digests of the user's files, as JSON
+    data."""
     files = user_files(cfg)
     program = started_program()
     return {
@@ -56,8 +56,8 @@ def git_revision(folder: Path, files: Iterable[Path] = ()) -> dict[str, Any] | N
     """Return {commit, changed files} of the checkout that holds `folder`; None outside one.
 
     Args:
-        files: are named where they are not as committed. Of other folders that git does not know
-            it names the folder alone.
+        files: listed if they differ from the commit. Of other untracked folders only the folder
+            is listed.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     root = _git(folder, "rev-parse", "--show-toplevel")
@@ -82,10 +82,9 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def save_environment(cfg: Config, *, folder: Path, attempt_folder: Path) -> dict[str, Any]:
-    """Write config.yaml and environment.json, of the run and of this attempt, and the program that
-    was started as program.py; return the environment.
+    """Write config.yaml, environment.json and the program (as program.py); return the environment.
 
-    The copies in `attempt_folder` stay when a later attempt resumes with another config.
+    The copies in `attempt_folder` stay if a later attempt resumes with another config.
     """
     environment = describe_environment() | describe_code(cfg)
     program = started_program()

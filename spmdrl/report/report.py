@@ -1,4 +1,4 @@
-"""The report of a run: rank 0 prints, logs and draws; every rank keeps a log file."""
+"""The report of a run: console, metrics.jsonl, tracker and curves of rank 0; logs of all ranks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _ABANDON_S = 15.0  # torchrun kills after 30 s
 
 
 class Report:
-    """What a person sees of a run. Every rank makes one and calls every method.
+    """Shows a run to people. Every rank makes one and calls every method.
 
     Make it right after the world: from then on log records, warnings and tracebacks of each
-    rank are in output_dir/logs/attempt_N/rank_K.log.
+    rank go to output_dir/logs/attempt_N/rank_K.log.
     """
 
     def __init__(self, cfg: Config, world: World):
@@ -71,11 +71,11 @@ class Report:
         step: int,
         certify: Callable[[int, Batch, Advantages, Sums], None] | None = None,
     ) -> None:
-        """Record what the run is made of and open its metrics at `step`, 0 or resumed.
+        """Record config, versions and code of the run, and open its metrics at `step`.
 
-        Call it right before the first step: the first step's time counts from here. Rows
-        of an earlier attempt that this one will write again are taken out of metrics.jsonl and
-        samples.jsonl (they stay in the attempt's log folder).
+        Call it right before the first step, whose time counts from here. Rows of an earlier
+        attempt that this one will write again move from metrics.jsonl and samples.jsonl to this
+        attempt's log folder.
 
         Args:
             sums: what the comparison of rows, the first push and the probe of engine against
@@ -84,7 +84,7 @@ class Report:
             certify: writes a step's line of the certificate, see `Certificate.add`.
         """
         self._certify = certify
-        seconds = self._watch.take_seconds()  # start-up is no part of the first step
+        seconds = self._watch.take_seconds()  # else start-up would count as the first step
         if self.rank == 0:
             self._start(step)
             self._show_start(values_of(sums), seconds, step=step)
@@ -151,10 +151,10 @@ class Report:
         self._tracker.start(params, tags, step=step)
 
     def _rewind(self, step: int) -> int:
-        """Take out what this attempt writes again; return the number of metrics rows."""
+        """Remove rows that this attempt writes again; return the number of metrics rows."""
 
-        # An evaluation at step k is of the weights after k steps, which a checkpoint at k
-        # already counts as done; a training row k is of the step that comes next.
+        # A run that resumes at step k has done the evaluation of step k, which is of the weights
+        # after k steps. The training row of step k is still to come.
         def is_past(row: dict[str, Any]) -> bool:
             is_evaluation = any(name.startswith("eval/") for name in row)
             return row["step"] < step or (is_evaluation and row["step"] == step)
@@ -220,7 +220,7 @@ class Report:
         seconds: Mapping[str, float],
         samples: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, float]:
-        """Record the metrics of one training step on rank 0, and do nothing on other ranks.
+        """Record the metrics of one training step on rank 0; do nothing on other ranks.
 
         Args:
             step: index of the step, from 0.
@@ -228,7 +228,7 @@ class Report:
             seconds: this rank's wall time by phase, e.g. `Watch.take_seconds()`. A `time/...`
                 in `sums` goes before it.
             samples: a few {prompt, response, reward}.
-        Returns: {metric: value} on rank 0, aliases left out; {} elsewhere.
+        Returns: {metric: value} on rank 0, without aliases; {} on other ranks.
         Raises: Refusal for a metric that is not in the glossary.
         """
         if self.rank != 0:
@@ -258,9 +258,9 @@ class Report:
             self._tracker.metrics(step, values)
 
     def evaluation(self, step: int, sums: Sums) -> dict[str, float]:
-        """Record an evaluation of the weights after `step` steps; nothing where sums is empty.
+        """Record an evaluation of the weights after `step` steps, if `sums` is not empty.
 
-        Returns: {metric: value} on rank 0; {} elsewhere.
+        Returns: {metric: value} on rank 0; {} on other ranks.
         """
         if self.rank != 0 or not sums:
             return {}
@@ -281,7 +281,9 @@ class Report:
     # ---------------------------------------------------------------- end
 
     def close(self, status: Status) -> int:
-        """End the report: draw the curves, flush the tracker, say where everything is. Ranks meet.
+        """End the report: draw the curves, flush the tracker, print where everything is.
+
+        All ranks wait for each other.
 
         Returns: the run's exit status, see `exit_status.exit_status`.
         """
@@ -293,7 +295,7 @@ class Report:
         return code
 
     def _abandon(self, ending: Ending) -> None:
-        """Give the tracker's run its status: the process ends before the run is done."""
+        """End the tracker's run with this status: the process ends before the run is done."""
         if self._tracker:
             self._tracker.close(ending, timeout_s=_ABANDON_S)
 

@@ -1,7 +1,7 @@
-"""What a run asks of an experiment tracker, and the thread that calls it.
+"""The interface of an experiment tracker, and the thread that calls it.
 
-Training never waits for a tracker: a step costs the loop an append to a queue. A tracker that is
-down is reported once, tried again every minute, and gets what it missed; metrics.jsonl has
+Training never waits for a tracker: a step only appends to a queue. If a tracker is down, that is
+reported once, and it is tried again every minute and gets what it missed. metrics.jsonl has
 everything in any case.
 
 MLflow's own asynchronous logging does not replace the thread. It calls from a pool, so that steps
@@ -28,7 +28,7 @@ Status = Literal["finished", "stopped", "failed"]
 
 _GATHER_S = 1.0  # the steps of this long are sent together
 _RETRY_S = 60.0
-_MAX_ROWS = 50_000  # that wait, of about 5 kB each; the oldest are dropped
+_MAX_ROWS = 50_000  # in the queue, of about 5 kB each; the oldest are dropped
 
 
 class MetricsRow(NamedTuple):
@@ -44,17 +44,17 @@ class Tracker(Protocol):
     """An experiment tracker. Its methods may block and may raise anything: a thread calls them."""
 
     name: str
-    """What it is and where, for messages: `MLflow at URI`."""
+    """Kind and place, for messages: `MLflow at URI`."""
     view_command: str
     """Shell command that shows the run."""
 
     def start(self, params: Mapping[str, Any], tags: Mapping[str, str], *, step: int) -> None:
-        """Open the run, or open it again where `step` is above 0.
+        """Open the run; open it again if `step` is above 0.
 
-        Called again until it returns, so what an earlier call has done must not be in its way.
+        It is called again until it returns, so it must accept what a failed call left.
 
         Args:
-            params: {name: value} that the run is made with.
+            params: {name: value} of the run.
             tags: `source.name` and, in a git checkout, `source.git.commit`.
             step: steps already done.
         """
@@ -63,10 +63,10 @@ class Tracker(Protocol):
         """Log steps, in order."""
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show rows as the table `name` (*.json), in place of what it held."""
+        """Show rows as the table `name` (*.json), which they replace."""
 
     def artifact(self, path: Path) -> None:
-        """Keep a copy of a file with the run."""
+        """Store a copy of a file with the run."""
 
     def close(self, status: Status) -> None:
         """End the run."""
@@ -99,7 +99,7 @@ class TrackerThread:
         self._tags = tags
         self._step = step
         self._thread.start()
-        # A program that leaves without closing has crashed.
+        # A program that ends without `close` has crashed.
         atexit.register(self.close, "failed", timeout_s=10.0)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
@@ -113,19 +113,19 @@ class TrackerThread:
             self._wake.notify()
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show rows as a table, in place of what it held."""
+        """Show rows as a table, which they replace."""
         with self._wake:
             self._tables[name] = rows
             self._wake.notify()
 
     def artifact(self, path: Path) -> None:
-        """Keep a copy of a file with the run."""
+        """Store a copy of a file with the run."""
         with self._wake:
             self._files[path] = None
             self._wake.notify()
 
     def close(self, status: Status, *, timeout_s: float = 30.0) -> None:
-        """Send what waits, end the tracker's run with `status`; give up after `timeout_s`."""
+        """Send what is in the queue and end the tracker's run; give up after `timeout_s`."""
         if self._closing.is_set():
             return
         atexit.unregister(self.close)
@@ -184,7 +184,7 @@ class TrackerThread:
         self._called_at = time.monotonic()
 
     def _send(self) -> None:
-        """Send what waits. Each item leaves the queue once the tracker has taken it."""
+        """Send the queue. An item leaves it once the tracker has taken it."""
         if not self._is_started:
             self.tracker.start(self._params, self._tags, step=self._step)
             self._is_started = True

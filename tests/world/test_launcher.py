@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from spmdrl.world import launch
-from spmdrl.world.lost_peers import neighbours
+from spmdrl.world.lost_peers import local_ranks
 from spmdrl.world.lost_peers.local_ranks import LocalRanks, own_process
 from spmdrl.world.lost_peers.watch import Watch
 from tests.helpers.runs import (
@@ -121,7 +121,7 @@ def test_a_process_beside_this_one_that_dies_is_seen_once() -> None:
     child = subprocess.Popen(sleeps)
     try:
         known = LocalRanks(own_process())
-        beside = own_process() | {"pid": child.pid, "born": neighbours.birth(child.pid)}
+        beside = own_process() | {"pid": child.pid, "born": local_ranks.birth(child.pid)}
         known.update([own_process(), beside, None])
         assert not known.are_known
         elsewhere = beside | {"machine": "another", "pid": 10**9}
@@ -138,7 +138,7 @@ def test_a_process_beside_this_one_that_dies_is_seen_once() -> None:
 
 def test_a_process_of_a_number_used_again_is_another(monkeypatch) -> None:
     born = {7: "100"}
-    monkeypatch.setattr(neighbours, "birth", lambda pid: born.get(pid, ""))
+    monkeypatch.setattr(local_ranks, "birth", lambda pid: born.get(pid, ""))
     known = LocalRanks(own_process())
     known.update([own_process(), own_process() | {"pid": 7, "born": "100"}])
     assert known.find_dead() == []
@@ -148,7 +148,7 @@ def test_a_process_of_a_number_used_again_is_another(monkeypatch) -> None:
 
 def test_a_process_that_died_before_it_was_looked_at_is_dead() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        beside = own_process() | {"pid": child.pid, "born": neighbours.birth(child.pid)}
+        beside = own_process() | {"pid": child.pid, "born": local_ranks.birth(child.pid)}
     known = LocalRanks(own_process())
     known.update([own_process(), beside])
     assert known.find_dead() == [1]
