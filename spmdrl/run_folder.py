@@ -96,18 +96,6 @@ def write_file(path: Path, content: str | bytes, *, within: Path | None = None) 
         file.write(content if isinstance(content, bytes) else _bytes_of(content))
 
 
-def replace_file(path: Path, content: str | bytes, *, within: Path | None = None) -> None:
-    """Write a file completely or not at all: under another name first, then renamed.
-
-    Raises: OSError.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    remove(partial, within=within)
-    with open_file(partial, "xb", within=within) as file:
-        file.write(content if isinstance(content, bytes) else _bytes_of(content))
-    rename(partial, path, within=within)
-
-
 def make_folder(path: Path, *, within: Path) -> None:
     """Make a folder and its parents, if they are missing. Raises: OSError."""
     within.mkdir(parents=True, exist_ok=True)

@@ -30,21 +30,25 @@ class Metric(NamedTuple):
 
 def _rows() -> list[list[str]]:
     """Return the cells of the page's table: name, fields of Metric, names in verl and in TRL."""
-    rows = [row for row in PAGE.read_text(encoding="utf-8").splitlines() if row.startswith("| `")]
-    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]] for row in rows]
-    return [
-        [name[1:-1], *(cell.replace(r"\|", "|") for cell in metric), verl[1:-1], trl[1:-1]]
-        for name, *metric, verl, trl in cells
-    ]
+    rows = []
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `"):
+            cells = re.split(r"(?<!\\)\|", line)[1:-1]
+            name, *metric, verl, trl = [cell.strip().replace(r"\|", "|") for cell in cells]
+            rows.append([name[1:-1], *metric, verl[1:-1], trl[1:-1]])
+    return rows
 
 
-GLOSSARY = {name: Metric(*cells[:4]) for name, *cells in _rows()}
-ALIASES: dict[str, dict[str, str]] = {
-    "none": {},
-    "verl": {name: verl for name, *_, verl, _ in _rows() if verl},
-    "trl": {name: trl for name, *_, trl in _rows() if trl},
-}
+GLOSSARY: dict[str, Metric] = {}
+ALIASES: dict[str, dict[str, str]] = {"none": {}, "verl": {}, "trl": {}}
 """{system: {our name: its name}}, only for metrics with the same definition."""
+
+for _name, *_metric, _verl, _trl in _rows():
+    GLOSSARY[_name] = Metric(*_metric)
+    if _verl:
+        ALIASES["verl"][_name] = _verl
+    if _trl:
+        ALIASES["trl"][_name] = _trl
 
 
 def lookup(name: str) -> Metric:

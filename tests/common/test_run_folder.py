@@ -24,7 +24,6 @@ from spmdrl.run_folder import (
     open_file,
     remove,
     rename,
-    replace_file,
     write_file,
 )
 from spmdrl.world.folder_lock import own_folder
@@ -35,7 +34,7 @@ PRECIOUS = "precious"
 
 
 @pytest.fixture
-def in_other_frameworks(tmp_path) -> Path:
+def elsewhere(tmp_path) -> Path:
     """A folder of somebody's, in which nothing may change."""
     folder = tmp_path / "elsewhere"
     (folder / "inner").mkdir(parents=True)
@@ -127,7 +126,7 @@ def test_the_folder_that_a_person_names_may_be_a_link_and_what_is_not_ours_too(
     assert link_problems(typed) == []
     make_folder(typed / "logs/attempt_1", within=typed)
     write_file(typed / "logs/attempt_1/rank_0.log", "x\n", within=typed)
-    replace_file(typed / "metrics.jsonl", "y\n")
+    write_file(typed / "metrics.jsonl", "y\n")
     assert (out / "logs/attempt_1/rank_0.log").read_text() == "x\n"
     assert (out / "metrics.jsonl").read_text() == "y\n" and typed.is_symlink()
     assert [path.name for path in out.glob(".*")] == []
@@ -182,13 +181,6 @@ def test_links_are_removed_and_renamed_and_what_they_name_stays(out, elsewhere) 
         with pytest.raises(OSError, match=r"is a link|leads out"):
             act()
     assert content(elsewhere) == before
-
-
-def test_a_draft_that_is_a_link_is_replaced_and_not_followed(out, elsewhere) -> None:
-    (out / ".metrics.jsonl.partial").symlink_to(elsewhere / "file")
-    replace_file(out / "metrics.jsonl", "new")
-    assert (out / "metrics.jsonl").read_text() == "new"
-    assert (elsewhere / "file").read_text() == PRECIOUS
 
 
 # --------------------------------------------------------------------------- one home
