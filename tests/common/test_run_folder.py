@@ -199,7 +199,6 @@ _ALLOWED = {
     "spmdrl/tools/proof/table.py": "a page of docs",
     "spmdrl/tools/commands/plan_examples.py": "a page of docs",
     "spmdrl/tools/commands/export.py": "the empty folder that the user names",
-    "spmdrl/rewards/forked.py": "a pipe",
     "spmdrl/sandbox/supervisor.py": "a pipe",
     "spmdrl/workers/subreaper.py": "a file of /proc",
 }
