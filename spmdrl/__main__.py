@@ -51,13 +51,16 @@ def main() -> int | None:
 
 def _listed() -> str:
     """Return each command with the first line of its docstring."""
-    texts = {
-        name: ast.get_docstring(ast.parse(path.read_text())) for name, path in _COMMANDS.items()
-    }
-    width = max(map(len, texts))
-    lines = [f"  {name:{width}}  {(text or '').splitlines()[0]}" for name, text in texts.items()]
-    usage = "usage: python -m spmdrl COMMAND ...; --help after a command tells its options"
-    return "\n".join([usage, "       python -m spmdrl --version", "", *lines])
+    lines = [
+        "usage: python -m spmdrl COMMAND ...; --help after a command tells its options",
+        "       python -m spmdrl --version",
+        "",
+    ]
+    width = max(map(len, _COMMANDS))
+    for name, path in _COMMANDS.items():
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        lines.append(f"  {name:{width}}  {text.splitlines()[0]}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,9 @@ def users_line(error: BaseException) -> str:
         return f"{error.filename}:{error.lineno}" if error.filename else ""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_users(frame.filename)]
-    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}" if own else ""
+    if not own:
+        return ""
+    return f"{own[-1].filename}:{own[-1].lineno}, in {own[-1].name}"
 
 
 def place_of(function: Callable[..., Any]) -> str:

@@ -179,23 +179,21 @@ def _added(
 def table(outcomes: Sequence[ProblemOutcome], *, samples: int, right_at: float) -> str:
     """Return the estimates as text, one row for all problems and one per data source."""
     sources = by_source(outcomes)
-    parts = {"all": list(outcomes)} | (
-        {name or "(none)": own for name, own in sources.items()} if len(sources) > 1 else {}
-    )
-    found = {
-        name: summarize(own, samples=samples, right_at=right_at) for name, own in parts.items()
-    }
-    columns = [c for c in found["all"] if not c.startswith("best_at_") or not _is_binary(outcomes)]
+    parts = {"all": list(outcomes)}
+    if len(sources) > 1:
+        parts |= {name or "(none)": own for name, own in sources.items()}
+    columns = list(summarize(outcomes, samples=samples, right_at=right_at))
+    if _is_binary(outcomes):  # the best of n is then whether any is right
+        columns = [column for column in columns if not column.startswith("best_at_")]
     rows = [["data source", "problems", *(c.replace("_at_", "@") for c in columns)]]
-    rows += [
-        [name, str(len(parts[name])), *(_cell(estimates.get(c)) for c in columns)]
-        for name, estimates in found.items()
-    ]
+    for name, own in parts.items():
+        estimates = summarize(own, samples=samples, right_at=right_at)
+        rows.append([name, str(len(own)), *(_cell(estimates.get(c)) for c in columns)])
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [
-        "  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
-        for name, *cells in rows
-    ]
+    lines = []
+    for name, *cells in rows:
+        aligned = map(str.rjust, cells, widths[1:])
+        lines.append("  ".join([name.ljust(widths[0]), *aligned]))
     return "\n".join([*lines, *_notes(outcomes, samples=samples, right_at=right_at)])
 
 

@@ -128,13 +128,15 @@ def _no_gradient(values: Values, start: Values, cfg: Config) -> str:
         "rollout/left_out_frac": "samples left out by an edit of the loop",
         "rollout/truncated_frac": "responses cut at sampling.max_response_tokens",
     }
-    shares = ", ".join(f"{values[n]:.0%} {what}" for n, what in seen.items() if n in values)
-    of_rewards = "every advantage is 0 (equal rewards), or " if cfg.objective.has_advantages else ""
+    causes = "every token is clipped or masked"
+    if cfg.objective.has_advantages:
+        causes = f"every advantage is 0 (equal rewards), or {causes}"
+    shares = [f"{values[name]:.0%} {what}" for name, what in seen.items() if name in values]
+    if shares:
+        causes += f" ({', '.join(shares)})"
     return (
-        f"nothing is learnt: the gradient is 0. The likeliest causes: {of_rewards}every token is "
-        "clipped or masked"
-        + (f" ({shares})" if shares else "")
-        + ", or a loss of your own that does not depend on `logprobs` where it is not masked"
+        f"nothing is learnt: the gradient is 0. The likeliest causes: {causes}, or a loss of your "
+        "own that does not depend on `logprobs` where it is not masked"
     )
 
 

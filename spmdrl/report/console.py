@@ -66,14 +66,17 @@ def sparkline(history: Sequence[float], *, width: int, blocks: str = _BLOCKS) ->
     count = min(width, len(history))
     if not count:
         return ""
-    edges = [i * len(history) // count for i in range(count + 1)]
-    means = [sum(history[a:b]) / (b - a) for a, b in zip(edges, edges[1:])]
+    means = []
+    for i in range(count):
+        part = history[i * len(history) // count : (i + 1) * len(history) // count]
+        means.append(sum(part) / len(part))
     low = min(means)
     high = max(means)
     if not high > low:
         return blocks[0] * count
     top = len(blocks) - 1
-    return "".join(blocks[round((m - low) / (high - low) * top)] for m in means)
+    heights = [(mean - low) / (high - low) for mean in means]
+    return "".join(blocks[round(height * top)] for height in heights)
 
 
 def progress_line(done: int, total: int, *, left_s: float | None, step_s: float | None) -> str:

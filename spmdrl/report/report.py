@@ -98,11 +98,14 @@ class Report:
         dropped = self._rewind(step)
         self._start_tracker(sizes, environment, step=step)
         layout = self.cfg.layout
+        begin = f"{self.cfg.steps} steps"
+        if step:
+            begin = f"resumed at step {step} of {self.cfg.steps}"
+        elif dropped:
+            begin += ", no checkpoint, starting at step 0"
         self.console.line(
             f"{self.folder}: {self.cfg.algorithm.objective}, {layout.placement} on "
-            f"{layout.world_size} ranks, {self.attempt_folder.name}, "
-            + (f"resumed at step {step} of {self.cfg.steps}" if step else f"{self.cfg.steps} steps")
-            + (", no checkpoint, starting at step 0" if dropped and not step else "")
+            f"{layout.world_size} ranks, {self.attempt_folder.name}, {begin}"
         )
         self.console.line(text.pairs_text(sizes))
         if self._tracker:
@@ -115,11 +118,10 @@ class Report:
         if slow:
             self.console.line("start-up: " + ", ".join(f"{name} {s:.1f} s" for s, name in slow))
         if "sync/bytes" in values:
-            speed = values.get("sync/gb_per_s")
-            self.console.line(
-                f"first push of the weights: {values['sync/bytes']:,.0f} bytes"
-                + (f", {speed:.3f} GB/s" if speed is not None else "")
-            )
+            line = f"first push of the weights: {values['sync/bytes']:,.0f} bytes"
+            if "sync/gb_per_s" in values:
+                line += f", {values['sync/gb_per_s']:.3f} GB/s"
+            self.console.line(line)
         probe = {k: v for k, v in values.items() if k.startswith("sync/probe")}
         if probe:
             gaps = ", ".join(

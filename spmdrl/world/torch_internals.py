@@ -254,11 +254,14 @@ def varlen(
 @contextmanager
 def zeros_in(module: nn.Module) -> Iterator[None]:
     """Replace the module's own parameters and buffers by zeros on the CPU, until the block ends."""
-    held = [(own, dict(own)) for own in (module._parameters, module._buffers)]
-    for own, tensors in held:
-        own.update({k: t if t is None else torch.zeros(t.shape) for k, t in tensors.items()})
+    parameters = dict(module._parameters)
+    buffers = dict(module._buffers)
+    for own in (module._parameters, module._buffers):
+        for name, tensor in own.items():
+            if tensor is not None:
+                own[name] = torch.zeros(tensor.shape)
     try:
         yield
     finally:
-        for own, tensors in held:
-            own.update(tensors)
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)

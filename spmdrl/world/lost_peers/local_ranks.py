@@ -52,9 +52,9 @@ class LocalRanks:
         return own
 
     def _is_local(self, state: Mapping[str, Any]) -> bool:
-        return bool(self._own["machine"]) and (
-            state.get("machine") == self._own["machine"] and state["pid"] != self._own["pid"]
-        )
+        machine = self._own["machine"]
+        is_here = machine and state.get("machine") == machine
+        return bool(is_here and state["pid"] != self._own["pid"])
 
 
 def birth(pid: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -96,13 +95,14 @@ def names_of(ranks: Sequence[int]) -> str:
     """Return `rank 3` for one rank, and `each of the ranks 0-2, 5` for several, in rising order."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    runs = [
-        [rank for _, rank in run]
-        for _, run in itertools.groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
-    ]
-    return "each of the ranks " + ", ".join(
-        f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs
-    )
+    runs: list[list[int]] = []  # first and last rank of each
+    for rank in ranks:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    names = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"each of the ranks {', '.join(names)}"
 
 
 def death_text(rank: int, state: dict | None, host: str) -> str:
