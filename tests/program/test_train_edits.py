@@ -129,8 +129,9 @@ def marked(mark: str) -> set[str]:
     text = text[text.index(TRAIN) : text.index(FINISH)] + text[text.index("def prove(") :]
     text = text.partition("\ndef main(")[0]
     found = {line.strip() for line in text.splitlines() if mark in MARK.findall(line)}
-    # The one is seen in the lines of prove(), the other waits if the config leaves the size open.
-    return {line for line in found if "= prove(" not in line and "size_microbatches" not in line}
+    # The waits of prove() are those of its own lines. The other two need nothing of this config.
+    others = ("= prove(", "size_microbatches", "trainer.annotate")
+    return {line for line in found if not any(other in line for other in others)}
 
 
 def test_each_line_that_waits_has_the_mark_of_those_who_wait(folder, plain):
