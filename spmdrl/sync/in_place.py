@@ -1,7 +1,7 @@
-"""Trainers' tensors written into live engine memory: planned, moved and compared.
+"""Trainers' tensors are written into live engine memory: planned, moved and compared.
 
-Weights go where a trace has seen the engine's loader put them. Adapters, where the engine computes
-with them itself, travel alone: A and scale * B, into the engine's adapter.
+Weights go where a trace has seen the engine's loader put them. Where the engine computes with
+adapters itself, they are pushed separately: A and scale * B go into the engine's adapter.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from spmdrl.world.world import World
 
 
 class TracedTensors:
-    """Named tensors on their way to the places where a trace has seen them go.
+    """Writes named tensors to the places where a trace has seen them go.
 
     Every rank constructs it and calls its methods together.
 
     Args:
         world: the job.
-        kind: of tensors, for the log.
+        kind: name of these tensors, for the log.
         copies: the places in this rank's engine; empty where there is none.
         live: what this rank has of the tensors.
     """

@@ -1,9 +1,8 @@
-"""How ranks agree on the plans of pushes, each computing its own part alone.
+"""How ranks agree on the plans of pushes. Each rank computes only its own part.
 
-A rank describes to the others how its tensors are cut and what its engine wants; ranks with equal
-descriptions send one of them. From all descriptions a rank computes its own routes. Then ranks
-gather the bytes and a hash of each route, which its source and its receiver must have computed
-equal.
+A rank describes to the others how its tensors are cut and what its engine wants; of ranks with
+equal descriptions one sends it. From all descriptions a rank computes its own routes. Then ranks
+gather the bytes and a hash of each route: its source and its receiver must have computed the same.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ def make_plans(
     Args:
         groups: what this rank wants in each push; equally many pushes on every rank.
         live: what this rank has of the tensors.
-        kind: of plans, for the log.
+        kind: name of the tensors, for the log.
     Returns: this rank's part of each push.
-    Raises: Refusal on every rank, naming what an engine needs and nobody holds, or what ranks cut
+    Raises: Refusal on every rank, naming what an engine needs and no rank holds, or what ranks cut
         differently; RuntimeError where ranks do not agree on what is sent.
     """
     began = time.perf_counter()
@@ -131,7 +130,7 @@ def describe_wanted(groups: Sequence[Sequence[Want]], table: FileTable) -> bytes
 
 
 class Negotiation:
-    """What all ranks have describe, from which a rank computes its own routes.
+    """Computes a rank's own routes from the descriptions of all ranks.
 
     Args:
         held, wanted: descriptions made by describe_held and describe_wanted.
@@ -155,7 +154,7 @@ class Negotiation:
     def routes(self, rank: int) -> Iterator[RankRoutes]:
         """Yield a rank's routes in each push.
 
-        Raises: Refusal naming what this rank wants and nobody holds.
+        Raises: Refusal naming what this rank wants and no rank holds.
         """
         if not self.receivers:
             return

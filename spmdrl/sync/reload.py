@@ -1,4 +1,4 @@
-"""The slow way to give an engine its weights: whole tensors, loaded by vLLM's own reloading."""
+"""The slow way to update an engine: whole tensors, loaded by vLLM's own reloading."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Names = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 class ReloadedTensors:
-    """All weights on their way to engines that cannot be written in place.
+    """Sends all weights to engines that cannot be written in place.
 
     Every rank constructs it and calls its methods together.
 
@@ -52,9 +52,8 @@ class ReloadedTensors:
         self._world = world
         self._engine = engine
         self._live = live
-        self._arrived: list[int] | None = (
-            None  # checksums of tensors that arrived, in `differences`
-        )
+        # Checksums of the tensors that arrived, during `differences`.
+        self._arrived: list[int] | None = None
         changed = _changed_by_reload(engine, names, world) if world.is_inference else []
         problems = gather_problems(changed, group=world.control)
         if problems:
@@ -80,7 +79,8 @@ class ReloadedTensors:
             error = None
             if self._world.is_inference:
                 _, error = attempt(lambda: self._engine.reload_weights(tensors), Exception)
-            for _ in tensors:  # other ranks wait in the exchanges that this engine did not reach
+            # If the engine failed, other ranks wait in the exchanges that it did not reach.
+            for _ in tensors:
                 pass
             if error:
                 raise RuntimeError(
@@ -184,7 +184,7 @@ def _changed_by_reload(engine: EngineProtocol, names: Names, world: World) -> li
 
 
 def _groups(names: Names, max_bytes: int) -> list[list[Want]]:
-    """Return whole tensors in groups of at most `max_bytes`; a larger tensor is alone in one."""
+    """Return whole tensors in groups of at most `max_bytes`; a larger tensor is a group of its own."""
     groups: list[list[Want]] = []
     group_bytes = 0
     for name, (shape, dtype) in names.items():

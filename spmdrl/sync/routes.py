@@ -1,7 +1,7 @@
 """Which rank sends which piece: a pure function of what ranks hold and what engines want.
 
-- A cell is the part of a live tensor that is the same set of ranks' alone. A tensor that is
-  sharded over a mesh is a grid of cells: each of its dims is cut into intervals by the mesh axes
+- A cell is a part of a live tensor that one set of ranks holds, and no other rank. A tensor that
+  is sharded over a mesh is a grid of cells: each of its dims is cut into intervals by the mesh axes
   that shard it, and a cell is one interval of each dim. So the holders of a box are found by
   bisection, dim by dim, for thousands of boxes at once.
 - A receiver is a set of ranks with the same wants (the replicas of one tensor-parallel rank).
@@ -11,8 +11,8 @@
   line, which is cut into equal parts, one for each of these ranks.
 - A route is everything that one source sends to one receiver, as an ordered line of pieces.
 
-A source computes the routes that it sends, a rank of a receiver all routes to that receiver;
-nobody computes the others.
+A source computes only the routes that it sends, and a rank of a receiver only those to its
+receiver.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Grid:
         for cut in cuts[1:]:
             for dim, other in zip(self.dims, _intervals(cut, depth)):
                 if not dim.equals(other):
-                    raise Refusal("some ranks cut it otherwise than others")
+                    raise Refusal("some ranks cut it differently from others")
         holders = numpy.concatenate([_cell_ranks(cut, depth) for cut in cuts], axis=-1)
         self.ranks = numpy.sort(holders, axis=-1)
         """[positions of dim 0, .., of the last dim, copies] int32: holders of a cell, ascending."""
@@ -136,7 +136,7 @@ class Holders:
         self.table = table
         self.grids: list[Grid] = []
         self.grid_of = numpy.full(len(table.tensors), -1)
-        """[live tensors] int64: index in `grids`, -1 where nobody holds the tensor."""
+        """[live tensors] int64: index in `grids`, -1 where no rank holds the tensor."""
         # Tensors that are cut alike share a grid: layers repeat.
         known: dict[tuple[tuple[TensorCut, int], ...], int] = {}
         for number, name in enumerate(table.tensors):

@@ -39,7 +39,7 @@ class WeightStream:
     the check of the layout compares with.
 
     Args:
-        sent: what travels: names on every rank, shards on trainers.
+        sent: the weights to push: names on every rank, shards on trainers.
         engine: holds a live model on inference ranks.
         world: the job, with the settings in `world.cfg.stream`.
     Raises: Refusal on every rank, when `stream.mode` is `traced` and some engine parameter
@@ -55,7 +55,7 @@ class WeightStream:
         self._pushes = 0
         self.mode = "idle"
         """idle (no engines), traced or reload."""
-        self._adapter: TracedTensors | None = None  # where adapters travel alone
+        self._adapter: TracedTensors | None = None  # where adapters are pushed separately
         self._changing: TracedTensors | None = None  # what is not frozen, for later pushes
         self._probed: Sequence[Sequence[int]] = ()
         if not world.inference_ranks:
@@ -76,7 +76,8 @@ class WeightStream:
     def nbytes(self) -> int:
         """Bytes that leave all trainers together in one push.
 
-        Where adapters travel alone, or a part of the model is frozen, the first push is larger.
+        Where adapters are pushed separately, or a part of the model is frozen, the first push is
+        larger.
         """
         if self._adapter is not None:
             return self._adapter.plan.nbytes
@@ -89,12 +90,12 @@ class WeightStream:
         return sum(plan.nbytes for plan in self.plans)
 
     def lend_memory(self) -> None:
-        """Lend the engine's memory to the update, until the next push; see Handover.
+        """Let the update use the engine's memory until the next push; see Handover.
 
-        Done at construction, and by the source when nothing is generated until the next push.
+        Called at construction, and by the source when nothing is generated until the next push.
         """
-        # A traced push writes every weight that counts (not what pads a vocabulary). It does not
-        # write the weights under adapters that travel alone, nor those of a model that drafts.
+        # A traced push writes every weight that counts (not the padding of a vocabulary). It does
+        # not write the weights under adapters that are pushed separately, nor a draft model's.
         writes_all_weights = (
             self.mode == "traced"
             and self._adapter is None
@@ -249,7 +250,7 @@ class WeightStream:
     def _push_weights(self) -> int:
         """Move all weights, or after the first push those that change; return the bytes."""
         if self._pushes and self._changing is not None:
-            if self._pushes == 1:  # nobody moves all weights any more: free their buffers
+            if self._pushes == 1:  # all weights are never moved again: free their buffers
                 assert isinstance(self._weights, TracedTensors)
                 self._weights.release()
             self._changing.move()

@@ -149,7 +149,7 @@ def test_what_nobody_holds_or_not_alike_is_named():
     one = {"norm": TensorCut((8,), (0, 1), (CutAxis(2, 0),))}
     with pytest.raises(ValueError, match="norm: rank 1 does not hold the part that rank 0 says"):
         plan_all([one, {}, {}], [[], [], want], parts, bucket_bytes=2**20)
-    with pytest.raises(ValueError, match="norm: some ranks cut it otherwise than others"):
+    with pytest.raises(ValueError, match="norm: some ranks cut it differently from others"):
         plan_all([one, one, {"norm": TensorCut((8,))}], [[], [], want], parts, bucket_bytes=2**20)
 
 
