@@ -359,24 +359,19 @@ def pieces_of(slices: Slices, table: FileTable) -> Iterator[Piece]:
     """Yield the boxes of each row, in order; a row whose elements are no box gives several."""
     # Python integers: reading numpy scalars, or torch.dtype.itemsize (50 us), would take longer.
     itemsizes = ITEMSIZES.tolist()
-    sources = slices.source.tolist()
-    targets = slices.target.tolist()
-    offsets = slices.offset.tolist()
-    wants = slices.want.tolist()
-    files = slices.file.tolist()
-    dtypes = slices.dtype.tolist()
-    firsts = slices.first.tolist()
-    lasts = slices.last.tolist()
-    for row, file in enumerate(files):
-        cell = table.box(file, slices.start[row], slices.shape[row])
-        for box in cell.span(firsts[row], lasts[row]):
+    slots = zip(slices.source.tolist(), slices.target.tolist(), slices.offset.tolist())
+    cells = zip(slices.file.tolist(), slices.start.tolist(), slices.shape.tolist())
+    spans = zip(slices.first.tolist(), slices.last.tolist())
+    rows = zip(slots, cells, spans, slices.want.tolist(), slices.dtype.tolist())
+    for (source, target, offset), (file, start, shape), (first, last), want, dtype in rows:
+        for box in table.box(file, start, shape).span(first, last):
             yield Piece(
-                source=sources[row],
-                target=targets[row],
-                offset=offsets[row],
-                want=wants[row],
+                source=source,
+                target=target,
+                offset=offset,
+                want=want,
                 name=table.names[file],
                 box=box,
-                dtype=DTYPES[dtypes[row]],
-                nbytes=box.numel * itemsizes[dtypes[row]],
+                dtype=DTYPES[dtype],
+                nbytes=box.numel * itemsizes[dtype],
             )

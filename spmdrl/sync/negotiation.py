@@ -190,7 +190,7 @@ class Negotiation:
             return
         want = incomplete[0]
         file = wants.file[want]
-        box = self._table.box(file, wants.start[want], wants.shape[want])
+        box = self._table.box(file, wants.start[want].tolist(), wants.shape[want].tolist())
         raise Refusal(
             f"no trainer rank holds {self._table.names[file]} from {list(box.start)}, shape "
             f"{list(box.shape)}, which an engine needs; the policy's named_shards() must "

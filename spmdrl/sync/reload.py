@@ -184,7 +184,7 @@ def _changed_by_reload(engine: EngineProtocol, names: Names, world: World) -> li
 
 
 def _groups(names: Names, max_bytes: int) -> list[list[Want]]:
-    """Return whole tensors in groups of at most `max_bytes`; a larger tensor is a group of its own."""
+    """Return whole tensors in groups of at most `max_bytes`, or of one larger tensor."""
     groups: list[list[Want]] = []
     group_bytes = 0
     for name, (shape, dtype) in names.items():

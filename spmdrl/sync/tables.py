@@ -169,15 +169,15 @@ class FileTable:
             shape=numpy.array(shapes, numpy.int64).reshape(-1, self.depth),
         )
 
-    def box(self, file: int, start: Array, shape: Array) -> Box:
+    def box(self, file: int, start: Sequence[int], shape: Sequence[int]) -> Box:
         """Return a row's box with as many dims as its file tensor has.
 
         Args:
             file: index of the file tensor.
-            start, shape: [depth] int64.
+            start, shape: `depth` numbers.
         """
         pad = self.depth - int(self.ndim[file])
-        return Box(tuple(start[pad:].tolist()), tuple(shape[pad:].tolist()))
+        return Box(tuple(start[pad:]), tuple(shape[pad:]))
 
 
 def _live_dims(part: Part, pad: int) -> list[int]:
