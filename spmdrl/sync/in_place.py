@@ -15,7 +15,6 @@ from spmdrl.engine.protocol import AdapterEngine
 from spmdrl.errors import Refusal
 from spmdrl.model.lora.targets import SentAdapter
 from spmdrl.model.tensor_parts import Part
-from spmdrl.sync.buckets import StreamPlan
 from spmdrl.sync.negotiation import make_plans
 from spmdrl.sync.tables import LiveShards, Want
 from spmdrl.sync.trace import Copy, Trace, trace_loader
@@ -42,14 +41,9 @@ class TracedTensors:
         self._copies = copies
         self._live = live
         wants = [Want(copy.name, copy.box, copy.view.dtype) for copy in copies]
-        self.plan = make_plans([wants], live, world=world, kind=kind)[0]
-        self._gathers = make_gather_groups(self.plan)
+        self.plans = make_plans([wants], live, world=world, kind=kind)
+        self._gathers = make_gather_groups(self.plans[0])
         self._transfer: Transfer | None = None
-
-    @property
-    def plans(self) -> list[StreamPlan]:
-        """The plan, in a list as ReloadedTensors has it."""
-        return [self.plan]
 
     def release(self) -> None:
         """Free the buffers until the next `move`."""
@@ -61,7 +55,7 @@ class TracedTensors:
             self.release()
         if self._transfer is None:
             self._transfer = Transfer(
-                self.plan,
+                self.plans[0],
                 self._live,
                 self._world,
                 targets=[(copy.box, copy.view) for copy in self._copies],
@@ -71,7 +65,7 @@ class TracedTensors:
 
     def differences(self) -> list[str]:
         """Return, on every rank, which slices in engines differ from those of the trainers."""
-        return differences(self._copies, self.plan, self._live, self._world)
+        return differences(self._copies, self.plans[0], self._live, self._world)
 
 
 def trace_adapter(

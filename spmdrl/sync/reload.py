@@ -68,6 +68,9 @@ class ReloadedTensors:
         self.plans = make_plans(wants, live, world=world, kind="reload")
         self._gathers = make_gather_groups(self.plans[0])
 
+    def release(self) -> None:
+        """Do nothing: no buffers stay after `move`."""
+
     def move(self) -> None:
         """Let every engine load every tensor's current value.
 

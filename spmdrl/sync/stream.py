@@ -55,8 +55,6 @@ class WeightStream:
         self._pushes = 0
         self.mode = "idle"
         """idle (no engines), traced or reload."""
-        self._adapter: TracedTensors | None = None  # where adapters are pushed separately
-        self._changing: TracedTensors | None = None  # what is not frozen, for later pushes
         self._probed: Sequence[Sequence[int]] = ()
         if not world.inference_ranks:
             return
@@ -79,15 +77,7 @@ class WeightStream:
         Where adapters are pushed separately, or a part of the model is frozen, the first push is
         larger.
         """
-        if self._adapter is not None:
-            return self._adapter.plan.nbytes
-        if self._changing is not None:
-            return self._changing.plan.nbytes
-        return self._weight_bytes
-
-    @property
-    def _weight_bytes(self) -> int:
-        return sum(plan.nbytes for plan in self.plans)
+        return 0 if self.mode == "idle" else _nbytes(self._later)
 
     def lend_memory(self) -> None:
         """Let the update use the engine's memory until the next push; see Handover.
@@ -98,7 +88,7 @@ class WeightStream:
         # not write the weights under adapters that are pushed separately, nor a draft model's.
         writes_all_weights = (
             self.mode == "traced"
-            and self._adapter is None
+            and self._sent.adapter is None
             and "speculative_config" not in self._world.cfg.engine.options
         )
         self._handover.release(keeps_weights=not writes_all_weights)
@@ -116,24 +106,24 @@ class WeightStream:
         if self.mode == "idle":
             return {}
         is_first = self._pushes == 0
-        nbytes = 0
+        pushed = self._first if is_first else self._later
         with self._world.watch.wait("await peers", version):  # timed apart: the others' work
             await_all(group=self._world.control)
         with self._world.watch.wait("push", version):
             began = time.perf_counter()
             self._handover.wake_weights()
-            if self._adapter is None or is_first:
-                nbytes += self._push_weights()
-            if self._adapter is not None:
-                if is_first:  # no later push writes the weights under the adapter
-                    assert isinstance(self._weights, TracedTensors)
-                    self._weights.release()
-                self._adapter.move()
-                nbytes += self._adapter.plan.nbytes
+            for tensors in pushed:
+                tensors.move()
+                if tensors not in self._later:
+                    tensors.release()
+            if self.mode == "traced":
+                is_same = self._engine_pointers() == self._pointers
+                assert is_same, "an engine's parameters have moved"
             woken = self._handover.wake_cache()
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)
         seconds = time.perf_counter() - began
+        nbytes = _nbytes(pushed)
         if self._world.is_inference:
             self._engine.weights_changed(version)
         self._pushes += 1
@@ -156,9 +146,9 @@ class WeightStream:
         Raises: RuntimeError on every rank, naming engine, tensor and both sums.
         """
         with self._world.watch.wait("verify push", version):
-            problems = self._weights.differences()
-            if self._adapter is not None:
-                problems += self._adapter.differences()
+            problems = []
+            for tensors in self._first:
+                problems += tensors.differences()
         if problems:
             raise RuntimeError(
                 f"push {version}: engine weights differ from the trainers'\n{bullet_list(problems)}"
@@ -213,26 +203,32 @@ class WeightStream:
                 bullet_list(problems),
             )
         self.mode = "reload" if self._cfg.mode == "reload" or problems else "traced"
-        self._weights: TracedTensors | ReloadedTensors
-        if self.mode == "traced":
-            self._weights = TracedTensors(world, kind="weights", copies=copies, live=live)
-            # An engine that shares its devices drops all weights while it sleeps, and needs the
-            # frozen ones again too.
-            if sent.frozen and sent.adapter is None and not world.cfg.layout.roles.shares_devices:
-                changing = [copy for copy in copies if copy.name not in sent.frozen]
-                self._changing = TracedTensors(world, kind="changing", copies=changing, live=live)
-        elif sent.adapter is not None:
+        if self.mode == "reload" and sent.adapter is not None:
             raise Refusal(
                 "model.lora.push: adapter, but this engine's weights cannot be "
                 "written in place (the log says why); push merged"
             )
-        else:
+        self._weights: TracedTensors | ReloadedTensors
+        if self.mode == "reload":
             self._weights = ReloadedTensors(world, names=sent.names, engine=self._engine, live=live)
+        else:
+            self._weights = TracedTensors(world, kind="weights", copies=copies, live=live)
+        # What the first push moves, and what later ones do.
+        self._first: list[TracedTensors | ReloadedTensors] = [self._weights]
+        self._later = self._first
         if sent.adapter is not None:
             assert isinstance(self._engine, AdapterEngine)
-            self._adapter = trace_adapter(
-                sent.adapter, sent.shards, engine=self._engine, world=world
-            )
+            adapter = trace_adapter(sent.adapter, sent.shards, engine=self._engine, world=world)
+            self._first = [self._weights, adapter]
+            self._later = [adapter]
+        elif (
+            self.mode == "traced"
+            and sent.frozen
+            # An engine that shares its devices drops all weights while it sleeps, also frozen ones.
+            and not world.cfg.layout.roles.shares_devices
+        ):
+            changing = [copy for copy in copies if copy.name not in sent.frozen]
+            self._later = [TracedTensors(world, kind="changing", copies=changing, live=live)]
 
     def _trace(self) -> tuple[list[Copy], list[str]]:
         """Return the loader's copies on this rank, and the reasons against writing in place."""
@@ -245,25 +241,13 @@ class WeightStream:
         reader = CheckpointReader(model_folder(model.path), part=model.part)
         return trace.copies, layout_problems(trace.copies, reader)
 
-    # ---------------------------------------------------------------- moving
-
-    def _push_weights(self) -> int:
-        """Move all weights, or after the first push those that change; return the bytes."""
-        if self._pushes and self._changing is not None:
-            if self._pushes == 1:  # all weights are never moved again: free their buffers
-                assert isinstance(self._weights, TracedTensors)
-                self._weights.release()
-            self._changing.move()
-            nbytes = self._changing.plan.nbytes
-        else:
-            self._weights.move()
-            nbytes = self._weight_bytes
-        if self.mode == "traced":
-            assert self._engine_pointers() == self._pointers, "an engine's parameters have moved"
-        return nbytes
-
     def _engine_pointers(self) -> tuple[int, ...]:
         """Return the addresses of this rank's engine's parameters."""
         if not self._world.is_inference:
             return ()
         return tuple(p.data_ptr() for p in self._engine.model.parameters())
+
+
+def _nbytes(pushed: Sequence[TracedTensors | ReloadedTensors]) -> int:
+    """Return the bytes that leave all trainers together when these tensors are pushed."""
+    return sum(plan.nbytes for tensors in pushed for plan in tensors.plans)

@@ -72,16 +72,15 @@ def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.Monke
     monkeypatch.setattr(stream, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(stream, "await_all", lambda group: [next(clock) for _ in range(100)])
 
-    def push_weights() -> int:
-        next(clock)
-        return 6 * 10**9
-
+    plan = SimpleNamespace(nbytes=6 * 10**9)
+    weights = SimpleNamespace(move=lambda: next(clock), plans=[plan])
     pushing = object.__new__(stream.WeightStream)
     vars(pushing).update(
         mode="traced",
         _pushes=1,
-        _adapter=None,
-        _changing=None,
+        _first=[weights],
+        _later=[weights],
+        _pointers=(),
         _cfg=SimpleNamespace(verify_every=0),
         _world=SimpleNamespace(
             watch=SimpleNamespace(wait=lambda *_: contextlib.nullcontext()),
@@ -90,7 +89,6 @@ def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.Monke
             is_inference=False,
         ),
         _handover=SimpleNamespace(wake_weights=lambda: next(clock), wake_cache=dict),
-        _push_weights=push_weights,
     )
     assert pushing.push(7) == {
         "sync/bytes": (6e9, 1.0),
