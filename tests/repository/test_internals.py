@@ -18,7 +18,7 @@ HOMES = (
 IMPORTING_VLLM = (
     *HOMES,
     "spmdrl/environments/tool_calls.py",
-    "spmdrl/model/vision/for_vllm.py",  # processed inputs, which its multimodal processors yield
+    "spmdrl/engine/vllm/images.py",  # processed inputs, which its multimodal processors yield
     "spmdrl/engine/vllm/arguments.py",
     "spmdrl/engine/vllm/families.py",
     "spmdrl/engine/vllm/requests.py",

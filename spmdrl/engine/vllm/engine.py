@@ -21,9 +21,9 @@ from spmdrl.engine.vllm import internals, patches
 from spmdrl.engine.vllm.adapter import AdapterSlot
 from spmdrl.engine.vllm.arguments import engine_arguments, with_plain_weights
 from spmdrl.engine.vllm.families import model_arguments, refusing_models, try_engine
+from spmdrl.engine.vllm.images import make_prompt, reset_encoder_cache
 from spmdrl.engine.vllm.outputs import Outputs
 from spmdrl.engine.vllm.requests import sampling_params, scoring_params
-from spmdrl.model.vision.for_vllm import reset_encoder_cache, vllm_prompt
 from spmdrl.world.comm import agree
 from spmdrl.world.machine.live_bytes import device_bytes
 from spmdrl.world.world import World
@@ -110,8 +110,7 @@ class VllmEngine:
     def _prompt(self, tokens: Sequence[int]) -> dict[str, Any]:
         # The salt keeps it from sharing what older weights computed for unfinished requests.
         model_config = self._llm.vllm_config.model_config
-        salt = str(self.version)
-        return vllm_prompt(tokens, salt=salt, model_config=model_config)
+        return make_prompt(tokens, salt=str(self.version), model_config=model_config)
 
     def step(self) -> list[Completion]:
         """Run one scheduling step and return what finished in it."""

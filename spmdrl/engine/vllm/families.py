@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from spmdrl.config import Config
+from spmdrl.engine.vllm.images import missing_for_vision, vision_arguments
 from spmdrl.engine.vllm.sources import cpu_head_sizes, own_classes
 from spmdrl.errors import Refusal
 from spmdrl.imports import versions
 from spmdrl.model.load import hf_config_of
-from spmdrl.model.vision.for_vllm import missing_for_vision, vision_arguments
 from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.world import is_on_cpu
 
