@@ -92,8 +92,9 @@ class Traffic:
 
     def block_bytes(self, num_buckets: int) -> Array:
         """Return [world, receivers] int64: the room in bytes for a slice of each route."""
+        mean = -(-self.nbytes // self.num_slices(num_buckets))
         # A cut falls on an element: a slice may be up to one 8-byte element longer.
-        longest = -(-self.nbytes // self.num_slices(num_buckets)) + 7 + self.slack(num_buckets)
+        longest = mean + 7 + self.slack(num_buckets)
         aligned = -(-longest // _ALIGN) * _ALIGN
         return numpy.where(self.nbytes > 0, aligned, 0)
 
@@ -103,8 +104,9 @@ class Traffic:
         These are indices into the receiver's ranks; only the rows of remote sources count.
         """
         fanout = int(self.fanout[receiver])
+        num_ranks = len(self.receivers[receiver])
         first = self.source_index[:, receiver] * fanout
-        return (first[:, None] + numpy.arange(fanout)) % len(self.receivers[receiver])
+        return (first[:, None] + numpy.arange(fanout)) % num_ranks
 
     def block_offsets(self, receiver: int, num_buckets: int) -> tuple[Array, int]:
         """Return where blocks lie in the part of the rank that receives them.
@@ -308,7 +310,8 @@ def cut_routes(rank: int, traffic: Traffic, *, num_buckets: int, routes: RankRou
                 routes.received, traffic, index, num_buckets=num_buckets, offsets=offsets
             )
             # The receive bucket is the parts of all replicas, in order.
-            received.offset[:] += numpy.array(ranks).searchsorted(received.target) * part
+            replica = numpy.array(ranks).searchsorted(received.target)
+            received.offset[:] += replica * part
     return StreamPlan(
         rank, traffic, num_buckets, sent=_in_order(Slices.join(sent)), received=_in_order(received)
     )
@@ -330,7 +333,8 @@ def _slice(
     fanout = numpy.where(is_local, 1, traffic.fanout[receiver])
     bucket, block = numpy.divmod(number, fanout)
     # Sources take turns: each bucket goes to the next ranks of the receiver.
-    turn = (traffic.source_index[source, receiver] + bucket) * fanout + block
+    source_index = traffic.source_index[source, receiver]
+    turn = (source_index + bucket) * fanout + block
     ranks = numpy.array(traffic.receivers[receiver])
     target = numpy.where(is_local, source, ranks[turn % len(ranks)])
     offset = offsets[source % len(offsets), block]

@@ -112,7 +112,8 @@ def _read_held(description: bytes) -> Cuts:
     meshes, packed_cuts, cut_of_name = unpack(zlib.decompress(description))
     cuts = []
     for shape, mesh, axes in packed_cuts:
-        cuts.append(TensorCut(shape, meshes[mesh], tuple(CutAxis(*axis) for axis in axes)))
+        cut_axes = tuple(CutAxis(*axis) for axis in axes)
+        cuts.append(TensorCut(shape, meshes[mesh], cut_axes))
     return {name: cuts[index] for name, index in cut_of_name.items()}
 
 

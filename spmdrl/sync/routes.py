@@ -108,17 +108,19 @@ class Grid:
         num_cells = numpy.prod(counts, axis=0)
         box: Array = numpy.repeat(numpy.arange(len(start)), num_cells)
         # The number of a cell within its box; its digits are the indices of its intervals.
-        within = numpy.arange(len(box)) - numpy.repeat(num_cells.cumsum() - num_cells, num_cells)
+        first_cell = num_cells.cumsum() - num_cells
+        within = numpy.arange(len(box)) - numpy.repeat(first_cell, num_cells)
         first = start[box]
         last = stop[box]
         position = numpy.zeros_like(box)
         stride = 1
         for d in reversed(range(len(dims))):
+            dim = dims[d]
             within, digit = numpy.divmod(within, counts[d][box])
             interval = digit + lows[d][box]
-            first[:, d] = numpy.maximum(first[:, d], dims[d].starts[interval])
-            last[:, d] = numpy.minimum(last[:, d], dims[d].stops[interval])
-            position += dims[d].owners[interval] * stride
+            first[:, d] = numpy.maximum(first[:, d], dim.starts[interval])
+            last[:, d] = numpy.minimum(last[:, d], dim.stops[interval])
+            position += dim.owners[interval] * stride
             stride *= self.ranks.shape[d]
         return box, position, first, last
 
@@ -138,19 +140,19 @@ class Holders:
         self.grid_of = numpy.full(len(table.tensors), -1)
         """[live tensors] int64: index in `grids`, -1 where no rank holds the tensor."""
         # Tensors that are cut alike share a grid: layers repeat.
-        known: dict[tuple[tuple[TensorCut, int], ...], int] = {}
+        grid_of_cuts: dict[tuple[tuple[TensorCut, int], ...], int] = {}
         for number, name in enumerate(table.tensors):
-            key = tuple((cuts[name], i) for i, (_, cuts) in enumerate(described) if name in cuts)
-            if not key:
+            own = tuple((cuts[name], i) for i, (_, cuts) in enumerate(described) if name in cuts)
+            if not own:
                 continue
-            if key not in known:
+            if own not in grid_of_cuts:
                 ranks_of: dict[TensorCut, list[int]] = {}
-                for cut, i in key:
+                for cut, i in own:
                     ranks_of.setdefault(cut, []).extend(described[i][0])
                 with refusing(f"weight stream: {name}", Refusal):
                     self.grids.append(Grid(list(_with_ranks(ranks_of)), table.depth))
-                known[key] = len(known)
-            self.grid_of[number] = known[key]
+                grid_of_cuts[own] = len(grid_of_cuts)
+            self.grid_of[number] = grid_of_cuts[own]
 
 
 def _with_ranks(ranks_of: Mapping[TensorCut, Sequence[int]]) -> Iterator[TensorCut]:
@@ -202,7 +204,8 @@ def _cell_ranks(cut: TensorCut, depth: int) -> Array:
     order = []  # mesh axes: those that shard dim 0, dim 1, .., and last those that replicate
     for dim in (*range(len(cut.shape)), None):
         order += [i for i, axis in enumerate(cut.axes) if axis.dim == dim]
-    mesh = numpy.array(cut.ranks, numpy.int32).reshape([axis.size for axis in cut.axes])
+    sizes = [axis.size for axis in cut.axes]
+    mesh = numpy.array(cut.ranks, numpy.int32).reshape(sizes)
     positions = [len(cut.runs(dim)) for dim in range(len(cut.shape))]
     pad = [1] * (depth - len(positions))
     return mesh.transpose(order).reshape([*pad, *positions, -1])
@@ -257,12 +260,14 @@ def routes_to(
         source: if given, return only what this rank sends.
     """
     cells, sharers = _wanted_cells(wants, ranks, holders=holders, source=source)
-    cells = cells.rows(numpy.lexsort((*cells.start.T[::-1], cells.want, cells.source)))
+    # lexsort sorts by its last key first.
+    order = numpy.lexsort((*cells.start.T[::-1], cells.want, cells.source))
+    cells = cells.rows(order)
     num_sharers = numpy.array([len(line) for line in sharers], numpy.int64)
     nbytes = numpy.bincount(cells.source, cells.nbytes, len(sharers)).astype(numpy.int64)
     num_shares = numpy.clip(nbytes // _LEAST_SHARE, 1, num_sharers)
     pieces, share = split_lines(cells, num_shares[cells.source])
-    # Put the rank that sends a share in the place of the line.
+    # Replace the line of each piece by the rank that sends its share.
     line = pieces.source
     flat = numpy.array([rank for line_ranks in sharers for rank in line_ranks], numpy.int64)
     line_begins = num_sharers.cumsum() - num_sharers
@@ -271,7 +276,6 @@ def routes_to(
     if source is not None:
         pieces = pieces.rows(pieces.source == source)
     narrowness = -ITEMSIZES[pieces.dtype]
-    # lexsort sorts by its last key first.
     keys = (pieces.first, *pieces.start.T[::-1], pieces.want, narrowness, pieces.source)
     return pieces.rows(numpy.lexsort(keys))
 
@@ -370,15 +374,16 @@ def split_lines(cells: Cells, num_parts: Array, *, slack: Array | int = 0) -> tu
     high = ((begin + nbytes) * num_parts - 1) // divisor
     count = numpy.where(nbytes > 0, high - low + 1, 0)
     row: Array = numpy.repeat(numpy.arange(len(count)), count)
-    part = numpy.arange(len(row)) - numpy.repeat(count.cumsum() - count - low, count)
+    first_piece = count.cumsum() - count
+    part = numpy.arange(len(row)) - numpy.repeat(first_piece - low, count)
     row_numel = _row_numel(cells)
     step = numpy.where(row_numel * itemsize <= slack, row_numel, 1)[row]
     pieces = cells.rows(row)
 
     def cut(part: Array) -> Array:
         """Return the element of each piece's cell at which a part begins."""
-        byte = numpy.maximum(line_bytes[row] * part // num_parts[row] - begin[row], 0)
-        element = cells.first[row] + byte // itemsize[row]
+        byte = line_bytes[row] * part // num_parts[row] - begin[row]
+        element = cells.first[row] + numpy.maximum(byte, 0) // itemsize[row]
         is_inside = element < cells.last[row]
         element = numpy.where(is_inside, element - element % step, cells.last[row])
         return numpy.maximum(element, cells.first[row])

@@ -115,7 +115,8 @@ class FileTable:
     def __init__(self, parts: Mapping[str, Part]):
         self.names = tuple(parts)
         self.tensors = tuple(dict.fromkeys(part.tensor for part in parts.values()))
-        self.depth = max((len(part.box.shape) for part in parts.values()), default=1) or 1
+        ndims_live = [len(part.box.shape) for part in parts.values()]
+        self.depth = max([1, *ndims_live])
         self._index = {name: i for i, name in enumerate(self.names)}
         number_of = {name: i for i, name in enumerate(self.tensors)}
         tensors = []

@@ -118,7 +118,8 @@ def sent_checksums(plan: StreamPlan, live: LiveShards, *, most: int, world: Worl
     for piece in pieces_of(plan.from_this_rank, live.table):
         value = live.held.value(piece.name, piece.box).read().to(piece.dtype)
         shape = live.parts[piece.name].shape
-        totals[receiver_of[piece.target]][piece.want] += checksum(value, piece.box, shape=shape)
+        receiver = receiver_of[piece.target]
+        totals[receiver][piece.want] += checksum(value, piece.box, shape=shape)
     sums = torch.tensor([[signed(total) for total in wants] for wants in totals])
     dist.all_reduce(sums, group=world.control)
     own = sums[receiver_of.get(world.rank, 0)]  # read only where this rank wants something
@@ -142,7 +143,8 @@ def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
     total = 0
     strides = torch.empty(tuple(shape), device="meta").stride()
     for part, values in _strips(view, box):
-        bits = values.contiguous().view(_INTEGERS[values.element_size()]).to(torch.int64)
+        integer = _INTEGERS[values.element_size()]
+        bits = values.contiguous().view(integer).to(torch.int64)
         position = torch.zeros((), dtype=torch.int64, device=view.device)
         for dim, stride in enumerate(strides):
             index = torch.arange(part.shape[dim], device=view.device) + part.start[dim]
@@ -156,7 +158,8 @@ def parameter_checksums(model: nn.Module) -> dict[str, int]:
     """Return a checksum of each parameter and persistent buffer of an engine's model."""
     sums = {}
     for name, tensor in live_tensors(model).items():
-        sums[name] = checksum(tensor.detach(), Box.whole(tensor.shape), shape=tensor.shape)
+        shape = tensor.shape
+        sums[name] = checksum(tensor.detach(), Box.whole(shape), shape=shape)
     return sums
 
 
@@ -182,4 +185,5 @@ def _strips(view: Tensor, box: Box) -> Iterator[tuple[Box, Tensor]]:
     rows = max(1, _ELEMENTS_AT_ONCE * box.shape[0] // box.numel)
     for first in range(0, box.shape[0], rows):
         values = view[first : first + rows]
-        yield Box((box.start[0] + first, *box.start[1:]), tuple(values.shape)), values
+        start = (box.start[0] + first, *box.start[1:])
+        yield Box(start, tuple(values.shape)), values
