@@ -32,6 +32,15 @@ class RowOrder:
         """Return the row position at a place of the order of all steps."""
         raise NotImplementedError
 
+    def check_num_rows(self, saved: int) -> None:
+        """Raise Refusal if a checkpoint was saved with another number of rows."""
+        if saved != self.num_rows:
+            raise Refusal(
+                f"data.train: has {self.num_rows} usable rows and had {saved} when the checkpoint "
+                "was saved, so later steps would take other rows; put the old rows back, or "
+                "continue with the new ones by --checkpoint.allow-config-change"
+            )
+
 
 class Order(RowOrder):
     """Epoch after epoch, each a permutation by (seed, epoch).

@@ -19,7 +19,6 @@ import torch
 from spmdrl.algorithms.shaping import RIGHT_AT, ROUNDING
 from spmdrl.data.hashed import hashed
 from spmdrl.data.prompt_order import RowOrder
-from spmdrl.errors import Refusal
 from spmdrl.types import Scalars
 
 _SETTLED_MARGIN = 0.05
@@ -217,13 +216,8 @@ class PromptPlanner:
             allow_change: if data.train has another number of rows now, plan again from `step` on.
         Raises: Refusal if it has another number of rows and that is not allowed.
         """
-        num_rows = self.order.num_rows
-        if state["num_rows"] != num_rows and not allow_change:
-            raise Refusal(
-                f"data.train: has {num_rows} usable rows and had {state['num_rows']} when the "
-                "checkpoint was saved, so later steps would take other rows; put the old rows "
-                "back, or go on with the new ones by --checkpoint.allow-config-change"
-            )
+        if not allow_change:
+            self.order.check_num_rows(state["num_rows"])
         rows = state["rows"].tolist()
         rates = state["rates"].tolist()
         self.measured = Measured(
@@ -237,8 +231,8 @@ class PromptPlanner:
             k: PromptPlan(**plan | {name: tuple(plan[name]) for name in ("rows", "lengths")})
             for k, plan in state["plans"].items()
         }
-        is_same_order = (state["num_rows"], state["per_step"]) == (num_rows, self.order.per_step)
-        if not is_same_order:
+        saved = (state["num_rows"], state["per_step"])
+        if saved != (self.order.num_rows, self.order.per_step):
             self._planned = step
             self._cursor = step * self.order.per_step
             self._plans = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,7 @@ class RowSource(Source):
         tokenizer: PreTrainedTokenizerBase,
         max_positions: int | None = None,
     ):
+        self.cfg = cfg
         self.world = world
         self._names = [source.name for source in cfg.data.sources("train")]
         self.rows = example_source(cfg, tokenizer, max_positions=max_positions)
@@ -46,6 +48,15 @@ class RowSource(Source):
         units = list(enumerate(self.rows.units_at(step)))
         own = units[world.dp_index(world.rank) :: world.dp_size]
         return replace(pack_units(own, version=step), sums=self._sums(own))
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return the number of rows, on which their order depends; of rank 0 alone."""
+        return {"num_rows": self.rows.order.num_rows} if self.world.rank == 0 else None
+
+    def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
+        """Check that data.train has the rows of the checkpoint. Raises: Refusal."""
+        if not self.cfg.checkpoint.allow_config_change:
+            self.rows.order.check_num_rows(states[0]["num_rows"])
 
     def _sums(self, own: list[tuple[int, Unit]]) -> Sums:
         """Return the source/ sums of this rank's rows; none of a single source."""

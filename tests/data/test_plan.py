@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 
 from spmdrl.data.prompt_order import Order
 from spmdrl.data.prompt_plan import Measured, PromptPlanner, choose
+from spmdrl.rollout.row_source import RowSource
+from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 from spmdrl.types import Scalars
-from tests.helpers.built import refused
+from tests.helpers.built import changed, made, refused
 from tests.helpers.ragged import scalars_of
 
 ALWAYS, NEVER, MIXED = [1.0, 1.0], [0.0, 0.3], [1.0, 0.0]
@@ -139,3 +143,26 @@ def test_a_state_of_another_number_of_rows_is_refused_unless_that_is_allowed():
         resumed.load_state_dict(stopped.state_dict(), step=3)
     resumed.load_state_dict(stopped.state_dict(), step=3, allow_change=True)
     assert [resumed.at(step).rows for step in (3, 4)] == [tuple(fewer.at(3)), tuple(fewer.at(4))]
+
+
+def test_a_resume_of_an_offline_objective_refuses_another_number_of_rows(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    cfg = made(
+        algorithm=dict(objective="sft"),
+        data=dict(train=str(rows), max_prompt_tokens=16),
+        batch=dict(prompts_per_step=2),
+        model=dict(path="m"),
+    )
+
+    def source_of(count, *, rank=0, cfg=cfg):
+        row = json.dumps({"prompt": "a", "completion": "b"}) + "\n"
+        rows.write_text(row * count)
+        return RowSource(cfg, SimpleNamespace(rank=rank), tokenizer=character_tokenizer())
+
+    state = source_of(5).state_dict()
+    assert source_of(5, rank=1).state_dict() is None
+    source_of(5).load_state_dict([state], 1)
+    with refused("data.train: has 4 usable rows and had 5", "--checkpoint.allow-config-change"):
+        source_of(4, rank=1).load_state_dict([state], 1)
+    allowed = changed(cfg, checkpoint=dict(allow_config_change=True))
+    source_of(4, cfg=allowed).load_state_dict([state], 1)
