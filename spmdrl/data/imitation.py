@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,8 @@ def _plain_example(
     if whole[: len(context)] != context:  # see _Turns.add
         response = TokenIds(encoder.tokenizer(completion, add_special_tokens=False)["input_ids"])
     response = _with_eos(response, encoder.tokenizer, where=encoder.where)
-    return Example(context + response, [False] * len(context) + [True] * len(response))
+    mask = [False] * len(context) + [True] * len(response)
+    return Example(context + response, mask)
 
 
 def _text_example(text: str, images: Sequence[Any], encoder: MultimodalEncoder) -> Example:
@@ -166,7 +168,11 @@ def _encode_conversation(
         turns.add(before, _continuation(done, before, turn=i, where=where))
         reply = _continuation(before, after, turn=i, where=where)
         added = turns.add(after, reply)
-        length = max((k + 1 for k, token in enumerate(added) if token in ends), default=0)
+        # Up to the last end-of-turn token.
+        length = 0
+        for number, token in enumerate(added, 1):
+            if token in ends:
+                length = number
         if not length:
             raise Refusal(
                 f"{where}: the chat template closes assistant turn {i} with {reply[-20:]!r}, which "
@@ -194,7 +200,7 @@ def _reply_turns(messages: Messages, *, first: int, where: str) -> list[int]:
 def _continuation(before: str, after: str, *, turn: int, where: str) -> str:
     if after.startswith(before):
         return after[len(before) :]
-    same = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), len(after))
+    same = len(os.path.commonprefix([before, after]))
     raise Refusal(
         f"{where}: the chat template rewrites earlier text when turn {turn} is added, so what the "
         f"policy would see is ambiguous: {before[same : same + 60]!r} became "

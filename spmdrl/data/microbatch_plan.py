@@ -153,7 +153,9 @@ def _pack(lengths: _Column, costs: _Column, *, dp_size: int, budget: int) -> tup
     while (bins := _fill(lengths, costs, num_bins=count * dp_size, budget=budget)) is None:
         count += 1  # ends at the latest with one bin per unit
     best = _deal(bins, costs, dp_size=dp_size, count=count)
-    least = max(-(-int(costs.sum()) // dp_size), int(costs.max(initial=0)))
+    # No plan can take less than the average rank, or than the largest unit.
+    average = -(-int(costs.sum()) // dp_size)
+    least = max(average, int(costs.max(initial=0)))
     if (best.lockstep - least) * _TOLERANCE > least:
         bins = _fill_in_stages(lengths, costs, dp_size=dp_size, count=count, budget=budget)
         if bins is not None:
@@ -254,4 +256,6 @@ def _deal(bins: _Column, costs: _Column, *, dp_size: int, count: int) -> _Dealt:
         ranks = np.argsort(load, kind="stable")
         place[of_round] = k * dp_size + ranks
         load[ranks] += totals[of_round]
-    return _Dealt(place[bins], int(load.max()), int(totals[rounds[:, 0]].sum()))
+    # Totals are descending, so that the first bin of a round is its largest.
+    lockstep = int(totals[rounds[:, 0]].sum())
+    return _Dealt(place[bins], int(load.max()), lockstep)

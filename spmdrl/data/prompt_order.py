@@ -62,7 +62,9 @@ class Order(RowOrder):
                 "data.train, so one step would repeat rows; lower it or give more rows"
             )
         super().__init__(num_rows, per_step=per_step, seed=seed, shuffle=shuffle)
-        self._key = [seed % 2**64] if source is None else [seed % 2**64, 1 + source]
+        self._key = [seed % 2**64]
+        if source is not None:
+            self._key.append(1 + source)
         self._epoch = functools.lru_cache(maxsize=2)(self._permutation)
 
     def row(self, place: int) -> int:
@@ -131,7 +133,8 @@ class WeightedOrder(RowOrder):
         taken = self._taken(begin)
         rows = []
         for source in sources.tolist():
-            rows.append(self._begins[source] + self._orders[source].row(taken[source]))
+            row = self._orders[source].row(taken[source])
+            rows.append(self._begins[source] + row)
             taken[source] += 1
         return rows
 

@@ -79,7 +79,8 @@ class Measured:
 
 
 def _move(means: dict[int, float], row: int, value: float) -> None:
-    means[row] = means[row] + _NEW * (value - means[row]) if row in means else value
+    mean = means.get(row, value)
+    means[row] = mean + _NEW * (value - mean)
 
 
 def choose(
@@ -109,7 +110,8 @@ def choose(
             (taken if is_taken else passed).append(row)
         cursor += 1
     missing = order.per_step - len(taken)
-    return taken + passed[:missing], cursor, len(passed) - min(missing, len(passed))
+    filling = passed[:missing]
+    return taken + filling, cursor, len(passed) - len(filling)
 
 
 def _coin(seed: int, cursor: int) -> float:
@@ -182,10 +184,10 @@ class PromptPlanner:
                 keep=self.keep,
                 is_settled=lambda row: known.is_settled(self._kept[row]),
             )
-        lengths = tuple(known.lengths.get(self._kept[row], known.length) for row in rows)
-        return PromptPlan(
-            tuple(rows), lengths, passed, len(known.rates), sum(map(known.is_settled, known.rates))
-        )
+        indices = [self._kept[row] for row in rows]
+        lengths = tuple(known.lengths.get(index, known.length) for index in indices)
+        num_settled = sum(map(known.is_settled, known.rates))
+        return PromptPlan(tuple(rows), lengths, passed, len(known.rates), num_settled)
 
     # ---------------------------------------------------------------- checkpoints
 

@@ -95,7 +95,10 @@ class _Walk:
             self._take(len(value))
             return value
         if isinstance(value, dict):
-            return {self.text(key): self._held(key, own, depth + 1) for key, own in value.items()}
+            found = {}
+            for key, own in value.items():
+                found[self.text(key)] = self._field(key, own, depth + 1)
+            return found
         if isinstance(value, (list, tuple)):
             return [self.plain(own, depth + 1) for own in value]
         if isinstance(value, (datetime.date, datetime.time)):
@@ -108,7 +111,7 @@ class _Walk:
             "these, or leave the column out"
         )
 
-    def _held(self, key: str, value: Any, depth: int) -> Any:
+    def _field(self, key: str, value: Any, depth: int) -> Any:
         if key == "bytes" and isinstance(value, bytes):  # as datasets stores an attachment
             self._take(len(value))
             return value

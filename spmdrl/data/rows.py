@@ -181,8 +181,9 @@ def _checked_messages(messages: list, *, place: str) -> Messages:
                 f"{place}: message {i} must have a `role` and a `content` (text), got "
                 f"{message!r:.100}"
             )
-        # Parquet fills the fields that other messages have with nulls; templates test presence.
-        checked.append({k: v for k, v in message.items() if v is not None or k == "content"})
+        # Parquet adds the fields of other messages as nulls, and templates test for fields.
+        empty = [key for key, value in message.items() if value is None and key != "content"]
+        checked.append({key: value for key, value in message.items() if key not in empty})
     return checked
 
 

@@ -131,7 +131,8 @@ class Addition:
     def _mistaken(self, answer: str, draw: random.Random) -> str:
         if not self.slips:
             return str(int(answer) + 1)
-        return "".join(str((int(d) + (draw.random() < self.slips)) % 10) for d in answer)
+        digits = [int(digit) for digit in answer]
+        return "".join(str((digit + (draw.random() < self.slips)) % 10) for digit in digits)
 
     def _row(self, prompt: str, answer: int) -> dict:
         return {"prompt": prompt, "answer": str(answer), "data_source": "task:addition"}
@@ -166,8 +167,10 @@ class AdditionPairs(Addition):
         rejected = str(int(chosen) + 1)
         if draw.random() >= self.mistakes:
             at = draw.randrange(len(chosen))
+            # A longer number does not begin with 0.
             digits = "123456789" if at == 0 and len(chosen) > 1 else "0123456789"
-            rejected = chosen[:at] + draw.choice(digits.replace(chosen[at], "")) + chosen[at + 1 :]
+            other = draw.choice(digits.replace(chosen[at], ""))
+            rejected = chosen[:at] + other + chosen[at + 1 :]
         label = draw.random() < 0.5
         return row | {
             "chosen": chosen,

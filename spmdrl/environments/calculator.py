@@ -60,8 +60,9 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    if isinstance(node, ast.Constant) and (type(node.value) is int or type(node.value) is float):
-        return node.value
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        if not isinstance(node.value, bool):
+            return node.value
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _SIGNS:

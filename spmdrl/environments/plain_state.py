@@ -84,10 +84,10 @@ class _Writer:
             items = [self.write(item, f"{place}[{i}]") for i, item in enumerate(value)]
             return [kind.__name__, items]
         if kind is dict:
-            pairs = [
-                [self.write(k, f"a key of {place}"), self.write(v, f"{place}[{k!r}]")]
-                for k, v in value.items()
-            ]
+            pairs = []
+            for key, own in value.items():
+                written = self.write(key, f"a key of {place}")
+                pairs.append([written, self.write(own, f"{place}[{key!r}]")])
             return ["dict", pairs]
         if kind is random.Random:
             return ["random", self.write(value.getstate(), place)]
@@ -98,7 +98,10 @@ class _Writer:
         kind = type(value)
         if kind.__module__ != self._module or not is_simple(kind):
             raise NotPlain(f"{place} ({kind.__module__}.{kind.__qualname__})")
-        return {name: self.write(own, f"{place}.{name}") for name, own in vars(value).items()}
+        written = {}
+        for name, own in vars(value).items():
+            written[name] = self.write(own, f"{place}.{name}")
+        return written
 
 
 class _Reader:
@@ -136,7 +139,8 @@ class _Reader:
         if not isinstance(attributes, dict):
             raise NotPlain(f"the attributes of {kind.__name__} are {attributes!r:.100}")
         made: Any = object.__new__(kind)
-        vars(made).update({name: self.read(own) for name, own in attributes.items()})
+        for name, own in attributes.items():
+            vars(made)[name] = self.read(own)
         return made
 
     def _class(self, name: str) -> type:

@@ -36,7 +36,9 @@ def row_kinds(rows: Iterable[tuple[str, dict]]) -> list[RowKind]:
     found: dict[tuple[object, ...], RowKind] = {}
     for place, row in itertools.islice(rows, _MAX_ROWS):
         _, error = attempt(partial(ground_truth_of, row))
-        found.setdefault((*row, bool(error)), RowKind(place, [*row], str(error or "")))
+        kind = (*row, bool(error))  # its columns, and whether it has an answer
+        if kind not in found:
+            found[kind] = RowKind(place, list(row), str(error or ""))
     return [*found.values()]
 
 

@@ -53,9 +53,13 @@ def _of_fraction(found: re.Match[str]) -> str:
         bottom = bottom[1:]
     before = found.string[found.start() - 1 : found.start()]
     after = found.string[found.end() : found.end() + 1]
-    value = whole and _mixed(whole, top, bottom)
-    value = value or f"{whole} {top}/{bottom}"[0 if whole or before.isdigit() else 1 :]
-    return value + " " * after.isdigit()
+    value = _mixed(whole, top, bottom) if whole else ""
+    if not value:
+        value = f"{whole} {top}/{bottom}"
+        if not whole and not before.isdigit():
+            value = value[1:]
+    # Spaces keep digits beside the fraction out of it.
+    return value + " " if after.isdigit() else value
 
 
 def _of_power(found: re.Match[str]) -> str:

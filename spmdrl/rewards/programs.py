@@ -119,7 +119,9 @@ def code(
         why = why or f"test {number}: {failure}"
         if score == "all" or left <= 0:
             break
-    value = float(passed == len(cases)) if score == "all" else passed / len(cases)
+    value = passed / len(cases)
+    if score == "all":
+        value = float(passed == len(cases))
     return {"score": value, "timed_out": float(timed_out), "why": why}
 
 
@@ -255,14 +257,17 @@ def _name_of(test: dict) -> str:
     return test.get("fn_name") or (meta or {}).get("func_name") or ""
 
 
+def _as_lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
 def _pair(given: Any, expected: Any, name: str) -> Case:
     if not name:
-        joined = [
-            "\n".join(map(str, v)) if isinstance(v, list) else str(v) for v in (given, expected)
-        ]
-        return Case("stdin", *joined)
+        return Case("stdin", _as_lines(given), _as_lines(expected))
     if isinstance(given, str):  # LiveCodeBench: one argument in JSON on each line
         given = [json.loads(line) for line in given.splitlines()]
         expected = json.loads(expected)
     # As JSON returns them from the program: keys are texts, and tuples are lists.
-    return Case("call", json.loads(json.dumps(given)), json.loads(json.dumps(expected)), name)
+    given = json.loads(json.dumps(given))
+    expected = json.loads(json.dumps(expected))
+    return Case("call", given, expected, name)

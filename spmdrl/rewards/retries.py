@@ -130,8 +130,11 @@ def _is_of_connection(error: BaseException) -> bool:
         return False
     if isinstance(error, OSError) and not isinstance(error, _OF_FILES):
         return True
-    names = {f"{own.__module__.partition('.')[0]}.{own.__name__}" for own in type(error).__mro__}
-    return not names.isdisjoint(_OF_CONNECTIONS)
+    for kind in type(error).__mro__:
+        package = kind.__module__.partition(".")[0]
+        if f"{package}.{kind.__name__}" in _OF_CONNECTIONS:
+            return True
+    return False
 
 
 def _status(error: BaseException) -> int | None:

@@ -85,7 +85,11 @@ def reward_models(specs: Sequence[str]) -> dict[int, str]:
 
     Trainer ranks score with these models; workers call the other entries.
     """
-    return {i: spec.removeprefix(_MODEL) for i, spec in enumerate(specs) if spec.startswith(_MODEL)}
+    models = {}
+    for i, spec in enumerate(specs):
+        if spec.startswith(_MODEL):
+            models[i] = spec.removeprefix(_MODEL)
+    return models
 
 
 def part_names(specs: Sequence[str]) -> tuple[str, ...]:

@@ -240,7 +240,7 @@ def test_unknown_tasks_and_options_name_the_nearest():
         ("task:addition", {"digits": "3"}, "expected int"),
         ("task:addition", {"digits": 0}, "from 1 to 100"),
         ("task:addition", {"mistakes": 0.5, "slips": 1.5}, "slips: must be a share"),
-        ("task:addition", {"slips": 0.5}, "of no rows"),
+        ("task:addition", {"slips": 0.5}, "mistakes is 0"),
         ("task:addition_pairs", {"slips": 0.5}, "slips: task:addition_pairs has no such option"),
     ):
         with refused(words):

@@ -252,7 +252,10 @@ def test_every_turn_begins_with_the_prefix_and_options_reach_the_template():
 
     plain = told()
     assert told(prefix="<go>") == plain.replace("assistant\n", "assistant\n<go>")
-    for name, word in (("enable_thinkin", "reads no such name"), ("tools", "is set for each prompt")):
+    for name, word in (
+        ("enable_thinkin", "reads no such name"),
+        ("tools", "is set for each prompt"),
+    ):
         with pytest.raises(ValueError, match=word):
             with_template_options(words, {name: False})
     with pytest.raises(ValueError, match="has none"):

@@ -126,8 +126,9 @@ def _with_parts(message: dict, *, has_column: bool, where: str) -> dict:
 
 def _checked_part(part: Any, *, where: str) -> dict:
     """Return a part as a text, or as an image: None if the row's column holds it."""
-    # Parquet fills the fields that other parts have with nulls; templates test presence.
-    own = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
+    # Parquet adds the fields of other parts as nulls.
+    fields = part if isinstance(part, dict) else {}
+    own = {name: value for name, value in fields.items() if value is not None}
     kind = own.get("type", "text" if "text" in own else None)
     if kind == "text" and isinstance(own.get("text"), str):
         return {"type": "text", "text": own["text"]}
@@ -203,7 +204,11 @@ def json_messages(messages: Sequence[dict]) -> list[dict]:
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            parts = [p | {"image": as_data_uri(p["image"])} if "image" in p else p for p in content]
+            parts = []
+            for part in content:
+                if "image" in part:
+                    part = part | {"image": as_data_uri(part["image"])}
+                parts.append(part)
             message = message | {"content": parts}
         found.append(message)
     return found

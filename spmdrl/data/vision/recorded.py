@@ -50,10 +50,15 @@ def with_pictures(table: pa.Table, pictures: MultimodalItems | None) -> pa.Table
         own = pictures[torch.arange(begin, end)]
         new = [item for item in own.items if (group, item) not in seen]
         seen |= {(group, item) for item in new}
-        keys = [item.key for item in own.items]
-        places = own.places.int().numpy()
-        forms, features, images = zip(*map(_packed, new)) if new else ((), (), ())
-        for column, value in zip(columns, (keys, places, forms, features, images), strict=True):
+        packed = [_packed(item) for item in new]
+        values = (
+            [item.key for item in own.items],
+            own.places.int().numpy(),
+            [form for form, _, _ in packed],
+            [features for _, features, _ in packed],
+            [image for _, _, image in packed],
+        )
+        for column, value in zip(columns, values, strict=True):
             column.append(value)
     for field, column in zip(FIELDS, columns, strict=True):
         table = table.append_column(field, pa.array(column, type=field.type))
@@ -62,8 +67,11 @@ def with_pictures(table: pa.Table, pictures: MultimodalItems | None) -> pa.Table
 
 def _packed(picture: MultimodalItem) -> tuple[str, bytes, bytes]:
     """Return a picture's form, its features' bytes, and its image as PNG."""
-    forms = {name: (str(own.dtype)[6:], [*own.shape]) for name, own in picture.features.items()}
-    form = {"key": picture.key, "num_tokens": picture.num_tokens, "features": forms}
+    features = {}
+    for name, tensor in picture.features.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        features[name] = (dtype, list(tensor.shape))
+    form = {"key": picture.key, "num_tokens": picture.num_tokens, "features": features}
     return json.dumps(form), picture.as_bytes().numpy().tobytes(), _png(picture)
 
 
@@ -116,16 +124,20 @@ def _checked(text: str) -> dict[str, Any]:
         raise ValueError(f"a picture's form is {text!r:.100}")
     for feature in features.values():
         dtype, shape = feature
-        sizes = [type(size) is int and 0 <= size < 2**40 for size in shape]
-        if not isinstance(getattr(torch, dtype, None), torch.dtype) or not all(sizes):
+        is_dtype = isinstance(getattr(torch, dtype, None), torch.dtype)
+        if not is_dtype or not all(type(size) is int and 0 <= size < 2**40 for size in shape):
             raise ValueError(f"a picture's feature is {feature!r:.100}")
     return form
 
 
 def _unpacked(form: Mapping[str, Any], data: bytes) -> MultimodalItem:
-    forms = {name: (getattr(torch, dtype), own) for name, (dtype, own) in form["features"].items()}
-    found = MultimodalItem.formed(form["key"], form["num_tokens"], forms)
-    return found.of_bytes(torch.from_numpy(numpy.frombuffer(data, numpy.uint8).copy()))
+    features = {}
+    for name, (dtype, shape) in form["features"].items():
+        features[name] = (getattr(torch, dtype), shape)
+    found = MultimodalItem.formed(form["key"], form["num_tokens"], features)
+    # A copy, since a tensor must be writable.
+    content = numpy.frombuffer(data, numpy.uint8).copy()
+    return found.of_bytes(torch.from_numpy(content))
 
 
 class Preview(bytes):
@@ -164,11 +176,15 @@ def picture_previews(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, Previe
             known[checked["key"]] = checked["num_tokens"], Preview(png)
     found: list[dict[int, Preview | None]] = []
     for row in rows:
-        pngs = {}
+        previews = {}  # {the first place of a picture: its image}
         start = 0
         for key in row.get(_SHOWN.name) or ():
-            pngs[start] = known[key][1]
-            start += known[key][0]
-        places = enumerate(row.get(_PLACES.name) or ())
-        found.append({at: pngs.get(place) for at, place in places if place >= 0})
+            num_tokens, preview = known[key]
+            previews[start] = preview
+            start += num_tokens
+        shown = {}
+        for position, place in enumerate(row.get(_PLACES.name) or ()):
+            if place >= 0:
+                shown[position] = previews.get(place)
+        found.append(shown)
     return found

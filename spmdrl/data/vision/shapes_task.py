@@ -207,7 +207,8 @@ class Shapes:
             self._thing("digits", cell=i, form=digit, draw=draw) for i, digit in enumerate(answer)
         )
         at = draw.randrange(self.most)
-        slip = f"{answer[:at]}{(int(answer[at]) + 1) % 10}{answer[at + 1 :]}"
+        wrong = (int(answer[at]) + 1) % 10
+        slip = f"{answer[:at]}{wrong}{answer[at + 1 :]}"
         return Scene(things, "digits" if self.most > 1 else "digit", answer, slip)
 
     def _scene(self, kind: str, draw: random.Random) -> Scene:
@@ -261,7 +262,8 @@ class Shapes:
     def _noise(self, scene: Scene, draw: random.Random) -> Image:
         from PIL import Image as pillow
 
-        pixels = random.Random(hashed(repr((scene, draw.random())))).randbytes(3 * self.side**2)
+        seed = hashed(repr((scene, draw.random())))
+        pixels = random.Random(seed).randbytes(3 * self.side**2)
         return pillow.frombytes("RGB", (self.side, self.side), pixels)
 
     def _drawn(self, kind: str, scene: Scene) -> Image:
@@ -273,9 +275,12 @@ class Shapes:
         cells = self._cells_of(kind)
         cell = self._cell_of(kind)
         for one in scene.things:
-            row, column = (0, one.cell) if kind == "digits" else divmod(one.cell, cells)
-            middle = self.side // 2 if kind == "digits" else row * cell + cell // 2
-            at = (column * cell + cell // 2 + one.shift[0], middle + one.shift[1])
+            row, column = divmod(one.cell, cells)
+            x = column * cell + cell // 2
+            y = row * cell + cell // 2
+            if kind == "digits":  # a single row, in the middle
+                y = self.side // 2
+            at = (x + one.shift[0], y + one.shift[1])
             _draw(pen, one, at=at, colour=self.paints[one.colour])
         return image
 
