@@ -204,14 +204,13 @@ def json_messages(messages: Sequence[dict]) -> list[dict]:
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            parts = []
-            for part in content:
-                if "image" in part:
-                    part = part | {"image": as_data_uri(part["image"])}
-                parts.append(part)
-            message = message | {"content": parts}
+            message = message | {"content": [_json_part(part) for part in content]}
         found.append(message)
     return found
+
+
+def _json_part(part: dict) -> dict:
+    return part | {"image": as_data_uri(part["image"])} if "image" in part else part
 
 
 # --------------------------------------------------------------------------- pixels
