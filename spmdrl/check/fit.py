@@ -40,14 +40,15 @@ from spmdrl.world.world import is_on_cpu
 
 
 def check_fit(cfg: Config) -> None:
-    """Refuse models that an axis of either mesh cannot divide, and adapters that cannot be.
+    """Refuse models that an axis of either mesh cannot divide, adapters that are not possible, and
+    files of weights that are not those of the model.
 
-    Of a hub model the weights would have to be fetched, and are not looked at.
+    The weights of a hub model are not checked, because they would have to be fetched.
 
-    Raises: Refusal for GPUs that torch cannot start, else with every problem; where there is
-        none, for weights that lack tensors of the policy or have others.
+    Raises: Refusal for GPUs that torch cannot start; else with every problem of the models; else
+        with every problem of the files.
     """
-    check_driver(cfg)  # first: without it a GPU would be taken for a CPU here
+    check_driver(cfg)  # first: without a driver a GPU would be taken for a CPU below
     hf_model = build_policy(cfg)
     if problems := _problems(cfg, hf_model):
         raise Refusal("\n".join(problems))
@@ -56,10 +57,11 @@ def check_fit(cfg: Config) -> None:
 
 
 def weight_problems(cfg: Config) -> list[str]:
-    """Return what is wrong with the files of weights, by their headers: files that are missing or
-    cut, tensors that are not those of the model.
+    """Return what the headers of the weight files show to be wrong: files that are missing or cut,
+    and tensors that are not those of the model.
 
-    A folder without any is passed over, see `absent_weights`, as is a model that cannot be built.
+    Returns nothing for a folder without weights, see `absent_weights`, and for a model that cannot
+    be built.
     """
     hf_model, _ = attempt(lambda: build_policy(cfg))
     if hf_model is None or absent_weights(cfg):
@@ -68,7 +70,7 @@ def weight_problems(cfg: Config) -> list[str]:
 
 
 def absent_weights(cfg: Config) -> str:
-    """Return that the policy's folder has no files of weights; empty where it has, and for a hub
+    """Return that the policy's folder has no weight files; empty if it has some, and for a hub
     model, whose files are fetched when the run starts."""
     folder = Path(cfg.model.path)
     if not folder.is_dir() or has_weights(folder):
@@ -81,8 +83,8 @@ def absent_weights(cfg: Config) -> str:
 
 
 def _weight_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
-    """Yield what is wrong with files of weights in folders, those of models beside the policy
-    too. Of a hub model they would have to be fetched."""
+    """Yield what is wrong with the weight files of the policy and of its companions, as far as they
+    are in folders and not on the hub."""
     if Path(cfg.model.path).is_dir():
         yield from refusal(
             lambda: check_weights(
@@ -94,7 +96,7 @@ def _weight_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
         )
     for field, path in _companions(cfg).items():
         folder = Path(path)
-        # What is a reward model is looked at with the rewards.
+        # `inputs` checks reward models.
         if field.startswith("rewards."):
             continue
         if path and path != cfg.model.path and folder.is_dir():
@@ -105,7 +107,7 @@ def _weight_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
 def fit_problems(cfg: Config) -> list[str]:
     """Return why models of a config do not fit its layout, each as `field: what, value seen`.
 
-    A model that cannot be built is passed over: who loads it says why.
+    A model that cannot be built is skipped: loading it says why.
     """
     hf_model, _ = attempt(lambda: build_policy(cfg))
     if hf_model is None:
@@ -138,7 +140,7 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
 
 
 def refusal(check: Callable[[], object]) -> list[str]:
-    """Return what a check says when it raises a Refusal; [] when it does not."""
+    """Return the message of the Refusal that a check raises, or an empty list."""
     _, error = attempt(check)
     return [str(error)] if error else []
 
@@ -152,11 +154,11 @@ def build_policy(cfg: Config) -> nn.Module:
 
 
 def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
-    """Return why the policy does not fit its layout, its adapters or its way to the engines.
+    """Return why the policy does not fit its layout, its adapters or its engines.
 
     Args:
-        hf_model: the policy's, with its own head or another.
-    Raises: Refusal when the model does not say what its blocks are.
+        hf_model: of the policy, with any head.
+    Raises: Refusal when the blocks of the model cannot be found.
     """
     counts = counts_of(hf_model)
     return [
@@ -169,7 +171,7 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
 
 
 def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
-    """Yield what asks for a tower that is not there, and what is not done with one."""
+    """Yield settings that need a vision tower, without one, or are not built for one."""
     model = cfg.model
     kind = hf_model.config.model_type  # type: ignore[union-attr]
     text = instead(model.path) if has_vision_tower(hf_model) else ""
@@ -200,7 +202,7 @@ def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:
 
 
 def _kind_problem(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]:
-    """Yield that a model beside one that sees would not see what its rows show."""
+    """Yield that a companion of a vision model is of another kind, which cannot read its images."""
     policy, _ = attempt(lambda: build_policy(cfg))
     kinds = [getattr(m.config, "model_type", "") for m in (policy, hf_model) if m is not None]
     if policy is not None and has_vision_tower(policy) and len({*kinds}) > 1:
@@ -211,7 +213,7 @@ def _kind_problem(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]
 
 
 def _companions(cfg: Config) -> dict[str, str]:
-    """Return {field: folder or hub name} of the models beside the policy; empty for none."""
+    """Return {field: folder or hub name} of the policy's companions; empty for none."""
     paths = {
         "model.reference.path": cfg.model.reference.path,
         "model.teacher": cfg.model.teacher,
@@ -222,7 +224,7 @@ def _companions(cfg: Config) -> dict[str, str]:
 
 
 def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
-    """Return why models beside the policy cannot be packed, or do not fit the layout.
+    """Return why companions of the policy cannot be packed, or do not fit the layout.
 
     Args:
         is_seen: the policy sees what they are to score.
@@ -252,8 +254,8 @@ def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
 
 
 def _teacher_problems(cfg: Config) -> list[str]:
-    """Return why a teacher's whole distributions cannot be followed; a model that cannot be read is
-    passed over: who loads it says why."""
+    """Return why a teacher's whole distributions cannot be followed. A model that cannot be read is
+    skipped: loading it says why."""
     teacher = cfg.model.teacher
     if not (cfg.objective.needs_teacher and teacher) or is_missing_folder(teacher):
         return []
@@ -266,7 +268,7 @@ def _teacher_problems(cfg: Config) -> list[str]:
 def _model_problems(
     cfg: Config, hf_model: nn.Module, counts: ModelCounts, *, at: str
 ) -> Iterator[str]:
-    """Yield why a model cannot be packed, sharded or computed here, whatever its part."""
+    """Yield why a model, policy or companion, cannot be packed, sharded or computed here."""
     if counts.leak:
         yield (
             f"{at}: {type(hf_model).__name__} is not served: {counts.leak}, so that sequences "
@@ -278,7 +280,7 @@ def _model_problems(
 
 
 def _rope_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]:
-    """Yield that a model would compute all sequences of a row by the frequencies of the longest."""
+    """Yield that rotary frequencies of a row would depend on its longest sequence."""
     longest = cfg.longest_sequence
     config = hf_model.config.get_text_config()
     own = getattr(config, "rope_parameters", None) or {}
@@ -297,8 +299,7 @@ def _rope_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str
 
 
 def _build_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]:
-    """Yield why a model's parameters cannot be sharded, its experts not be computed, or its logits
-    not be made here."""
+    """Yield why a model's parameters cannot be sharded, or its experts or logits not computed."""
     dtype = getattr(torch, cfg.model.compute_dtype)
     if uneven := uneven_experts(hf_model, dtype=dtype):
         yield (
@@ -351,8 +352,8 @@ def _axes_problems(cfg: Config, counts: ModelCounts, *, at: str, is_policy: bool
 
 
 def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> Iterator[str]:
-    """Yield why the policy can have no such adapters: targets that match nothing, a folder that
-    holds none, or one of another model; or why they cannot be those of an engine."""
+    """Yield why the policy cannot have these adapters, for targets that match nothing or a folder
+    without an adapter of this model, or why engines cannot apply them."""
     if not cfg.model.lora.is_on:
         return
     form, error = attempt(lambda: _form_of(cfg, hf_model))
@@ -393,7 +394,7 @@ def _form_of(cfg: Config, hf_model: nn.Module) -> LoraForm:
 
 
 def _router_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) -> list[str]:
-    """Return why the policy's routes cannot be replayed, or its experts not balanced so."""
+    """Return why the policy's routes cannot be replayed, or its experts not be balanced."""
     moe = cfg.model.moe
     kind = counts.model_type
     at = f"(model.path {cfg.model.path})"

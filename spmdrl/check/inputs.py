@@ -59,11 +59,11 @@ def check_inputs(cfg: Config, world: World) -> None:
 
 
 def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
-    """Yield what is wrong, each as `field: what, value seen`, or with the origin of a row.
+    """Yield what is wrong, each as `field: what, value seen`, or with the place of a row.
 
     Args:
-        opens_all: look at all rows of data.train, not at the first alone. The hub's are not
-            fetched for it.
+        opens_all: check all rows of data.train, not the first alone. Rows are not fetched from the
+            hub for it.
     """
     began = time.monotonic()
     yield from resume_problems(cfg)
@@ -91,7 +91,7 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
     opens_eval = tokenizer and cfg.objective.samples and not _are_fetched(cfg, "eval")
     if cfg.data.eval and opens_eval:
         yield from refusal(lambda: held_out_prompts(cfg, tokenizer))
-    if opens_all:  # a dry run, for which no rank waits: all rows may have taken long
+    if opens_all:  # a dry run: checking all rows may have taken long, and no rank waits
         began = time.monotonic()
     until = began + _SHARE_OF_START * cfg.layout.startup_timeout_s
     for i, (own, _) in enumerate(looked_at):
@@ -124,9 +124,14 @@ def _environment_problems(
     until: float,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Iterator[str]:
-    """Yield why the environment of a source cannot open its first row, found until a time of
-    `time.monotonic`, or why the chat template cannot join its turns. What rows of data.train have
-    tried is not tried on held-out ones."""
+    """Yield why the environment of a source cannot open its first row, or why the chat template
+    cannot join its turns. An environment that data.train tried is not tried on held-out rows.
+
+    Args:
+        row: the first one; None if it is not known.
+        number: of the source.
+        until: deadline on the clock of `time.monotonic`.
+    """
     field, options = cfg.environments(split)[number]
     is_tried = split == "eval" and field in cfg.environment_fields("train")
     if not options or row is None or is_tried:
@@ -155,8 +160,11 @@ def _environment_problems(
 def _function_problems(
     cfg: Config, source: SourceSettings, kinds: Sequence[RowKind], *, split: Split, until: float
 ) -> Iterator[str]:
-    """Yield why the reward functions of a source cannot be used on its rows, found until a time of
-    `time.monotonic`."""
+    """Yield why the reward functions of a source cannot be used on its rows.
+
+    Args:
+        until: deadline on the clock of `time.monotonic`.
+    """
     functions = cfg.functions_of(source)
     own = [spec for spec in functions if not is_generated(spec) and not reward_models([spec])]
     if own:
@@ -190,7 +198,7 @@ def _no_step(cfg: Config) -> str:
 
 
 def _open(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> PromptSource | ExampleSource:
-    """Return the source of data.train, all of whose rows are looked at."""
+    """Return the source of data.train, which checks all rows as it is made."""
     if cfg.objective.samples:
         return PromptSource(cfg, tokenizer)
     limits, _ = attempt(lambda: model_limits(cfg))
@@ -222,8 +230,8 @@ def _are_fetched(cfg: Config, split: Split) -> bool:
 def _looked_at(
     cfg: Config, source: SourceSettings, *, split: Split
 ) -> tuple[dict | None, list[RowKind]]:
-    """Return the first row of a source, None of a dataset that would be fetched, and what kinds of
-    rows there are: of a generated task's, which are all alike, that of the first."""
+    """Return the first row of a source, None of a dataset that would be fetched, and the kinds of
+    its rows. The rows of a generated task are all of one kind."""
     if _is_fetched(source.path):
         find_on_hub(source.path.partition(":")[0], field=f"data.{split}", kind="dataset")
         return None, []
@@ -241,7 +249,7 @@ def _model_problems(cfg: Config, row: dict | None) -> Iterator[str]:
     """Yield why a reward model cannot be used."""
     models = reward_models(cfg.rewards.functions)
     if not models:
-        return  # and a rank that does not train loads nothing of training
+        return  # before the import: without reward models nothing of training is loaded
     from spmdrl.train.companions.model_rewards import check_reward_model
 
     for path in models.values():

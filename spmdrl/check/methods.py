@@ -1,4 +1,4 @@
-"""Whether the methods of an algorithm exist, take their options, and go together."""
+"""Whether methods and rewards exist, take their options, and go together."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def _advantage_problems(cfg: Config) -> Iterator[str]:
 
 
 class Tried(Exception):
-    """The two functions of train.py are as they should be, and a dry run needs no more of it."""
+    """The loss and the advantage of train.py are right, and a dry run ends there."""
 
 
 def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> None:
-    """Try the loss and the advantage of train.py on three tokens, before anything is loaded: they
-    may be a user's own, which no config names. A dry run ends with it: nothing has a world there.
+    """Try the loss and the advantage of train.py on three tokens, before anything is loaded. They
+    may be functions that no config names. A dry run ends here, since it has no world.
 
-    Raises: Refusal saying what is expected, with file and line of the function; Tried in a dry run.
+    Raises: Refusal with what is expected and the file and line of the function; Tried in a dry run.
     """
     from spmdrl.algorithms import registry
 
@@ -98,7 +98,7 @@ def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> 
 
 
 def _statistic_problems(kind: Kind, function: Callable, options: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the names that a loss gives to its statistics."""
+    """Return what is wrong with the names of a loss's statistics."""
     from spmdrl.algorithms import registry
     from spmdrl.report.glossary import unknown
 
@@ -122,7 +122,7 @@ def _loss_problems(cfg: Config) -> Iterator[str]:
 
 
 def _matched_problems(cfg: Config, loss: Callable) -> Iterator[str]:
-    """Yield what is wrong with a loss that compares a pair with others of the whole batch."""
+    """Yield that a loss that compares pairs of the whole batch has several updates per batch."""
     name = "updates_per_step" if cfg.batch.updates_per_step > 1 else "epochs"
     if hasattr(loss, "matched") and cfg.batch.optimizer_steps > 1:
         yield (

@@ -1,4 +1,4 @@
-"""What was proved, of which model, with which versions: kept, so that runs can say what was not."""
+"""Records of what was proved, of which model, with which versions. Runs name what was not."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Verdict = Literal["proved", "refused", "WRONG", "not finished"]
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that was asked of a model, and the answer."""
+    """One check of a model, and its result."""
 
     name: str
     verdict: Verdict
     note: str
-    """What was measured, or why it is refused or wrong."""
+    """The measurement, or why it is refused or wrong."""
     seconds: float
     kind: str = ""
-    """Of a stream into an engine: traced or reload."""
+    """Mode of a stream into an engine: traced or reload."""
 
     def __str__(self) -> str:
         says = f"{self.verdict}: {self.note}" if self.note else self.verdict
@@ -34,11 +34,11 @@ class Line:
 
 
 SHIPPED = Path(__file__).with_name("proved_models.jsonl")
-"""Of the families in docs/models.md."""
+"""Records of the families in docs/models.md."""
 
 
 def own_records() -> Path:
-    """Return the file of what this user has checked on this machine."""
+    """Return the file with the records of this user on this machine."""
     return Path.home() / ".cache" / "spmdrl" / "checked.jsonl"
 
 
@@ -47,10 +47,10 @@ class Record:
     """All lines of one model."""
 
     model: str
-    """Family or folder, as it was named."""
+    """Family or folder, as the command line names it."""
     model_type: str
     class_name: str
-    """Of transformers; empty where none could be built."""
+    """In transformers; empty if the model could not be built."""
     date: str
     """ISO day."""
     versions: dict[str, str]
@@ -58,7 +58,7 @@ class Record:
 
     @property
     def is_proved(self) -> bool:
-        """Whether one rank trains it right, some engine serves it, and nothing is wrong or was left
+        """Return whether one rank trains it right, an engine serves it, and nothing is wrong or
         unfinished."""
         verdicts = {line.name: line.verdict for line in self.lines}
         needed = [v for n, v in verdicts.items() if n not in _OPTIONAL and "engine" not in n]
@@ -71,17 +71,17 @@ class Record:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether nothing is wrong, and a line took longer than it was given."""
+        """Return whether nothing is wrong, and a line took longer than its time limit."""
         verdicts = {line.verdict for line in self.lines}
         return "not finished" in verdicts and "WRONG" not in verdicts
 
 
 _OPTIONAL = ("tp 2", "cp 2", "ep 2", "LoRA", "resume on dp 2")
-"""Lines that may be refused: a run that asks for these is refused at its start too."""
+"""Lines that may be refused, because a run that needs them is refused at its start too."""
 
 
 def record_of(model: str, hf_config: Any, lines: Iterable[Line], *, class_name: str) -> Record:
-    """Return what was found today, with the versions installed."""
+    """Return a record of today with the installed versions."""
     return Record(
         model=model,
         model_type=_type_of(hf_config),
@@ -93,13 +93,13 @@ def record_of(model: str, hf_config: Any, lines: Iterable[Line], *, class_name: 
 
 
 def _type_of(hf_config: Any) -> str:
-    """Return what a model is known by: with a tower another than its text model alone."""
+    """Return the model type: with a tower it is another than that of the text model."""
     own = hf_config if has_towers(hf_config) else hf_config.get_text_config()
     return own.model_type
 
 
 def keep(record: Record, path: Path) -> None:
-    """Put a record into a file, in the place of what was known of the model."""
+    """Put a record into a file, in place of an earlier one of the model."""
     lines = {one.model: json.dumps(asdict(one)) + "\n" for one in [*read(path), record]}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
@@ -108,14 +108,14 @@ def keep(record: Record, path: Path) -> None:
 
 
 def read(path: Path) -> list[Record]:
-    """Return the records of a file; none where there is no such file."""
+    """Return the records of a file; none if it does not exist."""
     plain = map(json.loads, path.read_text().splitlines() if path.is_file() else ())
     return [Record(**own | {"lines": tuple(Line(**x) for x in own["lines"])}) for own in plain]
 
 
 def unchecked_policy(cfg: Config) -> str:
-    """Return why the policy's code does not count as proved with the installed versions, and the
-    command that proves it; empty where it does."""
+    """Return why the policy's code does not count as proved with the installed versions, with the
+    command that proves it; empty if it does."""
     from spmdrl.model.load import hf_config_of
 
     model_type = _type_of(hf_config_of(cfg.model))
@@ -124,8 +124,8 @@ def unchecked_policy(cfg: Config) -> str:
 
 
 def unchecked(model_type: str, records: Sequence[Record]) -> str:
-    """Return why a model's code does not count as proved with the installed versions; empty where
-    it does."""
+    """Return why a model's code does not count as proved with the installed versions; empty if it
+    does."""
     own = [record for record in records if record.model_type == model_type]
     installed = versions()
     same = [record for record in own if record.versions == installed]

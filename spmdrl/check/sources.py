@@ -1,4 +1,4 @@
-"""What is wrong with the sources of rows, each by itself and beside the others."""
+"""Whether sources of rows are right, each by itself and next to the others."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _size_problems(cfg: Config, split: Split) -> Iterator[str]:
 
 
 def _listed(cfg: Config, split: Split) -> Sequence[SourceSettings]:
-    """Return the sources as they are written down; none of a single path."""
+    """Return the sources as the config lists them; none for a single path."""
     given = cfg.data.train if split == "train" else cfg.data.eval
     return () if isinstance(given, str) else given
 

@@ -1,4 +1,4 @@
-"""What does not go together in objectives, methods and rewards.
+"""Rules for objectives, methods and rewards.
 
 A method that does not exist breaks no rule here: the check of its name says so.
 """
@@ -52,7 +52,7 @@ def _is_rl(cfg: Config) -> bool:
 
 
 def _found(cfg: Config, kind: Literal["loss", "advantage"]) -> object:
-    """Return the policy loss or the advantage of a config; None where it has none that exists."""
+    """Return the policy loss or the advantage of a config; None if it does not exist."""
     from spmdrl.algorithms import registry  # here: it comes with torch
 
     if not _is_rl(cfg):
@@ -93,7 +93,7 @@ def _needs_group(cfg: Config) -> bool:
 
 
 def _aggregations(cfg: Config) -> tuple[str, ...]:
-    """Return the aggregations that the loss may have."""
+    """Return the aggregations that the loss allows."""
     return getattr(_found(cfg, "loss"), "aggregations", (cfg.algorithm.aggregation,))
 
 
@@ -113,7 +113,7 @@ def _kl_in_reward(cfg: Config) -> bool:
 
 
 def _reads_parts(cfg: Config) -> bool:
-    """Return whether a method reads reward functions one by one, and not their sum."""
+    """Return whether a method reads the reward functions one by one, not their sum."""
     return _asks(cfg, "reward_parts") and not _asks(cfg, "rewards")
 
 
@@ -122,7 +122,7 @@ def _trains_critic(cfg: Config) -> bool:
 
 
 def _uses_reference(cfg: Config) -> bool:
-    """Return whether a method uses a reference; true where it cannot be told."""
+    """Return whether a method uses a reference; true if its inputs are not known."""
     from spmdrl.train.objectives.objective_loss import needed_columns
 
     columns, _ = attempt(lambda: needed_columns(cfg))
@@ -136,13 +136,13 @@ def _has_labels(cfg: Config) -> bool:
 
 
 def _is_kept_alone(cfg: Config) -> bool:
-    """Return whether the logprobs of a reference are kept, by a run that may keep them."""
+    """Return whether a run caches the logprobs of its reference, and may do so."""
     own = cfg.model.reference
     return own.cache and not own.sync_every and not cfg.objective.samples
 
 
 def _asks_for_reference(cfg: Config, name: str) -> bool:
-    """Return whether a run says what is done with its reference, by cache or by sync_every."""
+    """Return whether a run sets `cache` or `sync_every` of its reference."""
     own = cfg.model.reference
     return _is_kept_alone(cfg) if name == "cache" else own.sync_every > 0 and not own.cache
 
@@ -240,7 +240,7 @@ _ADVANTAGES = [
         "one of these follows a teacher",
         "name a model",
     ),
-    # Both change the sum of the rewards alone, and would do nothing without a word.
+    # Both change only the sum of the rewards, and would silently do nothing.
     Rule(
         ("rewards.shaping", "algorithm.advantage"),
         lambda cfg: _reads_parts(cfg) and cfg.rewards.shaping.is_on,

@@ -1,4 +1,4 @@
-"""One rule about settings that do not go together, and what it says where it is broken."""
+"""A rule about settings that do not go together, and its message."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Rule:
     """Settings that do not go together."""
 
     fields: tuple[str, ...]
-    """Dotted names: the one to change first, then those that it does not go with."""
+    """Dotted names: the one to change first, then those that it conflicts with."""
     when: Callable[[Config], object]
-    """Whether a config breaks the rule."""
+    """Returns whether a config breaks the rule."""
     reason: str
     remedy: str | Callable[[Config], str]
     kind: RuleKind = "principle"
@@ -45,13 +45,13 @@ def _with_value(cfg: Config, name: str) -> str:
 
 
 def _named(cfg: Config, name: str) -> str:
-    """Return the field that holds an environment; other names stay as they are."""
+    """Return the field that holds the environment for `rollout.environment`, else the name."""
     environments = cfg.environment_fields() if name == "rollout.environment" else {}
     return next(iter(environments), name)
 
 
 def setting(cfg: Config, name: str) -> Any:
-    """Return the value of a field, or of an option by its name; None for one that is not there."""
+    """Return the value of a field or of an option; None for an option that is not set."""
     if name == "rollout.environment":
         return next(iter(cfg.environment_fields().values()), {})
     value: Any = cfg
@@ -61,7 +61,7 @@ def setting(cfg: Config, name: str) -> Any:
 
 
 def shown(value: Any) -> str:
-    """Return a value as a config has it; empty for nothing."""
+    """Return a value as it is written in a config; empty for no value."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):

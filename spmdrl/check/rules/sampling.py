@@ -1,4 +1,4 @@
-"""What does not go together where responses are sampled: layout, engines, sampling, schedules."""
+"""Rules for sampling: layout, engines, sampling, schedules, recordings, evaluation."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def _counts_again(cfg: Config, name: str, schedule: str) -> object:
 
 
 def _option(cfg: Config, name: str) -> object:
-    """Return an engine's option by its dotted name."""
+    """Return an option of the engine by its dotted name."""
     section, _, own = name.rpartition(".")
     options = cfg.engine.options.get(section) if section else cfg.engine.options
     return isinstance(options, dict) and options.get(own)
 
 
 def _truncating(cfg: Config) -> list[str]:
-    """Return the settings under which tokens are drawn among a part of the vocabulary."""
+    """Return the settings that let tokens be drawn among a part of the vocabulary."""
     own = cfg.sampling
     is_on = {
         "top_p": own.top_p < 1,

@@ -1,4 +1,4 @@
-"""What does not go together in the sections `model` and `optimizer`."""
+"""Rules for the sections `model` and `optimizer`."""
 
 from __future__ import annotations
 
