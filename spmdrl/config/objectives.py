@@ -1,8 +1,8 @@
-"""What the rooms ask of an objective: one entry of a table each.
+"""Properties of objectives, one entry of a table each.
 
-An objective is an entry here, its name among the choices of `algorithm.objective`, and a file in
-`spmdrl/train/objectives`, which makes a loss of micro-batches. All that others need to know of it
-stands here: nobody compares names, and checks and --dry-run know it without torch.
+An objective is an entry here, a choice of `algorithm.objective`, and a file in
+`spmdrl/train/objectives`, which makes a loss of micro-batches. Other rooms ask for its properties
+and never compare names, so that checks and --dry-run need no torch.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Objective:
-    """What is known of an objective before anything is loaded."""
+    """Properties of an objective that are known before anything is loaded."""
 
     loss_class: str
-    """`module:class` of what makes its loss, see train/objectives/objective_loss.py."""
+    """`module:class` that makes its loss, see train/objectives/objective_loss.py."""
     loss_kind: Literal["loss", "preference", "reward_model", "distillation"]
-    """Kind of method that its loss is, see algorithms/registry.py."""
+    """Kind of its loss in algorithms/registry.py."""
     row: Literal["prompt", "example", "pair"]
-    """What a row of data.train must hold, see data/rows.py."""
+    """What a row of data.train must have, see data/rows.py."""
     only_loss: str = ""
-    """Name of its loss, where `algorithm.loss` has no say."""
+    """Name of its loss, if it has only one and `algorithm.loss` is ignored."""
     samples: bool = False
-    """Samples rollouts, which are rewarded. Else it trains on the rows themselves, under the
+    """Whether it samples rollouts and rewards them. If not, it trains on the rows, under the
     placement `offline`."""
     has_advantages: bool = False
-    """Trains by advantages of what it sampled, with `algorithm`'s correction, KL and entropy."""
+    """Whether it trains by advantages, with `algorithm`'s correction, KL and entropy."""
     trains_on_pairs: bool = False
-    """Two sequences train together: a row's, or the best and the worst that a prompt's group
-    sampled."""
+    """Whether two sequences train together: those of a row, or the best and the worst of a prompt's
+    group."""
     is_scalar: bool = False
-    """Trains a model with one number per token instead of the vocabulary's logits."""
+    """Whether the model has one number per token instead of logits."""
     needs_teacher: bool = False
-    """Follows `model.teacher`, whatever the loss."""
+    """Whether it follows `model.teacher`, whatever the loss."""
     headline: str = "policy/loss"
-    """The metric whose trend is shown."""
+    """Metric whose trend the console shows."""
 
 
 OBJECTIVES = {

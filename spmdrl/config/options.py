@@ -16,9 +16,9 @@ NestedOptions = dict[str, Any]
 
 
 def option_value(value: Any) -> Any:
-    """Return an option as it is meant: YAML 1.1 reads 1e-8 as text, for want of a dot.
+    """Return an option, as a number if it is one: YAML 1.1 reads 1e-8 as text, for want of a dot.
 
-    Raises: Refusal for nan, for a text that is none, and for what is no plain data.
+    Raises: Refusal for nan, for a text that no file can hold, and for what is no plain data.
     """
     if isinstance(value, dict):
         return {option_name(name): option_value(own) for name, own in value.items()}
@@ -35,10 +35,10 @@ def option_value(value: Any) -> Any:
 
 
 def option_name(name: Any) -> str:
-    """Return the name of an option. Raises: Refusal for one that is no text."""
+    """Return the name of an option. Raises: Refusal if it is no text."""
     if not isinstance(name, str):
         raise Refusal(
-            f"names are texts, and {shown(name)} is none; put it in quotes if it is meant so"
+            f"names are texts, and {shown(name)} is none; put it in quotes to make it one"
         )
     return checked_text(name)
 
@@ -47,7 +47,7 @@ _MOST_CHARACTERS = 2**16
 
 
 def checked_text(text: str) -> str:
-    """Return a text. Raises: Refusal for one that no file, name or message can hold."""
+    """Return a text. Raises: Refusal if no file, name or message can hold it."""
     if len(text) > _MOST_CHARACTERS:
         raise Refusal(f"is a text of {len(text)} characters; at most {_MOST_CHARACTERS} are taken")
     for i, character in enumerate(text):
@@ -58,10 +58,10 @@ def checked_text(text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value for messages: not all of a long one, and what YAML took for a date said so."""
+    """Return a value for messages. A long one is cut, and a date is explained."""
     if isinstance(value, int) and abs(value) > 10**40:
         return "a whole number of over 40 digits"
     text = repr(value)
     if isinstance(value, datetime.date):
-        text = f"{value}, which YAML reads as a date: put it in quotes to mean a text"
+        text = f"{value}, which YAML reads as a date: put it in quotes to make it a text"
     return text if len(text) <= 160 else f"{text[:120]}... ({len(text)} characters)"

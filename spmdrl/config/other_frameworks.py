@@ -10,7 +10,7 @@ _PAGE = Path(__file__).with_name("other_frameworks.md")
 
 
 def _rows() -> list[list[str]]:
-    """Return the cells of the page's table: names elsewhere, the field here, a note."""
+    """Return the cells of the page's table: names in other programs, the field here, a note."""
     rows = [row for row in _PAGE.read_text(encoding="utf-8").splitlines() if row.startswith("| `")]
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
 
@@ -26,10 +26,10 @@ ELSEWHERE = {
     "model.lora.init_lora_weights": "PEFT's init_lora_weights is init here",
     **dict.fromkeys(
         ("model.lora.dropout", "model.lora.lora_dropout"),
-        "there is none: the logprobs before an update and in it must come out alike; leave it out",
+        "there is none: logprobs before an update and in it must be equal; leave it out",
     ),
 }
-"""What to do instead of fields that other programs have, by their names."""
+"""{name in another program: what to do here}."""
 
 
 def in_other_frameworks(name: str) -> str:

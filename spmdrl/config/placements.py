@@ -1,4 +1,4 @@
-"""Which ranks train and which generate: what each `layout.placement` means, to be asked of it."""
+"""Which ranks train and which generate under each `layout.placement`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """How the two roles lie on the ranks of a job."""
+    """Which roles the ranks of a job have."""
 
     has_engines: bool
     """Whether some ranks generate."""
@@ -20,11 +20,11 @@ class Placement:
         return self.has_engines and not self.shares_devices
 
     def trainer_ranks(self, world_size: int, *, trainers: int) -> range:
-        """Return the ranks that train. `trainers`: how many, where not all do."""
+        """Return the ranks that train. `trainers`: their number, where not all ranks train."""
         return range(trainers if self.overlaps else world_size)
 
     def inference_ranks(self, world_size: int, *, trainers: int) -> range:
-        """Return the ranks that generate. `trainers`: how many train, where not all do."""
+        """Return the ranks that generate. `trainers`: the number that train, if not all do."""
         if not self.has_engines:
             return range(0)
         return range(trainers if self.overlaps else 0, world_size)

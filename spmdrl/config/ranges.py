@@ -1,7 +1,7 @@
-"""Types of numbers and texts that are bounded, by which a field says its range.
+"""Types of numbers and texts with bounds.
 
-A bound stands beside the type of its field, as in `Annotated[int, within(1, 8)]`. `check/ranges.py`
-holds every field against its bound before any other check computes with it; `--help` shows it.
+A bound is in the type of its field, as in `Annotated[int, within(1, 8)]`. `check/values.py` checks
+every field against its bound before any other check computes with it, and `--help` shows it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from urllib.parse import parse_qsl, urlsplit
 
 @dataclass(frozen=True)
 class Range:
-    """Where a number must lie; what is no number (nan) is in no range."""
+    """The range of a number. nan is in no range."""
 
     low: float
     high: float
     has_low: bool = True
     has_high: bool = True
     zero: str = ""
-    """What 0 is for, where it is allowed besides: `to have it chosen`."""
+    """Meaning of 0, if 0 is allowed outside the range: `to have it chosen`."""
     why: str = ""
-    """Of the lower end, for messages."""
+    """Reason for the lower end, for messages."""
 
     def __str__(self) -> str:
         ends = f"{_text(self.low)}, {_text(self.high)}"
@@ -37,7 +37,7 @@ class Range:
         )
 
     def problem(self, value: float | str) -> str:
-        """Return what is wrong with a value, empty if nothing is, or it is a word (`auto`)."""
+        """Return what is wrong with a value; empty if nothing is, and for a word such as `auto`."""
         if isinstance(value, str) or (self.zero and value == 0):
             return ""
         or_zero = f", or 0 {self.zero}" if self.zero else ""
@@ -68,13 +68,13 @@ def above(low: float, high: float, *, why: str = "") -> Range:
 
 @dataclass(frozen=True)
 class PathForm:
-    """A path that a file system can hold; a name of the hub, or of a function, is one too."""
+    """A path that a file system can hold, or the name of a hub model or function."""
 
     def __str__(self) -> str:
         return ""
 
     def problem(self, value: str) -> str:
-        """Return what is wrong with a path, empty if nothing is."""
+        """Return what is wrong with a path; empty if nothing is."""
         if _bytes(value) > _LONGEST_PATH:
             return f"is a path of {len(value)} characters; at most {_LONGEST_PATH} bytes can be one"
         names = value.replace(":", "/").split("/")
@@ -92,14 +92,13 @@ class PathForm:
 
 @dataclass(frozen=True)
 class AddressForm:
-    """The address of a tracker, which is written to many files: it may hold no secret."""
+    """The address of a tracker. It is written to many files, and must hold no secret."""
 
     def __str__(self) -> str:
         return ""
 
     def problem(self, value: str) -> str:
-        """Return what is wrong with an address, empty if nothing is; one that holds a secret is
-        not shown."""
+        """Return what is wrong with an address, without showing a secret; empty if nothing is."""
         if _holds_secret(value):
             return _TAKE_OUT
         if _HOST_AND_PORT.fullmatch(value):
@@ -131,8 +130,8 @@ def _holds_secret(address: str) -> bool:
         return True
     if scheme.partition("+")[0] in ("sqlite", "file"):
         return "@" in parts.netloc
-    # A user's name alone is what a database asks for; elsewhere it may be a token. An unescaped
-    # slash in a password puts the rest of it after the host.
+    # A database needs the name of a user; in other addresses such a name may be a token. An
+    # unescaped slash in a password puts the rest of it after the host.
     user, has_user, _ = rest.rpartition("@")
     is_name = scheme not in ("http", "https") and re.fullmatch(r"[\w.-]+", user) is not None
     return bool(has_user) and not is_name

@@ -61,8 +61,7 @@ def settings() -> dict[str, Any]:
 
 @functools.cache
 def bounds() -> dict[str, Bound]:
-    """Return {dotted name: bound} of all fields whose numbers or paths are bounded; of a list, that
-    of its items."""
+    """Return {dotted name: bound} of all bounded fields; for a list, the bound of its items."""
     return {
         f"{section}.{name}".lstrip("."): bound
         for section, cls in sections().items()
@@ -115,7 +114,7 @@ def leaves(tree: Mapping[Any, Any], prefix: str = "", *, problems: list[str]) ->
     """Return {dotted name: value} of nested mappings, as far as they are sections.
 
     Args:
-        problems: gets what is there twice.
+        problems: fields that are there twice are appended.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -124,7 +123,7 @@ def leaves(tree: Mapping[Any, Any], prefix: str = "", *, problems: list[str]) ->
         if name in sections() and isinstance(value, dict):
             own = leaves(value, f"{name}.", problems=problems)
         twice = own.keys() & flat.keys()
-        problems += [f"{n}: stands there twice, as a.b and in the mapping a" for n in twice]
+        problems += [f"{n}: is there twice, as a.b and in the mapping a" for n in twice]
         flat |= own
     return flat
 

@@ -1,4 +1,4 @@
-"""YAML text as plain data; what no config can hold is refused with file, line and column."""
+"""YAML text as plain data. Refuses what no config can hold, with file, line and column."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 def plain_data(text: str, *, file: str = "") -> Any:
-    """Return what a YAML text holds: mappings, lists, texts, numbers, booleans, None, dates.
+    """Return the data of a YAML text: mappings, lists, texts, numbers, booleans, None, dates.
 
     Args:
-        file: where it stands, for messages; empty for a value of the command line.
-    Raises: Refusal with line and column for what is no YAML, names a key twice, holds an integer
-        beyond 64 bits or what no YAML type can hold, or is larger or deeper than a config can be.
+        file: its path, for messages; empty for a value of the command line.
+    Raises: Refusal with line and column for a text that is no YAML, has a key twice, has an integer
+        beyond 64 bits or a value that its type cannot hold, or is too large or too deep.
     """
     what = f"config file {file} is not valid YAML" if file else f"{text!r:.80} is not valid YAML"
     if len(text) > _MOST_CHARACTERS:
@@ -53,7 +53,7 @@ def _located(error: yaml.MarkedYAMLError) -> str:
 
 
 def _tab(text: str, error: yaml.MarkedYAMLError) -> str:
-    """Return that the line of an error, or the one before, is indented by a tab; empty else."""
+    """Return that the line of an error, or the one before, is indented by a tab; else empty."""
     mark = error.problem_mark or error.context_mark
     if mark is None:
         return ""
@@ -71,19 +71,19 @@ def _check_depth(text: str) -> None:
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > _DEEPEST:
-            problem = f"lists and mappings stand more than {_DEEPEST} deep in each other"
+            problem = f"lists and mappings are nested more than {_DEEPEST} deep"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
 def _count(value: Any, above: set[int], *, what: str) -> int:
-    """Return how many values there are, what is named twice counted twice: an alias of aliases is
-    small in memory and endless when it is read."""
+    """Return the number of values, and count a value again for each alias of it: aliases of aliases
+    are small in memory and can be endless to read."""
     if not isinstance(value, (dict, list, set, tuple)):
         return 1
     if id(value) in above:
-        raise Refusal(f"{what}: an alias names what it stands in, which has no end")
+        raise Refusal(f"{what}: an alias names the value that it is in, which has no end")
     if len(above) > _DEEPEST:
-        raise Refusal(f"{what}: its aliases stand more than {_DEEPEST} deep in each other")
+        raise Refusal(f"{what}: its aliases are nested more than {_DEEPEST} deep")
     own = [*value, *value.values()] if isinstance(value, dict) else list(value)
     total = 1
     for part in own:
@@ -94,14 +94,14 @@ def _count(value: Any, above: set[int], *, what: str) -> int:
 
 
 class _Loader(_BaseLoader):
-    """The safe loader, which also refuses a key that is named twice and a value that cannot be."""
+    """The safe loader, which also refuses a repeated key and a value that its type cannot hold."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except Exception as error:  # its constructors raise whatever their parsers do
+        except Exception as error:  # constructors raise any error of the parsers that they call
             kind = node.tag.rpartition(":")[2]
             problem = f"{getattr(node, 'value', '')!r:.60} is no {kind}: {_first_line(error)}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
@@ -116,7 +116,7 @@ class _Loader(_BaseLoader):
             if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
                 continue
             if (key.tag, key.value) in seen:
-                problem = f"the key {key.value!r:.60} stands here twice"
+                problem = f"the key {key.value!r:.60} is here twice"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
             seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep)

@@ -1,9 +1,9 @@
-"""Print the page of all methods, from what the code says of them, or that of all metrics.
+"""Print the page of all methods from their docstrings, or the page of all metrics.
 
     python -m spmdrl catalogue > docs/algorithms.md
     python -m spmdrl catalogue metrics
 
-For whoever adds or changes a method: that page is made anew, never edited.
+After you add or change a method, write the page again by this command instead of editing it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def page() -> str:
 
 
 def _places(kind: Kind) -> Iterator[str]:
-    """Yield from where the methods of a kind are imported."""
+    """Yield the imports of the methods of a kind."""
     from spmdrl.algorithms import registry
 
     for module in registry.MODULES[kind]:
@@ -130,7 +130,7 @@ def _cell(text: str) -> str:
 
 
 def catalogue(of: Annotated[Literal["methods", "metrics"], tyro.conf.Positional] = "methods"):
-    """Print the page of all methods, from what the code says of them, or that of all metrics.
+    """Print the page of all methods from their docstrings, or the page of all metrics.
 
     Args:
         of: which page.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
     from spmdrl.config import LayoutSettings
 
 _UNFINISHED = 3
-"""Exit status where nothing is wrong, and something took longer than it was given."""
+"""Exit status if nothing is wrong and a line took longer than --timeout-s."""
 
 
 def check(
@@ -49,18 +49,18 @@ def check(
 
     Args:
         model: folder or hub name; its weights are not read.
-        layout: a config file, whose very mesh of trainers is proved besides.
+        layout: a config file, whose mesh of trainers is proved too.
         families: instead of a model: `all` for the table's, or model types of transformers,
             separated by commas, or a file with one on each line.
-        table: Markdown page that gets what is known of all families; what the page's records know
-            with the versions installed is not done again.
-        again: do it again all the same.
+        table: Markdown page to write the results of all families into. Families with a record of
+            the installed versions are not checked again.
+        again: check them again.
         engines: which kinds to stream into.
-        keep: folder that keeps small models, checkpoints and logs of ranks.
+        keep: folder for small models, checkpoints and logs of ranks, which then stay.
         timeout_s: longest that one line may take, in seconds.
-        trust_remote_code: run the model's own code, if it brings some.
-        part: as model.part: all of a model that sees, or its text model alone.
-    Returns: the exit status: 0 where everything that a run would use is proved.
+        trust_remote_code: run Python code of the model's folder.
+        part: as model.part: all of a vision model, or its text model alone.
+    Returns: the exit status: 0 if everything that a run would use is proved.
     Raises: Refusal for a model or layout that cannot be read, or none given.
     """
     import transformers
@@ -87,7 +87,7 @@ def check(
 
 
 def _status(records: Sequence[Record]) -> int:
-    """Return the exit status that says what was found of models."""
+    """Return the exit status for the records of models."""
     left = [record for record in records if not record.is_proved]
     if not left:
         return 0
@@ -122,7 +122,7 @@ def _check_families(
 def _checked(
     name: str, hf_config: Any, *, layout: LayoutSettings | None, options: dict[str, Any]
 ) -> Record:
-    """Print each line as it is known; return all of them."""
+    """Print each line when it is done; return all of them."""
     from spmdrl.check.proved_models import record_of
     from spmdrl.sandbox.removal import own_folder
     from spmdrl.tools.proof.prove import Proof

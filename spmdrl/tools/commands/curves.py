@@ -35,8 +35,9 @@ def curves(
         metrics: one panel each, by its name in metrics.jsonl, e.g. reward/mean my/longest. By
             default reward, loss, length, KL, entropy and time, and all metrics named my/...
         out: chart to write; .png, .svg or .pdf by its ending.
-    Returns: what is to be printed.
-    Raises: Refusal for what cannot be read, drawn or written.
+    Returns: the text to print.
+    Raises: Refusal for a run that cannot be read, an unknown metric, and a chart that cannot be
+        written.
     """
     if not runs:
         raise Refusal("name the output_dir of at least one run")

@@ -1,4 +1,4 @@
-"""Sample held-out problems with a model, a run or a checkpoint, and say how it does.
+"""Sample held-out problems with a model, a run or a checkpoint, and print how it does.
 
     python -m spmdrl evaluate runs/demo/grpo --evaluate.samples 8
     python -m spmdrl evaluate runs/demo/grpo --which best
@@ -8,9 +8,9 @@
 
 The first argument is a Hugging Face folder or hub name, a run's folder (its newest whole checkpoint
 is taken, or its best one) or a checkpoint. Runs and checkpoints bring their own config; any field
-of it is a flag, as in train.py. Every rank generates, layout.inference_tp ranks to an engine. What
-is found is printed as a table, written as JSON, and with --tracking-uri added to the run's MLflow
-run. A run's config may be somebody else's: code that it names is run with --trust-run alone.
+of it is a flag, as in train.py. Every rank generates, layout.inference_tp ranks to an engine. The
+result is printed as a table, written as JSON, and with --tracking-uri added to the run's MLflow
+run. A run's config may be somebody else's: code that it names is run only with --trust-run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # and in the functions: `--help` needs none of it
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateFlags:
-    """Flags besides the config's."""
+    """Flags in addition to those of the config."""
 
     out: Path = Path()
     """JSON file to write; by default evaluation_MODEL.json in this folder."""
@@ -57,19 +57,19 @@ class EvaluateFlags:
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     tracking_uri: str = ""
-    """Add what is found to the run's MLflow run, which is at this URI."""
+    """Add the result to the run's MLflow run, which is at this URI."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine(EvaluateFlags):
-    """What the command line asks for."""
+    """The command line, read and checked."""
 
     model: str
-    """Folder or hub name, as given."""
+    """Folder or hub name, as on the command line."""
     is_checkpoint: bool
     """Whether it is a checkpoint or a run's folder."""
     cfg: Config
-    """What to evaluate with: colocated on all ranks, model.path still `model`."""
+    """Config to evaluate with: colocated on all ranks, model.path still `model`."""
 
 
 def parse(argv: Sequence[str], *, world_size: int) -> CommandLine:
@@ -137,7 +137,7 @@ def _trusted(cfg: Config, flags: Sequence[str], *, file: Path, own: EvaluateFlag
 
 
 def _problems(cfg: Config) -> list[str]:
-    """Return what is wrong with what is to be evaluated, as this command's fields are called."""
+    """Return what is wrong with the config, by the names of this command's fields."""
     if not cfg.data.eval:
         return ["data.eval: is empty; name held-out rows, e.g. --data.eval problems.jsonl"]
     return [
@@ -169,7 +169,7 @@ def _is_checkpoint(model: str) -> bool:
 
 
 def _config_of(path: Path) -> Path:
-    """Return the config file of the run that `path`, it or a checkpoint of it, belongs to."""
+    """Return the config file of a run, by its folder or a checkpoint of it."""
     folder = _run_folder(path)
     if folder is None:
         raise Refusal(
@@ -312,7 +312,7 @@ def _show(request: CommandLine, result: Result) -> None:
     elif uri != request.tracking_uri:
         say(f"the run's MLflow run is at {uri}; to add them there, give --tracking-uri {uri}")
     else:
-        # A tracker that is down is no reason to fail: the files are there.
+        # The files are written: a tracker that is down is no reason to fail.
         _, error = attempt(lambda: log_files(folder, files), Exception)
         say(f"and to MLflow at {uri}" if error is None else f"MLflow did not take them: {error}")
 

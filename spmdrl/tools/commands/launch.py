@@ -14,7 +14,7 @@ import shlex
 import sys
 
 _MEETING = ("--standalone", "--nnodes", "--rdzv", "--node", "--master")
-"""Beginnings of the options that say where nodes meet."""
+"""Beginnings of the options that name where nodes meet."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,6 +59,6 @@ def _shown(argv: list[str]) -> str:
 
 
 def _program(argv: list[str]) -> int:
-    """Return where the program begins, behind the options."""
+    """Return where the program begins, after the options."""
     begins = (i for i, w in enumerate(argv) if w.endswith(".py") or w in ("-m", "--module"))
     return next(begins, len(argv))

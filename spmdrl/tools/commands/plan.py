@@ -1,4 +1,4 @@
-"""Say which layout of so many GPUs a run fits on, how fast it goes and what it needs.
+"""Find the layout of a number of GPUs that a run fits on, its speed and its needs.
 
     python -m spmdrl plan --config FILE --gpus 64
 
@@ -114,9 +114,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def ask(own: PlanFlags, rest: list[str]) -> tuple[Run, Rates]:
-    """Return what is asked: a run of a model, and the rates of what it runs on.
+    """Return the run that the command line describes, and the rates of its GPUs.
 
-    Raises: Refusal for what cannot be planned, or is no field.
+    Raises: Refusal for a run that cannot be planned, and for unknown flags.
     """
     cfg = read(rest, prog="python -m spmdrl plan --config FILE") if rest else config.Config()
     if own.shape:
@@ -199,7 +199,7 @@ _PLANNED = (
     "sampling.",
     "stream.",
 )
-"""What a plan's figures follow from, besides the layout; of the rest it needs nothing."""
+"""The fields that a plan's figures follow from, apart from the layout."""
 _NEEDS_TORCHAO = "model.memory.optimizer_dtype: int8 takes"
 
 
@@ -210,16 +210,17 @@ def _refuse(problems: list[str], *, has_layout: bool) -> None:
         has_layout: that of the config is planned, not looked for.
     """
     names = (*_PLANNED, "layout") if has_layout else _PLANNED
-    # Where a plan is made, nothing of the run has to be installed.
+    # The machine that plans need not have what the run needs.
     own = [p for p in problems if p.startswith(names) and not p.startswith(_NEEDS_TORCHAO)]
     if own:
         raise Refusal("\n".join(own))
 
 
 def answer(own: PlanFlags, run: Run, rates: Rates) -> tuple[Run, Rates, Plan, list[Plan]]:
-    """Return what is asked, the plan of the config's layout, or of the best one, and the best few.
+    """Return the run, its rates, the plan of the config's layout or of the best one, and the best
+    few plans.
 
-    Raises: Refusal when there is no layout of so many ranks.
+    Raises: Refusal if there is no layout of this number of ranks.
     """
     axes = axes_of(run.cfg)
     top = 0 if own.brief else own.top
@@ -240,7 +241,7 @@ def answer(own: PlanFlags, run: Run, rates: Rates) -> tuple[Run, Rates, Plan, li
 
 
 def _refusal(gpus: int, run: Run, rates: Rates, plan: Plan) -> list[str]:
-    """Return why a plan cannot run and what to change; nothing when it can."""
+    """Return why a plan cannot run and what to change; empty if it can."""
     if not plan.problems:
         return []
     lines = [f"does not fit: {problem}" for problem in plan.problems]

@@ -31,13 +31,13 @@ def verify(
     """Take certified steps of a run again, and compare them with its certificate.
 
     Args:
-        run: output_dir.
-        steps: by default all that can be reached.
+        run: its output_dir.
+        steps: to take again; by default all that can be reached.
         rounding: on another machine, the deviation of a tensor, as a share of its norm, that other
             kernels explain; by default by model.compute_dtype.
         trust_run: run the methods of the user's own that the run's config names.
         trust_remote_code: run Python code of the model's folder.
-    Returns: what is to be printed, and whether the steps repeat.
+    Returns: the text to print, and whether the steps repeat.
     Raises: Refusal for what is not there, was changed, or is of another run, layout or model.
     """
     from spmdrl.certificate.lines import read

@@ -54,8 +54,8 @@ def view(
         tokenizer: folder of the tokenizer, if not the run's.
         trust_remote_code: run Python code of the tokenizer's folder.
         trust_run: run the advantage that the run's config names.
-    Returns: what is to be printed.
-    Raises: Refusal for what is not there.
+    Returns: the text to print.
+    Raises: Refusal for a folder, step or group that does not exist.
     """
     from spmdrl.rollout.recordings import find_recorded, reading
 

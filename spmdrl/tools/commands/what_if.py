@@ -1,4 +1,4 @@
-"""Say what other losses, advantages and corrections would do with a run's recorded steps.
+"""Try other losses, advantages and corrections on a run's recorded steps.
 
     python -m spmdrl what-if runs/mine --loss gspo cispo
     python -m spmdrl what-if runs/mine --steps 10 20 --loss ppo_clip gspo --correction none icepop
