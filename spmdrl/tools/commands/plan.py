@@ -22,7 +22,6 @@ from spmdrl.check.fit import policy_problems
 from spmdrl.check.settings import validate
 from spmdrl.config.read import read
 from spmdrl.errors import Refusal, say
-from spmdrl.imports import attempt
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import lora_form
@@ -94,15 +93,15 @@ def main(argv: list[str] | None = None) -> int:
         logging.disable(logging.WARNING)
     prog = "python -m spmdrl plan"
     own, rest = tyro.cli(PlanFlags, prog=prog, args=argv, return_unknown_args=True)
-    found, error = attempt(lambda: answer(own, *ask(own, rest)))
-    if found is None:
+    try:
+        run, rates = _read_run(own, rest)
+        plan, best = _plans(own, run, rates)
+    except Refusal as error:
         say(error, file=sys.stderr)
         return 2
-    run, rates, plan, best = found
     if own.json:
-        plain, *others = (as_dict(each, rates=rates) for each in (plan, *best))
-        told = {"plan": plain, "best": others, "rates": rates_dict(rates)}
-        say(json.dumps(told, indent=2))
+        first, *others = (as_dict(each, rates=rates) for each in (plan, *best))
+        say(json.dumps({"plan": first, "best": others, "rates": rates_dict(rates)}, indent=2))
     elif own.brief:
         say("\n".join(brief(plan, run=run, rates=rates)))
     else:
@@ -113,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if plan.problems else 0
 
 
-def ask(own: PlanFlags, rest: list[str]) -> tuple[Run, Rates]:
+def _read_run(own: PlanFlags, rest: list[str]) -> tuple[Run, Rates]:
     """Return the run that the command line describes, and the rates of its GPUs.
 
     Raises: Refusal for a run that cannot be planned, and for unknown flags.
@@ -216,28 +215,27 @@ def _refuse(problems: list[str], *, has_layout: bool) -> None:
         raise Refusal("\n".join(own))
 
 
-def answer(own: PlanFlags, run: Run, rates: Rates) -> tuple[Run, Rates, Plan, list[Plan]]:
-    """Return the run, its rates, the plan of the config's layout or of the best one, and the best
-    few plans.
+def _plans(own: PlanFlags, run: Run, rates: Rates) -> tuple[Plan, list[Plan]]:
+    """Return the plan of the config's layout, or of the best one, and the best few plans.
 
     Raises: Refusal if there is no layout of this number of ranks.
     """
     axes = axes_of(run.cfg)
     top = 0 if own.brief else own.top
     best: list[Plan] = []
-    plan: Plan | None = None
+    nearest: Plan | None = None
     if top or own.gpus:
-        best, plan = best_plans(run, gpus=own.gpus or axes.world_size, rates=rates)
+        best, nearest = best_plans(run, gpus=own.gpus or axes.world_size, rates=rates)
+    few = distinct(best)[:top]
     if not own.gpus:
-        plan = make_plan(run, axes, rates=rates)
-    elif best:
-        plan = best[0]
+        return make_plan(run, axes, rates=rates), few
+    plan = best[0] if best else nearest
     if plan is None:
         raise Refusal(
-            f"--gpus {own.gpus}: no layout of so many ranks suits the model and "
-            "this kind of run; rl needs one at least"
+            f"--gpus {own.gpus}: no layout of this many ranks suits the model and this kind of "
+            "run; rl needs at least one rank"
         )
-    return run, rates, plan, distinct(best)[:top]
+    return plan, few
 
 
 def _refusal(gpus: int, run: Run, rates: Rates, plan: Plan) -> list[str]:
