@@ -161,6 +161,7 @@ def checked(name: str, value: Any) -> Any:
 
 
 def as_flow(value: Any) -> str:
+    """Return a value as YAML on one line, as a person writes it in a config."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6).strip()
     return text.removesuffix("\n...")
 

@@ -144,13 +144,13 @@ REFUSED = {
         (dict(steps=5), "with algorithm.kl_control; both move algorithm.kl_coef")
     ],
     ("algorithm.kl_schedule", ""): [
-        (dict(steps=5), "steps: 5 with algorithm.kl_coef 0; the schedule begins")
+        (dict(steps=5), "steps: 5 with algorithm.kl_coef 0.0; the schedule begins")
     ],
     ("algorithm.kl_schedule", "sft"): [
         (dict(steps=5), "steps: 5 with algorithm.objective sft; it acts")
     ],
     ("algorithm.kl_control", ""): [
-        (dict(target=0.02, horizon=1e4), "target: 0.02 with algorithm.kl_coef 0; ")
+        (dict(target=0.02, horizon=1e4), "target: 0.02 with algorithm.kl_coef 0.0; ")
     ],
     ("optimizer", ""): [
         (dict(eps=0.0), "optimizer.eps: must be above 0, got 0"),
@@ -168,7 +168,7 @@ REFUSED = {
         (dict(correction="none"), "algorithm.correction: none with algorithm.objective online_"),
         (
             dict(correction_options={"upper": 3.0}),
-            "algorithm.correction_options: {'upper': 3.0} with",
+            "algorithm.correction_options: {upper: 3.0} with",
         ),
     ],
     ("engine.options", ""): [
@@ -206,7 +206,7 @@ REFUSED = {
         (dict(over_sample=2.5, max_staleness=1), "max_staleness: 1 is below lag 0 + ceil(")
     ],
     ("rollout.schedule", "reward model"): [
-        (dict(curriculum=0.5), "curriculum: 0.5 with rewards.functions model:")
+        (dict(curriculum=0.5), "curriculum: 0.5 with rewards.functions ['model:")
     ],
     ("rollout.record", ""): [
         (dict(every=-1), "every: must be at least 0, got -1"),
@@ -234,7 +234,10 @@ REFUSED = {
     ],
     ("rewards.shaping", ""): [
         (dict(overlong_tokens=-1), "overlong_tokens: must be at least 0, got -1"),
-        (dict(overlong_penalty=2.0), "overlong_penalty: 2 with rewards.shaping.overlong_tokens 0"),
+        (
+            dict(overlong_penalty=2.0),
+            "overlong_penalty: 2.0 with rewards.shaping.overlong_tokens 0",
+        ),
         (dict(truncated_factor=2), "truncated_factor: must be at most 1, got 2"),
         (
             dict(truncated_penalty=math.nan),

@@ -166,7 +166,7 @@ def test_what_float16_does_not_go_with_is_refused():
     (text,) = found(model=half | {"memory": {"master_dtype": "bfloat16"}})
     assert text.startswith("model.memory.master_dtype: bfloat16 with model.compute_dtype float16")
     (text,) = found(optimizer={"loss_scale": {"initial": 1024.0}})
-    assert text.startswith("optimizer.loss_scale.initial: 1024 with model.compute_dtype bfloat16")
+    assert text.startswith("optimizer.loss_scale.initial: 1024.0 with model.compute_dtype bfloat16")
 
 
 def test_mixtures_of_experts_are_refused_in_float16_before_a_group_exists(tmp_path):

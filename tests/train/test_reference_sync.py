@@ -162,7 +162,7 @@ def test_options_are_checked_by_name_range_and_use():
         ({"cache_folder": "a"}, dpo, ["cache_folder: a with model.reference.cache false"]),
         ({"cache": True, "sync_every": 5}, dpo, ["cache: true with model.reference.sync_every 5"]),
         ({"cache": True}, kl, ["cache: true with algorithm.objective rl", "sampled again"]),
-        ({"sync_every": 5}, {}, ["sync_every: 5 with algorithm.kl_coef 0; no reference is used"]),
+        ({"sync_every": 5}, {}, ["sync_every: 5 with algorithm.kl_coef 0.0; no reference is used"]),
         (
             {"sync_every": 5},
             dpo | {"loss": "simpo"},

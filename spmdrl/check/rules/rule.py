@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from spmdrl.config.fields import Config
+from spmdrl.config.files import as_flow
 
 RuleKind = Literal["principle", "not built", "untried"]
 """`principle`: cannot be right, or has no effect; `not built`: could be, and nobody wrote it;
@@ -30,18 +31,25 @@ class Rule:
         """Return `field: value with field value; reason; remedy`."""
         first = self.fields[0]
         others = self.fields[1:]
-        text = f"{_named(cfg, first)}: {shown(setting(cfg, first)) or 'is empty'}"
+        text = f"{_named(cfg, first)}: {_text(setting(cfg, first)) or 'is empty'}"
         if others:
             text += " with " + " and ".join(_with_value(cfg, name) for name in others)
         remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(cfg)
         return f"{text}; {self.reason}; {remedy}"
 
 
+def _text(value: Any) -> str:
+    """Return a value as YAML has it; empty for no value."""
+    if dataclasses.is_dataclass(value):
+        return "is set"  # a whole section
+    return as_flow(value) if value or value == 0 else ""
+
+
 def _with_value(cfg: Config, name: str) -> str:
     value = setting(cfg, name)
     if dataclasses.is_dataclass(value):
         return name  # a whole section
-    return f"{_named(cfg, name)} {shown(value) or 'empty'}"
+    return f"{_named(cfg, name)} {_text(value) or 'empty'}"
 
 
 def _named(cfg: Config, name: str) -> str:
@@ -58,14 +66,3 @@ def setting(cfg: Config, name: str) -> Any:
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part)
     return value
-
-
-def shown(value: Any) -> str:
-    """Return a value as it is written in a config; empty for no value."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, tuple):
-        return ", ".join(map(shown, value))
-    return str(value) if value or value == 0 else ""

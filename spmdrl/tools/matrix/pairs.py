@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spmdrl.check.rules import broken_rules
-from spmdrl.check.rules.rule import RuleKind, shown
+from spmdrl.check.rules.rule import RuleKind
+from spmdrl.config.files import as_flow
 from spmdrl.tools.matrix.features import FEATURES, Feature, config_of
 from spmdrl.tools.matrix.proofs import proofs
 from spmdrl.world.axes import axes_of, rank_problems
@@ -55,7 +56,7 @@ def _refusal(first: Feature, second: Feature) -> tuple[str, RuleKind] | None:
     for name in sorted(both):
         values = (first.settings[name], second.settings[name])
         if values[0] != values[1]:
-            return f"{name}: {shown(values[0])} or {shown(values[1])}, not both", "principle"
+            return f"{name}: {as_flow(values[0])} or {as_flow(values[1])}, not both", "principle"
     for device in _DEVICES:
         cfg = config_of(first, second, device=device)
         found = broken_rules(cfg)

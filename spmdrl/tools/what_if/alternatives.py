@@ -9,6 +9,7 @@ from typing import Any
 
 from spmdrl.check.settings import validate
 from spmdrl.config import Config, flatten, from_tree
+from spmdrl.config.files import as_flow
 from spmdrl.config.tree import leaves
 from spmdrl.config.yaml_text import plain_data
 from spmdrl.errors import Refusal
@@ -76,7 +77,7 @@ def _mapping(text: str) -> dict[str, Any]:
 
 def _alternative(cfg: Config, settings: dict[str, Any]) -> Alternative:
     settings = settings | _own_aggregation(cfg, settings)
-    name = ", ".join(f"{field} {_shown(value)}" for field, value in settings.items())
+    name = ", ".join(f"{field} {as_flow(value)}" for field, value in settings.items())
     if "objective" in settings:
         raise Refusal(f"alternative {name}: objective is the run's, which sampled for it")
     problems: list[str] = []
@@ -106,10 +107,3 @@ def _own_aggregation(cfg: Config, settings: Mapping[str, Any]) -> dict[str, Any]
     if not aggregations or cfg.algorithm.aggregation in aggregations:
         return {}
     return {"aggregation": aggregations[0]}
-
-
-def _shown(value: Any) -> str:
-    """Return a value as a name shows it: `{upper: 3.0}` without quotes."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_shown(own)}" for key, own in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
