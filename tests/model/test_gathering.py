@@ -159,7 +159,7 @@ def test_nor_do_copies_and_experts_of_their_own_shards(tmp_path):
     [
         ({"reshard": "sometimes"}, "reshard: 'sometimes' is not one of auto, always, never"),
         ({"reduce": "first"}, "model.memory.reduce: 'first' is not one of each, last"),
-        ({"prefetch": True}, "model.memory.prefetch: expected INT|auto, got True"),
+        ({"prefetch": True}, r"model.memory.prefetch: expected INT\|auto, got True"),
     ],
 )
 def test_unknown_ways_are_refused(memory, expected, tmp_path):
