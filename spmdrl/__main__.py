@@ -21,7 +21,7 @@ from spmdrl.imports import version_text
 _FOLDER = Path(__file__).parent / "tools" / "commands"
 _COMMANDS = {path.stem: path for path in sorted(_FOLDER.glob("[a-z]*.py"))}
 _OTHERS = ("check", "evaluate", "launch", "verify")
-"""Commands that talk to other processes: one of these may leave, and that is to be said."""
+"""Commands with other processes. If one of these closes a pipe, the error must be shown."""
 
 
 def main() -> int | None:

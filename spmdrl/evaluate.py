@@ -76,10 +76,10 @@ def evaluate(source: Source, engine: EngineProtocol, trainer: ModelScorer, *, st
         return {}
     outcomes = sample(source, engine, trainer=trainer, world=world, step=step)
     if outcomes and world.rank == 0:
-        found = Result(step, outcomes)
+        result = Result(step, outcomes)
         file = evaluation_file(cfg.output_dir, step)
         output = Path(cfg.output_dir)
-        write(file, cfg, found, model=cfg.output_dir, within=output)
+        write(file, cfg, result, model=cfg.output_dir, within=output)
     return eval_sums(outcomes, samples=cfg.evaluate.samples)
 
 
@@ -231,8 +231,8 @@ def content(cfg: Config, result: Result, *, model: str, right_at: float = RIGHT_
     outcomes = result.outcomes
 
     def plain(own: Sequence[ProblemOutcome]) -> dict:
-        found = summarize(own, samples=samples, right_at=right_at)
-        return {name: asdict(estimate) for name, estimate in found.items()}
+        estimates = summarize(own, samples=samples, right_at=right_at)
+        return {name: asdict(estimate) for name, estimate in estimates.items()}
 
     return {
         "model": model,
@@ -268,8 +268,8 @@ def write(
     """
     within = within or path.parent
     make_folder(path.parent, within=within)
-    found = content(cfg, result, model=model, right_at=right_at)
-    write_file(path, json.dumps(found, indent=1) + "\n", within=within)
+    data = content(cfg, result, model=model, right_at=right_at)
+    write_file(path, json.dumps(data, indent=1) + "\n", within=within)
     text = table(result.outcomes, samples=cfg.evaluate.samples, right_at=right_at)
     write_file(path.with_suffix(".txt"), text + "\n", within=within)
     return [path, path.with_suffix(".txt")]

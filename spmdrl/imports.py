@@ -71,15 +71,15 @@ def import_object(
     except RAISED as error:  # importing runs the user's code, which can raise anything
         hint = "" if is_file else _IMPORTABLE
         raise Refusal(f"{where}cannot import {place!r}: {with_line(error)}{hint}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    value = getattr(module, name, None)
+    if not callable(value):
         own = [
             n
             for n, v in vars(module).items()
             if n[0] != "_" and getattr(v, "__module__", "") == module.__name__ and callable(v)
         ]
         raise Refusal(f"{where}{place} has no {kind.lower()} {name!r}{nearest(name, own)}")
-    return found
+    return value
 
 
 def _import_module(place: str) -> ModuleType:
@@ -218,10 +218,10 @@ def in_child(
         except subprocess.TimeoutExpired:
             return None, f"{what} took longer than {timeout_s:.3g} s (see layout.startup_timeout_s)"
         reply.seek(0)
-        found, reason = parsed_json(reply.read().decode())
+        pair, reason = parsed_json(reply.read().decode())
     if reason:
         return None, f"{what} ended its process, with status {done.returncode}"
-    return tuple(found)
+    return tuple(pair)
 
 
 def answer() -> None:
@@ -233,11 +233,11 @@ def answer() -> None:
     os.dup2(2, 1)
     place, what, given, options = pickle.load(sys.stdin.buffer)  # of the process that began this
     function = import_object(place, field="function", kind="function")
-    found, error = attempt(lambda: function(*given, **options), RAISED)
+    result, error = attempt(lambda: function(*given, **options), RAISED)
     problem = ""
     if error:
         problem = str(error) if isinstance(error, Refusal) else f"{what}: {with_line(error)}"
-    os.write(out, json.dumps([found, problem]).encode())
+    os.write(out, json.dumps([result, problem]).encode())
     os._exit(0)  # do not wait for threads of the user's code
 
 
@@ -261,14 +261,14 @@ def attempt(
 
 def installed_versions() -> dict[str, str]:
     """Return {name: version} of those of PACKAGES that are installed, without importing them."""
-    found = {}
+    installed = {}
     for name in PACKAGES:
         version, _ = attempt(
             partial(importlib.metadata.version, name), importlib.metadata.PackageNotFoundError
         )
         if version:
-            found[name] = version
-    return found
+            installed[name] = version
+    return installed
 
 
 def version_text() -> str:

@@ -62,14 +62,14 @@ def opened(path: str | Path, kind: Kind) -> BufferedReader:
     # A pipe that nobody writes to would block the call that opens it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise Refusal(
-                f"{path} is {_kind_of(found.st_mode)}, and {kind.name} must be a regular file; "
+                f"{path} is {_kind_of(status.st_mode)}, and {kind.name} must be a regular file; "
                 "replace it by the file that the run wrote"
             )
-        if found.st_size > kind.most_bytes:
-            raise _too_large(path, kind, size=found.st_size)
+        if status.st_size > kind.most_bytes:
+            raise _too_large(path, kind, size=status.st_size)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -180,17 +180,17 @@ def _number(text: str) -> float:
 
 def _field_beyond_range(text: str) -> str:
     """Return the key of the first value in a JSON text that does not fit into 64 bits."""
-    found: list[str] = []
+    names: list[str] = []
 
     def look(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         for name, value in pairs:
-            if not found and _has_mark(value):
-                found.append(name)
+            if not names and _has_mark(value):
+                names.append(name)
         return dict(pairs)
 
     with contextlib.suppress(ValueError, RecursionError):  # of what follows the first such number
         json.loads(text, parse_int=_marked, parse_float=_marked, object_pairs_hook=look)
-    return found[0] if found else ""
+    return names[0] if names else ""
 
 
 class _Mark:

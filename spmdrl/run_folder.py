@@ -125,8 +125,8 @@ def remove(path: Path, *, within: Path | None = None) -> None:
     except FileNotFoundError:
         return
     try:
-        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
-        if stat.S_ISDIR(found.st_mode):
+        status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+        if stat.S_ISDIR(status.st_mode):
             shutil.rmtree(path.name, dir_fd=folder)
         else:
             os.unlink(path.name, dir_fd=folder)
@@ -154,17 +154,17 @@ def _problems(folder: Path) -> Iterator[str]:
         path = folder / name
         kind = "file" if name in FILES else "folder"
         try:
-            found = path.lstat()
+            status = path.lstat()
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
             yield f"{path} cannot be looked at ({error})"
             continue
         is_right = stat.S_ISREG if kind == "file" else stat.S_ISDIR
-        if not is_right(found.st_mode):
-            yield f"{path} is {_kind(path, found)}, no {kind}"
+        if not is_right(status.st_mode):
+            yield f"{path} is {_kind(path, status)}, no {kind}"
         elif kind == "file":
-            yield from _second_name(path, found)
+            yield from _second_name(path, status)
         else:
             yield from _problems_below(path, name)
 
@@ -173,14 +173,14 @@ def _problems_below(folder: Path, top: str) -> Iterator[str]:
     """Yield the problems of a folder's content. `top` is the one of FOLDERS that holds it."""
     try:
         with os.scandir(folder) as entries:
-            found = sorted(entries, key=lambda entry: entry.name)
+            ordered = sorted(entries, key=lambda entry: entry.name)
     except FileNotFoundError:  # another run has removed it
         return
     except OSError as error:
         yield f"{folder} cannot be looked at ({error})"
         return
     is_checkpoints = folder.name == top == "checkpoints"
-    for entry in found:
+    for entry in ordered:
         # `best` is a link, which is replaced and never followed; other names are not ours.
         if is_checkpoints and not entry.name.startswith("step_"):
             continue
@@ -198,8 +198,8 @@ def _problems_of(entry: os.DirEntry[str], top: str) -> Iterator[str]:
         yield from _second_name(path, entry.stat(follow_symlinks=False))
 
 
-def _second_name(path: Path, found: os.stat_result) -> Iterator[str]:
-    if found.st_nlink > 1:
+def _second_name(path: Path, status: os.stat_result) -> Iterator[str]:
+    if status.st_nlink > 1:
         yield f"{path} has another name too (it is a hard link), which would be written to as well"
 
 
@@ -226,25 +226,25 @@ def _opened_part(name: str, path: Path, *, held: int, makes: bool) -> int:
     try:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=held)
     except NotADirectoryError as error:
-        found = os.stat(name, dir_fd=held, follow_symlinks=False)
-        raise OSError(f"{path} is {_kind(path, found)}, no folder; {_ADVICE}") from error
+        status = os.stat(name, dir_fd=held, follow_symlinks=False)
+        raise OSError(f"{path} is {_kind(path, status)}, no folder; {_ADVICE}") from error
 
 
-def _check_file(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(f"{path} is {_kind(path, found)}, no file; {_ADVICE}")
-    for problem in _second_name(path, found):
+def _check_file(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path} is {_kind(path, status)}, no file; {_ADVICE}")
+    for problem in _second_name(path, status):
         raise OSError(f"{problem}; copy it and remove the other")
 
 
-def _kind(path: Path, found: os.stat_result) -> str:
-    if stat.S_ISLNK(found.st_mode):
+def _kind(path: Path, status: os.stat_result) -> str:
+    if stat.S_ISLNK(status.st_mode):
         target = ""
         with contextlib.suppress(OSError):  # it was removed meanwhile
             target = f" to {os.readlink(path)}"
         return f"a link{target}"
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFREG: "a file", stat.S_IFIFO: "a pipe"}
-    return kinds.get(stat.S_IFMT(found.st_mode), "a device or socket")
+    return kinds.get(stat.S_IFMT(status.st_mode), "a device or socket")
 
 
 def _bytes_of(text: str) -> bytes:

@@ -47,25 +47,25 @@ class Advisor:
         """
         if not self._steps:
             return []
-        found = [f"{text} (so for {self._steps} steps)" for text in self._signs(values)]
+        warnings = [f"{text} (so for {self._steps} steps)" for text in self._signs(values)]
         advice = correction_advice(values, self._cfg.algorithm.correction, self._cfg.lag)
         if advice and not self._has_corrected:
             self._has_corrected = True
-            found.append(advice)
+            warnings.append(advice)
         # Steps of a critic's warm-up and skipped updates do not describe the policy.
         if len(self._first) < self._steps and "policy/loss" in values:
             self._first.append(dict(values))
-        return found
+        return warnings
 
     def _signs(self, values: Values) -> list[str]:
         start = _means(self._first)
-        found = []
+        texts = []
         for i, sign in enumerate(_SIGNS):
             text = sign(values, start, self._cfg)
             self._lasted[i] = self._lasted[i] + 1 if text else 0
             if self._lasted[i] == self._steps:
-                found.append(text)
-        return found
+                texts.append(text)
+        return texts
 
 
 def _means(rows: Sequence[Values]) -> dict[str, float]:

@@ -27,7 +27,7 @@ def config_sizes(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
         + (f", {batch.epochs} times" if batch.epochs > 1 else ""),
         "tokens per step": f"at most {sequences} * {longest} = {sequences * longest:,}",
         "sequences per dp rank": _share(sequences, axes.dp_size),
-        "micro-batches per dp rank": _microbatches(cfg, useful_tokens(cfg), found=tokens),
+        "micro-batches per dp rank": _microbatches(cfg, useful_tokens(cfg), measured=tokens),
     }
     if axes.engines:
         pairs["steps of generation ahead"] = f"{cfg.lag}" + (
@@ -50,23 +50,23 @@ def _share(total: int, parts: int) -> str:
     return f"{total} / {parts} = {about}{total / parts:.0f}"
 
 
-def _microbatches(cfg: Config, tokens: int, *, found: int) -> str:
+def _microbatches(cfg: Config, tokens: int, *, measured: int) -> str:
     """Return the number of micro-batches as text.
 
     Args:
         tokens: most tokens of a data-parallel rank in one update.
-        found: measured token budget of a micro-batch; 0: unknown.
+        measured: measured token budget of a micro-batch; 0: unknown.
     """
     budget = cfg.batch.tokens_per_microbatch
     updates = cfg.batch.updates_per_step
-    if not (budget or found):
+    if not (budget or measured):
         return (
             f"auto: of {least_tokens(cfg)} to {useful_tokens(cfg)} tokens, as many as fit; "
             "found at start (python -m spmdrl plan estimates it)"
         )
-    most = max(1, -(-tokens // (budget or found)))
+    most = max(1, -(-tokens // (budget or measured)))
     return (
-        f"at most about {most} of {budget or found} tokens"
+        f"at most about {most} of {budget or measured} tokens"
         + ("" if budget else ", as found")
         + (f", for each of {updates} updates" if updates > 1 else "")
     )

@@ -28,12 +28,12 @@ def exit_status(cfg: Config, world: World, *, is_whole: bool = True) -> int:
         is_whole: all steps are done. A run that stopped earlier returns 0, since it can resume.
     """
 
-    def found() -> tuple[str, bool]:
+    def look() -> tuple[str, bool]:
         rows = Journal(Path(cfg.output_dir) / "metrics.jsonl").rows()
         steps = [row for row in rows if "policy/skipped_updates" in row]
         return nothing_learnt(rows), any(map(_has_update, steps))
 
-    text, has_update = world.from_rank_0(found, wait="see what was learnt")
+    text, has_update = world.from_rank_0(look, wait="see what was learnt")
     if text and world.rank == 0:
         log.error(text)
     if not text or has_update or not is_whole:

@@ -56,9 +56,9 @@ def lookup(name: str) -> Metric:
 
     Raises: Refusal for an unknown metric, with the nearest known one.
     """
-    if (found := _entry(name)) is None:
+    if (metric := _entry(name)) is None:
         raise Refusal(f"metric {name!r} {unknown(name)}")
-    return found
+    return metric
 
 
 def unknown(name: str) -> str:

@@ -31,8 +31,8 @@ def agree_attempt_folder(world: World) -> Path:
 
 
 def _next_attempt(logs: Path) -> int:
-    found = [re.fullmatch(r"attempt_(\d+)", path.name) for path in logs.glob("attempt_*")]
-    return 1 + max((int(match[1]) for match in found if match), default=0)
+    matches = [re.fullmatch(r"attempt_(\d+)", path.name) for path in logs.glob("attempt_*")]
+    return 1 + max((int(match[1]) for match in matches if match), default=0)
 
 
 class RankLog:

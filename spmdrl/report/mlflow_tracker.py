@@ -184,8 +184,8 @@ class MlflowTracker:
         return file["run_id"]
 
     def _new_run(self, client: Any, tags: dict[str, str]) -> str:
-        found = client.get_experiment_by_name(self._experiment)
-        number = self._new_experiment(client) if found is None else found.experiment_id
+        experiment = client.get_experiment_by_name(self._experiment)
+        number = self._new_experiment(client) if experiment is None else experiment.experiment_id
         return client.create_run(number, run_name=self._run_name, tags=tags).info.run_id
 
     def _new_experiment(self, client: Any) -> str:
@@ -234,8 +234,8 @@ def tracking_uri(folder: Path | None) -> str:
 
 def _remembered(folder: Path | None) -> dict[str, Any]:
     path = None if folder is None else folder / _RUN_FILE
-    found, _ = parsed_json(path.read_text()) if path and path.is_file() else (None, "")
-    return found if isinstance(found, dict) else {}
+    content, _ = parsed_json(path.read_text()) if path and path.is_file() else (None, "")
+    return content if isinstance(content, dict) else {}
 
 
 def log_files(folder: Path | None, files: list[Path]) -> str:

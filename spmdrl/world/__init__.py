@@ -1,1 +1,1 @@
-"""One job over all ranks: what the launcher said, the groups and meshes, waits with names."""
+"""One job over all ranks: its launch, process groups and meshes, and waits with names."""

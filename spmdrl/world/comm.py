@@ -185,9 +185,9 @@ def _next_place(group: dist.ProcessGroup) -> str:
 
 
 def _checked(marked: bytes, rank: int, *, place: str, group: dist.ProcessGroup) -> bytes:
-    found = marked[:MARK_BYTES]
+    mac = marked[:MARK_BYTES]
     payload = marked[MARK_BYTES:]
-    if not is_marked(f"{place} {rank}", payload, found):
+    if not is_marked(f"{place} {rank}", payload, mac):
         raise Unauthentic(_refusal(rank, "its message bears no mark of the job's secret", group))
     return payload
 

@@ -130,8 +130,8 @@ def _open(folder: Path, flags: int) -> int:
     Raises: OSError, also for a link, whose target would be emptied, and for a pipe, which blocks.
     """
     file = os.open(folder / NAME, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
         os.close(file)
         raise OSError(f"{folder / NAME} is no plain file, or has another name too")
     return file
@@ -186,12 +186,12 @@ def _try_lock(file: int, kind: int) -> bool | None:
 
 def _read(file: int) -> Holder | None:
     try:
-        found = Holder(**json.loads(os.pread(file, 4096, 0)))
+        holder = Holder(**json.loads(os.pread(file, 4096, 0)))
     # Empty, cut off by a crash, or not ours.
     except (ValueError, TypeError, RecursionError):
         return None
-    kinds = dict.fromkeys(asdict(found), str) | {"pid": int, "attempt": int}
-    return found if all(type(getattr(found, n)) is kind for n, kind in kinds.items()) else None
+    kinds = dict.fromkeys(asdict(holder), str) | {"pid": int, "attempt": int}
+    return holder if all(type(getattr(holder, n)) is kind for n, kind in kinds.items()) else None
 
 
 def _unwritable(folder: Path) -> list[str]:

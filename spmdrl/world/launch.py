@@ -306,8 +306,8 @@ def _is_marked(name: str, *, after: float, waits: bool) -> bool:
         os.mkdir(folder, 0o700)
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        found = os.fstat(held)
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        status = os.fstat(held)
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
             raise PermissionError(f"{folder} may be written by others")
         end = time.monotonic() + _WAIT_FOR_FIRST_S * waits
         while _marked_at(name, held) < after and time.monotonic() < end:

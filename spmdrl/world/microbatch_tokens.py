@@ -31,8 +31,8 @@ def agree_on_tokens(world: World, find: Callable[[int], int] | None) -> None:
         shares = 1 if world.device.type == "cuda" else Counter(hosts)[hosts[world.rank]]
         with agree(group=world.control):
             own = 0 if known or find is None else find(shares)
-        found = gather_objects(own, group=world.control)[world.trainer_ranks[0]]
-    world.found_tokens = known or found
+        measured = gather_objects(own, group=world.control)[world.trainer_ranks[0]]
+    world.found_tokens = known or measured
     if world.rank == 0:
         log.info(
             "micro-batches of %d tokens (batch.tokens_per_microbatch: 0%s)",

@@ -41,14 +41,14 @@ def is_own(config: Path) -> tuple[bool, str]:
     The run must have been started in the current folder, and the file not been moved or changed.
     """
     try:
-        found = _read(config.with_name(NAME), limit=1024).decode(errors="replace").strip()
+        mark = _read(config.with_name(NAME), limit=1024).decode(errors="replace").strip()
     except OSError:
         return False, ""
     key, why = _usable_key(makes=False)
     if key is None:
         return False, why
     expected, error = attempt(lambda: _mark(key, config), OSError)
-    return error is None and hmac.compare_digest(found.encode(), str(expected).encode()), ""
+    return error is None and hmac.compare_digest(mark.encode(), str(expected).encode()), ""
 
 
 def key_file() -> Path:
@@ -81,11 +81,11 @@ def _key(*, makes: bool) -> bytes:
     if folder.st_uid != os.geteuid() or stat.S_IMODE(folder.st_mode) & 0o022:
         raise Refusal(f"{path.parent} is not yours alone to write to; run chmod 700 on it")
     end = time.monotonic() + _SHOWN_WITHIN_S
-    while len(found := _secret(path)) < _KEY_BYTES and time.monotonic() < end:
+    while len(key := _secret(path)) < _KEY_BYTES and time.monotonic() < end:
         time.sleep(0.02)
-    if len(found) != _KEY_BYTES:
-        raise Refusal(f"{path} holds {len(found)} bytes, not {_KEY_BYTES}; remove it")
-    return found
+    if len(key) != _KEY_BYTES:
+        raise Refusal(f"{path} holds {len(key)} bytes, not {_KEY_BYTES}; remove it")
+    return key
 
 
 def _make(path: Path) -> None:
@@ -115,11 +115,11 @@ def _read(path: Path, *, limit: int, is_secret: bool = False) -> bytes:
     """
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is no file")
-        others = stat.S_IMODE(found.st_mode) & 0o077
-        if is_secret and (others or found.st_uid != os.geteuid()):
+        others = stat.S_IMODE(status.st_mode) & 0o077
+        if is_secret and (others or status.st_uid != os.geteuid()):
             raise Refusal(
                 f"{path} can be read by others, so that it marks nothing: remove it, and the next "
                 "run makes another key"

@@ -25,13 +25,13 @@ def listen(launch: Launch) -> socket.socket:
     Raises: Refusal with the process that has the port, and what to do.
     """
     try:
-        found = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(launch.address, launch.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise Refusal(
             f"MASTER_ADDR: {launch.address} is the name of no host ({error.strerror}); set it to "
             "an address of the first node that all nodes reach"
         ) from error
-    family, _, _, _, place = found[0]
+    family, _, _, _, place = addresses[0]
     if launch.nodes > 1 and ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
         return _bind_all(launch)
     try:

@@ -63,12 +63,12 @@ class SealedStore:
         own = _sealed(key, text)
         while True:
             try:
-                found = self._store.compare_set(key, stands.decode(), own)
+                value = self._store.compare_set(key, stands.decode(), own)
             except UnicodeDecodeError as error:
                 raise RuntimeError(_naming(key)) from error
-            if authentic := self._authentic(key, found):
+            if authentic := self._authentic(key, value):
                 return authentic
-            stands = found
+            stands = value
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all these keys exist, forged or not."""
@@ -132,11 +132,11 @@ class WatchedKeys:
         return self._found.is_set()
 
 
-def _await_key(store: SealedStore, key: str, found: threading.Event) -> None:
+def _await_key(store: SealedStore, key: str, is_set: threading.Event) -> None:
     with contextlib.suppress(
         dist.DistError, RuntimeError
     ):  # the store is gone: collectives report it
         store.wait([key], _FOREVER)
         while not store.get(key):  # a forged value came first
             time.sleep(_AGAIN_S)
-        found.set()
+        is_set.set()

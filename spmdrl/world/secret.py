@@ -53,9 +53,9 @@ def mark(place: str, data: bytes) -> bytes:
     return code.digest()
 
 
-def is_marked(place: str, data: bytes, found: bytes) -> bool:
-    """Return whether `found` is the MAC of the data."""
-    return hmac.compare_digest(mark(place, data), found)
+def is_marked(place: str, data: bytes, mac: bytes) -> bool:
+    """Return whether `mac` is the MAC of the data."""
+    return hmac.compare_digest(mark(place, data), mac)
 
 
 def agree_on_secret(store: dist.Store, launch: Launch, *, shared: Path | None) -> None:
@@ -123,9 +123,9 @@ def private_folder(folder: Path | None = None) -> Path:
     folder = folder or Path(tempfile.gettempdir()) / f"spmdrl-{os.getuid()}"
     with refusing(f"the job's secret cannot be kept in {folder}", OSError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    if not is_own or stat.S_IMODE(found.st_mode) & 0o077:
+        status = folder.lstat()
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
         raise Refusal(
             f"the job's secret cannot be kept in {folder}: others may enter it. Remove it, or set "
             f"{SECRET} in the launcher's environment"

@@ -86,9 +86,9 @@ class Board:
         return f"rank {first['rank']} ended with {first['error']}" if first else ""
 
     def _claim(self, cause: dict[str, Any]) -> dict[str, Any]:
-        said = json.dumps(cause)
-        stands = self._stored(lambda: self._store.compare_set(_CAUSE, "", said), said.encode())
-        return json.loads(stands)
+        text = json.dumps(cause)
+        first = self._stored(lambda: self._store.compare_set(_CAUSE, "", text), text.encode())
+        return json.loads(first)
 
     def _set(self, key: str, text: str) -> None:
         self._stored(lambda: self._store.set(key, text), None)

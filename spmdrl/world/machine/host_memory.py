@@ -58,12 +58,12 @@ def host_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
 def kills(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many processes the kernel has killed here because memory was full."""
     files = [Path("/proc/vmstat"), *(cgroups / events for *_, events in _CGROUPS)]
-    found = [0]
+    counts = [0]
     for file in files:
         with contextlib.suppress(OSError):
             words = (line.split() for line in file.read_text().splitlines())
-            found += [int(value) for name, value in words if name == "oom_kill"]
-    return max(found)
+            counts += [int(value) for name, value in words if name == "oom_kill"]
+    return max(counts)
 
 
 def largest_holders(count: int = _NAMED) -> list[str]:

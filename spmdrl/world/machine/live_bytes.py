@@ -58,19 +58,19 @@ class Peak:
 @contextmanager
 def peak_bytes(device: torch.device) -> Iterator[Peak]:
     """Measure the block inside. `bytes` is set when it ends."""
-    found = Peak()
+    peak = Peak()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        yield found
+        yield peak
         torch.cuda.synchronize(device)
-        found.bytes = torch.cuda.max_memory_allocated(device) - before
+        peak.bytes = torch.cuda.max_memory_allocated(device) - before
         return
     with LiveBytes() as live:
-        yield found
-    found.bytes = live.peak
+        yield peak
+    peak.bytes = live.peak
 
 
 def free_bytes(device: torch.device) -> int:
