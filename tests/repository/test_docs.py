@@ -81,6 +81,16 @@ def test_a_page_is_read_in_one_sitting(page):
     assert len(words) <= MOST_WORDS, f"{len(words)} words: split the page, or leave something out"
 
 
+def test_the_text_around_the_tables_of_models_is_read_in_one_sitting():
+    text, marker, _ = (
+        (ROOT / "docs/models.md").read_text().partition("<!-- by python -m spmdrl check")
+    )
+    assert marker
+    lines = without_code(text).splitlines()
+    words = " ".join(line for line in lines if not line.startswith("|")).split()
+    assert len(words) <= MOST_WORDS, f"{len(words)} words: leave something out"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_flag_that_a_page_names_exists(page, known_flags):
     text = page.read_text()
