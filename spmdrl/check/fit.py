@@ -24,9 +24,8 @@ from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.reader import CheckpointReader, check_files, has_weights, instead, some
 from spmdrl.model.load import build_meta_model, check_buffers, check_weights
 from spmdrl.model.lora.files import AdapterFolder
-from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import adapted_weights, lora_form
-from spmdrl.model.lora.targets import adapter_shapes, has_embedding, largest_rank
+from spmdrl.model.lora.targets import LoraForm, adapter_shapes, has_embedding, largest_rank
 from spmdrl.model.model_shape import ModelCounts, counts_of
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.routers import WEIGHTS, check_balance, unknown_router

@@ -33,9 +33,9 @@ from spmdrl.model.load import (
     model_folder,
     read_tensors,
 )
-from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters, adapted_weights, sent_adapter, train_adapters_only
 from spmdrl.model.lora.merge import deltas
+from spmdrl.model.lora.targets import LoraForm
 from spmdrl.model.model_shape import counts_of
 from spmdrl.model.parallel.context_parallel import register_context_attention
 from spmdrl.model.parallel.layout import give_storage, lay_out, reshard, slicing_of

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmdrl.config import Config, LayoutSettings
-from spmdrl.model.attention import kernels
-from spmdrl.model.attention.kernels import KERNELS, Weighing, pick_attention
+from spmdrl.model.attention import kernels, pick
+from spmdrl.model.attention.kernels import KERNELS, Weighing
 from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.attention.packing import make_packing
+from spmdrl.model.attention.pick import pick_attention
 from spmdrl.model.parallel import layout
 from spmdrl.model.parallel.recompute import pins_exactly
 from spmdrl.model.parallel.ring_attention import FLASH, plan_rounds
@@ -85,7 +86,7 @@ def test_softcap_takes_flash_attention_where_it_is_installed(monkeypatch) -> Non
         return pick_attention("auto", device=CUDA, dtype=torch.bfloat16, has_softcap=softcap)
 
     for is_there, kernel in ((object(), "flash"), (None, "padded")):
-        monkeypatch.setattr(kernels, "find_spec", lambda name, found=is_there: found)
+        monkeypatch.setattr(pick, "find_spec", lambda name, found=is_there: found)
         assert picked(softcap=True) == kernel
         assert picked(softcap=False) == "varlen"
 

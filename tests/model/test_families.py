@@ -19,9 +19,8 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
-from spmdrl.model.lora.targets import targeted
+from spmdrl.model.lora.targets import LoraForm, targeted
 from spmdrl.model.model_shape import model_shape, tp_problem
 from spmdrl.model.parallel.recompute import checkpoint
 from spmdrl.model.parallel.row_slices import Slicing

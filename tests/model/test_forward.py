@@ -9,9 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from spmdrl.config import ModelSettings
-from spmdrl.model.attention.kernels import pick_attention, register_attention
+from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.attention.packing_support import enable_packing
+from spmdrl.model.attention.pick import pick_attention
 from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.scorer import ScoredRow, Scorer, make_row

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.config import Config
 from spmdrl.model.files.file_tensors import file_tensors
-from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
+from spmdrl.model.lora.targets import LoraForm
 from spmdrl.model.tensor_parts import Held
 from tests.helpers.comparing import assert_near, differing, plain_scores
 from tests.helpers.policy_runs import changed, config, meta_model, own_batch, update

@@ -14,9 +14,8 @@ from spmdrl.check.fit import fit_problems
 from spmdrl.check.settings import validate
 from spmdrl.config import LoraSettings
 from spmdrl.model.lora.files import AdapterFolder, write_adapter
-from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters, initial_a, lora_form
-from spmdrl.model.lora.targets import targeted
+from spmdrl.model.lora.targets import LoraForm, targeted
 from tests.helpers.built import refused
 from tests.helpers.policy_runs import config, meta_model, small_model
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from spmdrl.model.lora.files import write_adapter
-from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters, initial_a
+from spmdrl.model.lora.targets import LoraForm
 from spmdrl.tools.commands.create_model import create_model
 from tests.helpers.policy_runs import meta_model
 from tests.helpers.runs import HELD, TINY, metrics, run, run_killed

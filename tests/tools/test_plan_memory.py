@@ -9,9 +9,8 @@ import pytest
 
 from spmdrl.config import Config, MemorySettings
 from spmdrl.config.fields import useful_tokens
-from spmdrl.model.lora.form import LoraForm
 from spmdrl.model.lora.layers import Adapters
-from spmdrl.model.lora.targets import adapter_numel
+from spmdrl.model.lora.targets import LoraForm, adapter_numel
 from spmdrl.model.model_shape import ModelShape, model_shape
 from spmdrl.tools.plan import trainer_memory as trainer_memory_module
 from spmdrl.tools.plan.activations import Kernels, RowPart, padded_groups, saved_bytes

@@ -1,11 +1,11 @@
 """Packed attention behind transformers' attention interface: one row of T tokens, S sequences.
 
-Shape letters: T packed tokens, K packed keys (T of them, unless said otherwise), B sequences of one
-padded group, L their padded length, Hq query heads, Hkv key/value heads, D head dim.
+Shape letters: T packed tokens, K packed keys (usually K = T), B sequences of one padded group, L
+their padded length, Hq query heads, Hkv key/value heads, D head dim.
 
-The model is called as one row [1, T]; a `Packing` travels down as a keyword argument and tells
-the attention where sequences begin. On the CPU (and wherever no varlen kernel applies) sequences
-are padded inside attention only, in groups of similar length.
+The model computes one row [1, T]. It passes a `Packing` as a keyword argument to attention, which
+says where sequences begin. On the CPU, and where no varlen kernel can be used, attention pads
+sequences in groups of similar length; all other layers compute packed tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -27,21 +26,21 @@ from spmdrl.model.tensor_parts import to_local
 from spmdrl.world.torch_internals import varlen
 
 CHOOSING = ("indices", "block_indices", "position_bias")
-"""Keyword arguments by which models choose keys, or weigh them, beside the mask."""
+"""Keyword arguments, other than the mask, by which models choose or weigh keys."""
 
 
 @dataclass(frozen=True)
 class Weighing:
-    """How queries and keys become weights."""
+    """How attention weights are computed from queries and keys."""
 
     scale: float | None
-    """Factor on the scores; None is D ** -0.5."""
+    """Factor of the scores; None: D ** -0.5."""
     window: int | None
-    """Tokens that a query sees, itself included; None is all."""
+    """Tokens that a query attends to, itself included; None: all."""
     softcap: float | None
     """Scores become softcap * tanh(scores / softcap)."""
     sinks: Tensor | None = None
-    """[Hq], per head the score of a key whose value is zero; None is none."""
+    """[Hq], for each head the score of a key whose value is zero; None: no sinks."""
 
     def scale_of(self, query: Tensor) -> float:
         """Return the factor for queries [.., D]."""
@@ -50,16 +49,16 @@ class Weighing:
 
 @dataclass(frozen=True)
 class Temperature:
-    """A factor on queries that grows with their place in the sequence (Llama 4; arXiv 2501.19399).
+    """A factor of queries that grows with their position (Llama 4; arXiv 2501.19399).
 
-    1 + scale * log(1 + floor((place + 1) / length)), places from 0.
+    1 + scale * log(1 + floor((position + 1) / length)), positions from 0.
     """
 
     length: float  # tokens
     scale: float
 
     def applied(self, query: Tensor, places: Tensor) -> Tensor:
-        """Return queries [1, Hq, T, D] at places [T], scaled."""
+        """Return queries [1, Hq, T, D] at positions [T], scaled."""
         factors = torch.log1p(torch.floor((places.float() + 1) / self.length)) * self.scale + 1
         return (query * factors[:, None]).to(query.dtype)
 
@@ -84,11 +83,11 @@ def _kernel(
     Args:
         query: [1, Hq, T, D]; key: [1, Hkv, K, D]; value: [1, Hkv, K, Dv], of D or another head
             dim. Compute dtype.
-        attend: gets them as [T, Hq, D] and so on, and returns [T, Hq, Dv].
-        module: one that packing_support.py has told what it sees.
-        packing: of the T tokens and the K keys, with its padded layout where it pads.
+        attend: takes them as [T, Hq, D] and so on, and returns [T, Hq, Dv].
+        module: has a mask pattern from `enable_packing`.
+        packing: of the T tokens and the K keys; with the padded layout for a kernel that pads.
         s_aux: [Hq], attention sinks; sharded over tp as the heads are.
-        model_kwargs: whatever else the model hands to attention; the interface requires it.
+        model_kwargs: other arguments of the model to attention, which the interface requires.
     Returns: [1, T, Hq, Dv] and None (no attention weights).
     """
     asked = {"dropout": dropout, "softcap": softcap, "s_aux": s_aux, **model_kwargs}
@@ -96,15 +95,15 @@ def _kernel(
     if (temperature := getattr(module, "temperature", None)) is not None:
         query = temperature.applied(query, packing.places(query.shape[2]))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    span = mask_pattern_of(module)
-    packing = packing.in_chunks if span.chunk else packing
-    how = Weighing(scaling, span.window, softcap, to_local(s_aux))
+    pattern = mask_pattern_of(module)
+    packing = packing.in_chunks if pattern.chunk else packing
+    how = Weighing(scaling, pattern.window, softcap, to_local(s_aux))
     # Some models view what attention returns in another shape, as they may of transformers' own.
     return attend(q, k, v, packing, how)[None].contiguous(), None
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
-    """Pad sequences inside this call only; any device."""
+    """Attend with sequences padded inside this call; any device."""
     queries = pad(q, packing)
     keys, values = (pad(x, packing.of_keys) for x in (k, v))
     outputs = []
@@ -122,7 +121,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) ->
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
-    """By torch's varlen kernel (CUDA, bfloat16)."""
+    """Attend by torch's varlen kernel (CUDA, bfloat16)."""
     assert how.softcap is None, "pick_attention never pairs varlen with softcap"
     assert packing.spans is None, "pick_attention never pairs varlen with spans"
     ends, longest = _bounds(packing)
@@ -136,7 +135,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) ->
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
-    """By flash-attn 2 (CUDA, bfloat16); with sinks, which it does not know, by torch's own."""
+    """Attend by flash-attn 2 (CUDA, bfloat16); by torch's kernel with sinks, which it lacks."""
     assert packing.spans is None, "pick_attention never pairs flash with spans"
     if how.sinks is not None:
         return _varlen(q, k, v, packing, how)
@@ -159,13 +158,13 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> 
 
 
 def _bounds(packing: Packing) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-    """Return where sequences end, and the longest's tokens, of queries and keys."""
+    """Return where sequences end, and the longest length, of queries and of keys."""
     keys = packing.of_keys
     return (packing.cu_seqlens, keys.cu_seqlens), (packing.max_seqlen, keys.max_seqlen)
 
 
 def widened(values: Tensor, like: Tensor) -> Tensor:
-    """Return values with zeros up to the head dim of queries or keys, as the kernels want."""
+    """Return values padded with zeros to the head dim of queries or keys, as kernels require."""
     missing = like.shape[-1] - values.shape[-1]
     return F.pad(values, (0, missing)) if missing else values
 
@@ -194,7 +193,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing, spans: Tensor | None
     mask = None if is_plain else _is_visible(length, keys, window=window, device=q.device)
     shared = q.shape[2] // k.shape[2]
     if shared > 1 and q.device.type != "cpu" and q.dtype == torch.float32:
-        # The one kernel for float32 that holds no scores, [B, Hq, L, K] of them, knows no groups.
+        # The only float32 kernel that does not hold all scores [B, Hq, L, K] has no grouped heads.
         k, v = (x.repeat_interleave(shared, dim=2) for x in (k, v))
     scale = how.scale_of(q)
     if how.sinks is not None:
@@ -218,8 +217,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float)
 def _attend_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, sinks: Tensor, scale: float
 ) -> Tensor:
-    """Attend with the sinks as the first key, which all see. Without a mask it gets a query, too,
-    so that a causal kernel has as many queries as keys."""
+    """Attend with the sinks as a first key, which is visible to all queries.
+
+    Without a mask a first query is added as well, because a causal kernel needs as many queries
+    as keys.
+    """
     width = v.shape[-1]
     is_causal = mask is None
     q, k, v = with_sink_keys(q, k, v, sinks, scale=scale)
@@ -252,19 +254,19 @@ def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor, how: 
 
 
 def capped(scores: Tensor, softcap: float, is_visible: Tensor) -> Tensor:
-    """Return scores after the softcap, -inf where nothing is to be seen."""
+    """Return scores after the softcap, -inf where a key is not visible."""
     return (torch.tanh(scores / softcap) * softcap).masked_fill(~is_visible, float("-inf"))
 
 
 def _is_visible(length: int, keys: int, *, window: int | None, device: torch.device) -> Tensor:
-    """Return [length, keys] bool: what the last `length` tokens see of all `keys`."""
+    """Return [length, keys] bool: which of all keys are visible to the last `length` tokens."""
     before = keys - length
     seen = torch.ones(length, keys, dtype=torch.bool, device=device).tril(before)
     return seen if window is None else seen.triu(before + 1 - window)
 
 
 def _seen_with(spans: Tensor, window: int | None) -> Tensor:
-    """Return [B, L, L] bool: what each token sees before it, and of its own span."""
+    """Return [B, L, L] bool: all tokens before each token, and those of its own span."""
     length = spans.shape[1]
     is_own = (spans[:, :, None] == spans[:, None]) & (spans[:, None] >= 0)
     before = _is_visible(length, length, window=None, device=spans.device)
@@ -275,10 +277,10 @@ def _seen_with(spans: Tensor, window: int | None) -> Tensor:
 def check_supported(
     module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, object]
 ) -> None:
-    """Refuse what packed attention would silently leave out.
+    """Refuse options that packed attention would ignore.
 
     Args:
-        options: keyword arguments that the model gives to its attention.
+        options: keyword arguments of the model to attention.
     Raises: Refusal.
     """
     dropout = options.get("dropout")
@@ -308,58 +310,10 @@ KERNELS = {
 def register_attention() -> None:
     """Make the kernels known to transformers as spmdrl_padded, spmdrl_varlen, spmdrl_flash.
 
-    No mask function goes with them: for a name it has no mask function for, transformers
-    builds no mask at all, which spares its search for sequence borders in `position_ids`.
+    They have no mask function, so that transformers builds no mask, nor does it search
+    `position_ids` for the borders of sequences.
     """
     from transformers import AttentionInterface
 
     for name, function in KERNELS.items():
         AttentionInterface.register(f"spmdrl_{name}", function)
-
-
-def pick_attention(
-    wanted: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    has_softcap: bool,
-    bidirectional_images: bool = False,
-    otherwise: str = "",
-) -> str:
-    """Return the kernel for `model.kernels.attention`: padded, varlen or flash.
-
-    Args:
-        bidirectional_images: the tokens of an image attend to each other in both directions, which
-            the padded kernel alone can do.
-        otherwise: what a refusal of the model ends with, see files/reader.py:instead.
-    Raises: Refusal when the one asked for cannot serve this device, dtype or model.
-    """
-    if bidirectional_images and has_softcap:
-        raise Refusal(
-            "model: tokens that show one thing see each other in it, and its attention caps its "
-            "logits (attn_logit_softcapping): no kernel here does both; take another model"
-            + otherwise
-        )
-    if bidirectional_images and wanted != "padded":
-        if wanted != "auto":
-            raise Refusal(
-                f"model.kernels.attention: {wanted} looks back alone, and tokens that show one "
-                "thing see each other in this model; set it to auto or padded"
-            )
-        return "padded"
-    fits_kernels = device.type == "cuda" and dtype == torch.bfloat16
-    if wanted == "auto" and fits_kernels and has_softcap and find_spec("flash_attn") is not None:
-        return "flash"
-    if wanted == "auto":
-        return "varlen" if fits_kernels and not has_softcap else "padded"
-    if wanted != "padded" and not fits_kernels:
-        raise Refusal(
-            f"model.kernels.attention: {wanted} needs CUDA and compute_dtype bfloat16, this run "
-            f"has {device.type} and {str(dtype).removeprefix('torch.')}; set it to auto or padded"
-        )
-    if wanted == "varlen" and has_softcap:
-        raise Refusal(
-            "model.kernels.attention: varlen has no softcap and this model needs it; "
-            "set it to flash, padded or auto"
-        )
-    return wanted

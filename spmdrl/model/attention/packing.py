@@ -1,4 +1,4 @@
-"""Where sequences begin in a packed row, and how attention pads them where it has to.
+"""Where sequences begin in a packed row, and how attention pads them.
 
 Shape letters: T packed tokens, R padded rows, S sequences, L tokens of the longest of a padded
 group.
@@ -24,8 +24,8 @@ backward for 512 sequences of 16 tokens), and one padded group wastes little."""
 
 @dataclass(frozen=True)
 class PaddedGroup:
-    """Rows [start, start + count * length) of the padded queries, and their keys' likewise:
-    `count` sequences. Queries are the last tokens of a sequence whose keys are longer."""
+    """`count` sequences: rows [start, start + count * length) of the padded queries, and the same
+    for their keys. Where keys are longer, the queries are the last tokens of the sequence."""
 
     count: int
     start: int
@@ -40,17 +40,16 @@ class Packing:
 
     cu_seqlens: Tensor  # [S+1] int32
     max_seqlen: int  # tokens
-    pad_index: Tensor  # [R] int64, packed position behind each padded row
+    pad_index: Tensor  # [R] int64, packed position of each padded row
     unpad_index: Tensor  # [T] int64, padded row of each packed position
     groups: tuple[PaddedGroup, ...]
     keys: Packing | None = None
-    """Of the keys, where they are not the queries' own tokens: its index tensors serve, not its
-    groups."""
+    """Of the keys, where they are not the queries' own tokens. Its groups are not used."""
     chunked: Packing | None = None
-    """The same tokens, each chunk a sequence of its own."""
+    """The same tokens, with each chunk as a sequence."""
     spans: Tensor | None = None
-    """[R] int64, number of the span that each padded row is in, whose tokens see each other both
-    ways; -1 for none, and where rows pad. None: all tokens look back alone."""
+    """[R] int64, for each padded row the number of its span, whose tokens attend to each other in
+    both directions; -1 for no span and for padding. None: all attention is causal."""
 
     @property
     def of_keys(self) -> Packing:
@@ -58,8 +57,8 @@ class Packing:
         return self.keys or self
 
     def places(self, count: int) -> Tensor:
-        """Return each of the T = count tokens' place in its sequence, [T] int64."""
-        assert self.keys is None, "places of a slice are not known"
+        """Return the position of each of the T = count tokens in its sequence, [T] int64."""
+        assert self.keys is None, "positions of a slice are not known"
         lengths = self.cu_seqlens.diff()
         starts = self.cu_seqlens[:-1].repeat_interleave(lengths, output_size=count)
         return torch.arange(count, device=starts.device) - starts
@@ -67,7 +66,7 @@ class Packing:
     @property
     def in_chunks(self) -> Packing:
         """The same tokens for layers that attend within chunks."""
-        assert self.chunked is not None, "whoever makes packings knows the model's chunks"
+        assert self.chunked is not None, "make_packing was called without the model's chunk"
         return self.chunked
 
 
@@ -85,13 +84,13 @@ def make_packing(
     Args:
         lengths: tokens per sequence, in packed order; each at least 1.
         device: of the index tensors.
-        padded: build the padded layout, which varlen kernels do not need.
-        key_lengths: tokens of each sequence's keys, of which the last are its queries' own; None
-            where they are the same tokens.
-        chunk: tokens of the chunks that some of the model's layers attend within; None without.
-        spans: [T] int64 on the CPU, see Packing.spans; of padded layouts alone.
+        padded: make the padded layout, which varlen kernels do not need.
+        key_lengths: tokens of each sequence's keys, the last of which are its queries; None where
+            keys and queries are the same tokens.
+        chunk: length of the chunks that some layers attend within, in tokens; None: no chunks.
+        spans: [T] int64 on the CPU, see Packing.spans; only with `padded`.
     """
-    assert spans is None or (padded and key_lengths is None), "spans are seen by padding"
+    assert spans is None or (padded and key_lengths is None), "only padded attention has spans"
     assert chunk is None or key_lengths is None, "slices of chunks are refused"
     chunked = None
     if chunk is not None:
@@ -122,7 +121,7 @@ def make_packing(
 
 
 def _alike(lengths: Tensor, key_lengths: Tensor) -> list[Tensor]:
-    """Return groups of sequences of similar length; one with keys of its own length is alone."""
+    """Return groups of sequences of similar length. One with longer keys is a group of its own."""
     order = torch.argsort(lengths, descending=True, stable=True)
     is_own = (lengths == key_lengths)[order]
     groups = [*order[~is_own][:, None]]
@@ -185,14 +184,14 @@ def _with_zeros(x: Tensor, packing: Packing) -> Tensor:
 
 
 pad = with_gradient(_padded, _packed)
-"""Rows of a packed tensor in padded order. Both directions are plain row gathers, which are
-deterministic and about twice as fast as index_select's own index_add backward."""
+"""Rows of a packed tensor in padded order. Both directions gather rows, which is deterministic and
+about twice as fast as the index_add backward of index_select."""
 unpad = with_gradient(_packed, _with_zeros)
 """Padded rows back in packed order; padding rows get a zero gradient."""
 
 
 def packs(items: Iterable[S], budget: int, *, size: Callable[[Any], int] = len) -> list[list[S]]:
-    """Split items, such as sequences, into runs of at most `budget` tokens, each at least one.
+    """Split items, such as sequences, into lists of at most `budget` tokens and at least one item.
 
     Args:
         size: tokens of an item.

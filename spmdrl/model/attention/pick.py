@@ -1,12 +1,13 @@
-"""Which kernel computes the attention of a model."""
+"""Choose the kernel of a model's attention."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from spmdrl.model.attention.kernels import pick_attention
+from spmdrl.errors import Refusal
 from spmdrl.model.files.reader import instead
 from spmdrl.model.vision.families import has_bidirectional_images
 
@@ -31,3 +32,51 @@ def kernel_of(
         bidirectional_images=bidirectional_images,
         otherwise=instead(path) if bidirectional_images else "",
     )
+
+
+def pick_attention(
+    wanted: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    has_softcap: bool,
+    bidirectional_images: bool = False,
+    otherwise: str = "",
+) -> str:
+    """Return the kernel for `model.kernels.attention`: padded, varlen or flash.
+
+    Args:
+        bidirectional_images: the tokens of an image attend to each other in both directions, which
+            only the padded kernel can do.
+        otherwise: what a refusal of the model ends with, see files/reader.py:instead.
+    Raises: Refusal when the one asked for cannot serve this device, dtype or model.
+    """
+    if bidirectional_images and has_softcap:
+        raise Refusal(
+            "model: the tokens of an image attend to each other in both directions, and attention "
+            "caps its logits (attn_logit_softcapping): no kernel here does both; take another model"
+            + otherwise
+        )
+    if bidirectional_images and wanted != "padded":
+        if wanted != "auto":
+            raise Refusal(
+                f"model.kernels.attention: {wanted} is causal only, and in this model the tokens of an "
+                "image attend to each other in both directions; set it to auto or padded"
+            )
+        return "padded"
+    fits_kernels = device.type == "cuda" and dtype == torch.bfloat16
+    if wanted == "auto" and fits_kernels and has_softcap and find_spec("flash_attn") is not None:
+        return "flash"
+    if wanted == "auto":
+        return "varlen" if fits_kernels and not has_softcap else "padded"
+    if wanted != "padded" and not fits_kernels:
+        raise Refusal(
+            f"model.kernels.attention: {wanted} needs CUDA and compute_dtype bfloat16, this run "
+            f"has {device.type} and {str(dtype).removeprefix('torch.')}; set it to auto or padded"
+        )
+    if wanted == "varlen" and has_softcap:
+        raise Refusal(
+            "model.kernels.attention: varlen has no softcap and this model needs it; "
+            "set it to flash, padded or auto"
+        )
+    return wanted

@@ -1,15 +1,14 @@
-"""Attention sinks: per query head one score more in the softmax, that of a key whose value is zero.
+"""Attention sinks: each query head has one more score in its softmax, of a key whose value is zero.
 
-Sinks are learnt numbers, one per head (GPT-OSS; arXiv 2309.17453, section 3.2, has them as a zero
-or a token). No kernel knows them, and two ways lead there without one:
+Sinks are parameters, one per head (GPT-OSS; in arXiv 2309.17453, section 3.2, a zero or a token).
+No kernel supports them, so they are added in one of two ways:
 
-- as a key: queries get a feature that holds their head's sink, keys one that is 0, and a key is
-  added of which this feature alone is 1. Any kernel with gradients then serves.
-- after a kernel that returns lse, the logs of the softmax's sums: with the sink in them, lse2 =
-  log(exp(lse) + exp(sink)), and out2 = out * exp(lse - lse2). Given out2 and lse2, the kernel's
-  backward pass computes the weights exp(score - lse2) and the sum over all of them of weight times
-  gradient, to which the sink, whose value is 0, adds nothing: its gradients of queries, keys and
-  values are right as they are.
+- As a key. Queries get a further feature, the sink of their head. Keys get this feature as 0, and
+  one key is added that is 1 in it and 0 in all others. Any kernel with gradients can be used.
+- After a kernel that also returns lse, the log of the sums of the softmax. With the sink, lse2 =
+  log(exp(lse) + exp(sink)) and out2 = out * exp(lse - lse2). The kernel's backward pass, given out2
+  and lse2, computes the weights exp(score - lse2). The sink has value 0 and adds nothing to the
+  sums of weight times gradient, so the gradients of queries, keys and values are right.
 
 Shape letters: T packed tokens, K keys, B rows of L tokens, Hq query heads, Hkv key/value heads, D
 head dim.
@@ -26,7 +25,7 @@ from torch import Tensor
 from spmdrl.world.torch_internals import FLASH_BACKWARD, FLASH_FORWARD
 
 _FEATURES = 8
-"""By which a key grows: CUDA's kernels want rows of 16 bytes."""
+"""Added to the head dim: CUDA kernels need rows of a multiple of 16 bytes."""
 
 
 def with_sink_keys(

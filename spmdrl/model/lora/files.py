@@ -28,7 +28,7 @@ from spmdrl.imports import refusing
 from spmdrl.model.files.digests import shared_digests
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
-from spmdrl.model.lora.form import LoraForm
+from spmdrl.model.lora.targets import LoraForm
 from spmdrl.run_folder import write_file
 
 if TYPE_CHECKING:

@@ -28,8 +28,14 @@ from spmdrl.config import LoraSettings
 from spmdrl.model.load import SCALAR_HEAD
 from spmdrl.model.lora.expert_adapters import add_to_experts
 from spmdrl.model.lora.files import AdapterFolder
-from spmdrl.model.lora.form import LoraForm
-from spmdrl.model.lora.targets import SentAdapter, adapter_shapes, pair_names, targeted, weight_name
+from spmdrl.model.lora.targets import (
+    LoraForm,
+    SentAdapter,
+    adapter_shapes,
+    pair_names,
+    targeted,
+    weight_name,
+)
 from spmdrl.model.tensor_parts import held_boxes, to_local
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,7 @@
-"""Which layers of a model get adapters, of which shapes, and what engines are sent of them."""
+"""Rank and scale of adapters, which layers get them, of which shapes, and what engines receive.
+
+Source: arXiv 2106.09685, section 4.1; rank-stabilised scale: 2312.03732.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,30 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.model.blocks import blocks, experts_modules
 from spmdrl.model.lora.expert_adapters import adaptable
-from spmdrl.model.lora.form import LoraForm
 
 log = logging.getLogger(__name__)
 
 Targets = dict[str, tuple[nn.Module, str]]
 """{name: (module, its parameter)}: a linear layer or the embedding by its own name, with `weight`;
 a parameter of fused experts by the parameter's name."""
+
+
+@dataclass(frozen=True)
+class LoraForm:
+    """The settings of a model's adapters."""
+
+    rank: int
+    alpha: float
+    targets: str | tuple[str, ...]
+    use_rslora: bool = False
+    init: str = "kaiming"
+    path: str = ""
+    """Folder with their first values; empty: random numbers."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
 @dataclass(frozen=True)
