@@ -1,4 +1,4 @@
-"""The parts of a transformers model that are treated apart: its blocks, mixtures and experts."""
+"""Find the parts of a transformers model: blocks, base model, mixtures of experts, experts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from spmdrl.model.transformers_internals import block_kinds, has_towers, is_expe
 
 
 def blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
-    """Return {name: module} of the transformer blocks, first to last; of a model that takes more
-    than text, those of its language model.
+    """Return {name: module} of the transformer blocks, first to last.
 
-    Where a model does not say what its blocks are, they are the list of modules that holds most
-    of its parameters.
+    For a multimodal model these are the blocks of its language model. If a model does not name its
+    blocks, they are the items of the module list with most parameters.
 
     Raises: Refusal when there is none.
     """
@@ -33,7 +32,7 @@ def blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _language_model(hf_model: nn.Module) -> str:
-    """Return the name of the language model in one that takes more than text; empty for others."""
+    """Return the name of the language model in a multimodal model; empty for other models."""
     base = str(getattr(hf_model, "base_model_prefix", ""))
     whole = getattr(hf_model, base, None) if base else None
     is_part = has_towers(getattr(hf_model, "config", None)) and hasattr(whole, "language_model")
@@ -50,13 +49,13 @@ def _blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
     }
     if not found:
         return _layers(hf_model)
-    # Some models name parts of their blocks too.
+    # Some models also name parts of their blocks.
     inside = {id(m) for block in found.values() for m in block.modules() if m is not block}
     return {name: module for name, module in found.items() if id(module) not in inside}
 
 
 def _layers(hf_model: nn.Module) -> dict[str, nn.Module]:
-    """Return the items of the list of modules that holds most parameters."""
+    """Return the items of the module list with most parameters."""
     lists = {n: m for n, m in hf_model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     if not lists:
         return {}
@@ -71,16 +70,16 @@ def unshardable(hf_model: nn.Module) -> str:
         for name, parameter in block.named_parameters():
             where = f"{place}.{name}"
             if (other := seen.setdefault(id(parameter), where)) != where:
-                return f"{where} is {other} too, and blocks are gathered one by one"
+                return f"{where} is also {other}, and blocks are gathered one by one"
     scalars = [name for name, parameter in hf_model.named_parameters() if not parameter.dim()]
     return f"{scalars[0]} is a parameter without dims, which FSDP2 cannot shard" if scalars else ""
 
 
 def base_of(hf_model: nn.Module) -> tuple[str, nn.Module]:
-    """Return (name, module) of what makes the states below a model's head.
+    """Return (name, module) of the base model: the part that computes states for the head.
 
-    A model's `base_model_prefix` may name what only another class of its family has: then it is
-    the part that holds the blocks. Of a model that takes more than text it is the language model.
+    For a multimodal model this is the language model. If `base_model_prefix` names a part that this
+    class does not have, it is the part that holds the blocks.
     """
     if language := _language_model(hf_model):
         return language, hf_model.get_submodule(language)
@@ -93,13 +92,13 @@ def base_of(hf_model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def name_of(hf_model: nn.Module, part: nn.Module) -> str:
-    """Return the name that a model has for one of its modules."""
+    """Return the name of a module in a model."""
     return next(name for name, module in hf_model.named_modules() if module is part)
 
 
 def mixtures(hf_model: nn.Module) -> dict[str, nn.Module]:
-    """Return {name: module} of the parts of blocks that hold experts, routers and shared experts
-    included; {} of a dense model."""
+    """Return {name: module} of the mixtures of experts in blocks, with routers and shared experts;
+    {} for a dense model."""
     return {
         f"{name}.{own}": child
         for name, block in _blocks(hf_model).items()
@@ -109,13 +108,13 @@ def mixtures(hf_model: nn.Module) -> dict[str, nn.Module]:
 
 
 def experts_modules(hf_model: nn.Module) -> dict[str, nn.Module]:
-    """Return {name: module} of what transformers' experts functions compute: one per layer of
-    experts, first to last; {} for a dense model."""
+    """Return {name: module} of the fused experts, one module per layer, first to last; {} for a
+    dense model."""
     return {name: module for name, module in hf_model.named_modules() if is_experts(module)}
 
 
 def experts_parameters(hf_model: nn.Module) -> set[str]:
-    """Return the names of the experts' parameters, which are sharded apart from all others."""
+    """Return the names of the experts' parameters, which are sharded separately."""
     return {
         f"{name}.{key}"
         for name, experts in experts_modules(hf_model).items()
@@ -124,8 +123,8 @@ def experts_parameters(hf_model: nn.Module) -> set[str]:
 
 
 def uneven_experts(hf_model: nn.Module, *, dtype: torch.dtype) -> str:
-    """Return the first weight of experts of which some dim is no multiple of 16 bytes in a dtype;
-    empty for none. Grouped products read both of its dims so, one of them in the backward pass."""
+    """Return the first experts' weight with a dim that is no multiple of 16 bytes in a dtype; empty
+    for none. Grouped matrix products need this of both dims, of one in the backward pass."""
     for name, experts in experts_modules(hf_model).items():
         for key, own in experts.named_parameters(recurse=False):
             if own.dim() == 3 and any(size * dtype.itemsize % 16 for size in own.shape[1:]):
@@ -139,17 +138,17 @@ def is_latent(module: nn.Module) -> bool:
 
 
 def of_layers(config: Any, name: str) -> list[Any]:
-    """Return a field of a transformers config: one value, or one per layer where layers differ;
-    None for a field that it does not have."""
+    """Return the values of a field of a transformers config: one, or one per layer where layers
+    differ; [None] for a field that it does not have."""
     try:
         return [getattr(config, name, None)]
-    except RuntimeError:  # of configs whose layers have this field each
+    except RuntimeError:  # layers have different values
         return [getattr(config.per_layer_config[i], name) for i in range(config.num_hidden_layers)]
 
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Have a module compute by another function for a while."""
+    """Replace the forward of a module inside a `with` block."""
     before = vars(module).get("forward")
     module.forward = forward  # type: ignore[assignment]
     try:

@@ -1,4 +1,4 @@
-"""The logprob head: from hidden states to logprobs and entropy without full logits.
+"""The logprob head: logprobs and entropy from hidden states, without full logits in memory.
 
 Shape letters: N scored positions, H hidden, V vocabulary (this rank's part of it under tp).
 """
@@ -22,7 +22,7 @@ class HeadOptions:
     """How logits become a distribution."""
 
     chunk_tokens: int
-    """Positions whose logits exist at once."""
+    """Positions whose logits are in memory at the same time."""
     temperature: float = 1.0
     """Logits are divided by it."""
     softcap: float | None = None
@@ -30,15 +30,17 @@ class HeadOptions:
     scale: float = 1.0
     """Factor on the raw logits (Cohere's logit_scale, 1 / Granite's logits_scaling)."""
     penalties: Penalties = NO_PENALTIES
-    """Of targets whose rules have a history."""
+    """For targets whose rules have a history."""
     group: dist.ProcessGroup | None = None
-    """Ranks that hold the other parts of the vocabulary, in order of their rank; None when
-    this rank holds all of it."""
+    """Ranks that hold the parts of the vocabulary, in order; None: this rank holds all of it."""
 
 
 def head_chunk_tokens(model: ModelSettings, hf_model: nn.Module) -> int:
-    """Return the positions whose logits may exist at once: as the config says, or as many as have
-    512 MiB in float32, within [256, 8192]: fewer starve the matmul, more gain nothing."""
+    """Return the positions whose logits may be in memory at the same time.
+
+    That is the setting or, if it is 0, as many as take 512 MiB in float32, within [256, 8192]:
+    fewer make small matmuls, and more gain nothing.
+    """
     rows = hf_model.get_input_embeddings().weight.shape[0]
     return model.memory.head_chunk_tokens or max(256, min(8192, 512 * 2**20 // (4 * rows)))
 
@@ -62,11 +64,11 @@ def logprobs_and_entropy(
         bias: [V] compute dtype, of the same rows; None for a head without one.
         targets: [N] int64. Token ids in the whole vocabulary.
         options: chunk size, temperature, softcap, group.
-        rules: how each target was drawn besides: ids that it was not drawn among have probability
-            0 and get no gradient. None: by softmax alone.
-        squares: also sum_v pi_v^2; all of it without gradients.
-    Returns: logprobs [N] float32 and entropy [N] float32, in nats; both differentiable in
-        hidden, weight and bias, equal on every rank of the group; the sums [N] float32 where asked.
+        rules: how each target was sampled. Ids that are masked out have probability 0 and get no
+            gradient. None: by softmax alone.
+        squares: also return sum_v pi_v^2; then nothing has gradients.
+    Returns: logprobs [N] and entropy [N], float32, in nats, differentiable in hidden, weight and
+        bias, and equal on all ranks of the group; with `squares` also these sums [N], float32.
     Invariant under: chunk_tokens, the number of ranks in the group (to rounding).
     """
     if not squares:
@@ -124,7 +126,7 @@ class _Head(torch.autograd.Function):
 
 
 def _local(targets: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
-    """Return targets counted from the first row that this rank has."""
+    """Return targets relative to the first row of this rank."""
     rank = 0 if options.group is None else dist.get_rank(options.group)
     return targets - rank * weight.shape[0]
 
@@ -153,11 +155,11 @@ def _scores(
 
 @dataclass(frozen=True)
 class _Ruled:
-    """Logits [n, V] over temperature, and what their gradient needs where there are rules."""
+    """Logits [n, V], divided by the temperature, and what the gradient needs if there are rules."""
 
     logits: Tensor
-    slope: Tensor | float | None = None  # by how much they change per change of scaled products
-    dropped: Tensor | None = None  # [n, V] bool, of ids that were not kept
+    slope: Tensor | float | None = None  # derivative by the scaled products
+    dropped: Tensor | None = None  # [n, V] bool, ids that are masked out
 
 
 def _ruled(
@@ -186,7 +188,7 @@ def _ruled(
 
 
 def _grad_ruled(ruled: _Ruled, own: Sequence[Tensor], options: HeadOptions) -> Tensor:
-    """Return what `_grad_logits` does, for logits by rules if any."""
+    """Return the gradient of the raw logits, also for logits by rules; see `_grad_logits`."""
     if ruled.slope is None:
         return _grad_logits(ruled.logits, own, options)
     plain = replace(options, softcap=None, temperature=1.0)
@@ -202,7 +204,7 @@ def chunks(count: int, size: int) -> list[slice]:
 def scaled_logits(
     hidden: Tensor, weight: Tensor, options: HeadOptions, *, bias: Tensor | None = None
 ) -> Tensor:
-    """Return [n, V] float32 logits over temperature, of this rank's part of the vocabulary."""
+    """Return float32 logits [n, V] of this rank's vocabulary, divided by the temperature."""
     logits = F.linear(hidden, weight, bias).float()
     if options.scale != 1.0:
         logits.mul_(options.scale)
@@ -229,7 +231,7 @@ def _summarize(
     target = logits.gather(1, at[:, None])[:, 0] * is_own
     shifted = logits - top[:, None]
     weights = shifted.exp()
-    # vector_norm: a square would be one more [n, V].
+    # vector_norm needs no further [n, V] for the squares.
     square = [torch.linalg.vector_norm(weights, dim=-1).square()] if squares else []
     # [3 or 4, n]: sum of exp, sum of exp * shifted logit, the target's logit, sum of exp^2.
     sums = torch.stack([weights.sum(-1), weights.mul_(shifted).sum(-1), target, *square])

@@ -1,7 +1,7 @@
-"""From a Hugging Face folder to parameters: the architecture on the meta device, then slices.
+"""Load a Hugging Face folder: first the modules on the meta device, then slices of the weights.
 
-No rank ever holds a whole model: the modules are built without storage, sharded, and then each
-rank reads only its own slices of the safetensors files.
+No rank ever holds a whole model. Modules are built without storage and sharded. Then each rank
+reads its own slices of the safetensors files.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ def load_hf_config(path: str, *, trust_remote_code: bool = False, part: str = "a
 def model_folder(path: str) -> Path:
     """Return the local folder of a model's weights, fetching a hub model into the cache.
 
-    Raises: Refusal when it is neither there nor to be had.
+    Raises: Refusal when it is not there and cannot be fetched.
     """
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    # Network, access, unknown name: the person gets the hub's words.
+    # For network, access and unknown names, the message is the hub's.
     with refusing(f"model.path: cannot fetch the weights of {path}", Exception):
         return Path(snapshot_download(path, allow_patterns=["*.safetensors", "*.json"]))
 
@@ -104,12 +104,12 @@ def build_meta_model(
 
     Args:
         model: the config's model section.
-        attention: name in transformers' attention interface; None for its own choice.
+        attention: name in transformers' attention interface; None: transformers chooses.
         is_scalar: with a head `score` of one output instead of the vocabulary's.
         config: a transformers config instead of that of `model.path`.
-    Returns: a transformers causal LM, one that sees, or sequence classifier, all parameters
-        float32 on the meta device.
-    Raises: Refusal for a missing folder or an architecture that has no such form.
+    Returns: a transformers causal LM, vision model or sequence classifier, all parameters float32
+        on the meta device.
+    Raises: Refusal for a missing folder, or an architecture without such a class.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -128,13 +128,13 @@ def build_meta_model(
     what = f"{config.model_type} of {model.path} as a " + (
         "sequence classifier" if is_scalar else "causal language model"
     )
-    # Configurations of many kinds are read by code of many kinds; all errors mean the same here.
+    # Code of many families reads the config and may raise anything.
     what = f"model.path: cannot build {what}"
     with torch.device("meta"), refusing(what, Exception, names_kind=True):
         hf_model = build(config)
     head = hf_model.get_output_embeddings()
     embedding = hf_model.get_input_embeddings()
-    # Some say so of a head that is one of its own, and some do not say it.
+    # The field of some configs is wrong, and some have no such field.
     config.tie_word_embeddings = getattr(head, "weight", None) is embedding.weight
     return hf_model
 
@@ -145,8 +145,10 @@ def max_positions(config: Any) -> int | None:
 
 
 def longest_sequence(cfg: Config) -> int:
-    """Return the tokens of the longest sequence that a run can have, which are no more than the
-    policy has positions for: longer dataset rows are refused."""
+    """Return the length of the longest sequence that a run can have, in tokens.
+
+    It is at most the positions of the policy: longer dataset rows are refused.
+    """
     positions = max_positions(hf_config_of(cfg.model))
     if positions is None:
         return cfg.longest_sequence
@@ -166,13 +168,13 @@ def check_weights(
     *,
     is_scalar: bool = False,
 ) -> dict[str, str]:
-    """Compare the files' tensors with those that the model is made of, by the files' headers, and
-    a sample of the rows of tied tensors that are there twice.
+    """Compare the files' tensors with the model's, by the files' headers, and a sample of the rows
+    of tied tensors that are stored twice.
 
     Args:
         reader: the files.
         parts: of the model, see file_tensors.
-        is_scalar: its head is a scalar one, which the files may lack.
+        is_scalar: it has a scalar head, which the files may lack.
     Returns: {name of a copy of a tied tensor: name of that}, for `read_tensors`.
     Raises: Refusal naming every tensor that is missing, extra, or of a wrong shape or dtype, or a
         copy of a tied tensor that has other values.
@@ -210,8 +212,8 @@ def check_weights(
 
 
 def _may_be_extra(hf_model: nn.Module, *, is_scalar: bool) -> list[str]:
-    """Return regular expressions of the names that a file may hold besides the model's
-    parameters: what transformers ignores, and the head that a scalar one takes the place of."""
+    """Return regular expressions of names in files that are no part of the model: tensors that
+    transformers ignores, and the head that a scalar head replaces."""
     patterns = ignored_names(hf_model)
     patterns.append(r"rotary_emb\.inv_freq$")  # stored by old versions, computed by us
     if is_scalar:
@@ -256,7 +258,7 @@ def read_tensors(
 
 
 def _is_finite(values: Tensor) -> bool:
-    """Return whether all values are finite, by their sum where that tells."""
+    """Return whether all values are finite; a finite sum shows it faster."""
     if not values.is_floating_point():
         return True
     total = values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
@@ -297,7 +299,7 @@ def compute_buffers(hf_model: nn.Module) -> None:
 
 
 def check_buffers(hf_model: nn.Module) -> None:
-    """Refuse buffers of which it would not show that loading gives them no values.
+    """Refuse buffers for which loading could not detect that they got no value.
 
     Raises: Refusal naming one of booleans that no file holds.
     """
@@ -307,7 +309,7 @@ def check_buffers(hf_model: nn.Module) -> None:
 
 
 def _unset(buffer: Tensor) -> float:
-    """Return what no buffer of this dtype is filled with."""
+    """Return a value that marks a buffer of this dtype as not yet filled."""
     return float("nan") if buffer.is_floating_point() else torch.iinfo(buffer.dtype).min
 
 
@@ -347,7 +349,7 @@ def load_whole_model(
     Raises: Refusal when the files do not fit the model, or cannot be read.
     """
     hf_model = build_meta_model(model, attention=attention and "eager", config=config)
-    if attention is not None:  # after it is made: some choose their classes by the name
+    if attention is not None:  # after it is built: some models choose classes by the name
         set_attention(hf_model, attention)
     names = list(live_tensors(hf_model))
     parts = file_tensors(hf_model)

@@ -1,10 +1,10 @@
-"""The layers of a model that have experts: their routers, which balance these allow, and replay.
+"""Layers with experts: their routers, which load balancing is possible, and replay of routes.
 
 Rollout Routing Replay sends the trainer's tokens to the experts that the engine chose for them.
-Engine and trainer round differently, and near a tie their routers choose other experts, which moves
-a logprob far more than rounding does. Here a hook on each router puts the recorded experts in the
-place of its own choice; their weights come from the trainer's own logits, with gradients, as the
-model makes them of the experts it chooses itself. Tokens without a record are routed as ever.
+Engine and trainer round differently. Near a tie their routers choose different experts, which
+changes a logprob far more than rounding does. A hook on each router replaces its choice by the
+recorded experts. Their weights are computed from the trainer's own logits, with gradients, in the
+way of the model. Tokens without a record keep the router's choice.
 Source: arXiv 2510.11370, section 4 (its equations 6 and 7), for the tokens of prompt and response.
 
 Shape letters: t tokens of this rank's slice of a row, L layers with experts, E experts of each, K
@@ -31,21 +31,21 @@ BIAS = "e_score_correction_bias"
 
 @dataclass
 class RoutedLayer:
-    """A layer's modules, and what its hooks have seen of the micro-batch that is watched."""
+    """The modules of a layer, and what its hooks noted of the current micro-batch."""
 
     experts: nn.Module
     router: nn.Module | None
-    """Returns its logits [t, E] first; None where transformers does not say which module it is."""
+    """Returns its logits [t, E] first; None if transformers does not say which module it is."""
     bias: Tensor | None
-    """[E] float32, live: added to scores to choose, not to weight."""
+    """[E] float32, live: added to scores for the choice of experts, but not for their weights."""
     counts: list[Tensor] = field(default_factory=list)  # [E] float64: (token, choice) pairs
     logits: list[Tensor] = field(default_factory=list)  # [t, E], with a graph
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Return each expert's share of a token's favour, [t, E] float64."""
+        """Return each expert's share of a token's scores, [t, E] float64."""
         if self.bias is None:
             return torch.softmax(logits.double(), dim=-1)
-        # Routers with a bias take sigmoids, made shares as in arXiv 2412.19437, equation 19.
+        # Routers with a bias use sigmoids; normalised as in arXiv 2412.19437, equation 19.
         scores = torch.sigmoid(logits.double())
         return scores / scores.sum(dim=-1, keepdim=True)
 
@@ -100,7 +100,7 @@ or wider, before the router's own cast."""
 
 
 def softmax_weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Return softmax probabilities, made to add up to 1 unless norm_topk_prob is False."""
+    """Return softmax probabilities, normalised to a sum of 1 unless norm_topk_prob is False."""
     weights = torch.softmax(logits, dim=-1, dtype=torch.float).gather(1, chosen)
     if getattr(router, "norm_topk_prob", True):  # Mixtral's always are
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -108,13 +108,13 @@ def softmax_weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor
 
 
 def chosen_softmax_weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Return softmax probabilities among the chosen ones alone."""
+    """Return softmax probabilities over the chosen experts."""
     return torch.softmax(logits.gather(1, chosen), dim=-1)
 
 
 def sigmoid_weights(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
-    """Return sigmoids without the correction bias, made to add up to 1 if norm_topk_prob, and
-    scaled (arXiv 2412.19437, equations 13 to 16)."""
+    """Return sigmoids without the correction bias, normalised if norm_topk_prob, and scaled (arXiv
+    2412.19437, equations 13 to 16)."""
     weights = torch.sigmoid(logits).gather(1, chosen)
     if router.norm_topk_prob:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
@@ -130,13 +130,14 @@ WEIGHTS: dict[str, Weigh] = {
         ("deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite"), sigmoid_weights
     ),
 }
-"""How the routers of a family weigh the experts that they have chosen, by model_type. They return
-logits, weights and choice, in this order."""
+"""{model_type: how its routers weigh the experts that they chose}. These routers return logits,
+weights and choice, in this order."""
 
 
 class RouterReplay:
-    """Routers that choose what was recorded, in every forward pass of a scorer over rows with
-    routes; a pass that activation checkpointing repeats gets the routes of the first one.
+    """Has routers choose the recorded experts, in all forward passes over rows with routes.
+
+    A forward pass that activation checkpointing repeats gets the same routes.
 
     Args:
         scorer: whose first argument, a ScoredRow, has the routes.
@@ -151,15 +152,15 @@ class RouterReplay:
         self._weigh = WEIGHTS[model_type]
         self._routes: Tensor | None = None
         self.seen: list[Tensor] | None = None
-        """While it is a list, each layer adds [2] float64: tokens of which the router would have
-        chosen other experts, and tokens with a recorded route."""
+        """If it is a list, each layer appends [2] float64: how many tokens the router would have
+        sent to other experts, and how many have a recorded route."""
         scorer.register_forward_pre_hook(self._begin)
         for layer, router in enumerate(routers):
             assert router is not None
             router.register_forward_hook(partial(self._choose, layer))
 
     def _begin(self, scorer: nn.Module, args: tuple[ScoredRow, Any]) -> None:
-        # It stays when the pass is over: the backward pass may repeat blocks.
+        # Kept after the forward pass: the backward pass may repeat blocks.
         self._routes = args[0].own.routes
 
     def _choose(

@@ -1,9 +1,9 @@
-"""How scored tokens were drawn, where that is more than a temperature that all share.
+"""How scored tokens were sampled, other than by temperature: penalties, biases, sampling masks.
 
-Penalties ask what came before a token. An id that stands somewhere in a sequence counts for the
-tokens after it up to the sequence's end: +1 at the first of them that is scored, -1 after the
-last. Counts of a chunk are the sum of what comes before it and running sums over it. Sampling
-masks are masks of logits, made chunk by chunk too.
+Penalties depend on the ids before a token. An id in a sequence counts for all tokens after it, up
+to the end of the sequence: +1 at the first of them that is scored, -1 after the last. The counts of
+a chunk are the sum of all changes before it plus running sums over it. Sampling masks, too, are
+made chunk by chunk.
 
 Shape letters: N scored tokens, n of them in a chunk, V vocabulary (this rank's part of it where
 logits are), E changes of counts or ids in lists, B sets of bits.
@@ -24,15 +24,15 @@ from spmdrl.sampling_masks import SamplingMasks
 
 @dataclass(frozen=True)
 class Changes:
-    """How counts of ids change from one scored token to the next."""
+    """Changes of the counts of ids, from one scored token to the next."""
 
-    at: Tensor  # [E] int64, the scored token from which on it holds, ascending
+    at: Tensor  # [E] int64, the first scored token for which a change holds, ascending
     ids: Tensor  # [E] int64
     by: Tensor  # [E] int32, 1 or -1
-    ends: tuple[int, ...]  # [N + 1], how many changes hold before each scored token
+    ends: tuple[int, ...]  # [N + 1], number of changes before each scored token
 
     def counts(self, part: slice, *, first: int, width: int) -> Tensor:
-        """Return how often ids of [first, first + width) came before tokens, [n, width] int32.
+        """Return how often ids of [first, first + width) are before each token, [n, width] int32.
 
         Args:
             part: of consecutive scored tokens, at least one.
@@ -40,7 +40,7 @@ class Changes:
         begin = self.ends[part.start + 1]
         end = self.ends[part.stop]
         ids = self.ids[:end] - first
-        ids = torch.where((ids >= 0) & (ids < width), ids, width)  # a column that nobody reads
+        ids = torch.where((ids >= 0) & (ids < width), ids, width)  # a column that is dropped
         changes = torch.zeros(
             part.stop - part.start, width + 1, dtype=torch.int32, device=ids.device
         )
@@ -52,12 +52,12 @@ class Changes:
 
 @dataclass(frozen=True)
 class History:
-    """What came before each of N scored tokens."""
+    """The ids before each of N scored tokens."""
 
     all: Changes
-    """Prompt and response."""
+    """In prompt and response."""
     response: Changes
-    """The response alone."""
+    """In the response."""
 
 
 def _history(
@@ -68,7 +68,7 @@ def _history(
     scored: Tensor,
     device: torch.device | str,
 ) -> History:
-    """Return what came before the scored tokens of a packed row.
+    """Return the ids before the scored tokens of a packed row.
 
     Args:
         tokens: [T] int64 on the CPU.
@@ -106,10 +106,9 @@ def penalise(
 
     Args:
         logits: [n, width] float32, before temperature, of ids from `first` on.
-        came: [n, width] bool, ids that came before; None where `repetition` is 1.
-        counts: [n, width], how often they came in the response; None where it does not matter.
-    Returns: the penalised logits, and by how much they change per change of the plain ones (None:
-        by as much).
+        came: [n, width] bool, ids that are before the token; None if `repetition` is 1.
+        counts: [n, width], how often they are in the response; None if no penalty counts.
+    Returns: the penalised logits, and their derivative by the plain logits (None: 1).
     """
     width = logits.shape[1]
     scale = None
@@ -131,24 +130,24 @@ def penalise(
 
 @dataclass(frozen=True)
 class SamplingMask:
-    """The ids among which each of N scored tokens was drawn, where the logits are."""
+    """The ids among which each of N scored tokens was sampled, on the device of the logits."""
 
     vocab: int  # V
-    is_cut: Tensor  # [N] bool, not drawn among all ids
-    rows: Tensor  # [E] int64, which token an id is of, ascending
+    is_cut: Tensor  # [N] bool, not sampled among all ids
+    rows: Tensor  # [E] int64, the token that an id belongs to, ascending
     ids: Tensor  # [E] int64
-    row_ends: tuple[int, ...]  # [N + 1], of each token's part of them
-    owners: Tensor  # [B] int64, which token a set of bits is of, ascending
+    row_ends: tuple[int, ...]  # [N + 1], where each token's ids end
+    owners: Tensor  # [B] int64, the token that a set of bits belongs to, ascending
     bits: Tensor  # [B, ceil(V / 8)] uint8
     owner_ends: tuple[int, ...]  # [N + 1], as row_ends
 
     def dropped(self, part: slice, *, first: int, width: int) -> Tensor:
-        """Return the ids of [first, first + width) that are not kept, [n, width] bool.
+        """Return which ids of [first, first + width) are masked out, [n, width] bool.
 
         Args:
             part: of consecutive tokens.
         """
-        # One more column, for ids that are another rank's.
+        # One more column, for ids of other ranks.
         is_cut = self.is_cut[part]
         dropped = is_cut[:, None].repeat(1, width + 1)
         own = slice(self.row_ends[part.start], self.row_ends[part.stop])
@@ -165,7 +164,7 @@ class SamplingMask:
 
 
 def make_sampling_mask(sets: SamplingMasks, device: torch.device | str) -> SamplingMask:
-    """Return sampling masks, on the CPU, ready to be applied on a device."""
+    """Move sampling masks from the CPU to a device, in the form in which they are applied."""
     (rows, ids), (owners, bits) = sets.ids(), sets.bitmaps()
     bounds = torch.arange(len(sets) + 1)
     return SamplingMask(
@@ -185,12 +184,12 @@ _NEVER = -1e30  # finite: its product with a probability of 0 is 0
 
 @dataclass(frozen=True)
 class SamplingRules:
-    """Of N scored tokens."""
+    """How N scored tokens were sampled."""
 
     kept: SamplingMask | None = None
-    """The ids that each was drawn among; None: all."""
+    """The ids that each was sampled among; None: all."""
     history: History | None = None
-    """What came before each, for penalties; None: there are none."""
+    """The ids before each, for penalties; None: no penalties."""
 
     def apply(
         self, logits: Tensor, part: slice, *, penalties: Penalties, first: int
@@ -200,7 +199,7 @@ class SamplingRules:
         Args:
             logits: [n, V] float32, before temperature, of ids from `first` on.
             part: the chunk, of consecutive tokens.
-            penalties: of all tokens, if they have a history.
+            penalties: of all tokens; used if there is a history.
         Returns: see `penalise`.
         """
         if self.history is None:
@@ -214,10 +213,10 @@ class SamplingRules:
         return penalise(logits, penalties, came=came, counts=counts, first=first)
 
     def drop(self, logits: Tensor, part: slice, *, first: int) -> Tensor | None:
-        """Make the logits of ids that were not kept next to nothing, in place.
+        """Set the logits of ids that are masked out to a large negative number, in place.
 
         Args: see `apply`; over temperature.
-        Returns: [n, V] bool, which these are; None for none.
+        Returns: [n, V] bool, which ids are masked out; None for none.
         """
         if self.kept is None:
             return None
@@ -235,7 +234,7 @@ def make_sampling_rules(
     drawn: Tensor | None,
     device: torch.device | str,
 ) -> SamplingRules | None:
-    """Return how scored tokens of a packed row were drawn; None where there is nothing to say.
+    """Return how scored tokens of a packed row were sampled; None if by temperature alone.
 
     Args:
         tokens: [T] int64 on the CPU.

@@ -1,9 +1,8 @@
-"""The modules that FSDP2 sees as its roots: tokens in; logprobs, or values, out.
+"""The root modules of FSDP2: tokens in, logprobs or values out.
 
-Some models scale logits, some cap them, each by fields of its own. Instead of a table of fields,
-the model's forward pass is run once on a few numbers, with stand-ins for what is below the head and
-for the head itself: no weights are needed, and what is not of the form that head.py computes is
-refused.
+Some models scale or cap logits, each by config fields of its own. Instead of a table of these
+fields, the model's forward pass runs once on a few numbers, with stand-ins for the base model and
+the head. This needs no weights. Logits that head.py cannot compute are refused.
 """
 
 from __future__ import annotations
@@ -29,31 +28,37 @@ from spmdrl.model.vision.tower import vision_tower_of
 from spmdrl.model_inputs import MultimodalItems
 from spmdrl.sampling_masks import SamplingMasks
 
-_LEVELS = (1.0, -1.0, 1e-4, 1e6, 3.0, -40.0)  # of the numbers that pass; 1e6 fills any cap
+_LEVELS = (
+    1.0,
+    -1.0,
+    1e-4,
+    1e6,
+    3.0,
+    -40.0,
+)  # numbers that the forward pass runs on; 1e6 reaches any cap
 _CLOSE = 1e-5
 
 
 @dataclass(frozen=True)
 class HeadForm:
-    """Logits are scale * x, or softcap * tanh(scale * x / softcap), of the head's products x."""
+    """Logits are scale * x or softcap * tanh(scale * x / softcap), where x is the head's output."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def logits(self, products: Tensor) -> Tensor:
-        """Return what becomes of the head's products."""
+        """Return logits from the output of the head's matrix product."""
         scaled = products * self.scale
         cap = self.softcap
         return scaled if cap is None else cap * torch.tanh(scaled / cap)
 
 
 def head_form(hf_model: nn.Module) -> HeadForm:
-    """Return the form of a causal LM's logits.
+    """Return how a causal LM computes logits from the output of its head.
 
     Args:
-        hf_model: on the meta device or any other; it is left as it was.
-    Raises: Refusal for a model without a linear output head, or one that makes logits of its
-        products in another way.
+        hf_model: on any device; it is not changed.
+    Raises: Refusal for a model without a linear head, or with logits of another form.
     """
     head = hf_model.get_output_embeddings()
     kind = type(hf_model).__name__
@@ -70,7 +75,7 @@ def head_form(hf_model: nn.Module) -> HeadForm:
             hidden=levels[:, None].expand(-1, width),
             product=lambda x: x[..., :1].expand(*x.shape[:-1], rows) + 0.5 * has_bias,
         )
-    except Exception as error:  # whatever the model's own code runs into
+    except Exception as error:  # the model's own code may raise anything
         between = _between(hf_model, head)
         why = f"goes through {some(between)}" if between else f"cannot be followed ({error!r:.200})"
         raise Refusal(_refused(kind, why)) from error
@@ -83,7 +88,7 @@ def head_form(hf_model: nn.Module) -> HeadForm:
 
 
 def _between(hf_model: nn.Module, head: nn.Module) -> list[str]:
-    """Return the modules with weights that are neither below a model's head nor the head."""
+    """Return the modules with weights that are neither in the base model nor the head."""
     below = base_of(hf_model)[1]
     known = {*below.modules(), *head.modules()}
     return [
@@ -113,11 +118,11 @@ def _form(products: Tensor, logits: Tensor) -> HeadForm:
 def _run(
     hf_model: nn.Module, head: nn.Module, *, hidden: Tensor, product: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return [n, V] logits that a model makes of states [n, H], with `product` for its head."""
+    """Return logits [n, V] of a model for states [n, H], with `product` in place of its head."""
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class _States(BaseModelOutputWithPast):
-        """What is below the head returns, and None for all else that a family asks of it."""
+        """The output of the base model; None for all other attributes that a family reads."""
 
         def __getattr__(self, name: str) -> None:
             if name.startswith("__"):
@@ -135,7 +140,7 @@ def _run(
 
 
 def _around_blocks(hf_model: nn.Module) -> list[nn.Module]:
-    """Return what may be asked for states: some models ask a part of what is below their head."""
+    """Return the modules that may return states: some models call a part of the base model."""
     first = next(iter(blocks(hf_model)))
     parts = first.split(".")[:-1]
     names = [".".join(parts[: count + 1]) for count in range(len(parts))]
@@ -144,9 +149,9 @@ def _around_blocks(hf_model: nn.Module) -> list[nn.Module]:
 
 
 Head = Callable[..., Any]
-"""From the states before scored tokens [n, H], this rank's rows of the vocabulary [V, H], their
-bias [V] or None and, as `targets`, these tokens [n] to tensors [n, ...] and sums over them; see
-RowSlice.join_scored."""
+"""Called with the states before scored tokens [n, H], this rank's rows of the vocabulary [V, H],
+their bias [V] or None, and `targets`, the scored tokens [n]. Returns tensors [n, ...] and sums over
+them; see RowSlice.join_scored."""
 
 
 @dataclass(frozen=True)
@@ -157,20 +162,20 @@ class ScoredRow:
     lengths: tuple[int, ...]  # tokens per sequence
     scored: Tensor  # [N] int64, positions of the scored tokens; none is a sequence's first
     own: RowSlice
-    """What this rank computes of it."""
+    """The part that this rank computes."""
 
     def join_scored(self, found: Any) -> Any:
-        """Return what a head made, for all N scored tokens; see RowSlice.join_scored."""
+        """Return the results of a head for all N scored tokens; see RowSlice.join_scored."""
         return self.own.join_scored(found, count=len(self.scored))
 
     def without_routes(self) -> ScoredRow:
-        """Return the same, with the model's own routers to choose the experts."""
+        """Return the same row without routes, so that the model's own routers choose experts."""
         return replace(self, own=replace(self.own, routes=None))
 
     def join_tokens(self, values: Tensor) -> Tensor:
         """Return [T, ...] of all tokens from [t, ...] of the slice's."""
         whole = self.own.join(values, self.own.rows, count=self.own.row_length)
-        return whole[: len(self.tokens)]  # what the row was padded by is no token of anyone
+        return whole[: len(self.tokens)]  # without padding
 
     def spread(self, values: Tensor) -> Tensor:
         """Return [N] values of the scored tokens as [T], 0 elsewhere; differentiable."""
@@ -188,16 +193,16 @@ def make_row(
     drawn: Tensor | None = None,
     multimodal: MultimodalItems | None = None,
 ) -> ScoredRow:
-    """Return what the scorer needs to score the masked tokens of a packed row.
+    """Prepare a packed row for the scorer, to score the masked tokens.
 
     Args:
         tokens: [T] int64 on the CPU.
         lengths: tokens per sequence.
         mask: [T] bool on the CPU.
-        slicing: which slice of the row this rank computes, and where; by default all of it.
+        slicing: which slice of the row this rank computes; by default all of it.
         routes: [T, L, K] on the CPU, to be replayed; None for none.
-        sampling_masks: among which ids each token was drawn, on the CPU; None: all of them.
-        drawn: [T] bool on the CPU, tokens of responses, where penalties count them.
+        sampling_masks: the ids among which each token was sampled, on the CPU; None: all.
+        drawn: [T] bool on the CPU, tokens of responses, if penalties count them.
         multimodal: by the tokens, on the CPU; None: nothing, on no rank.
     Raises: Refusal when the mask holds a sequence's first token, which nothing predicts.
     """
@@ -235,8 +240,8 @@ class Scorer(nn.Module):
 
     Args:
         hf_model: a transformers causal LM; its base model and head are used, its forward not.
-        options: how logits become the distribution that is scored; scale and softcap are the
-            model's own, whatever these say.
+        options: how logits become the distribution that is scored; its scale and softcap are
+            replaced by the model's own.
     Raises: Refusal for a model whose head makes logits in another way; see head_form.
     """
 
@@ -254,7 +259,7 @@ class Scorer(nn.Module):
         """Return logprobs and entropy of the slice's scored tokens, each [n] float32, nats.
 
         Args:
-            head: what to make of the states instead.
+            head: computes something else from the states.
         """
         hidden = _states(self.base, row.own, self.vision)
         own = row.own
@@ -266,7 +271,7 @@ class Scorer(nn.Module):
 
 
 def _own_part(head: nn.Module) -> nn.Module | None:
-    """Return what a head has besides the embedding's rows."""
+    """Return a module with the bias of a tied head; None without a bias."""
     if getattr(head, "bias", None) is None:
         return None
     own = nn.Module()
@@ -318,4 +323,4 @@ class Valuer(nn.Module):
     def forward(self, row: ScoredRow) -> Tensor:
         """Return the value after each token of the slice: [t] float32."""
         values = self.score(_states(self.base, row.own, self.vision))
-        return values.float().sum(-1)  # not a view, which FSDP2 warns of
+        return values.float().sum(-1)  # not a view: FSDP2 warns about views

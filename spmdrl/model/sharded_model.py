@@ -1,8 +1,7 @@
-"""One transformers model over the trainer mesh: this rank's shards and a packed forward pass.
+"""A transformers model over the trainer mesh: this rank's shards and a packed forward pass.
 
-The policy is one; so are a reference, a teacher, a value model and a reward model, each with
-the same sharding, and each loaded without any rank holding it whole. What engines get of the
-policy is known to all ranks by name.
+Policy, reference, teacher, value model and reward model are all of this class. They are sharded in
+the same way, and loaded without any rank holding a whole model.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ from spmdrl.world.world import World
 
 
 class ShardedModel:
-    """A causal LM or a scalar-valued one, built, sharded and loaded on the trainer ranks.
+    """A causal LM, or a model with a scalar head, built, sharded and loaded on the trainer ranks.
 
     Args:
         cfg, world: the config and this rank's view of the job.
         path: folder or hub name of the weights.
-        is_trained: False for a model that only scores: its parameters have no gradients and are
-            kept in the compute dtype, unless `is_float32`.
+        is_trained: False for a model that only scores: its parameters have no gradients, and are in
+            the compute dtype unless `is_float32`.
         is_scalar: with a head of one output per token (`values`) instead of the vocabulary's
-            (`forward`, `columns`, `score`); zero at first if the files are a causal LM's.
-        lora: adapters that are trained instead of the weights; see lora/layers.py.
+            (`forward`, `columns`, `score`); it starts at zero if the files are a causal LM's.
+        lora: train these adapters instead of the weights; see lora/layers.py.
     Raises: Refusal when the model cannot be loaded or laid out.
     """
 
@@ -109,7 +108,7 @@ class ShardedModel:
         self._prefixes = scorer_prefixes(hf_model)
         self.slicing = self._set_attention(model, support)
         self.row = partial(make_row, slicing=self.slicing)
-        """What this model needs to score the masked tokens of a packed row; see make_row."""
+        """Prepares a packed row for this model; see make_row."""
         reader = CheckpointReader(model_folder(path), part=model.part)
         copies = check_weights(reader, hf_model, self.parts, is_scalar=is_scalar)
         self.scorer, self.whole = lay_out(
@@ -142,10 +141,10 @@ class ShardedModel:
         return replace(slicing, vision=vision_layout_of(self.hf_model, device=world.device))
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
-        """Make what FSDP2 left of the gradients those of the sum over all ranks, in place.
+        """Complete the gradients of FSDP2 to those of the sum over all ranks, in place.
 
-        FSDP2 averages over the ranks that share a parameter's shards, and the loss is multiplied
-        by the number of those that share most parameters'.
+        FSDP2 averages over the ranks that share a parameter's shards. The loss is multiplied by the
+        number of ranks that share the shards of most parameters; experts have another number.
 
         Args:
             gradients: {parameter name: local float32 gradient}, of one update.
@@ -155,7 +154,7 @@ class ShardedModel:
             multiply_all(own, self.world.experts.size(1) / self.world.sharding.size(1))
         if not self.whole:
             return
-        # They may be on the host, and the ranks' collectives are not.
+        # Gradients may be on the host, where the group has no collectives.
         there = {
             name: gradients[name].to(self.world.device) for name in self.whole if name in gradients
         }
@@ -167,11 +166,9 @@ class ShardedModel:
     def named_shards(self) -> dict[str, Tensor]:
         """Return {name: live tensor}: parameters, tied ones once, and persistent buffers.
 
-        Those of adapters are named as their layer's, with lora_A.weight or lora_B.weight.
-
-        Parameters are DTensors over (dp_replicate,) fsdp and tp, buffers plain tensors that
-        every rank has; their storage stays the same for life. The tensors of the safetensors
-        files are parts of them, see `parts`.
+        Adapters have the name of their layer, with lora_A.weight or lora_B.weight. Parameters are
+        DTensors over (dp_replicate,) fsdp and tp; buffers are plain tensors, equal on every rank.
+        Their storage never changes. File tensors are parts of them, see `parts`.
         """
         named = {}
         for name, tensor in live_tensors(self.scorer).items():
@@ -180,8 +177,8 @@ class ShardedModel:
         return {name: named[name] for name in self._names}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what of `named_shards` may change, detached, sharing live storage: all of it, or
-        with adapters what is trained."""
+        """Return those of `named_shards` that may change, detached, sharing live storage: all, or
+        with adapters only what is trained."""
         shards = self.named_shards()
         return {name: shards[name].detach() for name in self._changing}
 
@@ -195,7 +192,7 @@ class ShardedModel:
         """Return logprobs and entropy of the scored tokens: each [N] float32, nats.
 
         Args:
-            head: what to make of the states instead; see scorer.Head.
+            head: computes something else from the states; see scorer.Head.
         """
         return row.join_scored(self.scorer(row, head))
 
@@ -210,9 +207,9 @@ class ShardedModel:
         """Score packed rows without gradients.
 
         Args:
-            squares: also add up the squared probabilities of the vocabulary.
-        Returns: per row, logprobs and entropy as [T] float32 nats, 0 where nothing is scored,
-            and the sums of squares where asked.
+            squares: also return the sums of squared probabilities.
+        Returns: per row, logprobs and entropy, [T] float32 in nats, 0 where nothing is scored; with
+            `squares` also these sums.
         """
         scored = []
         for row in rows:
@@ -227,14 +224,14 @@ class ShardedModel:
     def score(
         self, tokens: Sequence[Sequence[int]], *, row_tokens: int | None = None
     ) -> list[Tensor]:
-        """Score plain sequences at temperature 1; every trainer rank must call with the same.
+        """Score sequences at temperature 1; every trainer rank must call it with the same ones.
 
         Args:
             tokens: ids of each sequence, on the CPU; TokenIds where they show something.
             row_tokens: the most tokens of a row that holds several sequences; by default
                 batch.tokens_per_microbatch.
-        Returns: per sequence [len] float32 natural logprobs on the CPU; the first is 0. Of a
-            scalar head its values, the first too.
+        Returns: per sequence, logprobs [len] float32 in nats on the CPU; the first is 0. With a
+            scalar head, the values of all tokens.
         """
         scored: list[Tensor] = []
         for pack in packs(tokens, row_tokens or self.world.tokens_per_microbatch):
@@ -262,14 +259,14 @@ def scoring_temperature(cfg: Config) -> float:
 
 
 class SentWeights:
-    """What travels from one model to engines; all that the weight stream knows of the trainers.
+    """The weights that are sent from one model to engines.
 
     Args:
         hf_model: the model on the meta device, as it was built.
         lora: model.lora.
         train: model.train.
-    Raises: Refusal for files that are no parts of the model's tensors, or LoRA targets that
-        match nothing.
+    Raises: Refusal for files whose tensors are no parts of the model's, or LoRA targets that match
+        nothing.
     """
 
     def __init__(self, hf_model: nn.Module, lora: LoraSettings, *, train: str = "all"):
@@ -287,10 +284,9 @@ class SentWeights:
             for name, part in self.parts.items()
             if part.tensor in unadapted and (lora.is_on or train == "language")
         )
-        """Names in the safetensors files of towers' tensors that never change: what engines have
-        of them since their start is right for good."""
+        """File tensors of towers that never change, so that engines need them only once."""
         self.adapter = sent_adapter(hf_model, lora)
-        """Adapters that travel instead of merged weights; their matrices are in `shards`."""
+        """Adapters that are sent instead of merged weights; their matrices are in `shards`."""
         self.model: ShardedModel | None = None
         """On trainers, once it is built."""
 
@@ -299,8 +295,10 @@ class SentWeights:
         return self.model.named_shards() if self.model else {}
 
     def deltas(self) -> dict[str, Delta]:
-        """Return {live name: what adapters add to it when it is sent}, {} where they travel by
-        themselves. Trainer ranks call it together, before each push."""
+        """Return {live name: what adapters add to it when it is sent}; {} if adapters are sent.
+
+        Trainer ranks call it together, before each push.
+        """
         adapters = self.model.adapters if self.model and not self.adapter else None
         return deltas(adapters, self.shards()) if adapters else {}
 

@@ -1,10 +1,10 @@
 """Rectangular parts of tensors: which ones a rank holds, and where in its memory.
 
-Two kinds of names meet here. A live tensor is a parameter of the model, or a persistent buffer,
-under the name that the model has for it: the optimizer and checkpoints use these. A file tensor
-is what the safetensors files hold, under the name that they have for it: loading, the weight
-stream and export use those. A file tensor is a part of one live tensor: the whole of it, or, say,
-one expert's projection of the parameter in which transformers keeps those of all experts.
+There are two kinds of tensors. A live tensor is a parameter or persistent buffer of the model, by
+its name in the model: the optimizer and checkpoints use these. A file tensor is a tensor of the
+safetensors files, by its name there: loading, the weight stream and export use those. A file tensor
+is a part of one live tensor: all of it or, for example, one expert's projection, where transformers
+keeps the projections of all experts in one parameter.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def held_boxes(name: str, tensor: Tensor) -> list[tuple[Box, Tensor]]:
         name: of the checkpoint tensor, for messages.
         tensor: a DTensor of any mesh, replicated and sharded in any order (FSDP2's strided
             shards included), or a plain tensor, which this rank then holds whole.
-    Returns: boxes with views of the same shapes; several when the shard has gaps, none when
-        this rank's shard is empty.
+    Returns: boxes, each with a view of its shape; several if the shard has gaps, none if it is
+        empty.
     Raises: Refusal for a placement that is not a part of the value (partial sums).
     """
     cut = cut_of(name, tensor)
@@ -156,7 +156,7 @@ def to_local(tensor: Any) -> Any:
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of which live tensor a file tensor is."""
+    """The part of a live tensor that a file tensor is."""
 
     tensor: str  # name of the live tensor
     box: Box  # of it
@@ -173,7 +173,7 @@ class Part:
         return tuple(self.box.shape[dim] for dim in self.dims)
 
     def in_file(self, held: Box) -> Box | None:
-        """Return the box of the file tensor that a box of the live tensor shows, if any."""
+        """Return the part of the file tensor that a box of the live tensor holds, if any."""
         common = self.box.intersect(held)
         if common is None:
             return None
@@ -198,12 +198,12 @@ class Part:
 
 
 Delta = Callable[[Box], Tensor]
-"""What to add to a box of a live tensor when it is sent: [box.shape], computed at each call."""
+"""Computes what is added to a box of a live tensor when it is sent: [box.shape]."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """A box of a file tensor on the rank that holds it: live memory, and what is made of it."""
+    """The value of a box of a file tensor: live memory, with a sum or a factor."""
 
     live: Tensor  # a view of the live memory, with the dims of the file tensor
     added: Callable[[], Tensor] | None = None  # of the same shape
@@ -215,13 +215,13 @@ class Value:
         return self.added is None and self.factor == 1
 
     def read(self) -> Tensor:
-        """Return the value: the live memory itself where it is."""
+        """Return the value: the live memory itself if `is_live`."""
         value = self.live if self.added is None else self.live + self.added()
         return value if self.factor == 1 else value * self.factor
 
 
 class Held:
-    """A rank's boxes of file tensors, with lookup of the value of a given part.
+    """A rank's boxes of file tensors, from which values of parts can be read.
 
     Args:
         shards: {live name: this rank's shard}.
@@ -243,7 +243,7 @@ class Held:
         self._factors = dict(factors or {})
 
     def boxes(self) -> dict[str, tuple[Box, ...]]:
-        """Return what to tell the other ranks: {file name: boxes of it}."""
+        """Return {file name: boxes of it that this rank holds}."""
         return {
             name: tuple(
                 found
@@ -254,7 +254,7 @@ class Held:
         }
 
     def value(self, name: str, box: Box) -> Value:
-        """Return what `box` holds, which lies within one of this rank's boxes of `name`."""
+        """Return the value of `box`, which is inside one of this rank's boxes of `name`."""
         part = self._parts[name]
         inside = part.in_tensor(box)
         added = partial(self._added, part, inside) if part.tensor in self.deltas else None
@@ -267,12 +267,12 @@ class Held:
 
 @torch.no_grad()
 def addresses(shards: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return where this rank's shards lie, to notice cheaply that one has moved."""
+    """Return the addresses of this rank's shards, by which a shard that moved is found."""
     return tuple(to_local(tensor).data_ptr() for tensor in shards.values())
 
 
 def view_of(part: Box, held: Sequence[tuple[Box, Tensor]], *, name: str) -> Tensor:
-    """Return what shows `part` of what a rank holds of a tensor; one of its boxes has it whole."""
+    """Return a view of `part`, which must be inside one of the boxes that a rank holds."""
     for box, view in held:
         if box.intersect(part) == part:
             return narrow(view, outer=box, part=part)
@@ -280,7 +280,7 @@ def view_of(part: Box, held: Sequence[tuple[Box, Tensor]], *, name: str) -> Tens
 
 
 def narrow(view: Tensor, *, outer: Box, part: Box) -> Tensor:
-    """Return the part of `view` (which shows `outer`) that shows `part`."""
+    """Return the view of `part` in `view`, which is the view of `outer`."""
     for dim, (at, begin, length) in enumerate(zip(part.start, outer.start, part.shape)):
         if length != view.shape[dim]:
             view = view.narrow(dim, at - begin, length)
@@ -293,7 +293,7 @@ def extent(tensor: Tensor) -> int:
 
 
 def box_within(view: Tensor, base: Tensor) -> Box | None:
-    """Return the box of `base` that `view` shows, or None when it shows anything else.
+    """Return the box of `base` that `view` is; None if it is no box of it.
 
     Args:
         view: shares its storage with `base`; its dims may be permuted, merged or split.

@@ -60,7 +60,7 @@ def pick_attention(
     if bidirectional_images and wanted != "padded":
         if wanted != "auto":
             raise Refusal(
-                f"model.kernels.attention: {wanted} is causal only, and in this model the tokens of an "
+                f"model.kernels.attention: {wanted} is causal only, and in this model tokens of an "
                 "image attend to each other in both directions; set it to auto or padded"
             )
         return "padded"

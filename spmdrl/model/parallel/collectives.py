@@ -1,4 +1,4 @@
-"""Exchanges among the R ranks of a group, and exchanges whose gradient is another exchange."""
+"""Collectives of the R ranks of a group, and collectives whose backward is another collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from spmdrl.world.torch_internals import all_gather_single
 
 Exchange = Callable[[Tensor, Any], Tensor]
-"""From each rank's tensor to another, over a group; or from a tensor to another in some way."""
+"""Maps a tensor to another, usually by a collective of a group."""
 
 
 class _WithGradient(torch.autograd.Function):
@@ -28,8 +28,10 @@ class _WithGradient(torch.autograd.Function):
 
 
 def with_gradient(forward: Exchange, backward: Exchange) -> Exchange:
-    """Return `forward` as a function that autograd knows: the gradient of what goes in is
-    `backward` of the gradient of what comes out. Neither may change its tensor in place."""
+    """Return `forward` as an autograd function whose backward pass is `backward` of the gradient.
+
+    Neither may change its tensor in place.
+    """
 
     def exchange(x: Tensor, group: Any) -> Tensor:
         return _WithGradient.apply(x, group, forward, backward)
@@ -38,13 +40,13 @@ def with_gradient(forward: Exchange, backward: Exchange) -> Exchange:
 
 
 def same(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return what comes in."""
+    """Return the tensor itself."""
     return x.view_as(x)
 
 
 def added(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over ranks, on each of them."""
-    # A copy: autograd may hand the same tensor to another consumer.
+    """Return the sum over ranks, on every rank."""
+    # A copy: autograd may pass the same tensor to another consumer.
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -69,7 +71,7 @@ def swapped(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 def scattered_sum(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over ranks of their block for this rank: [...] of [R, ...].
 
-    Sent as they are, added up in float32 in order of rank: one result for any algorithm of the
-    collective.
+    Blocks are sent in their dtype and added in float32 in order of rank, so that the result does
+    not depend on the algorithm of a collective.
     """
     return swapped(blocks, group).sum(dim=0, dtype=torch.float32).to(blocks.dtype)

@@ -1,14 +1,15 @@
 """Attention under context parallelism, where each rank has a slice of every packed row.
 
-See row_slices.py for what a slice is. Attention exchanges, in one of three ways:
+For slices see row_slices.py. Ranks exchange tokens for attention in one of three ways:
 
-- ulysses: all tokens of some heads for some tokens of all heads, and back (arXiv 2309.14509). Each
-  rank then has whole sequences, and any kernel serves. Query heads must divide by the ranks.
-- gather: own queries meet the keys and values of the whole row, which are gathered for a few heads
-  at a time and again in the backward pass, so that at no time more of them are there than the own
-  slice has of all heads (arXiv 2407.21783, section 3.3.2). Any number of heads.
-- ring: keys and values go round the ranks, while each attends to those that it has (arXiv
-  2310.01889; ring_attention.py). Any number of heads, and no more than two slices of keys.
+- ulysses: a rank gives tokens of all heads for all tokens of some heads, and gets its tokens back
+  (arXiv 2309.14509). Any kernel can be used, since each rank has whole sequences. The number of
+  query heads must be a multiple of the ranks.
+- gather: a rank's queries attend to the keys and values of the whole row. These are gathered for a
+  few heads at a time, and again in the backward pass, so that they never take more memory than all
+  heads of the own slice (arXiv 2407.21783, section 3.3.2). Any number of heads.
+- ring: keys and values are passed from rank to rank, while each rank attends to those that it has
+  (arXiv 2310.01889; ring_attention.py). Any number of heads, with two slices of keys at most.
 
 Shape letters: T tokens of the padded row, t of a slice, R ranks, H heads, D head dim.
 """
@@ -37,10 +38,10 @@ from spmdrl.model.tensor_parts import to_local
 Kernel = Callable[..., tuple[Tensor, None]]
 
 _swap = with_gradient(swapped, swapped)
-"""[R, ...]: block r goes to rank r, and the block of rank r comes to place r. The gradient goes
-the same way back."""
+"""[R, ...]: block r is sent to rank r, and the block of rank r is received at index r. The backward
+pass sends gradients back."""
 _gather = with_gradient(gathered, scattered_sum)
-"""A rank's [...] to all ranks' [R, ...]; the ranks' gradients are added up."""
+"""A rank's [...] to all ranks' [R, ...]; the backward pass adds up the gradients."""
 
 
 def in_row_order(slices: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ def by_rank(row: Tensor, *, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Attend:
-    """A kernel, with all that the model hands to it besides query, key and value."""
+    """A kernel, with its arguments other than query, key and value."""
 
     kernel: Kernel
     """Of KERNELS."""
@@ -66,12 +67,12 @@ class Attend:
     options: Mapping[str, Any]
 
     sinks: Tensor | None
-    """[Hq], as the kernel's s_aux, of this rank's heads."""
+    """[Hq], the kernel's s_aux, of this rank's heads."""
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, packing: Packing, sinks: Tensor | None
     ) -> Tensor:
-        """Return [1, T, Hq, Dv] of query [1, Hq, T, D], its keys, values and heads' sinks."""
+        """Return [1, T, Hq, Dv] for queries [1, Hq, T, D], with keys, values and sinks."""
         inputs = (self.module, query, key, value, self.attention_mask)
         return self.kernel(*inputs, packing=packing, s_aux=sinks, **self.options)[0]
 
@@ -89,12 +90,12 @@ def _method(
     s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend from a slice to the row that it is of.
+    """Attend from a slice to its row.
 
     Args:
         query: [1, Hq, t, D]; key: [1, Hkv, t, D]; value: [1, Hkv, t, Dv].
         method: how the ranks exchange. kernel: of KERNELS.
-        options: the kernel's, and whatever else the model hands to attention.
+        options: of the kernel, and other arguments of the model to attention.
     Returns: [1, t, Hq, Dv] and None.
     """
     attend = Attend(kernel, module, attention_mask, options, to_local(s_aux))
@@ -104,8 +105,11 @@ def _method(
 def _ulysses(
     query: Tensor, key: Tensor, value: Tensor, packing: SlicedPacking, attend: Attend
 ) -> Tensor:
-    """Attend over whole sequences with a part of the heads. Hq divides by the ranks; key and value
-    heads are repeated to a number that does. Source: arXiv 2309.14509, section 3."""
+    """Attend over whole sequences with a part of the heads.
+
+    Hq is a multiple of the ranks; key and value heads are repeated until they are, too.
+    Source: arXiv 2309.14509, section 3.
+    """
     group = packing.group
     size = dist.get_world_size(packing.group)
     copies = math.lcm(key.shape[1], size) // key.shape[1]
@@ -123,7 +127,7 @@ def _ulysses(
 def _gathered(
     query: Tensor, key: Tensor, value: Tensor, packing: SlicedPacking, attend: Attend
 ) -> Tensor:
-    """Attend with own queries over the keys of the row, for a few heads at a time.
+    """Attend with own queries to the keys of the whole row, for a few heads at a time.
 
     Source: arXiv 2407.21783, section 3.3.2.
     """
@@ -167,10 +171,10 @@ def _gathered_heads(
 def _ring(
     query: Tensor, key: Tensor, value: Tensor, packing: SlicedPacking, attend: Attend
 ) -> Tensor:
-    """Attend with own queries to keys that go round the ranks.
+    """Attend with own queries to keys that are passed from rank to rank.
 
-    Layers with a sliding window or a softcap gather instead, which their kernels can. The padded
-    kernel stands for matrix products in float32, the others for torch's flash attention.
+    Layers with a sliding window or a softcap use `_gathered`. With the padded kernel, ring
+    attention computes matrix products in float32; with others, torch's flash attention.
     """
     options = attend.options
     if mask_pattern_of(attend.module).window is not None or options.get("softcap") is not None:

@@ -1,13 +1,14 @@
-"""Ring attention: keys and values go round the ranks while each attends to those that it has.
+"""Ring attention: keys and values are passed from rank to rank while each attends to its own part.
 
-In each of R rounds a rank's queries meet the keys of one rank's slice, and what they get is merged
-with what they had by the log of the softmax's sum; meanwhile these keys are on their way to the
-next rank. In the backward pass they go round again, followed by their gradients, which are at home
-after R rounds. At most two slices of keys and values are here at a time, for any number of heads.
+In each of R rounds a rank's queries attend to the keys of one slice. The result is merged with the
+earlier ones by the log of the softmax's sum, while these keys are sent to the next rank. In the
+backward pass keys and values are passed around again, followed by their gradients, which are back
+at their rank after R rounds. A rank holds at most two slices of keys and values at a time, for any
+number of heads.
 
-A tile is a part of a slice's queries and of a slice's keys between which all is visible (one
-sequence's tokens, keys first), or the same tokens on both sides, of several sequences, under a
-causal mask. With zigzag slices every rank has as much to do in each round as the others.
+A tile is a part of a slice's queries and keys. Either all keys are visible to all queries: both are
+of one sequence, and the keys come first. Or queries and keys are the same tokens of several
+sequences, under a causal mask. With zigzag slices all ranks have equal work in each round.
 
 Source: arXiv 2310.01889, section 3; merging: 2205.14135, section 3.1.
 
@@ -37,17 +38,17 @@ Spans = tuple[tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of the own slice's queries, and of a slice's keys that they see."""
+    """Rows of the own slice's queries, and of a slice's keys that they attend to."""
 
     queries: slice
     keys: slice
     is_causal: bool
-    """The same tokens on both sides, each sequence under a causal mask; else all is visible."""
+    """Queries and keys are the same tokens, under a causal mask; else all keys are visible."""
     cu_seqlens: tuple[Tensor, Tensor]  # [S+1] int32 each, of the queries and of the keys
     longest: tuple[int, int]  # tokens of the longest sequence, likewise
 
     def is_visible(self) -> Tensor | None:
-        """Return [n, m] bool, what a query sees; None where it sees all."""
+        """Return [n, m] bool, which keys are visible to a query; None if all are."""
         if not self.is_causal:
             return None
         ends = self.cu_seqlens[0]
@@ -68,11 +69,11 @@ def plan_rounds(
     size: int,
     device: torch.device,
 ) -> Rounds:
-    """Return the tiles of each round: in round i, the keys are those of rank (rank - i) % size.
+    """Return the tiles of each round. In round i, keys are those of rank (rank - i) % size.
 
     Args:
         lengths: tokens of a row's sequences, in order.
-        spans_of: from a rank to the chunks of its slice.
+        spans_of: returns the chunks of a rank's slice.
         device: of the index tensors.
     """
     ends = list(accumulate(lengths))
@@ -96,9 +97,9 @@ def _tile(
     ends: Sequence[int],
     device: torch.device,
 ) -> Tile | None:
-    """Return the tile of two chunks, the at[0]-th and at[1]-th of their slices, if there is one.
+    """Return the tile of two chunks, number at[0] and at[1] of their slices, if there is one.
 
-    Where the keys' chunk is before the queries', one sequence at most reaches into both.
+    If the keys' chunk is before the queries', at most one sequence has tokens in both.
     """
     chunk = own[1] - own[0]
     first = bisect_right(ends, own[0])  # the sequence of the first query
@@ -138,7 +139,7 @@ def dense_forward(
 
     Args:
         q: [n, Hq, D]. k: [m, Hkv, D]. v: [m, Hkv, Dv].
-    Returns: [n, Hq, Dv] float32, and the logs of the softmax's sums: [n, Hq] float32.
+    Returns: [n, Hq, Dv] float32, and the logs of the sums of the softmax, [n, Hq] float32.
     """
     scores = _scores(q, k, tile, scale=scale)
     lse = torch.logsumexp(scores, dim=-1)
@@ -149,11 +150,10 @@ def dense_forward(
 def dense_backward(
     of_queries: Sequence[Tensor], k: Tensor, v: Tensor, tile: Tile, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, float32, of a tile of a larger softmax.
+    """Return the float32 gradients of q, k and v, for a tile of a larger softmax.
 
     Args:
-        of_queries: gradient [n, Hq, Dv], q, and of all tiles together out [n, Hq, Dv] and lse
-            [n, Hq].
+        of_queries: the gradient [n, Hq, Dv], q, and out [n, Hq, Dv] and lse [n, Hq] of all tiles.
     Source: arXiv 2205.14135, appendix B.2.
     """
     grad, q, out, lse = of_queries
@@ -171,7 +171,7 @@ def dense_backward(
 
 
 def _scores(q: Tensor, k: Tensor, tile: Tile, *, scale: float) -> Tensor:
-    """Return [Hkv, G, n, m] float32, -inf where a query does not see a key."""
+    """Return scores [Hkv, G, n, m] float32, -inf where a key is not visible."""
     own = q.float().unflatten(1, (k.shape[1], -1))
     scores = torch.einsum("nhgd,mhd->hgnm", own, k.float()) * scale
     seen = tile.is_visible()
@@ -181,7 +181,7 @@ def _scores(q: Tensor, k: Tensor, tile: Tile, *, scale: float) -> Tensor:
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, tile: Tile, *, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `dense_forward`, by torch's flash attention (CUDA, bfloat16)."""
+    """Do what `dense_forward` does, by torch's flash attention (CUDA, bfloat16)."""
     out, lse, *_ = FLASH_FORWARD(
         q,
         k,
@@ -199,7 +199,7 @@ def flash_forward(
 def flash_backward(
     of_queries: Sequence[Tensor], k: Tensor, v: Tensor, tile: Tile, *, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `dense_backward`, by torch's flash attention (CUDA, bfloat16)."""
+    """Do what `dense_backward` does, by torch's flash attention (CUDA, bfloat16)."""
     grad, q, out, lse = of_queries
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     found = FLASH_BACKWARD(
@@ -229,7 +229,7 @@ FLASH = (flash_forward, flash_backward)
 
 
 class _Arriving:
-    """A tensor that goes to the next rank, and the previous rank's, which comes."""
+    """Sends a tensor to the next rank and receives the previous rank's."""
 
     def __init__(self, leaving: Tensor, group: dist.ProcessGroup):
         rank = dist.get_rank(group)
@@ -244,7 +244,7 @@ class _Arriving:
         )
 
     def wait(self) -> Tensor:
-        """Return what came."""
+        """Return the received tensor."""
         for work in self._works:
             work.wait()
         return self._tensor
@@ -268,7 +268,7 @@ class Ring(torch.autograd.Function):
         """Return [t, Hq, Dv] from q [t, Hq, D], k [t, Hkv, D], v [t, Hkv, Dv] and sinks [Hq]."""
         out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float32)
         lse = out.new_full(q.shape[:2], float("-inf"))
-        if sinks is not None:  # scores that all queries have met, of values that are zero
+        if sinks is not None:  # scores of all queries, with values that are zero
             lse.copy_(sinks)
         here = torch.cat([k, v], dim=-1)
         for turn, tiles in enumerate(rounds):
@@ -307,7 +307,7 @@ class Ring(torch.autograd.Function):
                 )
                 of_q[tile.queries] += parts[0]
                 of_here[tile.keys] += torch.cat(parts[1:], dim=-1)
-            if following:  # what other ranks found for these keys
+            if following:  # gradients of these keys from other ranks
                 of_here += following.wait()
             following = _Arriving(of_here, ctx.group)
             here = next_ones.wait() if next_ones else here
@@ -321,7 +321,7 @@ class Ring(torch.autograd.Function):
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a tile's result into [n, Hq, Dv] and [n, Hq], in place.
 
-    The first round has each query's own token, so that no sum is empty from then on.
+    The first round includes each query's own token, so that no sum is empty.
     """
     total = torch.logaddexp(lse, part_lse)
     out *= (lse - total).exp()[..., None]

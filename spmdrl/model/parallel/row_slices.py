@@ -1,8 +1,8 @@
-"""A rank's slice of a packed row under context parallelism, or all of the row without it.
+"""A rank's slice of a packed row under context parallelism, or the whole row without it.
 
-A row of T tokens is padded by an own sequence, in no loss, to 2 * size chunks of C tokens; rank r
-has chunks r and 2 * size - 1 - r, so that under a causal mask all ranks have about the same work.
-Everything but attention acts on tokens one by one; for attention see context_parallel.py.
+A row is padded to 2 * size chunks by a sequence that is in no loss. Rank r gets chunks r and
+2 * size - 1 - r, so that under a causal mask all ranks have about the same work. All layers but
+attention work on tokens one by one; for attention see context_parallel.py.
 
 Shape letters: T tokens of the padded row, t of a slice, R tensor-parallel ranks, N scored tokens
 of the row, n of those whose state before is in the slice.
@@ -30,20 +30,20 @@ from spmdrl.world.torch_internals import tree_map
 
 @dataclass(frozen=True)
 class Slicing:
-    """How packed rows are cut: among which ranks, to a multiple of what, for which kernel."""
+    """How packed rows are cut into slices, and which slice this rank computes."""
 
     group: dist.ProcessGroup | None = None
-    """Of the context-parallel ranks; None: one rank computes all of a row."""
+    """The context-parallel ranks; None: this rank computes whole rows."""
     rank: int = 0
     size: int = 1
     multiple: int = 1
-    """Ranks among which a slice is cut once more, in equal parts."""
+    """Tensor-parallel ranks, each of which keeps an equal part of the slice between layers."""
     part: int = 0
-    """Which of these parts is this rank's."""
+    """Which of these parts this rank keeps."""
     is_padded: bool = True
-    """Attention pads, or other layers do."""
+    """Whether attention or other layers pad."""
     chunk: int | None = None
-    """Tokens of the chunks that some layers attend within."""
+    """Length of the chunks that some layers attend within, in tokens; None: no chunks."""
     device: torch.device | str = "cpu"
     """Of the slice."""
     vision: VisionLayout | None = None
@@ -51,13 +51,13 @@ class Slicing:
 
     @property
     def unit(self) -> int:
-        """Tokens that a row's length must be a multiple of."""
+        """The length of a row must be a multiple of this."""
         return self.multiple * (2 * self.size if self.size > 1 else 1)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive tokens of a row, and the keys that they see: those of [first_key, end)."""
+    """Consecutive tokens of a row, and the keys that they attend to: [first_key, end)."""
 
     begin: int
     end: int
@@ -67,49 +67,51 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SlicedPacking:
-    """What attention has to know of a row of which each rank of a group has two chunks."""
+    """Where sequences begin in a row of which each rank of a group has two chunks."""
 
     group: dist.ProcessGroup
     whole: Packing
     chunks: tuple[Chunk, Chunk]
     rounds: ring.Rounds
-    """What ring attention does in which round."""
+    """The tiles that ring attention computes in each round."""
 
 
 @dataclass(frozen=True)
 class RowSlice:
-    """What one rank computes of a packed row: its slice, or all of it."""
+    """The part of a packed row that one rank computes: its slice, or all of it."""
 
     tokens: Tensor  # [t] int64
     position_ids: Tensor  # [t] int64, or [3, t], see RowLayout
     packing: Packing | SlicedPacking
-    rows: Tensor  # [t] int64, where in the row they are
+    rows: Tensor  # [t] int64, positions of the tokens in the row
     kept: Tensor  # [t / R] int64, the part of `rows` that a tp rank keeps between layers
-    before: Tensor  # [n] int64, places in the slice whose next token is scored
+    before: Tensor  # [n] int64, positions in the slice whose next token is scored
     scored: Tensor  # [n] int64, which of the N scored tokens those are
     targets: Tensor  # [n] int64, these tokens
     row_length: int  # T
     group: dist.ProcessGroup | None
-    """Ranks that have the other slices; None where there are none."""
+    """Ranks that have the other slices; None if there are none."""
     routes: Tensor | None = None
-    """[t / R, L, K], experts of `kept` to replay, -1 where the routers choose; None: they choose
-    everywhere."""
+    """[t / R, L, K], experts of the `kept` tokens to replay, -1 where routers choose; None: they
+    always choose."""
     rules: SamplingRules | None = None
-    """How the `targets` were drawn, besides by a temperature; None: not at all."""
+    """How the `targets` were sampled; None: by temperature alone."""
     multimodal: SliceImages | None = None
     """What the tokens show; None: nothing, on no rank."""
 
     def join(self, values: Tensor, at: Tensor, *, count: int) -> Tensor:
-        """Return all ranks' values, the same on each: [count, ...] from the own ones [n, ...].
+        """Return the values of all ranks, [count, ...], on each rank, from its own [n, ...].
 
-        The gradient of the own values is that of their places: every rank computes the same from
-        what it gets, and is to have its share of the parameters' gradient.
+        Every rank then computes the same loss. The gradient of the own values is that of their
+        positions, so that each rank has its share of the parameters' gradient.
         """
         return values if self.group is None else _join(values, at, count=count, group=self.group)
 
     def join_scored(self, found: Any, *, count: int) -> Any:
-        """Join what a head made of the n states: tensors [n, ...] become [count, ...], in any
-        nesting of tuples and dicts; scalars, which are sums over them, are added up."""
+        """Join the results of a head on n states, in any nesting of tuples and dicts.
+
+        Tensors [n, ...] become [count, ...]. Scalars, which are sums over states, are added up.
+        """
 
         def whole(value: Tensor) -> Tensor:
             if value.dim():
@@ -137,7 +139,7 @@ def make_slice(
         scored: [N] int64 on the CPU, positions of the scored tokens, none a sequence's first.
         slicing: which slice.
         routes: [row, L, K] on the CPU, to be replayed; None for none.
-        rules: from the positions of scored tokens to how they were drawn.
+        rules: returns how scored tokens were sampled, from their positions.
         multimodal: by the tokens, on the CPU; None: nothing, on no rank.
     """
     missing = -len(tokens) % slicing.unit
@@ -165,7 +167,7 @@ def make_slice(
     own = (place >= 0).nonzero()[:, 0]
     kept = rows.chunk(slicing.multiple)[slicing.part]
     if routes is not None:
-        # By the rows whose tokens this rank's routers see.
+        # Only of the tokens that this rank's routers get.
         routes = F.pad(routes, (0, 0, 0, 0, 0, missing), value=-1)[kept].to(device)
     return RowSlice(
         tokens=row[rows].to(device),
@@ -228,7 +230,7 @@ def _chunk(span: tuple[int, int], lengths: Sequence[int], slicing: Slicing) -> C
 
 
 def _join(values: Tensor, at: Tensor, *, count: int, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's values at their places of one tensor; see RowSlice.join."""
+    """Return one tensor with every rank's values at their positions; see RowSlice.join."""
 
     def place(own: Tensor, group: dist.ProcessGroup) -> Tensor:
         whole = own.new_zeros(count, *own.shape[1:]).index_copy_(0, at, own)

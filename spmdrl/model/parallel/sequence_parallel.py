@@ -1,10 +1,10 @@
-"""Sequence parallelism beside tensor parallelism: between attention and MLP, tokens are sharded.
+"""Sequence parallelism with tensor parallelism: tokens are sharded between attention and MLP.
 
-The sum that ends a row-wise layer leaves each tensor-parallel rank with the sums of its own tokens
-only, so norms and residuals are computed and kept once instead of on every rank; what enters
-attention or MLP is gathered, once for all of its projections. In bytes that is what tensor
-parallelism alone sends. Source: arXiv 2205.05198, section 4.2.2. A mixture of experts is computed
-for own tokens, with a router and shared experts that every rank has whole.
+A row-wise layer ends in a reduce-scatter, so that each tensor-parallel rank has the sums of its own
+tokens only. Norms and residuals are then computed and stored once instead of on every rank. The
+input of attention or MLP is gathered once for all of its projections. The bytes sent are those of
+tensor parallelism alone. A mixture of experts is computed for own tokens; every rank has the whole
+router and shared experts. Source: arXiv 2205.05198, section 4.2.2.
 
 Shape letters: T tokens of a slice of the packed row, a multiple of the R tensor-parallel ranks; H.
 """
@@ -40,21 +40,21 @@ def _own_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 _enter = with_gradient(_all_tokens, _added_own)
-"""Own tokens to all; the gradients, of own heads or features, are added up."""
+"""From own tokens to all; the backward pass adds up the ranks' gradients."""
 leave = with_gradient(_added_own, _all_tokens)
-"""Partial sums of all tokens, [1, T, H], to the sums of own ones, [1, T/R, H]."""
+"""From partial sums of all tokens, [1, T, H], to the sums of own tokens, [1, T/R, H]."""
 _own = with_gradient(_own_tokens, _all_tokens)
-"""All tokens, the same on every rank, to own ones; every rank gets the gradient of all."""
+"""From all tokens, the same on every rank, to own ones; the backward pass gathers gradients."""
 _all = with_gradient(_all_tokens, _own_tokens)
-"""Own tokens to all, from which every rank computes the same."""
+"""From own tokens to all, for a computation that is the same on every rank."""
 
 
 def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
     """Return why a model's tokens cannot be sharded; empty if they can.
 
-    They can where a block is attention, MLP or mixture of experts, and norms; where all matrices
-    of attention and MLP are split, or their gradients added up, so that every rank has but a part
-    of the gradient of what enters; and where around the blocks there are an embedding and a norm.
+    They can if blocks consist of attention, an MLP or mixture of experts, and norms; if all
+    matrices of attention and MLP are split or have their gradients added up, so that every rank
+    has a part of the gradient of the input; and if only an embedding and norms are outside.
 
     Args:
         styles: what `tp_plan.tp_styles` returned.
@@ -101,14 +101,14 @@ def _is_norm(module: nn.Module) -> bool:
 def shard_tokens(
     hf_model: nn.Module, styles: Mapping[str, str], group: dist.ProcessGroup
 ) -> set[str]:
-    """Have a model, sharded by tensor parallelism, keep own tokens between attention and MLP.
+    """Shard the tokens of a tensor-parallel model between attention and MLP.
 
     Args:
-        hf_model: one of which `why_not` says nothing, changed in place; its row-wise layers and
+        hf_model: changed in place; `why_not` returned nothing for it, and its row-wise layers and
             vocabulary-parallel embedding end in `leave`.
         styles: what `tp_plan.tp_styles` returned.
-    Returns: the names of parameters that every rank has and that see its own tokens only: norms,
-        what row-wise layers add to their sum, and what is with experts.
+    Returns: the names of parameters that are whole on every rank and get own tokens only: norms,
+        biases of row-wise layers, routers and shared experts.
     """
     partial = {f"{name}.bias" for name, style in styles.items() if style.startswith("rowwise")}
     embedding, (_, base) = hf_model.get_input_embeddings(), base_of(hf_model)

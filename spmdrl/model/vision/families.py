@@ -1,5 +1,4 @@
-"""Models that take more than text: which are known, and where tower, projector and language model
-lie in them."""
+"""Which vision models are supported, and where tower, projector and language model are in them."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from spmdrl.model.transformers_internals import block_kinds, class_of, has_tower
 
 
 def check_vision_family(config: Any, *, path: str) -> None:
-    """Refuse a model with towers that is of no known family.
+    """Refuse a model with towers that is not a supported vision model.
 
     Args:
-        config: of transformers, one that has towers.
+        config: of transformers, of a model with towers.
         path: of the model, for messages.
-    Raises: Refusal.
+    Raises: Refusal for such a model.
     """
     if config.model_type in VISION_FAMILIES:
         return
@@ -40,25 +39,26 @@ def check_vision_family(config: Any, *, path: str) -> None:
     )
 
 
-_BOTH_WAYS = ("gemma3",)
+_BIDIRECTIONAL = ("gemma3",)
 
 
 def has_bidirectional_images(hf_model: nn.Module) -> bool:
-    """Return whether tokens that show one thing attend to each other in both directions."""
-    return has_vision_tower(hf_model) and hf_model.config.model_type in _BOTH_WAYS  # type: ignore[union-attr]
+    """Return whether the tokens of an image attend to each other in both directions."""
+    return has_vision_tower(hf_model) and hf_model.config.model_type in _BIDIRECTIONAL  # type: ignore[union-attr]
 
 
 def has_vision_tower(hf_model: nn.Module) -> bool:
-    """Return whether a model has a tower."""
+    """Return whether a model takes images, or anything but text."""
     return has_towers(getattr(hf_model, "config", None))
 
 
 def build_vision_model(config: Any, *, attention: str | None, is_scalar: bool) -> nn.Module:
-    """Build a model that sees, with the vocabulary's head or a scalar one named `score`.
+    """Build a vision model, with the head of the vocabulary or a scalar one named `score`.
 
     Args:
-        config: of transformers, one that has towers.
-        attention: of the language model; None for transformers' own choice. The tower has that.
+        config: of transformers, of a model with towers.
+        attention: of the language model; None for transformers' own choice. The tower always gets
+            transformers' own choice.
     Returns: a transformers model, all parameters float32, on torch's default device.
     """
     chosen = None if attention is None else {"text_config": attention}
@@ -70,8 +70,7 @@ def build_vision_model(config: Any, *, attention: str | None, is_scalar: bool) -
 
 
 def vision_modules(hf_model: nn.Module) -> dict[str, nn.Module]:
-    """Return {name: module} of tower and projector: what is below the head of a model that sees and
-    is no language model; {} of others."""
+    """Return {name: module} of tower and projector; {} for a model without."""
     if not has_vision_tower(hf_model):
         return {}
     whole, _, language = base_of(hf_model)[0].rpartition(".")
@@ -80,7 +79,7 @@ def vision_modules(hf_model: nn.Module) -> dict[str, nn.Module]:
 
 
 def vision_blocks(hf_model: nn.Module) -> dict[str, nn.Module]:
-    """Return {name: module} of the blocks of the towers, first to last; {} of a model without."""
+    """Return {name: module} of the blocks of the towers, first to last; {} for a model without."""
     kinds = block_kinds(hf_model)
     found = {}
     for place, tower in vision_modules(hf_model).items():
@@ -101,22 +100,20 @@ def vision_parameters(hf_model: nn.Module) -> set[str]:
 
 
 def set_attention(hf_model: nn.Module, name: str) -> None:
-    """Have a model's language model attend by a function of transformers' interface; a tower goes
-    on as it was built."""
+    """Set the attention implementation of a language model; a tower keeps its own."""
     chosen: Any = {"text_config": name} if has_vision_tower(hf_model) else name
     hf_model.set_attn_implementation(chosen)  # type: ignore[operator]
 
 
 def freeze_vision(hf_model: nn.Module, model: ModelSettings) -> None:
-    """Take tower and projector out of what is trained, where model.train says so."""
+    """Freeze tower and projector if model.train is `language`."""
     if model.train == "language":
         for tower in vision_modules(hf_model).values():
             tower.requires_grad_(False)
 
 
 def with_text_config(config: Any, own: Any) -> Any:
-    """Return a model's config with another one of its text model: that itself where there are no
-    towers."""
+    """Return a config with another text config in it; without towers, that text config itself."""
     if not has_towers(config):
         return own
     changed = copy.deepcopy(config)

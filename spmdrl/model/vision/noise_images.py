@@ -1,4 +1,4 @@
-"""A sequence with a picture of noise, as it is proved with that a model sees what it is shown."""
+"""Sequences with an image of noise, for tests of a vision model."""
 
 from __future__ import annotations
 
@@ -16,55 +16,54 @@ from spmdrl.model.vision.tower import tower_inputs
 from spmdrl.model_inputs import MultimodalItem, MultimodalItems, TokenIds, multimodal_of
 
 _AROUND = 4
-"""Tokens before and behind the picture."""
+"""Tokens before and after the image."""
 
 
 def noise_image_sequence(hf_model: nn.Module, *, longest: int, seed: int = 0) -> TokenIds | None:
-    """Return random ids around a picture of noise, the same on every rank.
+    """Return random ids around an image of noise, the same on every rank.
 
     Args:
         longest: tokens that the sequence may have.
-    Returns: ids and what they show; None of a model that does not see, or one whose smallest
-        picture has more tokens than there may be.
+    Returns: None for a model without a tower, or whose smallest image has more tokens.
     """
     if not has_vision_tower(hf_model):
         return None
     generator = torch.Generator().manual_seed(seed)
-    picture = _noise(hf_model, generator, key=f"noise {seed}")
-    if picture.num_tokens + 2 * _AROUND > longest:
+    image = _noise(hf_model, generator, key=f"noise {seed}")
+    if image.num_tokens + 2 * _AROUND > longest:
         return None
     config: Any = hf_model.config
     count = hf_model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     words = torch.randint(count, (2 * _AROUND,), generator=generator)
     words[words == config.image_token_id] = 0
-    marks = torch.full((picture.num_tokens,), config.image_token_id)
+    marks = torch.full((image.num_tokens,), config.image_token_id)
     ids = torch.cat([words[:_AROUND], marks, words[_AROUND:]])
     return TokenIds(
-        ids.tolist(), MultimodalItems.at_placeholders(ids == config.image_token_id, [picture])
+        ids.tolist(), MultimodalItems.at_placeholders(ids == config.image_token_id, [image])
     )
 
 
 def with_noise_image(hf_model: nn.Module, ids: Sequence[int], *, seed: int) -> TokenIds:
-    """Put a picture of noise into a sequence, behind its first token, where it has room for one.
+    """Put an image of noise after the first token of a sequence, if the sequence has room for it.
 
     Args:
-        seed: of the noise; two sequences of one seed show the same picture.
+        seed: of the noise; the same seed gives the same image.
     """
     if not has_vision_tower(hf_model):
         return TokenIds(ids)
     generator = torch.Generator().manual_seed(seed)
-    picture = _noise(hf_model, generator, key=f"noise {seed}")
+    image = _noise(hf_model, generator, key=f"noise {seed}")
     config = hf_model.config
-    count = picture.num_tokens  # type: ignore[union-attr]
+    count = image.num_tokens  # type: ignore[union-attr]
     mark = config.image_token_id
     if count + 2 > len(ids):
         return TokenIds(ids, MultimodalItems.none(len(ids)))
     tokens = torch.tensor([ids[0], *[mark] * count, *ids[1 + count :]])
-    return TokenIds(tokens.tolist(), MultimodalItems.at_placeholders(tokens == mark, [picture]))
+    return TokenIds(tokens.tolist(), MultimodalItems.at_placeholders(tokens == mark, [image]))
 
 
 def num_text_ids(hf_model: nn.Module) -> int:
-    """Return how many ids there are, from 0 on, that stand for no picture."""
+    """Return how many ids, from 0 on, are not the placeholder of an image."""
     own: Any = hf_model.config
     return min(own.get_text_config().vocab_size, getattr(own, "image_token_id", 2**31))
 
@@ -78,7 +77,7 @@ def _noise(hf_model: nn.Module, generator: torch.Generator, *, key: str) -> Mult
 def image_inputs(
     hf_model: nn.Module, sequence: Sequence[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """Return what transformers' own forward takes of one sequence's pictures, beside its ids."""
+    """Return the arguments of transformers' own forward for the images of one sequence."""
     multimodal = multimodal_of(sequence)
     if multimodal is None or not multimodal.items:
         return {}
