@@ -1,4 +1,4 @@
-"""How a tensor is cut over a mesh of ranks: what ranks tell each other instead of their boxes."""
+"""How a tensor is sharded over a mesh. Ranks exchange this instead of lists of their boxes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from spmdrl.errors import Refusal
 from spmdrl.world.torch_internals import StridedShard
 
 Runs = tuple[tuple[int, int], ...]
-"""(start, length) of indices of a dim, ascending, with gaps between them."""
+"""(start, length) of ranges of indices of a dim, ascending, with gaps between them."""
 
 
 @dataclass(frozen=True)
 class CutAxis:
-    """What one axis of a mesh does to a tensor."""
+    """How one axis of a mesh shards a tensor."""
 
     size: int
-    dim: int | None = None  # that it shards; None: its ranks have the same
-    factor: int = 1  # parts of the dim, of each of which a rank has a piece (FSDP2 beside tp)
+    dim: int | None = None  # that it shards; None: replicated
+    factor: int = 1  # equal parts of the dim; a rank has a piece of each (FSDP2 with tp)
 
 
 @dataclass(frozen=True)
 class TensorCut:
-    """How a tensor lies on ranks, alike on all of them."""
+    """How a tensor is sharded; the same on all ranks."""
 
     shape: tuple[int, ...]
-    ranks: tuple[int, ...] = ()  # of the mesh, row-major; (): whoever says so has all of it
+    ranks: tuple[int, ...] = ()  # of the mesh, row-major; (): this rank has all of it
     axes: tuple[CutAxis, ...] = ()
 
     def runs(self, dim: int) -> tuple[Runs, ...]:
-        """Return what each position on the axes that shard `dim` (row-major) has of it."""
+        """Return the ranges of `dim` for each position on the axes that shard it (row-major)."""
         own = tuple((axis.size, axis.factor) for axis in self.axes if axis.dim == dim)
         return _kept(self.shape[dim], own)
 
@@ -48,7 +48,7 @@ class TensorCut:
 
 
 def cut_of(name: str, tensor: Tensor) -> TensorCut:
-    """Describe a DTensor of any mesh, or a plain tensor, which this rank then has whole.
+    """Describe a DTensor of any mesh, or a plain tensor, which is whole on this rank.
 
     Args:
         name: for messages.
@@ -91,7 +91,7 @@ def _dealt(runs: Runs, size: int, *, factor: int) -> list[Runs]:
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
-    """Return runs without those that begin where another ends."""
+    """Join ranges where one begins at the end of the other."""
     joined: list[tuple[int, int]] = []
     for start, length in runs:
         if joined and sum(joined[-1]) == start:
@@ -102,14 +102,14 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def _chunks(first: int, last: int, number: int) -> Iterator[tuple[int, int]]:
-    """TensorCut as torch.chunk does, but always into `number` parts, the last ones empty."""
+    """Cut as torch.chunk does, but always into `number` parts, the last of which may be empty."""
     step = -(-(last - first) // number)
     for i in range(number):
         yield min(first + i * step, last), min(first + (i + 1) * step, last)
 
 
 def _within(runs: Runs, low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Yield what elements [low, high) of the indices that the runs list are, as runs."""
+    """Yield the ranges of the indices number `low` to `high` of all that the runs list."""
     at = 0
     for start, length in runs:
         first = max(low - at, 0)

@@ -1,9 +1,9 @@
-"""Adapters of fused experts: per expert scale * B A x, by grouped products of their own.
+"""Adapters of fused experts: scale * B A x for each expert, by grouped matrix products.
 
 transformers computes a layer's experts by grouped matrix products over tokens sorted by expert. The
-low-rank term goes the same way, with the same sorting: per token r (in + out) multiplications, and
-nothing of the weights' size. Giving those functions W + scale * B A instead would make a copy of
-all experts of a layer, and in the backward pass a gradient of that copy, whatever the rank.
+low-rank term is computed in the same way, with the same sorting: r (in + out) multiplications per
+token, and no tensor of the weights' size. Merged weights W + scale * B A would need a copy of all
+experts of a layer, and a gradient of that copy, for any rank.
 
 Shape letters: T tokens, K experts per token, S = T K, E experts of this rank, r rank.
 """
@@ -21,23 +21,22 @@ from torch import Tensor, nn
 from spmdrl.model.transformers_internals import activated, grouped_experts, grouped_linear
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
-"""What transformers' experts functions multiply by, in the order in which modules have them, which
-is the order in which PEFT nests the adapters of one module."""
+"""Weights of fused experts, in the order of the modules, in which PEFT nests adapters too."""
 
 _ALIGN = 8
-"""Grouped products want rows of 16 bytes on CUDA: the rank is filled up to this with zeros."""
+"""Grouped products on CUDA need rows of 16 bytes: the rank is padded with zeros to a multiple."""
 
 
 def adaptable(experts: nn.Module) -> list[str]:
-    """Return the names of the parameters, [E, out, in], that can have adapters; [] for experts
-    that are kept otherwise, as [E, in, out]."""
+    """Return the names of the parameters, [E, out, in], that can have adapters; [] for experts with
+    another layout, such as [E, in, out]."""
     own = [name for name, p in experts.named_parameters(recurse=False) if p.dim() == 3]
     is_known = own == [name for name in EXPERT_PARAMETERS if name in own]
     return own if is_known and not getattr(experts, "is_transposed", True) else []
 
 
 def add_to_experts(experts: nn.Module, key: str, *, rank: int) -> None:
-    """Give the parameter `key` A [E, r, in] and B [E, out, r], float32 on the meta device, and
+    """Add A [E, r, in] and B [E, out, r] for the parameter `key`, float32 on the meta device, and
     have the module compute with them."""
     number, out_features, in_features = getattr(experts, key).shape
     for part, shape in (("A", (number, rank, in_features)), ("B", (number, out_features, rank))):
@@ -48,9 +47,12 @@ def add_to_experts(experts: nn.Module, key: str, *, rank: int) -> None:
 
 
 def counts(chosen: Tensor, number: int) -> Tensor:
-    """Return how often each of `number` experts is chosen, [number], without a wait for the device
-    and deterministically, as transformers does; what is out of range counts nowhere."""
-    # histc takes floats alone on the CPU, whole numbers alone on CUDA when deterministic.
+    """Return how often each of `number` experts is chosen, [number].
+
+    Deterministic, without waiting for the device, as in transformers. Values out of range are not
+    counted.
+    """
+    # histc takes only floats on the CPU, and only integers on CUDA when deterministic.
     countable = chosen.float() if chosen.device.type == "cpu" else chosen.int()
     return torch.histc(countable.flatten(), bins=number, min=0, max=number - 1)
 
@@ -63,12 +65,12 @@ def compute_experts(
     *,
     plain: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Compute what transformers' grouped experts do, with the adapters where there are some.
+    """Compute a layer's experts as transformers does, with their adapters if there are some.
 
     Args:
-        experts: what these functions read of a module of experts.
+        experts: a module of experts, or an object with its attributes.
         hidden_states: [T, H]. top_k_index, top_k_weights: [T, K].
-        plain: what computes them without adapters; None for transformers' grouped products.
+        plain: computes them without adapters; None for transformers' grouped products.
     Returns: [T, H].
     """
     inputs = (hidden_states, top_k_index, top_k_weights)
@@ -81,7 +83,7 @@ def compute_experts(
 def _with_adapters(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute as `grouped_experts` does: where B is zero, the same bits come out."""
+    """Compute as `grouped_experts` does: if B is zero, the results are bit-identical."""
     shape = (*top_k_index.shape, hidden_states.shape[1])
     ids, order = torch.sort(top_k_index.reshape(-1))
     offsets = torch.cumsum(counts(ids, experts.num_experts), dim=0, dtype=torch.int32)
@@ -95,7 +97,7 @@ def _with_adapters(
 
 
 def _linear(experts: Any, key: str, x: Tensor, *, ids: Tensor, offsets: Tensor) -> Tensor:
-    """Return [S, out] of x [S, in], which is sorted by expert `ids`: W x, and what is added."""
+    """Return W x plus the adapter's output, [S, out], for x [S, in] sorted by expert `ids`."""
     bias = getattr(experts, f"{key}_bias")[ids] if experts.has_bias else None
     out = grouped_linear(x, getattr(experts, key), offsets, bias=bias)
     a = getattr(experts, f"{key}_lora_A", None)

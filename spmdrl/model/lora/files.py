@@ -1,11 +1,11 @@
 """Adapters on disk in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Those of a linear layer are there as here; those of an embedding transposed, A [r, V] (here B) and
-B [H, r] (here A). Those of a parameter of fused experts, which PEFT lists
-in `target_parameters`, are matrices there: A [E r, in], expert after expert, and B [out, r E], the
-experts side by side within each of the r. They are named by their module alone. Where several of
-its parameters have some, PEFT wraps the module once for each, in the order of the parameters: the
-last one's are named by the module, the one's before by `base_layer` of it, and so on.
+For a linear layer, files have the same matrices as the model. For an embedding they are transposed:
+A [r, V] (here B) and B [H, r] (here A). For fused experts, which PEFT lists in `target_parameters`,
+they have two dims: A [E r, in], expert after expert, and B [out, r E], the experts side by side
+within each of the r. Their names have the module only. If several parameters of a module have
+adapters, PEFT wraps the module once for each, in the order of the parameters: those of the last
+parameter are named by the module, those of the one before by its `base_layer`, and so on.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ _CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 @dataclass(frozen=True)
 class _FilePlace:
-    """Where a matrix is in the file: its name there, and whose it is."""
+    """The name of a matrix in the file, and what it belongs to."""
 
     file: str
-    expert_part: str = ""  # A or B of experts; empty: of a linear layer, as it is
+    expert_part: str = ""  # A or B of experts; empty: of a linear layer
     is_transposed: bool = False  # of an embedding
 
     def from_file(self, matrix: Tensor, *, rank: int) -> Tensor:
-        """Return [E, r, in] of [E r, in], [E, out, r] of [out, r E]; an embedding's transposed,
-        others as they are."""
+        """Return [E, r, in] for [E r, in], [E, out, r] for [out, r E], the transposed matrix of an
+        embedding, and other matrices unchanged."""
         if self.is_transposed:
             return matrix.t()
         if self.expert_part == "A":
@@ -294,13 +294,12 @@ def write_adapter(
 
 
 class AdapterRecord:
-    """What a checkpoint of adapters says besides them: their scale, and to which weights they
-    belong.
+    """The state of a checkpoint of adapters next to the matrices: their scale and base weights.
 
     Args:
         form: of the adapters.
         folder: of the weights under them.
-        world: view of a trainer rank; all trainer ranks construct it, each reads a share of files.
+        world: of a trainer rank. All trainer ranks construct it, and each reads a share of files.
     """
 
     def __init__(self, form: LoraForm, folder: Path, world: World):
@@ -319,9 +318,9 @@ class AdapterRecord:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Compare with what a checkpoint says.
+        """Compare with the state of a checkpoint.
 
-        Raises: Refusal when its adapters were trained on other weights, or at another scale.
+        Raises: Refusal if its adapters were trained on other weights, or at another scale.
         """
         if int(state["base"]) != self._base:
             raise Refusal(

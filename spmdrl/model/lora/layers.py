@@ -1,11 +1,10 @@
-"""Low-rank adapters on the linear layers, experts and embedding of a model, put there from outside.
+"""Low-rank adapters on the linear layers, experts and embedding of a transformers model.
 
 y = W x + scale * B A x, with A [r, in] and B [out, r]. A layer gets two children, lora_A and
-lora_B, so a parameter's name is PEFT's without its prefix, and FSDP2 and tensor parallelism treat
-them like any other. Fused experts, [E, out, in], get A [E, r, in] and B [E, out, r] beside each of
-their parameters, so that whatever shards experts shards these alike; see expert_adapters.py. An
-embedding [V, H] gets those of a linear layer with as many output features as there are tokens, of
-which a token takes its row: A [r, H] and B [V, r].
+lora_B. So a parameter's name is PEFT's without its prefix, and FSDP2 and tensor parallelism shard
+it like any other. Fused experts, [E, out, in], get A [E, r, in] and B [E, out, r] for each of their
+parameters, which are sharded as the experts are; see expert_adapters.py. An embedding [V, H] gets A
+[r, H] and B [V, r], as a linear layer with V output features; a token takes its row.
 Source: arXiv 2106.09685, section 4.1; rank-stabilised scale: 2312.03732.
 """
 
@@ -45,10 +44,10 @@ class Adapters:
     """The adapters of one model, all on or all off.
 
     Args:
-        hf_model: a transformers model on the meta device, changed in place: its linear layers and
-            embedding, if they are meant, get float32 children lora_A and lora_B, its experts
-            parameters such as gate_up_proj_lora_A. Before tensor and expert parallelism.
-        form: what they are like.
+        hf_model: a transformers model on the meta device, changed in place, before tensor and
+            expert parallelism. Targeted linear layers and embeddings get float32 children lora_A
+            and lora_B, experts get parameters such as gate_up_proj_lora_A.
+        form: settings of the adapters.
     Raises: Refusal for targets that match nothing, with the names that exist.
     """
 
@@ -67,7 +66,7 @@ class Adapters:
                 add_to_experts(module, key, rank=form.rank)
             module.adapters = self
         self.weights = [weight_name(name, key) for name, (_, key) in self.targets.items()]
-        """Names of the live tensors that have adapters."""
+        """Names of live tensors with adapters."""
         self._matrices = {
             name: part for weight in self.weights for part, name in zip("AB", pair_names(weight))
         }
@@ -78,7 +77,7 @@ class Adapters:
         return list(self._matrices)
 
     def summary(self) -> str:
-        """Return rank and number, for messages."""
+        """Return the rank and the number of adapters, for messages."""
         experts = sum(key != "weight" for _, key in self.targets.values())
         embeddings = sum(isinstance(module, nn.Embedding) for module, _ in self.targets.values())
         places = [
@@ -90,7 +89,7 @@ class Adapters:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Let the model compute what it would without adapters."""
+        """Switch the adapters off inside a `with` block."""
         self.is_on = False
         yield
         self.is_on = True
@@ -129,11 +128,11 @@ class Adapters:
 def train_adapters_only(
     hf_model: nn.Module, adapters: Adapters, *, dtype: torch.dtype
 ) -> list[str]:
-    """Freeze all but the adapters, and a scalar head, and keep what is frozen in `dtype`.
+    """Freeze all parameters but adapters and a scalar head, and cast the frozen ones to `dtype`.
 
-    Frozen weights in the compute dtype are what a forward pass would see of float32 ones.
+    A forward pass would cast float32 weights to the same values.
 
-    Returns: the names of what is trained.
+    Returns: the names of the trained parameters.
     """
     names = {*adapters.names, SCALAR_HEAD}
     for name, parameter in hf_model.named_parameters():
@@ -146,8 +145,9 @@ def train_adapters_only(
 
 
 def initial_a(name: str, shape: tuple[int, ...], *, init: str, seed: int) -> Tensor:
-    """Return the first value of an A: [r, in] or, of experts, [E, r, in] float32; a function of
-    its arguments alone.
+    """Return the initial value of a matrix A, [r, in] or for experts [E, r, in], float32.
+
+    It depends on the arguments only, not on the layout.
 
     Args:
         init: `kaiming`, uniform in +-1/sqrt(in), as PEFT and nn.Linear do; `gaussian`, of
@@ -162,10 +162,10 @@ def initial_a(name: str, shape: tuple[int, ...], *, init: str, seed: int) -> Ten
 
 
 def plus_adapter(module: nn.Linear, out: Tensor, *, x: Tensor) -> Tensor:
-    """Add what a layer's adapter makes of x; `out` as it is where there is none, or it is off.
+    """Add the output of a layer's adapter to `out`; return `out` if there is none or it is off.
 
-    Under tensor parallelism x and out are local, and so is one of A and B: the term is a part of
-    the layer's output in the same way as `out`.
+    Under tensor parallelism x and out are local, and so is one of A and B: the sum is local in the
+    same way as `out`.
 
     Args:
         out: [.., out] = W x, and x [.., in], in the compute dtype.
@@ -183,7 +183,8 @@ def _adapted(module: nn.Linear, forward: Any, x: Tensor) -> Tensor:
 
 
 def _adapted_rows(module: nn.Embedding, forward: Any, ids: Tensor) -> Tensor:
-    """Add the rows of B A to those of the weight, [.., H] from ids [..]; of own rows under tp."""
+    """Add the rows of B A to those of the weight: [.., H] for ids [..], which are local under
+    tp."""
     out = forward(ids)
     adapters = module.adapters
     if not adapters.is_on:
@@ -195,7 +196,7 @@ def _adapted_rows(module: nn.Embedding, forward: Any, ids: Tensor) -> Tensor:
 
 
 def adapted_weights(hf_model: nn.Module, lora: LoraSettings) -> set[str]:
-    """Return the names of the live tensors that get adapters; none where model.lora is off.
+    """Return the names of the live tensors that get adapters; none if model.lora is off.
 
     Raises: Refusal as `lora_form` and `targeted` do.
     """
@@ -206,7 +207,7 @@ def adapted_weights(hf_model: nn.Module, lora: LoraSettings) -> set[str]:
 
 
 def lora_form(lora: LoraSettings) -> LoraForm:
-    """Return the form that `model.lora`, which is on, asks for.
+    """Return the settings of adapters from `model.lora`, which must be on.
 
     Raises: Refusal when its `path` holds no adapter, or one that cannot be trained here.
     """
@@ -223,7 +224,7 @@ def lora_form(lora: LoraSettings) -> LoraForm:
 
 
 def sent_adapter(hf_model: nn.Module, lora: LoraSettings) -> SentAdapter | None:
-    """Return what engines get of adapters under `push: adapter`; None where weights are merged.
+    """Return the adapters that engines receive under `push: adapter`; None if weights are merged.
 
     Args:
         lora: model.lora.

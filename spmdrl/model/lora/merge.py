@@ -1,4 +1,4 @@
-"""What adapters add to the weights: W + scale * B A, computed where W is sent or exported."""
+"""Merge adapters: W + scale * B A, computed where W is sent or exported."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ _Parts = list[tuple[Box, Tensor]]
 def low_rank_product(b: Tensor, a: Tensor, *, scale: float) -> Tensor:
     """Return scale * B A: [.., out, in] float32.
 
-    A sum of outer products in the order of the rank, so that an element has the same bits
-    whatever else is computed beside it, which no matrix product promises: engines get the same
-    weights from every layout.
+    This is a sum of outer products in the order of the rank, so that an element has the same bits
+    on every layout. A matrix product does not guarantee that.
 
     Args:
-        b: [.., out, r] float32. a: [.., r, in] float32; one of each expert where there are some.
+        b: [.., out, r] float32. a: [.., r, in] float32. The leading dim is the expert, if any.
     """
     scaled = b * scale
     total = b.new_zeros(*b.shape[:-1], a.shape[-1])
@@ -37,8 +36,8 @@ def low_rank_product(b: Tensor, a: Tensor, *, scale: float) -> Tensor:
 def deltas(adapters: Adapters, shards: Mapping[str, Tensor]) -> dict[str, Delta]:
     """Return {name of a weight: what its adapter adds to a box of it that this rank holds}.
 
-    Every rank of the adapters' mesh must call it: the parts of A that FSDP shards otherwise than W
-    are gathered. The rows of B that a box of W needs are here, since both are sharded alike.
+    Every rank of the adapters' mesh must call it: the parts of A that FSDP does not shard like W
+    are gathered. B is sharded like W, so that a rank has the rows that its boxes of W need.
 
     Args:
         adapters: of the model.
@@ -58,11 +57,13 @@ def deltas(adapters: Adapters, shards: Mapping[str, Tensor]) -> dict[str, Delta]
 
 
 def _needed_rows(a: Tensor, weight: Tensor) -> Tensor:
-    """Gather A, [r, in] or [E, r, in], over the mesh axes that shard its rows, but neither over tp
-    of a row-wise layer, nor over those that shard A and W alike by expert."""
+    """Gather A, [r, in] or [E, r, in], over the mesh axes that shard its rows.
+
+    It is not gathered over tp of a row-wise layer, nor over axes that shard A and W by expert.
+    """
     if not isinstance(a, DTensor):
         return a
-    # By name: of a layer that tp cuts, A may be whole on tp's ranks, and know nothing of the axis.
+    # By name: A may be whole on the ranks of tp, and then has no such axis.
     of_weight = dict(zip(weight.device_mesh.mesh_dim_names, weight.placements))
 
     def kept(axis: str, own: Placement) -> Placement:

@@ -48,7 +48,7 @@ class LoraForm:
 
 @dataclass(frozen=True)
 class SentAdapter:
-    """Adapters that engines compute with themselves: A and scale * B travel, in their dtype."""
+    """Adapters that engines apply themselves: A and scale * B are sent, in the engine's dtype."""
 
     shapes: Mapping[str, tuple[int, ...]]  # by name, of all matrices
     factors: Mapping[str, float]  # by name of each B: the scale
@@ -63,18 +63,19 @@ def pair_names(weight: str) -> tuple[str, str]:
 
 
 def weight_name(target: str, key: str) -> str:
-    """Return the name of the live tensor that a target is."""
+    """Return the name of a target's live tensor."""
     return f"{target}.weight" if key == "weight" else target
 
 
 def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
-    """Return the linear layers, experts and embedding that `targets` mean; never the output head.
+    """Return the linear layers, experts and embedding that `targets` match; never the output head.
 
     Args:
-        targets: `all-linear` for the layers and experts of the blocks; a regular expression of
-            whole names; or names and ends of names, as PEFT's target_modules and
-            target_parameters. A module of experts stands for all its parameters.
-    Raises: Refusal for an entry that matches none, and for an embedding that cannot have one.
+        targets: `all-linear` for the layers and experts of the blocks; a regular expression for
+            whole names; or names and ends of names, like PEFT's target_modules and
+            target_parameters. The name of an experts module matches all its parameters.
+    Raises: Refusal for an entry that matches nothing, and for an embedding that cannot have an
+        adapter.
     """
     heads = (hf_model.get_output_embeddings(), getattr(hf_model, "score", None))
     known: Targets = {
@@ -118,16 +119,16 @@ def targeted(hf_model: nn.Module, targets: str | tuple[str, ...]) -> Targets:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module is x W + b and no more: some routers are a linear layer that goes on
-    to choose experts, and Falcon's layers are linear by code of their own."""
+    """Return whether a module computes x W + b and no more. Some routers are linear layers that
+    also choose experts; Falcon's layers are linear, but by code of their own."""
     if not isinstance(module, nn.Linear):
         return False
     return type(module).forward is nn.Linear.forward or _computes_as_linear(module)
 
 
 def _computes_as_linear(module: nn.Linear) -> bool:
-    """Return whether a layer's own forward gives what a linear layer of small weights gives, of
-    inputs small and large."""
+    """Return whether a layer's own forward equals a linear layer, tried on small weights and on
+    small and large inputs."""
     draws = torch.Generator().manual_seed(0)
     weight = torch.randn(3, 2, generator=draws, dtype=torch.float64)
     bias = None if module.bias is None else torch.randn(3, generator=draws, dtype=torch.float64)
@@ -151,7 +152,7 @@ def _computes_as_linear(module: nn.Linear) -> bool:
 def _matches(
     targets: str | tuple[str, ...], known: Targets, experts: Targets
 ) -> dict[str, set[str]]:
-    """Return {target: names of what it matches}; a module of experts by all its parameters."""
+    """Return {target: names that it matches}; an experts module matches by all its parameters."""
     is_match: Callable[[str, str], object] = _is_end
     if isinstance(targets, str):
         targets = (targets,)
@@ -201,7 +202,7 @@ def _more_than_linear(hf_model: nn.Module) -> list[str]:
 
 
 def _others(hf_model: nn.Module, known: Targets) -> list[str]:
-    """Return the parameters that are more than a matrix, and cannot be adapted, for messages."""
+    """Return the parameters with more than two dims that can have no adapter, for messages."""
     parameters = hf_model.named_parameters()
     return _patterns(name for name, p in parameters if p.dim() > 2 and name not in known)
 

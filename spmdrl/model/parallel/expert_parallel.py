@@ -1,11 +1,10 @@
-"""Expert parallelism: each rank of an ep group has some experts, and tokens travel to them.
+"""Expert parallelism: each rank of an ep group has some experts, and tokens are sent to them.
 
-transformers' own modules compute. Of a layer's experts, which are fused parameters [E, ...], a rank
-holds E / ep, sharded again by FSDP2 over the ranks that ep leaves of a replica, its tp ranks
-included. In the forward pass each copy of
-a token goes to the rank that has its expert and the result comes back, by two all-to-alls whose
-sizes are exchanged first; no token is dropped. What is to be sent is ordered by expert, so that the
-same tokens give the same sums.
+transformers' own modules compute. A layer's experts are fused parameters [E, ...]. A rank holds
+E / ep of them, which FSDP2 shards again over the other ranks of a replica, tp ranks included. In
+the forward pass each copy of a token is sent to the rank that has its expert, and the result is
+sent back, by two all-to-alls whose sizes are exchanged first. No token is dropped. Tokens are
+sorted by expert, so that the same tokens always give the same sums.
 
 Shape letters: T tokens of this rank, K experts per token, E experts, R ranks of the ep group, S
 rows that this rank's experts compute, H hidden.
@@ -30,12 +29,12 @@ from spmdrl.model.tensor_parts import to_local
 
 
 def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the experts of a meta model over the ep axis, and have tokens travel to them.
+    """Shard the experts of a meta model over the ep axis, and have tokens sent to them.
 
     Args:
-        hf_model: a transformers model on the meta device, changed in place, of whose experts each
-            rank can have as many (see `fits.misfits`); a dense one, such as the value model of a
-            mixture, stays as it is.
+        hf_model: a transformers model on the meta device, changed in place. Its number of experts
+            is a multiple of the ranks (see `divisibility.misfits`). A dense model, such as the
+            value model of a mixture, is not changed.
         mesh: one-dimensional, the ep axis.
     """
     for experts in experts_modules(hf_model).values():
@@ -46,13 +45,14 @@ def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def replicated(mesh: DeviceMesh, axis: str) -> DeviceMesh:
-    """Return an axis of the trainers' mesh, together with dp_replicate where there are copies."""
+    """Return an axis of the trainers' mesh, with dp_replicate before it if that is above 1."""
     return mesh["dp_replicate", axis] if mesh["dp_replicate"].size() > 1 else mesh[axis]
 
 
 def shard_experts(hf_model: nn.Module, *, mesh: DeviceMesh, shard: Callable[..., Any]) -> None:
-    """Shard what `apply_ep` left of the experts over the ranks that hold the same ones: a unit per
-    layer, before the blocks around them.
+    """Shard the experts of a rank over the ranks that hold the same ones, by FSDP2.
+
+    There is one unit per layer. The blocks around them are sharded after this.
 
     Args:
         mesh: of the trainers, with axes dp_replicate, efsdp, ep (World.experts).
@@ -82,7 +82,7 @@ def expert_dim(shape: Sequence[int], *, count: int, shards: int) -> int:
 
 
 class _LocalExperts:
-    """What transformers' experts functions read of an experts module, for this rank's part."""
+    """This rank's part of an experts module, with the attributes that transformers reads."""
 
     def __init__(self, experts: nn.Module, ranks: int):
         self._experts = experts
@@ -100,7 +100,7 @@ def _forward(
     *,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Compute what the module itself would with all experts here.
+    """Compute what the module itself would compute with all experts.
 
     Args:
         hidden_states: [T, H]. top_k_index, top_k_weights: [T, K].
@@ -115,7 +115,9 @@ def _forward(
     sent = counts(chosen, experts.num_experts).long().view(ranks, local)
     received = torch.empty_like(sent)  # [R, E / R]: rows by the rank they come from, and expert
     dist.all_to_all_single(received, sent, group=group)
-    here, there = torch.stack([received.sum(1), sent.sum(1)]).tolist()  # the one wait
+    here, there = torch.stack(
+        [received.sum(1), sent.sum(1)]
+    ).tolist()  # the only wait for the device
     own = torch.arange(local, device=chosen.device).repeat(ranks)
     index = own.repeat_interleave(received.flatten(), output_size=sum(here))[:, None]  # [S, 1]
     rows = _travel(hidden_states[order // num_chosen], here=here, there=there, group=group)
@@ -128,7 +130,7 @@ def _forward(
 
 
 def _travel(rows: Tensor, *, here: list[int], there: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Exchange rows, whose gradient goes the same ways back."""
+    """Exchange rows; the backward pass sends gradients back."""
     return with_gradient(
         partial(_exchanged, here=here, there=there), partial(_exchanged, here=there, there=here)
     )(rows, group)

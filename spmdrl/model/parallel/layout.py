@@ -1,4 +1,4 @@
-"""Lay a model out over the trainer mesh, by every kind of parallelism that the config asks for.
+"""Shard a model over the trainer mesh, by every kind of parallelism in the config.
 
 In this order: tp (tensor_parallel.py), ep (expert_parallel.py), activation checkpointing
 (recompute.py), compile, activations on the host (recompute.py), FSDP2.
@@ -44,8 +44,8 @@ def lay_out(
         hf_model: a transformers causal LM, or sequence classifier, changed in place.
         dtype: of forward and backward.
         temperature: of the distribution that is scored.
-    Returns: the module that scores, without storage; and the parameters that every tp rank holds
-        whole, see tensor_parallel.apply_tp.
+    Returns: the module that scores, without storage; and the parameters that are whole on every tp
+        rank, see tensor_parallel.apply_tp.
     Raises: Refusal for what the model cannot do.
     """
     kernels = cfg.model.kernels
@@ -97,7 +97,7 @@ def _is_blackwell(device: torch.device) -> bool:
 
 
 def _wrapped_blocks(hf_model: nn.Module, cfg: Config) -> list[nn.Module]:
-    """Return the blocks, first to last, with what spares their activations around them."""
+    """Return the blocks, first to last, wrapped for activation checkpointing and offloading."""
     names = list(blocks(hf_model))
     spared = cfg.model.memory
     recompute.checkpoint(hf_model, spared.activation_checkpointing)
@@ -110,7 +110,7 @@ def _wrapped_blocks(hf_model: nn.Module, cfg: Config) -> list[nn.Module]:
 
 
 def give_storage(scorer: nn.Module, offload: str, *, device: torch.device) -> None:
-    """Give parameters and buffers storage, on the meta device until here.
+    """Allocate parameters and buffers, which were on the meta device.
 
     Args:
         offload: model.memory.offload.
@@ -126,7 +126,7 @@ def give_storage(scorer: nn.Module, offload: str, *, device: torch.device) -> No
 
 
 def slicing_of(world: World, *, is_padded: bool, chunk: int | None) -> Slicing:
-    """Return which part of every packed row this rank computes; see Slicing."""
+    """Return which slice of every packed row this rank computes."""
     mesh = world.mesh["cp"]
     tp = world.mesh["tp"]
     return Slicing(
@@ -152,24 +152,24 @@ def apply_fsdp(
 ) -> None:
     """Shard every block, and the rest as one unit, over the axes dp_replicate and fsdp.
 
-    Applied at size 1 too, so that one path serves every layout. Parameters keep their dtype and
-    are gathered in `dtype`; gradients are reduced in float32. FSDP2 averages gradients over
-    the ranks of these axes: the loss is multiplied by their number to get sums.
+    This is also done for one rank, so that all layouts take the same path. Parameters keep their
+    dtype and are gathered in `dtype`; gradients are reduced in float32. FSDP2 averages gradients
+    over the ranks of these axes; the loss is multiplied by their number to get sums.
 
     Args:
         scorer: the root module, on the meta device.
         hf_blocks: its transformer blocks, first to last.
         world: its meshes `sharding`, with axes dp_replicate, fsdp, tp, and `experts`, with axes
-            dp_replicate, efsdp and ep (None: as all else).
+            dp_replicate, efsdp and ep (None: experts are sharded like all other weights).
         memory: reshard `always`: a block's weights are freed after its forward pass and gathered
             again for the backward pass; `auto`: not the last block's, whose backward pass comes
-            next; `never`. The rest stays gathered from forward to backward pass. prefetch: blocks
-            that are asked for before they are needed; 0 leaves it to FSDP2, which asks for the next
-            one as soon as the host gets there. Neither changes a result. offload `parameters`:
-            shards and their gradients are in pinned host memory, where the model is to be given
-            storage; what is gathered is on the mesh's device (CUDA).
+            next; `never`. Other weights stay gathered from forward to backward pass. prefetch: how
+            many blocks are gathered ahead; 0: FSDP2 gathers the next block when the host reaches
+            it. Neither changes a result. offload `parameters`: shards and their gradients are in
+            pinned host memory, where the caller allocates the model; gathered weights are on the
+            device (CUDA).
         dtype: of forward and backward.
-        others: blocks of towers, which run before; nobody asks for their weights ahead.
+        others: blocks of towers, which run first and are not gathered ahead.
     """
     mesh = world.sharding
     # Inputs are ids and masks: there is nothing to cast, and float32 outputs must stay so.
@@ -192,8 +192,10 @@ def apply_fsdp(
 
 
 def _ask_ahead(scorer: nn.Module, hf_blocks: list[nn.Module], *, ahead: int) -> None:
-    """Have every block ask for the weights of the `ahead` blocks that come next, in either pass,
-    and for those of its own experts: the host may wait for their numbers of rows in between."""
+    """Have every block gather the next `ahead` blocks, in both passes, and its own experts.
+
+    The host may wait for the numbers of rows of experts in between.
+    """
     if not ahead:
         return
     units = [[m for m in block.modules() if isinstance(m, FSDPModule)] for block in hf_blocks]

@@ -1,8 +1,8 @@
-"""What is spared of a block's activations: recomputed in the backward pass, or kept on the host.
+"""Save the memory of activations: recompute them in the backward pass, or keep them on the host.
 
-Both wrap blocks from outside and change no value. A block ends up as FSDP2(on the host(compiled(
-checkpointed(block)))): compile sees which products checkpointing keeps, and FSDP2's hooks, which
-gather and free weights, run neither inside a recomputation nor under the hooks that move tensors.
+Both wrap blocks and change no value. A block ends up as FSDP2(on the host(compiled(
+checkpointed(block)))): compile knows which products checkpointing keeps, and the hooks of FSDP2,
+which gather and free weights, run neither in a recomputation nor under the hooks that move tensors.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ KEPT = frozenset(
         "flash_attn::_flash_attn_varlen_forward",
     }
 )
-"""Operations whose results selective checkpointing keeps: all that cost more than reading memory.
+"""Operations whose results selective checkpointing keeps: those that cost more than reading memory.
 
-Every product of a linear layer, not every second one: which are the second ones depends on the
-order in which a model calls its layers, and half of the products is what the mode is there to
-spare. Batched products (bmm, baddbmm) are attention over short sequences: cheap, and their scores
-are the largest tensors of all. Collectives write in place and are run again, and so is the whole
-of ring attention, which is one of its exchanges with the rest.
+All products of linear layers are kept. (Keeping every second one, as others do, depends on the
+order in which a model calls its layers.) Batched products (bmm, baddbmm) are not kept: they are
+attention over short sequences, which is cheap, and their scores are the largest tensors.
+Collectives write in place and run again, and so does all of ring attention, whose exchanges are
+part of one function.
 """
 
 _LEAST_BYTES = 1024
@@ -61,11 +61,11 @@ _LEAST_BYTES = 1024
 
 
 def checkpoint(hf_model: nn.Module, mode: str) -> None:
-    """Wrap every block, of towers too, so that activations are recomputed in the backward pass.
+    """Wrap every block, also of towers, so that activations are recomputed in the backward pass.
 
     Args:
-        mode: `none`; `full`: a block keeps its input alone; `selective`: besides, what KEPT
-            names, so that only what is cheap is computed twice.
+        mode: `none`; `full`: a block keeps only its input; `selective`: also the results of KEPT,
+            so that only cheap operations run twice.
     """
     if mode == "none":
         return
@@ -84,38 +84,39 @@ def _policy(context: Any, operation: Any, *args: Any, **options: Any) -> Checkpo
 
 
 def keep_on_host(hf_model: nn.Module, names: Iterable[str]) -> None:
-    """Wrap blocks so that what autograd saves in them waits on the host for the backward pass.
+    """Wrap blocks so that tensors saved by autograd are kept on the host until the backward pass.
 
-    Weights stay where they are, and so do keyword arguments, which all blocks share. With full
-    checkpointing a block's input is all that moves. Copies run on the stream that computes: they
-    need no further synchronization, and their time adds to the step's.
+    Weights stay on the device, and so do keyword arguments, which all blocks share. With full
+    checkpointing only a block's input moves. Copies run on the compute stream: they need no
+    synchronization, and their time adds to the step.
     """
     for name in names:
         hf_model.set_submodule(name, _OnHost(hf_model.get_submodule(name)))
 
 
 def has(offload: str, what: str) -> bool:
-    """Return whether model.memory.offload names `what`: activations, optimizer or parameters,
-    whose optimizer state is on the host with them."""
+    """Return whether model.memory.offload includes `what`: activations, optimizer or parameters.
+
+    Offloaded parameters have their optimizer state on the host too.
+    """
     named = {"all": ("activations", "optimizer"), "parameters": ("parameters", "optimizer")}
     return what in named.get(offload, (offload,))
 
 
 def pins_exactly(offload: str) -> bool:
-    """Return whether pinned memory is to be as large as what is put there, not the next power of 2.
+    """Return whether pinned memory gets the exact size, not the next power of 2.
 
-    That spares up to half of it where it is taken once. Activations come and go, in sizes that
-    differ: rounded up, one's memory does for the next.
+    That saves up to half of memory that is allocated once. Activations are allocated again and
+    again in different sizes; rounded up, their memory can be used again.
     """
     return has(offload, "optimizer") and not has(offload, "activations")
 
 
 def blocks_ahead(prefetch: int | Literal["auto"], world: World) -> int:
-    """Return how many blocks ask for their weights ahead of time: model.memory.prefetch.
+    """Return how many blocks are gathered ahead: model.memory.prefetch.
 
-    `auto` is 1 with experts on other ranks on CUDA: there the host waits, in each block, for the
-    numbers of rows that it gets, and could not ask for the next block meanwhile. Elsewhere FSDP2
-    asks early enough by itself.
+    `auto` is 1 with expert parallelism on CUDA, where the host waits in each block for the numbers
+    of rows and could not gather the next block. In all other cases FSDP2 gathers early enough.
     """
     if prefetch != "auto":
         return prefetch
@@ -123,7 +124,7 @@ def blocks_ahead(prefetch: int | Literal["auto"], world: World) -> int:
 
 
 def check_offload(offload: str, device: torch.device) -> None:
-    """Refuse to take parameters, or an optimizer's state, to the host where they are already.
+    """Refuse to offload parameters or optimizer state that are in host memory already.
 
     Raises: Refusal on any device but CUDA.
     """
@@ -140,14 +141,14 @@ def check_offload(offload: str, device: torch.device) -> None:
 
 
 def move_buffers(root: nn.Module, device: torch.device) -> None:
-    """Give the buffers of a model storage on another device than its parameters have."""
+    """Allocate the buffers of a model on another device than its parameters."""
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 class _OnHost(Wrapper):
-    """A block whose saved tensors wait on the host."""
+    """A block whose saved tensors are kept on the host."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
@@ -157,8 +158,8 @@ class _OnHost(Wrapper):
 
 @dataclass(frozen=True)
 class _Away:
-    """A view of a storage that is on the host: kernels may add up otherwise where strides differ,
-    so the tensor comes back with its own."""
+    """A view of a storage on the host. It keeps its strides: with others, kernels may add up in
+    another order."""
 
     storage: Tensor  # [bytes] uint8, on the host
     device: torch.device
@@ -175,8 +176,8 @@ class _Away:
 @contextmanager
 def _saving_to_host(block: nn.Module, *, shared: Sequence[Any]) -> Iterator[None]:
     stays = {_storage(value) for value in shared if isinstance(value, Tensor)}
-    # A storage that several tensors share is copied once. It lives until the block has run, so
-    # that its identity is its own so long.
+    # A storage that several tensors share is copied once. It is kept until the block has run, so
+    # that no other storage gets its identity.
     seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     @torch.compiler.disable
@@ -186,7 +187,7 @@ def _saving_to_host(block: nn.Module, *, shared: Sequence[Any]) -> Iterator[None
         place = _storage(tensor)
         key = (place, write_count(tensor))
         if key not in seen:
-            # Asked anew each time: experts are gathered inside the block, by FSDP2 of their own.
+            # Looked up each time: experts are gathered inside the block, by a unit of their own.
             if place in stays or any(_storage(p) == place for p in block.parameters()):
                 return tensor
             seen[key] = (tensor, _to_host(tensor))
@@ -199,13 +200,13 @@ def _saving_to_host(block: nn.Module, *, shared: Sequence[Any]) -> Iterator[None
 
 
 def _storage(tensor: Tensor) -> int:
-    """Return the identity of a storage while it lives; FSDP2 frees and reuses its memory."""
+    """Return the identity of a storage, valid while it exists; FSDP2 frees and reuses memory."""
     return storage_id(local_part(tensor))
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of all that the tensor's storage holds: [bytes] uint8, on the host."""
-    is_cuda = tensor.is_cuda  # pinned, or the copy would wait for all that was launched
+    """Return a copy of the tensor's whole storage on the host, [bytes] uint8."""
+    is_cuda = tensor.is_cuda  # pinned: else the copy would wait for all launched kernels
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=is_cuda)
     return host.copy_(whole, non_blocking=is_cuda)

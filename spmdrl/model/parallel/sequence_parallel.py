@@ -111,7 +111,8 @@ def shard_tokens(
         biases of row-wise layers, routers and shared experts.
     """
     partial = {f"{name}.bias" for name, style in styles.items() if style.startswith("rowwise")}
-    embedding, (_, base) = hf_model.get_input_embeddings(), base_of(hf_model)
+    embedding = hf_model.get_input_embeddings()
+    _, base = base_of(hf_model)
     whole = {id(p) for p in embedding.parameters()}
     apart = mixtures(hf_model).values()
     for block in blocks(hf_model).values():

@@ -1,10 +1,9 @@
-"""Tensor parallelism from a model's own plan: one style per entry, applied from outside.
+"""Tensor parallelism by a model's own plan, which has a style for each module.
 
-Each style shards a module's weight over the tp axis (a DTensor) and computes with the local
-part, so that the matmuls never go through DTensor dispatch. Activations between a column-wise
-and a row-wise module are local to a rank. Everywhere else they are those of own tokens
-(sequence_parallel.py) or, for models where that is not possible, replicated, and so are the
-gradients that come back.
+A style shards a module's weight over the tp axis (a DTensor) and computes with the local part, so
+that matmuls never go through DTensor dispatch. Between a column-wise and a row-wise module,
+activations are local to a rank. In all other places they are of own tokens (sequence_parallel.py)
+or, for models where that is not possible, replicated, as are their gradients.
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ def _own_part(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 enter = with_gradient(same, added)
-"""What is equal on all ranks, for use with local weights: the gradients are added up."""
+"""A tensor that is equal on all ranks, for local weights; the backward pass adds up gradients."""
 _leave = with_gradient(added, same)
-"""Partial sums to their sum over ranks, of which every rank's part has the same gradient."""
+"""From partial sums to their sum over ranks; the gradient is the same on all ranks."""
 gather_last = with_gradient(_gathered, _own_part)
-"""The ranks' equal parts of the last dim to the whole, to compute the same from it on every rank;
-the gradient is this rank's part."""
+"""From equal parts of the last dim to the whole, for the same computation on every rank; the
+backward pass takes this rank's part."""
 _split = with_gradient(_own_part, _gathered)
-"""The whole last dim to this rank's part; the gradient is gathered."""
+"""From the whole last dim to this rank's part; the backward pass gathers gradients."""
 
 
 @dataclass(frozen=True)
 class Edges:
-    """How activations come into column-wise layers, and leave row-wise ones."""
+    """What happens to activations before column-wise layers and after row-wise ones."""
 
     enter: Exchange
     leave: Exchange
@@ -68,12 +67,12 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
     """Shard a meta model's modules over the tp axis by its own plan.
 
     Args:
-        hf_model: a transformers causal LM on the meta device, changed in place; one of which
-            `fits.misfits` says nothing over so many ranks.
+        hf_model: a transformers causal LM on the meta device, changed in place; it can be divided
+            over these ranks, see `divisibility.misfits`.
         mesh: one-dimensional, the tp axis.
-    Returns: {parameter name: "partial" or "replicated"} of the parameters that stay whole on
-        every tp rank: the gradient of a partial one covers this rank's heads or tokens only.
-        Experts are not among them: they are cut elsewhere (expert_parallel.py).
+    Returns: {parameter name: "partial" or "replicated"} for the parameters that stay whole on
+        every tp rank; the gradient of a partial one is of this rank's heads or tokens only.
+        Experts are left out: expert_parallel.py shards them.
     """
     styles = tp_styles(hf_model)
     reason = sequence_parallel.why_not(hf_model, styles)
@@ -144,8 +143,8 @@ def _shard(module: nn.Module, key: str, *, dim: int, mesh: DeviceMesh) -> None:
 def _shard_adapter(module: nn.Module, style: str, *, name: str, mesh: DeviceMesh) -> set[str]:
     """Shard a layer's adapter as the layer is: B of a column-wise one, A of a row-wise one.
 
-    Returns: the name of the other matrix, which stays whole, if there is an adapter. Every rank
-        has a share of its gradient: of its own output features, or of its own input features.
+    Returns: the name of the other matrix, if there is an adapter. It stays whole, and each rank
+        has a share of its gradient: that of its own output or input features.
     """
     if not hasattr(module, "lora_A"):
         return set()
@@ -182,8 +181,8 @@ def _vocab_parallel(
     group: dist.ProcessGroup,
     leave: Exchange,
 ) -> Tensor:
-    """Look up this rank's rows and add the ranks up; what the model does besides the lookup
-    (Gemma scales it) is linear, so it commutes with the sum."""
+    """Look up this rank's rows and add up the ranks. A model's scaling of embeddings (Gemma) is
+    linear, so it may be done before the sum."""
     whole = module.weight
     padding = module.padding_idx
     local = whole.to_local()
@@ -203,11 +202,10 @@ def _vocab_parallel(
 def sum_replicated_gradients(
     gradients: Mapping[str, Tensor], kinds: Mapping[str, str], *, group: dist.ProcessGroup
 ) -> None:
-    """Make the gradients of whole parameters right and bit-equal on all tp ranks, in place.
+    """Complete the gradients of whole parameters, bit-equal on all tp ranks, in place.
 
-    A partial gradient is summed over the ranks; a replicated one is averaged, which changes
-    it by rounding only but keeps the copies from drifting apart. Once per update, in one
-    collective, instead of once per module and micro-batch.
+    Partial gradients are summed over the ranks. Replicated ones are averaged, which changes only
+    rounding, and keeps the copies from drifting apart. This is one collective per update.
 
     Args:
         gradients: {parameter name: local float32 gradient}.
