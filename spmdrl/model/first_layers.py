@@ -1,4 +1,4 @@
-"""A model's first layers as a config of their own, and what kind of layer each one is."""
+"""The config of a model's first layers, and the kind of each layer."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 
 _SKIPPED = re.compile(r"(^|_)(idx|index|id|number)$|^layer$|training|^_")
-"""Attributes of modules that tell a layer's place, not its kind."""
+"""Attributes of modules that depend on a layer's index, not on its kind."""
 _NUMBERS = re.compile(r"layer|idx|index|indices")
 """Names of lists of layers' numbers, such as mlp_only_layers and full_attn_idxs."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def first_layers(config: Any) -> Any:
-    """Return the config of a model's first layers, one at least of each kind that it has.
+    """Return the config of a model's first layers, with at least one layer of each kind.
 
-    Raises: Refusal when these would be of other kinds.
+    Raises: Refusal if these would be layers of other kinds.
     """
     kinds = layer_kinds(config)
     chosen = range(1 + max(place_of(kinds, kind, 1) for kind in {*kinds}))
@@ -35,14 +35,14 @@ def first_layers(config: Any) -> Any:
 def config_of(config: Any, fields: Mapping[str, Any]) -> Any:
     """Return a config of the same class with other fields."""
     made = type(config).from_dict(dict(fields))
-    return type(config).from_dict(made.to_dict())  # as everybody reads a saved config.json
+    return type(config).from_dict(made.to_dict())  # as if read from a saved config.json
 
 
 def layer_kinds(config: Any) -> list[Hashable]:
-    """Return what each layer of a model is: its modules, shapes and switches, not its place."""
+    """Return the kind of each layer of a model: its modules, shapes and switches."""
     import transformers as hf
 
-    kind = type(config)  # of some text models there is no class with a head
+    kind = type(config)  # some text models have no class with a head
     is_bare = kind in hf.MODEL_MAPPING and kind not in hf.MODEL_FOR_CAUSAL_LM_MAPPING
     maker: Any = hf.AutoModel if is_bare else hf.AutoModelForCausalLM
     with torch.device("meta"):
@@ -63,7 +63,7 @@ def _kind(layer: nn.Module) -> Hashable:
 
 
 def _switches(module: nn.Module) -> Hashable:
-    """Return a module's own settings: words as they are, of numbers whether they are 0."""
+    """Return a module's own settings: strings, and whether numbers are 0."""
     own = {n: v for n, v in sorted(vars(module).items()) if not _SKIPPED.search(n)}
     words = tuple((n, v) for n, v in own.items() if isinstance(v, (str, type(None))))
     return words, tuple((n, bool(v)) for n, v in own.items() if isinstance(v, (int, float)))
@@ -72,8 +72,8 @@ def _switches(module: nn.Module) -> Hashable:
 def cut_layers(config: Any, *, layers: int, chosen: Sequence[int]) -> dict[str, Any]:
     """Return the fields of a model of some of the layers.
 
-    Lists with an entry per layer, or of layers' numbers, are cut; periods, counts of first layers
-    and lists that only happen to be as long as there are layers stay as they are.
+    Lists with an entry per layer, or of layers' numbers, are cut. Periods, counts of first layers,
+    and other lists that happen to have the same length are not changed.
 
     Args:
         config: of transformers.
@@ -95,9 +95,11 @@ def cut_layers(config: Any, *, layers: int, chosen: Sequence[int]) -> dict[str, 
 
 
 def _of_other_lengths(kind: type) -> set[str]:
-    """Return the lists that have no entry per layer: by the class's defaults they have another
-    length than there are layers, and are no layers' numbers. Mamba 2's limits of time steps are
-    two in a model of 64 layers, and in one of two layers."""
+    """Return the fields with lists that have no entry per layer.
+
+    In the class's defaults their length is not the number of layers, and they hold no layers'
+    numbers. Mamba 2, for example, has two limits of time steps for any number of layers.
+    """
     default, _ = attempt(kind, Exception)  # of any class: some have none
     count = getattr(default, "num_hidden_layers", None)
     if default is None or count is None:
@@ -121,13 +123,12 @@ def _cut(name: str, value: Any, *, layers: int, chosen: Sequence[int]) -> Any:
 
 
 def _are_numbers(value: Sequence[Any], *, layers: int) -> bool:
-    """Return whether values can be numbers of layers: integers, ascending, each once."""
+    """Return whether values can be numbers of layers: ascending integers without repetition."""
     is_whole = all(isinstance(v, int) for v in value)
     return is_whole and max(value) < layers and list(value) == sorted({*value})
 
 
 def place_of(kinds: Sequence[Hashable], kind: Hashable, each: int) -> int:
-    """Return the number of the layer that is the `each`-th of a kind after the first, or the last
-    of that kind where there are fewer."""
+    """Return the number of the `each`-th layer of a kind, or of the last one if there are fewer."""
     places = [i for i, other in enumerate(kinds) if other == kind]
     return places[min(each, len(places)) - 1]

@@ -1,12 +1,11 @@
 """Floating point operations of a model on real tokens, and what share of a GPU's peak they are.
 
-A multiply-add counts as two. Counted are the matmuls that the mathematics asks for: weights times
-tokens (of experts, those that a token goes to), attention over the pairs of tokens that see each
-other, and the output head on scored positions only. Elementwise work, padding and recomputation
-(activation checkpointing, the head's logits in its backward pass) do not count, nor does what a
-tower makes of what it is shown.
-Source: arXiv 2204.02311, appendix B (model FLOPs utilisation); deviation: attention is causal
-here, so half of its pairs count.
+A multiply-add counts as two operations. Counted are the necessary matmuls: weights times tokens
+(for experts, the chosen ones), attention over visible pairs of tokens, and the output head on
+scored positions. Elementwise operations, padding, recomputation (activation checkpointing, and the
+head's logits in its backward pass) and towers are not counted.
+Source: arXiv 2204.02311, appendix B (model FLOPs utilisation). Deviation: attention is causal, so
+only half of its pairs count.
 """
 
 from __future__ import annotations
@@ -62,12 +61,13 @@ def forward_flops(shape: ModelShape, *, lengths: Tensor, num_scored: int) -> Flo
 
 
 def visible_pairs(lengths: Tensor, *, window: int | None) -> float:
-    """Return the (query, key) pairs under a causal mask: half of the squared length of each
-    sequence; under a sliding window, as many as the band has.
+    """Return the number of visible (query, key) pairs under a causal mask.
+
+    That is half of the squared length of each sequence, or the area of the band of a window.
 
     Args:
         lengths: [S] tokens.
-        window: tokens that a query sees, itself included; None is all.
+        window: tokens that a query attends to, itself included; None: all.
     """
     own = lengths.double()
     seen = own if window is None else own.clamp(max=window)
@@ -79,12 +79,12 @@ def training_flops(
 ) -> float:
     """Count a forward and a backward pass over sequences.
 
-    A backward pass is two forward passes, a gradient of the inputs and one of the weights.
+    A backward pass costs two forward passes: one for gradients of inputs, one for those of weights.
 
     Args:
         lengths, num_scored: as of `forward_flops`.
-        trains_weights: False with adapters, whose own few operations are left out: the weights
-            get no gradient.
+        trains_weights: False with adapters, where weights get no gradient. The few operations of
+            adapters are not counted.
     """
     own = forward_flops(shape, lengths=lengths, num_scored=num_scored)
     times = 3 if trains_weights else 2
@@ -95,7 +95,7 @@ def training_flops(
 
 
 def countable_shape(hf_model: nn.Module) -> ModelShape | None:
-    """Return the shape of a model; None, with a word in the log, where its build is unknown."""
+    """Return the shape of a model; None, with a line in the log, if its build is not known."""
     shape, error = attempt(lambda: model_shape(hf_model))
     if error:
         log.info("perf/trainer_flops is not counted: %s", error)
@@ -110,7 +110,7 @@ def trained_flops(
     Args:
         shape: None where the model cannot be counted.
         lengths: [S] tokens, of the whole batch, all ranks.
-        num_scored: loss tokens; a scalar head costs nothing to speak of.
+        num_scored: loss tokens; the cost of a scalar head is ignored.
     """
     if shape is None:
         return {}
@@ -124,7 +124,7 @@ def trained_flops(
 
 
 def utilisation(flops: float, seconds: float, *, ranks: int, peak_flops: float | None) -> Sums:
-    """Return perf/trainer_tflops_per_s and, where the peak is known, perf/mfu.
+    """Return perf/trainer_tflops_per_s and, if the peak is known, perf/mfu.
 
     Args:
         flops: of all trainer ranks together.
@@ -141,8 +141,10 @@ def utilisation(flops: float, seconds: float, *, ranks: int, peak_flops: float |
 
 
 def device_peak_flops(device: torch.device, *, dtype: str) -> float | None:
-    """Return the peak of a device for matmuls in the compute dtype, 1/s; None where it is not
-    known: on the CPU, for GPUs that hardware.py does not list, in other dtypes than bfloat16."""
+    """Return the peak of a device for matmuls in the compute dtype, 1/s; None if it is not known.
+
+    It is known for the GPUs of hardware.py in bfloat16.
+    """
     if device.type != "cuda" or dtype != "bfloat16":
         return None
     gpu = known_gpu(torch.cuda.get_device_name(device))

@@ -1,9 +1,9 @@
-"""Which part of which live tensor of a model a tensor of its safetensors files is.
+"""Which part of a live tensor each tensor of the safetensors files is.
 
-transformers keeps some weights otherwise than the files do: the experts of a layer are one
-parameter, with gate and up projections joined, where files have a tensor per expert and
-projection. What it does to weights on saving is watched once, on placeholders, so that there is no
-table of families here, and a model without such weights is the plain case of the same path.
+transformers stores some weights differently than files do. The experts of a layer are one
+parameter, with gate and up projections joined; files have a tensor for each expert and projection.
+What saving does to weights is watched once, on placeholders, so that no table of families is
+needed. A model without such weights takes the same path.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 
 def live_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return {name: tensor} of what a model is made of: its parameters, tied ones once, and its
-    persistent buffers (routers of the DeepSeek-V3 kind have one)."""
+    """Return {name: tensor} of a model's parameters, tied ones once, and persistent buffers, which
+    routers like DeepSeek-V3's have."""
     found = dict(module.named_parameters())
     for path, child in module.named_modules():
         for name, buffer in child.named_buffers(recurse=False):
@@ -37,8 +37,8 @@ def file_tensors(hf_model: nn.Module) -> dict[str, Part]:
 
     Args:
         hf_model: a transformers model as it was built, on any device; nothing is read.
-    Raises: Refusal naming a tensor of the files that is no part of one live tensor, or a live
-        tensor that the files do not make up.
+    Raises: Refusal naming a file tensor that is no part of one live tensor, or a live tensor of
+        which the files do not have all parts.
     """
     live = live_tensors(hf_model)
     placeholders = {name: torch.empty(tensor.shape, device="meta") for name, tensor in live.items()}
@@ -61,8 +61,8 @@ def file_tensors(hf_model: nn.Module) -> dict[str, Part]:
 
 
 class _Views(TorchDispatchMode):
-    """Lets copies of a tensor be views of it, so that results show where they came from; those
-    that a view cannot be are of new storage."""
+    """Replaces copies of a tensor by views, whose storage shows where they are from. What cannot be
+    a view gets a new storage."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -75,7 +75,7 @@ class _Views(TorchDispatchMode):
 
 
 def _part(name: str, view: Tensor, whole: Tensor) -> Part | None:
-    """Return what `view` shows of the live tensor `whole`, None when it is not a box of it."""
+    """Return the part of the live tensor `whole` that `view` is; None if it is no box of it."""
     if view.dim() == whole.dim() and view.shape == whole.shape and view.stride() == whole.stride():
         return Part.whole(name, tuple(whole.shape))
     box = box_within(view, whole)
@@ -83,7 +83,7 @@ def _part(name: str, view: Tensor, whole: Tensor) -> Part | None:
         return None
     left = list(range(whole.dim()))
     dims: dict[int, int] = {}
-    # Dims of size 1 have no stride to be told by: they take what the others leave, in order.
+    # The stride of a dim of size 1 says nothing: these dims get what is left, in order.
     for dim in sorted(range(view.dim()), key=lambda d: (view.shape[d] == 1, d)):
         fitting = [
             d

@@ -1,9 +1,9 @@
-"""Weights that a folder's files hold in fewer bits, made plain while slices of them are read.
+"""Quantised weights of a folder's files, dequantised while slices of them are read.
 
-Two kinds are known: 8-bit floats with scales of blocks, rows or whole tensors, as DeepSeek-V3's and
-those of compressed-tensors, and mxfp4, as GPT-OSS's experts. A box of a tensor is made of the same
-box of what the file holds and of the scales that cover it: no tensor is ever whole for it. Values
-are exact in float32, which is what is returned; the caller rounds them once, to its own dtype.
+Two formats are known: 8-bit floats with scales for blocks, rows or whole tensors, as in DeepSeek-V3
+and compressed-tensors; and mxfp4, as in GPT-OSS's experts. A box of a tensor is computed from the
+same box in the file and its scales; no whole tensor is read. Values are returned in float32, in
+which they are exact. The caller rounds them once, to its own dtype.
 
 Sources: arXiv 2412.19437, section 3.3.2 (blocks of 128 x 128); OCP Microscaling Formats 1.0,
 sections 5.3.3 and 6.3 (E2M1 in blocks of 32 with E8M0 scales).
@@ -31,11 +31,11 @@ _DTYPES = {
     "bytes": ("U8",),
 }
 _NOT_WEIGHTS = (".activation_scale", ".input_scale", ".k_scale", ".v_scale", ".q_scale")
-"""Ends of names of what an engine would quantise activations by, which no training does."""
+"""Ends of names of scales for activations, which training does not use."""
 
 
 class Files(Protocol):
-    """What files hold, as it is there."""
+    """The tensors of files, as they are stored."""
 
     def raw_shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape."""
@@ -48,9 +48,9 @@ class Files(Protocol):
 
 
 def quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the quantization_config of a config.json; {} where the weights are plain.
+    """Return the quantization_config of a config.json; {} if the weights are not quantised.
 
-    Raises: Refusal for one by which weights cannot be made plain here, naming it.
+    Raises: Refusal for a format that is not known, naming it.
     """
     own: Mapping[str, Any] = next(
         (found for key in QUANTISATION_KEYS if (found := config.get(key))), {}
@@ -82,23 +82,24 @@ def _unknown(own: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A tensor of 8-bit floats, and scales of parts of it."""
+    """A tensor of 8-bit floats with scales."""
 
     weight: str
     scales: str
     block: tuple[int, int] | None
-    """Rows and columns of the last two dims with one scale; None: as the scales' shape says."""
+    """Rows and columns of the last two dims that share a scale; None: by the shape of the
+    scales."""
 
     def shape(self, files: Files) -> tuple[int, ...]:
-        """Return the shape of the plain tensor."""
+        """Return the shape of the dequantised tensor."""
         return files.raw_shape(self.weight)
 
     def misfit(self, files: Files) -> str:
-        """Return which tensor is of a dtype that it cannot have; empty where none is."""
+        """Return which tensor has a dtype that it cannot have; empty for none."""
         return _other_dtype(files, {self.weight: "weight", self.scales: "factors"})
 
     def read(self, files: Files, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a box of the plain tensor, float32.
+        """Return a box of the dequantised tensor, float32.
 
         Raises: Refusal for a weight that is not of 8-bit floats, or scales that do not fit it.
         """
@@ -119,7 +120,7 @@ class Scaled:
         return values.float() * scales
 
     def _blocks(self, files: Files) -> tuple[int, ...] | None:
-        """Return the elements of each dim with one scale; None where all have the same."""
+        """Return how many elements of each dim share a scale; None if all share one."""
         whole = files.raw_shape(self.weight)
         scales = files.raw_shape(self.scales)
         if all(size == 1 for size in scales):
@@ -150,16 +151,16 @@ class Packed:
     scales: str
 
     def shape(self, files: Files) -> tuple[int, ...]:
-        """Return the shape of the plain tensor."""
+        """Return the shape of the dequantised tensor."""
         *outer, rows, groups, _ = files.raw_shape(self.blocks)
         return (*outer, groups * _PER_BLOCK, rows)
 
     def misfit(self, files: Files) -> str:
-        """Return which tensor is of a dtype that it cannot have; empty where none is."""
+        """Return which tensor has a dtype that it cannot have; empty for none."""
         return _other_dtype(files, {self.blocks: "bytes", self.scales: "bytes"})
 
     def read(self, files: Files, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a box of the plain tensor, float32."""
+        """Return a box of the dequantised tensor, float32."""
         *outer, at, row = start
         *sizes, width, rows = shape
         first = at // _PER_BLOCK
@@ -169,7 +170,7 @@ class Packed:
         packed = files.raw(self.blocks, [*begin, 0], [*count, _PER_BLOCK // 2])
         exponents = files.raw(self.scales, begin, count).to(torch.int32) - 127
         signed = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-        # A byte has two weights, that of the lower index in its low half.
+        # A byte has two weights; the one with the lower index is in the low half.
         values = torch.stack([signed[(packed & 15).int()], signed[(packed >> 4).int()]], dim=-1)
         values = torch.ldexp(values.flatten(-2), exponents[..., None]).flatten(-2)
         inside = at - first * _PER_BLOCK
@@ -189,12 +190,13 @@ QuantisedTensor = Scaled | Packed
 def quantised_tensors(
     own: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, QuantisedTensor], set[str]]:
-    """Return what files hold in fewer bits, and the names that they have for it and its scales.
+    """Find the quantised tensors of files, and the names of their parts.
 
     Args:
         own: what `quantisation` returned.
-        names: of all that the files hold.
-    Returns: ({name of the plain tensor: how to make it}, names that stand for no plain tensor).
+        names: of all tensors in the files.
+    Returns: ({name of a dequantised tensor: how to read it}, names of tensors that only belong to
+        others).
     """
     if not own:
         return {}, set()

@@ -1,8 +1,8 @@
 """The safetensors files of a model's folder, read by slice.
 
-Under `model.part: text` the folder of a model that sees or hears is read as if it were one of its
-text model alone: under the names of that, and without the rest. Which name stands for which is what
-transformers' classes of both say of the same tensors, so that there is no table of families here.
+With `model.part: text` the folder of a multimodal model is read as a folder of its text model: by
+the names of that model, and without other tensors. Which names belong together is found from
+transformers' classes of both models, so that no table of families is needed.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class TextPart:
     """A text model within a larger one."""
 
     names: dict[str, str]  # {name in files of the text model alone: name in those of the whole}
-    prefix: str  # with which all names of the whole's files begin that are below the head
-    is_tied: bool  # whether the whole has the embedding's rows for its head
+    prefix: str  # prefix of all file names of the whole that are not the head
+    is_tied: bool  # whether the head of the whole is its embedding
     heads: dict[str, str]  # {name of the text model's head alone: name in the whole}
     architecture: str  # class of the text model alone
 
 
 def text_config(config: Any) -> Any:
-    """Return a copy of the text model's part of a transformers config."""
+    """Return a copy of the text config in a transformers config."""
     return copy.deepcopy(config.get_text_config())
 
 
 @cache
 def text_part(path: str) -> TextPart | None:
-    """Return where the text model of a folder or hub model lies; None if it is all there is.
+    """Return where the text model of a folder or hub model is; None if it is the whole model.
 
-    Raises: Refusal for a model whose text model transformers does not have by itself, or cannot
-        be told from the rest.
+    Raises: Refusal if transformers has no class for the text model alone, or if its tensors cannot
+        be found among those of the whole.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -69,8 +69,10 @@ def text_part(path: str) -> TextPart | None:
 
 @cache
 def instead(path: str) -> str:
-    """Return what a refusal of a model with towers, or of what is asked of it, may end with: that
-    its text part can be trained alone; empty where that would be refused too."""
+    """Return how a refusal of a model with towers may end: that its text part can be trained alone.
+
+    Empty if that would be refused too.
+    """
     found, _ = attempt(lambda: text_part(path), Exception)  # of any config
     return "" if found is None else ", or set model.part to text"
 
@@ -127,13 +129,13 @@ def check_files(folder: Path) -> None:
 
 
 class CheckpointReader:
-    """The tensors of a folder's safetensors files, read by slice; quantised ones made plain.
+    """The tensors of a folder's safetensors files, read by slice and dequantised.
 
     Args:
         folder: of the files.
-        part: model.part; `text` shows the text model's tensors, by the names of that model alone.
-    Raises: Refusal when the folder has no safetensors weights or a file is unreadable, or they
-        are quantised in a way that is not known.
+        part: model.part; with `text` there are only the text model's tensors, by its own names.
+    Raises: Refusal if the folder has no safetensors weights, a file is unreadable, or the
+        quantisation is not known.
     """
 
     def __init__(self, folder: Path, *, part: str = "all"):
@@ -146,11 +148,11 @@ class CheckpointReader:
         self._quantised, hidden = quantised_tensors(own, self._file_of)
         found = (self._file_of.keys() | self._quantised.keys()) - hidden
         self.rest: set[str] = set()
-        """Names of tensors that are no part of what is shown."""
+        """Names of tensors that are left out by `part`."""
         self.tied_heads: dict[str, str] = {}
-        """{name of a text model's tied head: name of the copy that the files hold of it}."""
+        """{name of a text model's tied head: name of its copy in the files}."""
         self.named = released_names(config, found) if part == "all" else {}
-        """{name of a tensor: that in the files}, where they differ."""
+        """{name of a tensor: its name in the files}, where they differ."""
         self._names = (found - {*self.named.values()}) | self.named.keys()
         if part == "text" and (text := text_part(str(folder))):
             self._show(text)
@@ -171,7 +173,7 @@ class CheckpointReader:
         self._names = self.named.keys() | unknown
 
     def is_quantised(self, name: str) -> bool:
-        """Whether the files hold a tensor in fewer bits than are returned."""
+        """Whether a tensor is quantised in the files."""
         return self.named.get(name, name) in self._quantised
 
     def _read_index(self) -> dict[str, str]:
@@ -195,10 +197,9 @@ class CheckpointReader:
         return dict.fromkeys(self._open(_SINGLE).keys(), _SINGLE)
 
     def _in_files(self, places: dict[str, str]) -> dict[str, str]:
-        """Return {name: file} of all that the files of an index hold, as transformers and vLLM read
-        them.
+        """Return {name: file} of all tensors in the files of an index.
 
-        Raises: Refusal where it depends on the reader which tensor a name stands for.
+        Raises: Refusal if transformers and vLLM would read different tensors for a name.
         """
         files = sorted(set(places.values()))
         if (self.folder / _SINGLE).is_file() and files != [_SINGLE]:
@@ -247,11 +248,12 @@ class CheckpointReader:
         return own.shape(self) if own else self.raw_shape(name)
 
     def misfit(self, name: str, dtype: torch.dtype) -> str:
-        """Return why what the files hold under a name gives no values of a dtype, read from the
-        files' headers; empty where it does.
+        """Return why a tensor of the files cannot fill a tensor of a dtype; empty if it can.
+
+        Only headers are read.
 
         Args:
-            dtype: of the tensor that is to be filled; any of its class is right.
+            dtype: of the tensor to fill; any dtype of the same class is accepted.
         """
         name = self.named.get(name, name)
         if own := self._quantised.get(name):
@@ -268,10 +270,9 @@ class CheckpointReader:
         )
 
     def read(self, name: str, *, start: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
-        """Return one box of a tensor, in the dtype of the file, on the CPU; float32 of one that the
-        file holds in fewer bits.
+        """Return one box of a tensor on the CPU, in the dtype of the file, or float32 if quantised.
 
-        Raises: Refusal for one whose scales do not fit it.
+        Raises: Refusal if the scales do not fit the tensor.
         """
         name = self.named.get(name, name)
         if own := self._quantised.get(name):
@@ -280,11 +281,11 @@ class CheckpointReader:
         return self.raw(name, start, shape)
 
     def raw_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of what the file holds under a name."""
+        """Return the shape of a tensor as it is stored."""
         return tuple(self._slice(name).get_shape())
 
     def raw_dtype(self, name: str) -> str:
-        """Return the dtype of what the file holds under a name, as safetensors spells it."""
+        """Return the dtype of a tensor as it is stored, as safetensors spells it."""
         return self._slice(name).get_dtype()
 
     def place(self, name: str) -> str:
@@ -293,10 +294,10 @@ class CheckpointReader:
         return f"{name} in {self.folder / self._file_of.get(name, '')}"
 
     def raw(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return one box of what the file holds under a name."""
+        """Return one box of a tensor as it is stored."""
         box = tuple(slice(s, s + n) for s, n in zip(start, shape))
         what = f"model.path: {name} in {self.folder / self._file_of[name]} cannot be read"
-        with refusing(what, SafetensorError, OSError, RuntimeError):  # dtypes below a byte, say
+        with refusing(what, SafetensorError, OSError, RuntimeError):  # such as dtypes below a byte
             if not box:  # which a slice cannot be cut from
                 return self._open(self._file_of[name]).get_tensor(name)
             return self._slice(name)[box]
@@ -313,18 +314,18 @@ _INTEGERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8")
 
 
 def _kinds_of(dtype: torch.dtype) -> tuple[str, ...]:
-    """Return the dtypes of safetensors whose values a tensor of a dtype can take."""
+    """Return the dtypes of safetensors that can fill a tensor of a dtype."""
     if dtype.is_floating_point:
         return _PLAIN
     return ("BOOL",) if dtype is torch.bool else _INTEGERS
 
 
 _KINDS = (OSError, ValueError, AttributeError, TypeError, RecursionError)
-"""Of errors that a config.json gives that holds anything."""
+"""Errors that reading any config.json may raise."""
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
-    """Return what a folder's config.json holds; {} without one. Raises: Refusal."""
+    """Return the content of a folder's config.json; {} without one. Raises: Refusal."""
     file = folder / "config.json"
     if not file.is_file():
         return {}
@@ -336,7 +337,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 def some(names: Iterable[str], limit: int = 8) -> str:
-    """Return names in order as a text, the first few of them."""
+    """Return the first few names, sorted, as a text."""
     names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) or "nothing") + more

@@ -1,8 +1,8 @@
-"""Copies of tied tensors in the files: a model has one tensor under two names, and files may too.
+"""Copies of tied tensors: a model has one tensor under two names, and files may store both.
 
-transformers ties the two only where the files hold the same values under both names, and else loads
-two tensors. vLLM ties them by config.json alone. A copy of other values is therefore refused: what
-is trained would not be what is served.
+transformers ties the two only if the files have the same values under both names; otherwise it
+loads two tensors. vLLM ties them by config.json alone. Copies with different values are refused,
+because the trained model would not be the served one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROWS = 1024
 
 
 def tied_names(hf_model: nn.Module, parts: Mapping[str, Part]) -> dict[str, str]:
-    """Return {name that files may have for a copy: name in the files of the tensor it is tied to}.
+    """Return {name of a possible copy in files: name in files of the tensor that it is tied to}.
 
     Args:
         hf_model: as it was built, tied tensors tied.
@@ -50,7 +50,7 @@ def tied_names(hf_model: nn.Module, parts: Mapping[str, Part]) -> dict[str, str]
 
 
 def copies_in(reader: CheckpointReader, tied: Mapping[str, str]) -> dict[str, str]:
-    """Return {name of a copy that the files hold: name of the tensor that it is tied to}.
+    """Return {name of a copy in the files: name of the tensor that it is tied to}.
 
     Args:
         tied: as `tied_names` returns.
@@ -65,11 +65,11 @@ def copies_in(reader: CheckpointReader, tied: Mapping[str, str]) -> dict[str, st
 
 
 def check_sample(reader: CheckpointReader, copies: Mapping[str, str]) -> None:
-    """Compare some rows of each copy with those of its tensor, the first and the last among them.
+    """Compare some rows of each copy with its tensor, including the first and the last.
 
     Args:
         copies: as `copies_in` returns.
-    Raises: Refusal for a copy of another shape or other values.
+    Raises: Refusal for a copy with another shape or other values.
     """
     for copy, name in copies.items():
         shape = reader.shape(name)
@@ -91,7 +91,7 @@ def check_copy(
     start: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> None:
-    """Compare one box of a copy with that of its tensor, some rows at a time.
+    """Compare one box of a copy with its tensor, some rows at a time.
 
     Raises: Refusal where values differ.
     """
