@@ -23,13 +23,13 @@ def misfits(
     engine_kind: str = "vllm",
     is_policy: bool = True,
 ) -> Iterator[str]:
-    """Yield why a model cannot be laid out so, each as `field: what, value seen, values that suit`.
+    """Yield why a model cannot have a layout, each as `field: what, value seen, possible values`.
 
     Args:
         context: model.kernels.context.
         engine_kind: engine.kind.
-        is_policy: it is in the engines too, and has experts if there is ep; the models beside it
-            may be dense.
+        is_policy: it is also in the engines, and must have experts if ep is above 1. Other models
+            of a run may be dense.
     """
     yield from _tp_misfits(counts, axes.tp)
     yield from _cp_misfits(counts, axes, context=context)
@@ -70,9 +70,9 @@ def _cp_misfits(counts: ModelCounts, axes: Axes, *, context: str) -> Iterator[st
     ):
         yield (
             f"layout.cp: {cp} with a {counts.model_type} by model.kernels.context {context}: "
-            "tokens that show one thing see each other, for which a rank needs whole sequences: "
-            f"take ulysses, and a cp that divides the {heads} / tp {tp} = {heads // tp} query "
-            f"heads: {divisors(heads // tp)}"
+            "the tokens of an image attend to each other in both directions, so that a rank needs "
+            f"whole sequences: take ulysses, and a cp that divides the {heads} / tp {tp} = "
+            f"{heads // tp} query heads: {divisors(heads // tp)}"
         )
     elif context == "ulysses" and not heads % tp and heads // tp % cp:
         yield (
@@ -83,7 +83,7 @@ def _cp_misfits(counts: ModelCounts, axes: Axes, *, context: str) -> Iterator[st
 
 
 def context_method(context: str, *, heads: int, cp: int) -> str:
-    """Return how attention exchanges over cp ranks: ulysses, gather or ring.
+    """Return how cp ranks exchange tokens for attention: ulysses, gather or ring.
 
     Args:
         context: model.kernels.context.
@@ -117,8 +117,8 @@ def engine_rows(vocab: int) -> int:
 
 
 def _engine_misfits(counts: ModelCounts, tp: int) -> Iterator[str]:
-    """Yield why vLLM cannot cut a model: its ranks may hold the same key/value heads, but share
-    out all else that is cut, of the vocabulary a multiple of 64 rows."""
+    """Yield why vLLM cannot shard a model. Its ranks may repeat key/value heads, but divide all
+    other sharded dims; the vocabulary is padded to a multiple of 64 rows."""
     whole = {
         "num_attention_heads": counts.heads,
         "intermediate_size": 0 if counts.experts else counts.intermediate,

@@ -50,7 +50,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Attention:
-    """One block's attention."""
+    """The attention of a block."""
 
     heads: int
     kv_heads: int
@@ -60,12 +60,12 @@ class Attention:
     has_softcap: bool
     has_qk_norm: bool
     latent: tuple[int, int, int] | None = None
-    """Of latent attention: ranks of the query and of the key/value projection, rotary dims."""
+    """For latent attention: ranks of the query and key/value projections, rotary dims."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """One block's routed experts."""
+    """The routed experts of a block."""
 
     count: int
     top_k: int
@@ -89,7 +89,7 @@ class Block:
 
     @cached_property
     def matmul_numel(self) -> float:
-        """Weight elements that one token is multiplied with: top_k of the experts."""
+        """Weight elements that a token is multiplied with; of the experts, top_k."""
         dense = sum(w.numel for w in self.weights if len(w.shape) == 2 and not w.is_expert)
         routed = sum(w.numel for w in self.weights if w.is_expert and len(w.shape) == 3)
         return dense + (routed * self.experts.top_k / self.experts.count if self.experts else 0)
@@ -155,12 +155,12 @@ class ModelCounts:
 
 @dataclass(frozen=True, eq=False)
 class ModelShape:
-    """A causal language model. Hashed by identity: its fields are many."""
+    """A causal language model. Hashed by identity, because it has many fields."""
 
     name: str
     hidden: int
     vocab: int  # rows of the embedding
-    has_gemma_norms: bool  # they keep float32 where others go back to the compute dtype
+    has_gemma_norms: bool  # which keep float32 where others cast back to the compute dtype
     rotary: int  # kinds of rotary tables, each of `rotary_dims`
     rotary_dims: int
     blocks: tuple[Block, ...]
@@ -175,7 +175,7 @@ class ModelShape:
 
     @cached_property
     def active_numel(self) -> float:
-        """Weight elements that a token meets in matmuls, the output head included."""
+        """Weight elements that a token is multiplied with, including the output head."""
         return sum(b.matmul_numel for b in self.blocks) + self.vocab * self.hidden
 
     @cached_property
@@ -194,7 +194,7 @@ def model_shape(hf_model: nn.Module, *, name: str = "") -> ModelShape:
     """
     kind = type(hf_model).__name__
     what = f"model: the sizes of {kind} cannot be read off its modules"
-    # Modules of many kinds are read alike; what one of them lacks means the same here.
+    # Modules of an unknown build lack attributes and may raise anything.
     with refusing(what, Exception, names_kind=True, passes_refusals=True):
         return _shape(hf_model, name=name)
 
@@ -337,7 +337,7 @@ def _block(name: str, module: nn.Module, *, styles: dict[str, str], config: Any)
 
 
 def _width(norm: nn.Module) -> int | None:
-    """Return the size that a norm's weight is made for; None of a norm without weights."""
+    """Return the size of a norm's weight; None for a norm without weights."""
     weight = getattr(norm, "weight", None)
     return None if weight is None else weight.numel()
 

@@ -1,7 +1,7 @@
-"""All that this program uses of transformers, and of liger-kernel, which is private or no promise.
+"""Private parts of transformers and liger-kernel that this program uses.
 
-Serves transformers 5.16 to 5.19 and liger-kernel 0.8. Per line: the name here, the library's own,
-and when it can go.
+For transformers 5.16 to 5.19 and liger-kernel 0.8. Each line has the name here, the name in the
+library, and when it can go.
 
 block_kinds        PreTrainedModel._no_split_modules        once a model tells its blocks in public
 tp_plan            PreTrainedModel._tp_plan                 once `tp_plan` has the model's own part
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def block_kinds(hf_model: nn.Module) -> set[str]:
-    """Return the class names of a model's transformer blocks; empty if it does not tell."""
+    """Return the class names of a model's transformer blocks; empty if it names none."""
     return set(getattr(hf_model, "_no_split_modules", None) or ())
 
 
@@ -50,13 +50,13 @@ def tp_plan(hf_model: nn.Module) -> dict[str, str]:
 
 
 def ignored_names(hf_model: nn.Module) -> list[str]:
-    """Return regular expressions of the names that files of such a model may hold besides."""
+    """Return regular expressions of names in files that transformers ignores for this model."""
     return list(getattr(hf_model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
 def owners(hf_model: nn.Module) -> dict[str, nn.Module]:
-    """Return {name of a module: the innermost model that it is of, itself included}, each of which
-    has its own way to initialise."""
+    """Return {name of a module: the innermost model that it belongs to, or itself}, whose
+    `_init_weights` initialises it."""
     found: dict[str, nn.Module] = {}
     for name, module in hf_model.named_modules():
         outer = found.get(name.rpartition(".")[0], hf_model)
@@ -65,15 +65,15 @@ def owners(hf_model: nn.Module) -> dict[str, nn.Module]:
 
 
 def initialise(hf_model: nn.Module, module: nn.Module, *, except_for: Iterable[Tensor]) -> None:
-    """Have a model compute what one of its modules holds at first, some tensors excepted."""
+    """Have a model initialise one of its modules, except for some tensors."""
     for tensor in except_for:
         tensor._is_hf_initialized = True
     hf_model._init_weights(module)
 
 
 def rewritten_on_loading(hf_model: nn.Module) -> list[str]:
-    """Return the names of saved tensors that transformers changes after it read them from files:
-    some models' own code for new weights writes into those that were loaded, too.
+    """Return the names of saved tensors that transformers changes after loading: the code of some
+    models for new weights also writes into loaded weights.
 
     Args:
         hf_model: on the meta device.
@@ -91,7 +91,7 @@ def rewritten_on_loading(hf_model: nn.Module) -> list[str]:
             if not any(storage_id(tensor) in of_storage for tensor in _own_tensors(module)):
                 continue
             begin = partial(initialise, owner, module, except_for=saved.values())
-            # What fails without values goes on to compute some, of new weights alone.
+            # Code that fails without values only computes new weights.
             with written:
                 attempt(begin, Exception)
     return [name for storage, name in of_storage.items() if storage in written.storages]
@@ -102,7 +102,7 @@ def _own_tensors(module: nn.Module) -> list[Tensor]:
 
 
 class _Written(TorchDispatchMode):
-    """Notes the storages that operations write into."""
+    """Records the storages that operations write into."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,17 +111,18 @@ class _Written(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, and note what it writes into."""
+        """Run an operation, and record the storage that it writes into."""
         if function._schema.is_mutable and args and isinstance(args[0], Tensor):
             self.storages.add(storage_id(args[0]))
         return function(*args, **(kwargs or {}))
 
 
 def as_saved(hf_model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return {name in the safetensors files: tensor} made of {live name: tensor} as saving does.
+    """Return {name in the safetensors files: tensor} from {live name: tensor}, as saving does.
 
-    What released files have otherwise is so here, as vLLM wants it; loading takes both. Saving
-    leaves out that Qwen3-VL's experts are transposed, and a part of the names of SigLIP towers.
+    Where saved files differ from released ones, this follows the released ones, which vLLM needs;
+    transformers loads both. Saving does not transpose the experts of Qwen3-VL, and leaves out a
+    part of the names of SigLIP towers.
     """
     from transformers.core_model_loading import Transpose, revert_weight_conversion
 
@@ -141,19 +142,20 @@ def as_saved(hf_model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _released(name: str, towers: Iterable[str]) -> str:
-    """Return the name that released files have for a tensor, a part of which is left out of those
-    in SigLIP towers."""
+    """Return the name of a tensor in released files; in SigLIP towers saving leaves out a part."""
     for tower in towers:
         name = re.sub(rf"^((?:.*\.)?{tower})\.(?!vision_model\.)", r"\1.vision_model.", name)
     return name
 
 
 def released_names(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Return {name in released files: name in these} of a SigLIP tower's tensors: transformers
-    leaves a part of it out where it saves a model that it did not load from such files.
+    """Return {name in released files: name in these files} for the tensors of a SigLIP tower.
+
+    transformers leaves out a part of the name when it saves a model that was not loaded from
+    released files.
 
     Args:
-        config: what config.json holds.
+        config: content of config.json.
     """
     tower = config.get("vision_config")
     if not isinstance(tower, dict) or tower.get("model_type") != "siglip_vision_model":
@@ -162,23 +164,22 @@ def released_names(config: Mapping[str, Any], names: Iterable[str]) -> dict[str,
     return {released: name for released, name in found.items() if released != name}
 
 
-_SENSES = ("vision", "audio", "image", "video", "vq", "speech", "codec", "acoustic", "protein")
-"""Words in the names of parts of configs that are of towers."""
+_MODALITIES = ("vision", "audio", "image", "video", "vq", "speech", "codec", "acoustic", "protein")
+"""Words in the names of sub-configs that belong to towers."""
 
 
 def has_towers(config: Any) -> bool:
-    """Return whether a transformers config is of a model that takes more than text.
+    """Return whether a transformers config is of a multimodal model.
 
-    Towers have a part of the config of their own, but for those of some models, such as Fuyu's one
-    layer and Granite Speech's encoder: these have a part for the text model, and are among the
-    models that transformers says take more.
+    Most towers have a sub-config. Some, such as Fuyu's single layer and Granite Speech's encoder,
+    have none: then the text model has one, and transformers lists the model as multimodal.
     """
     parts = {"vision_config", "audio_config", *getattr(config, "sub_configs", ())}
-    named = [name for name in parts if any(word in name for word in _SENSES)]
+    named = [name for name in parts if any(word in name for word in _MODALITIES)]
     if any(getattr(config, name, None) is not None for name in named):
         return True
     if not hasattr(config, "get_text_config") or any(hasattr(config, name) for name in named):
-        return False  # a model without its towers, which others of its kind have
+        return False  # a model without the towers that others of its kind have
     import transformers
 
     takes_more = type(config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
@@ -186,7 +187,7 @@ def has_towers(config: Any) -> bool:
 
 
 def class_of(config: Any) -> Any:
-    """Return the class by which transformers makes and loads a model with its head, of any kind."""
+    """Return the class by which transformers builds and loads a model with its head."""
     import transformers
 
     name = "AutoModelForMultimodalLM" if has_towers(config) else "AutoModelForCausalLM"
@@ -195,7 +196,7 @@ def class_of(config: Any) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Have transformers say nothing below an error for a while, and draw no progress."""
+    """Switch off transformers' warnings and progress bars inside a `with` block."""
     from transformers import logging as own
 
     level = own.get_verbosity()
@@ -211,18 +212,18 @@ def quiet() -> Iterator[None]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module is the experts of a layer, computed by transformers' functions."""
+    """Return whether a module holds fused experts, computed by transformers' functions."""
     return hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
 
 
 def activated(experts: Any, rows: Tensor) -> Tensor:
-    """Return what an expert makes between its projections: [S, I] of [S, 2 I], or of [S, I]."""
+    """Apply an expert's activation: [S, I] from [S, 2 I] with a gate, or from [S, I]."""
     return experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
 
 
 def router_class(base: nn.Module) -> type | None:
-    """Return the class of a model's routers, which return their logits first; None where
-    transformers does not say it, or has them return logits at another place."""
+    """Return the class of a model's routers, which return their logits first; None if transformers
+    does not name it, or its routers return logits at another index."""
     recorder = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits")
     return getattr(recorder, "target_class", None) if getattr(recorder, "index", 0) == 0 else None
 
@@ -246,9 +247,9 @@ def grouped_linear(
 
 
 def zero_idle_experts() -> None:
-    """Have weight gradients of experts that got no token be zero, for the whole process.
+    """Set weight gradients of experts without tokens to zero, for the whole process.
 
-    The kernels of Blackwell GPUs may leave them as the memory was (torch 2.11 to 2.13).
+    The kernels of Blackwell GPUs may leave them uninitialised (torch 2.11 to 2.13).
     """
     from transformers.integrations import moe
 
@@ -269,21 +270,21 @@ def _zeroed(grad: Tensor, offs: Tensor) -> Tensor:
 
 
 _without_idle = with_gradient(same, _zeroed)
-"""Weights [E, ...] as they are; no gradient of those whose rows end, by offs [E], at once."""
+"""Weights [E, ...]; the backward pass zeroes the gradients of experts without rows, by offs [E]."""
 
 
 def apply_liger(hf_model: nn.Module, base: nn.Module, *, has_rope: bool, is_dense: bool) -> bool:
     """Put liger's RMSNorm, RoPE and gated-MLP kernels into the model (CUDA only).
 
-    Its cross entropy stays out: logprobs come from our own head. So does its MLP where there are
-    experts: those are transformers' grouped matrix products.
+    Not its cross entropy, because logprobs are computed by our own head; and not its MLP with
+    experts, which are transformers' grouped matrix products.
 
     Args:
-        base: what is below the model's head.
-        has_rope: False leaves RoPE to the model. Liger's may write into the query and key that it
-            is given, which selective checkpointing keeps and would have rotated once more.
+        base: the base model.
+        has_rope: False keeps the model's own RoPE. Liger's may write into its query and key, which
+            selective checkpointing keeps, so that they would be rotated twice.
         is_dense: without experts.
-    Returns: whether it did. A kind of model that liger refuses keeps transformers' own layers.
+    Returns: whether it did. A model that liger refuses keeps transformers' own layers.
     Raises: Refusal when liger-kernel is not installed.
     """
     hint = "; install it or set liger to false"
@@ -298,7 +299,7 @@ def apply_liger(hf_model: nn.Module, base: nn.Module, *, has_rope: bool, is_dens
         cross_entropy=False,
         fused_linear_cross_entropy=False,
     )
-    for part in (hf_model, base):  # it knows some scorers by what is below their head alone
+    for part in (hf_model, base):  # liger knows only the base of some models
         _, error = attempt(partial(put, model=part), TypeError)
         if error is None:
             return True
@@ -308,7 +309,7 @@ def apply_liger(hf_model: nn.Module, base: nn.Module, *, has_rope: bool, is_dens
 
 @contextmanager
 def attention_implementation(hf_model: nn.Module, name: str) -> Iterator[None]:
-    """Have all configs of a model name another attention for a while, whatever the model allows."""
+    """Set the attention of all configs of a model inside a `with` block, without checks."""
     configs = {
         id(part.config): part.config for part in hf_model.modules() if hasattr(part, "config")
     }

@@ -1,11 +1,12 @@
-"""Bytes that a forward pass keeps for its backward pass, by formula.
+"""Bytes that a forward pass saves for its backward pass, by formula.
 
 Shape letters: T packed tokens, R padded rows, H hidden, I width of a gated MLP, E experts. c is
 the size of an element of the compute dtype; norms and softmax compute in float32.
 
-Two kinds of kernels: plain torch with attention padded inside (the CPU, and what runs where no
-kernel fits), whose figures are compared with measurements by the tests, and varlen attention with
-liger's kernels (CUDA), whose figures are from the kernels' definitions and not measured.
+There are two sets of kernels: plain torch with padded attention, on the CPU and where no other
+kernel can be used, whose figures are compared with measurements by tests; and varlen attention with
+liger's kernels (CUDA), whose figures follow from the definitions of the kernels and are not
+measured.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from spmdrl.model.model_shape import Attention, Block, ModelShape
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes the blocks."""
+    """How blocks are computed."""
 
     compute_bytes: int  # of one element
     is_padded: bool  # attention pads inside
     has_liger: bool  # fused norms, rotary embedding and gated MLP
-    recomputes: bool  # activation checkpointing full: each block keeps its input alone
-    is_selective: bool = False  # ... selective: besides, its products and its attention
-    on_host: bool = False  # what blocks keep waits in host memory
+    recomputes: bool  # activation checkpointing `full`: a block keeps only its input
+    is_selective: bool = False  # `selective`: also its matrix products and attention
+    on_host: bool = False  # saved activations are in host memory
 
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """What is kept on one rank, bytes."""
+    """Bytes that are saved on one rank."""
 
     blocks: int  # all blocks, or their inputs
-    recomputed: int  # one block's, made again in the backward pass; 0 without recomputation
+    recomputed: int  # of one block, recomputed in the backward pass; 0 without recomputation
     rest: int  # rotary tables, final norm, scored states
 
     @property
@@ -54,21 +55,21 @@ def padded_groups(lengths: Sequence[int]) -> tuple[PaddedGroup, ...]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work on a row is shared out."""
+    """How the work on a row is divided."""
 
-    tp: int = 1  # ranks that share heads, MLP and, between these, tokens
-    ep: int = 1  # ... experts; each is taken to compute as many rows as it has tokens for
+    tp: int = 1  # ranks that divide heads, MLP and, between them, tokens
+    ep: int = 1  # ... experts; routing is assumed to be balanced
     cp: int = 1  # ... the row's tokens
     method: str = ""  # of attention under cp: ulysses, gather or ring
 
 
 @dataclass(frozen=True)
 class RowPart:
-    """A rank's part of one row."""
+    """A rank's part of a row."""
 
     kernels: Kernels
-    tokens: int  # that the rank works on
-    cut: Cut = Cut()  # among whom
+    tokens: int  # of the rank
+    cut: Cut = Cut()
     groups: tuple[PaddedGroup, ...] = ()  # of the whole row; needed if the kernels pad
 
     def heads(self, own: Attention) -> tuple[int, int]:
@@ -77,7 +78,7 @@ class RowPart:
 
 
 def saved_bytes(shape: ModelShape, work: RowPart, *, num_scored: int) -> SavedBytes:
-    """Return what one micro-batch keeps on a rank.
+    """Return what one micro-batch saves on a rank.
 
     Args:
         num_scored: of its tokens, those with a logprob.
@@ -143,7 +144,7 @@ def _block_bytes(block: Block, shape: ModelShape, work: RowPart) -> int:
 
 
 def mlp_bytes(block: Block, work: RowPart, *, hidden: int) -> int:
-    """Return what is kept of a block's MLP, or of its experts, besides their input."""
+    """Return the bytes saved of a block's MLP or experts, without their input."""
     kernels = work.kernels
     tokens = work.tokens
     cut = work.cut
@@ -192,13 +193,12 @@ def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
 
 
 def exchange_bytes(own: Attention, work: RowPart) -> int:
-    """Return what attention's exchange over cp holds at once, at most: in the backward pass.
+    """Return the peak bytes of attention's exchange over cp, which is in the backward pass.
 
-    ulysses: the gradient of its output, as it is sent, and as it arrives, in place of the output
-    itself, which the projection after it has let go of. gather: for the key and value heads of one
-    turn, the row's keys and values as they arrive and in order, and the gradients of both; queries
-    and output of the heads that read them are computed again. ring: two slices of keys and values,
-    and of their gradients; the gradients of queries and output.
+    ulysses: the gradient of the output as sent and as received; the output itself is already freed.
+    gather: for the key and value heads of one turn, the row's keys and values as received and in
+    order, and the gradients of both; queries and output of these heads are recomputed. ring: two
+    slices of keys and values and of their gradients, and the gradients of queries and output.
     """
     c = work.kernels.compute_bytes
     tokens = work.tokens
@@ -216,10 +216,11 @@ def exchange_bytes(own: Attention, work: RowPart) -> int:
 
 
 def unkept_bytes(own: Attention, work: RowPart) -> int:
-    """Return what ulysses holds, besides what is kept, when its kernel is done.
+    """Return what ulysses holds right after its kernel, in addition to saved tensors.
 
-    Queries, keys and values as they were before the exchange and repeated; where the kernel pads,
-    also all of them and the output in the row's order. The output is not swapped back yet.
+    These are queries, keys and values before the exchange, and repeated keys and values. If the
+    kernel pads, also all of them and the output in the order of the row. The output is not sent
+    back yet.
     """
     heads, kv_heads = work.heads(own)
     repeated = math.lcm(kv_heads, work.cut.cp)

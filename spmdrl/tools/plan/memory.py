@@ -1,8 +1,8 @@
-"""Bytes that one rank holds, by cause, and what it holds of a model's weights.
+"""Bytes that one rank holds, by cause, and its share of a model's weights.
 
-Weights, gradients and optimizer state are exact; so are an engine's weights and its KV cache where
-its size is a number of bytes. The rest are formulas, in trainer_memory.py and engine_memory.py.
-Buckets of a push are as the weight stream will cut them, from sizes alone.
+Weights, gradients and optimizer state are exact, and so are an engine's weights, and its KV cache
+if its size is given in bytes. Other causes are formulas, in trainer_memory.py and engine_memory.py.
+The buckets of a push are those of the weight stream.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from spmdrl.world.axes import Axes
 from spmdrl.world.machine.hardware import CPU_LINK, GPUS, LinkCost, gpu_link
 
 CUDA_CONTEXT = int(1.5 * 2**30)
-"""CUDA's context and NCCL's buffers, assumed."""
+"""Bytes of CUDA's context and NCCL's buffers, assumed."""
 USABLE_FRAC = 0.95
-"""Of a GPU's memory; the rest is lost between blocks of the allocator, assumed."""
+"""Usable share of a GPU's memory, assumed; the allocator loses the rest between its blocks."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What one rank holds at its peak, bytes by cause."""
+    """Bytes that one rank holds at its peak, by cause."""
 
     causes: Mapping[str, int]
-    moment: str = ""  # when that is
-    sequences: int = 0  # of the longest kind that the KV cache holds
-    width: int = 0  # sequences of mean length that are decoded together
-    resting: int = 0  # what stays while the other role of a colocated rank works
+    moment: str = ""  # when the peak is
+    sequences: int = 0  # that fit into the KV cache, if all have the longest length
+    width: int = 0  # sequences of mean length that are decoded at the same time
+    resting: int = 0  # bytes that stay while the other role of a colocated rank works
 
     @property
     def total(self) -> int:
@@ -44,8 +44,8 @@ class Memory:
 def shard_numel(weight: Weight, axes: Axes, *, index: int = 0) -> int:
     """Return the elements of a weight that rank `index` of its replica holds.
 
-    FSDP2 cuts the first dim into equal runs of rows, the last ones shorter or empty; the second
-    one of experts that are fewer than the ranks (see expert_parallel.py).
+    FSDP2 cuts the first dim into equal ranges, the last of which may be shorter or empty. If there
+    are fewer experts than ranks, it cuts the second dim of experts (see expert_parallel.py).
     """
     shape, group = local_shape(weight, axes)
     is_apart = weight.is_expert and axes.ep * axes.tp > 1
@@ -58,7 +58,7 @@ def shard_numel(weight: Weight, axes: Axes, *, index: int = 0) -> int:
 
 
 def local_shape(weight: Weight, axes: Axes) -> tuple[list[int], int]:
-    """Return a weight's shape after tp and ep, and how many ranks share its shards."""
+    """Return a weight's shape after tp and ep, and the number of ranks over which it is sharded."""
     shape = list(weight.shape) or [1]
     if weight.is_expert:
         shape[0] //= axes.ep
@@ -69,7 +69,7 @@ def local_shape(weight: Weight, axes: Axes) -> tuple[list[int], int]:
 
 
 def gathered_numel(weights: Iterable[Weight], axes: Axes) -> int:
-    """Return the elements of weights that a rank computes with, once their shards are gathered."""
+    """Return the elements of weights on a rank after their shards are gathered."""
     return sum(math.prod(local_shape(weight, axes)[0]) for weight in weights)
 
 
@@ -86,14 +86,14 @@ def shards_numel(shape: ModelShape, axes: Axes, *, index: int = 0) -> int:
 
 
 def expert_shards_numel(shape: ModelShape, axes: Axes) -> int:
-    """Return how many of these are of experts that are sharded over other ranks."""
+    """Return how many of these elements are of experts that are sharded over other ranks."""
     if axes.ep * axes.tp == 1:
         return 0
     return _blocks_numel(shape, axes, lambda weight, _: weight.is_expert)
 
 
 def muon_numel(shape: ModelShape, axes: Axes) -> int:
-    """Return how many of these Muon trains: those of linear layers, but no routers."""
+    """Return how many of these elements Muon trains: linear layers without routers."""
 
     def is_matrix(weight: Weight, block: Block) -> bool:
         is_router = block.experts and weight.shape[0] == block.experts.count
@@ -115,7 +115,7 @@ def lora_numel(run: Run, axes: Axes) -> int:
 
 
 def bucket_count(run: Run, axes: Axes, *, nbytes: float) -> int:
-    """Return the number of buckets in which an engine rank takes `nbytes`."""
+    """Return the number of buckets in which an engine rank receives `nbytes`."""
     if run.cfg.stream.bucket_bytes:
         return max(1, math.ceil(nbytes / run.cfg.stream.bucket_bytes))
     own = _messages(axes)
@@ -124,7 +124,7 @@ def bucket_count(run: Run, axes: Axes, *, nbytes: float) -> int:
 
 
 def rounds_s(run: Run, axes: Axes, *, nbytes: float) -> float:
-    """Return the seconds of a push besides those in which bytes travel."""
+    """Return the overhead of a push in seconds, without the transfer of bytes."""
     own = _messages(axes)
     is_gathered = axes.replicas > 1
     count = bucket_count(run, axes, nbytes=nbytes)
@@ -132,10 +132,10 @@ def rounds_s(run: Run, axes: Axes, *, nbytes: float) -> float:
 
 
 def _link(run: Run, axes: Axes) -> LinkCost:
-    """Return the links of a usual GPU: what rounds cost hardly depends on the kind."""
+    """Return the links of an H100: the overhead hardly depends on the kind of GPU."""
     return gpu_link(GPUS["H100"], is_one_node=axes.world_size <= 8) if run.on_gpu else CPU_LINK
 
 
 def _messages(axes: Axes) -> int:
-    """Return the messages that a rank sends and takes in a bucket, about."""
+    """Return about how many messages a rank sends and receives per bucket."""
     return axes.inference_tp + math.ceil(axes.trainers / max(1, axes.replicas))

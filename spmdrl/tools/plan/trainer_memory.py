@@ -1,6 +1,6 @@
-"""Bytes that a trainer rank holds at the moment when it holds most.
+"""Bytes that a trainer rank holds at its peak.
 
-What FSDP2 gathers and what the backward pass works with are formulas for its peak.
+The weights that FSDP2 gathers and the work memory of the backward pass are formulas.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOMENTUM = 4  # ... of Muon's one moment, likewise
 
 @lru_cache(maxsize=4096)
 def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
-    """Return what a trainer rank holds in the backward pass of a full micro-batch.
+    """Return the memory of a trainer rank in the backward pass of a full micro-batch.
 
     Args:
         tokens: budget of a micro-batch; 0 takes the run's.
@@ -75,7 +75,7 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     causes |= moments[moment]
     if axes.roles.has_engines:
-        # Trainers pack into two buckets; what travels from live memory needs none.
+        # Trainers pack into two buckets; tensors that are sent from live memory need none.
         sent = state * run.engine_bytes
         whole = run.shape.numel * run.engine_bytes
         causes["stream buckets"] = 2 * sent // bucket_count(run, axes, nbytes=whole)
@@ -86,10 +86,10 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
 
 
 def _shown_bytes(run: Run, axes: Axes, *, tokens: int) -> int:
-    """Return what a tower takes at most, if all tokens of prompts stand for what it reads.
+    """Return the bytes of images at most, if all tokens of prompts are placeholders.
 
-    That is the features of a row and what a trained tower keeps of them, on each rank of tp and cp;
-    and on a CPU the features of all rows of a step, which wait on the host.
+    On each rank of tp and cp these are the features of a row, and the activations that a trained
+    tower keeps. On a CPU, the features of all rows of a step are in memory as well.
 
     Args:
         tokens: of a row, on all ranks of cp together.
@@ -106,7 +106,7 @@ def _shown_bytes(run: Run, axes: Axes, *, tokens: int) -> int:
 
 
 def _unreduced(run: Run, axes: Axes) -> int:
-    """Return the bytes of what micro-batches add up before it is reduced, float32."""
+    """Return the bytes of gradients that micro-batches add up before they are reduced, float32."""
     if run.cfg.model.memory.reduce == "each":
         return 0
     if run.lora_numel:
@@ -127,7 +127,7 @@ def _work(run: Run, axes: Axes, *, tokens: int) -> RowPart:
 
 
 def cut_of(run: Run, axes: Axes) -> Cut:
-    """Return how a layout shares out the work on a row."""
+    """Return how a layout divides the work on a row."""
     if axes.cp == 1:
         return Cut(axes.tp, axes.ep)
     heads = min(block.attention.heads for block, _ in run.shape.kinds) // axes.tp
@@ -141,13 +141,13 @@ def _largest(shape: ModelShape, axes: Axes) -> int:
 
 
 def _shared(block: Block, axes: Axes) -> int:
-    """Return how many of a block's elements are gathered from other ranks."""
+    """Return how many elements of a block are gathered from other ranks."""
     return gathered_numel([w for w in block.weights if local_shape(w, axes)[1] > 1], axes)
 
 
 def _kept(run: Run, axes: Axes) -> int:
-    """Return the bytes that stay gathered through a micro-batch: the root's weights, and those of
-    blocks that no other rank has a shard of, or that are not let go of."""
+    """Return the bytes that stay gathered during a micro-batch: the root's weights, and those of
+    blocks that are on one rank only, or are not resharded."""
     shape = run.shape
     numel = gathered_numel(shape.root, axes)
     for block, count in shape.kinds:
@@ -180,7 +180,7 @@ def _at_head(run: Run, axes: Axes, *, saved: SavedBytes) -> dict[str, int]:
 
 
 def _in_attention(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> dict[str, int]:
-    """Return what is there when ulysses has attended; what the MLP keeps is yet to come."""
+    """Return the memory right after attention by ulysses, when the MLP keeps nothing yet."""
     shape = run.shape
     kernels = run.kernels
     c = run.kernels.compute_bytes
@@ -221,9 +221,9 @@ def _at_last_block(run: Run, axes: Axes, saved: SavedBytes, work: RowPart) -> di
 
 
 def _working(shape: ModelShape, work: RowPart) -> int:
-    """Return what a block's backward pass makes before it drops as much: gradients of the MLP's
-    product and of its factors, and of the residual stream; or, when what the MLP kept is gone,
-    what attention exchanges over cp."""
+    """Return the work memory of a block's backward pass: gradients of the MLP's product, of its
+    factors and of the residual stream; or later, when the MLP's activations are freed, what
+    attention exchanges over cp."""
     c = work.kernels.compute_bytes
     tokens = work.tokens
     tp = work.cut.tp
