@@ -62,9 +62,7 @@ def test_a_source_is_silent_names_its_own_or_has_none(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(config.dump(cfg))
     assert config.load_yaml(path) == cfg
-    with refused(
-        "data.train: [0]: {environment: ...}: expected {name: value, ...} or none, got 'no"
-    ):
+    with refused("data.train: [0]: {environment: ...}: expected {NAME: VALUE}|none, got 'no"):
         tree_of({"path": "a.jsonl", "environment": "not"})
 
 
