@@ -61,9 +61,8 @@ def export(
     Raises: Refusal when there is no whole checkpoint, `out` is taken, the model's small files
         cannot be found, or it needs code that is not trusted.
     """
-    from spmdrl.tools.export.adapters import export_adapter
     from spmdrl.tools.export.hf_folder import Ranks, write_folder
-    from spmdrl.tools.export.weights import SavedWeights
+    from spmdrl.tools.export.weights import SavedWeights, export_adapter
 
     if not max_shard_gib > 0:
         raise Refusal(f"--max-shard-gib must be above 0, got {max_shard_gib}")

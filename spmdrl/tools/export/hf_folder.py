@@ -30,8 +30,7 @@ from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import SCALAR_HEAD, build_meta_model, model_folder
 from spmdrl.model.tensor_parts import Box, Part, narrow
 from spmdrl.run_folder import write_file
-from spmdrl.tools.export.adapters import MergedWeights
-from spmdrl.tools.export.weights import SavedWeights
+from spmdrl.tools.export.weights import MergedWeights, SavedWeights
 from spmdrl.world.comm import agree, gather_objects
 from spmdrl.world.groups import join_world, meet
 from spmdrl.world.launch import is_launched, read_launch
@@ -321,6 +320,5 @@ def _out_dtype(kept: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 def _file_tensor(whole: Tensor, part: Part, *, dtype: torch.dtype) -> Tensor:
     """Return a copy of the file tensor, contiguous."""
-    everything = Box((0,) * whole.dim(), tuple(whole.shape))
-    values = part.as_in_file(narrow(whole, outer=everything, part=part.box))
+    values = part.as_in_file(narrow(whole, outer=Box.whole(whole.shape), part=part.box))
     return torch.empty(part.shape, dtype=dtype).copy_(values)
