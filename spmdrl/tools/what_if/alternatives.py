@@ -21,13 +21,13 @@ AS_RUN = "as run"
 
 @dataclass(frozen=True)
 class Alternative:
-    """One set of algorithm settings, under the name that tables and pages show."""
+    """One set of algorithm settings, with a name for tables and pages."""
 
     name: str
     cfg: Config
     """The run's, with these settings."""
     settings: Mapping[str, Any]
-    """What differs, as given: {field of algorithm: value}; {} for the run's own."""
+    """{field of algorithm: value} of the settings that differ; {} for the run's own."""
 
 
 def alternatives(
@@ -42,11 +42,11 @@ def alternatives(
 
     Args:
         cfg: of the run.
-        losses, advantages, corrections: names; every combination of one of each is an alternative,
-            and what is left out stays as in the run.
+        losses, advantages, corrections: names; every combination of one of each is an alternative.
+            Where a kind has no names, the run's method is taken.
         others: one alternative each, as a mapping in YAML of fields of `algorithm`.
-    Raises: Refusal for none, one named twice, an unknown field or method, a function that fails on
-        three tokens, or settings that do not go together; saying of which alternative it is.
+    Raises: Refusal naming the alternative, for none, one that is named twice, an unknown field or
+        method, a function that fails on three tokens, or settings that do not go together.
     """
     named = {"loss": losses, "advantage": advantages, "correction": corrections}
     axes = [[(field, value) for value in values] for field, values in named.items() if values]
@@ -90,7 +90,7 @@ def _alternative(cfg: Config, settings: dict[str, Any]) -> Alternative:
     }
     algorithm = from_tree(base | own, where=f"alternative {name}").algorithm
     changed = replace(cfg, algorithm=algorithm)
-    known = validate(cfg)  # of other fields, or of another version: not this command's matter
+    known = validate(cfg)  # problems of the run's own config do not matter here
     problems += [problem for problem in validate(changed) if problem not in known]
     if problems:
         raise Refusal("\n  ".join([f"alternative {name}:", *problems]))
@@ -98,7 +98,7 @@ def _alternative(cfg: Config, settings: dict[str, Any]) -> Alternative:
 
 
 def _own_aggregation(cfg: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the aggregation of a loss that knows none of the run's, where none is named."""
+    """Return an aggregation for a loss that has not that of the run, if none is named."""
     from spmdrl.algorithms import registry
 
     if "loss" not in settings or "aggregation" in settings:

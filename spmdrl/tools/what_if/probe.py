@@ -1,9 +1,8 @@
-"""The gradient of one alternative on one batch, and what of it reaches each token. T packed tokens.
+"""The gradient of one alternative on one batch, by parameters and by each token's logprob.
 
-The loss runs as in training, on the same parts. Beside it stand two observers: one keeps the
-logprobs that the model gave, with the gradient that comes back to them; the other gives the loss
-function a copy of the logprobs of its own, so that what comes back through it is known apart from
-KL and entropy bonus.
+The loss runs as in training, on the same parts. `_Observer` records two more gradients: that of the
+whole loss by the model's logprobs; and that of the loss function alone, without KL and entropy
+bonus, by a copy of the logprobs that only the loss function gets. T packed tokens.
 """
 
 from __future__ import annotations
@@ -34,42 +33,42 @@ from spmdrl.types import Batch
 
 @dataclass(frozen=True)
 class Probe:
-    """What one alternative does with one batch's first update."""
+    """The effect of one alternative in one batch's first update."""
 
     gradients: Gradients
     """Unclipped."""
     metrics: dict[str, float]
-    """policy/grad_norm, policy/loss and what the loss reports, as a run would."""
+    """policy/grad_norm, policy/loss and the loss's own metrics, as a run reports them."""
     clipped: float
-    """Share of the loss tokens that have an advantage and get nothing from the loss function."""
+    """Share of the loss tokens that have an advantage and no gradient from the loss function."""
     masked: float
     """Share of the loss tokens whose terms are multiplied by 0: correction, entropy filter."""
     ess: float
-    """Effective share of the loss tokens with an advantage, by what multiplies it."""
+    """Effective share of the loss tokens with an advantage, by the factors of the advantages."""
     pushes: Tensor
     """[S] float64: minus the gradient of the loss by the sample's summed logprob; NaN for samples
     of other updates."""
     token_pushes: dict[int, list[float]]
-    """{row of the batch's scalars: its push of each token, 0 in the prompt}."""
+    """{row of the batch's scalars: the push of each token, 0 in the prompt}."""
 
 
 @dataclass
 class _Row:
-    """One micro-batch, and what passed through its loss; None where nothing did."""
+    """One micro-batch, and the tensors of its loss; None where the loss had none."""
 
     microbatch: PreparedMicrobatch
     scored: Tensor | None = None
     """[N] logprobs of the model, whose gradient is that of the whole loss."""
     apart: Tensor | None = None
-    """[T] the loss function's own copy."""
+    """[T] the loss function's copy of the logprobs."""
     terms: Tensor | None = None
-    """[T] what it gave."""
+    """[T] result of the loss function."""
     slopes: Tensor | None = None
-    """[T] of the sum of its terms over the loss tokens, by each token's logprob."""
+    """[T] gradient of the sum of the terms over the loss tokens, by each token's logprob."""
 
 
 class _Observer:
-    """Stands for the policy and for the loss function before a loss, and sees what they give.
+    """Takes the places of the policy and of the loss function in a loss, and records their results.
 
     Args:
         model, loss_fn: the real ones.
@@ -90,11 +89,11 @@ class _Observer:
         return logprobs, entropy
 
     def loss_fn(self) -> Method:
-        """Return what stands for the loss function, with all that the program knows of it."""
+        """Return a function in place of the loss function, with the same attributes."""
 
         @functools.wraps(self._loss)
         def watched(**given: Any) -> Any:
-            """Call it with logprobs of its own."""
+            """Call the loss function with a copy of the logprobs."""
             logprobs = given.get("logprobs")
             if logprobs is None or not logprobs.requires_grad:
                 return self._loss(**given)
@@ -107,20 +106,20 @@ class _Observer:
 
     def _note(self, apart: Tensor, terms: Tensor) -> None:
         if terms.shape != apart.shape or not terms.requires_grad:
-            return  # the loss refuses another shape; what depends on nothing pushes nothing
+            return  # the loss refuses another shape, and constant terms have no gradient
         row = self.rows[-1]
         row.apart = apart
         row.terms = terms
         total = terms[row.microbatch.loss_mask].sum()
         (row.slopes,) = torch.autograd.grad(total, apart, retain_graph=True, allow_unused=True)
-        apart.retain_grad()  # from here on: else the pass above would be in their gradients
+        apart.retain_grad()  # not before: the pass above must not add to these gradients
         terms.retain_grad()
 
     def of(self, loss_of: LossOf) -> LossOf:
-        """Return a loss of micro-batches that is watched."""
+        """Return a loss of micro-batches that is recorded."""
 
         def observed(microbatch: PreparedMicrobatch) -> tuple[Tensor, Stats]:
-            """Call it, with a row for what is seen."""
+            """Call the loss, with a new row for its tensors."""
             self.rows.append(_Row(microbatch))
             return loss_of(microbatch)
 
@@ -128,12 +127,11 @@ class _Observer:
 
 
 def probe(trainer: Trainer, batch: Batch, alternative: Alternative, *, step: int) -> Probe:
-    """Return the gradient of an alternative on a batch's first update, and what reaches its tokens.
+    """Return the gradients of an alternative in a batch's first update.
 
     Args:
-        trainer: with the weights that the step trained; nothing of it is changed.
+        trainer: with the weights that the step trained; it is not changed.
         batch: as exchanged and annotated, with the columns of all alternatives.
-        alternative: its settings.
         step: of the run.
     Raises: Refusal for a result of a function that does not fit the batch.
     """
@@ -160,7 +158,7 @@ def probe(trainer: Trainer, batch: Batch, alternative: Alternative, *, step: int
 
 
 def _with_columns(batch: Batch, names: set[str]) -> Batch:
-    """Return a batch with these columns alone: what another method asks for is not known here."""
+    """Return a batch with these columns alone, without those for other alternatives."""
     kept = names | ({"old_entropy"} if "old_logprobs" in names else set())
     columns = tuple(
         tuple({name: column for name, column in own.items() if name in kept} for own in update)
@@ -170,8 +168,8 @@ def _with_columns(batch: Batch, names: set[str]) -> Batch:
 
 
 def _coefficients(trainer: Trainer, cfg: Config) -> Coefficients:
-    """Return the weights of KL and entropy bonus: where they move, and an alternative leaves that
-    as it is, those to which the run had moved them."""
+    """Return the coefficients of KL and entropy bonus. If they change in a run, and the alternative
+    has the same settings for that, they are those of the run at this step."""
     found = Coefficients(cfg)
     chosen = cfg.algorithm
     own = trainer.cfg.algorithm
@@ -185,7 +183,7 @@ def _coefficients(trainer: Trainer, cfg: Config) -> Coefficients:
 
 
 def _reached(rows: Sequence[_Row], batch: Batch, *, scale: float) -> dict[str, Any]:
-    """Return the fields of Probe that say what reached the tokens.
+    """Return the fields of Probe that are by token.
 
     Args:
         scale: factor on the loss in the backward pass.
@@ -221,9 +219,9 @@ def _spread_push(row: _Row, *, scale: float) -> Tensor:
 
 
 def _marks(row: _Row, *, scale: float) -> Tensor:
-    """Return of each token, [5, T] float64: whether it is in the loss, has an advantage, gets
-    nothing from the loss function, is left out by what multiplies the terms; and what its advantage
-    is multiplied by, engine and trainer compared, clipped, corrected."""
+    """Return [5, T] float64 for each token: whether it is in the loss; has an advantage; has no
+    gradient from the loss function; has terms that are multiplied by 0; and the factor of its
+    advantage, by ratio, clipping and correction."""
     one = row.microbatch
     weights = one.weights.double()
     advantages = one.columns["advantages"].double()

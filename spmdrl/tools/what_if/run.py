@@ -27,32 +27,32 @@ from spmdrl.world.launch import launch_alone
 from spmdrl.world.world import World
 
 _TRAINED = {"values": "value model", "prm_logprobs": "process reward model"}
-"""Column: the model that it comes from, which the run must have trained."""
-_CLOSE = {"float32": 1e-3}
-_LOOSE = 0.1  # of 8 or 11 bits, packed otherwise, perhaps on another device
+"""{column: the model that it comes from, which the run must have trained}."""
+_TOLERANCES = {"float32": 1e-3}
+_TOLERANCE = 0.1  # of other dtypes: rows may be packed in another way, on another device
 
 
 @dataclass(frozen=True)
 class Outcome(Probe):
-    """What one alternative does at one step; its gradients are let go of."""
+    """The effect of one alternative at one step, without the gradients by parameters."""
 
     alternative: Alternative
     cosine: float
-    """Of the angle to the run's own gradient."""
+    """Of the angle between its gradient and the run's own."""
 
 
 @dataclass(frozen=True)
 class StepFound:
-    """What was found of one step."""
+    """The outcomes at one step."""
 
     step: int
     weights: str
-    """Where its weights are from."""
+    """Folder or checkpoint of its weights."""
     scalars: Scalars
     outcomes: list[Outcome]
     """The run's own first."""
     recorded: dict[str, float]
-    """What the run reported of the metrics that its own outcome has; {} where nothing compares."""
+    """Metrics of the run's own outcome, as metrics.jsonl has them; {} if they do not compare."""
     notes: list[str]
 
 
@@ -138,11 +138,11 @@ def look_again(
 
 
 def alone(cfg: Config, *, output_dir: str, alternatives: Sequence[Alternative]) -> Config:
-    """Return a run's config for one process that trains on what was recorded.
+    """Return a run's config for one process that trains on its recordings.
 
     Args:
-        output_dir: for what this process leaves: nothing is written to the run's.
-        alternatives: whose tokens are all to be scored.
+        output_dir: for files of this process; nothing is written to the run's folder.
+        alternatives: the tokens of all of them are scored.
     """
     own = cfg.layout
     layout = LayoutSettings(
@@ -163,8 +163,8 @@ def alone(cfg: Config, *, output_dir: str, alternatives: Sequence[Alternative]) 
 
 
 def _columns(cfg: Config, everyone: Sequence[Alternative]) -> set[str]:
-    """Return the columns that all ask for. Raises: Refusal where their model, or the greedy samples
-    of an advantage, are not there."""
+    """Return the columns that alternatives need and the run did not. Raises: Refusal for those
+    whose model, or greedy samples, the run did not have."""
     own = needed_columns(cfg)
     found = set()
     drawn = _asked(cfg)
@@ -225,9 +225,9 @@ def _found(
 
 
 def _compared(run: RecordedRun, step: int, own: Probe) -> tuple[dict[str, float], list[str]]:
-    """Return what the run reported of its own gradient, and what is to be said of it.
+    """Return the metrics that the run reported of its own gradient, and notes on them.
 
-    Raises: Refusal where its gradient norm was another one: then it is not this step.
+    Raises: Refusal where the run reported another gradient norm: then this is not its step.
     """
     row = _recorded_metrics(run, step)
     cfg = run.cfg
@@ -243,7 +243,7 @@ def _compared(run: RecordedRun, step: int, own: Probe) -> tuple[dict[str, float]
     here = own.metrics[norm]
     there = known[norm]
     dtype = cfg.model.compute_dtype
-    bound = _CLOSE.get(dtype, _LOOSE)
+    bound = _TOLERANCES.get(dtype, _TOLERANCE)
     if not math.isclose(here, there, rel_tol=bound, abs_tol=1e-9):
         raise Refusal(
             f"{run.folder}: step {step}: the run's own settings give a gradient norm of {here:.6g} "
