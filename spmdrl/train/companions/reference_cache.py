@@ -7,10 +7,11 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -27,6 +28,7 @@ from spmdrl.model.load import hf_config_of, max_positions, model_folder
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded_model import ShardedModel, scoring_temperature
 from spmdrl.run_folder import remove
+from spmdrl.same_run.differences import Made
 from spmdrl.train.companions.reference_table import (
     Table,
     other_parts,
@@ -70,11 +72,11 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
     Raises: Refusal, on all trainer ranks, when model or rows cannot be read; RuntimeError
         when the file cannot be written.
     """
-    parts = _parts(cfg, world, path=path)
+    made = _made_of(cfg, world, path=path)
     within = _within(cfg)
     folder = within if cfg.model.reference.cache_folder else within / "reference_logprobs"
-    file = table_file(folder, parts)
-    table, problem = shared_table(file, parts, world)
+    file = table_file(folder, made)
+    table, problem = shared_table(file, made, world)
     with _agreed(world):
         own, num_own = _missing(cfg, world, table)
     keys = hashlib.sha256(repr([s.key for s in own]).encode()).hexdigest()
@@ -83,20 +85,20 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
     rows = sum(n for n, _, _ in counts)
     lacking = sum(n for _, n, _ in counts)
     if world.rank == 0:
-        _say_start(file, parts, problem=problem, rows=rows, lacking=lacking)
+        _say_start(file, made, problem=problem, rows=rows, lacking=lacking)
     if not lacking:
         return table
     # What is found on the way is kept apart: a run that is killed and started again lacks the
     # same sequences, so it packs them alike and ends with the same bits.
-    aside = parts | {"unfinished": repr([count[2] for count in counts])}
-    filled = _compute(cfg, world, own, path=path, file=table_file(folder, aside), parts=aside)
+    aside = made | {"unfinished": {"rows": repr([count[2] for count in counts])}}
+    filled = _compute(cfg, world, own, path=path, file=table_file(folder, aside), made=aside)
     gc.collect()  # the model's modules refer to each other
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
     if world.rank == 0:
-        write_table(file, table.joined(filled.pieces()), parts, within=within)
+        write_table(file, table.joined(filled.pieces()), made, within=within)
         remove(table_file(folder, aside), within=within)
-    return shared_table(file, parts, world)[0]
+    return shared_table(file, made, world)[0]
 
 
 def _within(cfg: Config) -> Path:
@@ -130,8 +132,8 @@ def look_up(table: Table, row: ScoredRow) -> Tensor:
 # --------------------------------------------------------------------------- what is needed
 
 
-def _parts(cfg: Config, world: World, *, path: str) -> dict[str, str]:
-    """Return everything that the logprobs depend on except the sequences, by name."""
+def _made_of(cfg: Config, world: World, *, path: str) -> dict[str, dict[str, Any]]:
+    """Return what the logprobs are made of, apart from the sequences."""
     with _agreed(world):
         folder = model_folder(path)
         names = {
@@ -141,9 +143,11 @@ def _parts(cfg: Config, world: World, *, path: str) -> dict[str, str]:
         }
     files = sorted(shared_digests(folder, names, world, field="model.reference.path").items())
     return {
-        "weights": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
-        "compute dtype": cfg.model.compute_dtype,
-        "temperature": repr(float(scoring_temperature(cfg))),
+        "model": {"files": hashlib.sha256(json.dumps(files).encode()).hexdigest()},
+        "config": {
+            "model.compute_dtype": cfg.model.compute_dtype,
+            "sampling.temperature": float(scoring_temperature(cfg)),
+        },
     }
 
 
@@ -183,12 +187,10 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
     return sorted(found.values(), key=lambda s: (-len(s), s.key)), len(seen)
 
 
-def _say_start(
-    file: Path, parts: Mapping[str, str], *, problem: str, rows: int, lacking: int
-) -> None:
+def _say_start(file: Path, made: Made, *, problem: str, rows: int, lacking: int) -> None:
     if problem:
         log.warning("%s %s; its logprobs are computed again", file, problem)
-    elif lacking == rows and (differing := other_parts(file, parts)):
+    elif lacking == rows and (differing := other_parts(file, made)):
         log.info(
             "reference logprobs: what %s holds is of another reference (other %s) and is not used",
             file.parent,
@@ -208,24 +210,18 @@ def _say_start(
 
 
 def _compute(
-    cfg: Config,
-    world: World,
-    own: Sequence[Row],
-    *,
-    path: str,
-    file: Path,
-    parts: Mapping[str, str],
+    cfg: Config, world: World, own: Sequence[Row], *, path: str, file: Path, made: Made
 ) -> Table:
     """Return the logprobs of all ranks' sequences on rank 0; other ranks return those they had.
 
     Args:
         own: sequences of this dp rank, longest first.
         path: of the reference, which is loaded here and freed at the end.
-        file, parts: what an earlier start has left, and where to save on the way.
+        file, made: of a table that an earlier start has left, and that is saved on the way.
     """
     with _agreed(world):
         model = ShardedModel(cfg, world, path=path, is_trained=False)
-    known = shared_table(file, parts, world)[0]
+    known = shared_table(file, made, world)[0]
     began = time.monotonic()
     done = set(known.keys.tolist())
     rows = [
@@ -255,7 +251,7 @@ def _compute(
         progress.say()
         if time.monotonic() - saved > _SAVE_S and begin + _PACKS < rounds:
             saved = time.monotonic()
-            write_table(file, known.joined(found), parts, within=_within(cfg))
+            write_table(file, known.joined(found), made, within=_within(cfg))
     return known.joined(found)
 
 

@@ -19,12 +19,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from spmdrl.imports import refusing
+from spmdrl.imports import parsed_json, refusing
 from spmdrl.run_folder import make_folder, rename, write_file
+from spmdrl.same_run.differences import Made, differences
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.world import World
 
 _NAMES = ("keys", "offsets", "values")
+_MADE = "made_of"
 
 
 @dataclass(frozen=True)
@@ -81,17 +83,21 @@ def sequence_key(tokens: Tensor, mask: Tensor) -> int:
     return int.from_bytes(found.digest(), "big", signed=True)
 
 
-def table_file(folder: Path, parts: Mapping[str, str]) -> Path:
+def table_file(folder: Path, made: Made) -> Path:
     """Return the file of one reference.
 
     Args:
-        parts: everything that logprobs depend on except the sequence, by name.
+        made: what its logprobs are made of, apart from the sequences.
     """
-    name = hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()[:16]
-    return folder / f"{name}.safetensors"
+    digest = hashlib.sha256(_json_of(made).encode()).hexdigest()
+    return folder / f"{digest[:16]}.safetensors"
 
 
-def write_table(path: Path, table: Table, parts: Mapping[str, str], *, within: Path) -> None:
+def _json_of(made: Made) -> str:
+    return json.dumps(made, sort_keys=True)
+
+
+def write_table(path: Path, table: Table, made: Made, *, within: Path) -> None:
     """Write a table, by one rename.
 
     Args:
@@ -106,19 +112,19 @@ def write_table(path: Path, table: Table, parts: Mapping[str, str], *, within: P
     with refusing(what, OSError, SafetensorError, hint=hint, kind=RuntimeError):
         make_folder(path.parent, within=within)
         content = {name: getattr(table, name) for name in _NAMES}
-        data = save(content, metadata={**parts, "sha256": table.digest()})
+        data = save(content, metadata={_MADE: _json_of(made), "sha256": table.digest()})
         write_file(partial, data, within=within)
         rename(partial, path, within=within)
 
 
-def read_table(path: Path, parts: Mapping[str, str]) -> tuple[Table | None, str]:
+def read_table(path: Path, made: Made) -> tuple[Table | None, str]:
     """Return a table and ""; or None and what is wrong with its file, "" if there is none."""
     if not path.is_file():
         return None, ""
     table, metadata, problem = _content(path)
     if table is None:
         return None, problem
-    if {name: metadata.get(name) for name in parts} != dict(parts):
+    if metadata.get(_MADE) != _json_of(made):
         return None, "is of another reference than its name says"
     if table.digest() != metadata.get("sha256"):
         return None, "does not match its own sha256: it was changed or damaged"
@@ -135,19 +141,20 @@ def _content(path: Path) -> tuple[Table | None, dict[str, str], str]:
         return None, {}, f"cannot be read: {error}"
 
 
-def other_parts(path: Path, parts: Mapping[str, str]) -> list[str]:
-    """Return in which parts the newest other table of the folder differs; [] if there is none."""
+def other_parts(path: Path, made: Made) -> list[str]:
+    """Return in what the newest other table of the folder differs; [] if there is none."""
     others = sorted(
         (p for p in path.parent.glob("*.safetensors") if p != path), key=lambda p: p.stat().st_mtime
     )
     for other in others[::-1]:
-        table, metadata, _ = _content(other)
-        if table is not None:  # else, whatever it is, it is none of ours
-            return [name for name, value in parts.items() if metadata.get(name) != value]
+        _, metadata, _ = _content(other)
+        there, _ = parsed_json(metadata.get(_MADE, ""))
+        if isinstance(there, dict):  # else it is no table of ours
+            return [one.what for one in differences(there, made)]
     return []
 
 
-def shared_table(path: Path, parts: Mapping[str, str], world: World) -> tuple[Table, str]:
+def shared_table(path: Path, made: Made, world: World) -> tuple[Table, str]:
     """Return on every trainer rank the table that rank 0 finds, empty if it finds none.
 
     Ranks that see the same file read it themselves, and its pages are shared by those of one
@@ -156,7 +163,7 @@ def shared_table(path: Path, parts: Mapping[str, str], world: World) -> tuple[Ta
     Returns: the table, and what is wrong with rank 0's file.
     """
     first = world.trainer_ranks[0]
-    table, problem = read_table(path, parts) if world.rank == first else (None, "")
+    table, problem = read_table(path, made) if world.rank == first else (None, "")
     sizes = (table.digest(), len(table.keys), len(table.values)) if table else ("", 0, 0)
     with world.watch.wait("find reference logprobs", -1):
         told = gather_objects((*sizes, problem), group=world.trainer_control)
@@ -164,7 +171,7 @@ def shared_table(path: Path, parts: Mapping[str, str], world: World) -> tuple[Ta
     if not digest:
         return empty_table(), problem
     if world.rank != first:
-        table, _ = read_table(path, parts)
+        table, _ = read_table(path, made)
     with world.watch.wait("find reference logprobs", -1):
         digests = gather_objects(table.digest() if table else "", group=world.trainer_control)
     return (
