@@ -19,33 +19,50 @@ SORTS: dict[str, Callable[[Summary], float]] = {
     "spread": lambda group: -group.spread,
 }
 """Orders of a step's groups, largest first."""
+_PROMPT_CHARS = 40
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table's rows as lines of equally wide columns; the last one is not padded."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for *cells, last in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths)]
+        lines.append("  ".join([*padded, last]))
+    return lines
 
 
 def steps_text(recorded: Recorded) -> str:
     """Return the steps of a folder, one line each."""
-    lines = [f"{recorded.folder}", f"{'step':>8}  {'files':>5}  {'MB':>8}  {'reward':>8}"]
+    rows = [["step", "files", "MB", "reward"]]
     for step, files in recorded.steps.items():
-        groups = summaries(recorded, step)
-        means = [one.mean for one in groups if not math.isnan(one.mean)]
+        means = [one.mean for one in summaries(recorded, step)]
+        means = [mean for mean in means if not math.isnan(mean)]
         mean = statistics.fmean(means) if means else math.nan
         size = sum(path.stat().st_size for path in files) / 1e6
-        lines.append(f"{step:>8}  {len(files):>5}  {size:>8.3f}  {mean:>8.3f}")
-    return "\n".join([*lines, "--step N lists the groups of a step"])
+        rows.append([str(step), str(len(files)), f"{size:.3f}", f"{mean:.3f}"])
+    hint = "--step N lists the groups of a step"
+    return "\n".join([str(recorded.folder), *aligned(rows), hint])
 
 
 def groups_text(found: Sequence[Summary], *, sort: str, limit: int) -> str:
     """Return a step's groups, one line each, sorted by `sort` (largest first) or number."""
     order = sorted(found, key=SORTS[sort]) if sort else list(found)
-    lines = [
-        f"{'group':>6} {'row':>8} {'samples':>8} {'reward':>8} {'spread':>8} {'length':>8} "
-        f"{'cut':>4}  prompt"
-    ]
+    rows = [["group", "row", "samples", "reward", "spread", "length", "cut", "prompt"]]
     for one in order[:limit]:
-        prompt = " ".join(one.prompt.split())
-        lines.append(
-            f"{one.group:>6} {one.row + 1:>8} {one.samples:>8} {one.mean:>8.3f} "
-            f"{one.spread:>8.3f} {one.length:>8.1f} {one.truncated:>4}  {prompt[:40]}"
+        rows.append(
+            [
+                str(one.group),
+                str(one.row + 1),
+                str(one.samples),
+                f"{one.mean:.3f}",
+                f"{one.spread:.3f}",
+                f"{one.length:.1f}",
+                str(one.truncated),
+                " ".join(one.prompt.split())[:_PROMPT_CHARS],
+            ]
         )
+    lines = aligned(rows)
     if len(order) > limit:
         lines.append(f"... {len(order) - limit} more: --limit {len(order)}")
     return "\n".join([*lines, "--group N shows one"])
@@ -63,7 +80,7 @@ def group_text(view: View, *, tokens: bool) -> str:
     for sequence in view.sequences:
         lines += [title(sequence, view.header["part_names"]), _indented(sequence.row["response"])]
         if tokens:
-            lines += _token_lines(sequence)
+            lines.append(_indented("\n".join(_token_lines(sequence))))
     return "\n".join(lines)
 
 
@@ -89,18 +106,19 @@ def title(sequence: Answer, names: Sequence[str]) -> str:
 
 def _token_lines(sequence: Answer) -> list[str]:
     row = sequence.row
-    lines = [f"    {'at':>5} {'id':>7} {'logprob':>9} {'version':>7}  token"]
+    rows = [["at", "id", "logprob", "version", "token"]]
     for at in range(sequence.start, len(row["tokens"])):
         piece = repr(sequence.pieces[at]) if sequence.pieces else ""
         item = sequence.shows.get(at)
         piece += "" if item is None else _part(item)
-        token = f"    {at:>5} {row['tokens'][at]:>7}"
-        lines.append(
-            f"{token} {row['rollout_logprobs'][at]:>9.4f} {row['policy_versions'][at]:>7}  {piece}"
-            if row["response_mask"][at]
-            else f"{token} {'-':>9} {'-':>7}  {piece} (not sampled)"
-        )
-    return lines
+        if row["response_mask"][at]:
+            logprob = f"{row['rollout_logprobs'][at]:.4f}"
+            version = str(row["policy_versions"][at])
+        else:
+            logprob = version = "-"
+            piece += " (not sampled)"
+        rows.append([str(at), str(row["tokens"][at]), logprob, version, piece])
+    return aligned(rows)
 
 
 def _part(part: str | Preview) -> str:

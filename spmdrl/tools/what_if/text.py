@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from spmdrl.tools.rollouts.terminal import aligned
 from spmdrl.tools.what_if.measures import disagreement, push_shares
 from spmdrl.tools.what_if.run import Outcome, StepFound
 
 _NORM = "policy/grad_norm"
 COLUMNS = ("grad norm", "cosine", "clipped", "masked", "ESS", "up", "down")
-_WIDTHS = (10, 10, 9, 9, 9, 9, 9)
 Sample = dict[str, Any]
 """See `samples_of`."""
 
@@ -23,12 +23,10 @@ def table(found: StepFound, *, limit: int) -> str:
     Args:
         limit: of these samples.
     """
-    lines = [about(found)]
-    first = max(len(one.alternative.name) for one in found.outcomes)
-    rows = [("", COLUMNS)] + [(one.alternative.name, row(one)) for one in found.outcomes]
-    for name, cells in rows:
-        columns = "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS))
-        lines.append(f"  {name:{first}}{columns}")
+    width = max(len(one.alternative.name) for one in found.outcomes)
+    rows = [["".ljust(width), *COLUMNS]]
+    rows += [[one.alternative.name.ljust(width), *row(one)] for one in found.outcomes]
+    lines = [about(found), *(f"  {line}" for line in aligned(rows))]
     most = disputed(found, limit=limit)
     if most:
         lines.append("samples on which they differ most, by their share of each one's whole push:")
