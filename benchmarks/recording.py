@@ -102,7 +102,7 @@ def _left(run: Path) -> dict[str, Any]:
     return {
         "seconds": {r["step"]: r["perf/step_s"] for r in metrics if "perf/step_s" in r},
         "line_bytes": {
-            line["step"]: len(json.dumps(line)) + 1 for line in lines if "made_with" not in line
+            line["step"]: len(json.dumps(line)) + 1 for line in lines if "made_of" not in line
         },
         "rollout_bytes": {int(path.name[5:11]): path.stat().st_size for path in recorded},
         "ranks": [json.loads((run.parent / f"rank_{i}.json").read_text()) for i in (0, 1)],

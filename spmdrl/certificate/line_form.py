@@ -45,9 +45,9 @@ def problem_of(line: Line) -> str:
 def _check(line: Line) -> None:
     """Raise Refusal for the first value that is missing or of another form."""
     check_values(line, {"step": is_count})
-    if "made_with" in line:
-        check_values(line, {"made_with": is_object})
-        _check_made(line["made_with"])
+    if "made_of" in line:
+        check_values(line, {"made_of": is_object})
+        _check_made(line["made_of"])
         return
     check_values(line, dict.fromkeys((*SECTIONS, "sequences"), is_object))
     for section in SECTIONS:
@@ -61,7 +61,7 @@ def _check(line: Line) -> None:
 
 
 def _check_made(made: Mapping[str, Any]) -> None:
-    within = "made_with"
+    within = "made_of"
     check_values(
         made, dict.fromkeys(("config", "packages", "code", "machine"), is_object), within=within
     )

@@ -58,12 +58,12 @@ class Certified:
     run: Path
     steps: Mapping[int, Line]
     """{step: its line}, ascending."""
-    made_with: dict[int, dict[str, Any]]
+    made_of: dict[int, dict[str, Any]]
     """{first step: what the run was made of from there on}, ascending; see same_run.made_of."""
 
     def made_at(self, step: int) -> dict[str, Any]:
         """Return what the run was made of at a step."""
-        return self.made_with[max(first for first in self.made_with if first <= step)]
+        return self.made_of[max(first for first in self.made_of if first <= step)]
 
 
 def read(run: Path) -> Certified:
@@ -95,8 +95,8 @@ def _read(journal: Journal) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
             raise Refusal(entry.problem)
         if problem := problem_of(line) or order.problem_with(line):
             raise Refusal(f"{journal.path}: line {entry.number} {problem}")
-        if "made_with" in line:
-            made[line["step"]] = line["made_with"]
+        if "made_of" in line:
+            made[line["step"]] = line["made_of"]
         else:
             places[line["step"]] = entry.begin
     return places, made
@@ -115,12 +115,12 @@ class _Order:
         """Return why a line cannot be the next one; empty where it can."""
         step = line["step"]
         due = self._next_due()
-        if "made_with" in line:
+        if "made_of" in line:
             if step <= self._attempt or step < self._begin:
                 return f"begins an attempt at step {step}, and lines before it are of later steps"
             if due is not None and due < step:
                 return f"begins an attempt at step {step}, and the line of step {due} is missing"
-            self._config = line["made_with"]["config"]
+            self._config = line["made_of"]["config"]
             self._attempt = self._begin = step
             return ""
         if not self._config:

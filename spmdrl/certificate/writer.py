@@ -86,11 +86,11 @@ class Certificate:
         def is_past(line: Line) -> bool:
             if problem_of(line) or line["step"] >= step:
                 return False
-            made_before.update(line.get("made_with", {}))
+            made_before.update(line.get("made_of", {}))
             return True
 
         for line in self._journal.keep(is_past, removed=aside):
-            if not problem_of(line) and "made_with" not in line:
+            if not problem_of(line) and "made_of" not in line:
                 self._again[line["step"]] = line
         if made != made_before:
-            self._append({"step": step, "made_with": made})
+            self._append({"step": step, "made_of": made})

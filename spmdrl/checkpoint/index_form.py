@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import IO, Any
 
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from spmdrl import run_files
 from spmdrl.errors import Refusal
+from spmdrl.imports import refusing
 from spmdrl.world.torch_internals import is_storage_info
 
 _LARGEST = 2**62
@@ -37,8 +37,10 @@ def check_index(metadata: Metadata, path: Path) -> None:
         path: of the index, which is in the folder of its files.
     Raises: Refusal naming the tensor or file; OSError.
     """
-    for problem in _problems(metadata):
-        raise Refusal(f"{path} is not an index of tensors: {problem}")
+    # An object of DCP's may lack any field.
+    kinds = (Refusal, AttributeError, TypeError)
+    with refusing(f"{path} is not an index of tensors", *kinds):
+        _check_types(metadata)
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():
         end = place.offset + place.length
@@ -52,75 +54,75 @@ def check_index(metadata: Metadata, path: Path) -> None:
             )
 
 
-def _problems(metadata: Metadata) -> Iterator[str]:
+def _check_types(metadata: Metadata) -> None:
     tensors = metadata.state_dict_metadata
     places = metadata.storage_data
+    planned = metadata.planner_data
     if not isinstance(tensors, dict) or not isinstance(places, dict):
-        yield "it holds no tensors, or not where they are"
-        return
+        raise Refusal("it holds no tensors, or not where they are")
     for index, place in places.items():
-        yield from _place_problems(index, place)
+        _check_place(index, place)
     for name, entry in tensors.items():
-        yield from _tensor_problems(name, entry)
+        _check_tensor(name, entry)
         for chunk in entry.chunks:
             if MetadataIndex(name, chunk.offsets) not in places:
-                yield f"it does not say where the part of {name} at {tuple(chunk.offsets)} is"
-    planned = metadata.planner_data
+                raise Refusal(f"it has no place for the part of {name} at {tuple(chunk.offsets)}")
     if not isinstance(planned, dict) or not all(isinstance(v, tuple) for v in planned.values()):
-        yield f"its names are {planned!r:.60}"
+        raise Refusal(f"its names are {planned!r:.60}")
     if not isinstance(metadata.version, (str, type(None))):
-        yield f"its version is {metadata.version!r:.60}"
+        raise Refusal(f"its version is {metadata.version!r:.60}")
 
 
-def _place_problems(index: Any, place: Any) -> Iterator[str]:
+def _check_place(index: Any, place: Any) -> None:
+    """Refuse the place of a chunk that is not within a file of the folder."""
     if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
-        yield f"a part of a tensor is called {index!r:.60}"
-        return
-    if not is_storage_info(place) or not isinstance(getattr(place, "relative_path", None), str):
-        yield f"the place of {index.fqn} is {place!r:.60}"
-        return
+        raise Refusal(f"a part of a tensor is called {index!r:.60}")
+    if not is_storage_info(place):
+        raise Refusal(f"the place of {index.fqn} is {place!r:.60}")
     name = PurePath(place.relative_path)
     if name.is_absolute() or ".." in name.parts or not name.parts:
-        yield f"the place of {index.fqn} is outside of the folder: {place.relative_path!r:.60}"
-    if not _are_sizes((getattr(place, "offset", None), getattr(place, "length", None))):
-        yield f"the place of {index.fqn} in {name} is {place!r:.100}"
+        raise Refusal(f"the place of {index.fqn} is outside of the folder: {str(name)!r:.60}")
+    if not _are_sizes((place.offset, place.length)):
+        raise Refusal(f"the place of {index.fqn} in {name} is {place!r:.100}")
     if place.transform_descriptors:
-        yield f"{index.fqn} is stored by {place.transform_descriptors!r:.60}, which no run does"
+        raise Refusal(
+            f"{index.fqn} is stored by {place.transform_descriptors!r:.60}, which no run does"
+        )
 
 
-def _tensor_problems(name: Any, entry: Any) -> Iterator[str]:
+def _check_tensor(name: Any, entry: Any) -> None:
+    """Refuse a tensor of other types than DCP writes, or whose chunks are not the whole of it."""
     if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
-        yield f"{name!r:.60} is a {type(entry).__name__}, no tensor"
-        return
-    kind = getattr(entry, "properties", None)
+        raise Refusal(f"{name!r:.60} is a {type(entry).__name__}, no tensor")
+    kind = entry.properties
+    size = entry.size
     if not isinstance(kind, TensorProperties) or not isinstance(kind.dtype, torch.dtype):
-        yield f"{name} is of no dtype"
-    size = getattr(entry, "size", None)
-    chunks = getattr(entry, "chunks", None)
+        raise Refusal(f"{name} is of no dtype")
     if not isinstance(size, torch.Size) or not _are_sizes(size) or math.prod(size) > _LARGEST:
-        yield f"{name} has the shape {size!r:.60}"
-    if not isinstance(chunks, list):
-        yield f"the parts of {name} are {chunks!r:.60}"
+        raise Refusal(f"{name} has the shape {size!r:.60}")
+    if not isinstance(entry.chunks, list):
+        raise Refusal(f"the parts of {name} are {entry.chunks!r:.60}")
     count = 0
     begins = set()
-    for chunk in chunks or ():
+    for chunk in entry.chunks:
         if not _is_within(chunk, size):
-            yield f"a part of {name}, {chunk!r:.100}, is not within {tuple(size or ())}"
+            raise Refusal(f"a part of {name}, {chunk!r:.100}, is not within {tuple(size)}")
         count += math.prod(chunk.sizes)
         begins.add(tuple(chunk.offsets))
-    if count != math.prod(size or ()) or len(begins) != len(chunks or ()):
-        yield f"the parts of {name} are not the whole of it"
+    if count != math.prod(size) or len(begins) != len(entry.chunks):
+        raise Refusal(f"the parts of {name} are not the whole of it")
 
 
-def _is_within(chunk: Any, size: Any) -> bool:
+def _is_within(chunk: Any, size: torch.Size) -> bool:
     if not isinstance(chunk, ChunkStorageMetadata):
         return False
-    offsets = getattr(chunk, "offsets", None)
-    sizes = getattr(chunk, "sizes", None)
-    if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size):
+    begins = chunk.offsets
+    sizes = chunk.sizes
+    if not isinstance(begins, torch.Size) or not isinstance(sizes, torch.Size):
         return False
-    is_alike = len(offsets) == len(sizes) == len(size) and _are_sizes((*offsets, *sizes))
-    return is_alike and all(a + b <= c for a, b, c in zip(offsets, sizes, size))
+    if not len(begins) == len(sizes) == len(size) or not _are_sizes((*begins, *sizes)):
+        return False
+    return all(begin + own <= whole for begin, own, whole in zip(begins, sizes, size))
 
 
 def _are_sizes(values: Any) -> bool:

@@ -279,7 +279,7 @@ def _changed_made(section: str, name: str, value: Any) -> dict[str, Any]:
 def _write(run: Path, content: dict[str, Any], made: dict[str, Any] = MADE) -> Path:
     """Write the certificate of a run of three steps, and its metrics."""
     run.mkdir(exist_ok=True)
-    _write_lines(run, [{"step": 0, "made_with": made}, *_steps(content, content, content)])
+    _write_lines(run, [{"step": 0, "made_of": made}, *_steps(content, content, content)])
     rows = ({"step": step, "perf/step_s": 0.1} for step in range(3))
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return run
@@ -304,9 +304,9 @@ def test_lines_that_are_chained_again_are_refused_where_one_is_missing_or_moved(
     run, good = tmp_path / "run", tmp_path / "good"
     _write(run, found["plain"])
     _write(good, found["plain"])
-    begin = {"step": 0, "made_with": MADE}
+    begin = {"step": 0, "made_of": MADE}
     zero, one, two = _steps(*[found["plain"]] * 3)
-    off = {"step": 1, "made_with": _changed_made("config", "report.certificate", 0)}
+    off = {"step": 1, "made_of": _changed_made("config", "report.certificate", 0)}
     for lines, says in (
         ([begin, zero, two], "line 3 is of step 2, and the line of step 1 before it is missing"),
         ([begin, one, zero, two], "line 2 is of step 1, and the line of step 0 before it is"),
@@ -325,7 +325,7 @@ def test_lines_that_are_chained_again_are_refused_where_one_is_missing_or_moved(
     assert read(run).steps.keys() == {0}
     more = _changed_made("config", "steps", 4)
     three = {"step": 3, **found["plain"]}
-    _write_lines(run, [begin, zero, {"step": 1, "made_with": more}, one, two, three])
+    _write_lines(run, [begin, zero, {"step": 1, "made_of": more}, one, two, three])
     assert read(run).steps.keys() == {0, 1, 2, 3}
 
 
@@ -358,7 +358,7 @@ def test_a_chained_line_of_another_form_is_refused_with_its_field(
     inner[place[-1]] = value
     if value == "absent":
         del inner[place[-1]]
-    begin = {"step": 0, "made_with": MADE}
+    begin = {"step": 0, "made_of": MADE}
     _write_lines(run, [begin, {"step": 0, **found["plain"]}, line])
     assert diff.main([str(run), str(run)]) == 2
     said = capsys.readouterr().err
@@ -376,7 +376,7 @@ def test_what_a_run_was_made_with_is_checked_too(alone, tmp_path, capsys):
         run = _write(tmp_path / "run", found["plain"], _changed_made(section, name, value))
         assert diff.main([str(run), str(run)]) == 2
         said = capsys.readouterr().err
-        assert f"line 1 holds {value!r} as made_with.{section}.{name}" in said
+        assert f"line 1 holds {value!r} as made_of.{section}.{name}" in said
 
 
 def test_numbers_of_any_size_have_a_deviation():
@@ -406,7 +406,7 @@ def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path,
             read(run)
         assert diff.main([str(run), str(other)]) == 2
         assert says in capsys.readouterr().err
-    _write_lines(run, [{"step": 0, "made_with": MADE, "format": 1}])
+    _write_lines(run, [{"step": 0, "made_of": MADE, "format": 1}])
     with refused("line 1 is of format 1"):
         read(run)
     assert diff.main([str(tmp_path), str(other)]) == 2
@@ -485,8 +485,8 @@ def test_a_line_without_norms_repeats_bits_and_leaves_rounding_to_the_next_with(
     said = capsys.readouterr().err
     assert "cannot be compared in steps 0 to 2" in said and "world_size: 2 and 8" in said
     # The last step has norms: what came of those before it is known there.
-    _write_lines(first, [{"step": 0, "made_with": MADE}, *_steps(light, light, plain)])
-    _write_lines(other, [{"step": 0, "made_with": layout}, *_steps(near, light, plain)])
+    _write_lines(first, [{"step": 0, "made_of": MADE}, *_steps(light, light, plain)])
+    _write_lines(other, [{"step": 0, "made_of": layout}, *_steps(near, light, plain)])
     assert diff.main([str(first), str(other)]) == 0
     said = capsys.readouterr().out
     assert "equal to rounding: 3 certified steps (0 to 2), of which 2 with norms" in said

@@ -97,7 +97,7 @@ def test_chained_certificates_of_odd_values_are_refused_or_compared(tmp_path):
         "code": {"train.py": "00"},
         "machine": {"threads": 1},
     }
-    lines = [{"step": 0, "made_with": made}, *({"step": s, **_step_line()} for s in range(2))]
+    lines = [{"step": 0, "made_of": made}, *({"step": s, **_step_line()} for s in range(2))]
 
     def write(run: Path, contents: list[Any]) -> Path:
         run.mkdir(exist_ok=True)
