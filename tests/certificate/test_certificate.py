@@ -365,7 +365,7 @@ def test_a_chained_line_of_another_form_is_refused_with_its_field(
     assert f"{run / NAME}: line 3 {says}" in said or says in said
 
 
-def test_what_a_run_was_made_with_is_checked_too(alone, tmp_path, capsys):
+def test_what_a_run_was_made_of_is_checked_too(alone, tmp_path, capsys):
     _, found = alone
     for section, name, value in (
         ("config", "steps", "3"),
@@ -421,7 +421,7 @@ def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path,
         ("code", "program", "01", "code of program: 00 and 01"),
     ],
 )
-def test_what_runs_are_made_with_is_named_first(
+def test_what_runs_are_made_of_is_named_first(
     section, name, value, says, alone, tmp_path, capsys
 ):
     _, found = alone
