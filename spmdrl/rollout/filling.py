@@ -22,8 +22,13 @@ from spmdrl.rollout.episode import Draw, Episode, Group
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, pack_step, rollouts_from_dict, rollouts_to_dict
-from spmdrl.rollout.resumed_work import Share, resumed
-from spmdrl.rollout.saved import check_environments, group_from_dict, group_to_dict
+from spmdrl.rollout.resumed_work import (
+    Share,
+    check_environments,
+    group_from_dict,
+    group_to_dict,
+    resumed,
+)
 from spmdrl.rollout.staleness import make_rules
 from spmdrl.rollout.step_prompts import StepPrompts
 from spmdrl.rollout.step_scores import score_step

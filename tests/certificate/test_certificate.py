@@ -421,9 +421,7 @@ def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path,
         ("code", "program", "01", "code of program: 00 and 01"),
     ],
 )
-def test_what_runs_are_made_of_is_named_first(
-    section, name, value, says, alone, tmp_path, capsys
-):
+def test_what_runs_are_made_of_is_named_first(section, name, value, says, alone, tmp_path, capsys):
     _, found = alone
     first = _write(tmp_path / "first", found["plain"])
     made = _changed_made(section, name, value)

@@ -30,7 +30,7 @@ from spmdrl.rollout.episode import Episode, Group
 from spmdrl.rollout.packing import pack_step, rollouts_from_dict, rollouts_to_dict
 from spmdrl.rollout.recorder import HEADER, SCHEMA, digest_line
 from spmdrl.rollout.recordings import find_recorded, read_header, read_rollouts, read_table
-from spmdrl.rollout.saved import group_from_dict, group_to_dict
+from spmdrl.rollout.resumed_work import group_from_dict, group_to_dict
 from spmdrl.tools.commands import view as viewer
 from spmdrl.tools.plan.run import run_of
 from spmdrl.tools.plan.text import _step_text

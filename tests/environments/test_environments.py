@@ -19,7 +19,7 @@ from spmdrl.environments.plain_state import PICKLED, PLAIN, NotPlain, environmen
 from spmdrl.environments.protocol import Response, Turn
 from spmdrl.imports import construct, import_object
 from spmdrl.rewards.samples import BadValue
-from spmdrl.rollout.saved import check_environments
+from spmdrl.rollout.resumed_work import check_environments
 from spmdrl.workers.environment_jobs import BUILT_IN, check_environment, checked_turn, pack
 from tests.environments.environment_runs import ROW, play, served
 from tests.helpers.built import refused

@@ -330,7 +330,7 @@ def gone_on(cfg: Config) -> list[dict[str, Any]]:
     """Leave games in their second turn and sums not begun, and take both up elsewhere."""
     from spmdrl.data.tokenizer import load_tokenizer
     from spmdrl.rollout import make_source
-    from spmdrl.rollout.saved import group_from_dict, group_to_dict
+    from spmdrl.rollout.resumed_work import group_from_dict, group_to_dict
 
     with generating(cfg) as (world, engine):
         engine.weights_changed(0)

@@ -19,7 +19,7 @@ from spmdrl.rollout.episode import GREEDY, Draw, Episode, FinishedEpisode, Group
 from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
-from spmdrl.rollout.saved import group_from_dict, group_to_dict
+from spmdrl.rollout.resumed_work import group_from_dict, group_to_dict
 from spmdrl.rollout.sums import step_sums, warn_if_all_failed
 from spmdrl.types import Prompt, Scalars
 from spmdrl.workers.pool import RewardPool, RewardResult

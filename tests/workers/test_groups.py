@@ -14,8 +14,8 @@ from spmdrl.rewards.samples import RewardSample
 from spmdrl.rollout.episode import FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import pack
+from spmdrl.rollout.resumed_work import group_from_dict, group_to_dict
 from spmdrl.rollout.sampled_source import group_hints
-from spmdrl.rollout.saved import group_from_dict, group_to_dict
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import step_sums
 from spmdrl.types import Prompt
