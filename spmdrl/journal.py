@@ -144,35 +144,35 @@ class Journal:
         cut: list[Row] = []
         if not self.path.exists():
             return cut
-        begin = -1
+        cut_at: int | None = None
         last = b"\n"
         for entry in self.read():
-            if begin < 0 and (entry.problem or not wanted(entry.row)):
-                begin = entry.begin
-            if begin < 0:
+            if cut_at is None and (entry.problem or not wanted(entry.row)):
+                cut_at = entry.begin
+            if cut_at is None:
                 self._seal = entry.seal
                 last = entry.line
             elif not entry.problem:
                 cut.append(entry.row)
             if entry.problem and self._is_sealed:
                 log.warning("%s; it and all after it is left out", entry.problem)
-        if begin >= 0:
-            self._cut(begin, removed)
-        elif not last.endswith(b"\n"):
+        if cut_at is not None:
+            self._cut(cut_at, removed)
+        elif not last.endswith(b"\n"):  # the process was killed right before the end of the line
             with open_file(self.path, "ab", within=self._within) as file:
                 file.write(b"\n")
         return cut
 
-    def _cut(self, begin: int, removed: Path | None) -> None:
+    def _cut(self, length: int, removed: Path | None) -> None:
         if removed is not None:
             with run_files.opened(self.path, self._kind) as file:
-                file.seek(begin)
+                file.seek(length)
                 write_file(removed, file.read())
         with open_file(self.path, "ab", within=self._within) as file:
-            os.ftruncate(file.fileno(), begin)
+            os.ftruncate(file.fileno(), length)
 
     def rows(self, *, newest: int = 0, holds_texts: bool = False) -> list[Row]:
-        """Return what the file holds, see `read_rows`; nothing where there is none."""
+        """Return the rows of the file, see `read_rows`; none where there is no file."""
         if not self.path.exists():
             return []
         return read_rows(self.path, newest=newest, holds_texts=holds_texts)
@@ -225,6 +225,8 @@ def _sealed_row(line: bytes, *, before: str, place: str) -> tuple[Row, str, str]
     seal = seal_bytes.decode(errors="replace")
     row, error = attempt(lambda: _object_of(content, place=place))
     problem = str(error or "")
+    if not row and not error:
+        problem = f"{place} holds no object"
     if seal != _seal_of(before, content):
         problem = (
             f"{place} does not follow from the lines before it: it was changed or moved, or lines "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -129,3 +130,41 @@ def test_text_of_others_cannot_steer_a_terminal():
     assert printable("a\x1b[2J\r\x07\x9b\n\tb") == "a\\x1b[2J\\r\\x07\\x9b\n\tb"
     assert printable("\u202e\ud800") == "\\u202e\\ud800"
     assert printable("naïve 東京\u3000😀") == "naïve 東京\u3000😀"
+
+
+def test_a_sealed_journal_is_cut_at_the_first_line_that_does_not_follow(tmp_path, caplog):
+    def journal() -> Journal:
+        return Journal(tmp_path / "j.jsonl", is_sealed=True)
+
+    written = journal()
+    rows = [{"n": number} for number in range(4)]
+    for row in rows:
+        written.append(row)
+    path = written.path
+    text = path.read_text()
+    assert [json.loads(line)["n"] for line in text.splitlines()] == [0, 1, 2, 3]
+    assert [entry.row for entry in journal().read()] == rows
+    lines = text.splitlines(keepends=True)
+    spoiled = {
+        "line 2 does not follow": text.replace('"n": 1', '"n": 5'),
+        "line 3 does not follow": "".join([*lines[:2], lines[3]]),
+        "line 4 breaks off": text[:-1],
+    }
+    for says, changed in spoiled.items():
+        path.write_text(changed)
+        *good, last = journal().read()
+        assert says in last.problem and [entry.row for entry in good] == rows[: len(good)]
+        again = journal()
+        again.keep(lambda row: True, removed=tmp_path / "removed")
+        assert says in caplog.text
+        again.append({"n": "new"})
+        assert [e.row for e in journal().read()] == [*rows[: len(good)], {"n": "new"}]
+        assert (tmp_path / "removed").read_text() == "".join(
+            changed[len("".join(lines[: len(good)])) :]
+        )
+    path.write_text(text)
+    again = journal()
+    assert again.keep(lambda row: row["n"] < 2) == rows[2:]
+    assert path.read_text() == "".join(lines[:2])
+    again.append(rows[2])
+    assert path.read_text() == "".join(lines[:3]), "the same seals again"
