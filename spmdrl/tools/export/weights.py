@@ -22,7 +22,7 @@ from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.files import LAYER_A, base_digest, write_adapter
 from spmdrl.model.lora.merge import low_rank_product
 from spmdrl.model.lora.targets import pair_names
-from spmdrl.model.shards import Box, Part, narrow
+from spmdrl.model.tensor_parts import Box, Part, narrow
 
 # Parts of a checkpoint: prefixes of the tensors' own names.
 _MODEL = "model."
