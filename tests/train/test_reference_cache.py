@@ -175,7 +175,7 @@ def test_what_is_not_of_this_reference_and_these_rows_is_never_used(folder, tmp_
     assert every in said["first"] and "another reference" not in said["first"]
     assert f"1 of {2 * NUM_ROWS} sequences are to be computed" in said["one response"]
     assert every in said["weights"] and "another reference (other model's files)" in said["weights"]
-    assert every in said["dtype"] and "compute dtype)" in said["dtype"]
+    assert every in said["dtype"] and "model.compute_dtype)" in said["dtype"]
     assert f"all {2 * NUM_ROWS} sequences are in" in said["both"]
     assert "does not match its own sha256" in said["damaged"] and every in said["damaged"]
 
