@@ -118,7 +118,7 @@ def test_pieces_of_any_size_give_one_digest(monkeypatch):
     found = set()
     for most in (64, 256, 4096):
         monkeypatch.setitem(digests._CHUNK, "cpu", most)
-        monkeypatch.setattr(digests, "_KEPT", most)
+        monkeypatch.setattr(digests, "_CACHED_BLOCKS", most)
         whole = torch.randn(60, 130, generator=torch.Generator().manual_seed(0))
         found.add(_of_boxes(whole, [Box.whole(whole.shape)]))
         assert _of_boxes(whole, [Box((0, 0), (60, 30)), Box((0, 30), (60, 100))]) in found
