@@ -66,7 +66,8 @@ def _check_types(metadata: Metadata) -> None:
         _check_tensor(name, entry)
         for chunk in entry.chunks:
             if MetadataIndex(name, chunk.offsets) not in places:
-                raise Refusal(f"it has no place for the part of {name} at {tuple(chunk.offsets)}")
+                at = tuple(chunk.offsets)
+                raise Refusal(f"it does not say where the part of {name} at {at} is")
     if not isinstance(planned, dict) or not all(isinstance(v, tuple) for v in planned.values()):
         raise Refusal(f"its names are {planned!r:.60}")
     if not isinstance(metadata.version, (str, type(None))):
@@ -77,7 +78,7 @@ def _check_place(index: Any, place: Any) -> None:
     """Refuse the place of a chunk that is not within a file of the folder."""
     if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
         raise Refusal(f"a part of a tensor is called {index!r:.60}")
-    if not is_storage_info(place):
+    if not is_storage_info(place) or not isinstance(place.relative_path, str):
         raise Refusal(f"the place of {index.fqn} is {place!r:.60}")
     name = PurePath(place.relative_path)
     if name.is_absolute() or ".." in name.parts or not name.parts:
