@@ -197,11 +197,11 @@ def resume_problems(cfg: Config) -> list[str]:
         if content is None or problem:
             damaged[folder] = problem
             continue
-        _, error = attempt(disk.TensorReader(folder / disk.POLICY).read_metadata)
-        if error:
-            return [str(error)]
         text = _difference_text(content, cfg, folder=folder)
-        return [f"{text}\n{_advice()}"] if text and not cfg.checkpoint.allow_config_change else []
+        if text and not cfg.checkpoint.allow_config_change:
+            return [f"{text}\n{_advice()}"]
+        _, error = attempt(disk.TensorReader(folder / disk.POLICY).read_metadata)
+        return [str(error)] if error else []
     return [_none_usable(damaged)] if damaged else []
 
 
