@@ -1,1 +1,1 @@
-"""What a model is proved by: the product itself, run on a small model of the same code."""
+"""Prove a model: run the program itself on a small model of the same code."""

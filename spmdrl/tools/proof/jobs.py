@@ -1,8 +1,7 @@
-"""What the ranks of a proof do: each job runs parts of the product and returns what it measured.
+"""The jobs of a proof: each runs parts of the program on ranks and returns what it measured.
 
-Differences of logprobs are means over tokens, nats. Differences of parameters after two updates are
-the largest of all elements, relative to the largest change that the updates made. Jobs compute on
-sequences of many lengths, and on one batch of them for an update.
+Differences of logprobs are means over tokens, in nats. Differences of parameters after two updates
+are the largest of all elements, relative to the largest change by the updates.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from spmdrl.types import Batch, Microbatch, Scalars
 from spmdrl.world.world import World
 
 ROWS = (5, 70, 33, 2, 9, 40)
-"""Tokens of the sequences that are scored: some beyond every window and chunk of a small model, and
+"""Lengths of the scored sequences: some longer than every window and chunk of a small model, and
 several to a packed row."""
 PACKED = 128  # tokens of a packed row
 _TRAINED = (9, 5, 30, 12, 7, 2, 24, 11)
-"""Tokens of the sequences that are trained on; the first third of each is its prompt."""
-_FIRST = 3  # id behind those of padding, beginning and end
+"""Lengths of the trained sequences; the first third of each is its prompt."""
+_FIRST = 3  # first id after those of padding, beginning and end
 
 
 def _rows(trainer: Any) -> list[TokenIds]:
@@ -45,7 +44,7 @@ def _rows(trainer: Any) -> list[TokenIds]:
 
 
 def showing(hf_model: nn.Module, rows: Iterable[Sequence[int]]) -> list[TokenIds]:
-    """Put an item of noise into each sequence that has room for one, where a model sees."""
+    """For a vision model, put an image of noise into each sequence that has room for one."""
     return [with_noise_image(hf_model, row, seed=at) for at, row in enumerate(rows)]
 
 
@@ -58,7 +57,7 @@ def drawn_rows(vocabulary: int) -> list[list[int]]:
 def batch_of(world: Any, hf_model: nn.Module) -> tuple[Batch, Tensor]:
     """Return this rank's part of one batch, and each sequence's advantage [S] float64.
 
-    The batch is the same whatever the layout; a dp rank takes every so manieth sequence.
+    The batch is the same on every layout; a dp rank takes every dp_size-th sequence.
     """
     count = len(_TRAINED)
     own = list(range(world.dp_index(world.rank), count, world.dp_size))
@@ -71,8 +70,10 @@ def batch_of(world: Any, hf_model: nn.Module) -> tuple[Batch, Tensor]:
 
 
 def scalars_of(lengths: Sequence[int]) -> Scalars:
-    """Return the scalars of sequences of so many tokens, of which the first third is a prompt:
-    groups of two, one that is not valid, one that is truncated."""
+    """Return the scalars of sequences in groups of two: one is not valid, one is truncated.
+
+    The first third of each sequence is its prompt.
+    """
     ids = torch.arange(len(lengths))
     own = torch.tensor(lengths)
     return Scalars(
@@ -120,7 +121,7 @@ _SAMPLED = 12  # tokens of each response that engines draw
 
 
 class NoSource:
-    """Stands where a checkpoint asks for rollouts made ahead: there are none."""
+    """A source without rollouts made ahead, for a checkpoint."""
 
     def state_dict(self) -> None:
         """Return None."""
@@ -162,8 +163,8 @@ def alone(cfg: Config, export_to: str, reference: str) -> Measured:
 
 
 def mesh(cfg: Config, reference: str) -> Measured:
-    """Compare updates on some layout with those of one rank: two, or what is left of them behind a
-    checkpoint of another layout."""
+    """Compare two updates on a layout with those of one rank; after a checkpoint of another layout,
+    the remaining ones."""
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
     state = Checkpointer(cfg, world).restore(trainer, NoSource())
@@ -175,7 +176,7 @@ def mesh(cfg: Config, reference: str) -> Measured:
 
 
 def adapters(cfg: Config, export_to: str) -> Measured:
-    """Train adapters, and compare what they compute with their merged export."""
+    """Train adapters, and compare their logprobs with those of their merged export."""
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
     rows = _rows(trainer)
@@ -224,7 +225,7 @@ def engine(cfg: Config) -> Measured:
 
 
 class _Warnings(logging.Handler):
-    """Collects what the product warns of."""
+    """Collects the warnings of the program."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -237,7 +238,7 @@ class _Warnings(logging.Handler):
 
 
 def gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float]:
-    """Return mean and largest absolute difference of logprobs, the first of each left out."""
+    """Return mean and largest absolute difference of logprobs, without the first of each."""
     pairs = [(a[1:].double(), b[1:].double()) for a, b in zip(ours, theirs, strict=True)]
     apart = torch.cat([(a - b).abs() for a, b in pairs])
     return float(apart.mean()), float(apart.max())
@@ -261,7 +262,7 @@ def _plain(folder: str) -> nn.Module:
 
 
 def _rounding(folder: str, rows: list[TokenIds]) -> float:
-    """Return how far plain transformers in bfloat16 is from itself in float32, in the mean."""
+    """Return the mean difference of plain transformers in bfloat16 from float32."""
     plain = _plain(folder)
     with torch.no_grad():
         exact = [_plain_logprobs(plain, row) for row in rows]
@@ -279,8 +280,8 @@ def _plain_logprobs(model: nn.Module, row: Sequence[int]) -> Tensor:
 
 
 def _gradient_gap(trainer: Any, plain: nn.Module, rows: list[TokenIds]) -> Measured:
-    """Return how far the gradients of a sum of logprobs differ, relative to the largest of each
-    tensor, and whose do most."""
+    """Return the largest difference of gradients of a sum of logprobs, relative to the largest
+    element of each tensor, and the tensor that has it."""
     model = trainer.policy.model
     lengths = [len(row) for row in rows]
     given = concat_ids(rows)
@@ -338,7 +339,7 @@ def _export_gap(trainer: Any, cfg: Config, export_to: str) -> tuple[float, float
     plain = _plain(export_to)
     with torch.no_grad():
         expected = [_plain_logprobs(plain, row) for row in rows]
-    # One at a time: what packing does wrong is another line's.
+    # One at a time: packing is tested by another line.
     return gap(_singly(trainer, rows), expected)
 
 
@@ -357,7 +358,7 @@ def _sampled_gap(
     while len(drawn) < len(prompts):
         drawn += generator.step()
     scored = trainer.weights.score([prompts[one.key] + one.tokens.tolist() for one in drawn])
-    # What `gap` leaves out is the first: one number of the prompt's end stands there.
+    # `gap` leaves out the first element, so one is added.
     ours = [nn.functional.pad(one.logprobs.float(), (1, 0)) for one in drawn]
     theirs = [nn.functional.pad(s[-len(d.tokens) :], (1, 0)) for s, d in zip(scored, drawn)]
     return gap(ours, theirs)

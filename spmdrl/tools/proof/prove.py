@@ -1,6 +1,6 @@
-"""Prove or refute a model, one line after another, on the CPUs of this machine.
+"""Prove a model line by line on the CPUs of this machine.
 
-Each line runs the product itself, in processes of its own, on a small model of the same code.
+Each line runs the program itself, in new processes, on a small model of the same code.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from spmdrl.tools.small_models.tiny import tiny_of
 from spmdrl.world.lost_peers.watch import first_line
 
 EXACT = 2e-6
-"""Mean difference of logprobs, nats, up to which two computations in float32 are the same."""
+"""Mean difference of logprobs, nats, up to which two float32 computations count as the same."""
 NEAR = 1e-3
-"""The same between an engine, whose kernels are others, and the trainer; and the largest relative
+"""The same between the trainer and an engine, which has other kernels; and the largest relative
 difference of a gradient, or of parameters after two updates."""
 MOVED = 1e-3
-"""Mean change of logprobs by two updates, nats, below which it would not show in an engine."""
+"""Least mean change of logprobs by two updates, nats, that an engine has to follow."""
 MOST_RANKS = 16
 """Processes that the proof of a layout may start."""
 ENGINES = ("transformers", "vllm")
@@ -52,7 +52,7 @@ class Proof:
     Args:
         hf_config: the real model's transformers config.
         folder: for small models, checkpoints and logs; new or empty.
-        layout: the very mesh to prove besides, None for none.
+        layout: a further mesh to prove; None for none.
         timeout_s: of each line.
     """
 
@@ -72,7 +72,7 @@ class Proof:
         self._export = folder / "export"
         self._reference = str(folder / "reference.pt")
         self.class_name = ""
-        """Of the model that transformers makes, once it is made."""
+        """Class of the transformers model, once it is made."""
 
     def lines(self, *, engines: tuple[str, ...] = ENGINES) -> Iterator[Line]:
         """Yield each line as soon as it is known.
@@ -81,7 +81,7 @@ class Proof:
             engines: kinds of engines to stream into.
         """
         began = time.monotonic()
-        _, error = attempt(self._make, Exception)  # of any config, by transformers' own code too
+        _, error = attempt(self._make, Exception)  # transformers' own code may raise anything
         note = _short(error)
         if error is not None and not isinstance(error, Refusal):
             note = f"no small model of it can be made to try it on: {first_line(error)}"
@@ -121,7 +121,7 @@ class Proof:
         self._size = f"{self.class_name} of {small.num_hidden_layers} layers, {count:,} weights"
 
     def _alone(self) -> Iterator[Line]:
-        """Yield what one rank shows: the same run gives three lines."""
+        """Yield three lines from one run on one rank."""
         began = time.monotonic()
         cfg = self._config("alone")
         found, error = self._run(jobs.alone, cfg, str(self._export), self._reference)
@@ -138,9 +138,9 @@ class Proof:
         return self._line("layout", jobs.mesh, cfg, _parameters)
 
     def _streamed(self, kind: str) -> Line:
-        """Return the line of an engine: in float32, or in bfloat16 where it has no other."""
+        """Return the line of an engine: in float32, or in bfloat16 if it has no float32."""
         name = f"{kind} engine"
-        # The small model has heads of another size.
+        # Checked on the real model: the small one has heads of another size.
         has_own_models = ENGINE_TRAITS[kind].has_own_models
         if has_own_models and (wrong := head_size_problem(self._hf_config)):
             return Line(name, "refused", f"engine.kind: vllm: {wrong}; set it to transformers", 0.0)
@@ -244,7 +244,7 @@ def _judged(
 
 
 def _verdict_of(error: BaseException | None) -> Verdict:
-    """Return what a job shows that ended with an error."""
+    """Return the verdict of a job that ended with an error."""
     if isinstance(error, RankError) and error.is_timeout:
         return "not finished"
     is_refusal = isinstance(error, RankError) and error.is_refusal

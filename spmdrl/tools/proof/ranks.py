@@ -1,4 +1,4 @@
-"""Run a function on real ranks of this machine: a process each, gloo, never without a deadline."""
+"""Run a function on real ranks on this machine: processes with gloo and a deadline."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from unittest import mock
 from spmdrl.world.launch import child_environment
 
 _SECRET = secrets.token_hex(32)
-"""Of all jobs that this process starts."""
+"""The secret of all jobs that this process starts."""
 
 
 @dataclass(frozen=True)
 class RankError(Exception):
-    """A rank's own exception, or that none of them answered."""
+    """The exception of a rank, or that ranks did not answer."""
 
     kind: str
     """Name of the exception's class; `Timeout` or `Killed` where there was none."""
@@ -39,25 +39,25 @@ class RankError(Exception):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the product says by it that it will not do this."""
+        """Whether the program refused the job."""
         return self.kind == "Refusal" and "spmdrl" in self.text.rpartition("File ")[2]
 
     @property
     def is_timeout(self) -> bool:
-        """Whether it says only that no answer came in the time that there was."""
+        """Whether ranks did not answer in time."""
         return self.kind == "Timeout"
 
 
 def start_rank(environment: dict[str, str], target: Callable[..., Any], *args: Any) -> BaseProcess:
-    """Start `target(*args)` in a process with this environment that has done slow imports.
+    """Start `target(*args)` in a process with this environment and with slow imports done.
 
-    It is a fork of one that has done nothing else: a fresh process spends 5 s of a core on the
-    imports of a trainer, and 15 s on those of an engine.
+    It is a fork of a process that has only done these imports. A fresh process takes 5 s of a core
+    for the imports of a trainer, and 15 s for those of an engine.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spmdrl.tools.proof.preloaded"])
     root = str(Path(__file__).parents[3])
-    # An empty entry, as the current folder, may hold modules of somebody else's.
+    # An empty entry is the current folder, which may hold other modules.
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment_of_server = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     with mock.patch.dict(os.environ, environment_of_server):
@@ -82,13 +82,13 @@ def on_ranks(
     log: Path | None = None,
     port: int | None = None,
 ) -> list[Any]:
-    """Return what `target(*args)` gives on each of `world_size` fresh ranks.
+    """Return the results of `target(*args)` on `world_size` fresh ranks.
 
     Args:
-        target: of a module, so that it can be named to another process.
-        log: file that takes what the ranks print; None: where this process prints.
-        port: of TCP, at which they meet; None: one that is free.
-    Raises: RankError of the first rank that fails; all processes are gone by then.
+        target: a function of a module, so that it can be pickled.
+        log: file for the output of the ranks; None: this process's own output.
+        port: TCP port of the rendezvous; None: a free one.
+    Raises: RankError of the first rank that fails, after all processes have ended.
     """
     results = multiprocessing.get_context("forkserver").Queue()
     port = port or _free_port()
@@ -127,7 +127,7 @@ def _killed(processes: list[BaseProcess]) -> str:
 
 
 def _say_dead(found: list[int], processes: list[BaseProcess]) -> str:
-    # Exit statuses tell a fault of memory from an end that a watch or the system made.
+    # Exit statuses distinguish a segmentation fault from a kill by a watchdog or the system.
     ends = ", ".join(f"rank {rank}: {processes[rank].exitcode}" for rank in found)
     return f"ranks {found} died without a result (exit status of {ends})"
 
@@ -140,7 +140,7 @@ def _check_alive(
         raise RankError("Timeout", f"no answer in time from ranks {missing}", "")
     lost = [r for r, p in enumerate(processes) if not p.is_alive() and r not in values]
     if lost and results.empty():
-        time.sleep(0.5)  # what it sent may still be on its way
+        time.sleep(0.5)  # its result may still be in the pipe
         if results.empty():
             raise RankError("Killed", _say_dead(lost, processes), "")
 
@@ -172,7 +172,7 @@ def _be_rank(
         os.dup2(file, 1)
         os.dup2(file, 2)
     try:
-        # Plain pickle copies tensors; the queue's own would pass handles of a dying process.
+        # Plain pickle copies tensors; the queue would pass handles of a process that ends.
         results.put((rank, pickle.dumps(target(*args)), None))
     except BaseException as error:
         text = traceback.format_exc()
@@ -181,7 +181,7 @@ def _be_rank(
     finally:
         results.close()
         results.join_thread()
-        # Until all have answered: the others end where they see this process end.
+        # Wait until all have answered: the other ranks end when this process ends.
         parent = os.getppid()
         while os.getppid() == parent:
             time.sleep(0.2)

@@ -1,8 +1,9 @@
-"""A small model of the same code as a large one: a smaller config, and random weights for it.
+"""Make a small model of the same code as a large one: a smaller config and random weights.
 
-What decides which lines of a model run is kept: each kind of layer, the ratio of heads to key/value
+Everything that decides which code runs is kept: each kind of layer, the ratio of heads to key/value
 heads, ties, norms, biases, caps, kinds of rotary embedding. Widths, counts and windows become
-small: a CPU computes it in milliseconds, and a hundred tokens reach beyond every window and chunk.
+small, so that a CPU computes the model in milliseconds, and a hundred tokens exceed every window
+and chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NOISE = 0.1
-"""Standard deviation of what is added to norms, biases and sinks."""
+"""Standard deviation of the noise that is added to norms, biases and sinks."""
 
 
 def shrunk(config: Any, *, kv_heads: int = 2) -> Any:
@@ -34,7 +35,7 @@ def shrunk(config: Any, *, kv_heads: int = 2) -> Any:
         kv_heads: key/value heads to keep where the real count is a multiple of it, for tensor
             parallelism of that many ranks; twice as many where each query head has its own.
     Returns: another config of the same class, float32, without quantisation.
-    Raises: Refusal when the small model is not of the same kinds of layers.
+    Raises: Refusal if the small model has other kinds of layers.
     """
     config = config.get_text_config()
     fields = small_fields(config, kv_heads=kv_heads)
@@ -54,8 +55,8 @@ def tiny_model(config: Any, folder: Path, *, seed: int = 0) -> PreTrainedModel:
     """Write random weights of a config and a tokenizer of characters into a folder.
 
     Linear weights have the standard deviation hidden_size ** -0.5, so that attention and experts
-    tell tokens apart; norms, biases, sinks and routers' biases differ from element to element;
-    decays and time steps of layers with state are the model's own.
+    depend on tokens. Norms, biases, sinks and routers' biases differ from element to element.
+    Decays and time steps of layers with state are the model's own.
 
     Args:
         config: of `shrunk`, or any other with at least 104 tokens.
@@ -80,31 +81,32 @@ def tiny_model(config: Any, folder: Path, *, seed: int = 0) -> PreTrainedModel:
 
 
 def _shake(model: nn.Module) -> None:
-    """Add noise to what starts at one number for all elements."""
+    """Add noise to tensors that start with equal elements."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     saved = model.state_dict().keys()
     for name, tensor in tensors.items():
         is_vector = tensor.dim() == 1 or "bias" in name
-        # The values of decays and time steps mean something.
+        # Decays and time steps need their own values.
         is_state = name.rpartition(".")[2] in ("A_log", "dt_bias", "D")
         if name in saved and is_vector and tensor.is_floating_point() and not is_state:
             tensor.data += NOISE * torch.randn_like(tensor)
 
 
 def _chosen(kinds: Sequence[Hashable]) -> list[int]:
-    """Return the first two layers of each kind; one of each where there are many kinds."""
+    """Return the first two layers of each kind; one of each if there are many kinds."""
     each = 2 if 2 * len(set(kinds)) <= MAX_LAYERS else 1
     return [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < each]
 
 
 def _prefix(kinds: Sequence[Hashable]) -> list[int]:
-    """Return the first layers, up to the second of each kind; to the first if that is long."""
+    """Return the first layers, up to the second of each kind, or to the first if that is too
+    long."""
     ends = {each: 1 + max(place_of(kinds, kind, each) for kind in set(kinds)) for each in (1, 2)}
     return [*range(ends[2] if ends[2] <= MAX_LAYERS else max(ends[1], math.gcd(2, len(kinds))))]
 
 
 MAX_LAYERS = 8
-"""Of a small model, unless it needs more for one of each kind."""
+"""Layers of a small model, unless it needs more for one of each kind."""
 VOCABULARY = 104  # tokens of tools/small_models/character_tokenizer.py
 HEAD_DIM = 32  # the smallest that vLLM's attention on CPUs has
 POSITIONS = 512  # tokens
@@ -147,7 +149,7 @@ _FIXED: dict[str, int] = {
     "block_multiple_of": 16,
     "num_nextn_predict_layers": 0,  # heads of further tokens, which are not trained
 }
-# Kept apart from 1 and from head_dim ** -0.5, yet of a size that lets attention and logits matter.
+# Different from 1 and head_dim ** -0.5, but not so small that attention or logits vanish.
 _SCALES: dict[str, float] = {
     "logit_scale": 0.5,
     "logits_scaling": 2.0,
