@@ -56,7 +56,7 @@ class Attention:
     kv_heads: int
     qk_dim: int  # of one head's query and key
     v_dim: int  # of one head's value
-    window: int | None  # tokens that a query sees, itself included
+    window: int | None  # tokens that a query attends to, itself included
     has_softcap: bool
     has_qk_norm: bool
     latent: tuple[int, int, int] | None = None

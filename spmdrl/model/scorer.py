@@ -178,7 +178,7 @@ class ScoredRow:
         return whole[: len(self.tokens)]  # without padding
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return [N] values of the scored tokens as [T], 0 elsewhere; differentiable."""
+        """Return [N] values of the scored tokens as [T], 0 for other tokens; differentiable."""
         return values.new_zeros(self.tokens.shape).index_copy(0, self.scored, values)
 
 
@@ -292,14 +292,14 @@ def _states(base: nn.Module, own: RowSlice, vision: nn.Module | None) -> Tensor:
     """Return the last hidden states of the slice's tokens: [t, H].
 
     Args:
-        vision: of a model that sees; it runs where the row shows something on any rank.
+        vision: of a vision model; it runs if the row has images on any rank.
     """
-    given = {"input_ids": own.tokens[None]}
+    inputs = {"input_ids": own.tokens[None]}
     if own.multimodal is not None:
-        assert vision is not None, "only to a model that sees anything is shown"
-        given = vision(base.get_input_embeddings()(own.tokens[None]), own.multimodal)  # type: ignore[operator]
+        assert vision is not None, "only a vision model has images"
+        inputs = vision(base.get_input_embeddings()(own.tokens[None]), own.multimodal)  # type: ignore[operator]
     return base(
-        **given,
+        **inputs,
         position_ids=own.position_ids.unsqueeze(-2),
         attention_mask=None,
         use_cache=False,

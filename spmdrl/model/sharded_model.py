@@ -236,12 +236,12 @@ class ShardedModel:
         scored: list[Tensor] = []
         for pack in packs(tokens, row_tokens or self.world.tokens_per_microbatch):
             lengths = [len(sequence) for sequence in pack]
-            given = concat_ids(pack)
+            ids = concat_ids(pack)
             row = self.row(
-                torch.tensor(given),
+                torch.tensor(ids),
                 lengths,
                 mask=torch.cat([torch.arange(n) > 0 for n in lengths]),
-                multimodal=given.multimodal,
+                multimodal=ids.multimodal,
             )
             if isinstance(self.scorer, Valuer):
                 scored += self.values(row).cpu().split(lengths)

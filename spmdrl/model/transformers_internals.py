@@ -131,13 +131,13 @@ def as_saved(hf_model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
         for name, module in hf_model.named_modules()
         if name and type(module).__name__ == "SiglipVisionModel"
     ]
-    told = Transpose.reverse_op
+    reverse_op = Transpose.reverse_op
     always = property(lambda self: Transpose(self.dim1, self.dim0))
     Transpose.reverse_op = always
     try:
         saved = revert_weight_conversion(hf_model, dict(tensors))
     finally:
-        Transpose.reverse_op = told
+        Transpose.reverse_op = reverse_op
     return {_released(name, towers): tensor for name, tensor in saved.items()}
 
 

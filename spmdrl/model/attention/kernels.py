@@ -1,4 +1,4 @@
-"""Packed attention behind transformers' attention interface: one row of T tokens, S sequences.
+"""Packed attention for transformers' attention interface: one row of T tokens, S sequences.
 
 Shape letters: T packed tokens, K packed keys (usually K = T), B sequences of one padded group, L
 their padded length, Hq query heads, Hkv key/value heads, D head dim.

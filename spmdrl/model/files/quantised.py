@@ -72,11 +72,11 @@ def _unknown(own: Mapping[str, Any]) -> str:
         return f"quant_method {method}"
     for name, group in (own.get("config_groups") or {}).items():
         weights = group.get("weights") or {}
-        said = {key: weights.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
+        scheme = {key: weights.get(key) for key in ("type", "num_bits", "strategy", "symmetric")}
         known = {"type": "float", "num_bits": 8, "symmetric": True}
-        is_known = said["strategy"] in ("tensor", "channel", "block")
-        if not is_known or said != said | known:
-            return f"compressed-tensors, {name} with weights of {said}"
+        is_known = scheme["strategy"] in ("tensor", "channel", "block")
+        if not is_known or scheme != scheme | known:
+            return f"compressed-tensors, {name} with weights of {scheme}"
     return ""
 
 
@@ -214,7 +214,7 @@ def quantised_tensors(
 
 def _block(own: Mapping[str, Any]) -> tuple[int, int] | None:
     groups = (own.get("config_groups") or {}).values()
-    said = [own.get("weight_block_size")]
-    said += [group["weights"].get("block_structure") for group in groups]
-    sizes = next((size for size in said if size), None)
-    return None if sizes is None else (int(sizes[0]), int(sizes[1]))
+    sizes = [own.get("weight_block_size")]
+    sizes += [group["weights"].get("block_structure") for group in groups]
+    block = next(filter(None, sizes), None)
+    return None if block is None else (int(block[0]), int(block[1]))

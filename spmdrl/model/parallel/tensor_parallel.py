@@ -110,11 +110,11 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
     if not reason:
         partial |= sequence_parallel.shard_tokens(hf_model, styles, mesh.get_group())
         partial |= vision_parameters(hf_model)  # of what own tokens show
-    elsewhere = experts_parameters(hf_model)
+    experts = experts_parameters(hf_model)
     return {
         name: "partial" if name in partial else "replicated"
         for name, p in hf_model.named_parameters()
-        if not hasattr(p, "placements") and name not in elsewhere
+        if not hasattr(p, "placements") and name not in experts
     }
 
 

@@ -63,7 +63,7 @@ _GATED = {
 
 
 def _plan_of_language(hf_model: nn.Module) -> dict[str, str]:
-    """Return the plan of a model that sees and has none, as Qwen3-VL beside its mixtures."""
+    """Return a plan for a vision model without one, such as the dense Qwen3-VL."""
     if not vision_modules(hf_model):
         return {}
     return {

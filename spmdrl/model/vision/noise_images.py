@@ -82,8 +82,8 @@ def image_inputs(
     if multimodal is None or not multimodal.items:
         return {}
     config: Any = hf_model.config
-    given = tower_inputs(multimodal.repeated, device)
+    inputs = tower_inputs(multimodal.repeated, device)
     kinds = (multimodal.places >= 0).int()[None].to(device)
-    if "image_grid_thw" in given:
-        return given | {"mm_token_type_ids": kinds}
-    return given | ({"token_type_ids": kinds} if config.model_type == "gemma3" else {})
+    if "image_grid_thw" in inputs:
+        return inputs | {"mm_token_type_ids": kinds}
+    return inputs | ({"token_type_ids": kinds} if config.model_type == "gemma3" else {})

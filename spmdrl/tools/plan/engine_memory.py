@@ -11,7 +11,7 @@ from spmdrl.tools.plan.run import Run
 from spmdrl.world.axes import Axes
 
 CUDA_GRAPHS = 2**30
-"""vLLM's CUDA graphs and what it keeps besides weights, cache and activations, assumed."""
+"""Bytes of vLLM's CUDA graphs and other buffers, assumed."""
 
 
 def engine_weight_bytes(run: Run, axes: Axes) -> int:

@@ -1,5 +1,5 @@
-"""What a plan is made for: what a run asks of its ranks, and what a GPU can do, by formula or as
-`python -m benchmarks.gpu` has measured it."""
+"""The inputs of a plan: the run, and the rates of a GPU, assumed or measured by
+`python -m benchmarks.gpu`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spmdrl.world.machine.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu, kno
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What a config asks for, whatever the layout. Hashed by identity: its fields are many."""
+    """What a config asks for, on any layout. Hashed by identity, because it has many fields."""
 
     cfg: Config
     shape: ModelShape
@@ -36,9 +36,9 @@ class Run:
     sequences: int  # per step
     prompt_tokens: float  # mean
     response_tokens: float  # mean
-    forwards: int  # passes over a batch besides the training passes
+    forwards: int  # passes over a batch without the training passes
     frozen_models: int  # reference, teacher, reward models, as large as the policy
-    trained_models: int  # besides the policy: 1 with a critic
+    trained_models: int  # without the policy: 1 with a critic
     lora_numel: int  # elements of all adapters; 0 trains all weights
     chunk_tokens: int  # positions whose logits exist at once
     engine_sleeps: bool  # its memory is lent to the update, colocated
@@ -202,8 +202,8 @@ def read_measured(path: str) -> tuple[str, dict[str, float]]:
     Raises: Refusal for another kind of file, a rate that is unknown or cannot be, a GPU that
         is not in the table.
     """
-    told = _told(path)
-    name = str(told["gpu"])
+    measured = _read_rates(path)
+    name = str(measured["gpu"])
     gpu = known_gpu(name)
     if gpu is None:
         raise Refusal(
@@ -211,7 +211,7 @@ def read_measured(path: str) -> tuple[str, dict[str, float]]:
             f"({', '.join(GPUS)}), and its rates are fractions of what a row there says; leave it "
             "out and give rates by flags"
         )
-    rates = {field: value for field, value in told.items() if field != "gpu"}
+    rates = {field: value for field, value in measured.items() if field != "gpu"}
     if not rates:
         raise Refusal(
             f"--measured {path}: it holds no rate, only the GPU; the parts that measure some are "
@@ -222,20 +222,20 @@ def read_measured(path: str) -> tuple[str, dict[str, float]]:
     return gpu.name, rates
 
 
-def _told(path: str) -> dict[str, Any]:
+def _read_rates(path: str) -> dict[str, Any]:
     """Return the object `rates` of a file."""
     kinds = (OSError, UnicodeDecodeError)
     with refusing(f"--measured {path}: cannot be read as JSON", *kinds):
         text = read_bytes(Path(path).expanduser(), SMALL).decode()
         found = json_of(text, place=f"--measured {path}")
-    told = found.get("rates") if isinstance(found, dict) else None
-    if not isinstance(told, dict) or not isinstance(told.get("gpu"), str):
+    rates = found.get("rates") if isinstance(found, dict) else None
+    if not isinstance(rates, dict) or not isinstance(rates.get("gpu"), str):
         raise Refusal(
             f"--measured {path}: not what `python -m benchmarks.gpu` writes: expected an object "
             "with `machine`, `rates` and `rows`, and in `rates` the `gpu`; give the .json beside "
             "a table of benchmarks/results/gpu"
         )
-    return told
+    return rates
 
 
 def _check_rate(path: str, field: str, value: Any) -> None:

@@ -89,9 +89,9 @@ def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, 
         / (rates.gpu.memory_bytes_per_s * rates.memory_frac)
     )
     work = compute + sum(open_.values())
-    behind = sum(hidden.values())
-    parts = {"matmuls": compute} | open_ | ({"FSDP": behind} if behind > work else {})
-    return max(work, behind) + steps, max(parts, key=lambda name: parts[name])
+    overlapped = sum(hidden.values())
+    parts = {"matmuls": compute} | open_ | ({"FSDP": overlapped} if overlapped > work else {})
+    return max(work, overlapped) + steps, max(parts, key=lambda name: parts[name])
 
 
 def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float, str]:

@@ -30,7 +30,7 @@ class Flow:
     bytes: float
     calls: float  # collectives
     span: int  # neighbouring ranks that its group reaches over
-    hides: bool = False  # behind computation
+    hides: bool = False  # overlaps with computation
     rounds_s: float = 0.0  # seconds of the rounds in which it travels
 
     def seconds(self, rates: Rates) -> float:

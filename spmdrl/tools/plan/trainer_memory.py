@@ -98,11 +98,14 @@ def _shown_bytes(run: Run, axes: Axes, *, tokens: int) -> int:
     kernels = run.kernels
     if tower is None:
         return 0
-    given = tokens * run.prompt_tokens / (run.prompt_tokens + run.response_tokens)
+    own_placeholders = tokens * run.prompt_tokens / (run.prompt_tokens + run.response_tokens)
     width = tower.hidden if kernels.recomputes or kernels.is_selective else tower.kept
     kept = 0 if kernels.on_host else tower.layers * width * kernels.compute_bytes
     waiting = 0 if run.on_gpu else -(-run.sequences // axes.dp_size) * run.prompt_tokens
-    return int(tower.patches * (waiting * tower.patch_bytes + given * (tower.patch_bytes + kept)))
+    return int(
+        tower.patches
+        * (waiting * tower.patch_bytes + own_placeholders * (tower.patch_bytes + kept))
+    )
 
 
 def _unreduced(run: Run, axes: Axes) -> int:

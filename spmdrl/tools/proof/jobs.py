@@ -92,16 +92,16 @@ def _microbatch(ids: list[int], rows: list[TokenIds]) -> Microbatch:
     lengths = torch.tensor([_TRAINED[i] for i in ids])
     mask = torch.cat([torch.arange(n) >= (n + 2) // 3 for n in lengths])
     drawn = [-3 - torch.rand(_TRAINED[i], generator=_generator(i)) for i in ids]
-    given = concat_ids([rows[i] for i in ids])
+    batch_ids = concat_ids([rows[i] for i in ids])
     return Microbatch(
-        tokens=torch.tensor(given),
+        tokens=torch.tensor(batch_ids),
         position_ids=torch.cat([torch.arange(n) for n in lengths]),
         cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
         response_mask=mask,
         rollout_logprobs=torch.where(mask, torch.cat(drawn), 0.0),
         policy_versions=torch.where(mask, 0, -1),
         sequence_ids=torch.tensor(ids),
-        multimodal=given.multimodal,
+        multimodal=batch_ids.multimodal,
     )
 
 
@@ -198,14 +198,17 @@ def adapters(cfg: Config, export_to: str) -> Measured:
 
 def engine(cfg: Config) -> Measured:
     """Stream into an engine, train, stream again; compare the two each time."""
-    said = _Warnings()
+    warnings = _Warnings()
     world = World.start(cfg)
     generator = make_engine(cfg, world)
     trainer: Any = make_trainer(cfg, world)
     rows = _rows(trainer)
     found: Measured = {"loaded": gap(generator.score(rows), trainer.weights.score(rows))}
     stream = WeightStream(trainer.weights, generator, world)
-    found |= {"mode": stream.mode, "why": [line for line in said.lines if "falling back" in line]}
+    found |= {
+        "mode": stream.mode,
+        "why": [line for line in warnings.lines if "falling back" in line],
+    }
     stream.push(version=0)
     first = generator.score(rows)
     found["before"] = gap(first, trainer.weights.score(rows))
@@ -273,8 +276,8 @@ def _rounding(folder: str, rows: list[TokenIds]) -> float:
 def _plain_logprobs(model: nn.Module, row: Sequence[int]) -> Tensor:
     """Return [len] float64 logprobs by a plain model, the first 0."""
     tokens = torch.tensor(row)
-    given = image_inputs(model, row, tokens.device)
-    logits = model(input_ids=tokens[None], use_cache=False, **given).logits[0].double()
+    images = image_inputs(model, row, tokens.device)
+    logits = model(input_ids=tokens[None], use_cache=False, **images).logits[0].double()
     logprobs = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
     return nn.functional.pad(logprobs, (1, 0))
 
@@ -284,10 +287,10 @@ def _gradient_gap(trainer: Any, plain: nn.Module, rows: list[TokenIds]) -> Measu
     element of each tensor, and the tensor that has it."""
     model = trainer.policy.model
     lengths = [len(row) for row in rows]
-    given = concat_ids(rows)
+    ids = concat_ids(rows)
     mask = torch.cat([torch.arange(n) > 0 for n in lengths])
     signs = torch.cos(torch.arange(int(mask.sum())).double())
-    row = model.row(torch.tensor(given), lengths, mask=mask, multimodal=given.multimodal)
+    row = model.row(torch.tensor(ids), lengths, mask=mask, multimodal=ids.multimodal)
     logprobs, _ = model.forward(row)
     (logprobs.double() * signs).sum().backward()
     expected = torch.cat([_plain_logprobs(plain, row)[1:] for row in rows])

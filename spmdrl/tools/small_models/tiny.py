@@ -1,4 +1,4 @@
-"""A small model that sees, of the same code as a large one, with random weights and a processor."""
+"""A small vision model of the same code as a large one, with random weights and a processor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOKEN = re.compile(r"_token_(id|index)$")
 
 
 def tiny_of(config: Any, folder: Path, *, kv_heads: int) -> PreTrainedModel:
-    """Write a small model of the same code into a folder; of one that sees, with its tower.
+    """Write a small model of the same code into a folder; a vision model gets its tower.
 
     Args:
         config: of transformers; one with a tower is of a family in towers.py.
@@ -44,7 +44,7 @@ def tiny_of(config: Any, folder: Path, *, kv_heads: int) -> PreTrainedModel:
 
 
 def _like(real: dict[str, Any], *, small: dict[str, Any], text: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a small config with what the real one says besides sizes and tokens.
+    """Return the fields of a small config, with those of the real one that are no sizes or tokens.
 
     Args:
         small: fields as random_vision.py has them.
