@@ -138,7 +138,7 @@ def test_fetched_problems_are_rows_of_ours_whose_right_answers_are_rewarded(name
 def test_a_set_with_other_columns_is_refused_and_leaves_no_file(hub, tmp_path, monkeypatch):
     monkeypatch.setitem(HUB, ("openai/gsm8k", "main"), [{"problem": "1 + 1?", "answer": "2"}])
     with pytest.raises(ValueError, match="no text in column 'question'; the columns are problem"):
-        fetch_problems.main(["gsm8k", "--out", str(tmp_path / "gsm8k")])
+        fetch_problems.fetch("gsm8k", out=tmp_path / "gsm8k")
     assert not list(tmp_path.iterdir())
 
 
