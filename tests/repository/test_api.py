@@ -6,10 +6,13 @@ import ast
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from spmdrl import api
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_part_is_found_and_mypy_sees_the_same_parts() -> None:
@@ -39,5 +42,7 @@ def test_help_loads_no_torch() -> None:
         "except SystemExit: pass\n"
         "assert 'spmdrl.api' in sys.modules and 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0 and "--config FILE" in done.stdout, done.stderr
