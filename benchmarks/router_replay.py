@@ -97,7 +97,7 @@ def packed(prompts: list[tuple[int, ...]], completions: list[Completion]) -> Rol
     drawn = torch.tensor([len(c.tokens) for c in completions])
     lengths = PROMPT + drawn
     samples = [Trajectory.begun(p).sampled(c) for p, c in zip(prompts, completions)]
-    columns = Tokens.concat(samples).columns()
+    columns = Tokens.concat(samples).token_fields()
     return Rollouts(**columns, cu_seqlens=cumulative(lengths), scalars=scalars_of(lengths, drawn))
 
 
@@ -114,7 +114,9 @@ def without_routes(batch: Batch) -> Batch:
     """Return the same batch, nothing to replay."""
     return replace(
         batch,
-        updates=tuple(tuple(replace(m, routes=None) for m in update) for update in batch.updates),
+        updates=tuple(
+            tuple(replace(m, extra_columns={}) for m in update) for update in batch.updates
+        ),
     )
 
 

@@ -16,7 +16,7 @@ ORDER = tuple(
     tuple(level.split("="))
     for level in [
         "errors",
-        "run_files=value_forms",
+        "run_files=value_forms=columns",
         "sampling_masks=model_inputs",
         "types=imports=plain=run_folder",
         "journal",
@@ -27,7 +27,6 @@ ORDER = tuple(
         "same_run",
         "data",
         "model",
-        "exchange_columns",
         "exchange=credit",
         "rewards=environments",
         "workers",

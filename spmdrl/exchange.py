@@ -6,17 +6,19 @@ N sequences of one rank, T packed tokens, R ranks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from spmdrl.columns import AllToAll, TokenColumn, column_class
 from spmdrl.data.microbatch_plan import Partition, partition
 from spmdrl.errors import Refusal, RewardFailed
-from spmdrl.exchange_columns import Passage, Traveller, agreed, tell
 from spmdrl.plain import pack, unpack
-from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, add_sums
+from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, join_sums, round_sums
 from spmdrl.world.comm import gather_bytes, gather_sizes
 from spmdrl.world.world import World
 
@@ -30,16 +32,19 @@ class _Gathered:
     positions: Tensor  # [S] int64, its position there
     sums: Sums
     samples: tuple[dict, ...]
-    columns: dict[str, Traveller]
-    """How the columns of tokens travel that not every run has; those that any rank has."""
+    columns: dict[str, TokenColumn]
+    """This rank's extra columns, of all keys that any rank has."""
 
     @property
-    def added(self) -> Tensor | None:
-        """Return what training costs besides the sequences' tokens, [S] int64 as many tokens; None
+    def added_cost(self) -> Tensor | None:
+        """Return what training costs besides the sequences' own tokens: [S] int64, in tokens; None
         for nothing."""
-        works = [own.work(len(self.scalars)) for own in self.columns.values()]
-        known = [work for work in works if work is not None]
-        return sum(known[1:], known[0]) if known else None
+        total = None
+        for column in self.columns.values():
+            cost = column.training_cost(len(self.scalars))
+            if cost is not None:
+                total = cost if total is None else total + cost
+        return total
 
 
 class BatchSource(Protocol):
@@ -88,7 +93,7 @@ def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
         tokens_per_microbatch=world.tokens_per_microbatch,
         num_updates=cfg.updates_per_step,
         whole_groups=world.cfg.objective.trains_on_pairs,
-        added=table.added,
+        added=table.added_cost,
     )
     received, starts = _move(rollouts, table, plan=plan, world=world, step=step)
     return Batch(
@@ -106,14 +111,17 @@ def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
 def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
     """Gather everyone's scalars, sums and samples, and sort the sequences."""
     own = {name: column.numpy() for name, column in vars(rollouts.scalars).items()}
-    told = tell(rollouts, rollouts.scalars.lengths)
-    payload = pack((own, rollouts.sums, rollouts.samples, told))
+    described = {
+        key: column.describe(rollouts.scalars.lengths)
+        for key, column in rollouts.extra_columns.items()
+    }
+    payload = pack((own, rollouts.sums, rollouts.samples, described))
     with world.watch.wait("await rollouts", step):  # timed apart: the other role's work
         sizes = gather_sizes(payload, group=world.control)
     with world.watch.wait("exchange scalars", step):
         payloads = gather_bytes(payload, sizes, group=world.control)
-    columns, sums, samples, tolds = zip(*map(unpack, payloads))
-    parts = [Scalars(**{k: torch.from_numpy(v) for k, v in own.items()}) for own in columns]
+    of_ranks, sums, samples, descriptions = zip(*map(unpack, payloads))
+    parts = [Scalars(**{k: torch.from_numpy(v) for k, v in own.items()}) for own in of_ranks]
     scalars = Scalars.concat(parts)
     num_samples = int(scalars.sample_ids.max()) + 1 if len(scalars) else 1
     order = torch.argsort(scalars.group_ids * num_samples + scalars.sample_ids, stable=True)
@@ -123,10 +131,31 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
         scalars=Scalars(**{name: column[order] for name, column in vars(scalars).items()}),
         sources=torch.arange(len(parts)).repeat_interleave(counts)[order],
         positions=_ranges(torch.zeros_like(counts), counts)[order],
-        sums=add_sums(*sums),
+        sums=round_sums(join_sums(*sums)),
         samples=tuple(sample for part in samples for sample in part),
-        columns=agreed(tolds, rows.split(counts.tolist())),
+        columns=_agreed(rollouts, descriptions, rows.split(counts.tolist())),
     )
+
+
+def _agreed(
+    tokens: Tokens, descriptions: Sequence[Mapping[str, Any]], rows: Sequence[Tensor]
+) -> dict[str, TokenColumn]:
+    """Return this rank's extra columns in the form that all ranks send, by key in one order.
+
+    Args:
+        descriptions: of each rank, by key; see `TokenColumn.describe`.
+        rows: of each rank, [N] int64, the position of its sequences in the batch.
+    """
+    columns = {}
+    for key in sorted({key for own in descriptions for key in own}):
+        described = {
+            rank: own[key] for rank, own in enumerate(descriptions) if own.get(key) is not None
+        }
+        if described:
+            own = tokens.extra_columns.get(key)
+            count = len(tokens.tokens)
+            columns[key] = column_class(key).agree(own, described, rows, count=count)
+    return columns
 
 
 def _check(table: _Gathered, *, step: int) -> None:
@@ -174,8 +203,8 @@ def _check(table: _Gathered, *, step: int) -> None:
 def _move(
     rollouts: Rollouts, table: _Gathered, *, plan: Partition, world: World, step: int
 ) -> tuple[Tokens, Tensor]:
-    """Send each sequence to all ranks of its dp index: one all-to-all, and one for each column
-    that not every run has.
+    """Send each sequence to all ranks of its dp index: one all-to-all, and one for each extra
+    column.
 
     Returns: the tokens that this rank received, and where in them each sequence begins: [S]
         int64, -1 for those that went elsewhere.
@@ -192,56 +221,47 @@ def _move(
     from_rank = [arriving[table.sources[arriving] == r] for r in range(world.world_size)]
     positions = table.positions[torch.cat(to_rank)]
     order = _ranges(rollouts.cu_seqlens[positions], rollouts.cu_seqlens.diff()[positions])
-    passage = Passage(
-        world,
-        leaving=[int(lengths[rows].sum()) for rows in to_rank],
-        arriving=[int(lengths[rows].sum()) for rows in from_rank],
+    all_to_all = AllToAll(
+        rank=world.rank,
+        num_leaving=[int(lengths[rows].sum()) for rows in to_rank],
+        num_arriving=[int(lengths[rows].sum()) for rows in from_rank],
         dp_of_rank=dp_of_rank,
-        dp_ids=dp_ids,
+        dp_of_sequence=dp_ids,
+        wire=world.wire,
+        device=world.device,
     )
     with world.watch.wait("exchange tokens", step):
-        received = _moved(rollouts, table.columns, order=order, passage=passage)
+        received = _send(rollouts, table.columns, order=order, all_to_all=all_to_all)
     rows = torch.cat(from_rank)
     starts = torch.full_like(lengths, -1)
     starts[rows] = lengths[rows].cumsum(0) - lengths[rows]
     return received, starts
 
 
-def _moved(
-    tokens: Tokens, columns: dict[str, Traveller], *, order: Tensor, passage: Passage
+def _send(
+    tokens: Tokens, columns: Mapping[str, TokenColumn], *, order: Tensor, all_to_all: AllToAll
 ) -> Tokens:
-    """Send the tokens at `order` [n] int64, and return those that came."""
-    numbers = _numbers(tokens)
-    own = {}
-    for name, traveller in columns.items():
-        column = getattr(tokens, name)
-        own[name] = traveller.none(len(tokens.tokens)) if column is None else column
-        numbers[name] = traveller.numbers(own[name])
-    payload = torch.stack([part for parts in numbers.values() for part in parts], dim=1)
-    came = iter(passage.moved(payload[order]).t().contiguous())
-    arrived = {name: [next(came) for _ in parts] for name, parts in numbers.items()}
-    moved = {
-        name: traveller.moved(own[name][order], arrived[name], passage)
-        for name, traveller in columns.items()
-    }
-    return _tokens(*arrived[""], **moved)
-
-
-def _numbers(tokens: Tokens) -> dict[str, list[Tensor]]:
-    """Return what all tokens have, [T] int32 each, under no name: id, version (-1 or more) with the
-    mask as lowest bit, logprob's bits."""
+    """Send the tokens at `order` [n] int64, and return those received."""
+    # The version (-1 or more) and the mask share a number: the mask is its lowest bit.
     marks = (tokens.policy_versions + 1) * 2 + tokens.response_mask
-    bits = tokens.rollout_logprobs.float().view(torch.int32)
-    return {"": [tokens.tokens.int(), marks.int(), bits]}
-
-
-def _tokens(ids: Tensor, marks: Tensor, bits: Tensor, **columns: Any) -> Tokens:
+    logprob_bits = tokens.rollout_logprobs.float().view(torch.int32)
+    numbers = [tokens.tokens.int(), marks.int(), logprob_bits]
+    of_columns = {key: column.numbers() for key, column in columns.items()}
+    for own in of_columns.values():
+        numbers += own
+    received = all_to_all.send(torch.stack(numbers, dim=1)[order])
+    ids, marks, logprob_bits, *others = received.t().contiguous()
+    remaining = iter(others)
+    extra = {}
+    for key, column in columns.items():
+        own = list(islice(remaining, len(of_columns[key])))
+        extra[key] = column[order].exchange(own, all_to_all)
     return Tokens(
         tokens=ids.long(),
         response_mask=marks % 2 == 1,
-        rollout_logprobs=bits.view(torch.float32),
+        rollout_logprobs=logprob_bits.view(torch.float32),
         policy_versions=(marks // 2 - 1).long(),
-        **columns,
+        extra_columns=extra,
     )
 
 
@@ -262,9 +282,10 @@ def _cut(
     if not world.is_trainer:
         return ()
     dp_id = world.dp_index(world.rank)
-    others = {name: traveller.of_dummy() for name, traveller in table.columns.items()}
     lengths = table.scalars.lengths
-    dummy = replace(dummy_microbatch(torch.device("cpu")), **others).to(world.device)
+    of_dummy = {key: column.of_dummy() for key, column in table.columns.items()}
+    extra = {key: column for key, column in of_dummy.items() if column is not None}
+    dummy = replace(dummy_microbatch(world.device), extra_columns=extra).to(world.device)
     return tuple(
         tuple(
             _microbatch(received, rows, starts, lengths=lengths) if len(rows) else dummy
@@ -280,7 +301,7 @@ def _microbatch(received: Tokens, rows: Tensor, starts: Tensor, *, lengths: Tens
     device = received.tokens.device
     own = lengths[rows]
     return Microbatch(
-        **received.at(_ranges(starts[rows], own).to(device)).columns(),
+        **received.at(_ranges(starts[rows], own).to(device)).token_fields(),
         position_ids=_ranges(torch.zeros_like(own), own).to(device),
         cu_seqlens=torch.nn.functional.pad(own.cumsum(0), (1, 0)).int().to(device),
         sequence_ids=rows.to(device),
@@ -290,7 +311,7 @@ def _microbatch(received: Tokens, rows: Tensor, starts: Tensor, *, lengths: Tens
 def dummy_microbatch(device: torch.device) -> Microbatch:
     """Return a micro-batch of one token that is in no loss, which keeps collectives matched."""
     dummy = Microbatch(
-        **Tokens.given([0]).columns(),
+        **Tokens.unsampled([0]).token_fields(),
         position_ids=torch.zeros(1, dtype=torch.int64),
         cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
         sequence_ids=torch.tensor([-1]),

@@ -1,38 +1,45 @@
-"""What a model is given: token ids, and what they show, from data to engine and trainer.
+"""Prompts as a model takes them: token ids, and the images that placeholder tokens stand for.
 
-A token may stand for a part of something that is no text and that a tower of the model reads: an
-item. Items are what the model's own processor made of an attachment; nothing here depends on that.
+A model's tower reads an item, such as an image, and makes one row of embeddings for each of the
+item's placeholder tokens. The model's own processor prepares items; nothing here depends on how.
 
-Letters: T tokens, P items, E rows of embeddings: what the model's tower makes of the items, one row
-for each token that stands for a part of one.
+Shape letters: T tokens, P items, S sequences of the whole batch, R ranks.
 """
 
 from __future__ import annotations
 
+import io
+import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import torch
 from torch import Tensor
 
+from spmdrl.columns import AllToAll, TokenColumn, register
+from spmdrl.run_files import json_object
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 
 @dataclass(frozen=True, eq=False)
 class MultimodalItem:
-    """One thing that tokens show, as the model's processor prepared it. Two of one key are the
-    same."""
+    """One thing that is not text, such as an image, as the model's processor prepared it. Two items
+    of one key are equal."""
 
     key: str
     """Digest of the thing and of how it was prepared."""
     num_tokens: int
-    """Tokens that stand for it, which is also the rows of its embedding."""
+    """Its placeholder tokens, which is also the number of rows of its embedding."""
     features: Mapping[str, Tensor]
-    """{argument of the tower: tensor [rows of its own, ...]}; those of several items follow one
-    another. On the CPU."""
+    """{argument of the tower: tensor [rows of its own, ...]}, on the CPU. The tower takes those of
+    several items concatenated."""
     view: Tensor | None = None
-    """[height, width, 3] uint8, RGB, on the CPU: what people are shown of it, small; None where it
-    is not known. It does not go to trainers."""
+    """[height, width, 3] uint8, RGB, on the CPU: a small image for people; None where it is not
+    known. Trainers do not receive it."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MultimodalItem) and self.key == other.key
@@ -41,22 +48,28 @@ class MultimodalItem:
         return hash(self.key)
 
     @staticmethod
-    def formed(
-        key: str, num_tokens: int, forms: Mapping[str, tuple[torch.dtype, Sequence[int]]]
+    def on_meta(
+        key: str, num_tokens: int, shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]
     ) -> MultimodalItem:
-        """Return one of whose features, on the meta device, dtypes and shapes alone are known."""
-        meta = {n: torch.empty(shape, dtype=d, device="meta") for n, (d, shape) in forms.items()}
-        return MultimodalItem(key, num_tokens, meta)
+        """Return an item on the meta device, of whose features only dtypes and shapes are known."""
+        features = {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for name, (dtype, shape) in shapes.items()
+        }
+        return MultimodalItem(key, num_tokens, features)
 
-    def of_bytes(self, data: Tensor) -> MultimodalItem:
-        """Return the one of this form whose bytes these are; memory of its own, aligned."""
-        parts = data.split([like.nbytes for like in self.features.values()])
-        pairs = zip(self.features.items(), parts)
-        features = {name: x.clone().view(own.dtype).view(own.shape) for (name, own), x in pairs}
+    def with_bytes(self, data: Tensor) -> MultimodalItem:
+        """Return the item of these shapes with the bytes of `as_bytes`, in memory of its own."""
+        features = {}
+        start = 0
+        for name, like in self.features.items():
+            own = data[start : start + like.nbytes]
+            features[name] = own.clone().view(like.dtype).view(like.shape)
+            start += like.nbytes
         return replace(self, features=features)
 
     def as_bytes(self) -> Tensor:
-        """Return its features' bytes, one after the other: [nbytes] uint8."""
+        """Return the bytes of its features, concatenated: [nbytes] uint8."""
         parts = self.features.values()
         return torch.cat([part.contiguous().flatten().view(torch.uint8) for part in parts])
 
@@ -67,19 +80,23 @@ class MultimodalItem:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all that it holds, the view for people too."""
+        """Bytes of all that it holds, with the view for people."""
         return self.nbytes + (0 if self.view is None else self.view.nbytes)
 
 
-@dataclass(frozen=True)
-class MultimodalItems:
-    """The items that T tokens show, each once, and which row of their embeddings each token is."""
+@register
+@dataclass(frozen=True, eq=False)
+class MultimodalItems(TokenColumn):
+    """The items that T tokens stand for, each once, and which row of their embeddings each token
+    takes."""
+
+    key = "multimodal"
 
     places: Tensor
-    """[T] int64, row among the embeddings of `items`, one after the other; -1 for a token that
-    shows nothing."""
+    """[T] int64, row among the concatenated embeddings of `items`; -1 for a token that is no
+    placeholder."""
     items: tuple[MultimodalItem, ...]
-    """[P], without repetition, in the order in which tokens first show them."""
+    """[P], without repetition, in the order of their first tokens."""
 
     def __len__(self) -> int:
         return len(self.places)
@@ -87,12 +104,16 @@ class MultimodalItems:
     @property
     def starts(self) -> Tensor:
         """Return where the rows of each item begin, and the end: [P + 1] int64."""
-        counts = torch.tensor([0, *(item.num_tokens for item in self.items)])
-        return counts.cumsum(0)
+        return _starts(self.items)
+
+    @property
+    def is_placeholder(self) -> Tensor:
+        """Return which tokens stand for a part of an item: [T] bool."""
+        return self.places >= 0
 
     @property
     def repeated(self) -> list[MultimodalItem]:
-        """Return the items in the order of the tokens that show them, as often as they do."""
+        """Return the items in the order of their tokens, as often as they occur."""
         begins = dict(zip(self.starts.tolist(), self.items))
         return [begins[place] for place in self.places.tolist() if place in begins]
 
@@ -103,106 +124,321 @@ class MultimodalItems:
 
     @classmethod
     def none(cls, count: int) -> MultimodalItems:
-        """Return what `count` tokens show that show nothing."""
-        return cls(torch.full((count,), -1), ())
+        """Return the column of `count` tokens without a placeholder."""
+        return MultimodalItems(torch.full((count,), -1), ())
 
     @classmethod
     def at_placeholders(
         cls, is_placeholder: Tensor, items: Sequence[MultimodalItem]
     ) -> MultimodalItems:
-        """Return what tokens show where those of an item follow one another.
+        """Return the column of tokens among which the placeholders of each item follow each other.
 
         Args:
-            is_placeholder: [T] bool, tokens that stand for a part of an item.
+            is_placeholder: [T] bool.
             items: in the order of their tokens; one may come twice.
-        Raises: ValueError when the tokens are not as many as the items have.
+        Raises: ValueError when the number of placeholders is not that of the items.
         """
-        expected = sum(p.num_tokens for p in items)
+        expected = sum(item.num_tokens for item in items)
         found = int(is_placeholder.sum())
         if expected != found:
-            raise ValueError(f"{found} tokens stand for items that have {expected}")
+            raise ValueError(f"{found} tokens are placeholders of items that have {expected}")
         own = tuple(dict.fromkeys(items))
-        starts = cls(torch.empty(0), own).starts
-        at = {}
-        rows = [torch.empty(0, dtype=torch.int64)]
-        for item, start in zip(own, starts.tolist()):
-            at[item] = torch.arange(start, start + item.num_tokens)
-        rows += [at[item] for item in items]
+        rows = {
+            item: torch.arange(start, start + item.num_tokens)
+            for item, start in zip(own, _starts(own).tolist())
+        }
         places = torch.full(is_placeholder.shape, -1)
-        places[is_placeholder] = torch.cat(rows)
+        none = torch.empty(0, dtype=torch.int64)
+        places[is_placeholder] = torch.cat([none, *(rows[item] for item in items)])
         return cls(places, own)
 
-    @staticmethod
-    def restored(plain: Mapping[str, Any] | None) -> MultimodalItems | None:
-        """Undo `plain`; None for none."""
-        if plain is None:
-            return None
-        return MultimodalItems(
-            plain["places"], tuple(MultimodalItem(**item) for item in plain["items"])
-        )
-
-    def plain(self) -> dict[str, Any]:
-        """Return all fields, as dictionaries; tensors are shared."""
+    def state_dict(self) -> dict[str, Any]:
         items = [vars(item) | {"features": dict(item.features)} for item in self.items]
         return {"places": self.places, "items": items}
 
-    @staticmethod
-    def concat(
-        parts: Sequence[MultimodalItems | None], lengths: Sequence[int]
-    ) -> MultimodalItems | None:
-        """Join what consecutive tokens show, `lengths` of them each; None shows nothing.
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> MultimodalItems:
+        items = tuple(MultimodalItem(**item) for item in state["items"])
+        return MultimodalItems(state["places"], items)
 
-        Returns: None where all parts are None.
-        """
-        if not any(part is not None for part in parts):
-            return None
-        items = tuple(dict.fromkeys(item for part in parts if part for item in part.items))
-        starts = dict(zip(items, MultimodalItems(torch.empty(0), items).starts.tolist()))
-        places = []
-        for part, length in zip(parts, lengths):
-            part = part or MultimodalItems.none(length)
-            assert len(part) == length, f"{len(part)} tokens show something, where {length} are"
-            places.append(part.placed(starts))
-        return MultimodalItems(torch.cat(places), items)
+    def unknown(self, count: int) -> MultimodalItems:
+        """Return the column of `count` tokens without a placeholder."""
+        return MultimodalItems.none(count)
+
+    @classmethod
+    def cat(cls, parts: Sequence[MultimodalItems]) -> MultimodalItems:
+        items = tuple(dict.fromkeys(item for part in parts for item in part.items))
+        return MultimodalItems(torch.cat([part.places_among(items) for part in parts]), items)
 
     def __getitem__(self, order: Tensor) -> MultimodalItems:
-        """Return what the tokens at `order` [n] int64 show, without the items that none shows."""
-        places = self.places[order]
-        used = torch.bucketize(places[places >= 0].cpu(), self.starts[1:], right=True).unique()
+        """Return the column of the tokens at `order` [n] int64, with the items that they use."""
+        own = replace(self, places=self.places[order])
+        places = own.places[own.is_placeholder].cpu()
+        used = torch.bucketize(places, self.starts[1:], right=True).unique()
         items = tuple(self.items[i] for i in used.tolist())
-        own = MultimodalItems(places, self.items)
-        return MultimodalItems(
-            own.placed(dict(zip(items, MultimodalItems(places, items).starts.tolist()))), items
-        )
+        return MultimodalItems(own.places_among(items), items)
 
-    def placed(self, starts: Mapping[MultimodalItem, int]) -> Tensor:
-        """Return the places where each item's rows begin elsewhere; those left out keep none."""
+    def places_among(self, items: Sequence[MultimodalItem]) -> Tensor:
+        """Return the places of these tokens among the embeddings of other items, [T] int64. A token
+        of an item that is not among them must not be there."""
         if not self.items:
             return self.places
         device = self.places.device
+        starts = dict(zip(items, _starts(items).tolist()))
         shifts = [starts.get(item, 0) - own for item, own in zip(self.items, self.starts.tolist())]
         counts = torch.tensor([item.num_tokens for item in self.items])
         shift = torch.tensor(shifts).repeat_interleave(counts).to(device)
-        is_placeholder = self.places >= 0
-        return torch.where(
-            is_placeholder, self.places + shift[self.places.clamp(min=0)], self.places
-        )
+        moved = self.places + shift[self.places.clamp(min=0)]
+        return torch.where(self.is_placeholder, moved, self.places)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MultimodalItems:
-        """Return the same with the places on a device; features, which are large, stay on the host
+        """Return the column with its places on a device. Features are large and stay on the host
         until a tower reads them."""
         return MultimodalItems(self.places.to(device, non_blocking=non_blocking), self.items)
 
-    def cpu(self) -> MultimodalItems:
-        """Return the same with the places on the CPU."""
-        return self.to("cpu")
+    # ---------------------------------------------------------------- exchange between ranks
+
+    def describe(self, lengths: Tensor) -> Any:
+        """Return the shapes of this rank's items, and pairs [2, n] int64 of one of its sequences
+        and one of these items that it uses; None without items."""
+        if not self.items:
+            return None
+        sequences = torch.arange(len(lengths)).repeat_interleave(lengths)[self.is_placeholder]
+        which = torch.bucketize(self.places[self.is_placeholder], self.starts[1:], right=True)
+        used, which = which.unique(return_inverse=True)
+        shapes = []
+        for item in (self.items[i] for i in used.tolist()):
+            features = {k: (v.dtype, tuple(v.shape)) for k, v in item.features.items()}
+            shapes.append((item.key, item.num_tokens, features))
+        return shapes, torch.stack([sequences, which]).unique(dim=1)
+
+    @classmethod
+    def agree(
+        cls,
+        own: MultimodalItems | None,
+        described: Mapping[int, Any],
+        rows: Sequence[Tensor],
+        *,
+        count: int,
+    ) -> MultimodalItems:
+        """Return this rank's column with the places that its tokens have among the items of the
+        whole batch. The first rank that has an item sends it."""
+        numbers: dict[str, int] = {}
+        items: list[MultimodalItem] = []
+        senders = []
+        of_rows = []
+        of_items = []
+        for rank, (shapes, (sequences, which)) in described.items():
+            for key, num_tokens, features in shapes:
+                if key not in numbers:
+                    numbers[key] = len(items)
+                    items.append(MultimodalItem.on_meta(key, num_tokens, features))
+                    senders.append(rank)
+            of_rows.append(rows[rank][sequences])
+            of_items.append(torch.tensor([numbers[key] for key, _, _ in shapes])[which])
+        own = own or MultimodalItems.none(count)
+        return _BatchItems(
+            own.places_among(items),
+            tuple(items),
+            held={item: item for item in own.items},
+            senders=torch.tensor(senders),
+            pair_rows=torch.cat(of_rows),
+            pair_items=torch.cat(of_items),
+        )
+
+    def exchange(self, numbers: Sequence[Tensor], all_to_all: AllToAll) -> MultimodalItems:
+        raise NotImplementedError("only what `agree` returned can be sent")
+
+    def of_dummy(self) -> MultimodalItems:
+        """Return a column without items: its rank must run the tower, which others wait for."""
+        return MultimodalItems.none(1)
+
+    # ---------------------------------------------------------------- recorded rollouts
+
+    @classmethod
+    def arrow_fields(cls) -> tuple[pa.Field, ...]:
+        """Return the fields of a sequence's items and places; and, of items that no earlier row of
+        its group has, their shapes, features and images for people."""
+        import pyarrow as pa
+
+        return (
+            pa.field("picture_keys", pa.list_(pa.string())),
+            pa.field("picture_places", pa.list_(pa.int32())),
+            pa.field(PICTURE_FORMS, pa.list_(pa.string())),
+            pa.field(PICTURE_FEATURES, pa.list_(pa.large_binary())),
+            pa.field(PICTURE_IMAGES, pa.list_(pa.binary())),
+        )
+
+    def arrow_form(self) -> None:
+        """Return None: the fields say all."""
+
+    def to_arrow(self, lengths: Sequence[int], groups: Sequence[int]) -> list[pa.Array]:
+        """Return the values of `arrow_fields`, each item once in its group."""
+        import pyarrow as pa
+
+        fields = self.arrow_fields()
+        columns: list[list[Any]] = [[] for _ in fields]
+        seen: set[tuple[int, MultimodalItem]] = set()
+        start = 0
+        for group, length in zip(groups, lengths, strict=True):
+            own = self[torch.arange(start, start + length)]
+            start += length
+            new = [item for item in own.items if (group, item) not in seen]
+            seen |= {(group, item) for item in new}
+            values = (
+                [item.key for item in own.items],
+                own.places.int().numpy(),
+                [_form_text(item) for item in new],
+                [item.as_bytes().numpy().tobytes() for item in new],
+                [_png(item) for item in new],
+            )
+            for column, value in zip(columns, values, strict=True):
+                column.append(value if self.items else None)
+        return [pa.array(own, type=field.type) for field, own in zip(fields, columns, strict=True)]
+
+    @classmethod
+    def from_arrow(cls, table: pa.Table, form: Any) -> MultimodalItems:
+        """Return the column of a table's tokens; see `TokenColumn.from_arrow`."""
+        known: dict[str, MultimodalItem] = {}
+        parts: list[MultimodalItems | None] = [cls.none(0)]
+        lengths = table["length"].to_pylist()
+        names = [field.name for field in cls.arrow_fields()]
+        for row, length in zip(table.select(names).to_pylist(), lengths, strict=True):
+            keys, places, forms, features, _images = row.values()
+            if keys is None:  # the sequence has no items
+                parts.append(None)
+                continue
+            for text, data in zip(forms, features, strict=True):
+                item = _recorded_item(item_form(text), data)
+                known.setdefault(item.key, item)
+            items = tuple(known[key] for key in keys)
+            own = MultimodalItems(torch.tensor(places, dtype=torch.int64), items)
+            low, high = own.places.aminmax()
+            if len(own) != length or low < -1 or high >= own.starts[-1]:
+                raise ValueError(
+                    f"places of {len(own)} tokens in {len(items)} pictures, of {length}"
+                )
+            parts.append(own)
+        column = cls.concat(parts, [0, *lengths])
+        assert column is not None
+        return column
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _BatchItems(MultimodalItems):
+    """This rank's tokens among the items of the whole batch, which are on the meta device."""
+
+    held: Mapping[MultimodalItem, MultimodalItem]
+    """{item: the same with its features} of this rank."""
+    senders: Tensor  # [P] int64, the rank that sends each item
+    pair_rows: Tensor  # [n] int64, a sequence among S, and
+    pair_items: Tensor  # [n] int64, an item among P that it uses; no pair twice
+
+    def __getitem__(self, order: Tensor) -> _BatchItems:
+        return replace(self, places=self.places[order])
+
+    def numbers(self) -> list[Tensor]:
+        return [self.places.int()]
+
+    def exchange(self, numbers: Sequence[Tensor], all_to_all: AllToAll) -> MultimodalItems:
+        """Send each item once to each rank that trains on a sequence that uses it."""
+        wanted = self._wanted(all_to_all)
+        rank = all_to_all.rank
+        leaving = [which[self.senders[which] == rank].tolist() for which in wanted]
+        ranks = range(len(wanted))
+        arriving = [wanted[rank][self.senders[wanted[rank]] == r].tolist() for r in ranks]
+        sizes = [item.nbytes for item in self.items]
+        none = torch.empty(0, dtype=torch.uint8)
+        sent = [self.held[self.items[i]].as_bytes() for part in leaving for i in part]
+        received = all_to_all.send(
+            torch.cat([none, *sent]),
+            num_leaving=[sum(sizes[i] for i in part) for part in leaving],
+            num_arriving=[sum(sizes[i] for i in part) for part in arriving],
+        )
+        numbers_received = [i for part in arriving for i in part]
+        # No token received here uses an item that was not.
+        items = [*self.items]
+        # On the host, where rows are made of them.
+        parts = received.cpu().split([sizes[i] for i in numbers_received])
+        for i, data in zip(numbers_received, parts, strict=True):
+            items[i] = self.items[i].with_bytes(data)
+        return MultimodalItems(numbers[0].long(), tuple(items))
+
+    def _wanted(self, all_to_all: AllToAll) -> list[Tensor]:
+        """Return the items that each rank trains on: [n] int64 for each, ascending."""
+        dp_of_pair = all_to_all.dp_of_sequence[self.pair_rows]
+        dp_of_rank = all_to_all.dp_of_rank
+        of_dp = {dp: self.pair_items[dp_of_pair == dp].unique() for dp in {*dp_of_rank}}
+        return [of_dp[dp] for dp in dp_of_rank]
+
+    def training_cost(self, num_sequences: int) -> Tensor:
+        """Return the number of placeholders in each sequence.
+
+        A tower has about a tenth of the language model's parameters and reads 4 to 16 patches for
+        one placeholder. So it computes 0.4 to 1.6 times for an item what the language model does
+        for its placeholders. An item that sequences of a micro-batch share is computed once and
+        counted with each: who shares it is not known before the plan is made.
+        """
+        tokens = torch.tensor([item.num_tokens for item in self.items])
+        cost = tokens.new_zeros(num_sequences)
+        return cost.index_add(0, self.pair_rows, tokens[self.pair_items])
+
+
+PICTURE_FORMS = "picture_forms"
+PICTURE_FEATURES = "picture_features"
+PICTURE_IMAGES = "picture_images"
+
+
+def _form_text(item: MultimodalItem) -> str:
+    """Return an item without its features, as JSON."""
+    shapes = {name: (str(own.dtype)[6:], [*own.shape]) for name, own in item.features.items()}
+    return json.dumps({"key": item.key, "num_tokens": item.num_tokens, "features": shapes})
+
+
+def _png(item: MultimodalItem) -> bytes:
+    """Return an item's view as PNG; empty where it has none."""
+    from PIL import Image
+
+    if item.view is None:
+        return b""
+    written = io.BytesIO()
+    Image.fromarray(item.view.numpy()).save(written, "PNG")
+    return written.getvalue()
+
+
+def item_form(text: str) -> dict[str, Any]:
+    """Return the JSON of a recorded item: its key, num_tokens, and features as {name: (dtype,
+    shape)}. Raises: ValueError for what no run records."""
+    form = json_object(text, place="a picture's form")
+    count = form.get("num_tokens")
+    features = form.get("features")
+    is_counted = type(count) is int and 0 <= count < 2**31
+    if not is_counted or not isinstance(form.get("key"), str) or not isinstance(features, dict):
+        raise ValueError(f"a picture's form is {text!r:.100}")
+    for feature in features.values():
+        dtype, shape = feature
+        are_sizes = all(type(size) is int and 0 <= size < 2**40 for size in shape)
+        if not isinstance(getattr(torch, dtype, None), torch.dtype) or not are_sizes:
+            raise ValueError(f"a picture's feature is {feature!r:.100}")
+    return form
+
+
+def _recorded_item(form: Mapping[str, Any], data: bytes) -> MultimodalItem:
+    shapes = {n: (getattr(torch, dtype), shape) for n, (dtype, shape) in form["features"].items()}
+    like = MultimodalItem.on_meta(form["key"], form["num_tokens"], shapes)
+    return like.with_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def _starts(items: Sequence[MultimodalItem]) -> Tensor:
+    """Return where each item's rows begin among their concatenated embeddings, and the end."""
+    return torch.tensor([0, *(item.num_tokens for item in items)]).cumsum(0)
 
 
 class TokenIds(tuple[int, ...]):
-    """Token ids and what they show: a prompt, a turn, a sequence. To whoever asks for no more it is
-    the tuple of its ids.
+    """Token ids, with the items of the placeholders among them: a prompt, a turn, a sequence.
 
-    Slices and sums keep what is shown; `tuple`, `list` and `*` of one are the ids alone.
+    It is a tuple of its ids. Slices and sums keep the items; `tuple`, `list` and `*` of one are the
+    ids alone.
 
     Args:
         ids: T token ids.
@@ -222,25 +458,28 @@ class TokenIds(tuple[int, ...]):
 
     @property
     def items(self) -> tuple[MultimodalItem, ...]:
-        """Return the items that are shown."""
+        """Return the items of its placeholders."""
         return () if self.multimodal is None else self.multimodal.items
 
     @property
+    def extra_columns(self) -> dict[str, TokenColumn]:
+        """Return its items as a column by key; {} of a model without a tower."""
+        return {} if self.multimodal is None else {MultimodalItems.key: self.multimodal}
+
+    @property
     def are_placeholders(self) -> list[bool]:
-        """Return of each token whether it stands for a part of an item."""
-        return (
-            [False] * len(self)
-            if self.multimodal is None
-            else (self.multimodal.places >= 0).tolist()
-        )
+        """Return for each token whether it stands for a part of an item."""
+        if self.multimodal is None:
+            return [False] * len(self)
+        return self.multimodal.is_placeholder.tolist()
 
     def once(self) -> list[int]:
-        """Return the ids with one for each showing of an item, the first."""
+        """Return the ids with one placeholder for each occurrence of an item, its first."""
         if self.multimodal is None:
             return list(self)
-        is_text = self.multimodal.places < 0
-        is_first = torch.isin(self.multimodal.places, self.multimodal.starts[:-1])
-        return torch.tensor(self)[is_text | is_first].tolist()
+        places = self.multimodal.places
+        is_first = torch.isin(places, self.multimodal.starts[:-1])
+        return torch.tensor(self)[(places < 0) | is_first].tolist()
 
     @overload
     def __getitem__(self, at: SupportsIndex) -> int: ...
@@ -261,9 +500,7 @@ class TokenIds(tuple[int, ...]):
         return concat_ids([other, self])
 
     def __eq__(self, other: object) -> bool:
-        if super().__eq__(other) is not True:
-            return False
-        return _told_apart(self) == _told_apart(other)
+        return super().__eq__(other) is True and _items_at(self) == _items_at(other)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -271,53 +508,53 @@ class TokenIds(tuple[int, ...]):
     __hash__ = tuple.__hash__
 
 
-def _told_apart(ids: object) -> tuple[Any, ...]:
-    """Return what token ids show, to be compared."""
-    multimodal = multimodal_of(ids)
-    return (multimodal.items, multimodal.places.tolist()) if multimodal and multimodal.items else ()
+def _items_at(ids: object) -> tuple[Any, ...]:
+    """Return the items and places of token ids in a form that compares; () without items."""
+    own = multimodal_of(ids)
+    return (own.items, own.places.tolist()) if own and own.items else ()
 
 
 def multimodal_of(ids: object) -> MultimodalItems | None:
-    """Return what token ids show; None of a plain sequence."""
+    """Return the items of token ids; None of a plain sequence."""
     return getattr(ids, "multimodal", None)
 
 
 def concat_ids(parts: Sequence[Sequence[int]]) -> TokenIds:
-    """Return sequences one after another, with what they show."""
-    multimodal = MultimodalItems.concat(
-        [multimodal_of(part) for part in parts], [len(part) for part in parts]
-    )
-    return TokenIds((one for part in parts for one in part), multimodal)
+    """Join sequences, with their items."""
+    ids = [token for part in parts for token in part]
+    lengths = [len(part) for part in parts]
+    return TokenIds(ids, MultimodalItems.concat([multimodal_of(part) for part in parts], lengths))
 
 
 _REMEMBERED = 256
 
 
 class ItemCodec:
-    """Items that are told one after another, each once: `encode` at one end, `decode` at the other.
+    """Encodes the items of prompts that are sent one after another, each item once.
 
-    Both ends remember the same ones, the latest, since they hear of the same ones in one order.
+    The sender's `encode` and the receiver's `decode` remember the same latest items, since both see
+    the same prompts in the same order.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, MultimodalItem] = OrderedDict()
 
     def encode(self, multimodal: MultimodalItems | None) -> dict[str, Any] | None:
-        """Return what is shown as plain data, without items that were said before."""
+        """Return items as plain data, without the features of those that were sent before."""
         if multimodal is None:
             return None
         new = [item for item in multimodal.items if item.key not in self._known]
         self._remember(multimodal)
-        keys = {"keys": [item.key for item in multimodal.items]}
-        return MultimodalItems(multimodal.places, tuple(new)).plain() | keys
+        state = MultimodalItems(multimodal.places, tuple(new)).state_dict()
+        return state | {"keys": [item.key for item in multimodal.items]}
 
-    def decode(self, said: Mapping[str, Any] | None) -> MultimodalItems | None:
-        """Return what was said."""
-        if said is None:
+    def decode(self, encoded: Mapping[str, Any] | None) -> MultimodalItems | None:
+        """Return the items that were encoded."""
+        if encoded is None:
             return None
-        new = {item["key"]: MultimodalItem(**item) for item in said["items"]}
-        items = tuple(new.get(key) or self._known[key] for key in said["keys"])
-        multimodal = MultimodalItems(said["places"], items)
+        new = {item["key"]: MultimodalItem(**item) for item in encoded["items"]}
+        items = tuple(new.get(key) or self._known[key] for key in encoded["keys"])
+        multimodal = MultimodalItems(encoded["places"], items)
         self._remember(multimodal)
         return multimodal
 

@@ -5,22 +5,30 @@ Shape letters: T tokens, V vocabulary, E ids in lists, B sets of bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
 from torch import Tensor
 
+from spmdrl.columns import AllToAll, TokenColumn, register
 
-@dataclass(frozen=True)
-class SamplingMasks:
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@register
+@dataclass(frozen=True, eq=False)
+class SamplingMasks(TokenColumn):
     """Of each of T tokens, the ids among which it was drawn (by top_k, top_p, min_p), compressed.
 
     A set is its ids, ascending, 4 bytes each; or a bit for each id of the vocabulary where that
     takes fewer bytes; or nothing where the token was drawn among all, or not drawn.
     """
+
+    key = "sampling_masks"
 
     vocab: int
     """Ids that there are, V."""
@@ -36,7 +44,7 @@ class SamplingMasks:
         return (self.vocab + 7) // 8
 
     @classmethod
-    def of(cls, kept: Tensor) -> SamplingMasks:
+    def from_allowed(cls, kept: Tensor) -> SamplingMasks:
         """Return sets given as [T, V] bool, on the CPU."""
         vocab = kept.shape[1]
         width = (vocab + 7) // 8
@@ -55,7 +63,7 @@ class SamplingMasks:
         return cls(vocab, sizes.int(), data)
 
     @classmethod
-    def listed(cls, ids: Sequence[Sequence[int]], *, vocab: int) -> SamplingMasks:
+    def from_ids(cls, ids: Sequence[Sequence[int]], *, vocab: int) -> SamplingMasks:
         """Return sets given by their ids, ascending."""
         sizes: list[int] = []
         parts: list[Any] = [numpy.empty(0, numpy.uint8)]
@@ -75,31 +83,18 @@ class SamplingMasks:
             torch.from_numpy(numpy.concatenate(parts)),
         )
 
-    @staticmethod
-    def restored(plain: Mapping[str, Any] | None) -> SamplingMasks | None:
-        """Return those whose fields these are; None for none."""
-        return None if plain is None else SamplingMasks(**plain)
+    def unknown(self, count: int) -> SamplingMasks:
+        """Return the masks of `count` tokens, none of which was drawn among a part."""
+        sizes = torch.zeros(count, dtype=torch.int32)
+        return SamplingMasks(self.vocab, sizes, torch.empty(0, dtype=torch.uint8))
 
-    @staticmethod
-    def concat(
-        parts: Sequence[SamplingMasks | None], lengths: Sequence[int]
-    ) -> SamplingMasks | None:
-        """Join those of consecutive tokens, `lengths` of them each; None says nothing of its own.
-
-        Returns: None where all parts are None.
-        """
-        known = [part for part in parts if part is not None]
-        if not known:
-            return None
-        sizes = [
-            torch.zeros(length, dtype=torch.int32) if part is None else part.sizes
-            for part, length in zip(parts, lengths)
-        ]
-        assert [len(own) for own in sizes] == [*lengths]
-        assert len({part.vocab for part in known}) == 1, "sets of different vocabularies"
-        return SamplingMasks(
-            known[0].vocab, torch.cat(sizes), torch.cat([part.data for part in known])
-        )
+    @classmethod
+    def cat(cls, parts: Sequence[SamplingMasks]) -> SamplingMasks:
+        """Join masks, at least one, in order."""
+        vocab = parts[0].vocab
+        assert all(part.vocab == vocab for part in parts), "masks of different vocabularies"
+        sizes = torch.cat([part.sizes for part in parts])
+        return cls(vocab, sizes, torch.cat([part.data for part in parts]))
 
     def __getitem__(self, order: Tensor) -> SamplingMasks:
         """Return those of the tokens at `order` [n] int64."""
@@ -115,9 +110,65 @@ class SamplingMasks:
         sizes, data = (t.to(device, non_blocking=non_blocking) for t in (self.sizes, self.data))
         return SamplingMasks(self.vocab, sizes, data)
 
-    def cpu(self) -> SamplingMasks:
-        """Return the same on the CPU."""
-        return SamplingMasks(self.vocab, self.sizes.cpu(), self.data.cpu())
+    def numbers(self) -> list[Tensor]:
+        """Return the bytes of each token's mask."""
+        return [self.sizes]
+
+    def exchange(self, numbers: Sequence[Tensor], all_to_all: AllToAll) -> SamplingMasks:
+        """Send the masks and return those received."""
+        sizes = numbers[0].contiguous()
+        leaving = self.sizes.split([*all_to_all.num_leaving])
+        arriving = sizes.cpu().split([*all_to_all.num_arriving])
+        data = all_to_all.send(
+            self.data,
+            num_leaving=[int(part.sum()) for part in leaving],
+            num_arriving=[int(part.sum()) for part in arriving],
+        )
+        return SamplingMasks(self.vocab, sizes, data)
+
+    @classmethod
+    def arrow_fields(cls) -> tuple[pa.Field, ...]:
+        """Return the fields of the masks' sizes, and of their data."""
+        import pyarrow as pa
+
+        sizes = pa.field("sampling_mask_bytes", pa.list_(pa.int32()))
+        return sizes, pa.field(cls.key, pa.large_binary())
+
+    def arrow_form(self) -> int:
+        """Return the size of the vocabulary."""
+        return self.vocab
+
+    def to_arrow(self, lengths: Sequence[int], groups: Sequence[int]) -> list[pa.Array]:
+        """Return sizes and data for each sequence; null for one without masks."""
+        import pyarrow as pa
+
+        sizes = []
+        data = []
+        start = 0
+        for own in self.sizes.split([*lengths]):
+            end = start + int(own.sum())
+            sizes.append(own.numpy() if end > start else None)
+            data.append(self.data[start:end].numpy().tobytes() if end > start else None)
+            start = end
+        values = zip(self.arrow_fields(), (sizes, data), strict=True)
+        return [pa.array(own, type=field.type) for field, own in values]
+
+    @classmethod
+    def from_arrow(cls, table: pa.Table, form: Any) -> SamplingMasks:
+        """Return the masks of a table's tokens; see `TokenColumn.from_arrow`."""
+        if type(form) is not int or form < 1:
+            raise ValueError(f"sampling masks of a vocabulary of {form!r:.60}")
+        parts = []
+        columns = (table[name].to_pylist() for name in ("length", "sampling_mask_bytes", cls.key))
+        for length, sizes, data in zip(*columns, strict=True):
+            own = numpy.array(sizes or [0] * length, numpy.int32)
+            if len(own) != length:
+                raise ValueError(f"sampling masks of {len(own)} tokens, where {length} are")
+            masks = numpy.frombuffer(data or b"", numpy.uint8).copy()
+            parts.append(cls(form, torch.from_numpy(own), torch.from_numpy(masks)))
+        column = cls.cat([cls.from_ids([], vocab=form), *parts])
+        column.check(torch.tensor(table["tokens"].combine_chunks().flatten().to_numpy()).long())
+        return column
 
     def ids(self) -> tuple[Tensor, Tensor]:
         """Return the sets of lists: which token, and which id, [E] int64 each; on the CPU."""

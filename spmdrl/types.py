@@ -7,6 +7,8 @@ token that it scores: `logprobs[t]` is log p(tokens[t] | tokens before t of its 
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -15,8 +17,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from spmdrl.model_inputs import MultimodalItems, TokenIds, multimodal_of
-from spmdrl.sampling_masks import SamplingMasks
+from spmdrl.columns import Columns, column_class, concat_columns
+from spmdrl.model_inputs import TokenIds
 
 Sums = dict[str, tuple[float, float]]
 """Named (numerator, denominator) pairs. Sums from any number of ranks and micro-batches add
@@ -32,6 +34,41 @@ def add_sums(*parts: Sums) -> Sums:
             a, b = total.get(name, (0.0, 0.0))
             total[name] = (a + numerator, b + denominator)
     return total
+
+
+PartialSums = dict[str, tuple[float | list[float], float]]
+"""Sums of one rank that add up to the same bits in any order: a numerator that no float holds is a
+list of floats, not added up yet."""
+
+
+def exact_sum(values: Sequence[float]) -> float | list[float]:
+    """Return the sum of numbers without rounding; a list where it takes several floats."""
+    total = sum(values)
+    if not math.isfinite(total):
+        return total
+    parts: list[float] = []
+    while rest := math.fsum([*values, *(-part for part in parts)]):
+        parts.append(rest)
+    return parts if len(parts) > 1 else sum(parts)
+
+
+def join_sums(*parts: PartialSums) -> PartialSums:
+    """Return the pairwise total of several ranks' sums, without rounding."""
+    numerators: dict[str, list[float]] = defaultdict(list)
+    denominators: dict[str, float] = defaultdict(float)
+    for part in parts:
+        for name, (numerator, denominator) in part.items():
+            numerators[name] += numerator if isinstance(numerator, list) else [numerator]
+            denominators[name] += denominator
+    return {name: (exact_sum(own), denominators[name]) for name, own in numerators.items()}
+
+
+def round_sums(sums: PartialSums) -> Sums:
+    """Return sums whose numerators are the nearest floats."""
+    return {
+        name: (math.fsum(own) if isinstance(own, list) else own, denominator)
+        for name, (own, denominator) in sums.items()
+    }
 
 
 def as_pair(name: str, value: Any) -> tuple[float, float]:
@@ -144,26 +181,6 @@ def join_turns(parts: Sequence[Tensor]) -> Tensor:
     )
 
 
-def join_routes(parts: Sequence[Tensor | None], lengths: Sequence[int]) -> Tensor | None:
-    """Join the routes of consecutive tokens, [n, L, K] each.
-
-    Args:
-        parts: of as many tokens as `lengths` says, or of the first of them; None for none.
-    Returns: [sum(lengths), L, K], -1 where a part says nothing; None where all parts are None.
-    """
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    joined = known[0].new_full((sum(lengths), *known[0].shape[1:]), -1)
-    at = 0
-    for part, length in zip(parts, lengths):
-        if part is not None:
-            assert len(part) <= length, f"routes of {len(part)} tokens, where {length} are"
-            joined[at : at + len(part)] = part
-        at += length
-    return joined
-
-
 TOKEN_COLUMNS = {
     "tokens": torch.int64,
     "response_mask": torch.bool,
@@ -172,76 +189,61 @@ TOKEN_COLUMNS = {
 }
 """What every token has, from the engine to the loss, with its dtype."""
 
-_OPTIONAL_COLUMNS = ("routes", "sampling_masks", "multimodal")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """[T] tokens in a row, and what is known of each: the columns that all stations share."""
+    """[T] consecutive tokens and what is known of each."""
 
     tokens: Tensor  # [T] int64
     response_mask: Tensor  # [T] bool, sampled by the policy
-    rollout_logprobs: Tensor  # [T] float32, nats, as sampled (temperature in); 0 elsewhere
-    policy_versions: Tensor  # [T] int64, version that sampled the token; -1 elsewhere
-    routes: Tensor | None = None
-    """[T, L, K] int8 or int16, the K experts of each token in each of L layers with experts, as
-    the engine chose them; -1 where it did not say. None without model.moe.replay."""
-    sampling_masks: SamplingMasks | None = None
-    """The ids among which each was drawn. None without top_k, top_p and min_p."""
-    multimodal: MultimodalItems | None = None
-    """What each token shows. None where no token of anyone shows anything."""
+    rollout_logprobs: Tensor  # [T] float32, nats, as sampled (temperature in); 0 for others
+    policy_versions: Tensor  # [T] int64, version that sampled the token; -1 for others
+    extra_columns: Columns = field(default_factory=dict)
+    """What only some runs know of tokens: router routes, sampling masks, images."""
 
     @classmethod
-    def given(cls, ids: Sequence[int]) -> Tokens:
-        """Return tokens that the policy did not sample; of TokenIds also what they show."""
+    def unsampled(cls, ids: Sequence[int]) -> Tokens:
+        """Return tokens that the policy did not sample, with the items of TokenIds."""
         tokens = flat(ids, "int64")
         return Tokens(
             tokens=tokens,
             response_mask=torch.zeros_like(tokens, dtype=torch.bool),
             rollout_logprobs=torch.zeros_like(tokens, dtype=torch.float32),
             policy_versions=torch.full_like(tokens, -1),
-            multimodal=multimodal_of(ids),
+            extra_columns=TokenIds(ids).extra_columns,
         )
 
     @classmethod
     def concat(cls, parts: Sequence[Tokens]) -> Tokens:
-        """Join at least one, in order; routes of fewer tokens than there are end in -1."""
+        """Join tokens, at least one part, in order."""
         columns = {name: torch.cat([getattr(p, name) for p in parts]) for name in TOKEN_COLUMNS}
         lengths = [len(p.tokens) for p in parts]
-        return Tokens(
-            **columns,
-            routes=join_routes([p.routes for p in parts], lengths),
-            sampling_masks=SamplingMasks.concat([p.sampling_masks for p in parts], lengths),
-            multimodal=MultimodalItems.concat([p.multimodal for p in parts], lengths),
-        )
+        extra = concat_columns([p.extra_columns for p in parts], lengths)
+        return Tokens(**columns, extra_columns=extra)
 
     def at(self, order: Tensor) -> Tokens:
         """Return the tokens at `order` [n] int64."""
-        columns = self.columns().items()
-        return Tokens(**{name: v if v is None else v[order] for name, v in columns})
+        columns = {name: getattr(self, name)[order] for name in TOKEN_COLUMNS}
+        extra = {key: column[order] for key, column in self.extra_columns.items()}
+        return Tokens(**columns, extra_columns=extra)
 
-    def columns(self) -> dict[str, Any]:
-        """Return the columns by name, those that may be None too."""
-        return {name: getattr(self, name) for name in (*TOKEN_COLUMNS, *_OPTIONAL_COLUMNS)}
+    def token_fields(self) -> dict[str, Any]:
+        """Return the fields that all kinds of Tokens share, by name."""
+        names = (*TOKEN_COLUMNS, "extra_columns")
+        return {name: getattr(self, name) for name in names}
 
-    def plain(self) -> dict[str, Any]:
-        """Return all fields by name, sampling masks and what is shown as dictionaries; tensors are
-        shared."""
-        sets = self.sampling_masks
-        multimodal = self.multimodal
-        return vars(self) | {
-            "sampling_masks": None if sets is None else dict(vars(sets)),
-            "multimodal": None if multimodal is None else multimodal.plain(),
-        }
+    def state_dict(self) -> dict[str, Any]:
+        """Return all fields by name, with extra columns as plain values; tensors are shared."""
+        extra = {key: column.state_dict() for key, column in self.extra_columns.items()}
+        return vars(self) | {"extra_columns": extra}
 
 
-def unplain(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of which `Tokens.plain` made these."""
-    return {
-        **plain,
-        "sampling_masks": SamplingMasks.restored(plain["sampling_masks"]),
-        "multimodal": MultimodalItems.restored(plain["multimodal"]),
+def token_fields_from(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of which `Tokens.state_dict` made a state."""
+    extra = {
+        key: column_class(key).from_state_dict(own) for key, own in state["extra_columns"].items()
     }
+    return {**state, "extra_columns": extra}
 
 
 def flat(values: Sequence[float], dtype: str) -> Tensor:
@@ -255,7 +257,8 @@ class Rollouts(Tokens):
 
     cu_seqlens: Tensor  # [S+1] int64
     scalars: Scalars  # of these sequences, same order
-    sums: Sums = field(default_factory=dict)  # this rank's share of rollout/ and reward/ metrics
+    sums: PartialSums = field(default_factory=dict)
+    """This rank's share of rollout/ and reward/ metrics."""
     samples: tuple[dict, ...] = ()
     """A few rendered {prompt, response, reward} for people; with {group, sample} where a reward
     model is still to add its part."""
@@ -267,18 +270,28 @@ class Rollouts(Tokens):
 @dataclass(frozen=True, kw_only=True)
 class Microbatch(Tokens):
     """One forward pass of one dp rank. A micro-batch without sequences holds one dummy token
-    with an empty mask, no routes and no sampling masks, so that collectives stay matched."""
+    with an empty mask, so that collectives stay matched."""
 
     position_ids: Tensor  # [T] int64, restarting at 0 in every sequence
     cu_seqlens: Tensor  # [S+1] int32
     sequence_ids: Tensor  # [S] int64, row of each sequence in the batch's Scalars; -1 dummy
 
-    def to(self, device: torch.device) -> Microbatch:
-        """Return the same micro-batch on `device`."""
+    def to(self, device: torch.device, *, non_blocking: bool = True) -> Microbatch:
+        """Return the same micro-batch on `device`.
+
+        Args:
+            non_blocking: copies may still be under way when this returns.
+        """
         moved = {
-            k: v if v is None else v.to(device, non_blocking=True) for k, v in vars(self).items()
+            name: value.to(device, non_blocking=non_blocking)
+            for name, value in vars(self).items()
+            if name != "extra_columns"
         }
-        return Microbatch(**moved)
+        extra = {
+            key: column.to(device, non_blocking=non_blocking)
+            for key, column in self.extra_columns.items()
+        }
+        return Microbatch(**moved, extra_columns=extra)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from spmdrl.certificate.fingerprints import Tally, TensorGroup, by_size
 from spmdrl.checkpoint.state import tensor_leaves
+from spmdrl.columns import RouterRoutes
 from spmdrl.model.tensor_parts import local_part
 from spmdrl.types import TOKEN_COLUMNS, Advantages, Batch, Sums
 from spmdrl.world.torch_internals import sharded_like
@@ -214,8 +215,8 @@ class FingerprintCollector:
         for update, microbatches in enumerate(batch.updates):
             for number, one in enumerate(microbatches):
                 columns = {f"rollouts/{name}": getattr(one, name) for name in TOKEN_COLUMNS}
-                if one.routes is not None:
-                    columns["rollouts/routes"] = one.routes
+                if (routes := RouterRoutes.of(one.extra_columns)) is not None:
+                    columns["rollouts/routes"] = routes.rows
                 own = batch.columns[update][number] if batch.columns else {}
                 columns |= {f"columns/{name}": column for name, column in own.items()}
                 own = advantages.columns(update, number)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from spmdrl.data.vision.images import (
     COLUMNS,
-    FEATURES,
     ImageFiles,
     as_data_uri,
     inline_images,
@@ -28,13 +27,12 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from transformers import PreTrainedTokenizerBase
 
     from spmdrl.config import Config
     from spmdrl.data.vision.image_tokens import ImageReader
     from spmdrl.data.vision.recorded import Preview
-    from spmdrl.model_inputs import MultimodalItems, TokenIds
+    from spmdrl.model_inputs import TokenIds
 
 VISION_FAMILIES = ("gemma3", "internvl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Model types that read images. Tests prove each against plain transformers, and that its images
@@ -68,37 +66,6 @@ def plain_token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if tokens and tokens[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
         tokens = tokens[:-1]
     return tokens
-
-
-def with_items(table: pa.Table, multimodal: MultimodalItems | None) -> pa.Table:
-    """Return a table of sequences with columns for the items of their tokens, each item once in its
-    group. Without items the table stays as it is.
-
-    Args:
-        multimodal: items of all tokens of the table's rows, in its order.
-    """
-    from spmdrl.data.vision.recorded import with_pictures
-
-    return with_pictures(table, multimodal)
-
-
-def recorded_items(table: pa.Table) -> MultimodalItems | None:
-    """Return the items of the tokens of a table's sequences; None if there are none.
-
-    Args:
-        table: whole groups; their greedy rows may be left out.
-    Raises: ValueError for values that no run records.
-    """
-    from spmdrl.data.vision.recorded import recorded_pictures
-
-    return recorded_pictures(table)
-
-
-def item_fields() -> Sequence[pa.Field]:
-    """Return the columns for items in a table of recorded sequences."""
-    from spmdrl.data.vision.recorded import FIELDS
-
-    return FIELDS
 
 
 def previews_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, Preview | None]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from spmdrl.columns import Columns
 from spmdrl.config import NO_PENALTIES, Penalties
 from spmdrl.imports import refusing
 from spmdrl.sampling_masks import SamplingMasks
@@ -81,27 +82,23 @@ class Completion:
     """[n] int64, policy version of the weights that drew each."""
     is_truncated: bool
     """It ended at max_tokens, or at the end of the context, and not by a stop token or string."""
-    routes: Tensor | None = None
-    """[n, L, K] int8 or int16: the K experts of each of L layers with experts that the request's
-    first n tokens went to, prompt included. n is all but the last token, which the engine never
-    read; fewer for an unfinished request. A token keeps the route of its first computation.
-    None without model.moe.replay."""
-    sampling_masks: SamplingMasks | None = None
-    """Of the sampled ids; None where sampling leaves out no ids, or is greedy."""
+    extra_columns: Columns = field(default_factory=dict)
+    """Columns of the sampled tokens. Those that cover the prompt are of the request's first tokens:
+    all but the last, which the engine never reads, and fewer for an unfinished request."""
 
     def until(self, count: int) -> Completion:
         """Return the completion as it is when its token `count` - 1 ends it."""
-        routes = self.routes
-        if routes is not None:
-            routes = routes[: len(routes) - (len(self.tokens) - count)]
+        dropped = len(self.tokens) - count
         return replace(
             self,
             tokens=self.tokens[:count],
             logprobs=self.logprobs[:count],
             versions=self.versions[:count],
             is_truncated=False,
-            routes=routes,
-            sampling_masks=self.sampling_masks and self.sampling_masks[torch.arange(count)],
+            extra_columns={
+                key: column[torch.arange(max(0, len(column) - dropped))]
+                for key, column in self.extra_columns.items()
+            },
         )
 
 

@@ -12,11 +12,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spmdrl.columns import Columns
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import base_of, blocks, name_of, replaced_forward
 from spmdrl.model.files.reader import some
@@ -25,7 +27,6 @@ from spmdrl.model.parallel.row_slices import RowSlice, Slicing, make_slice
 from spmdrl.model.sampling_rules import make_sampling_rules
 from spmdrl.model.tensor_parts import to_local
 from spmdrl.model.vision.tower import vision_tower_of
-from spmdrl.model_inputs import MultimodalItems
 from spmdrl.sampling_masks import SamplingMasks
 
 _LEVELS = (
@@ -188,10 +189,8 @@ def make_row(
     *,
     mask: Tensor,
     slicing: Slicing = Slicing(),
-    routes: Tensor | None = None,
-    sampling_masks: SamplingMasks | None = None,
+    columns: Columns = MappingProxyType({}),
     drawn: Tensor | None = None,
-    multimodal: MultimodalItems | None = None,
 ) -> ScoredRow:
     """Prepare a packed row for the scorer, to score the masked tokens.
 
@@ -200,10 +199,8 @@ def make_row(
         lengths: tokens per sequence.
         mask: [T] bool on the CPU.
         slicing: which slice of the row this rank computes; by default all of it.
-        routes: [T, L, K] on the CPU, to be replayed; None for none.
-        sampling_masks: the ids among which each token was sampled, on the CPU; None: all.
+        columns: of the tokens, on the CPU: router routes to replay, sampling masks, images.
         drawn: [T] bool on the CPU, tokens of responses, if penalties count them.
-        multimodal: by the tokens, on the CPU; None: nothing, on no rank.
     Raises: Refusal when the mask holds a sequence's first token, which nothing predicts.
     """
     firsts = torch.tensor([0, *accumulate(lengths[:-1])])
@@ -219,19 +216,11 @@ def make_row(
         make_sampling_rules,
         tokens,
         lengths,
-        sampling_masks=sampling_masks,
+        sampling_masks=SamplingMasks.of(columns),
         drawn=drawn,
         device=device,
     )
-    own = make_slice(
-        tokens,
-        lengths,
-        scored=scored,
-        slicing=slicing,
-        routes=routes,
-        rules=rules,
-        multimodal=multimodal,
-    )
+    own = make_slice(tokens, lengths, scored=scored, slicing=slicing, columns=columns, rules=rules)
     return ScoredRow(tokens.to(device), tuple(lengths), scored.to(device), own)
 
 

@@ -241,7 +241,7 @@ class ShardedModel:
                 torch.tensor(ids),
                 lengths,
                 mask=torch.cat([torch.arange(n) > 0 for n in lengths]),
-                multimodal=ids.multimodal,
+                columns=ids.extra_columns,
             )
             if isinstance(self.scorer, Valuer):
                 scored += self.values(row).cpu().split(lengths)

@@ -12,8 +12,8 @@ from spmdrl.config import NO_PENALTIES, Config, Penalties
 from spmdrl.data.hashed import hashed
 from spmdrl.data.row_sampling import row_sampling
 from spmdrl.engine.protocol import UNTRUNCATED, Completion, Request, Truncation
-from spmdrl.model_inputs import TokenIds
-from spmdrl.types import Prompt, Tokens, unplain
+from spmdrl.model_inputs import MultimodalItems, TokenIds
+from spmdrl.types import Prompt, Tokens, token_fields_from
 from spmdrl.workers.pool import RewardResult
 
 GREEDY = -1
@@ -63,7 +63,7 @@ class Draw:
 class Trajectory(Tokens):
     """A prompt and all that followed: sampled tokens, and an environment's between its turns.
 
-    `routes` are of its first tokens; see Completion.
+    An extra column that covers the prompt may end before the last tokens.
     """
 
     num_given: int
@@ -78,12 +78,12 @@ class Trajectory(Tokens):
     @classmethod
     def begun(cls, prompt: Sequence[int]) -> Trajectory:
         """Return a prompt that nothing follows yet."""
-        return Trajectory(**Tokens.given(prompt).columns(), num_given=len(prompt))
+        return Trajectory(**Tokens.unsampled(prompt).token_fields(), num_given=len(prompt))
 
     @classmethod
-    def restored(cls, plain: Mapping[str, Any]) -> Trajectory:
-        """Undo `plain`."""
-        return Trajectory(**unplain(plain))
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Trajectory:
+        """Return the trajectory that `state_dict` was taken from."""
+        return Trajectory(**token_fields_from(state))
 
     @property
     def num_turns(self) -> int:
@@ -103,7 +103,7 @@ class Trajectory(Tokens):
     @property
     def whole(self) -> TokenIds:
         """Return all tokens, as an engine is given them."""
-        return TokenIds(self.tokens.tolist(), self.multimodal)
+        return TokenIds(self.tokens.tolist(), MultimodalItems.of(self.extra_columns))
 
     @property
     def prompt(self) -> TokenIds:
@@ -121,34 +121,40 @@ class Trajectory(Tokens):
 
     def sampled(self, completion: Completion) -> Trajectory:
         """Append what the engine drew."""
+        columns = completion.extra_columns
         drawn = Tokens(
             tokens=completion.tokens,
             response_mask=torch.ones_like(completion.tokens, dtype=torch.bool),
             rollout_logprobs=completion.logprobs,
             policy_versions=completion.versions,
-            sampling_masks=completion.sampling_masks,
+            extra_columns={key: own for key, own in columns.items() if not own.covers_prompt},
         )
-        routes = self.routes
-        if completion.routes is not None:
-            # A turn computes what came before it anew, or finds it in the cache. It was drawn with
-            # the routes of then.
-            old = completion.routes[:0] if routes is None else routes
-            routes = torch.cat([old, completion.routes[len(old) :]])
-        return replace(
-            self._followed_by(drawn), is_truncated=completion.is_truncated, routes=routes
-        )
+        followed = self._followed_by(drawn)
+        extra = dict(followed.extra_columns)
+        for key, column in columns.items():
+            known = self.extra_columns.get(key)
+            if not column.covers_prompt:
+                continue
+            if known is not None:
+                # Each turn reports earlier tokens again, read again or found in the cache. They
+                # were drawn with what was reported first.
+                column = known.cat([known, column[torch.arange(len(known), len(column))]])
+            extra[key] = column
+        return replace(followed, is_truncated=completion.is_truncated, extra_columns=extra)
 
     def observed(self, ids: Sequence[int]) -> Trajectory:
-        """Append what an environment said, and showed."""
-        return self._followed_by(Tokens.given(ids))
+        """Append what an environment answered, with its images."""
+        return self._followed_by(Tokens.unsampled(ids))
 
     def ended(self, state: int) -> Trajectory:
         """Note that a turn, which answers this state, is finished and has earned nothing yet."""
         return replace(self, states=(*self.states, state), earned=(*self.earned, 0.0))
 
     def _followed_by(self, tokens: Tokens) -> Trajectory:
-        columns = Tokens.concat([self, tokens]).columns()
-        return replace(self, **columns | {"routes": self.routes})
+        fields = Tokens.concat([self, tokens]).token_fields()
+        # A column that an engine reports from the prompt on ends where it has read.
+        partial = {key: own for key, own in self.extra_columns.items() if own.covers_prompt}
+        return replace(self, **fields | {"extra_columns": fields["extra_columns"] | partial})
 
 
 @dataclass(frozen=True)

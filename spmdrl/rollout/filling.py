@@ -171,7 +171,7 @@ class StepFiller:
             if group.is_complete and number not in found.book.complete:
                 self._note(group)
             for episode in episodes:
-                self.loop.go_on(episode)
+                self.loop.start(episode)
 
     # ---------------------------------------------------------------- the book
 

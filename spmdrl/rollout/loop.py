@@ -1,17 +1,16 @@
-"""The generation loop of one replica: episodes, each at one stage at a time.
+"""The generation loop of one replica. Each episode is at one stage at a time:
 
     draw -> score -> finished                          without an environment
     open -> draw -> answer -> draw -> ... -> score     with one
 
-The engine draws; worker processes do the rest. Neither waits for the other: a tick is one engine
-step, and whatever the workers have by then.
+The engine draws, and worker processes do the rest. Neither waits for the other: a tick is one
+engine step, followed by the results that the workers have by then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -21,13 +20,13 @@ from transformers import PreTrainedTokenizerBase
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, EngineProtocol
 from spmdrl.errors import Refusal, RewardFailed
-from spmdrl.model_inputs import TokenIds
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.decisions import Decisions
 from spmdrl.rollout.episode import (
     Episode,
     FinishedEpisode,
     Group,
+    Stage,
     Trajectory,
     failure_text,
     place,
@@ -44,15 +43,15 @@ ENVIRONMENT = "environment"
 
 
 class Loop:
-    """Episodes under way on a replica; the leader alone has one.
+    """Episodes under way on a replica. Only the replica's leader has a loop.
 
     Args:
-        cfg: data.*, for how long what an environment says first may be.
+        cfg: uses data.
         tokenizer: decodes responses for the reward functions.
-        pool: worker processes, of rewards and environments.
+        pool: worker processes of rewards and environments.
         link: to the replica's other ranks.
-        chats: of each source of rows that has an environment, by its number: what joins the turns
-            of its episodes. Where there is none every response is final.
+        chats: {number of a data source: the chat that joins the turns of its episodes}, of sources
+            with an environment. Elsewhere each response is final.
     """
 
     def __init__(
@@ -69,32 +68,32 @@ class Loop:
         self.pool = pool
         self.link = link
         self.chats = chats
-        self.decisions = Decisions()  # of time
-        self.idle = Idle()  # takes the seconds in which the engine was not full
+        self.decisions = Decisions()  # which depend on time
+        self.idle = Idle()
         self.failed_rewards = FailedRewardLog()
         self._to_draw: list[Episode] = []
-        self._drawing: dict[str, Episode] = {}  # by request
-        self._outside: dict[Hashable, Episode] = {}  # with the workers, by key
-        self._ends = _Ends(pool)
+        self._drawing: dict[str, Episode] = {}  # in the engine, by request
+        self._outside: dict[Hashable, Episode] = {}  # at the workers, by key
 
     def admit(self, group: Group) -> None:
         """Start all samples of a group that are not finished."""
-        is_played = self._chat_of(group) is not None
+        stage: Stage = "draw" if self._chat_of(group) is None else "open"
         for sample in group.positions:
             if sample not in group.samples:
-                # Until an environment says else.
-                begun = Trajectory.begun(group.prompt.tokens)
-                self.go_on(Episode(group, sample, begun, stage="open" if is_played else "draw"))
+                # An environment may open with another prompt.
+                trajectory = Trajectory.begun(group.prompt.tokens)
+                self.start(Episode(group, sample, trajectory, stage=stage))
 
     def _chat_of(self, group: Group) -> Chat | None:
         return self.chats.get(group.prompt.source)
 
-    def go_on(self, episode: Episode) -> None:
-        """Start an episode, or take it up where it was left.
+    def start(self, episode: Episode) -> None:
+        """Start an episode, or resume it at its stage.
 
-        Raises: Refusal for one that was left with an environment and has none now, or without.
+        Raises: Refusal for an episode of a checkpoint whose source has gained or lost its
+            environment.
         """
-        _check_kind(episode, is_played=self._chat_of(episode.group) is not None)
+        _check_environment(episode, has_one=self._chat_of(episode.group) is not None)
         if episode.stage == "draw":
             self._to_draw.append(episode)
         elif episode.stage == "open":
@@ -117,32 +116,35 @@ class Loop:
 
     @property
     def num_unsampled(self) -> int:
-        """Return how many episodes have turns to draw."""
-        return len(self._to_draw) + len(self._drawing) + self._num_playing()
+        """Return how many episodes may still draw a turn."""
+        return len(self._to_draw) + len(self._drawing) + self._num_at_environments()
 
-    def _num_playing(self) -> int:
+    def _num_at_environments(self) -> int:
         return sum(episode.stage != "score" for episode in self._outside.values())
 
     def unfinished(self, engine: EngineProtocol) -> list[Episode]:
-        """Return every episode that is not finished, with what was drawn so far."""
+        """Return every unfinished episode, with the tokens drawn so far."""
         return [*self._to_draw, *self._outside.values()] + [
             self._drawing[completion.key].with_drawn(completion)
             for completion in engine.unfinished()
             if completion.key in self._drawing
         ]
 
-    def take_back(self, completions: Sequence[Completion]) -> None:
-        """Have requests that an engine has ended drawn on as new ones, in an order that does not
-        depend on where they stood: a resumed run goes on so, and every run with new weights."""
-        begun = [self._drawing.pop(one.key).with_drawn(one) for one in completions]
+    def requeue(self, completions: Sequence[Completion]) -> None:
+        """Continue requests that the engine has ended as new ones.
+
+        Their order does not depend on where they were in the engine, so that a resumed run
+        continues in the same order.
+        """
+        ended = [self._drawing.pop(one.key).with_drawn(one) for one in completions]
         self._to_draw = sorted(
-            [*self._to_draw, *begun], key=lambda episode: (episode.group.number, episode.sample)
+            [*self._to_draw, *ended], key=lambda episode: (episode.group.number, episode.sample)
         )
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold back what is to be drawn, for an evaluation: what it samples is a function of the
-        weights, and what waits is not computed in its company."""
+    def hold_back(self) -> Iterator[None]:
+        """Draw nothing of the episodes that wait, during an evaluation: its samples depend on the
+        weights alone, not on other sequences in the engine's batches."""
         waiting = self._to_draw
         self._to_draw = []
         yield
@@ -152,13 +154,13 @@ class Loop:
         """Take one engine step, or wait for workers where the engine has nothing to do.
 
         Returns: groups whose last sample finished.
-        Raises: RuntimeError naming the sample as soon as a reward fails, if draw.must_score;
-            Refusal for an opening that is too long, unless such are dropped.
+        Raises: RewardFailed for the first reward that fails, if draw.must_score; Refusal for an
+            opening that is too long, unless these are dropped.
         """
         new = self._to_draw
         self._to_draw = []
         began = time.perf_counter()
-        playing = self._num_playing()
+        playing = self._num_at_environments()
         is_idle = not new and not engine.is_busy
         if not is_idle:
             requests = [episode.request() for episode in new]
@@ -170,16 +172,16 @@ class Loop:
             completions = engine.step()
             self.decisions.stepped()
             self.idle.stepped(time.perf_counter() - began, drawing=drawing, playing=playing)
-            self._drawn(completions)
+            self._receive_completions(completions)
         answers = self.decisions.answers(self.pool, self._outside, is_idle=is_idle)
         if is_idle:
             self.idle.add("environment" if playing else "reward", time.perf_counter() - began)
-        return self._returned(answers)
+        return self._receive_results(answers)
 
     # ---------------------------------------------------------------- from stage to stage
 
-    def _drawn(self, completions: Sequence[Completion]) -> None:
-        """Move what the engine finished on to its environment, or its reward."""
+    def _receive_completions(self, completions: Sequence[Completion]) -> None:
+        """Send finished turns to their environment, or to the reward functions."""
         episodes = [self._drawing.pop(completion.key) for completion in completions]
         for episode, completion in zip(episodes, completions):
             episode.trajectory = episode.trajectory.sampled(completion).ended(episode.state)
@@ -196,7 +198,7 @@ class Loop:
             self._score(own)
 
     def _answer(self, episodes: Sequence[Episode]) -> None:
-        """Have their environment answer episodes of one chat."""
+        """Send the latest turns of episodes of one chat to their environment."""
         chat = self._chat_of(episodes[0].group)
         assert chat is not None
         responses = chat.responses(
@@ -228,24 +230,43 @@ class Loop:
                 position=episode.sample,
                 step=episode.group.step,
             )
-            self._ends.close_if_whole(episode.group, ended=1)
+            self._close_if_whole(episode.group)
 
-    def _returned(self, results: Iterable[RewardResult | TurnResult]) -> list[Group]:
-        """Take what the workers have done; return the groups that are complete now."""
+    def _close_if_whole(self, group: Group) -> None:
+        """Have functions of whole groups score a group when all its samples are at their end."""
+        if "group" not in self.pool.scopes:
+            return
+        waiting = sum(
+            episode.group is group and episode.stage == "score"
+            for episode in self._outside.values()
+        )
+        if waiting + len(group.samples) == len(group.positions):
+            self.pool.close_group(group.key)
+
+    def _receive_results(self, results: Iterable[RewardResult | TurnResult]) -> list[Group]:
+        """Take the workers' results; return the groups that they complete."""
         complete = []
         for result in results:
             episode = self._outside.pop(result.key)
+            group = episode.group
             if isinstance(result, TurnResult):
-                reward = self._take_turn(episode, result)
+                failed = self._take_turn(episode, result)
+                if failed is None:
+                    continue
+                self._finish(episode, failed)
+                # The others may have waited for this sample alone.
+                self._close_if_whole(group)
             else:
-                is_played = self._chat_of(episode.group) is not None
-                reward = _with_environment(result, episode) if is_played else result
-            if reward is not None and self._finish(episode, reward).is_complete:
-                complete.append(episode.group)
+                if self._chat_of(group) is not None:
+                    result = _with_environment(result, episode)
+                self._finish(episode, result)
+            if group.is_complete:
+                complete.append(group)
         return complete
 
     def _take_turn(self, episode: Episode, result: TurnResult) -> RewardResult | None:
-        """Go on with an opening, or with an answer; return why that fails, if it does."""
+        """Continue an episode after its opening or an answer. Return the failed reward of one that
+        cannot continue; None for others."""
         chat = self._chat_of(episode.group)
         assert chat is not None
         if result.failure:
@@ -255,88 +276,55 @@ class Loop:
         for name, value in result.info.items():
             episode.info[name] = episode.info.get(name, 0.0) + value
         is_opening = episode.stage == "open"
-        so_far = episode.trajectory
+        trajectory = episode.trajectory
         if not is_opening:
-            so_far = episode.trajectory = replace(
-                so_far, earned=(*so_far.earned[:-1], result.reward)
-            )
-            if result.is_done or so_far.is_truncated:
+            earned = (*trajectory.earned[:-1], result.reward)
+            trajectory = replace(trajectory, earned=earned)
+            episode.trajectory = trajectory
+            if result.is_done or trajectory.is_truncated:
                 self._score([episode])
                 return None
+        messages = list(result.messages)
         try:
-            tokens = (
-                chat.opening(list(result.messages))
-                if is_opening
-                else chat.observed(episode.turn, list(result.messages))
-            )
+            tokens = chat.opening(messages) if is_opening else chat.observed(episode.turn, messages)
         except Refusal as error:
             return _failed(result, "error", f"environment: {error}")
         if is_opening:
             if len(tokens) > self.cfg.data.max_prompt_tokens:
                 return _overlong(self.cfg, result, episode, length=len(tokens))
             episode.trajectory = Trajectory.begun(tokens)
-        elif so_far.num_following + len(tokens) >= episode.group.draw.max_tokens:
-            episode.trajectory = replace(so_far, is_truncated=True)  # no room for another turn
+        elif trajectory.num_following + len(tokens) >= episode.group.draw.max_tokens:
+            # There is no room for another turn.
+            episode.trajectory = replace(trajectory, is_truncated=True)
             self._score([episode])
             return None
         else:
-            episode.trajectory = so_far.observed(tokens)
+            episode.trajectory = trajectory.observed(tokens)
             episode.turn_start = episode.trajectory.num_following
         episode.stage = "draw"
         self._to_draw.append(episode)
         return None
 
-    def _finish(self, episode: Episode, reward: RewardResult) -> Group:
+    def _finish(self, episode: Episode, reward: RewardResult) -> None:
         group = episode.group
         trajectory = episode.trajectory
         text = episode.text
         prompt = group.prompt
         if self._chat_of(group) is not None:
             (text,) = self.texts([trajectory.response])
-            prompt = trajectory.opened(prompt, text=self._prompt_text(trajectory.prompt))
+            # With special tokens, as the text of a row's prompt has them.
+            ids = trajectory.prompt.once()
+            (opening,) = self.tokenizer.batch_decode([ids], skip_special_tokens=False)
+            prompt = trajectory.opened(prompt, text=opening)
         finished = FinishedEpisode(group.slot, episode.sample, prompt, trajectory, text, reward)
         group.samples[episode.sample] = finished
         _check_scored(finished, group)
         if reward.failure:
             self.failed_rewards.note(finished, where=place(group))
-            self._ends.close_if_whole(group)
-        return group
-
-    def _prompt_text(self, prompt: TokenIds) -> str:
-        """Return what was tokenised: special tokens stand in it, as in the prompt of a row, and
-        each item that is shown has one token."""
-        ids = prompt.once()
-        return self.tokenizer.batch_decode([ids], skip_special_tokens=False)[0]
 
     def texts(self, rows: Iterable[Sequence[int]]) -> list[str]:
-        """Return what ids say, special tokens left out."""
+        """Decode rows of ids, without special tokens."""
         return self.tokenizer.batch_decode(list(rows), skip_special_tokens=True)
-
-
-class _Ends:
-    """How many samples of each group are at their end: functions of lists score whole groups.
-
-    Args:
-        pool: has these functions.
-    """
-
-    def __init__(self, pool: RewardPool):
-        self._pool = pool
-        self._counts: Counter[str] = Counter()  # episodes handed in to be scored, by group
-
-    def close_if_whole(self, group: Group, *, ended: int = 0) -> None:
-        """Have a group scored where each of its samples is at its end.
-
-        Args:
-            ended: how many samples were handed in just now.
-        """
-        if "group" not in self._pool.scopes:
-            return
-        self._counts[group.key] += ended
-        # None that was handed in can be finished before the group is scored: others failed.
-        if self._counts[group.key] + len(group.samples) == len(group.positions):
-            del self._counts[group.key]
-            self._pool.close_group(group.key)
 
 
 def _check_scored(finished: FinishedEpisode, group: Group) -> None:
@@ -349,16 +337,18 @@ def _check_scored(finished: FinishedEpisode, group: Group) -> None:
         )
 
 
-def _check_kind(episode: Episode, *, is_played: bool) -> None:
-    """Refuse an episode of a checkpoint that cannot go on as its source now says."""
-    was_played = episode.stage == "open" or bool(episode.environment)
-    if episode.stage != "score" and was_played != is_played:
-        was, now = ("in an", "none") if was_played else ("without an", "one")
-        raise Refusal(
-            f"{episode.group.prompt.origin}: the checkpoint holds an episode of it under way {was} "
-            f"environment, and its source of data has {now} now; resume with rollout.environment "
-            "and those of the sources as they were"
-        )
+def _check_environment(episode: Episode, *, has_one: bool) -> None:
+    """Refuse an episode of a checkpoint whose source has gained or lost its environment."""
+    had_one = episode.stage == "open" or bool(episode.environment)
+    if episode.stage == "score" or had_one == has_one:
+        return
+    was = "in an" if had_one else "without an"
+    now = "one" if has_one else "none"
+    raise Refusal(
+        f"{episode.group.prompt.origin}: the checkpoint holds an episode of it under way {was} "
+        f"environment, and its source of data has {now} now; resume with rollout.environment "
+        "and those of the sources as they were"
+    )
 
 
 def _failed(result: TurnResult, failure: Failure, message: str) -> RewardResult:
@@ -366,7 +356,8 @@ def _failed(result: TurnResult, failure: Failure, message: str) -> RewardResult:
 
 
 def _overlong(cfg: Config, result: TurnResult, episode: Episode, *, length: int) -> RewardResult:
-    """Drop a sample whose opening is too long. Raises: Refusal where that ends the run."""
+    """Return the failed reward of a sample whose opening is too long. Raises: Refusal unless
+    data.overlong_prompts is drop."""
     data = cfg.data
     field, options = cfg.environments()[episode.group.prompt.source]
     message = (
@@ -383,7 +374,7 @@ def _overlong(cfg: Config, result: TurnResult, episode: Episode, *, length: int)
 
 
 def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:
-    """Add the environment's rewards to the score of the end."""
+    """Add the environment's rewards to that of the reward functions."""
     if result.value is None:
         return result
     earned = sum(episode.trajectory.earned)

@@ -15,7 +15,7 @@ from spmdrl.config import Config, ShapingSettings
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group, failure_text
 from spmdrl.rollout.sums import kept_sums, mean_reward, source_sums, step_sums, warn_if_all_failed
-from spmdrl.types import Rollouts, Scalars, Sums, Tokens, add_sums, unplain
+from spmdrl.types import PartialSums, Rollouts, Scalars, Sums, Tokens, join_sums, token_fields_from
 from spmdrl.workers.pool import RewardResult
 
 
@@ -70,7 +70,7 @@ def pack_step(
 def pack(
     samples: Sequence[FinishedEpisode],
     *,
-    sums: Sums,
+    sums: PartialSums,
     num_shown: int,
     part_names: Sequence[str] = (),
     shaping: ShapingSettings | None = None,
@@ -101,7 +101,7 @@ def pack(
         part_names=part_names,
     )
     return Rollouts(
-        **tokens.columns(),
+        **tokens.token_fields(),
         cu_seqlens=cumulative(scalars.lengths),
         scalars=scalars,
         sums=sums,
@@ -118,7 +118,7 @@ def flat_episodes(
 ) -> tuple[Tokens, Scalars]:
     """Return the tokens of finished episodes, one after the other, and their scalars."""
     trajectories = [e.trajectory for e in episodes]
-    tokens = Tokens.concat(trajectories) if episodes else Tokens.given([])
+    tokens = Tokens.concat(trajectories) if episodes else Tokens.unsampled([])
     lengths = ints([len(t.tokens) for t in trajectories])
     scalars = Scalars(
         lengths=lengths,
@@ -215,24 +215,24 @@ def concat_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     """Return all sequences of several Rollouts in one."""
     scalars = Scalars.concat([p.scalars for p in parts])
     return Rollouts(
-        **Tokens.concat(parts).columns(),
+        **Tokens.concat(parts).token_fields(),
         cu_seqlens=cumulative(scalars.lengths),
         scalars=scalars,
-        sums=add_sums(*(p.sums for p in parts)),
+        sums=join_sums(*(p.sums for p in parts)),
         samples=tuple(s for p in parts for s in p.samples),
     )
 
 
 def rollouts_to_dict(rollouts: Rollouts) -> dict[str, Any]:
     """Return rollouts as dictionaries, tensors and numbers; tensors are shared."""
-    return rollouts.plain() | {"scalars": dict(vars(rollouts.scalars))}
+    return rollouts.state_dict() | {"scalars": dict(vars(rollouts.scalars))}
 
 
 def rollouts_from_dict(tree: dict[str, Any]) -> Rollouts:
     """Undo `rollouts_to_dict`."""
     return Rollouts(
         **{
-            **unplain(tree),
+            **token_fields_from(tree),
             "scalars": Scalars(**tree["scalars"]),
             "sums": {k: tuple(v) for k, v in tree["sums"].items()},
             "samples": tuple(tree["samples"]),

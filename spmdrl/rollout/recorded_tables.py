@@ -17,10 +17,10 @@ import pyarrow.compute
 import pyarrow.parquet as parquet
 
 from spmdrl import run_files
-from spmdrl.data.attachments import item_fields
+from spmdrl.columns import column_classes
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, refusing
-from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA, SOME_FIELDS, digest_file, digest_of
+from spmdrl.rollout.recorder import FORMAT, HEADER, SCHEMA, digest_file, digest_of
 from spmdrl.value_forms import (
     Form,
     are_objects,
@@ -89,7 +89,9 @@ class RecordedFile:
             self._header = (metadata.metadata or {}).get(HEADER)
 
     def _check_types(self) -> None:
-        known = {field.name: field.type for field in (*SCHEMA, *SOME_FIELDS, *item_fields())}
+        known = {field.name: field.type for field in SCHEMA}
+        for column in column_classes().values():
+            known |= {field.name: field.type for field in column.arrow_fields()}
         if len({*self.columns}) < len(self.columns):
             raise Refusal(f"{self.path}: two of its columns have one name: {self.columns}")
         for name, kind in self._types.items():
@@ -111,9 +113,8 @@ class RecordedFile:
                 f"{self.path}: is of format {header.get('format', 'unknown')}, this program "
                 f"reads format {FORMAT}; record again"
             )
-        some = {name: form for name, form in _SOME_FORMS.items() if name in header}
         with refusing(place, Refusal):
-            check_values(header, _HEADER_FORMS | some)
+            check_values(header, _HEADER_FORMS)
         return header
 
     def groups_with(self, number: int) -> list[int]:
@@ -201,15 +202,13 @@ def _are_sums(value: Any) -> bool:
     if not is_object(value):
         return False
     return all(
-        is_list(pair) and len(pair) == 2 and all(map(is_number, pair)) for pair in value.values()
+        is_list(pair) and len(pair) == 2 and _is_numerator(pair[0]) and is_number(pair[1])
+        for pair in value.values()
     )
 
 
-def _is_form_of_routes(value: Any) -> bool:
-    """two counts, and int8, uint8, int16 or int32"""
-    if not is_list(value) or len(value) != 3:
-        return False
-    return all(map(is_count, value[:2])) and value[2] in ("int8", "uint8", "int16", "int32")
+def _is_numerator(value: Any) -> bool:
+    return is_number(value) or (is_list(value) and all(map(is_number, value)))
 
 
 _HEADER_FORMS: dict[str, Form] = {
@@ -221,8 +220,8 @@ _HEADER_FORMS: dict[str, Form] = {
     "config": is_object,
     "sums": _are_sums,
     "shown": are_objects,
+    "columns": is_object,
 }
-_SOME_FORMS: dict[str, Form] = {"routes": _is_form_of_routes, "sampling_masks": is_count}
 
 
 # --------------------------------------------------------------------------- digests, nonsense

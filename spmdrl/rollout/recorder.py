@@ -24,10 +24,8 @@ import pyarrow.parquet as parquet
 from torch import Tensor
 
 from spmdrl.config import Config, ShapingSettings
-from spmdrl.data.attachments import with_items
 from spmdrl.errors import RunFailed
 from spmdrl.imports import attempt, refusing
-from spmdrl.model_inputs import MultimodalItems
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group
 from spmdrl.rollout.packing import cumulative, flat_episodes
@@ -87,13 +85,6 @@ SCHEMA = pa.schema(
         ("policy_versions", pa.list_(pa.int32())),
     ]
 )
-_ROUTES = pa.field("routes", pa.large_list(pa.int16()))
-"""Of a run with model.moe.replay: [n, L, K] of a sequence, flat; L and K are in the header."""
-_SET_SIZES = pa.field("sampling_mask_bytes", pa.list_(pa.int32()))
-_SETS = pa.field("sampling_masks", pa.large_binary())
-"""Written with top_k, top_p or min_p, see SamplingMasks. The header holds the vocabulary size."""
-SOME_FIELDS = (_ROUTES, _SET_SIZES, _SETS)
-"""Of the columns that some runs record."""
 NUMBERS = {
     "group": "group_ids",
     "sample": "sample_ids",
@@ -155,13 +146,10 @@ class Recorder:
             "sums": {n: pair for n, pair in share.sums.items() if not n.startswith("time/")},
             "shown": share.samples,
         }
-        if share.routes is not None:
-            header["routes"] = [*share.routes.shape[1:], str(share.routes.dtype)[6:]]
-        if share.sampling_masks is not None:
-            header["sampling_masks"] = share.sampling_masks.vocab
         partial = self.folder / f".{name}.partial"
         try:
-            _write(partial, _table(step, groups, share), header)
+            table, forms = _table(step, groups, share)
+            _write(partial, table, header | {"columns": forms})
             self._remove_other_layouts(step)
             _replace(partial, self.folder / name)
         except OSError as error:
@@ -239,8 +227,9 @@ def _write(path: Path, table: pa.Table, header: dict[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
-    """Return the share's sequences, and the greedy ones before those of their group."""
+def _table(step: int, groups: Sequence[Group], share: Rollouts) -> tuple[pa.Table, dict[str, Any]]:
+    """Return the share's sequences, and the greedy ones before those of their group; and, by key,
+    the form of the tokens' extra columns."""
     episodes = [e for group in groups for e in group.placed]
     drawn = [e for e in episodes if e.sample != GREEDY]
     greedy = [e for e in episodes if e.sample == GREEDY]
@@ -251,21 +240,21 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> pa.Table:
     own = [found.get(e.slot, numpy.nan) for e in greedy]
     tokens, others = flat_episodes(greedy, rewards=own, greedy_rewards=own, part_names=())
     no_parts = scalars.reward_parts.new_zeros(len(greedy), scalars.reward_parts.shape[1])
-    # Greedy rows have no routes and no sampling masks: these columns are null there.
-    # Items are added to all, since a group's are in one of its rows.
     rows = [
         _rows(step, drawn, share, scalars=scalars),
-        _rows(
-            step,
-            greedy,
-            replace(tokens, routes=None, sampling_masks=None, multimodal=None),
-            scalars=replace(others, reward_parts=no_parts),
-        ),
+        _rows(step, greedy, tokens, scalars=replace(others, reward_parts=no_parts)),
     ]
-    table = pa.concat_tables(rows, promote_options="default")
-    both = [share.multimodal, tokens.multimodal], [len(share.tokens), len(tokens.tokens)]
-    table = with_items(table, MultimodalItems.concat(*both))
-    return table.sort_by([("group", "ascending"), ("sample", "ascending")])
+    table = pa.concat_tables(rows)
+    lengths = table["length"].to_pylist()
+    slots = table["group"].to_pylist()
+    forms = {}
+    for key, column in Tokens.concat([share, tokens]).extra_columns.items():
+        arrays = column.to_arrow(lengths, slots)
+        if any(array.null_count < len(array) for array in arrays):
+            forms[key] = column.arrow_form()
+            for field, array in zip(column.arrow_fields(), arrays, strict=True):
+                table = table.append_column(field, array)
+    return table.sort_by([("group", "ascending"), ("sample", "ascending")]), forms
 
 
 def _rows(
@@ -277,27 +266,13 @@ def _rows(
     starts = cumulative(scalars.lengths)
     for name in TOKEN_COLUMNS:
         columns[name] = _lists(getattr(tokens, name), starts, kind=SCHEMA.field(name).type)
-    table = pa.table(columns, schema=SCHEMA)
-    sets = tokens.sampling_masks
-    routes = tokens.routes
-    if sets is not None:
-        ends = cumulative(sets.sizes.long())[starts].tolist()
-        own = [sets.data[begin:end].numpy().tobytes() for begin, end in pairwise(ends)]
-        table = table.append_column(_SET_SIZES, _lists(sets.sizes, starts, kind=_SET_SIZES.type))
-        table = table.append_column(_SETS, pa.array(own, type=_SETS.type))
-    if routes is not None:
-        starts = starts * (routes[0].numel() if len(routes) else 0)
-        flat = routes.short().flatten()
-        table = table.append_column(_ROUTES, _lists(flat, starts, kind=_ROUTES.type))
-    return table
+    return pa.table(columns, schema=SCHEMA)
 
 
 def _lists(values: Tensor, starts: Tensor, *, kind: pa.DataType) -> pa.Array:
     """Return values [n] as a column of lists, which start at `starts` [S + 1] int64."""
-    is_large = pa.types.is_large_list(kind)
-    array, starts = (pa.LargeListArray, starts) if is_large else (pa.ListArray, starts.int())
     own = pa.array(values.numpy()).cast(kind.value_type)
-    return array.from_arrays(pa.array(starts.numpy()), own, type=kind)
+    return pa.ListArray.from_arrays(pa.array(starts.int().numpy()), own, type=kind)
 
 
 def _texts(step: int, samples: Sequence[FinishedEpisode]) -> dict[str, Any]:

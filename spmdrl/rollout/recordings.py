@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pyarrow as pa
 import pyarrow.compute
 import torch
 from torch import Tensor
 
-from spmdrl.data.attachments import FEATURES, recorded_items
+from spmdrl.columns import column_class
 from spmdrl.errors import Refusal
+from spmdrl.model_inputs import PICTURE_FEATURES
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
 from spmdrl.rollout.recorded_tables import SHOWN_BYTES, RecordedFile, reading
 from spmdrl.rollout.recorder import FILE_NAME, FOLDER, NUMBERS
-from spmdrl.sampling_masks import SamplingMasks
-from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, add_sums, join_routes
+from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, join_sums
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,9 @@ def read_table(
     Raises: Refusal when the file cannot be read.
     """
     file = RecordedFile(path)
-    names = columns or [name for name in file.columns if not without_features or name != FEATURES]
+    names = columns or [
+        name for name in file.columns if not without_features or name != PICTURE_FEATURES
+    ]
     if group is None:
         return file.read(range(file.num_groups), columns=names, most_bytes=SHOWN_BYTES)
     table = file.read(file.groups_with(group), columns=names, most_bytes=SHOWN_BYTES)
@@ -126,9 +127,8 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
     tables = []
     sums = []
     shown = ()
+    forms: dict[str, Any] = {}
     number = 0
-    form = None
-    vocab = 0
     for path in files:
         file = RecordedFile(path)
         header = file.header()
@@ -136,8 +136,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
         mine = [i for i in range(count) if (number + i) % num_parts == part]
         number += count
         tables.append(file.read(mine))
-        form = header.get("routes", form)
-        vocab = header.get("sampling_masks", vocab)
+        forms |= header["columns"]
         if part == 0:
             sums.append({name: (*pair,) for name, pair in header["sums"].items()})
             shown += tuple(header["shown"])
@@ -145,13 +144,8 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
         table = pa.concat_tables(tables, promote_options="default")
         _check_lengths(table)
         table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
-        rollouts = _packed(table, form)
-        if vocab and len(rollouts):
-            sets = _sampling_masks(table, vocab)
-            sets.check(rollouts.tokens)
-            rollouts = replace(rollouts, sampling_masks=sets)
-        rollouts = replace(rollouts, multimodal=recorded_items(table))
-        return replace(rollouts, sums=add_sums(*sums), samples=shown)
+        rollouts = _packed(table, forms)
+        return replace(rollouts, sums=join_sums(*sums), samples=shown)
 
 
 def _check_lengths(table: pa.Table) -> None:
@@ -163,11 +157,11 @@ def _check_lengths(table: pa.Table) -> None:
             raise ValueError(f"column {name} has other lengths than the column length says")
 
 
-def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
+def _packed(table: pa.Table, forms: Mapping[str, Any]) -> Rollouts:
     """Return a table's sequences.
 
     Args:
-        form: of the routes, (L, K, name of the dtype); None where none were recorded.
+        forms: of the tokens' extra columns, by key.
     """
     if not table.num_rows:
         return empty_rollouts()
@@ -176,38 +170,10 @@ def _packed(table: pa.Table, form: Sequence[Any] | None) -> Rollouts:
         for name, kind in TOKEN_COLUMNS.items()
     }
     scalars = scalars_of(table)
-    routes = None
-    if form is not None:
-        layers, chosen, kind = form
-        column = table["routes"].combine_chunks()
-        sizes = column.value_lengths().fill_null(0).to_pylist()
-        parts = _tensor(column.flatten(), getattr(torch, kind)).split(sizes)
-        routes = join_routes(
-            [
-                own.view(-1, layers, chosen) if is_known else None
-                for own, is_known in zip(parts, column.is_valid().to_pylist())
-            ],
-            scalars.lengths.tolist(),
-        )
+    extra = {key: column_class(key).from_arrow(table, form) for key, form in forms.items()}
     return Rollouts(
-        **tokens, cu_seqlens=cumulative(scalars.lengths), scalars=scalars, routes=routes
+        **tokens, cu_seqlens=cumulative(scalars.lengths), scalars=scalars, extra_columns=extra
     )
-
-
-def _sampling_masks(table: pa.Table, vocab: int) -> SamplingMasks:
-    """Return those of a table's tokens; a replica none of whose samples was cut wrote none."""
-    sizes, data = (
-        table[name].combine_chunks() for name in ("sampling_mask_bytes", "sampling_masks")
-    )
-    own = _tensor(sizes.flatten(), torch.int32).split(
-        sizes.value_lengths().fill_null(0).to_pylist()
-    )
-    lengths = table["length"].to_pylist()
-    is_known = sizes.is_valid().to_pylist()
-    none = [torch.zeros(length, dtype=torch.int32) for length in lengths]
-    whole = torch.cat([a if known else b for a, b, known in zip(own, none, is_known)])
-    text = numpy.frombuffer(b"".join(part or b"" for part in data.to_pylist()), numpy.uint8)
-    return SamplingMasks(vocab, whole, torch.from_numpy(text.copy()))
 
 
 def scalars_of(table: pa.Table) -> Scalars:

@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from spmdrl.columns import RouterRoutes
 from spmdrl.config import Config
 from spmdrl.config.fields import replay_folder
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
+from spmdrl.model_inputs import MultimodalItems
 from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.recorder import ORIGIN, kept_fields
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges, read_header, read_rollouts
@@ -68,7 +70,10 @@ class ReplaySource(Source):
         if len(rollouts):
             self._check(rollouts, step)
         # Without replay the trainer's own routers choose.
-        return rollouts if self._replays_routes else replace(rollouts, routes=None)
+        if self._replays_routes:
+            return rollouts
+        columns = {k: v for k, v in rollouts.extra_columns.items() if k != RouterRoutes.key}
+        return replace(rollouts, extra_columns=columns)
 
     def _check(self, rollouts: Rollouts, step: int) -> None:
         longest = int(rollouts.scalars.lengths.max())
@@ -78,7 +83,7 @@ class ReplaySource(Source):
                 f"{self.recorded.folder}: step {step} has a sequence of {longest} "
                 f"tokens, above the model's context of {self._max_positions}"
             )
-        if rollouts.multimodal is not None and self.cfg.model.part == "text":
+        if MultimodalItems.key in rollouts.extra_columns and self.cfg.model.part == "text":
             raise Refusal(
                 f"{self.recorded.folder}: step {step} shows what a tower reads, and the model "
                 "is the text part alone; replay it under model.part: all"
@@ -122,7 +127,7 @@ def _check_fields(cfg: Config, path: Path, *, header: dict[str, Any]) -> None:
             + "\n  ".join(map(str, found))
             + "\nSet these fields as they were, or record again"
         )
-    if cfg.model.moe.replay and "routes" not in header:
+    if cfg.model.moe.replay and RouterRoutes.key not in header["columns"]:
         raise Refusal(
             f"model.moe.replay: {path} was recorded without the engine's routes, by "
             "a run that had model.moe.replay off; set it to false, or record again"

@@ -29,7 +29,7 @@ def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]
             {
                 "sample": s.sample,
                 "prompt": s.prompt.text,
-                "trajectory": s.trajectory.plain(),
+                "trajectory": s.trajectory.state_dict(),
                 "text": s.text,
                 "reward": asdict(s.reward),
             }
@@ -43,7 +43,7 @@ def _episode_to_dict(episode: Episode) -> dict[str, Any]:
     plain = {f.name: getattr(episode, f.name) for f in fields(episode) if f.name != "group"}
     # As text: torch.load with weights_only takes no bytes.
     return plain | {
-        "trajectory": episode.trajectory.plain(),
+        "trajectory": episode.trajectory.state_dict(),
         "environment": episode.environment.decode("latin-1"),
     }
 
@@ -73,7 +73,7 @@ def group_from_dict(
     """Return a group and its unfinished episodes; undoes `group_to_dict`."""
     group = Group(number, plain["step"], plain["slot"], prompt, plain["version"], draw)
     for s in plain["samples"]:
-        trajectory = Trajectory.restored(s["trajectory"])
+        trajectory = Trajectory.from_state_dict(s["trajectory"])
         group.samples[s["sample"]] = FinishedEpisode(
             group.slot,
             s["sample"],
@@ -87,7 +87,7 @@ def group_from_dict(
             group,
             **e
             | {
-                "trajectory": Trajectory.restored(e["trajectory"]),
+                "trajectory": Trajectory.from_state_dict(e["trajectory"]),
                 "environment": e["environment"].encode("latin-1"),
                 "info": dict(e["info"]),
             },

@@ -14,7 +14,7 @@ from spmdrl.data.examples import Unit, example_source
 from spmdrl.model_inputs import concat_ids
 from spmdrl.rollout.packing import cumulative, doubles, empty_rollouts, ints
 from spmdrl.rollout.source import Source
-from spmdrl.types import Rollouts, Scalars, Sums, Tokens
+from spmdrl.types import PartialSums, Rollouts, Scalars, Tokens
 from spmdrl.world.world import World
 
 
@@ -58,7 +58,7 @@ class RowSource(Source):
         if not self.cfg.checkpoint.allow_config_change:
             self.rows.order.check_num_rows(states[0]["num_rows"])
 
-    def _sums(self, own: list[tuple[int, Unit]]) -> Sums:
+    def _sums(self, own: list[tuple[int, Unit]]) -> PartialSums:
         """Return the source/ sums of this rank's rows; none of a single source."""
         one = 1 if self.world.dp_index(self.world.rank) == 0 else 0
         return {
@@ -80,11 +80,11 @@ def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
     slots, samples, tokens, masks, rewards = zip(*rows) if rows else [()] * 5
     lengths = ints([len(row) for row in tokens])
     count = len(rows)
-    given = Tokens.given(concat_ids(tokens))
+    given = Tokens.unsampled(concat_ids(tokens))
     mask = torch.tensor([*chain(*masks)], dtype=torch.bool)
     given = replace(given, response_mask=mask, policy_versions=torch.where(mask, version, -1))
     return Rollouts(
-        **given.columns(),
+        **given.token_fields(),
         cu_seqlens=cumulative(lengths),
         scalars=Scalars(
             lengths=lengths,

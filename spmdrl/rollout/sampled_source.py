@@ -171,7 +171,7 @@ class SampledSource(Source):
         idle = self.loop.idle
         self.loop.idle = Idle()
         decisions = self.loop.decisions
-        with self.loop.alone():
+        with self.loop.hold_back():
             decisions.begin("evaluate", version=engine.version, book=self.filler.book)
             for group in groups:
                 self.loop.admit(group)
@@ -197,7 +197,7 @@ class SampledSource(Source):
         another version is computed anew in any case, and a resumed run can do no other."""
         begun = engine.abort_all()
         if self.filler is not None:
-            self.loop.take_back(begun)
+            self.loop.requeue(begun)
 
     def start(self, step: int) -> None:
         """Take note of the step that the run begins with; see Decisions."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from spmdrl.algorithms.groups import group_rewards
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group, failure_text, place
 from spmdrl.rollout.outcomes import is_answer
-from spmdrl.types import Sums, add_sums
+from spmdrl.sampling_masks import SamplingMasks
+from spmdrl.types import PartialSums, exact_sum
 from spmdrl.workers.messages import OVERLONG, RewardResult
 
 log = logging.getLogger(__name__)
@@ -40,10 +42,10 @@ def has_spread(samples: Sequence[FinishedEpisode]) -> bool:
     return bool(found.has_spread.any())
 
 
-def mean_reward(samples: Sequence[FinishedEpisode]) -> tuple[float, float]:
+def mean_reward(samples: Sequence[FinishedEpisode]) -> tuple[float | list[float], int]:
     """Return sum and number of the rewards that did not fail, task units."""
     values = [s.reward.value for s in samples if s.reward.value is not None]
-    return sum(values), len(values)
+    return exact_sum(values), len(values)
 
 
 def _named(reward: RewardResult) -> dict[str, float]:
@@ -58,12 +60,11 @@ def _named(reward: RewardResult) -> dict[str, float]:
     return found
 
 
-def kept_sums(samples: Sequence[FinishedEpisode]) -> Sums:
+def kept_sums(samples: Sequence[FinishedEpisode]) -> PartialSums:
     """Return what the sampling masks of sampled tokens are and take, per sampled token."""
     tokens = sum(s.trajectory.num_sampled for s in samples)
-    known = [
-        s.trajectory.sampling_masks for s in samples if s.trajectory.sampling_masks is not None
-    ]
+    of_samples = [SamplingMasks.of(s.trajectory.extra_columns) for s in samples]
+    known = [masks for masks in of_samples if masks is not None]
     cut = sum(int((sets.sizes > 0).sum()) for sets in known)
     return {
         "rollout/sampling_mask_bytes": (sum(len(sets.data) for sets in known), tokens),
@@ -72,14 +73,14 @@ def kept_sums(samples: Sequence[FinishedEpisode]) -> Sums:
     }
 
 
-def source_sums(groups: Sequence[Group], names: Sequence[str], *, is_first: bool) -> Sums:
+def source_sums(groups: Sequence[Group], names: Sequence[str], *, is_first: bool) -> PartialSums:
     """Return the source/ sums of one replica's share of a step; none of a single source.
 
     Args:
         names: of the sources of data.train.
         is_first: as of `step_sums`.
     """
-    sums: Sums = {}
+    sums: PartialSums = {}
     for i, name in enumerate(names if len(names) > 1 else ()):
         own = [group for group in groups if group.prompt.source == i]
         samples = [sample for group in own for sample in group.drawn]
@@ -96,7 +97,7 @@ def source_sums(groups: Sequence[Group], names: Sequence[str], *, is_first: bool
     return sums
 
 
-def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
+def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> PartialSums:
     """Return the rollout/ and reward/ sums of one replica's share of a step.
 
     Args:
@@ -106,7 +107,7 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
     samples = [s for s in samples if s.sample != GREEDY]
     count = len(samples)
     one = 1 if is_first else 0  # counts of all replicas add up and are divided by 1
-    sums: Sums = {
+    sums: PartialSums = {
         "rollout/response_length": (sum(s.trajectory.num_sampled for s in samples), count),
         "rollout/prompt_length": (sum(len(s.prompt.tokens) for s in samples), count),
         "rollout/truncated_frac": (sum(s.trajectory.is_truncated for s in samples), count),
@@ -116,8 +117,11 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> Sums:
         "reward/retries": (sum(s.reward.retries for s in samples), one),
         "reward/seconds": (sum(s.reward.seconds for s in samples), count),
     }
-    told: list[Sums] = [{n: (v, 1) for n, v in _named(s.reward).items()} for s in samples]
-    sums = add_sums(sums, *told)
+    values: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, value in _named(sample.reward).items():
+            values[name].append(value)
+    sums |= {name: (exact_sum(own), len(own)) for name, own in values.items()}
     overlong = sum(s.reward.failure == OVERLONG for s in samples)
     if overlong:
         sums["rollout/overlong_openings"] = (overlong, one)

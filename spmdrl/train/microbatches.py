@@ -92,9 +92,7 @@ def prepare(
                         host.tokens,
                         sizes.tolist(),
                         mask=loss_mask,
-                        routes=host.routes,
-                        sampling_masks=host.sampling_masks,
-                        multimodal=host.multimodal,
+                        columns=host.extra_columns,
                         drawn=host.response_mask if has_penalties else None,
                     ),
                     loss_mask=loss_mask.to(device),
@@ -109,6 +107,5 @@ def prepare(
 
 def on_host(microbatch: Microbatch) -> Microbatch:
     """Return a micro-batch on the CPU, its values there when this returns."""
-    # Not Microbatch.to: its copies do not block, and from a GPU they may land later.
-    parts = vars(microbatch).items()
-    return Microbatch(**{name: part if part is None else part.cpu() for name, part in parts})
+    # Copies from a GPU that do not block would land later.
+    return microbatch.to(torch.device("cpu"), non_blocking=False)

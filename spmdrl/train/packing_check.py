@@ -265,7 +265,7 @@ def _packed(hf_model: nn.Module, rows: list[TokenIds], *, device: torch.device) 
         given = concat_ids(pack)
         mask = torch.cat([torch.arange(n) > 0 for n in lengths])
         row = make_row(
-            torch.tensor(given), lengths, mask=mask, slicing=slicing, multimodal=given.multimodal
+            torch.tensor(given), lengths, mask=mask, slicing=slicing, columns=given.extra_columns
         )
         found += row.spread(scorer(row)[0]).cpu().split(lengths)
     return found

@@ -94,7 +94,7 @@ def dump_skipped(
     output = file.parents[1]
     make_folder(file.parent, within=output)
     saved = [
-        on_host(one.packed).plain()
+        on_host(one.packed).state_dict()
         | {
             "loss_mask": one.loss_mask.cpu(),
             "weights": one.weights.cpu(),

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+from spmdrl.columns import RouterRoutes
 from spmdrl.config import Config, LayoutSettings, inference_ranks
 from spmdrl.exchange import exchange_rollouts
 from spmdrl.sampling_masks import SamplingMasks
@@ -153,8 +154,7 @@ def test_every_sequence_arrives_whole_at_one_dp_index(layout, sizes):
     for (spread, single), _ in results:  # the batch does not depend on who generated what
         for one, other in zip(sum(spread.updates, ()), sum(single.updates, ()), strict=True):
             own, others = dict(vars(one)), dict(vars(other))
-            for name in ("routes", "sampling_masks", "shown"):
-                assert own.pop(name) is None and others.pop(name) is None
+            assert own.pop("extra_columns") == others.pop("extra_columns") == {}
             assert all(torch.equal(a, b) for a, b in zip(own.values(), others.values()))
 
 
@@ -175,7 +175,9 @@ def deliver_routes(cfg: Config, dtype: torch.dtype) -> tuple[list[ExchangedBatch
             own = rollouts(mine)
             if mine and world.rank != silent:
                 parts = [routes_of(*key, dtype) for key in mine]
-                own = dataclasses.replace(own, routes=torch.cat(parts))
+                own = dataclasses.replace(
+                    own, extra_columns={"routes": RouterRoutes(torch.cat(parts))}
+                )
             batches.append(exchange_rollouts(own, world, step=3))
         return batches, world.dp_index(world.rank) if world.is_trainer else -1
 
@@ -198,15 +200,16 @@ def test_routes_arrive_with_their_tokens(layout, dtype):
             for mb in sum(batches[which].updates, ()):
                 ids, cu = mb.sequence_ids.tolist(), mb.cu_seqlens.tolist()
                 if ids == [-1]:
-                    assert mb.routes is None
+                    assert not mb.extra_columns
                     continue
+                routes = mb.extra_columns["routes"].rows
                 for row, a, b in zip(ids, cu, cu[1:]):
                     made = routes_of(
                         int(scalars.group_ids[row]), int(scalars.sample_ids[row]), dtype
                     )
-                    is_unknown = bool((mb.routes[a:b] == -1).all())
-                    assert mb.routes.dtype == dtype
-                    assert is_unknown or torch.equal(mb.routes[a:b], made)
+                    is_unknown = bool((routes[a:b] == -1).all())
+                    assert routes.dtype == dtype
+                    assert is_unknown or torch.equal(routes[a:b], made)
                     known, unknown = known + (not is_unknown), unknown + is_unknown
         assert known > 0 and (unknown > 0) == (which == 1)
 
@@ -217,7 +220,7 @@ def sets_of(group: int, sample: int) -> SamplingMasks:
     kept = torch.rand(len(tokens), 4000, generator=torch.Generator().manual_seed(group)) < 0.002
     kept[3::5], kept[4::5] = True, kept[4::5].roll(7, 1) | (torch.arange(4000) % (sample + 2) == 0)
     kept[torch.arange(len(tokens)), tokens] = True
-    return SamplingMasks.of(kept)
+    return SamplingMasks.from_allowed(kept)
 
 
 def deliver_sets(cfg: Config) -> tuple[list[ExchangedBatch], int]:
@@ -230,7 +233,7 @@ def deliver_sets(cfg: Config) -> tuple[list[ExchangedBatch], int]:
             if mine and world.rank != silent:
                 parts = [sets_of(*key) for key in mine]
                 sets = SamplingMasks.concat(parts, [len(part) for part in parts])
-                own = dataclasses.replace(own, sampling_masks=sets)
+                own = dataclasses.replace(own, extra_columns={"sampling_masks": sets})
             batches.append(exchange_rollouts(own, world, step=3))
         return batches, world.dp_index(world.rank) if world.is_trainer else -1
 
@@ -247,12 +250,12 @@ def test_sampling_masks_arrive_with_their_tokens(layout):
             scalars = batches[which].scalars
             for mb in sum(batches[which].updates, ()):
                 if mb.sequence_ids.tolist() == [-1]:
-                    assert mb.sampling_masks is None
+                    assert not mb.extra_columns
                     continue
                 cu = mb.cu_seqlens.tolist()
                 for row, a, b in zip(mb.sequence_ids.tolist(), cu, cu[1:]):
                     made = sets_of(int(scalars.group_ids[row]), int(scalars.sample_ids[row]))
-                    own = mb.sampling_masks[torch.arange(a, b)]
+                    own = mb.extra_columns["sampling_masks"][torch.arange(a, b)]
                     is_unknown = not bool(own.sizes.any())
                     assert is_unknown or torch.equal(own.data, made.data)
                     assert is_unknown or torch.equal(own.sizes, made.sizes)

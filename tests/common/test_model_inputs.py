@@ -53,7 +53,7 @@ def test_joined_and_cut_tokens_show_what_they_showed(parts, data):
     assert _shows(cut) == [shows[i] for i in order]
     used = {show[0] for i in order if (show := shows[i])}
     assert {int(item.key[1:]) for item in cut.items} == used
-    again = MultimodalItems.restored(joined.plain())
+    again = MultimodalItems.from_state_dict(joined.state_dict())
     assert _shows(again) == shows and again.items == joined.items
 
 
@@ -74,7 +74,7 @@ def test_ids_keep_what_they_show_in_sums_and_slices(parts, data):
 
 
 def test_tokens_that_are_not_as_many_as_pictures_have_are_refused():
-    with pytest.raises(ValueError, match="1 tokens stand for items that have 2"):
+    with pytest.raises(ValueError, match="1 tokens are placeholders of items that have 2"):
         MultimodalItems.at_placeholders(torch.tensor([True, False]), [_picture(0)])
     assert MultimodalItems.concat([None, None], [1, 2]) is None
     assert _shows(MultimodalItems.concat([None, MultimodalItems.none(2)], [1, 2])) == [None] * 3

@@ -33,8 +33,8 @@ def opened(sets: SamplingMasks, *, part: slice, first: int, width: int) -> torch
 @given(st.integers(0, 2**30), st.integers(0, 9), st.sampled_from([1, 7, 8, 64, 65, 900]))
 def test_sets_come_back_whole_and_in_any_order(seed, tokens, vocab):
     kept = masks(seed, tokens, vocab)
-    sets = SamplingMasks.of(kept)
-    again = SamplingMasks.listed([row.nonzero()[:, 0].tolist() for row in kept], vocab=vocab)
+    sets = SamplingMasks.from_allowed(kept)
+    again = SamplingMasks.from_ids([row.nonzero()[:, 0].tolist() for row in kept], vocab=vocab)
     assert torch.equal(sets.sizes, again.sizes) and torch.equal(sets.data, again.data)
     most = torch.minimum(4 * kept.sum(1), torch.tensor((vocab + 7) // 8))
     assert torch.equal(sets.sizes.long(), most.masked_fill(kept.all(1), 0))
@@ -60,7 +60,7 @@ def test_sets_come_back_whole_and_in_any_order(seed, tokens, vocab):
 
 
 def test_sets_that_make_no_sense_are_refused():
-    sets = SamplingMasks.of(masks(0, 6, 900))
+    sets = SamplingMasks.from_allowed(masks(0, 6, 900))
     own = torch.stack([row.nonzero()[0, 0] for row in masks(0, 6, 900)])
     sets.check(own)
     for bad in (
@@ -112,7 +112,7 @@ def ours(options: HeadOptions, rows: slice = slice(None)) -> list[torch.Tensor]:
     hidden, weight, targets, kept, upstream = inputs()
     weight = weight[rows].clone().requires_grad_()
     hidden.requires_grad_()
-    rules = SamplingRules(make_sampling_mask(SamplingMasks.of(kept), "cpu"))
+    rules = SamplingRules(make_sampling_mask(SamplingMasks.from_allowed(kept), "cpu"))
     given = dict(targets=targets, options=options, rules=rules)
     logprobs, entropy = logprobs_and_entropy(hidden, weight, **given)
     (logprobs * upstream[0] + entropy * upstream[1]).sum().backward()
@@ -139,7 +139,7 @@ def test_scores_and_gradients_are_those_of_the_kept_ids_in_float64(chunk):
 
 def test_only_kept_ids_get_a_gradient():
     hidden, weight, targets, kept, _ = inputs()
-    rules = SamplingRules(make_sampling_mask(SamplingMasks.of(kept), "cpu"))
+    rules = SamplingRules(make_sampling_mask(SamplingMasks.from_allowed(kept), "cpu"))
     for row in range(N):
         weight.grad = None
         logprobs, entropy = logprobs_and_entropy(

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import re
+from typing import Any
 
 import numpy
 import pyarrow
@@ -20,12 +21,11 @@ from torch.nn.functional import pad
 
 from spmdrl.check.fit import fit_problems
 from spmdrl.config import Config, dump, inference_ranks
-from spmdrl.data.attachments import FEATURES, with_items
 from spmdrl.data.microbatch_plan import partition
 from spmdrl.exchange import exchange_rollouts
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.model_shape import model_shape
-from spmdrl.model_inputs import MultimodalItem, MultimodalItems
+from spmdrl.model_inputs import PICTURE_FEATURES, MultimodalItem, MultimodalItems
 from spmdrl.rollout.episode import Episode, Group
 from spmdrl.rollout.packing import pack_step, rollouts_from_dict, rollouts_to_dict
 from spmdrl.rollout.recorder import HEADER, SCHEMA, digest_line
@@ -37,7 +37,7 @@ from spmdrl.tools.plan.text import _step_text
 from spmdrl.tools.plan.trainer_memory import trainer_memory
 from spmdrl.train.companions.reencoding import check_other_tokenizer
 from spmdrl.types import Batch as ExchangedBatch
-from spmdrl.types import Rollouts
+from spmdrl.types import Rollouts, Tokens
 from spmdrl.world.axes import axes_of
 from tests.common import test_exchange as texts
 from tests.helpers import vlm
@@ -74,6 +74,14 @@ def pictures_of(group: int, sample: int) -> MultimodalItems:
     )
 
 
+def items_of(tokens: Tokens) -> MultimodalItems | None:
+    return MultimodalItems.of(tokens.extra_columns)
+
+
+def with_items_of(tokens: Any, items: MultimodalItems | None) -> Any:
+    return dataclasses.replace(tokens, extra_columns={} if items is None else {items.key: items})
+
+
 def showing(keys: list[tuple[int, int]]) -> Rollouts:
     own = texts.rollouts(keys)
     lengths = own.scalars.lengths.tolist()
@@ -81,24 +89,24 @@ def showing(keys: list[tuple[int, int]]) -> Rollouts:
     if shown is not None:  # every rank has group 2's, which some show to no token
         items = tuple(dict.fromkeys([*shown.items, picture(2)]))
         shown = MultimodalItems(shown.places, items)
-    return dataclasses.replace(own, multimodal=shown)
+    return with_items_of(own, shown)
 
 
 def deliver(cfg: Config) -> tuple[list[ExchangedBatch], list[list[int]], int]:
     """Exchange pictures of sequences that are spread over ranks; of one rank alone; text of a model
     that sees; and pictures where the first leader has a model that does not."""
     batches, sizes, counts = [], [], []
-    take = MultimodalItem.of_bytes
-    MultimodalItem.of_bytes = lambda form, data: counts.append(len(data)) or take(form, data)
+    take = MultimodalItem.with_bytes
+    MultimodalItem.with_bytes = lambda form, data: counts.append(len(data)) or take(form, data)
     with started(cfg) as world:
         silent = world.rank == inference_ranks(cfg)[0]
         for how in ("spread", "last has all", "text", "silent"):
             mine = texts.share(world, "spread" if how in ("text", "silent") else how)
             own = showing(mine)
             if how == "text":
-                own = dataclasses.replace(own, multimodal=MultimodalItems.none(len(own.tokens)))
+                own = with_items_of(own, MultimodalItems.none(len(own.tokens)))
             if how == "silent" and silent:
-                own = dataclasses.replace(own, multimodal=None)
+                own = with_items_of(own, None)
             batches.append(exchange_rollouts(own, world, step=3))
             sizes.append([*counts])
             counts.clear()
@@ -115,26 +123,26 @@ def check_pictures(batch: ExchangedBatch) -> tuple[set[str], int]:
     keys: set[str] = set()
     num_silent = 0
     for mb in batch.microbatches:
-        assert mb.multimodal is not None and len(mb.multimodal) == len(mb.tokens)
-        shown = placeholders_of(mb.multimodal)
+        assert items_of(mb) is not None and len(items_of(mb)) == len(mb.tokens)
+        shown = placeholders_of(items_of(mb))
         cu = mb.cu_seqlens.tolist()
         for row, a, b in zip(mb.sequence_ids.tolist(), cu, cu[1:]):
             if row < 0:
-                assert shown == [None] and mb.multimodal.items == ()
+                assert shown == [None] and items_of(mb).items == ()
                 continue
             key = (int(batch.scalars.group_ids[row]), int(batch.scalars.sample_ids[row]))
             made = placeholders_of(pictures_of(*key))
             is_silent = any(made) and not any(shown[a:b])
             assert is_silent or shown[a:b] == made
             num_silent += is_silent
-        for item in mb.multimodal.items:
+        for item in items_of(mb).items:
             keys.add(item.key)
             made = picture(int(item.key.split()[1]))
             assert item.num_tokens == made.num_tokens
             for name, tensor in made.features.items():
                 assert item.features[name].dtype == tensor.dtype
                 assert torch.equal(item.features[name], tensor)
-        assert {p.key for p in mb.multimodal.items} == {show[0] for show in shown if show}
+        assert {p.key for p in items_of(mb).items} == {show[0] for show in shown if show}
     return keys, num_silent
 
 
@@ -156,7 +164,7 @@ def test_pictures_arrive_once_at_every_rank_that_trains_on_them(layout, sizes):
         for batches, counts, _ in results:
             batch = batches[which]
             if how == "text" or (how == "silent" and layout.world_size < 4):  # one leader
-                assert all(mb.multimodal is None for mb in batch.microbatches)
+                assert all(items_of(mb) is None for mb in batch.microbatches)
                 assert not counts[which]
                 continue
             keys, num_silent = check_pictures(batch)
@@ -236,9 +244,7 @@ def seeing_group(slot: int) -> Group:
         if sample.sample == 1 and items:
             items.append(one_token(3))  # of which no image is known
             places[5] = 1
-        seen = dataclasses.replace(
-            sample.trajectory, multimodal=MultimodalItems(places, tuple(items))
-        )
+        seen = with_items_of(sample.trajectory, MultimodalItems(places, tuple(items)))
         group.samples[sample.sample] = dataclasses.replace(sample, trajectory=seen)
     return group
 
@@ -267,17 +273,17 @@ def test_recorded_pictures_come_back_bit_by_bit_each_once_in_its_group(tmp_path)
     table = read_table(file)
     new = table["picture_forms"].to_pylist()
     assert [sum(map(len, new[at : at + 3])) for at in (0, 3, 6, 9)] == [2, 2, 2, 0]
-    assert FEATURES not in read_table(file, without_features=True).column_names
+    assert PICTURE_FEATURES not in read_table(file, without_features=True).column_names
     source = records.replay_source(
         records.replay_config(tmp_path / "a", tmp_path / "live", steps=1)
     )
     back = source.take(0)
     records.assert_same_rollouts(share, back)
-    assert_same_pictures(share.multimodal, back.multimodal)
+    assert_same_pictures(items_of(share), items_of(back))
     half = read_rollouts([file], part=1, num_parts=2)  # groups 1 and 3
     drawn = [sample for group in groups[1::2] for sample in group.drawn]
-    assert placeholders_of(half.multimodal) == [
-        show for sample in drawn for show in placeholders_of(sample.trajectory.multimodal)
+    assert placeholders_of(items_of(half)) == [
+        show for sample in drawn for show in placeholders_of(items_of(sample.trajectory))
     ]
     blind = dict(model=dict(part="text"))
     source = records.replay_source(changed(source.cfg, **blind))
@@ -289,11 +295,14 @@ def test_rollouts_without_pictures_are_recorded_as_before(tmp_path):
     share = records.record(records.config_of(tmp_path), 0, range(2))
     (file,) = find_recorded(tmp_path).files_of(0)
     assert read_table(file).column_names == SCHEMA.names
-    assert (
-        share.multimodal is None and read_rollouts([file], part=0, num_parts=1).multimodal is None
-    )
-    none = MultimodalItems.none(len(share.tokens))
-    assert with_items(read_table(file), none).column_names == SCHEMA.names
+    assert items_of(share) is None and items_of(read_rollouts([file], part=0, num_parts=1)) is None
+    groups = [records.group_of(0)]
+    for sample in groups[0].samples.values():
+        own = with_items_of(sample.trajectory, MultimodalItems.none(len(sample.trajectory.tokens)))
+        groups[0].samples[sample.sample] = dataclasses.replace(sample, trajectory=own)
+    records.record_groups(records.config_of(tmp_path / "seeing"), 0, groups)
+    (file,) = find_recorded(tmp_path / "seeing").files_of(0)
+    assert read_table(file).column_names == SCHEMA.names
 
 
 def test_nonsense_in_recorded_pictures_is_refused_with_the_file(tmp_path):
@@ -352,18 +361,18 @@ def test_what_was_made_ahead_and_what_is_under_way_is_saved_with_its_pictures(tm
     loaded = torch.load(file, weights_only=True)
     back = rollouts_from_dict(loaded["ahead"])
     records.assert_same_rollouts(share, back)
-    assert_same_pictures(share.multimodal, back.multimodal)
+    assert_same_pictures(items_of(share), items_of(back))
     again, (going_on,) = group_from_dict(
         loaded["group"], number=0, draw=groups[2].draw, prompt=prompt
     )
-    assert_same_pictures(going_on.trajectory.multimodal, half.trajectory.multimodal)
+    assert_same_pictures(items_of(going_on.trajectory), items_of(half.trajectory))
     for at, sample in again.samples.items():
         assert_same_pictures(
-            sample.trajectory.multimodal, groups[2].samples[at].trajectory.multimodal
+            items_of(sample.trajectory), items_of(groups[2].samples[at].trajectory)
         )
         assert_same_pictures(sample.prompt.tokens.multimodal, prompt.tokens.multimodal)
     (shown,) = prompt.tokens.items
-    kept = next(item for item in back.multimodal.items if item == shown)
+    kept = next(item for item in items_of(back).items if item == shown)
     assert torch.equal(kept.view, shown.view)  # for what is recorded later
 
 

@@ -81,9 +81,9 @@ def test_supervised_rows_of_each_form_show_their_images_and_train_the_replies(fa
     assert replies[4] == "r<eos>" and "ee " in replies[3] and replies[3].endswith(" there<eos>")
     packed = pack_units(list(enumerate(units)), version=3)
     of_rows = [unit.examples[0].tokens for unit in units]
-    assert packed.multimodal.items == of_rows[0].items + of_rows[1].items
+    assert packed.extra_columns["multimodal"].items == of_rows[0].items + of_rows[1].items
     begin, end = packed.cu_seqlens[2:4].tolist()
-    own = packed.multimodal[torch.arange(begin, end)]
+    own = packed.extra_columns["multimodal"][torch.arange(begin, end)]
     assert torch.equal(own.places, of_rows[2].multimodal.places)
 
 

@@ -43,8 +43,10 @@ def row_and_kept(how: str = "all"):
     mask = drawn & (torch.rand(total, generator=generator) < 0.8)
     kept = torch.rand(total, V, generator=generator) < 0.5
     kept[torch.arange(total), tokens] = True
-    sets = SamplingMasks.of(kept) if how == "kept" else None
-    row = make_row(tokens, LENGTHS, mask=mask, drawn=drawn, sampling_masks=sets)
+    sets = SamplingMasks.from_allowed(kept) if how == "kept" else None
+    row = make_row(
+        tokens, LENGTHS, mask=mask, drawn=drawn, columns={"sampling_masks": sets} if sets else {}
+    )
     return tokens, drawn, mask, kept if how == "kept" else torch.ones_like(kept), row
 
 
@@ -231,12 +233,17 @@ def test_settings_read_back_and_what_trainers_cannot_score_is_refused(tmp_path):
 
 def test_context_parallel_ranks_have_the_rules_of_their_own_tokens():
     tokens, drawn, mask, kept, whole = row_and_kept("kept")
-    sets, count = SamplingMasks.of(kept), len(whole.scored)
+    sets, count = SamplingMasks.from_allowed(kept), len(whole.scored)
     every, seen = whole.own.rules, []
     for rank in range(2):
         slicing = Slicing(group=object(), rank=rank, size=2)
         own = make_row(
-            tokens, LENGTHS, mask=mask, slicing=slicing, drawn=drawn, sampling_masks=sets
+            tokens,
+            LENGTHS,
+            mask=mask,
+            slicing=slicing,
+            drawn=drawn,
+            columns={"sampling_masks": sets} if sets else {},
         ).own
         at, part = own.scored, slice(0, len(own.scored))
         dropped = own.rules.kept.dropped(part, first=0, width=V)

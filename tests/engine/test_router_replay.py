@@ -115,9 +115,9 @@ def recorded(cfg: Config) -> dict[str, Any] | None:
                 add(f"{mode}-{i}", PROMPTS[i], 12, 20 + i)
             for _ in range(5):
                 done |= {c.key: plain(c) for c in engine.step()}
-            before = {c.key: c for c in engine.unfinished()}
+            before = {c.key: plain(c) for c in engine.unfinished()}
             engine.weights_changed(engine.version + 1)
-            again = {c.key: c for c in engine.unfinished()}
+            again = {c.key: plain(c) for c in engine.unfinished()}
             drain(engine, done)
             for key, part in before.items():
                 count = len(prompts[key]) + len(part.tokens) - 1

@@ -360,7 +360,7 @@ def gone_on(cfg: Config) -> list[dict[str, Any]]:
         ]
         for _, episodes in found:
             for episode in episodes:
-                resumed.loop.go_on(episode)
+                resumed.loop.start(episode)
         while resumed.loop.is_busy:
             resumed.loop.tick(engine)
         resumed.close()
@@ -410,7 +410,7 @@ def test_an_episode_left_in_an_environment_that_is_gone_is_refused():
     group = Group(0, 0, 0, Prompt(0, (1,), "q", {}), version=0, draw=draw)
     left = Episode(group, 0, Trajectory.begun((1,)), stage="answer", environment=b"x")
     with refused("row 1: the checkpoint holds an episode of it under way in an environment, and"):
-        loop.go_on(left)
+        loop.start(left)
     loop.chats = {0: object()}
     with refused("under way without an environment, and its source of data has one now"):
-        loop.go_on(dataclasses.replace(left, environment=b""))
+        loop.start(dataclasses.replace(left, environment=b""))

@@ -47,7 +47,9 @@ class Plain:
 def plain(drawn: Completion) -> Plain:
     """Return a completion as tuples."""
     columns = (drawn.tokens, drawn.logprobs, drawn.versions)
-    return Plain(drawn.key, *(tuple(c.tolist()) for c in columns), drawn.is_truncated, drawn.routes)
+    own = drawn.extra_columns.get("routes")
+    routes = None if own is None else own.rows
+    return Plain(drawn.key, *(tuple(c.tolist()) for c in columns), drawn.is_truncated, routes)
 
 
 def finished(engine: Any) -> dict[str, Plain]:

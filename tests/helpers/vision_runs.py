@@ -81,11 +81,11 @@ def microbatch(folder: Path, numbers: list[int], *, has_pictures: bool = True) -
     """Pack sequences; none gives the dummy token."""
     chosen = [sequences(folder)[i] for i in numbers] or [TokenIds([0], MultimodalItems.none(1))]
     lengths = torch.tensor([len(ids) for ids in chosen])
-    own = Tokens.given(concat_ids(chosen))
+    own = Tokens.unsampled(concat_ids(chosen))
     positions = torch.cat([torch.arange(n) for n in lengths])
-    columns = own.columns() | {"response_mask": positions > 0}
+    columns = own.token_fields() | {"response_mask": positions > 0}
     if not has_pictures:
-        columns["multimodal"] = None
+        columns["extra_columns"] = {}
     return Microbatch(
         **columns,
         position_ids=positions,

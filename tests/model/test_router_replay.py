@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from spmdrl import config as configs
 from spmdrl.check.fit import fit_problems
+from spmdrl.columns import RouterRoutes
 from spmdrl.config import Config
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing_support import enable_packing
@@ -182,7 +183,10 @@ def test_the_experts_are_the_recorded_ones_and_gradients_those_of_float64(
     scorer, seen = replaying_scorer(folder, family, checkpointing=checkpointing)
     positions = torch.cat([torch.arange(len(row)) for row in rows])
     row = make_row(
-        torch.cat(rows), [len(row) for row in rows], mask=positions > 0, routes=torch.cat(routes)
+        torch.cat(rows),
+        [len(row) for row in rows],
+        mask=positions > 0,
+        columns={"routes": RouterRoutes(torch.cat(routes))},
     )
     logprobs, _ = scorer(row)
     expected, model = expected_scores(folder, family, routes)
@@ -225,7 +229,7 @@ def routed_batch(dp_index: int, dp_size: int, layers: int) -> Batch:
         parts = [
             routes_of(LENGTHS[i], layers, seed=i, unknown=LENGTHS[i] if i == 3 else 1) for i in ids
         ]
-        return replace(microbatch, routes=torch.cat(parts))
+        return replace(microbatch, extra_columns={"routes": RouterRoutes(torch.cat(parts))})
 
     return replace(own, updates=tuple(tuple(map(routed, update)) for update in own.updates))
 

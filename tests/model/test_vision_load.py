@@ -134,16 +134,17 @@ def test_pixels_are_copied_for_a_forward_pass_and_go_with_its_graph(tmp_path, mo
     scorer = Scorer(hf_model, HeadOptions(64))
     slicing, ids = Slicing(vision=vision_layout_of(hf_model, device="cpu")), sequences(folder)[0]
     moved = microbatch(folder, [0]).to(torch.device("meta"))
-    assert moved.tokens.is_meta and moved.multimodal.places.is_meta
+    assert moved.tokens.is_meta and moved.extra_columns["multimodal"].places.is_meta
     assert (
-        moved.multimodal.items[0].features["pixel_values"] is ids.items[0].features["pixel_values"]
+        moved.extra_columns["multimodal"].items[0].features["pixel_values"]
+        is ids.items[0].features["pixel_values"]
     )
     rows = []
     for number in (0, 3):
         own = microbatch(folder, [number])
         mask, lengths = own.response_mask, own.cu_seqlens.diff().tolist()
         rows.append(
-            make_row(own.tokens, lengths, mask=mask, slicing=slicing, multimodal=own.multimodal)
+            make_row(own.tokens, lengths, mask=mask, slicing=slicing, columns=own.extra_columns)
         )
     assert not copies  # what is prepared holds none
     with torch.no_grad():

@@ -50,10 +50,10 @@ def check_recorded(out: Path, steps: int) -> list[dict]:
     rows = []
     for step in range(steps):
         for path in find_recorded(out).files_of(step):
-            assert read_header(path)["routes"] == [2, 2, "int8"]
+            assert read_header(path)["columns"]["routes"] == ["int8", 2, 2]
             rows += read_table(path).to_pylist()
     for row in rows:
-        routes = numpy.array(row["routes"]).reshape(-1, 2, 2)
+        routes = numpy.frombuffer(row["routes"], "int8").reshape(-1, 2, 2)
         assert len(routes) == row["length"] > 1
         assert (routes[:-1] >= 0).all() and (routes[-1] == -1).all() and routes.max() < 8
     return rows

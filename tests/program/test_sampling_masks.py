@@ -73,11 +73,14 @@ def drawn(cfg) -> dict[str, tuple]:
             before = {c.key: c for c in engine.unfinished()}
             engine.weights_changed(engine.version + 1)
             for key, part in before.items():
-                assert (part.sampling_masks is None) == (key[:3] != "cut" or not len(part.tokens))
+                assert (not part.extra_columns) == (key[:3] != "cut" or not len(part.tokens))
         drain(engine, found)
         scored = engine.score([prompts[k] + tuple(c.tokens.tolist()) for k, c in found.items()])
     assert any(len(part.tokens) for part in before.values())
-    plain = {k: (prompts[k], c.tokens, c.logprobs, c.sampling_masks) for k, c in found.items()}
+    plain = {
+        k: (prompts[k], c.tokens, c.logprobs, c.extra_columns.get("sampling_masks"))
+        for k, c in found.items()
+    }
     return plain | {"scored": dict(zip(found, scored))}
 
 
@@ -159,7 +162,7 @@ def check_run(out: Path, steps: int) -> None:
         assert 0 < row["rollout/sampling_mask_bytes"] <= 16
         assert 0 <= row["rollout/kept_all_frac"] < 0.5
     (file,) = find_recorded(out).files_of(steps - 1)
-    assert read_header(file)["sampling_masks"] > 20
+    assert read_header(file)["columns"]["sampling_masks"] > 20
     assert all(row["sampling_masks"] for row in read_table(file).to_pylist())
 
 

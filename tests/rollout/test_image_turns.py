@@ -61,7 +61,7 @@ def test_turns_with_images_are_what_the_processor_makes_of_the_whole(family, tmp
     assert made_so_far.multimodal.items == expected.items and len(expected.items) == 3
     assert torch.equal(made_so_far.multimodal.places, expected.multimodal.places)
     assert made_so_far.prompt == ids and ids.items == expected.items[:2]
-    assert Trajectory.restored(made_so_far.plain()).whole == expected
+    assert Trajectory.from_state_dict(made_so_far.state_dict()).whole == expected
 
 
 def texts(text):

@@ -20,8 +20,8 @@ from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
 from spmdrl.rollout.resumed_work import group_from_dict, group_to_dict
-from spmdrl.rollout.sums import step_sums, warn_if_all_failed
-from spmdrl.types import Prompt, Scalars
+from spmdrl.rollout.sums import source_sums, step_sums, warn_if_all_failed
+from spmdrl.types import Prompt, Scalars, join_sums, round_sums
 from spmdrl.workers.pool import RewardPool, RewardResult
 from tests.helpers.built import made, small_model
 from tests.helpers.drawn import completion, trajectory, values
@@ -395,3 +395,31 @@ def test_remax_trains_on_sampled_responses_with_greedy_baselines(tmp_path):
         assert row["rollout/samples"] == 32 and row["rollout/failed_greedy_rewards"] == 0
         assert 0 <= row["rollout/greedy_reward"] <= 1 and row["policy/grad_norm"] > 0
         assert row["reward/mean"] == pytest.approx(2 * (row["reward/mean_raw"] + 1))
+
+
+def test_metrics_are_the_same_bits_however_replicas_share_the_samples():
+    samples = [
+        dataclasses.replace(
+            SAMPLES[0],
+            slot=i,
+            sample=0,
+            reward=RewardResult(None, 10.0 ** (i % 7) / 3, parts={"a": (-0.9) ** i / 3}),
+        )
+        for i in range(40)
+    ]
+
+    def totals(count: int, order: int) -> dict[str, tuple[float, float]]:
+        """Return the sums of so many replicas, which deal samples in turns."""
+        sums = []
+        for replica in range(count):
+            own = samples[::order][replica::count]
+            groups = [Group(s.slot, 0, s.slot, s.prompt, 0, DRAW, {0: s}) for s in own]
+            sums.append(step_sums(own, is_first=replica == 0))
+            sums.append(source_sums(groups, ["first", "second"], is_first=replica == 0))
+        return round_sums(join_sums(*sums[::order]))
+
+    alone = totals(1, 1)
+    assert alone["reward/a/mean"] == (math.fsum((-0.9) ** i / 3 for i in range(40)), 40)
+    assert alone["source/first/reward"][1] == 40
+    for count, order in ((1, -1), (2, 1), (3, -1), (7, 1)):
+        assert totals(count, order) == alone

@@ -20,6 +20,7 @@ from spmdrl import config
 from spmdrl.check import dry_run
 from spmdrl.check.settings import validate
 from spmdrl.checkpoint.restore import config_differences
+from spmdrl.columns import RouterRoutes
 from spmdrl.config import Config
 from spmdrl.rollout import recorder
 from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group, Trajectory
@@ -272,7 +273,9 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
             tokens = len(sample.trajectory.tokens)
             routes = (torch.arange((tokens - 1) * 6) * (sample.slot + 3) % 120).view(-1, 3, 2)
             made[sample.slot, sample.sample] = routes = routes.to(torch.int8)
-            with_routes = dataclasses.replace(sample.trajectory, routes=routes)
+            with_routes = dataclasses.replace(
+                sample.trajectory, extra_columns={"routes": RouterRoutes(routes)}
+            )
             group.samples[sample.sample] = dataclasses.replace(sample, trajectory=with_routes)
     cfg = config_of(tmp_path / "live", steps=1)
     share = record_groups(cfg, 0, groups)
@@ -282,17 +285,19 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
     source = replay_source(replay)
     back = source.take(0)
     assert_same_rollouts(share, back)
-    assert back.routes.dtype == torch.int8 and torch.equal(back.routes, share.routes)
+    replayed = back.extra_columns["routes"].rows
+    assert replayed.dtype == torch.int8
+    assert torch.equal(replayed, share.extra_columns["routes"].rows)
     starts = back.cu_seqlens.tolist()
     for key, a, b in zip(
         zip(back.scalars.group_ids.tolist(), back.scalars.sample_ids.tolist()), starts, starts[1:]
     ):
-        own = back.routes[a:b]
+        own = replayed[a:b]
         assert bool((own[-1] == -1).all()) and torch.equal(
             own[:-1], made.get(key, torch.full_like(own[:-1], -1))
         )
     off = replay_source(changed(replay, model=dict(moe=dict(replay=False))))
-    assert off.take(0).routes is None
+    assert not off.take(0).extra_columns
     record(config_of(tmp_path / "without"), 0, range(4))
     without = dict(record=dict(replay=str(tmp_path / "without")))
     with pytest.raises(ValueError, match="model.moe.replay: .* was recorded without the engine's"):

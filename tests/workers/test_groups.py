@@ -191,7 +191,7 @@ def test_the_loop_scores_a_group_when_its_last_sample_is_drawn(place):
             before = [len(group.samples) for group in groups]
             whole += loop.tick(engine)
             assert all(n in (0, DRAW.samples) for n in before), "a group is scored as one"
-    assert {g.slot for g in whole} == {slot for slot, _ in PROMPTS} and not loop._ends._counts
+    assert {g.slot for g in whole} == {slot for slot, _ in PROMPTS}
     for group in groups:
         assert [s.reward.value for s in group.drawn] == [float(DRAW.samples)] * DRAW.samples
 
@@ -212,7 +212,7 @@ def test_a_group_is_scored_in_the_order_of_its_samples_whichever_ended_first(pla
         loop._to_draw = others
         while loop._to_draw or loop._drawing:
             loop.tick(engine)
-        loop.go_on(last)
+        loop.start(last)
         while loop.is_busy:
             loop.tick(engine)
     assert [s.reward.value for s in group.drawn] == [float(i) for i in range(DRAW.samples)]
@@ -249,7 +249,7 @@ def test_a_group_that_is_saved_before_it_is_whole_is_scored_whole_after_a_resume
     with pool_of(f"{place}:waits") as pool:
         loop = Loop(Config(), tokenizer=Tokenizer(), pool=pool, link=Link())
         for episode in episodes:
-            loop.go_on(episode)
+            loop.start(episode)
         while loop.is_busy:
             loop.tick(engine)
     assert [s.reward.value for s in group.drawn] == [float(DRAW.samples)] * DRAW.samples

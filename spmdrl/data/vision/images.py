@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # workers, which only look for images, do not need it
 
 COLUMNS = ("images", "image")
 """verl's and TRL's columns of images, in the order of their places in the text."""
-FEATURES = "picture_features"
-"""Column of recorded rollouts with the inputs of vision towers, which are large."""
 MARK = "<image>"
 """The place of an image in text, as verl writes it."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")

@@ -70,7 +70,7 @@ def _draw(
     masks = None
     if truncations:
         logits = truncate(logits, truncations)
-        masks = SamplingMasks.of(logits != -torch.inf)  # a NaN is found below
+        masks = SamplingMasks.from_allowed(logits != -torch.inf)  # a NaN is found below
     logprobs = torch.log_softmax(logits, dim=-1)
     # Whole numbers, whose sums do not depend on the order of summation.
     ends = (logprobs.exp().double() * _UNIT).long().cumsum(dim=-1)

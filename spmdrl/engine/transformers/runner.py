@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spmdrl.columns import RouterRoutes, TokenColumn
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, MaskRows, Request, masks_of_rows, route_dtype
 from spmdrl.engine.transformers.kv_cache import KVCache, Work, register_attention
@@ -28,6 +29,7 @@ from spmdrl.model.scorer import head_form
 from spmdrl.model.vision.layout import RowLayout, vision_layout_of
 from spmdrl.model.vision.tower import vision_tower_of
 from spmdrl.model_inputs import TokenIds, concat_ids
+from spmdrl.sampling_masks import SamplingMasks
 from spmdrl.types import flat
 
 log = logging.getLogger(__name__)
@@ -72,17 +74,20 @@ class RunningSequence:
     def completion(self, *, is_truncated: bool) -> Completion:
         """Return what was drawn."""
         tokens = flat(self.tokens, "int64")
-        masks = None
+        columns: dict[str, TokenColumn] = {}
+        if self.routes:
+            columns[RouterRoutes.key] = RouterRoutes(torch.cat(self.routes))
         if self.mask_rows is not None:
             masks = masks_of_rows(self.mask_rows, tokens, key=self.request.key)
+            if masks is not None:
+                columns[SamplingMasks.key] = masks
         return Completion(
             self.request.key,
             tokens,
             flat(self.logprobs, "float32"),
             flat(self.versions, "int64"),
             is_truncated,
-            torch.cat(self.routes) if self.routes else None,
-            masks,
+            extra_columns=columns,
         )
 
     def add_routes(self, routes: Tensor, *, first: int) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmdrl.columns import RouterRoutes
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.stop_strings import make_stop_strings
 from spmdrl.engine.vllm.records import TokenRecorder, make_mask_recorder, make_route_recorder
 from spmdrl.engine.vllm.requests import Unfinished, unfinished
+from spmdrl.sampling_masks import SamplingMasks
 from spmdrl.types import flat
 
 
@@ -26,11 +28,11 @@ class Outputs:
 
     def __init__(self, llm: Any, cfg: Config, *, on_cpu: bool):
         self._llm = llm
-        self._recorders: dict[str, TokenRecorder] = {}  # by the field of a Completion
+        self._recorders: dict[str, TokenRecorder] = {}  # by the key of their column
         if cfg.model.moe.replay:
-            self._recorders["routes"] = make_route_recorder(llm, on_cpu=on_cpu)
+            self._recorders[RouterRoutes.key] = make_route_recorder(llm, on_cpu=on_cpu)
         if cfg.sampling.truncates:
-            self._recorders["sampling_masks"] = make_mask_recorder(llm, on_cpu=on_cpu)
+            self._recorders[SamplingMasks.key] = make_mask_recorder(llm, on_cpu=on_cpu)
         self._stops = make_stop_strings(cfg)
         # {request: [(tokens drawn when weights were replaced, the version of these weights)]}
         self._replaced: dict[str, list[tuple[int, int]]] = {}
@@ -75,16 +77,17 @@ class Outputs:
         sample = output.outputs[0]
         key = output.request_id
         tokens = flat(sample.token_ids, "int64")
-        recorded = {}
-        for field, recorder in self._recorders.items():
-            recorded[field] = recorder.finished(key, output, tokens)
+        columns = {}
+        for name, recorder in self._recorders.items():
+            if (column := recorder.finished(key, output, tokens)) is not None:
+                columns[name] = column
         completion = Completion(
             key,
             tokens,
             flat(sample.logprobs.logprobs, "float32"),
             self._versions(key, len(tokens), version),
             is_truncated=sample.finish_reason == "length",
-            **recorded,
+            extra_columns=columns,
         )
         end = self._stops.end(key, sample.token_ids)
         self._forget(key)
@@ -109,16 +112,17 @@ class Outputs:
 
     def _so_far(self, request: Unfinished, version: int) -> Completion:
         tokens = flat(request.tokens, "int64")
-        recorded = {}
-        for field, recorder in self._recorders.items():
-            recorded[field] = recorder.unfinished(request, tokens)
+        columns = {}
+        for name, recorder in self._recorders.items():
+            if (column := recorder.unfinished(request, tokens)) is not None:
+                columns[name] = column
         return Completion(
             request.key,
             tokens,
             flat(request.logprobs, "float32"),
             self._versions(request.key, len(tokens), version),
             is_truncated=False,
-            **recorded,
+            extra_columns=columns,
         )
 
     def _forget(self, key: str) -> None:

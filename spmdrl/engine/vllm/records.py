@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spmdrl.columns import RouterRoutes, TokenColumn
 from spmdrl.engine.protocol import MaskRows, Request, check_masks, masks_of_rows, route_dtype
 from spmdrl.engine.vllm.internals import (
     SlotCache,
@@ -28,17 +29,17 @@ from spmdrl.sampling_masks import SamplingMasks
 
 
 class TokenRecorder:
-    """Records a field of completions: routes, or sampling masks."""
+    """Records a column of completions: routes, or sampling masks."""
 
     def add(self, request: Request, request_id: str) -> None:
         """Start to record a request. `request_id`: vLLM's name for it."""
 
-    def finished(self, key: str, output: Any, tokens: Tensor) -> Any:
-        """Return the field of a request that finished in this step with tokens [n] int64."""
+    def finished(self, key: str, output: Any, tokens: Tensor) -> TokenColumn | None:
+        """Return the column of a request that finished in this step with tokens [n] int64."""
         raise NotImplementedError
 
-    def unfinished(self, request: Unfinished, tokens: Tensor) -> Any:
-        """Return the field of an unfinished request that has these tokens; None if unknown."""
+    def unfinished(self, request: Unfinished, tokens: Tensor) -> TokenColumn | None:
+        """Return the column of an unfinished request that has these tokens; None if unknown."""
         raise NotImplementedError
 
     def save(self, request: Unfinished) -> None:
@@ -91,19 +92,23 @@ class _SlotRoutes(TokenRecorder):
     def add(self, request: Request, request_id: str) -> None:
         self._ids[request.key] = request_id
 
-    def finished(self, key: str, output: Any, tokens: Tensor) -> Tensor:
+    def finished(self, key: str, output: Any, tokens: Tensor) -> RouterRoutes:
         count = _num_computed(output)
         routes = self._first(key, count)
         self.drop(key)
         return _check_routes(key, routes, count=count)
 
-    def unfinished(self, request: Unfinished, tokens: Tensor) -> Tensor | None:
+    def unfinished(self, request: Unfinished, tokens: Tensor) -> RouterRoutes | None:
+        routes = self._of(request)
+        return None if routes is None else RouterRoutes(routes)
+
+    def _of(self, request: Unfinished) -> Tensor | None:
         if not request.tokens:  # it has not begun: prompts are computed whole here
             return self._saved.get(request.key)
         return self._first(request.key, request.prompt_length + len(request.tokens) - 1)
 
     def save(self, request: Unfinished) -> None:
-        routes = self.unfinished(request, torch.empty(0))
+        routes = self._of(request)
         if routes is not None:
             self._saved[request.key] = routes
 
@@ -131,13 +136,13 @@ class _ReturnedRoutes(TokenRecorder):
         self._layers = layers
         self._dtype = dtype
 
-    def finished(self, key: str, output: Any, tokens: Tensor) -> Tensor:
+    def finished(self, key: str, output: Any, tokens: Tensor) -> RouterRoutes:
         returned = output.outputs[0].routed_experts
         routes = None if returned is None else self._join([returned])
         return _check_routes(key, routes, count=_num_computed(output))
 
-    def unfinished(self, request: Unfinished, tokens: Tensor) -> Tensor | None:
-        return self._join(request.routes) if request.routes else None
+    def unfinished(self, request: Unfinished, tokens: Tensor) -> RouterRoutes | None:
+        return RouterRoutes(self._join(request.routes)) if request.routes else None
 
     def _join(self, chunks: Any) -> Tensor:
         parts = [torch.from_numpy(chunk[:, self._layers].astype("int32")) for chunk in chunks]
@@ -149,7 +154,7 @@ def _num_computed(output: Any) -> int:
     return len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
 
 
-def _check_routes(key: str, routes: Tensor | None, *, count: int) -> Tensor:
+def _check_routes(key: str, routes: Tensor | None, *, count: int) -> RouterRoutes:
     """Return routes of `count` tokens.
 
     Raises: RuntimeError when some are missing.
@@ -160,7 +165,7 @@ def _check_routes(key: str, routes: Tensor | None, *, count: int) -> Tensor:
             f"request {key}: vLLM's routers were seen to choose experts for "
             f"{known} of its {count} tokens; set model.moe.replay to false"
         )
-    return routes
+    return RouterRoutes(routes)
 
 
 # --------------------------------------------------------------------------- sampling masks
@@ -187,7 +192,7 @@ class _WatchedMasks(TokenRecorder):
 
     def _take(self, request_ids: list[str], logprobs: Tensor) -> None:
         """Store the ids that a step's tokens are drawn among. logprobs: [N, V]."""
-        masks = SamplingMasks.of(logprobs != -torch.inf)
+        masks = SamplingMasks.from_allowed(logprobs != -torch.inf)
         for row, request_id in enumerate(request_ids):
             if request_id in self._rows:
                 self._rows[request_id].append((masks, row))
@@ -242,5 +247,5 @@ class _ReturnedMasks(TokenRecorder):
     def _masks(self, key: str, ids: list[list[int]], tokens: Tensor) -> SamplingMasks | None:
         if key not in self._keys:
             return None
-        masks = SamplingMasks.listed(ids, vocab=self._vocab) if ids else None
+        masks = SamplingMasks.from_ids(ids, vocab=self._vocab) if ids else None
         return check_masks(masks, tokens, key=key)

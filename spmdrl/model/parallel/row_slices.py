@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from spmdrl.columns import Columns, RouterRoutes
 from spmdrl.model.attention.packing import Packing, make_packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
@@ -127,9 +129,8 @@ def make_slice(
     *,
     scored: Tensor,
     slicing: Slicing,
-    routes: Tensor | None = None,
+    columns: Columns = MappingProxyType({}),
     rules: Callable[[Tensor], SamplingRules | None] = lambda scored: None,
-    multimodal: MultimodalItems | None = None,
 ) -> RowSlice:
     """Return a rank's slice of a packed row.
 
@@ -138,9 +139,8 @@ def make_slice(
         lengths: tokens per sequence.
         scored: [N] int64 on the CPU, positions of the scored tokens, none a sequence's first.
         slicing: which slice.
-        routes: [row, L, K] on the CPU, to be replayed; None for none.
+        columns: of the tokens, on the CPU: router routes to replay, images.
         rules: returns how scored tokens were sampled, from their positions.
-        multimodal: by the tokens, on the CPU; None: nothing, on no rank.
     """
     missing = -len(tokens) % slicing.unit
     device = slicing.device
@@ -150,6 +150,7 @@ def make_slice(
     spans = None
     row = F.pad(tokens, (0, missing))
     rows = torch.arange(len(row))
+    multimodal = MultimodalItems.of(columns)
     if multimodal is not None:
         assert slicing.vision is not None, "only a vision model's rows have images"
         layout = slicing.vision.row(row, lengths, multimodal)
@@ -166,9 +167,10 @@ def make_slice(
     place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
     own = (place >= 0).nonzero()[:, 0]
     kept = rows.chunk(slicing.multiple)[slicing.part]
+    routes = RouterRoutes.of(columns)
     if routes is not None:
         # Only of the tokens that this rank's routers get.
-        routes = F.pad(routes, (0, 0, 0, 0, 0, missing), value=-1)[kept].to(device)
+        routes = routes.cat([routes, routes.unknown(missing)])[kept].to(device)
     return RowSlice(
         tokens=row[rows].to(device),
         position_ids=position_ids[..., rows].to(device),
@@ -180,7 +182,7 @@ def make_slice(
         targets=row[scored[own]].to(device),
         row_length=len(row),
         group=slicing.group,
-        routes=routes,
+        routes=None if routes is None else routes.rows,
         rules=rules(scored[own]),
         multimodal=None if multimodal is None else layout.of_slice(rows, kept),
     )

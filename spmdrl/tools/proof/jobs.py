@@ -101,7 +101,7 @@ def _microbatch(ids: list[int], rows: list[TokenIds]) -> Microbatch:
         rollout_logprobs=torch.where(mask, torch.cat(drawn), 0.0),
         policy_versions=torch.where(mask, 0, -1),
         sequence_ids=torch.tensor(ids),
-        multimodal=batch_ids.multimodal,
+        extra_columns=batch_ids.extra_columns,
     )
 
 
@@ -290,7 +290,7 @@ def _gradient_gap(trainer: Any, plain: nn.Module, rows: list[TokenIds]) -> Measu
     ids = concat_ids(rows)
     mask = torch.cat([torch.arange(n) > 0 for n in lengths])
     signs = torch.cos(torch.arange(int(mask.sum())).double())
-    row = model.row(torch.tensor(ids), lengths, mask=mask, multimodal=ids.multimodal)
+    row = model.row(torch.tensor(ids), lengths, mask=mask, columns=ids.extra_columns)
     logprobs, _ = model.forward(row)
     (logprobs.double() * signs).sum().backward()
     expected = torch.cat([_plain_logprobs(plain, row)[1:] for row in rows])

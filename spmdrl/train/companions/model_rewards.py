@@ -24,6 +24,7 @@ from spmdrl.model.files.reader import CheckpointReader, check_files
 from spmdrl.model.load import SCALAR_HEAD, hf_config_of, max_positions, model_folder
 from spmdrl.model.parallel.layout import reshard
 from spmdrl.model.sharded_model import ShardedModel
+from spmdrl.model_inputs import MultimodalItems
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.train.companions.reencoding import (
     Reencoder,
@@ -121,15 +122,17 @@ class RewardModels:
         host = on_host(microbatch)
         tokens = host.tokens
         lengths = host.cu_seqlens.diff().tolist()
-        multimodal = host.multimodal
+        columns = {}
+        if (items := MultimodalItems.of(host.extra_columns)) is not None:
+            columns = {items.key: items}
         is_long = [False] * len(lengths)
         if (reencoder := self._reencoders.get(position)) is not None:
             sequences, is_long = reencoder.sequences(host, scalars, split=split)
             tokens, lengths = packed(sequences)
-            assert multimodal is None, "refused: another model's words show nothing"
+            assert not columns, "refused: another tokenizer's tokens have no images"
         # Not the policy's packing: the two may need different attention.
         none = torch.zeros_like(tokens, dtype=torch.bool)
-        row = model.row(tokens, lengths, mask=none, multimodal=multimodal)
+        row = model.row(tokens, lengths, mask=none, columns=columns)
         ends = (torch.tensor(lengths).cumsum(0) - 1).to(self.world.device)
         found = model.values(row).index_select(0, ends)
         return found.masked_fill(torch.tensor(is_long, device=found.device), TOO_LONG)
