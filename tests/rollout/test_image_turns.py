@@ -58,8 +58,9 @@ def test_turns_with_images_are_what_the_processor_makes_of_the_whole(family, tmp
     images = [noise(60, 40, seed=i) for i in (0, 1, 2, 0)]
     expected = words.image_reader.encode(text, images)
     assert made_so_far.whole == expected and made_so_far.tokens.tolist() == [*expected]
-    assert made_so_far.multimodal.items == expected.items and len(expected.items) == 3
-    assert torch.equal(made_so_far.multimodal.places, expected.multimodal.places)
+    items = made_so_far.extra_columns["multimodal"]
+    assert items.items == expected.items and len(expected.items) == 3
+    assert torch.equal(items.places, expected.multimodal.places)
     assert made_so_far.prompt == ids and ids.items == expected.items[:2]
     assert Trajectory.from_state_dict(made_so_far.state_dict()).whole == expected
 
