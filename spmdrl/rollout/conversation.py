@@ -1,21 +1,21 @@
-"""Conversations as token ids that are never computed twice.
+"""Conversations as token ids, each of which is computed once.
 
-What the engine sampled stays as it was sampled, for ever; what the environment says is tokenised
-once and appended. So the ids that the policy is trained on are those that it saw and wrote, and
-the prefix of every turn is the whole of the last one, which the engine has cached.
+Sampled ids are never changed. The environment's messages are tokenised once and appended. So the
+policy is trained on the ids that it saw and wrote, and each turn begins with all ids of the turn
+before, which the engine has cached.
 
-The chat template says how turns are joined. It is asked about a small stand-in conversation (a
-user turn, a reply, the new messages): what it puts behind the reply is what is appended behind
+The chat template decides how turns are joined. It renders a small stand-in conversation: a user
+turn, a reply, the new messages. The text that it puts after the reply is tokenised and appended to
 the sampled ids. Three rules follow:
 
-1. A reply that ended by one of the stop tokens is closed by it; one that did not (cut, or
-   stopped otherwise) gets the template's own closing.
-2. A template that trims a reply does not trim here: what was sampled stays.
-3. A template that rewrites earlier turns (Qwen 3 and others drop the reasoning of all but the
-   last, Mistral's moves the tools to the last user turn) would show the model something else
-   than what was sampled. Where it only leaves reasoning out of earlier turns, the conversation goes
-   on from what was sampled, and the log says so. All else is found at start and refused, or, with
-   `rewrites: keep` among the environment's options, treated likewise.
+1. A reply that ends with a stop token is closed by that token. Any other reply (cut, or stopped
+   by a string) gets the template's own closing.
+2. Sampled ids stay, also where the template would trim the reply.
+3. Some templates rewrite earlier turns: Qwen 3's and others drop the reasoning of all turns but
+   the last, Mistral's moves the tools to the last user turn. The model would then read other
+   tokens than those sampled. If the template only drops reasoning, the conversation keeps the
+   sampled tokens, and the log says so. Any other rewriting is refused at start, unless the
+   environment's options have `rewrites: keep`: then the sampled tokens are kept too.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class Chat:
     """Turns messages into ids to append, and sampled ids into responses.
 
     Args:
-        tokenizer: with a chat template.
+        tokenizer: has a chat template.
         stop_token_ids: ids that end a response in the engine.
         tools: descriptions of the tools, for the template.
-        parser: reads tool calls; None for no tools.
-        rewrites: what to do about a template that changes earlier turns, see the module.
+        parser: reads tool calls; None if there are no tools.
+        rewrites: how to treat a template that changes earlier turns; see the module's docstring.
         prefix: text that each turn of the policy begins with; it is not sampled.
-        field: of the config, which says what answers the policy, for messages.
-        files: where attachments of messages are, see `beside`.
-    Raises (on construction): Refusal when there is no template, when it knows no tools and there
-        are some, when it closes a reply by something that does not stop the engine, or when it
-        rewrites earlier turns: with what it makes of them.
+        field: field of the config that names the environment; used in messages.
+        files: reads the attachments of messages; see `beside`.
+    Raises (on construction): Refusal if there is no template, if the template ignores the tools,
+        if its closing of a reply does not stop the engine, or if it rewrites earlier turns; the
+        message shows the rewritten text.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Chat:
         self.tools = tools or None
         self._parser = parser
         self._stops = frozenset(stop_token_ids)
-        # The samples of a group open alike, and openings are the long texts.
+        # All samples of a group have the same opening, and openings are the longest texts.
         self._encoded_opening = functools.lru_cache(maxsize=_CACHED_OPENINGS)(self._seen)
         self._check_tools()
         self._check_closing()
@@ -97,35 +97,35 @@ class Chat:
             with _explained(f"a reply answered by {_roles(messages)}. {advice}"):
                 self._joint(messages)
         self.drops_reasoning = False
-        """Whether the template would leave reasoning out of earlier turns, which stays here."""
+        """Whether the template would drop the reasoning of earlier turns, which is kept here."""
         if rewrites != "keep":
             for head in self._heads():
                 for messages in kinds:
                     self._check_rewriting(head, messages, may_drop=rewrites == "auto")
 
     def beside(self, files: ImageFiles) -> Chat:
-        """Return the same, of rows whose attachments are there."""
+        """Return a copy that reads attachments from these files."""
         own = copy.copy(self)
         own._files = files
         return own
 
     def opening(self, messages: list[Message]) -> TokenIds:
-        """Return the ids of an opened conversation, the head of the policy's turn included.
+        """Return the ids of a conversation's first messages and of the head of the policy's turn.
 
         A final assistant message is not closed: the policy continues it.
-        Raises: Refusal when the template refuses the messages, or an attachment cannot be used.
+        Raises: Refusal if the template refuses the messages or an attachment cannot be used.
         """
         bare, held = split_images(inline_images(messages, (), where=self._where))
         text = self._opening_text(bare)
         return self._seen(text, held) if held else self._encoded_opening(text)
 
     def observed(self, sampled: Sequence[int], messages: list[Message]) -> TokenIds:
-        """Return the ids to append behind what the policy sampled, up to its next turn.
+        """Return the ids to append to the policy's turn, up to its next turn.
 
         Args:
-            sampled: ids of the turn, as the engine gave them.
-            messages: what the environment answered.
-        Raises: Refusal when the template refuses the messages, or an attachment cannot be used.
+            sampled: ids of the turn, as the engine returned them.
+            messages: the environment's answer.
+        Raises: Refusal if the template refuses the messages or an attachment cannot be used.
         """
         bare, held = split_images(inline_images(messages, (), where=self._where))
         tokens = self._seen(self._joint(bare), held)
@@ -134,16 +134,16 @@ class Chat:
     def responses(
         self, turns: Sequence[Sequence[int]], *, are_truncated: Sequence[bool]
     ) -> list[Response]:
-        """Return finished turns, as the engine drew them, as environments get them."""
+        """Convert the sampled ids of finished turns into the responses that environments get."""
         bodies = [t[:-1] if t and t[-1] in self._stops else t for t in turns]
         texts = self.tokenizer.batch_decode(bodies, skip_special_tokens=True)
         calls: list[tuple[ToolCall, ...]] = [()] * len(texts)
-        if self._parser is not None:  # the marks of a call are special tokens in some vocabularies
+        if self._parser is not None:  # some vocabularies mark a call with special tokens
             marked = self.tokenizer.batch_decode(bodies, skip_special_tokens=False)
             calls = [self._parser(raw) for raw in marked]
         return [Response(*of_turn) for of_turn in zip(texts, calls, are_truncated)]
 
-    # ---------------------------------------------------------------- what the template does
+    # ---------------------------------------------------------------- the template
 
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -162,7 +162,7 @@ class Chat:
         return apply_template(messages, self.tokenizer, where=self._where, tools=None, **options)
 
     def _joint(self, messages: list[Message]) -> str:
-        """Return the text between a reply and the next one, the reply's closing included."""
+        """Return the text between a reply and the next one, with the reply's closing."""
         text = self._rendered([*_stand_in(), *messages], add_generation_prompt=True)
         _before, mark, after = text.partition(_REPLY)
         if not mark:
@@ -173,7 +173,7 @@ class Chat:
         return after + self._prefix
 
     def _check_tools(self) -> None:
-        """Refuse a template that would leave the descriptions of the tools out."""
+        """Refuse a template that ignores the descriptions of the tools."""
         opening = [{"role": "user", "content": "begin"}]
         own = (
             render(opening, self.tokenizer, tools=t, where=self._where) for t in (self.tools, None)
@@ -206,7 +206,7 @@ class Chat:
     def _heads(self) -> list[list[Message]]:
         user = [{"role": "user", "content": "begin"}]
         system = [{"role": "system", "content": "rules"}, *user]
-        with suppress(Refusal):  # Gemma's has no system turn: nor can an environment use one
+        with suppress(Refusal):  # Gemma's template has no system turn; environments send none then
             self._opening_text(system)
             return [user, system]
         return [user]
@@ -214,7 +214,7 @@ class Chat:
     def _check_rewriting(
         self, head: list[Message], messages: list[Message], *, may_drop: bool
     ) -> None:
-        """Compare a conversation as it is kept here with the template's rendering of it."""
+        """Compare a conversation that is joined here with the template's rendering of it."""
         replies = ["first", "<think>\nwhy\n</think>\n\nsecond", "third"]
         if self._prefix.rstrip().endswith("<think>"):
             replies = [f"why\n</think>\n\n{text}" for text in ("first", "second", "third")]
@@ -236,7 +236,7 @@ class Chat:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Say behind a refusal of the template what was shown to it."""
+    """Append to a refusal of the template a description of the messages that it refused."""
     try:
         yield
     except Refusal as error:
@@ -244,7 +244,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def _probes(*, has_tools: bool) -> list[list[Message]]:
-    """Return what an environment may answer, one of each kind."""
+    """Return one example of each kind of answer that an environment may give."""
     user = [{"role": "user", "content": "more"}]
     if not has_tools:
         return [user]

@@ -1,8 +1,8 @@
-"""How the leader of an engine replica fills its share of the steps: groups admitted, noted, packed.
+"""How the leader of an engine replica fills its share of the steps: admit groups, pack them.
 
-Under `balance: steal` the replicas keep one book (book.py), and a replica that has nothing left to
-do waits in `_await_replicas` for groups that others have under way. Nowhere else does generation
-wait for another replica.
+Under `balance: steal` the replicas share one book (book.py). A replica that has nothing left to do
+waits in `_await_replicas` for groups of other replicas. This is the only place where generation
+waits for another replica.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ _LOOK_EVERY_S = 0.002
 
 
 class StepFiller:
-    """The groups that a replica has under way, and the shares of steps that they complete.
+    """Holds the groups that a replica samples, and the shares of steps that it has completed.
 
     Args:
-        loop: draws and scores them.
-        prompts: of the data. draw: how samples of training are drawn.
+        loop: samples and scores the groups.
+        prompts: prompts of the data.
+        draw: how training samples are drawn.
     """
 
     def __init__(self, cfg: Config, world: World, *, loop: Loop, prompts: PromptSource, draw: Draw):
@@ -78,22 +79,22 @@ class StepFiller:
         loop.idle = Idle(min(cfg.engine.max_num_seqs, most))
         self._keep(Book())
         self.ahead: dict[int, Rollouts] = {}
-        """By step, this replica's shares that are complete."""
+        """{step: this replica's complete share}."""
         self.next = 0
         """First step without its share."""
-        self.waiting: dict[int, Group] = {}  # in no step yet, by number
-        self._complete: list[int] = []  # those that became so, and are not in the book yet
-        self._flat: list[int] = []  # the same, without a spread of rewards: to be replaced
-        self._dropped: list[Group] = []  # replaced, since the last step closed
-        # Of generation since the last step closed; when this stretch of it began, inf outside one.
+        self.waiting: dict[int, Group] = {}  # {number: group that no step has taken yet}
+        self._complete: list[int] = []  # complete groups that the book does not know of yet
+        self._flat: list[int] = []  # the same for groups whose rewards are equal: to be replaced
+        self._dropped: list[Group] = []  # groups replaced since the last step closed
+        # Seconds of generation since the last step closed, without the present call of `fill`.
+        # `_since` is the time at which that call began; inf outside `fill`.
         self._seconds = 0.0
         self._since = math.inf
 
     def fill(self, engine: EngineProtocol, *, last: int, must_pause: Callable[[], bool]) -> None:
-        """Sample until this replica's share of every step up to `last` is complete, or it must
-        pause.
+        """Sample until this replica has its share of every step up to `last`, or must pause.
 
-        Raises: RuntimeError when dynamic sampling finds too few groups with a spread of rewards.
+        Raises: RuntimeError if dynamic sampling gets too few groups with a spread of rewards.
         """
         self.loop.idle.came_back(self.world.watch.totals)
         self._since = time.perf_counter()
@@ -116,19 +117,19 @@ class StepFiller:
         self.loop.idle.left(self.world.watch.totals)
 
     def tick(self, engine: EngineProtocol) -> None:
-        """Take a step of the generation loop, and note the groups of training that it completed."""
+        """Take a step of the generation loop, and note the training groups that it completed."""
         for group in self.loop.tick(engine):
             if group.draw.purpose == "train":
                 self._note(group)
 
     def take(self, step: int) -> Rollouts | None:
-        """Hand over this replica's share of a step; None where it has none."""
+        """Hand over this replica's share of a step; None if it has none."""
         return self.ahead.pop(step, None)
 
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self, engine: EngineProtocol | None) -> dict[str, Any]:
-        """Return what was made ahead and what is under way, as plain values."""
+        """Return the shares of later steps and the groups under way, as plain values."""
         if engine is not None:
             self.book.settle(engine.version)
         book = self.book.book
@@ -153,7 +154,7 @@ class StepFiller:
         }
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
-        """Share out what was saved over this job's leaders, whatever their number."""
+        """Share out the saved groups among this job's leaders, whose number may have changed."""
         check_environments(states, trusts_pickles=self.cfg.checkpoint.trust_pickles)
         self.prompts.load_state_dict(states[0]["planner"], step=step)
         found = resumed(states, step=step, share=self.share, costs_of=self.prompts.costs)
@@ -176,7 +177,7 @@ class StepFiller:
     # ---------------------------------------------------------------- the book
 
     def _keep(self, book: Book) -> None:
-        """Go on with this book."""
+        """Use this book from here on."""
         practice = BookRules(self.rules, self.prompts.deal, self.prompts.slots_of)
         share = self.share
         self.book = OwnBook(book, practice)
@@ -184,7 +185,7 @@ class StepFiller:
             self.book = SharedBook(self.world.store, book, practice, replicas=share.replicas)
 
     def _keep_book(self, version: int, *, last: int, is_pausing: bool) -> list[Ticket]:
-        """Tell the book what is complete, take tickets, hand over closed steps."""
+        """Report complete groups to the book, take tickets, hand over closed steps."""
         most = 0 if is_pausing else self._room(last)
         complete = tuple(self._complete)
         flat = tuple(self._flat)
@@ -202,8 +203,11 @@ class StepFiller:
         return tickets or []
 
     def _room(self, last: int) -> int:
-        """Return how many groups to take up at most: where there is a choice who does, a fair
-        share of those that are wanted, and not more than the engine has places for."""
+        """Return the most groups that this replica may begin now.
+
+        If replicas share the book: a fair share of the groups that are still needed, and no more
+        than the engine has places for.
+        """
         if not self.share.is_shared:
             return sys.maxsize
         wanted = self.rules.quota * (last - self.next) + self.rules.lookahead
@@ -212,7 +216,7 @@ class StepFiller:
         return max(0, min(-(-wanted // self.share.replicas) - busy, -(-free // self._per_group)))
 
     def _group(self, ticket: Ticket, version: int) -> Group:
-        """Return the group of a ticket, of which nothing is drawn."""
+        """Return a new group for a ticket."""
         number, step, slot = ticket
         prompt = self.prompts.at(step, slot)
         return Group(number, step, slot, prompt, version, self.draw.of_prompt(prompt, self.cfg))
@@ -222,7 +226,7 @@ class StepFiller:
         (self._flat if is_flat else self._complete).append(group.number)
 
     def _await_replicas(self, must_pause: Callable[[], bool]) -> None:
-        """Wait until another replica has changed the book: what is missing is with them."""
+        """Wait until another replica has changed the book: others sample the missing groups."""
         if not self.share.is_shared:
             raise RuntimeError(
                 f"generate: nothing of step {self.next} may be drawn with the weights that are "
@@ -237,7 +241,7 @@ class StepFiller:
         self.loop.idle.add("replicas", time.perf_counter() - began)
 
     def _hand_over(self, closed: Mapping[int, Mapping[int, int]]) -> None:
-        """Pack this replica's share of the steps that are closed."""
+        """Pack this replica's share of each closed step."""
         for step in sorted(step for step in closed if step >= self.next):
             groups = [
                 replace(self.waiting.pop(number), slot=slot)

@@ -1,7 +1,7 @@
-"""From the leader of an engine replica to its other tensor-parallel ranks, once per engine step.
+"""Messages from an engine replica's leader to its other tensor-parallel ranks: one per engine step.
 
-What is not the same by itself on all of them (rewards, environments, the trainers being ready)
-is known to the leader alone. It decides what enters the engine, and they repeat it exactly.
+Only the leader knows rewards, answers of environments and whether the trainers are ready. It
+decides which requests enter the engine, and the other ranks add exactly the same ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIZE = struct.Struct("<q")
 
 
 class Link:
-    """The leader's voice; silent where a replica is one rank.
+    """Sends the leader's requests to the other ranks; sends nothing if a replica is one rank.
 
     Args:
         world: this rank's view of the job.
@@ -35,12 +35,14 @@ class Link:
     def __init__(self, world: World):
         self.world = world
         self._has_followers = world.cfg.layout.inference_tp > 1
-        self._count = 0  # messages so far, the same on all ranks of the replica
+        self._count = 0  # messages so far: part of each mark, so that none can be replayed
         self._items = ItemCodec()
 
     def step(self, requests: Sequence[Request]) -> None:
-        """Tell the followers to add these requests and take an engine step. The leader does
-        the same right after."""
+        """Tell the followers to add these requests and to take an engine step.
+
+        The leader does the same right after this call.
+        """
         if self._has_followers:
             payload = pack([self._said(request) for request in requests]) if requests else b""
             self._announce(len(payload))
@@ -48,14 +50,14 @@ class Link:
                 self._send(payload)
 
     def end(self) -> None:
-        """Tell the followers that this generation is over."""
+        """Tell the followers to leave `follow`."""
         if self._has_followers:
             self._announce(_END)
 
     def follow(self, engine: EngineProtocol) -> None:
-        """Do as the leader says until it ends; what finishes is the leader's business.
+        """Repeat the leader's engine steps until its `end`; ignore the finished sequences.
 
-        Raises: Unauthentic for words that are not the leader's.
+        Raises: Unauthentic for a message without the mark of the job's secret.
         """
         while (size := _SIZE.unpack(self._receive(_SIZE.size))[0]) != _END:
             if size:

@@ -1,4 +1,4 @@
-"""Rollouts of one engine replica, behind the calls of the loop."""
+"""The source of batches whose rollouts this rank's engine replica samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ _PROBE_TOKENS = 4096  # engines score prompts with all logits of a part of them 
 
 
 def group_hints(cfg: Config, scopes: Sequence[Scope]) -> list[str]:
-    """Return what may be meant otherwise of reward functions that see groups, of these scopes."""
+    """Return hints on settings that group reward functions may not expect.
+
+    Args:
+        scopes: of the run's reward functions.
+    """
     evaluate = cfg.evaluate
     if "group" not in scopes or not evaluate.every_steps or evaluate.samples > 1:
         return []
@@ -50,9 +54,10 @@ def group_hints(cfg: Config, scopes: Sequence[Scope]) -> list[str]:
 
 
 class SampledSource(Source):
-    """Prompts answered by this rank's engine replica and rewarded by its leader's workers.
+    """Samples prompts on this rank's engine replica and rewards them with its leader's workers.
 
-    The leader knows the groups; the replica's other tensor-parallel ranks follow it step by step.
+    Only the leader has the groups. The replica's other tensor-parallel ranks repeat each engine
+    step.
 
     Raises (on construction): Refusal for data, reward functions or an environment that cannot
         be used.
@@ -66,8 +71,8 @@ class SampledSource(Source):
         self.filler = None
         self._stops = end_token_ids(cfg, tokenizer)
         self._engine: EngineProtocol | None = None
-        self._version = -1  # of the weights that requests under way began with
-        self._finished: int | None = None  # of the weights that have made all they are to make
+        self._version = -1  # version of the weights at the last call of `generate`
+        self._finished: int | None = None  # version whose weights have no more to generate
         if world.inference_tp_rank != 0:
             return
         self.pool = RewardPool(cfg, steps_per_epoch=self.prompts.steps_per_epoch)
@@ -89,12 +94,12 @@ class SampledSource(Source):
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
         """Make this replica's share of every step up to `until`, with the engine's weights.
 
-        What goes beyond the step of these weights ends early under in-flight updates, when the
-        trainers are done with it: the rest goes on at the next call. After the last call for these
-        weights, up to `lag` steps ahead, the engine's memory is lent to the update.
+        Under in-flight updates, generation of later steps stops as soon as the trainers have new
+        weights; the next call continues it. After the last call for these weights, up to `lag`
+        steps ahead, the engine lends its memory to the update.
 
-        Raises: RewardFailed naming the sample when a reward fails under on_failure=fail, or
-            when dynamic sampling finds too few groups with a spread of rewards.
+        Raises: RewardFailed naming the sample if a reward fails under on_failure=fail;
+            RuntimeError if dynamic sampling gets too few groups with a spread of rewards.
         """
         last = min(until, self.cfg.steps - 1)
         farthest = engine.version + self.cfg.lag  # step to be made with these weights
@@ -108,8 +113,8 @@ class SampledSource(Source):
                 self._take_back(engine)
             self._version = engine.version
             if not engine.is_busy:
-                # From an empty prefix cache, so that the numbers are a function of weights and
-                # step alone and a resumed run repeats them.
+                # Begin with an empty prefix cache: then the results depend on weights and step
+                # alone, and a resumed run repeats them.
                 engine.weights_changed(engine.version)
             if self.filler is None:
                 self.link.follow(engine)
@@ -126,19 +131,22 @@ class SampledSource(Source):
             engine.lend_memory()
 
     def take(self, step: int) -> Rollouts:
-        """Hand over this rank's rollouts of `step`; ranks that are no leader hold none."""
+        """Hand over this rank's rollouts of `step`; only leaders have any."""
         if self.filler is None:
             return empty_rollouts()
         return self.filler.take(step) or empty_rollouts()
 
     def observe(self, batch: Batch, *, step: int) -> None:
-        """Take in what the whole batch of `step` came to, for the prompts to come."""
+        """Record the results of the whole batch of `step`, which may decide later prompts."""
         if self.filler is not None:
             self.filler.prompts.planner.observe(batch.scalars, step=step)
 
     def probe_tokens(self) -> list[TokenIds]:
-        """Return the first prompts of the data, those with more than one token, and one sequence of
-        their tokens that is as long as a sample can be, or 4096, and shows nothing."""
+        """Return the first prompts of the data that have more than one token, and a long sequence.
+
+        The long sequence repeats their tokens up to the longest possible sample or 4096 tokens,
+        whichever is shorter. It has no images.
+        """
         prompts = [p for p in self.prompts.at(0)[:_PROBE_PROMPTS] if len(p.tokens) > 1]
         if not prompts:
             return []
@@ -148,9 +156,9 @@ class SampledSource(Source):
         return [*(p.tokens for p in prompts), long]
 
     def evaluate(self, engine: EngineProtocol, *, step: int) -> list[FinishedEpisode]:
-        """Sample this replica's held-out prompts; its leader gets the samples.
+        """Sample this replica's held-out prompts; only its leader returns the samples.
 
-        Rewards are as the functions give them, without rewards.shaping. Raises as `generate`.
+        Rewards are the functions' results without rewards.shaping. Raises as `generate`.
         """
         if not self.world.is_inference:
             return []
@@ -167,7 +175,7 @@ class SampledSource(Source):
                 enumerate(prompts), self.world.replica, None, self.world.num_replicas
             )
         ]
-        # An evaluation is not part of a step: its idle time counts by itself.
+        # An evaluation is not part of a step, so its idle time is not added to the step's.
         idle = self.loop.idle
         self.loop.idle = Idle()
         decisions = self.loop.decisions
@@ -186,30 +194,36 @@ class SampledSource(Source):
         return samples
 
     def outcomes(self, samples: Sequence[FinishedEpisode]) -> list[ProblemOutcome]:
-        """Return what held-out samples came to, problem by problem."""
+        """Return the outcome of each held-out problem."""
         first = len(self.cfg.data.sources("train"))
         sources = self.cfg.data.sources("eval")
         several = enumerate(sources, first) if len(sources) > 1 else ()
         return outcomes_of(samples, names={i: source.name for i, source in several})
 
     def _take_back(self, engine: EngineProtocol) -> None:
-        """Begin requests under way anew, with what was drawn so far for a prompt: the cache of
-        another version is computed anew in any case, and a resumed run can do no other."""
+        """Abort the requests under way and queue them again, with the drawn tokens as prompt.
+
+        The engine computes the cache again for new weights in any case, and a resumed run, which
+        has no cache, must give the same results.
+        """
         begun = engine.abort_all()
         if self.filler is not None:
             self.loop.requeue(begun)
 
     def start(self, step: int) -> None:
-        """Take note of the step that the run begins with; see Decisions."""
+        """Begin to write or repeat decisions at this step; see `Decisions`."""
         if self.filler is not None:
             self.loop.decisions.start(self.cfg, self.world, version=step)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what was made ahead and what is under way, as plain values; leaders only."""
+        """Return the shares of later steps and the groups under way, as plain values.
+
+        None on ranks that are not leaders.
+        """
         return None if self.filler is None else self.filler.state_dict(self._engine)
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
-        """Share out what was saved over this job's leaders, whatever their number."""
+        """Share out the saved groups among this job's leaders, whose number may have changed."""
         if self.filler is not None:
             self.filler.load_state_dict(states, step)
 
