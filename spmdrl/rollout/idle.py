@@ -1,8 +1,8 @@
 """Why an engine did not sample, or not as much as it could: seconds by cause.
 
-Of the time in which a step's share comes about, an engine is idle by as much as it is empty: a
-second with a quarter of its places taken counts 0.75 s. Its places are those that the share can
-fill, at most engine.max_num_seqs.
+While an engine samples a step's share, each second counts as idle by the fraction of its places
+that are empty: with a quarter of the places in use, a second counts 0.75 s. An engine has as many
+places as the share can fill, at most engine.max_num_seqs.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ from collections.abc import Mapping
 from spmdrl.types import Sums
 
 CAUSES = ("tail", "reward", "environment", "replicas", "exchange", "update", "push")
-"""Inside time/generate: the last sequences are long; nothing is left but to score; an environment
-is to answer; another replica has what is missing. Outside: _PHASES."""
+"""The first four are inside time/generate: tail, few sequences are left to sample; reward, samples
+are only left to score; environment, its answer is awaited; replicas, another replica samples the
+missing groups. The others, and more of `replicas`, are outside; see _PHASES."""
 _PHASES = {
     "replicas": ("await rollouts",),
     "exchange": ("exchange scalars", "exchange tokens"),
     "update": ("annotate", "advantages", "update", "await peers", "agree to stop"),
     "push": ("push", "verify push"),
 }
-"""The named waits of an inference rank between two stretches of generation. Trainers come to
+"""{cause: phases of an inference rank between two stretches of generation}. Trainers reach
 `await rollouts` right after a push, so an engine that waits there waits for another replica."""
 
 
 def empty_shares(width: int, *, drawing: int, playing: int) -> dict[str, float]:
-    """Return which share of an engine's places is empty, by cause, while it steps.
+    """Return {cause: fraction of the engine's places that are empty} during an engine step.
 
     Args:
-        width: places. drawing: sequences that are in the engine. playing: episodes that will
-            come back to it, when their environment has answered.
+        width: places of the engine.
+        drawing: sequences in the engine.
+        playing: episodes that wait for their environment's answer and will then need a place.
     """
     empty = max(0, width - drawing)
     waiting = min(empty, playing)
@@ -46,24 +48,28 @@ class Idle:
     def __init__(self, width: int = 1):
         self.width = max(1, width)
         self._seconds: dict[str, float] = {}
-        self._left_at: dict[str, float] | None = None  # not before the first step
+        self._left_at: dict[str, float] | None = None  # None until `left` was called once
 
     def add(self, cause: str, seconds: float) -> None:
         """Count seconds in which the engine stood still."""
         self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
 
     def stepped(self, seconds: float, *, drawing: int, playing: int) -> None:
-        """Count what an engine step left empty."""
+        """Count the places that an engine step left empty."""
         shares = empty_shares(self.width, drawing=drawing, playing=playing)
         for cause, share in shares.items():
             self.add(cause, share * seconds)
 
     def left(self, totals: Mapping[str, float]) -> None:
-        """Note that generation ends; `totals` are the watch's seconds by phase."""
+        """Note the end of a stretch of generation.
+
+        Args:
+            totals: {phase: seconds so far} of the watch.
+        """
         self._left_at = dict(totals)
 
     def came_back(self, totals: Mapping[str, float]) -> None:
-        """Count what kept the engine since `left`."""
+        """Count the waits since `left`, by cause."""
         if self._left_at is None:
             return
         for cause, phases in _PHASES.items():
@@ -72,7 +78,7 @@ class Idle:
             )
 
     def take(self) -> Sums:
-        """Return the metrics since the last call, as means over replicas, and start anew."""
+        """Return the metrics since the last call, as means over replicas, and reset them."""
         seconds = self._seconds
         self._seconds = {}
         sums: Sums = {f"time/engine_idle_{cause}": (seconds.get(cause, 0.0), 1) for cause in CAUSES}
@@ -80,12 +86,14 @@ class Idle:
 
 
 def trainer_wait(await_s: float, generate_s: float, sums: Sums) -> Sums:
-    """Split the trainers' wait for rollouts by what engines did in their time of generation.
+    """Split the trainers' wait for rollouts by cause, in the proportions of the engines' time.
 
     Args:
-        await_s: seconds in `await rollouts`. generate_s: mean time/generate of the replicas.
-        sums: with those of `Idle.take`.
-    Returns: time/await_rollouts_<cause>, and _sampling for the rest: they add up to await_s.
+        await_s: seconds in `await rollouts`.
+        generate_s: mean time/generate of the replicas.
+        sums: metrics, those of `Idle.take` among them.
+    Returns: time/await_rollouts_<cause>, and time/await_rollouts_sampling for the rest. They add
+        up to await_s.
     """
     found: Sums = {}
     left = 1.0

@@ -1,7 +1,7 @@
-"""What held-out samples say of a policy: estimates over problems, with their intervals.
+"""Estimates of a policy from held-out samples: means over problems, with their intervals.
 
-P problems, n samples of each. Samples of one problem are alike, so the problem is the unit: a
-mean is over problems, and its interval comes from how much problems differ.
+P problems, n samples of each. Samples of one problem are correlated, so the problem is the unit: a
+mean is over problems, and its interval follows from the variance between problems.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ _ANSWER = "pred"  # verl's name
 @record
 @dataclass(frozen=True)
 class ProblemOutcome:
-    """What the samples of one held-out problem came to."""
+    """The results of one held-out problem's samples."""
 
     index: int
     """Position of the row in data.eval."""
     source: str
-    """Where data.eval has several sources, the name of its one; else its `data_source`, empty where
-    the row has none."""
+    """The name of its source if data.eval has several; else the row's `data_source`, or empty if
+    it has none."""
     rewards: tuple[float, ...]
-    """Of the samples whose reward did not fail, in order."""
+    """Rewards of the samples whose reward did not fail, in order."""
     answers: tuple[str, ...]
-    """What a reward function extracted from them, as `pred`; empty where one has none."""
+    """Answers that a reward function extracted from these samples and returned as `pred`; empty
+    if any of them has none."""
     lengths: tuple[int, ...]
     """Sampled tokens of every sample."""
     num_truncated: int
     """Samples cut at the length limit."""
     parts: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Reward functions where there are several, and what they report besides: by name, one
-    number for each sample that has it."""
+    """{name: one number for each sample that has it}: the value of each reward function if there
+    are several, and the metrics that they report."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ class Estimate:
 
     mean: float
     half_width: float | None
-    """Of the 95% interval: 1.96 standard errors of the mean over problems (normal; arXiv
-    2411.00640). 0 where all came out alike, which says little; None for one problem."""
+    """Half the width of the 95% interval: 1.96 standard errors of the mean over problems (normal;
+    arXiv 2411.00640). None for one problem. It is 0 if all problems have the same value, which
+    does not mean that the mean is exact."""
     num_problems: int
 
 
@@ -62,7 +64,7 @@ def outcomes_of(
     """Group samples by problem, in the order of the rows.
 
     Args:
-        names: {`Prompt.source`: name} where there are several sources, else empty.
+        names: {`Prompt.source`: name} if there are several sources, else empty.
     """
     by_index: dict[int, list[FinishedEpisode]] = defaultdict(list)
     for sample in samples:
@@ -92,12 +94,12 @@ def _outcome(samples: Sequence[FinishedEpisode], names: Mapping[int, str]) -> Pr
 
 
 def _answer(reported: dict[str, object]) -> str:
-    """Return the extracted answer, of the first function that reports one; empty for none."""
+    """Return the answer of the first function that reports one; empty if none does."""
     return next((str(value) for name, value in reported.items() if is_answer(name)), "")
 
 
 def is_answer(name: str) -> bool:
-    """Return whether what a function reports so is the answer that it read."""
+    """Return whether a function reports its extracted answer by this name."""
     return name.rpartition("/")[2] == _ANSWER  # with several functions: FUNCTION/pred
 
 
@@ -107,20 +109,22 @@ def is_answer(name: str) -> bool:
 def summarize(
     outcomes: Sequence[ProblemOutcome], *, samples: int, right_at: float = RIGHT_AT
 ) -> dict[str, Estimate]:
-    """Estimate what a policy does on problems of this kind.
+    """Estimate how a policy does on problems of this kind.
 
-    A problem counts in an estimate if it has the samples that it needs: failed rewards leave
-    fewer.
+    Failed rewards leave a problem with fewer than n rewards. An estimate leaves out the problems
+    that have too few for it.
 
     Args:
         outcomes: of P problems.
-        samples: n, drawn of each problem.
-        right_at: a sample is right whose reward is at least this, task units. Rewards between
-            are wrong for pass@k and maj@n; `reward` and best@k take them as they are.
-    Returns: {name: estimate}, without those that no problem counts in. `reward` (avg@n);
-        `pass_at_K` and `best_at_K`, a right sample and the best reward among K, without bias, for
-        K = 1, 2, 4, ... and n; `maj_at_n`: the most frequent answer is right (equally frequent
-        ones count by halves); `response_length`, tokens; `truncated_frac`, `failed_frac`.
+        samples: n, the number of samples of each problem.
+        right_at: a sample is right if its reward is at least this, task units. pass@k and maj@n
+            count all other samples as wrong; `reward` and best@k use the reward itself.
+    Returns: {name: estimate}, without estimates that no problem has enough samples for:
+        `reward` (avg@n);
+        `pass_at_K`, unbiased: at least one of K samples is right, for K = 1, 2, 4, ... and n;
+        `best_at_K`, unbiased: the best reward of K samples, for the same K;
+        `maj_at_n`: the most frequent answer is right (mean over equally frequent answers);
+        `response_length`, tokens; `truncated_frac`; `failed_frac`.
     """
     scored = {k: [o for o in outcomes if len(o.rewards) >= k] for k in (1, *sizes(samples))}
     voted = [o for o in outcomes if len(o.answers) >= samples]
@@ -141,7 +145,7 @@ def summarize(
 
 
 def evaluation_file(output_dir: str | Path, step: int) -> Path:
-    """Return where the loop writes its evaluation of the weights after `step` steps."""
+    """Return the file for the training loop's evaluation after `step` steps."""
     return Path(output_dir) / "evaluations" / f"evaluation_{step}.json"
 
 
@@ -152,7 +156,7 @@ def by_source(outcomes: Sequence[ProblemOutcome]) -> dict[str, list[ProblemOutco
 
 
 def part_means(outcomes: Sequence[ProblemOutcome]) -> dict[str, float]:
-    """Return the mean over samples of each number that reward functions gave by name."""
+    """Return {name: mean over samples} of the numbers that reward functions report."""
     values: dict[str, list[float]] = defaultdict(list)
     for outcome in outcomes:
         for name, own in outcome.parts.items():
@@ -161,15 +165,15 @@ def part_means(outcomes: Sequence[ProblemOutcome]) -> dict[str, float]:
 
 
 def eval_sums(outcomes: Sequence[ProblemOutcome], *, samples: int) -> Sums:
-    """Return the eval/ metrics of the loop: of all problems, and little of each source.
+    """Return the eval/ metrics: all of them over all problems, and a few for each source.
 
     Args:
-        outcomes: of all replicas; none gives none.
-        samples: drawn of each problem.
+        outcomes: of all replicas; if there are none, there are no metrics.
+        samples: number of samples of each problem.
     """
     found = summarize(outcomes, samples=samples)
     names = [name for name in found if not name.startswith("best_at_")]
-    if samples == 1:  # at one sample these say what the reward says
+    if samples == 1:  # with one sample these repeat the reward
         names = [name for name in names if not name.startswith(("pass_at_", "maj_at_"))]
     sums: Sums = {}
     for name in names:
@@ -189,7 +193,7 @@ def eval_sums(outcomes: Sequence[ProblemOutcome], *, samples: int) -> Sums:
 
 
 def sizes(samples: int) -> list[int]:
-    """Return the k of pass@k and best@k: powers of two, and the number of samples."""
+    """Return each k of pass@k and best@k: powers of two, and the number of samples."""
     return [2**i for i in range(samples.bit_length()) if 2**i < samples] + [samples]
 
 
@@ -200,7 +204,7 @@ def _rights(outcome: ProblemOutcome, right_at: float) -> list[bool]:
 def _majority(answers: Sequence[str], rights: Sequence[bool]) -> float:
     votes = Counter(answers)
     first = [answer for answer, count in votes.items() if count == max(votes.values())]
-    # A grader may judge one answer in two ways, by what stands around it: its mean.
+    # A grader may judge the same answer differently in two responses, so take the mean.
     judged = [[r for given, r in zip(answers, rights) if given == answer] for answer in first]
     return fmean(map(fmean, judged))
 

@@ -1,4 +1,4 @@
-"""Finished sequences as flat tensors, and such tensors joined and restored."""
+"""Pack finished sequences into flat tensors; join, save and restore these."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def pack_step(
     """Pack a replica's share of a step, with its metrics.
 
     Args:
-        groups: complete, each with the slot that it takes in the step's batch.
-        is_first: the replica that counts for the denominator of what adds up over replicas, and
-            shows a few samples.
-        seconds: of generation that went into it.
-        measured: further metrics of it.
+        groups: complete groups, each with its slot in the step's batch.
+        is_first: whether this is the first replica. It alone adds 1 to the denominators of counts
+            that are summed over replicas, and it alone returns samples to show.
+        seconds: time of generation that the share took.
+        measured: more metrics of the share.
         dropped: groups without a spread of rewards that were replaced.
-        num_carried: groups that stay under way for later steps.
+        num_carried: groups that go on into later steps.
     """
     samples = [sample for group in groups for sample in group.placed]
     drawn = [s for s in samples if s.sample != GREEDY]
@@ -80,11 +80,13 @@ def pack(
     """Pack samples into flat tensors. A failed reward becomes is_valid = False, reward 0.
 
     Args:
-        samples: greedy ones are not packed: their rewards become greedy_rewards.
-        part_names: of the reward functions, K of them; empty for one task's grader.
+        samples: greedy ones are not packed; their rewards become greedy_rewards.
+        num_shown: how many samples to return for people to read.
+        part_names: names of the K reward functions; empty for one task's grader.
         shaping: rewards.shaping, with max_response_tokens as its length limit.
-        is_partial: trainers add the part of reward models, and shape. The shown samples say
-            which they are, so that they can be given their whole reward.
+        is_partial: whether trainers will add the rewards of reward models and shape the sum. Then
+            nothing is shaped here, and each sample to show has its group and number, by which its
+            whole reward is filled in later.
     """
     if is_partial:
         shaping = None
@@ -116,7 +118,7 @@ def flat_episodes(
     greedy_rewards: Sequence[float],
     part_names: Sequence[str],
 ) -> tuple[Tokens, Scalars]:
-    """Return the tokens of finished episodes, one after the other, and their scalars."""
+    """Return the concatenated tokens of finished episodes, and their scalars."""
     trajectories = [e.trajectory for e in episodes]
     tokens = Tokens.concat(trajectories) if episodes else Tokens.unsampled([])
     lengths = ints([len(t.tokens) for t in trajectories])
@@ -140,7 +142,10 @@ def flat_episodes(
 
 
 def _min_versions(tokens: Tokens, lengths: Tensor) -> Tensor:
-    """Return the oldest version among each sequence's sampled tokens, [S] int64; -1 for none."""
+    """Return the oldest version of each sequence's sampled tokens, [S] int64.
+
+    -1 for a sequence without sampled tokens.
+    """
     none = torch.iinfo(torch.int64).max
     versions = tokens.policy_versions.where(tokens.policy_versions >= 0, none)
     sequences = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -149,7 +154,11 @@ def _min_versions(tokens: Tokens, lengths: Tensor) -> Tensor:
 
 
 def turns_of(turns: Iterable[tuple[Sequence[float], Sequence[int]]]) -> Tensor:
-    """Return `Scalars.turns` of sequences, each with what its turns earned and their states."""
+    """Return `Scalars.turns` of sequences.
+
+    Args:
+        turns: of each sequence, the rewards of its turns and their states.
+    """
     rows = [[*zip(earned, states)] or [(0.0, -1)] for earned, states in turns]
     most = max(map(len, rows), default=1)
     padded = [row + [(0.0, -2)] * (most - len(row)) for row in rows]
@@ -157,7 +166,7 @@ def turns_of(turns: Iterable[tuple[Sequence[float], Sequence[int]]]) -> Tensor:
 
 
 def _row(sample: FinishedEpisode, *, is_partial: bool) -> dict[str, Any]:
-    """Return a sample as people are shown it, see docs/runs.md."""
+    """Return a sample for people to read; see docs/runs.md."""
     reward = sample.reward
     row: dict[str, Any] = {
         "prompt": sample.prompt.text,
@@ -176,7 +185,10 @@ def _row(sample: FinishedEpisode, *, is_partial: bool) -> dict[str, Any]:
 
 
 def _shown(samples: Sequence[FinishedEpisode]) -> list[FinishedEpisode]:
-    """Return the first sample of each prompt, behind one without reward if there is any."""
+    """Return the first sample of each prompt.
+
+    If any sample has a reward of 0 or less, it comes first and stands for its prompt.
+    """
     firsts = {s.slot: s for s in reversed(samples)}
     wrong = next((s for s in samples if s.reward.value is not None and s.reward.value <= 0), None)
     rest = [firsts[slot] for slot in sorted(firsts) if wrong is None or slot != wrong.slot]
@@ -186,7 +198,7 @@ def _shown(samples: Sequence[FinishedEpisode]) -> list[FinishedEpisode]:
 def shaped_rewards(
     samples: Sequence[FinishedEpisode], *, shaping: ShapingSettings, limit: int
 ) -> list[float]:
-    """Return each sample's reward after shaping, task units; NaN where it failed."""
+    """Return each sample's reward after shaping, task units; NaN for a failed reward."""
     values = [math.nan if s.reward.value is None else s.reward.value for s in samples]
     if not shaping.is_on:
         return values
@@ -200,19 +212,19 @@ def shaped_rewards(
 
 
 def _parts(result: RewardResult, names: Sequence[str]) -> list[float]:
-    """Return the value of each function, 0 where it does not apply or failed: K numbers."""
+    """Return the value of each of the K functions; 0 for one that does not apply or failed."""
     if not names:
         return [result.value or 0.0]
     return [result.parts.get(name, 0.0) for name in names]
 
 
 def empty_rollouts() -> Rollouts:
-    """Return the rollouts of a rank that made none."""
+    """Return the rollouts of a rank that has no sequences."""
     return pack([], sums={}, num_shown=0)
 
 
 def concat_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
-    """Return all sequences of several Rollouts in one."""
+    """Join several Rollouts into one."""
     scalars = Scalars.concat([p.scalars for p in parts])
     return Rollouts(
         **Tokens.concat(parts).token_fields(),
@@ -256,5 +268,5 @@ def doubles(values: Sequence[float] | Sequence[Sequence[float]]) -> Tensor:
 
 
 def cumulative(lengths: Tensor) -> Tensor:
-    """Return [S + 1] int64, where each sequence of these lengths [S] starts, and the end."""
+    """Return [S + 1] int64: the start of each sequence of these lengths [S], and the end."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -1,9 +1,9 @@
 """When a replica admits prompts and when a step's share is complete, so that no token gets too old.
 
-Groups of a replica are numbered in the order in which they are admitted. A step takes `quota`
-of them. Without over-sampling it takes the next `quota` in order; with it, up to
-`lookahead` > quota groups are under way for one step, the first `quota` that are complete make
-the step, and the others go on into later ones. Either way no token is more than
+A replica numbers its groups in the order of admission. Each step takes `quota` of them. Without
+over-sampling, a step takes the next `quota` groups in order. With over-sampling, up to
+`lookahead` > quota groups are sampled for one step; the step takes the first `quota` that are
+complete, and the others go on into later steps. In both cases no token is more than
 `max_staleness` steps old when it is trained on.
 """
 
@@ -19,14 +19,14 @@ from spmdrl.config import ScheduleSettings
 
 @dataclass(frozen=True)
 class Rules:
-    """What a schedule allows."""
+    """The limits of a schedule for one replica."""
 
     quota: int
     """Groups that a step takes from this replica."""
     lookahead: int
-    """Groups under way for one step, at least quota."""
+    """Most groups that are sampled for one step, at least quota."""
     max_staleness: int
-    """Steps from the version that a token may come from to the one that trains on it."""
+    """Most steps between the version that sampled a token and the step that trains on it."""
 
 
 def make_rules(
@@ -36,9 +36,9 @@ def make_rules(
 
     Args:
         quota: groups that a step takes from this replica; may be 0.
-        over_sample: groups under way per group of a step, at least 1.
+        over_sample: groups that are sampled for each group that a step takes, at least 1.
         lag: steps that generation runs ahead.
-        max_staleness: steps; auto takes the least that works.
+        max_staleness: steps; auto takes the smallest that works.
     """
     least = least_staleness(over_sample, lag=lag)
     return Rules(
@@ -49,9 +49,11 @@ def make_rules(
 
 
 def least_staleness(over_sample: float, *, lag: int) -> int:
-    """Return the smallest bound on staleness under which every group that is admitted for a
-    step can be trained on: its step is at most `lag` ahead, and over-sampling puts it behind up
-    to over_sample - 1 steps' groups more."""
+    """Return the smallest max_staleness with which every admitted group can be trained on.
+
+    A group is admitted at most `lag` steps before its step, and over-sampling lets the groups of
+    up to over_sample - 1 more steps be trained on first.
+    """
     return lag + math.ceil(over_sample) - 1
 
 
@@ -61,16 +63,17 @@ def num_to_admit(
     """Count the groups to admit now.
 
     Args:
-        waiting: groups that are under way or complete, and in no step yet.
-        next_step: first step whose share is not complete. last_step: last one wanted.
+        waiting: groups, under way or complete, that no step has taken yet.
+        next_step: first step whose share is not complete.
+        last_step: last step to sample for.
         version: of the engine's weights.
-    Returns: how many; never one that could not be trained on within max_staleness steps.
+    Returns: the number of groups, all of which can be trained on within max_staleness steps.
     """
     steps = last_step - next_step + 1
     if steps <= 0 or not rules.quota:
         return 0
     wanted = rules.quota * (steps - 1) + rules.lookahead
-    # The k-th that waits is trained on by step next_step + k // quota at the latest.
+    # The k-th waiting group (from 0) is trained on at step next_step + k // quota at the latest.
     limit = rules.quota * (rules.max_staleness + version - next_step + 1)
     return max(0, min(wanted, limit) - waiting)
 
@@ -81,12 +84,12 @@ def closing(
     """Choose the groups of a step, if it can be closed now.
 
     Args:
-        versions: {number: version at admission} of all groups that wait. Numbers and versions
-            rise together.
-        complete: numbers of those that are complete.
+        versions: {number: version at admission} of all groups that no step has taken. A higher
+            number never has a lower version.
+        complete: numbers of the complete groups.
         step: the first step without its share.
-    Returns: `quota` numbers in order, or None while too few are complete, or while leaving the
-        others for later steps would make one of them too old.
+    Returns: `quota` numbers in order. None if too few groups are complete, or if one of the other
+        groups would get too old by waiting for a later step.
     """
     order = sorted(versions)
     ready = [n for n in order[: rules.lookahead] if n in complete]
@@ -94,7 +97,7 @@ def closing(
         return None
     chosen = ready[: rules.quota]
     left = [n for n in order if n not in set(chosen)]
-    # Taken in order, the k-th that is left is trained on at step + 1 + k // quota.
+    # If later steps take the rest in order, they train on the k-th at step + 1 + k // quota.
     fits = all(
         step + 1 + k // rules.quota <= versions[n] + rules.max_staleness for k, n in enumerate(left)
     )
@@ -102,10 +105,10 @@ def closing(
 
 
 def horizon(schedule: ScheduleSettings, *, lag: int) -> int:
-    """Return how many steps before its own a step's prompts may be asked for at the earliest.
+    """Return how many steps ahead, at most, the prompts of a step are asked for.
 
-    Generation runs max(1, lag) steps ahead of what was gathered last, and over-sampling begins
-    on up to over_sample - 1 steps more. 0: there is no bound, since dynamic sampling takes as
-    many prompts as it needs; then nothing that was measured may decide on them.
+    Generation runs max(1, lag) steps ahead of the last gathered batch, and over-sampling begins
+    up to over_sample - 1 more steps. 0 means that there is no bound: dynamic sampling takes as
+    many prompts as it needs, so earlier measurements must not decide which prompts come.
     """
     return 0 if schedule.dynamic else least_staleness(schedule.over_sample, lag=max(1, lag))
