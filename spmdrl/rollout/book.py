@@ -1,9 +1,9 @@
-"""The groups that engine replicas have under way for the steps to come, and who takes what next.
+"""The book of groups that engine replicas sample for later steps, and who takes which group next.
 
-One replica keeps a book for itself, or all keep one together. Then a replica that is done early
-takes prompts that were dealt to another, and none is lost or sampled twice. They keep the list of
-moves in the job's store. What a move does is a function of the book and the move alone, so all that
-play the moves in this order have the same book.
+Each replica has a book of its own, or all share one. With a shared book, a replica that is done
+early takes prompts that were dealt to another, and none is lost or sampled twice. The job's store
+holds the list of moves. The effect of a move depends on the book and the move alone, so replicas
+that play the moves in the same order have the same book.
 """
 
 from __future__ import annotations
@@ -36,52 +36,53 @@ class Ticket(NamedTuple):
 
 @dataclass
 class Book:
-    """The groups of a replica, or of all that share the book."""
+    """The groups of one replica, or of all replicas that share the book."""
 
     next: int = 0
     """First step that is not closed."""
     opened: int = 0
-    """Steps whose prompts were dealt so far."""
+    """Number of steps whose prompts have been dealt."""
     left: dict[int, list[list[int]]] = field(default_factory=dict)
-    """{step: for each part, the slots that no replica has taken}; a part belongs to one replica."""
+    """{step: slots that no replica has taken, by part}; each part belongs to one replica."""
     number: int = 0
-    """Of the next ticket."""
+    """Number of the next ticket."""
     waiting: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """{number: (version at admission, step, slot)} of groups that no step has taken yet."""
     complete: list[int] = field(default_factory=list)
-    """Numbers of those that are complete."""
+    """Numbers of the waiting groups that are complete."""
     closed: dict[int, dict[int, int]] = field(default_factory=dict)
-    """{step: {number: slot in its batch}}."""
+    """{step: {number of a group: its slot in the step's batch}}."""
     dropped: int = 0
     """Groups that were replaced since the last step closed."""
 
 
 class Move(NamedTuple):
-    """What a replica tells the book, and asks of it; JSON makes its sequences lists."""
+    """A replica's report to the book and its request for tickets; read from JSON, its sequences
+    are lists."""
 
     part: int
-    """The replica's."""
+    """Index of the replica's part."""
     version: int
-    """Of its weights."""
+    """Version of its weights."""
     last: int
-    """Last step that is wanted, and may be closed."""
+    """Last step that may be closed."""
     most: int
-    """Tickets to take at most."""
+    """Most tickets to take."""
     complete: Sequence[int] = ()
-    """Numbers of groups that are complete."""
+    """Numbers of groups that became complete."""
     dropped: Sequence[int] = ()
-    """Numbers of groups to be replaced."""
+    """Numbers of groups to replace."""
 
 
 @dataclass(frozen=True)
 class BookRules:
-    """The rules of a book; the same on all replicas that share it."""
+    """The rules by which moves change a book; the same on all replicas that share it."""
 
     rules: Rules
     deal: Callable[[int], list[list[int]]]
-    """Returns the slots of a step, for each part."""
+    """Deals the slots of a step; returns them by part."""
     slots_of: Callable[[int], Sequence[int]]
-    """Returns the slots of a step's batch that are filled from the book."""
+    """Returns the slots of a step's batch that groups of the book fill."""
 
     def play(self, book: Book, move: Move) -> list[Ticket]:
         """Change a book by a move; return the tickets that it takes."""
@@ -113,8 +114,11 @@ class BookRules:
         )
 
     def _take(self, book: Book, move: Move) -> Ticket:
-        """Take a prompt of the earliest step that has any: from the replica's own part, or, where
-        that is empty, the last one (the shortest, see `deal`) of the part with most left."""
+        """Take a prompt of the earliest step that has any left.
+
+        It comes from the replica's own part. If that is empty, it is the last (the shortest, see
+        `deal`) of the part with the most left.
+        """
         if not book.left:
             book.left[book.opened] = [list(slots) for slots in self.deal(book.opened)]
             book.opened += 1
@@ -128,7 +132,7 @@ class BookRules:
         return Ticket(book.number - 1, step, slot)
 
     def _num_to_take(self, book: Book, move: Move) -> int:
-        """Count the tickets that the rules leave to take."""
+        """Return how many tickets the rules allow to be taken now."""
         return num_to_admit(
             self.rules,
             len(book.waiting),
@@ -146,21 +150,27 @@ class BookRules:
 
 
 def _handed_over(book: Book, move: Move) -> list[int]:
-    """Return the closed steps that all replicas have handed over: before that no replica could have
-    the weights of this move."""
+    """Return the closed steps that all replicas have handed over.
+
+    A replica has weights of a version only after all replicas handed over the steps before it.
+    """
     return [step for step in book.closed if step < move.version]
 
 
 def _placed(
     groups: dict[int, tuple[int, int, int]], *, step: int, slots: Sequence[int]
 ) -> dict[int, int]:
-    """Give each group a slot of the step's batch: its own if it is of this step's prompts."""
+    """Return {number: slot in the step's batch}.
+
+    A group of this step's prompts keeps its slot, if it is one of `slots`. The others get the free
+    slots in order.
+    """
     placed = {n: slot for n, (_, own, slot) in groups.items() if own == step and slot in slots}
     free = iter(sorted(set(slots) - set(placed.values())))
     return {number: placed[number] if number in placed else next(free) for number in groups}
 
 
-# --------------------------------------------------------------------------- where it is kept
+# --------------------------------------------------------------------------- keeping a book
 
 
 class OwnBook:
@@ -172,11 +182,11 @@ class OwnBook:
 
     @property
     def is_due(self) -> bool:
-        """Return whether a replica that has other things to do should make a move now."""
+        """Return whether a replica with other work to do should make a move now."""
         return True
 
     def move(self, move: Move) -> list[Ticket]:
-        """Make a move, which changes `book`; return its tickets."""
+        """Make a move, which may change `book`; return its tickets."""
         return self.practice.play(self.book, move)
 
     def follow(self) -> bool:
@@ -184,20 +194,20 @@ class OwnBook:
         return False
 
     def settle(self, version: int) -> None:
-        """Bring `book` to where all replicas were when they got weights of a version."""
+        """Play moves until `book` is as it was when all replicas got weights of a version."""
 
 
 class SharedBook(OwnBook):
-    """A book of all replicas: each has a copy, and plays all moves in the order of the job's store.
+    """A book that all replicas share: each has a copy and plays all moves in the store's order.
 
-    A move is some 60 bytes, however large the book. A replica that changes nothing and has other
-    things to do asks the store once in `spacing_s`, so that the store bears many replicas
-    (benchmarks/results/scale.md).
+    A move takes about 60 bytes, whatever the size of the book. A replica that changes nothing and
+    has other work asks the store only once in `spacing_s`, so that the store can serve many
+    replicas (benchmarks/results/scale.md).
 
     Args:
         store: of the job.
-        book: that stands before the first move; the same for all.
-        replicas: how many share it.
+        book: its state before the first move; the same for all replicas.
+        replicas: number of replicas that share it.
     """
 
     def __init__(self, store: SealedStore, book: Book, practice: BookRules, *, replicas: int):
@@ -206,11 +216,11 @@ class SharedBook(OwnBook):
         self._store = store
         self._looked_at = -math.inf
         self.number = 0
-        """Moves that are in `book`, since the run's first."""
+        """Number of the run's moves that `book` includes."""
         self.latest_own = 0
         """Number of this replica's latest move."""
         self._past: list[bytes] = []  # moves of earlier attempts
-        self._own: list[int] = []  # this replica's moves that are in the store
+        self._own: list[int] = []  # numbers of this replica's moves that are in the store
         self._closed_at: dict[int, int] = {}  # {step: number of the move that closed it}
 
     @property
@@ -219,14 +229,14 @@ class SharedBook(OwnBook):
         return time.monotonic() - self._looked_at >= self.spacing_s
 
     def move(self, move: Move) -> list[Ticket]:
-        """As OwnBook. A move that would change nothing is not written down."""
+        """As OwnBook. A move that would change nothing is not written to the store."""
         if self.is_due:
             self.follow()
         if not self.practice.changes(self.book, move):
             return []
         text = json.dumps(move)
         while (stands := self._write(text)) != text.encode():
-            self._play(stands)  # the number was another's
+            self._play(stands)  # another replica wrote the move of this number first
         self._own.append(self.number + 1)
         self.latest_own = self.number + 1
         return self._play(stands)
@@ -236,6 +246,7 @@ class SharedBook(OwnBook):
         self._looked_at = time.monotonic()
         before = self.number
         self.play_until(len(self._past))
+        # Read one move, then twice as many while the store has them, then half as many.
         count = 1
         while count:
             texts = self._read(count)
@@ -251,16 +262,16 @@ class SharedBook(OwnBook):
         """As OwnBook."""
         while self.number < len(self._past):
             if _move_of(self._past[self.number]).version >= version:
-                return  # the moves that follow are repeated later
+                return  # the later moves are repeated when their turn comes
             self._play(self._past[self.number])
         self.follow()
 
     def remember(self, moves: Sequence[Sequence[Any]], *, begun: int) -> None:
-        """Go on in a run's list of moves, each of which is played in its turn.
+        """Repeat the moves that an earlier attempt of the run made.
 
         Args:
-            moves: all that are known, from the run's first on.
-            begun: how many of them are in the book.
+            moves: all known moves of the run, from the first on.
+            begun: how many of them the book already includes.
         """
         self._past = [json.dumps(move).encode() for move in moves]
         self.number = begun
@@ -273,15 +284,17 @@ class SharedBook(OwnBook):
         return tickets
 
     def _read(self, count: int) -> list[bytes]:
-        """Return the next `count` moves of the store; fewer where a stranger wrote one, none where
-        it does not have so many yet."""
+        """Return the next `count` moves of the store; none if it does not have so many yet.
+
+        Fewer if one of them does not bear the mark of the job's secret.
+        """
         keys = [_KEY.format(self.number + 1 + k) for k in range(count)]
         if not self._store.check(keys):
             return []
         return list(itertools.takewhile(bool, self._store.multi_get(keys)))
 
     def _write(self, text: str) -> bytes:
-        """Have this be the next move, unless there is one; return which one it is."""
+        """Write the next move, unless there is one already; return the one that counts."""
         if self.number < len(self._past):
             return self._past[self.number]
         return self._store.compare_set(_KEY.format(self.number + 1), "", text)
@@ -292,7 +305,8 @@ class SharedBook(OwnBook):
         self.number += 1
         tickets = self.practice.play(self.book, move)
         self._closed_at |= dict.fromkeys(range(before, self.book.next), self.number)
-        # Weights of this version were pushed: all replicas had closed the steps before.
+        # Weights of this version were pushed, so all replicas have played the moves that closed the
+        # steps before: this replica's moves up to there can be deleted from the store.
         past = [step for step in self._closed_at if step < move.version]
         end = max((self._closed_at.pop(step) for step in past), default=0)
         while self._own and self._own[0] <= end:

@@ -1,9 +1,10 @@
-"""What time decides on an engine replica: made now and written down, or repeated from a journal.
+"""Decisions that depend on timing on an engine replica: written to a journal, or repeated from it.
 
-Time decides four things: which answers of workers are there after an engine step, which moves of
-other replicas are in the shared book by then, when engines pause for new weights, and by these
-which groups close a step. `Decisions` is asked for each of them, in the order in which they are
-needed; everything else follows. The clock counts the engine steps of a stretch of generation.
+Four things depend on timing: which answers of workers have arrived after an engine step, which
+moves of other replicas the shared book then has, when engines pause for new weights, and, because
+of these, which groups close a step. `Decisions` makes or repeats each of them, in the order in
+which they are needed; everything else follows from them. A stretch is one call that generates, for
+training or evaluation; its clock counts engine steps.
 """
 
 from __future__ import annotations
@@ -48,41 +49,42 @@ log = logging.getLogger(__name__)
 
 Answer = RewardResult | TurnResult
 _PURPOSE = {"fill": "train-", "evaluate": "eval-"}
-"""How the keys of the episodes begin whose answers a stretch takes; others wait."""
+"""{kind of stretch: prefix of the keys of its episodes}. Answers to other keys wait."""
 _MESSAGE_CHARS = 300
 _UNLIKE = "What is computed is not alike: another machine, data or reward"
 
 
 class Decisions:
-    """The decisions of one replica; its leader has one.
+    """Makes, writes and repeats the decisions of one replica; only its leader has one.
 
-    Until `start` they are neither written down nor repeated, as in an evaluation of a model that is
-    no run.
+    Before `start`, decisions are neither written nor repeated. `start` is not called where a model
+    is evaluated outside a run.
     """
 
     def __init__(self) -> None:
-        self._known: _KnownDecisions | None = None  # read, and not begun with
-        self._source = ""  # whose decisions are repeated, for messages
-        self._must_repeat = False  # by rollout.replay_schedule, to the end
-        self._astray: Path | None = None  # marks decisions that cannot be repeated
-        self._drops = True  # samples whose reward failed; else the run ends
-        self._decided = Decided()  # what is repeated
-        self._is_written = False  # the lines that are repeated stand in this run's journal already
+        self._known: _KnownDecisions | None = None  # read by `start`, until the first stretch
+        self._source = ""  # folder of the decisions that are repeated, for messages
+        self._must_repeat = False  # rollout.replay_schedule is set: repeat all decisions
+        self._astray: Path | None = None  # this file marks decisions that cannot be repeated
+        self._drops = True  # drop samples whose reward failed; if False, the run ends
+        self._decided = Decided()  # the decisions to repeat
+        self._is_written = False  # this run's journal already has the lines that are repeated
         self._journal: Journal | None = None
-        self._ahead: deque[Line] = deque()  # of this stretch, to be repeated
+        self._ahead: deque[Line] = deque()  # lines of this stretch that are still to be repeated
         self._stretch = ("", 0)  # its kind, and the version of its weights
         self._counts: Counter[tuple[str, int]] = Counter()
         self._clock = 0  # engine steps of the stretch
-        self._noted = 0  # moves of the shared book that are written down
+        self._noted = 0  # number of moves of the shared book that the journal has
         self._answers = _Answers()
 
     def start(self, cfg: Config, world: World, *, version: int) -> None:
-        """Write decisions down from here on, and repeat those that were made of the steps to come.
+        """Write decisions from here on, and repeat those that the journal has for later steps.
 
-        Files are read here, and written at the first stretch, when all replicas have read.
+        This only reads files. They are written at the first stretch, when all replicas have read
+        them.
 
         Args:
-            version: of the weights that the run goes on with.
+            version: of the weights that the run begins or continues with.
         Raises: OSError.
         """
         if not is_timed(cfg):
@@ -102,7 +104,8 @@ class Decisions:
         Args:
             kind: `fill` or `evaluate`.
             version: of the weights.
-            last: step up to which it goes.
+            book: this replica's book, which repeats the known moves.
+            last: last step to sample for.
         """
         if self._known is not None:
             self._decided, self._journal, self._is_written = self._known.take()
@@ -122,7 +125,7 @@ class Decisions:
         if lines:
             self._repeat()
             return
-        if kind == "fill":  # an evaluation changes nothing that others follow from
+        if kind == "fill":  # no later decision depends on an evaluation
             self._is_written = False
         self._write(opening)
 
@@ -140,7 +143,7 @@ class Decisions:
             raise self._differs("the end")
         self._stretch = ("", 0)
 
-    # ---------------------------------------------------------------- what time decides
+    # ---------------------------------------------------------------- timing
 
     def pauses(self, must_pause: Callable[[], bool]) -> bool:
         """Return whether generation stops here for new weights."""
@@ -155,10 +158,10 @@ class Decisions:
         return is_pausing
 
     def move(self, book: OwnBook, move: Move, *, is_urgent: bool) -> list[Ticket] | None:
-        """Make a move in a book, if it is due; return its tickets, or None where none was made.
+        """Make a move in a book if it is due; return its tickets, or None if it was not made.
 
         Args:
-            is_urgent: the move changes something, or there is nothing else to do.
+            is_urgent: make the move now: generation pauses, or there is nothing else to do.
         """
         if not isinstance(book, SharedBook):
             return book.move(move)
@@ -183,8 +186,10 @@ class Decisions:
         return tickets
 
     def waits(self) -> bool:
-        """Return whether a replica that has nothing to do must wait for others; what they did in
-        the run that is repeated is known."""
+        """Return whether a replica that has nothing to do must wait for other replicas.
+
+        It need not while decisions are repeated: the moves of the others are known then.
+        """
         if self._ahead:
             self._check_due("nothing is left to do")
         return not self._ahead
@@ -192,11 +197,11 @@ class Decisions:
     def answers(
         self, pool: RewardPool, awaited: Mapping[Hashable, Episode], *, is_idle: bool
     ) -> list[Answer]:
-        """Return the answers of workers that there are now.
+        """Return the answers of workers that have arrived.
 
         Args:
-            awaited: the episodes that are with the workers, by key.
-            is_idle: the engine has nothing to do, so wait for an answer.
+            awaited: {key: episode} of the episodes that the workers have.
+            is_idle: the engine has nothing to do, so wait for at least one answer.
         """
         line = self._due("came")
         if line is not None:
@@ -211,7 +216,7 @@ class Decisions:
         prefix = _PURPOSE.get(self._stretch[0], "")
         found = self._answers.of(prefix, pool, must_wait=is_idle)
         failed = {a.key: [a.failure, a.message[:_MESSAGE_CHARS]] for a in found if a.failure}
-        # A failure that ends the run is not written down: it is not to end the next attempt.
+        # A failure that ends the run is not written: the next attempt must not repeat it.
         if found and (self._drops or not failed):
             self._write(["came", self._clock, [answer.key for answer in found], failed])
         return found
@@ -224,7 +229,7 @@ class Decisions:
         *,
         failed: Mapping[Hashable, tuple[Failure, str]],
     ) -> Answer:
-        """Wait for an answer, or repeat a failure."""
+        """Wait for an answer, or make one again that failed in the repeated run."""
         if key not in awaited:
             raise self._differs(f"{key} is not with the workers")
         if key in failed:
@@ -237,13 +242,13 @@ class Decisions:
             raise self._differs(f"{key} failed: {answer.failure}: {answer.message}")
         return answer
 
-    # ---------------------------------------------------------------- what follows
+    # ---------------------------------------------------------------- results
 
     def closed(self, step: int, groups: Sequence[Group]) -> None:
-        """Write down digests of this replica's groups of a step, or compare them.
+        """Write digests of this replica's groups of a step, and compare them with known ones.
 
-        A resumed run may come to other numbers, since a reward was mended, or the machine is
-        another: it logs this and goes on.
+        A resumed run may get other results, because a reward function was corrected or the machine
+        is another. It logs this and goes on.
 
         Raises: RuntimeError naming the first group that differs from the run of replay_schedule.
         """
@@ -270,7 +275,7 @@ class Decisions:
             self._journal.append(row_of(line))
 
     def _due(self, kind: str) -> Line | None:
-        """Return the next decision to repeat, if it is of this kind and due now."""
+        """Return the next line to repeat if it is of this kind and due now, else None."""
         if not self._ahead:
             return None
         line = self._ahead[0]
@@ -279,12 +284,12 @@ class Decisions:
         return line if line[0] == kind and line[1] == self._clock else None
 
     def _check_due(self, here: str) -> None:
-        """Raise RuntimeError where no decision is due that would change something."""
+        """Raise RuntimeError unless a move of the book or a pause is due now."""
         if self._ahead[0][0] not in ("book", "pause") or self._ahead[0][1] != self._clock:
             raise self._differs(here)
 
     def _repeat(self) -> None:
-        """Take the next decision as made; after the last one that is known, new ones are made."""
+        """Go on to the next line; after the last known one, new decisions are made and written."""
         line = self._ahead.popleft()
         self._write(line)
         if not self._ahead and line[0] != "end":
@@ -304,14 +309,14 @@ class Decisions:
 
 
 class _Answers:
-    """Answers of workers that are there and were not taken yet."""
+    """Answers of workers that have arrived and were not taken yet."""
 
     def __init__(self) -> None:
         self._answers: dict[Hashable, Answer] = {}
-        self._given_up: set[Hashable] = set()  # nobody waits for them any more
+        self._given_up: set[Hashable] = set()  # keys whose answers are thrown away on arrival
 
     def fetch(self, pool: RewardPool) -> None:
-        """Take in what the workers have done."""
+        """Store the answers that have arrived, without waiting."""
         for answer in pool.poll():
             if answer.key in self._given_up:
                 self._given_up.remove(answer.key)
@@ -322,7 +327,7 @@ class _Answers:
         """Return the answers to keys that begin with a prefix.
 
         Args:
-            must_wait: where there are none, sleep until a worker has something.
+            must_wait: if there are none, first sleep until a worker has an answer.
         """
         if must_wait and not self._keys(prefix):
             pool.wait()
@@ -333,7 +338,7 @@ class _Answers:
         return [key for key in self._answers if str(key).startswith(prefix)]
 
     def wait_for(self, key: Hashable, pool: RewardPool) -> Answer:
-        """Return the answer to a key, as soon as it is there."""
+        """Wait for the answer to a key and return it."""
         self.fetch(pool)
         while key not in self._answers:
             pool.wait()
@@ -341,16 +346,16 @@ class _Answers:
         return self._answers.pop(key)
 
     def give_up(self, key: Hashable) -> None:
-        """Leave out the answer to a key, whenever it comes."""
+        """Throw away the answer to a key, now or when it arrives."""
         if self._answers.pop(key, None) is None:
             self._given_up.add(key)
 
 
 class _KnownDecisions:
-    """What the files of a run say about the steps to come.
+    """The decisions that a run's files have for later steps.
 
     Args:
-        version: of the weights that the run goes on with.
+        version: of the weights that the run begins or continues with.
     """
 
     def __init__(self, cfg: Config, world: World, *, version: int):
@@ -369,11 +374,14 @@ class _KnownDecisions:
         self._files = agreeing(files)
 
     def take(self) -> tuple[Decided, Journal, bool]:
-        """Return what is repeated, the journal to write to, cut to what came before, and whether
-        it holds what is repeated already."""
+        """Cut the journal to the lines that stay valid and prepare to repeat decisions.
+
+        Returns: the decisions to repeat, the journal to write to, and whether the journal already
+            has the decisions to repeat.
+        """
         cfg = self._cfg
         must_repeat = bool(cfg.rollout.replay_schedule)
-        tokens = self._world.tokens_per_microbatch  # found since `start`
+        tokens = self._world.tokens_per_microbatch  # not known yet when `start` is called
         replica = self._world.replica
         now = facts(cfg, tokens_per_microbatch=tokens)
         files = self._files
@@ -401,7 +409,7 @@ class _KnownDecisions:
         return found, self._journal, is_known
 
     def _reason_to_decide_again(self, own: Sequence[Line], now: dict[str, Any]) -> str:
-        """Return why the steps to come cannot be repeated; empty where they can."""
+        """Return why the later decisions cannot be repeated; empty if they can."""
         if self._was_astray:
             return "the start before this one came to other numbers"
         for difference in differences(facts_of(own)[-1], now):
