@@ -1,4 +1,4 @@
-"""Prompts dealt out to engine replicas by how long they are expected to take."""
+"""Deal prompts to engine replicas by their expected costs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 
 def deal(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Deal slots to parts so that counts are even, and sums of cost as even as that permits.
+    """Deal slots to parts with even counts, and with sums of cost as even as the counts allow.
 
-    Longest first, each to the part with the smallest sum that has room (Graham 1969, with a
-    bound on the number). Costs that are all the same go round in turns: slot mod parts.
+    Each slot, the costliest first, goes to the part with the smallest sum that has room (Graham
+    1969, with a bound on the count). If all costs are equal, slot i goes to part i mod parts.
 
     Args:
         costs: of each slot, any unit; not negative.
-        parts: how many, at least 1.
+        parts: number of parts, at least 1.
     Returns: the slots of each part, the costliest first.
     """
     sizes = [len(range(part, len(costs), parts)) for part in range(parts)]
@@ -31,10 +31,13 @@ def deal(costs: Sequence[float], parts: int) -> list[list[int]]:
 def deal_again(
     left: Mapping[int, Sequence[int]], *, costs_of: Mapping[int, Sequence[float]], parts: int
 ) -> dict[int, list[list[int]]]:
-    """Deal what is left of some steps to another number of parts.
+    """Deal the remaining slots of some steps to a new number of parts.
 
     Args:
-        left: {step: slots}. costs_of: {step: cost of each of its slots}.
+        left: {step: remaining slots}.
+        costs_of: {step: cost of each of its slots}.
+        parts: number of parts.
+    Returns: {step: slots of each part}, without steps that have no slots left.
     """
     found = {}
     for step in sorted(left):

@@ -1,4 +1,4 @@
-"""What joins the turns of episodes, for each source of data that has an environment."""
+"""Make the `Chat` that joins the turns of episodes, for each data source with an environment."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def make_chat(
     facts: Mapping[str, Any],
     stops: Sequence[int],
 ) -> Chat:
-    """Return what joins the turns of an environment's episodes.
+    """Return the Chat that joins the turns of an environment's episodes.
 
     Args:
-        field: of the config, which names the environment.
-        facts: what it offers, see `EnvironmentServer.facts`.
+        field: field of the config that names the environment.
+        facts: what the environment offers; see `EnvironmentServer.facts`.
         stops: token ids that end a turn.
-    Raises: Refusal as `Chat`, and for a format of tool calls that is not known.
+    Raises: Refusal as `Chat`, and for an unknown format of tool calls.
     """
     parser = facts["tool_parser"]
     return Chat(
@@ -53,12 +53,12 @@ def make_chats(
     stops: Sequence[int],
     is_first: bool,
 ) -> dict[int, Chat]:
-    """Return {index of a source of data: what joins its episodes' turns}.
+    """Return {index of a data source: Chat of its episodes}.
 
     Args:
-        pool: knows what the environments offer.
+        pool: has the facts of the environments.
         stops: token ids that end a turn.
-        is_first: this replica is the one that warns.
+        is_first: whether this is the first replica, which alone logs warnings.
     Raises: Refusal as `Chat`.
     """
     made = {}

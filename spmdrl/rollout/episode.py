@@ -1,4 +1,4 @@
-"""What one sample is while it is drawn, and when it is done."""
+"""Samples and their groups, while they are drawn and when they are finished."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class Draw:
 
     seed: int
     purpose: str
-    """`train` or `eval`: keeps their randomness apart."""
+    """`train` or `eval`; part of every seed, so that the two draw different numbers."""
     samples: int
     """Responses per prompt."""
     max_tokens: int
-    """Longest response in tokens, what an environment says between turns included."""
+    """Longest response in tokens, with the environment's answers between turns."""
     temperature: float
     is_seeded: bool
     stop_token_ids: tuple[int, ...]
     has_greedy: bool = False
     """Draw one more response per prompt at temperature 0."""
     must_score: bool = True
-    """The first reward that fails ends the run."""
+    """Whether the first reward that fails ends the run."""
     truncation: Truncation = UNTRUNCATED
-    """Not of the greedy response."""
+    """Truncation of all responses but the greedy one."""
     penalties: Penalties = NO_PENALTIES
     stop: tuple[str, ...] = ()
 
     def of_prompt(self, prompt: Prompt, cfg: Config) -> Draw:
-        """Return how the samples of a prompt are drawn, whose row may say so."""
+        """Return how the samples of a prompt are drawn; its row may set some of it."""
         return self.of_row(row_sampling(prompt.row, cfg, where=prompt.origin))
 
     def of_row(self, own: Mapping[str, Any]) -> Draw:
-        """Return how the samples of a row are drawn that sets this itself; see row_sampling."""
+        """Return how samples are drawn with a row's own settings; see `row_sampling`."""
         if not own:
             return self
         limits = {name: value for name, value in own.items() if name != "max_tokens"}
@@ -61,7 +61,7 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory(Tokens):
-    """A prompt and all that followed: sampled tokens, and an environment's between its turns.
+    """A prompt and all tokens after it: sampled ones, and the environment's between turns.
 
     An extra column that covers the prompt may end before the last tokens.
     """
@@ -69,30 +69,30 @@ class Trajectory(Tokens):
     num_given: int
     """Tokens of the prompt."""
     is_truncated: bool = False
-    """The last turn was cut at the length limit."""
+    """Whether the last turn was cut at the length limit."""
     states: tuple[int, ...] = ()
-    """Of each finished turn of the policy: number of the state that it answers; -1 for none."""
+    """Number of the state that each finished turn of the policy answers; -1 for none."""
     earned: tuple[float, ...] = ()
-    """Of each finished turn: its reward from the environment, task units."""
+    """Reward of each finished turn from the environment, task units."""
 
     @classmethod
     def begun(cls, prompt: Sequence[int]) -> Trajectory:
-        """Return a prompt that nothing follows yet."""
+        """Return a trajectory that has only a prompt so far."""
         return Trajectory(**Tokens.unsampled(prompt).token_fields(), num_given=len(prompt))
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Trajectory:
-        """Return the trajectory that `state_dict` was taken from."""
+        """Return the trajectory whose `state_dict` this is."""
         return Trajectory(**token_fields_from(state))
 
     @property
     def num_turns(self) -> int:
-        """Return how many turns of the policy are finished."""
+        """Return the number of finished turns of the policy."""
         return len(self.states)
 
     @property
     def num_sampled(self) -> int:
-        """Return how many tokens the policy sampled."""
+        """Return the number of tokens that the policy sampled."""
         return int(self.response_mask.sum())
 
     @property
@@ -102,7 +102,7 @@ class Trajectory(Tokens):
 
     @property
     def whole(self) -> TokenIds:
-        """Return all tokens, as an engine is given them."""
+        """Return all tokens in the form that an engine takes."""
         return TokenIds(self.tokens.tolist(), MultimodalItems.of(self.extra_columns))
 
     @property
@@ -111,16 +111,19 @@ class Trajectory(Tokens):
         return self.whole[: self.num_given]
 
     def opened(self, prompt: Prompt, *, text: str) -> Prompt:
-        """Return a prompt as an environment opened it, with this text."""
+        """Return a copy of `prompt` with this trajectory's prompt tokens and this text.
+
+        An environment's opening replaces the tokens of the row.
+        """
         return replace(prompt, tokens=self.prompt, text=text)
 
     @property
     def num_following(self) -> int:
-        """Return how many tokens follow the prompt."""
+        """Return the number of tokens after the prompt."""
         return len(self.tokens) - self.num_given
 
     def sampled(self, completion: Completion) -> Trajectory:
-        """Append what the engine drew."""
+        """Return a copy with the engine's completion appended."""
         columns = completion.extra_columns
         drawn = Tokens(
             tokens=completion.tokens,
@@ -136,23 +139,27 @@ class Trajectory(Tokens):
             if not column.covers_prompt:
                 continue
             if known is not None:
-                # Each turn reports earlier tokens again, read again or found in the cache. They
-                # were drawn with what was reported first.
+                # Each turn reports the earlier tokens again. Keep the first report: they were
+                # drawn with it.
                 column = known.cat([known, column[torch.arange(len(known), len(column))]])
             extra[key] = column
         return replace(followed, is_truncated=completion.is_truncated, extra_columns=extra)
 
     def observed(self, ids: Sequence[int]) -> Trajectory:
-        """Append what an environment answered, with its images."""
+        """Return a copy with an environment's answer, and its images, appended."""
         return self._followed_by(Tokens.unsampled(ids))
 
     def ended(self, state: int) -> Trajectory:
-        """Note that a turn, which answers this state, is finished and has earned nothing yet."""
+        """Return a copy in which the last turn is finished.
+
+        Args:
+            state: number of the state that the turn answers. Its reward is 0 so far.
+        """
         return replace(self, states=(*self.states, state), earned=(*self.earned, 0.0))
 
     def _followed_by(self, tokens: Tokens) -> Trajectory:
         fields = Tokens.concat([self, tokens]).token_fields()
-        # A column that an engine reports from the prompt on ends where it has read.
+        # A column that covers the prompt ends at the last token that the engine has read.
         partial = {key: own for key, own in self.extra_columns.items() if own.covers_prompt}
         return replace(self, **fields | {"extra_columns": fields["extra_columns"] | partial})
 
@@ -168,7 +175,7 @@ class FinishedEpisode:
     prompt: Prompt
     trajectory: Trajectory
     text: str
-    """Decoded response, special tokens left out."""
+    """Decoded response, without special tokens."""
     reward: RewardResult
 
 
@@ -177,17 +184,17 @@ class Group:
     """A prompt and its samples, under way or finished."""
 
     number: int
-    """Order among this replica's groups."""
+    """Position in the order of admission."""
     step: int
-    """Step whose prompts it is of: with `slot` it keys the randomness."""
+    """Step that the prompt belongs to; seeds depend on it and on `slot`."""
     slot: int
     """Position of the prompt among that step's."""
     prompt: Prompt
     version: int
-    """Policy version when it was admitted: no token of it is older."""
+    """Policy version when it was admitted: none of its tokens is older."""
     draw: Draw
     samples: dict[int, FinishedEpisode] = field(default_factory=dict)
-    """Finished ones, by position."""
+    """{position: finished sample}."""
 
     @property
     def key(self) -> str:
@@ -226,21 +233,21 @@ class Episode:
     sample: int
     trajectory: Trajectory
     stage: Stage = "draw"
-    """What comes next: the environment opens, the engine draws a turn, the environment answers
-    it, or the reward functions score the end."""
+    """The next thing to do: the environment opens the episode, the engine draws a turn, the
+    environment answers the turn, or the reward functions score the whole."""
     environment: bytes = b""
     """The packed environment, see `environments.protocol`."""
     turn_start: int = 0
-    """Where among the tokens that follow the prompt the policy's latest turn begins."""
+    """Index of the first token of the policy's latest turn among the tokens after the prompt."""
     text: str = ""
     """The latest turn, decoded."""
     state: int = -1
     """Number of the state that the next turn answers; -1 for none."""
     info: dict[str, float] = field(default_factory=dict)
-    """What the environment reported besides, added up over turns."""
+    """Numbers that the environment reported by name, summed over turns."""
 
     def with_drawn(self, completion: Completion) -> Episode:
-        """Return a copy in which the engine has drawn this; the group is the same."""
+        """Return a copy with this completion appended, in the same group."""
         return replace(self, trajectory=self.trajectory.sampled(completion), info=dict(self.info))
 
     @property
@@ -279,25 +286,28 @@ class Episode:
     def _seed(self) -> int:
         seed = sample_seed(self.group, self.sample)
         count = self.trajectory.num_following
-        # A continuation must not draw the numbers of the beginning once more.
+        # A continuation must not draw the same random numbers as the beginning.
         return hashed(f"{seed}/{count}") >> 1 if count else seed
 
 
 def sample_seed(group: Group, sample: int) -> int:
-    """Return the 63-bit seed of one sample: a function of the run's seed, the step, the
-    prompt's slot and the sample's position, never of a rank."""
+    """Return the 63-bit seed of one sample.
+
+    It depends on the run's seed, the purpose, the step, the prompt's slot and the sample's
+    position, never on a rank.
+    """
     draw = group.draw
     return hashed(f"{draw.seed}/{draw.purpose}/{group.step}/{group.slot}/{sample}") >> 1
 
 
 def place(group: Group) -> str:
-    """Return where in the run a group is, for messages."""
+    """Return the step or evaluation of a group, for messages."""
     is_eval = group.draw.purpose == "eval"
     return f"evaluation after {group.step} steps" if is_eval else f"step {group.step}"
 
 
 def failure_text(sample: FinishedEpisode) -> str:
-    """Say which sample's reward failed and how."""
+    """Return a message that names the sample and says how its reward failed."""
     which = "the greedy sample" if sample.sample == GREEDY else f"sample {sample.sample}"
     reward = sample.reward
     return (

@@ -1,4 +1,4 @@
-"""What is said of samples that are left out because their reward failed."""
+"""The log of samples that are left out because their reward failed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ _OTHER = "another kind"
 
 
 class FailedRewardLog:
-    """Logs the first sample of each kind in full, then how many there were of the kind:
-    at 10, 100, 1000 and so on. For one replica."""
+    """Logs the failed rewards of one replica.
+
+    It logs the first sample of each kind of failure in full, then the count of the kind at 10, 100,
+    1000 and so on.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
     def note(self, sample: FinishedEpisode, *, where: str) -> None:
-        """Count a sample whose reward failed, and log it where that is new."""
-        # Of failure, and of what: `error: score: KeyError`.
+        """Count a sample whose reward failed, and log it if it is the first of its kind."""
+        # The failure and the first two parts of its message, e.g. `error: score: KeyError`.
         words = sample.reward.message.split(": ")[:2]
         kind = ": ".join([str(sample.reward.failure), *(word[:60] for word in words)])
         if kind not in self._counts and len(self._counts) >= _MOST_KINDS:
-            kind = _OTHER  # messages of a user's may be without number
+            kind = _OTHER  # a user's function may raise a new message for every sample
         self._counts[kind] += 1
         count = self._counts[kind]
         if count == 1:

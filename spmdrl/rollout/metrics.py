@@ -1,4 +1,4 @@
-"""Metrics of a batch that follow from its scalars: the same numbers on every trainer rank."""
+"""Metrics computed from a batch's scalars; every trainer rank gets the same numbers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from spmdrl.types import Batch, Sums, add_sums
 
 
 def batch_sums(batch: Batch) -> Sums:
-    """Return reward/, rollout/, data/ and perf/ sums of a whole batch, as annotated.
+    """Return the reward/, rollout/, data/ and perf/ sums of a whole annotated batch.
 
-    Off the trainers a batch has not got the part of reward models, and neither have its sums.
-    Rewards count valid samples only, those that `Batch.without` took out too. `reward/std` is the
-    root of the mean within-group variance (population form) over groups of at least two of them.
-    There is no reward/ of dataset rows, which are not rewarded.
+    Only trainers have the rewards of reward models, so only their reward/ sums include them.
+    reward/ sums count valid samples, including those that `Batch.without` took out. `reward/std` is
+    the root of the mean within-group variance (population form) over groups of at least two valid
+    samples. Batches of dataset rows have no reward/ sums.
     """
     scalars = batch.scalars
     is_valid = scalars.is_valid if batch.was_valid is None else batch.was_valid

@@ -1,4 +1,4 @@
-"""Dataset rows as batches (offline objectives): a function of the step, nothing is generated."""
+"""Batches of dataset rows, for offline objectives. A batch depends on the step alone."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from spmdrl.world.world import World
 
 
 class RowSource(Source):
-    """Rows to train on, cut to this rank's share; the first rank of each dp index supplies.
+    """Serves the rows of each step; the first rank of each dp index has a share of them.
 
-    The sequences of a row are one group: one to imitate, or a pair. Their scalars.rewards hold what
-    a row says of them, its label or margin, which is no reward.
+    The sequences of a row are one group: one sequence to imitate, or a pair. Their scalars.rewards
+    hold the row's label or margin, which is not a reward.
     """
 
     has_rewards = False
@@ -50,16 +50,16 @@ class RowSource(Source):
         return replace(pack_units(own, version=step), sums=self._sums(own))
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the number of rows, on which their order depends; of rank 0 alone."""
+        """Return the number of rows, on which their order depends; None off rank 0."""
         return {"num_rows": self.rows.order.num_rows} if self.world.rank == 0 else None
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
-        """Check that data.train has the rows of the checkpoint. Raises: Refusal."""
+        """Check that data.train has as many rows as the checkpoint. Raises: Refusal."""
         if not self.cfg.checkpoint.allow_config_change:
             self.rows.order.check_num_rows(states[0]["num_rows"])
 
     def _sums(self, own: list[tuple[int, Unit]]) -> PartialSums:
-        """Return the source/ sums of this rank's rows; none of a single source."""
+        """Return the source/ sums of this rank's rows; empty if there is a single source."""
         one = 1 if self.world.dp_index(self.world.rank) == 0 else 0
         return {
             f"source/{name}/samples": (
@@ -71,7 +71,10 @@ class RowSource(Source):
 
 
 def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
-    """Pack (slot, unit) as rollouts: slot is the group, the place within the unit the sample."""
+    """Pack (slot, unit) pairs as rollouts.
+
+    The slot becomes group_ids, and the position of an example in its unit becomes sample_ids.
+    """
     rows = [
         (slot, sample, *example, reward)
         for slot, unit in units

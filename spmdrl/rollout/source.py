@@ -1,8 +1,8 @@
 """Sources of batches, behind one interface: sampled, recorded, or rows of a dataset.
 
-A source works ahead: `generate(until=k)` makes sure that this rank's share of the batches up
-to step k exists, `take(k)` hands one over. Only inference ranks generate; nothing here waits
-for another role.
+A source works ahead: `generate(until=k)` makes this rank's share of the batches up to step k, and
+`take(k)` hands over the share of step k. Only inference ranks generate. Nothing here waits for
+another role.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ from spmdrl.types import Batch, Rollouts
 
 
 class Source:
-    """What the loop asks of a source. Unless it says else, a batch is a function of the step:
-    nothing is generated or held, and there is no engine to sample or to compare with."""
+    """The methods that the training loop calls.
+
+    The defaults suit a source whose batch depends on the step alone: it generates nothing ahead,
+    holds no state and uses no engine.
+    """
 
     has_rewards = True
-    """Whether its sequences are rewarded."""
+    """Whether the sequences have rewards."""
 
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
-        """Make this rank's share of all batches up to step `until`, with the engine's weights."""
+        """Make this rank's share of all batches up to step `until` with the engine's weights."""
 
     def take(self, step: int) -> Rollouts:
         """Hand over this rank's share of the batch of `step`."""
         raise NotImplementedError
 
     def observe(self, batch: Batch, *, step: int) -> None:
-        """Take in what the whole batch of `step` came to, for the choice of later prompts."""
+        """Record the results of the whole batch of `step`, which may decide later prompts."""
 
     def probe_tokens(self) -> list[TokenIds]:
-        """Return a few sequences for engine and trainer to score, the same on every rank."""
+        """Return a few sequences that engine and trainer both score; the same on every rank."""
         return []
 
     def evaluate(self, engine: EngineProtocol, *, step: int) -> list[FinishedEpisode]:
@@ -43,18 +46,18 @@ class Source:
         return []
 
     def outcomes(self, samples: Sequence[FinishedEpisode]) -> list[ProblemOutcome]:
-        """Return what such samples came to, problem by problem."""
+        """Return the outcome of each held-out problem."""
         return []
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what was made ahead and not yet taken; None where nothing is held."""
+        """Return what was generated and not taken yet; None if there is nothing to save."""
         return None
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
-        """Take up what all ranks had made ahead when a checkpoint of `step` was written."""
+        """Restore what all ranks saved in a checkpoint of `step`."""
 
     def start(self, step: int) -> None:
-        """Take note that the run begins, or goes on, with this step."""
+        """Prepare to begin, or to continue after a checkpoint, with this step."""
 
     def close(self) -> None:
         """End worker processes."""

@@ -1,4 +1,4 @@
-"""The prompts of each step, what they are expected to cost, and which replica they are dealt to."""
+"""The prompts of each step, their expected costs, and the replicas that they are dealt to."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from spmdrl.types import Prompt, Sums
 
 
 class StepPrompts:
-    """Prompts by step and slot, planned from what the gathered batches measured.
+    """Prompts by step and slot, planned with the measurements of gathered batches.
 
     Args:
-        prompts: of the data.
-        share: this replica's place among those that share out prompts.
-        max_staleness: steps for which a plan may still be asked for.
+        prompts: prompts of the data.
+        share: this replica's share of the prompts.
+        max_staleness: steps after which the plan of a step is no longer asked for.
     """
 
     def __init__(self, cfg: Config, prompts: PromptSource, *, share: Share, max_staleness: int):
@@ -44,18 +44,19 @@ class StepPrompts:
         return self._of(step)[slot]
 
     def costs(self, step: int) -> list[float]:
-        """Return the tokens that a sample of each of a step's prompts is expected to come to."""
+        """Return the expected number of tokens of a sample, for each of a step's prompts."""
         if self.schedule.dealing == "even":
             return [0.0] * self.cfg.batch.prompts_per_step
         lengths = self.planner.at(step).lengths
         return [len(p.tokens) + length for p, length in zip(self._of(step), lengths)]
 
     def deal(self, step: int) -> list[list[int]]:
-        """Return the slots of a step by part: of all replicas, or of this one alone."""
+        """Return the slots of a step by part: for all replicas, or for this one alone."""
         parts = deal(self.costs(step), self.share.replicas)
         if self.schedule.leaves_unfinished:
-            # Longest first ends a step early that waits for all; one that is made of the first
-            # to be complete would have nothing but long ones under way.
+            # `deal` puts the longest first, so that a step that waits for all its groups ends
+            # early. With this schedule a step takes the first groups that are complete, and long
+            # ones first would leave only long groups under way. So restore the order of the slots.
             parts = [sorted(part) for part in parts]
         return self.share.own(parts)
 
@@ -66,7 +67,7 @@ class StepPrompts:
         return self.deal(step)[0]
 
     def sums(self, step: int) -> Sums:
-        """Return the metrics of a step's plan, from the first replica alone."""
+        """Return the metrics of a step's plan; only the first replica has any."""
         if self.schedule.curriculum == 1 or self.share.replica:
             return {}
         plan = self.planner.at(step)
@@ -76,11 +77,11 @@ class StepPrompts:
         }
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the planner's state; the first replica's alone, since all are alike."""
+        """Return the planner's state, which all replicas share; None off the first replica."""
         return None if self.share.replica else self.planner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
-        """Take up what the first replica returned before `step`."""
+        """Restore the state that the first replica returned before `step`."""
         allow = self.cfg.checkpoint.allow_config_change
         self.planner.load_state_dict(state, step=step, allow_change=allow)
         self._of.cache_clear()

@@ -1,7 +1,8 @@
 """Rewards of functions that see all samples of a step in one call.
 
-The step is whole when its last group is, so the engine stands still for the call. One replica has
-all of it; several would each have a share, and are refused, see `rewards/columns.py`.
+A step has all its samples only when its last group is complete, so the engine is idle during the
+call. Runs with several replicas are refused, since each would have only a share of the step; see
+`rewards/columns.py`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from spmdrl.rollout.loop import Loop
 
 
 def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
-    """Add what functions of whole steps say of the samples of complete groups to their rewards.
+    """Call the reward functions that see whole steps and add their values to the samples' rewards.
 
-    Samples whose reward failed before are not in the call.
+    Samples whose reward failed before are left out of the call.
 
     Args:
-        groups: of the step, or of an evaluation.
-        step: which one it is, for functions that ask.
+        groups: complete groups of the step, or of an evaluation.
+        step: number of the step, which functions may ask for.
     Raises: RewardFailed naming a sample whose reward fails under on_failure=fail.
     """
     if "step" not in loop.pool.scopes:
