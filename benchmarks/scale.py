@@ -291,14 +291,14 @@ def book(options: Options) -> None:
 
 def _share(index: int, port: int, replicas: int, groups: int) -> tuple[int, float]:
     """Be every second replica, and fill a step: one ticket at a time, complete at once."""
-    practice = BookRules(
+    book_rules = BookRules(
         make_rules(groups, over_sample=1, lag=0, max_staleness="auto"),
         lambda step: deal([1.0] * groups, replicas),
         lambda step: range(groups),
     )
     parts = range(index, replicas, PROCESSES)
     own = {
-        part: SharedBook(CountedStore(store), Book(), practice, replicas=replicas)
+        part: SharedBook(CountedStore(store), Book(), book_rules, replicas=replicas)
         for part, store in zip(parts, connect_all(port, len(parts)))
     }
     under_way: dict[int, tuple[int, ...]] = dict.fromkeys(own, ())

@@ -176,9 +176,9 @@ def _placed(
 class OwnBook:
     """A book of one replica alone."""
 
-    def __init__(self, book: Book, practice: BookRules):
+    def __init__(self, book: Book, book_rules: BookRules):
         self.book = book
-        self.practice = practice
+        self.book_rules = book_rules
 
     @property
     def is_due(self) -> bool:
@@ -187,7 +187,7 @@ class OwnBook:
 
     def move(self, move: Move) -> list[Ticket]:
         """Make a move, which may change `book`; return its tickets."""
-        return self.practice.play(self.book, move)
+        return self.book_rules.play(self.book, move)
 
     def follow(self) -> bool:
         """Bring `book` up to date; return whether another replica has changed it."""
@@ -210,8 +210,8 @@ class SharedBook(OwnBook):
         replicas: number of replicas that share it.
     """
 
-    def __init__(self, store: SealedStore, book: Book, practice: BookRules, *, replicas: int):
-        super().__init__(book, practice)
+    def __init__(self, store: SealedStore, book: Book, book_rules: BookRules, *, replicas: int):
+        super().__init__(book, book_rules)
         self.spacing_s = replicas / _LOOKS_PER_S
         self._store = store
         self._looked_at = -math.inf
@@ -232,7 +232,7 @@ class SharedBook(OwnBook):
         """As OwnBook. A move that would change nothing is not written to the store."""
         if self.is_due:
             self.follow()
-        if not self.practice.changes(self.book, move):
+        if not self.book_rules.changes(self.book, move):
             return []
         text = json.dumps(move)
         while (stands := self._write(text)) != text.encode():
@@ -303,7 +303,7 @@ class SharedBook(OwnBook):
         move = _move_of(text)
         before = self.book.next
         self.number += 1
-        tickets = self.practice.play(self.book, move)
+        tickets = self.book_rules.play(self.book, move)
         self._closed_at |= dict.fromkeys(range(before, self.book.next), self.number)
         # Weights of this version were pushed, so all replicas have played the moves that closed the
         # steps before: this replica's moves up to there can be deleted from the store.

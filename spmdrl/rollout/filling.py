@@ -157,19 +157,19 @@ class StepFiller:
         """Share out the saved groups among this job's leaders, whose number may have changed."""
         check_environments(states, trusts_pickles=self.cfg.checkpoint.trust_pickles)
         self.prompts.load_state_dict(states[0]["planner"], step=step)
-        found = resumed(states, step=step, share=self.share, costs_of=self.prompts.costs)
-        self._keep(found.book)
-        self.next = found.book.next
-        for k in sorted({k for state in found.states for k in state["ahead"]}):
-            parts = [state["ahead"][k] for state in found.states if k in state["ahead"]]
+        restored = resumed(states, step=step, share=self.share, costs_of=self.prompts.costs)
+        self._keep(restored.book)
+        self.next = restored.book.next
+        for k in sorted({k for state in restored.states for k in state["ahead"]}):
+            parts = [state["ahead"][k] for state in restored.states if k in state["ahead"]]
             self.ahead[k] = concat_rollouts([rollouts_from_dict(part) for part in parts])
-        for number, plain in found.groups:
+        for number, plain in restored.groups:
             prompt = self.prompts.at(plain["step"], plain["slot"])
             group, episodes = group_from_dict(
                 plain, number=number, draw=self.draw.of_prompt(prompt, self.cfg), prompt=prompt
             )
             self.waiting[number] = group
-            if group.is_complete and number not in found.book.complete:
+            if group.is_complete and number not in restored.book.complete:
                 self._note(group)
             for episode in episodes:
                 self.loop.start(episode)
@@ -178,11 +178,11 @@ class StepFiller:
 
     def _keep(self, book: Book) -> None:
         """Use this book from here on."""
-        practice = BookRules(self.rules, self.prompts.deal, self.prompts.slots_of)
+        book_rules = BookRules(self.rules, self.prompts.deal, self.prompts.slots_of)
         share = self.share
-        self.book = OwnBook(book, practice)
+        self.book = OwnBook(book, book_rules)
         if share.is_shared:
-            self.book = SharedBook(self.world.store, book, practice, replicas=share.replicas)
+            self.book = SharedBook(self.world.store, book, book_rules, replicas=share.replicas)
 
     def _keep_book(self, version: int, *, last: int, is_pausing: bool) -> list[Ticket]:
         """Report complete groups to the book, take tickets, hand over closed steps."""

@@ -66,10 +66,10 @@ class Replica:
 
     def __init__(self, store: dist.Store, rules, *, share: Share, costs):
         self.rules, self.share, self.costs = rules, share, costs
-        practice = BookRules(rules, self.deal, self.slots)
-        self.book = OwnBook(Book(), practice)
+        book_rules = BookRules(rules, self.deal, self.slots)
+        self.book = OwnBook(Book(), book_rules)
         if share.is_shared:
-            self.book = SharedBook(store, Book(), practice, replicas=share.replicas)
+            self.book = SharedBook(store, Book(), book_rules, replicas=share.replicas)
         self.running: dict[int, tuple[int, int]] = {}
         self.done: list[int] = []
         self.versions: dict[int, int] = {}
@@ -80,11 +80,11 @@ class Replica:
         self.book.follow()
         move = Move(self.share.part, version, last, most, complete=tuple(self.done))
         before = copy.deepcopy(self.book.book)
-        changes = self.book.practice.changes(before, move)
+        changes = self.book.book_rules.changes(before, move)
         tickets = self.book.move(move)
         if not changes:
             assert self.book.book == before and not tickets
-            self.book.practice.play(before, move)
+            self.book.book_rules.play(before, move)
             assert self.book.book == before, "a move that changes something was left out"
         self.done = []
         for number, step, slot in tickets:
@@ -154,10 +154,10 @@ def test_every_prompt_is_sampled_once_and_every_step_full_whoever_is_fast(
 def test_a_replica_that_is_done_takes_the_shortest_of_another():
     book, rules = Book(), make_rules(6, over_sample=1, lag=0, max_staleness="auto")
     costs = [6, 5, 4, 3, 2, 1]
-    practice = BookRules(rules, lambda step: deal(costs, 2), lambda step: range(6))
+    book_rules = BookRules(rules, lambda step: deal(costs, 2), lambda step: range(6))
 
     def take(part: int, most: int) -> list[Ticket]:
-        return practice.play(book, Move(part, 0, 0, most))
+        return book_rules.play(book, Move(part, 0, 0, most))
 
     assert [t.slot for t in take(part=0, most=3)] == [0, 3, 4]
     assert book.left == {0: [[], [1, 2, 5]]}
@@ -168,17 +168,17 @@ def test_a_replica_that_is_done_takes_the_shortest_of_another():
 
 def test_a_plain_step_keeps_its_prompts_in_their_slots_whoever_drew_them():
     book, rules = Book(), make_rules(4, over_sample=1, lag=0, max_staleness="auto")
-    practice = BookRules(rules, lambda step: deal([0] * 4, 2), lambda step: range(4))
-    tickets = [t for part in (1, 0, 1, 1) for t in practice.play(book, Move(part, 0, 0, most=1))]
-    practice.play(book, Move(0, 0, 0, most=0, complete=(3, 1, 0, 2)))
+    book_rules = BookRules(rules, lambda step: deal([0] * 4, 2), lambda step: range(4))
+    tickets = [t for part in (1, 0, 1, 1) for t in book_rules.play(book, Move(part, 0, 0, most=1))]
+    book_rules.play(book, Move(0, 0, 0, most=0, complete=(3, 1, 0, 2)))
     assert book.closed == {0: {t.number: t.slot for t in tickets}}
 
 
 def pair(*stores: Any, prompts: int = 6) -> list[SharedBook]:
     """Return the books of two replicas, each by its view of the store."""
     rules = make_rules(prompts, over_sample=1, lag=0, max_staleness="auto")
-    practice = BookRules(rules, lambda step: deal([0] * prompts, 2), lambda step: range(prompts))
-    return [SharedBook(store, Book(), practice, replicas=2) for store in stores]
+    book_rules = BookRules(rules, lambda step: deal([0] * prompts, 2), lambda step: range(prompts))
+    return [SharedBook(store, Book(), book_rules, replicas=2) for store in stores]
 
 
 class Interrupted:
@@ -227,9 +227,9 @@ def test_what_all_have_played_leaves_the_store():
 
 def test_replicas_ask_more_seldom_the_more_they_are():
     store = dist.HashStore()
-    practice = pair(store, store)[0].practice
+    book_rules = pair(store, store)[0].book_rules
     for replicas, is_due in ((2, True), (512, False)):
-        book = SharedBook(store, Book(), practice, replicas=replicas)
+        book = SharedBook(store, Book(), book_rules, replicas=replicas)
         assert book.is_due
         book.follow()
         time.sleep(0.01)
@@ -317,13 +317,13 @@ def test_no_prompt_is_asked_for_before_its_step_was_planned(lag, over, steps):
     assert horizon(ScheduleSettings(dynamic=4, over_sample=over), lag=lag) == 0
     prompts, book = 4, Book()
     rules = make_rules(prompts, over_sample=over, lag=lag, max_staleness="auto")
-    practice = BookRules(rules, lambda step: [[*range(prompts)]], lambda step: range(prompts))
+    book_rules = BookRules(rules, lambda step: [[*range(prompts)]], lambda step: range(prompts))
     latest = 0
     for version in range(5):
         for observed, last in ((version - 1, version), (version, version + lag)):
             while book.next <= last:
-                tickets = practice.play(book, Move(0, version, last, most=99))
+                tickets = book_rules.play(book, Move(0, version, last, most=99))
                 latest = max([latest, *(t.step - observed for t in tickets)])
                 numbers = tuple(t.number for t in tickets)
-                practice.play(book, Move(0, version, last, most=0, complete=numbers))
+                book_rules.play(book, Move(0, version, last, most=0, complete=numbers))
     assert latest <= steps

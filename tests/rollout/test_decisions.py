@@ -223,8 +223,8 @@ def test_a_resumed_run_that_comes_to_other_numbers_is_not_kept_from_going_on(tmp
     world: Any = SimpleNamespace(replica=0, num_replicas=1, tokens_per_microbatch=tokens)
     lines, _ = read_lines(journal(tmp_path))
     lines[2:2] = [["closed", 0, {"train-0": "another"}]]
-    practice: Any = None  # no moves are made
-    begin: Any = dict(version=0, book=OwnBook(Book(), practice), last=0)
+    book_rules: Any = None  # no moves are made
+    begin: Any = dict(version=0, book=OwnBook(Book(), book_rules), last=0)
 
     write(tmp_path, lines)
     other = Decisions()

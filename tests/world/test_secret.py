@@ -269,8 +269,8 @@ def test_strangers_end_no_run_and_announce_no_update(store, monkeypatch) -> None
 
 def test_a_strangers_move_is_not_played(store) -> None:
     rules = make_rules(6, over_sample=1, lag=0, max_staleness="auto")
-    practice = BookRules(rules, lambda step: [[0, 2, 4], [1, 3, 5]], lambda step: range(6))
-    one, two = (SharedBook(SealedStore(store), Book(), practice, replicas=2) for _ in range(2))
+    book_rules = BookRules(rules, lambda step: [[0, 2, 4], [1, 3, 5]], lambda step: range(6))
+    one, two = (SharedBook(SealedStore(store), Book(), book_rules, replicas=2) for _ in range(2))
     store.set("rollout/move/1", json.dumps(Move(part=1, version=0, last=0, most=6)))
     assert not one.follow()
     assert [t.slot for t in one.move(Move(part=0, version=0, last=0, most=9))][:3] == [0, 2, 4]
