@@ -85,7 +85,9 @@ class Chat:
         self._parser = parser
         self._stops = frozenset(stop_token_ids)
         # All samples of a group have the same opening, and openings are the longest texts.
-        self._encoded_opening = functools.lru_cache(maxsize=_CACHED_OPENINGS)(self._seen)
+        self._encoded_opening = functools.lru_cache(maxsize=_CACHED_OPENINGS)(
+            self._encode_with_images
+        )
         self._check_tools()
         self._check_closing()
         kinds = _probes(has_tools=bool(tools))
@@ -117,7 +119,7 @@ class Chat:
         """
         bare, held = split_images(inline_images(messages, (), where=self._where))
         text = self._opening_text(bare)
-        return self._seen(text, held) if held else self._encoded_opening(text)
+        return self._encode_with_images(text, held) if held else self._encoded_opening(text)
 
     def observed(self, sampled: Sequence[int], messages: list[Message]) -> TokenIds:
         """Return the ids to append to the policy's turn, up to its next turn.
@@ -128,7 +130,7 @@ class Chat:
         Raises: Refusal if the template refuses the messages or an attachment cannot be used.
         """
         bare, held = split_images(inline_images(messages, (), where=self._where))
-        tokens = self._seen(self._joint(bare), held)
+        tokens = self._encode_with_images(self._joint(bare), held)
         return tokens[1:] if sampled and sampled[-1] in self._stops else tokens
 
     def responses(
@@ -148,7 +150,7 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _seen(self, text: str, held: Sequence[Any] = ()) -> TokenIds:
+    def _encode_with_images(self, text: str, held: Sequence[Any] = ()) -> TokenIds:
         return MultimodalEncoder(self.tokenizer, files=self._files, where=self._where).encode(
             text, held
         )

@@ -44,7 +44,7 @@ class Link:
         The leader does the same right after this call.
         """
         if self._has_followers:
-            payload = pack([self._said(request) for request in requests]) if requests else b""
+            payload = pack([self._to_plain(request) for request in requests]) if requests else b""
             self._announce(len(payload))
             if payload:
                 self._send(payload)
@@ -61,11 +61,11 @@ class Link:
         """
         while (size := _SIZE.unpack(self._receive(_SIZE.size))[0]) != _END:
             if size:
-                for said in unpack(self._receive(size)):
-                    engine.add(self._meant(said))
+                for plain in unpack(self._receive(size)):
+                    engine.add(self._to_request(plain))
             engine.step()
 
-    def _said(self, request: Request) -> dict[str, Any]:
+    def _to_plain(self, request: Request) -> dict[str, Any]:
         return vars(request) | {
             "prompt": numpy.array(request.prompt, numpy.int64),
             "truncation": tuple(vars(request.truncation).values()),
@@ -73,14 +73,14 @@ class Link:
             "multimodal": self._items.encode(multimodal_of(request.prompt)),
         }
 
-    def _meant(self, said: dict[str, Any]) -> Request:
-        multimodal = self._items.decode(said.pop("multimodal"))
+    def _to_request(self, plain: dict[str, Any]) -> Request:
+        multimodal = self._items.decode(plain.pop("multimodal"))
         own = {
-            "prompt": TokenIds(said["prompt"].tolist(), multimodal),
-            "truncation": Truncation(*said["truncation"]),
-            "penalties": Penalties(*said["penalties"]),
+            "prompt": TokenIds(plain["prompt"].tolist(), multimodal),
+            "truncation": Truncation(*plain["truncation"]),
+            "penalties": Penalties(*plain["penalties"]),
         }
-        return Request(**said | own)
+        return Request(**plain | own)
 
     def _announce(self, size: int) -> None:
         self._send(_SIZE.pack(size))

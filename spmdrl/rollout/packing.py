@@ -95,7 +95,7 @@ def pack(
     greedy = {s.slot: r for s, r in zip(samples, rewards) if s.sample == GREEDY}
     kept = [(s, r) for s, r in zip(samples, rewards) if s.sample != GREEDY]
     samples = [s for s, _ in kept]
-    shown = tuple(_row(s, is_partial=is_partial) for s in _shown(samples)[:num_shown])
+    to_show = tuple(_row(s, is_partial=is_partial) for s in _samples_to_show(samples)[:num_shown])
     tokens, scalars = flat_episodes(
         samples,
         rewards=[0.0 if s.reward.value is None else r for s, r in kept],
@@ -107,7 +107,7 @@ def pack(
         cu_seqlens=cumulative(scalars.lengths),
         scalars=scalars,
         sums=sums,
-        samples=shown,
+        samples=to_show,
     )
 
 
@@ -184,7 +184,7 @@ def _row(sample: FinishedEpisode, *, is_partial: bool) -> dict[str, Any]:
     return row
 
 
-def _shown(samples: Sequence[FinishedEpisode]) -> list[FinishedEpisode]:
+def _samples_to_show(samples: Sequence[FinishedEpisode]) -> list[FinishedEpisode]:
     """Return the first sample of each prompt.
 
     If any sample has a reward of 0 or less, it comes first and stands for its prompt.

@@ -110,7 +110,7 @@ class SampledSource(Source):
         with self.world.watch.phase("generate", engine.version):
             keeps = self.cfg.rollout.schedule.kv_cache == "keep"
             if engine.version != self._version and not keeps:
-                self._take_back(engine)
+                self._restart_requests(engine)
             self._version = engine.version
             if not engine.is_busy:
                 # Begin with an empty prefix cache: then the results depend on weights and step
@@ -162,7 +162,7 @@ class SampledSource(Source):
         """
         if not self.world.is_inference:
             return []
-        self._take_back(engine)
+        self._restart_requests(engine)
         if self.filler is None:
             self.link.follow(engine)
             return []
@@ -200,7 +200,7 @@ class SampledSource(Source):
         several = enumerate(sources, first) if len(sources) > 1 else ()
         return outcomes_of(samples, names={i: source.name for i, source in several})
 
-    def _take_back(self, engine: EngineProtocol) -> None:
+    def _restart_requests(self, engine: EngineProtocol) -> None:
         """Abort the requests under way and queue them again, with the drawn tokens as prompt.
 
         The engine computes the cache again for new weights in any case, and a resumed run, which
