@@ -119,15 +119,15 @@ def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World
         per_sequence = registry.call_helper(method, "per_sequence", known, options)
     device = inputs[0]["loss_mask"].device
     totals = {name: total.to(device) for name, total in totals.items()}
-    found = []
+    results = []
     for one in inputs:
         rows = one["sequence_ids"]
         own = {name: values.to(device)[rows] for name, values in per_sequence.items()}
-        found.append(registry.call(method, one | totals | own, options))
-    advantages = [tokens for tokens, _ in found]
+        results.append(registry.call(method, one | totals | own, options))
+    advantages = [tokens for tokens, _ in results]
     if getattr(method, "whitened", False):
         advantages = _whiten(advantages, [one["loss_mask"] for one in inputs], world=world)
-    returns = [r for _, r in found if r is not None]
+    returns = [r for _, r in results if r is not None]
     sizes = [len(update) for update in batch.updates]
 
     def nested(flat: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
@@ -149,12 +149,12 @@ def _inputs(batch: Batch, cfg: Config) -> list[Inputs]:
     }  # a dummy's row is -1
     of_sequences = {n: torch.cat([v, v.new_zeros(1)]) for n, v in of_sequences.items()}
     each = [one for update in batch.columns for one in update] or [{}] * len(batch.microbatches)
-    found = []
+    inputs = []
     for microbatch, columns in zip(batch.microbatches, each):
         rows = microbatch.sequence_ids
         own = {name: values.to(rows.device)[rows] for name, values in of_sequences.items()}
         mask = microbatch.response_mask & _of_tokens(own.pop("in_loss"), microbatch)
-        found.append(
+        inputs.append(
             {
                 **columns,
                 **own,
@@ -167,10 +167,10 @@ def _inputs(batch: Batch, cfg: Config) -> list[Inputs]:
             }
         )
         if chosen.kl_coef and chosen.kl_in == "reward":
-            asked = found[-1] | {"logprobs": columns["old_logprobs"]}
+            asked = inputs[-1] | {"logprobs": columns["old_logprobs"]}
             kl = registry.call(registry.get("kl", chosen.kl), asked, chosen.kl_options)
-            found[-1]["kl_rewards"] = -batch.kl_coef * kl
-    return found
+            inputs[-1]["kl_rewards"] = -batch.kl_coef * kl
+    return inputs
 
 
 def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: World) -> list[Tensor]:

@@ -68,13 +68,13 @@ class SamplingMasks(TokenColumn):
         sizes: list[int] = []
         parts: list[Any] = [numpy.empty(0, numpy.uint8)]
         for own in ids:
-            found = numpy.asarray(own, dtype=numpy.int32)
-            if len(found) == vocab:
+            row = numpy.asarray(own, dtype=numpy.int32)
+            if len(row) == vocab:
                 sizes.append(0)
                 continue
-            part: Any = found.view(numpy.uint8)
+            part: Any = row.view(numpy.uint8)
             if len(part) >= (vocab + 7) // 8:
-                part = numpy.packbits(numpy.isin(numpy.arange(vocab), found), bitorder="little")
+                part = numpy.packbits(numpy.isin(numpy.arange(vocab), row), bitorder="little")
             sizes.append(len(part))
             parts.append(part)
         return cls(

@@ -39,10 +39,10 @@ def deal_again(
         parts: number of parts.
     Returns: {step: slots of each part}, without steps that have no slots left.
     """
-    found = {}
+    dealt_again = {}
     for step in sorted(left):
         slots = sorted(left[step])
         dealt = deal([costs_of[step][slot] for slot in slots], parts)
         if slots:
-            found[step] = [[slots[i] for i in part] for part in dealt]
-    return found
+            dealt_again[step] = [[slots[i] for i in part] for part in dealt]
+    return dealt_again

@@ -205,21 +205,21 @@ class Decisions:
         """
         line = self._due("came")
         if line is not None:
-            found = [self._answer(pool, key, awaited, failed=line[3]) for key in line[2]]
+            answers = [self._answer(pool, key, awaited, failed=line[3]) for key in line[2]]
             self._repeat()
-            return found
+            return answers
         if self._ahead:
             if is_idle:
                 self._check_due("the engine has nothing to do")
             self._answers.fetch(pool)
             return []
         prefix = _PURPOSE.get(self._stretch[0], "")
-        found = self._answers.of(prefix, pool, must_wait=is_idle)
-        failed = {a.key: [a.failure, a.message[:_MESSAGE_CHARS]] for a in found if a.failure}
+        answers = self._answers.of(prefix, pool, must_wait=is_idle)
+        failed = {a.key: [a.failure, a.message[:_MESSAGE_CHARS]] for a in answers if a.failure}
         # A failure that ends the run is not written: the next attempt must not repeat it.
-        if found and (self._drops or not failed):
-            self._write(["came", self._clock, [answer.key for answer in found], failed])
-        return found
+        if answers and (self._drops or not failed):
+            self._write(["came", self._clock, [answer.key for answer in answers], failed])
+        return answers
 
     def _answer(
         self,
@@ -405,8 +405,8 @@ class _KnownDecisions:
         known = facts_of(own)
         if not known or differences(known[-1], now):
             self._journal.append(row_of(["run", now]))
-        found = decided(files, replica=replica, version=self._version)
-        return found, self._journal, is_known
+        known_decisions = decided(files, replica=replica, version=self._version)
+        return known_decisions, self._journal, is_known
 
     def _reason_to_decide_again(self, own: Sequence[Line], now: dict[str, Any]) -> str:
         """Return why the later decisions cannot be repeated; empty if they can."""
@@ -419,11 +419,11 @@ class _KnownDecisions:
 
 def _digest(group: Group) -> str:
     """Return a digest of a group: tokens, logprobs, versions and rewards, bit for bit."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for sample in group.placed:
         own = sample.trajectory
         reward = sample.reward
         for column in (own.tokens, own.rollout_logprobs, own.policy_versions):
-            found.update(column.contiguous().numpy().tobytes())
-        found.update(repr((own.is_truncated, own.earned, reward.value, reward.failure)).encode())
-    return found.hexdigest()[:16]
+            digest.update(column.contiguous().numpy().tobytes())
+        digest.update(repr((own.is_truncated, own.earned, reward.value, reward.failure)).encode())
+    return digest.hexdigest()[:16]

@@ -95,11 +95,11 @@ def trainer_wait(await_s: float, generate_s: float, sums: Sums) -> Sums:
     Returns: time/await_rollouts_<cause>, and time/await_rollouts_sampling for the rest. They add
         up to await_s.
     """
-    found: Sums = {}
+    sums_by_cause: Sums = {}
     left = 1.0
     for cause in ("tail", "reward", "environment"):
         seconds, count = sums[f"time/engine_idle_{cause}"]
         share = min(left, seconds / max(count, 1) / generate_s) if generate_s > 0 else 0.0
-        found[f"time/await_rollouts_{cause}"] = (await_s * share, 1)
+        sums_by_cause[f"time/await_rollouts_{cause}"] = (await_s * share, 1)
         left -= share
-    return {"time/await_rollouts_sampling": (await_s * left, 1)} | found
+    return {"time/await_rollouts_sampling": (await_s * left, 1)} | sums_by_cause

@@ -128,20 +128,20 @@ def summarize(
     """
     scored = {k: [o for o in outcomes if len(o.rewards) >= k] for k in (1, *sizes(samples))}
     voted = [o for o in outcomes if len(o.answers) >= samples]
-    found = {"reward": _over(scored[1], lambda o: fmean(o.rewards))}
+    estimates = {"reward": _over(scored[1], lambda o: fmean(o.rewards))}
     for k in sizes(samples):
-        found[f"pass_at_{k}"] = _over(
+        estimates[f"pass_at_{k}"] = _over(
             scored[k], lambda o: pass_at_k_estimate(len(o.rewards), sum(_rights(o, right_at)), k)
         )
     for k in sizes(samples):
-        found[f"best_at_{k}"] = _over(scored[k], lambda o: best_at_k_estimate(o.rewards, k))
-    found |= {
+        estimates[f"best_at_{k}"] = _over(scored[k], lambda o: best_at_k_estimate(o.rewards, k))
+    estimates |= {
         f"maj_at_{samples}": _over(voted, lambda o: _majority(o.answers, _rights(o, right_at))),
         "response_length": _over(outcomes, lambda o: fmean(o.lengths)),
         "truncated_frac": _over(outcomes, lambda o: o.num_truncated / len(o.lengths)),
         "failed_frac": _over(outcomes, lambda o: 1 - len(o.rewards) / len(o.lengths)),
     }
-    return {name: estimate for name, estimate in found.items() if estimate}
+    return {name: estimate for name, estimate in estimates.items() if estimate}
 
 
 def evaluation_file(output_dir: str | Path, step: int) -> Path:
@@ -171,14 +171,14 @@ def eval_sums(outcomes: Sequence[ProblemOutcome], *, samples: int) -> Sums:
         outcomes: of all replicas; if there are none, there are no metrics.
         samples: number of samples of each problem.
     """
-    found = summarize(outcomes, samples=samples)
-    names = [name for name in found if not name.startswith("best_at_")]
+    estimates = summarize(outcomes, samples=samples)
+    names = [name for name in estimates if not name.startswith("best_at_")]
     if samples == 1:  # with one sample these repeat the reward
         names = [name for name in names if not name.startswith(("pass_at_", "maj_at_"))]
     sums: Sums = {}
     for name in names:
-        sums[f"eval/{name}"] = (found[name].mean, 1)
-        if name == "reward" and (half_width := found[name].half_width) is not None:
+        sums[f"eval/{name}"] = (estimates[name].mean, 1)
+        if name == "reward" and (half_width := estimates[name].half_width) is not None:
             sums["eval/reward_ci95"] = (half_width, 1)
     sums |= {f"eval/{name}/mean": (mean, 1) for name, mean in part_means(outcomes).items()}
     sources = by_source(outcomes)

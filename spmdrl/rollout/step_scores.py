@@ -29,26 +29,26 @@ def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
     """
     if "step" not in loop.pool.scopes:
         return
-    found = {
+    scorable = {
         f"{group.key}-{s.sample}": (group, s)
         for group in groups
         for s in group.drawn
         if not s.reward.failure
     }
-    if not found:
+    if not scorable:
         return
     began = time.perf_counter()
     state = loop.pool.state(step)
-    texts = loop.texts([_last_turn(s) for _, s in found.values()])
+    texts = loop.texts([_last_turn(s) for _, s in scorable.values()])
     samples = {
         key: RewardSample(
             s.prompt.row, text, _last_turn(s), s.trajectory.is_truncated, state, s.prompt.source
         )
-        for (key, (_, s)), text in zip(found.items(), texts)
+        for (key, (_, s)), text in zip(scorable.items(), texts)
     }
-    rewards = {key: s.reward for key, (_, s) in found.items()}
+    rewards = {key: s.reward for key, (_, s) in scorable.items()}
     for key, reward in loop.pool.score_step(samples, rewards, what=f"step {step}").items():
-        group, sample = found[key]
+        group, sample = scorable[key]
         group.samples[sample.sample] = scored = replace(sample, reward=reward)
         if reward.failure:
             if group.draw.must_score:
