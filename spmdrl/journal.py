@@ -52,10 +52,10 @@ class Journal:
 
     Args:
         kind: what the file is, and how long it may be.
-        is_sealed: each line ends in a digest of itself and of all before it, by which a line that
-            was changed, put in, moved or taken out is found.
+        is_sealed: each line ends in a digest of itself and of all before it, which shows whether a
+            line was changed, inserted, moved or removed.
         must_write: raise OSError for a line that cannot be written.
-        within: the folder that a person named, above the file; None: the folder that holds it.
+        within: the folder that the user named, above the file; None: the folder that holds it.
     """
 
     def __init__(
@@ -84,13 +84,15 @@ class Journal:
         line = json.dumps(_finite(row)).encode()
         if self._is_sealed:
             self._seal = _seal_of(self._seal, line)
+            # The seal becomes the last field of the object.
             line = line[:-1] + _SEAL + self._seal.encode() + b'"}'
         self._waiting.append(line + b"\n")
-        # A full disk or a lost mount must not end a training run.
+        # A full disk or a lost mount must not end a training run. () lets every error through.
         _, error = attempt(self._write_waiting, () if self._must_write else OSError)
         if error is None:
             self._waiting.clear()
         elif len(self._waiting) == 1:
+            # Once, not for each row that waits.
             log.error(
                 "%s: cannot write (%s); rows are kept in memory until it can", self.path, error
             )
@@ -103,14 +105,15 @@ class Journal:
                 while data:
                     data = data[file.write(data) :]
             except OSError:
+                # The next call writes all of these lines again, so no part of one may stay.
                 os.ftruncate(file.fileno(), good)
                 raise
 
     def read(self) -> Iterator[Entry]:
         """Yield the rows of the file, up to the first line that is not as it was written.
 
-        Where the file is not sealed, that is a last line that breaks off; others that are no row of
-        a step are left out.
+        In a file that is not sealed, this can only be a last line that breaks off. Other lines that
+        hold no row of a step are skipped.
 
         Raises: OSError; Refusal for a file that is no regular one, a line that is too long, or,
             where it is not sealed, a number that does not fit into 64 bits.
@@ -137,8 +140,8 @@ class Journal:
         """Cut the file before the first row that is not wanted, or is not as it was written.
 
         Args:
-            wanted: asked for each row in turn, up to the first that it does not want.
-            removed: file that gets what is cut off.
+            wanted: is called for each row in order, up to the first for which it returns False.
+            removed: file that gets the lines that are cut off.
         Returns: the rows that are cut off, as far as they can be read.
         """
         cut: list[Row] = []

@@ -32,7 +32,7 @@ class SequencePlace:
     count: int
     """Sequences that differ."""
     values: tuple[Any, ...] = ()
-    """The two, of rewards."""
+    """Both values, for rewards."""
 
     def __str__(self) -> str:
         others = f" and {self.count - 1} more" if self.count > 1 else ""
@@ -48,9 +48,9 @@ class NumberDifference:
     section: str
     name: str
     deviation: float | None = float("inf")
-    """As a share of the norm; inf of what is no number, None where digests alone are known."""
+    """As a share of the norm; inf where there is no number, None where only digests are known."""
     values: tuple[Any, ...] = ()
-    """The two, where they are short."""
+    """Both values, if they are short."""
     place: SequencePlace | None = None
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class NumberDifference:
 
 
 def step_differences(a: Line, b: Line) -> Iterator[NumberDifference]:
-    """Yield the differences of two certified steps: causes before what follows from them."""
+    """Yield the differences of two certified steps, each cause before its effects."""
     for which, line in (("first", a), ("second", b)):
         for name in line.get("differing_copies", ()):
             section, _, own = name.partition("/")
@@ -81,7 +81,7 @@ def step_differences(a: Line, b: Line) -> Iterator[NumberDifference]:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Return whether two entries are alike as far as both tell: one may lack norms."""
+    """Return whether two entries are equal. One may lack norms; then only digests are compared."""
     if isinstance(one, (list, str)) and isinstance(other, (list, str)):
         return digest_of(one) == digest_of(other)
     return one == other
@@ -113,8 +113,8 @@ def _describe(section: str, name: str) -> str:
 
 
 def _place(a: Line, b: Line, *, section: str, name: str) -> SequencePlace | None:
-    """Return the first sequence in which two steps differ in a column; None where lines do not
-    tell."""
+    """Return the first sequence in which two steps differ in a column; None if their lines do not
+    have it."""
     column = _COLUMNS.get((section, name), "")
     one = a.get("sequences", {})
     other = b.get("sequences", {})
@@ -123,6 +123,7 @@ def _place(a: Line, b: Line, *, section: str, name: str) -> SequencePlace | None
     ids = _ids(one)
     if not numpy.array_equal(ids, _ids(other)):
         return None  # other sequences, in which all columns differ
+    # Rewards are float64 and are compared by their bits too: equal NaNs do not differ.
     numbers = [_decode(own[column], numpy.int64) for own in (one, other)]
     rows = numpy.flatnonzero(numbers[0] != numbers[1])
     if not len(rows):

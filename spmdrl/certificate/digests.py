@@ -42,7 +42,7 @@ _WORDS = 64
 _CHUNK = {"cpu": 2**17, "cuda": 2**21}
 """Words at a time; on a CPU intermediate results then stay in its cache."""
 _CACHED_BLOCKS = 2**16
-"""Up to so many blocks the weights are computed once, else at each call."""
+"""With at most this many blocks the weights are computed once, else at each call."""
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
@@ -53,6 +53,7 @@ def odd_weights(first: int, count: int, *, dim: int, device: torch.device) -> Te
     Args:
         dim: counted from the last; 0: the index of words in a block.
     """
+    # Each dim has numbers of its own, 2**48 of them, so no two dims share a weight.
     at = torch.arange(first, first + count, device=device)
     return mixed(at + (dim << 48)).bitwise_or_(1)
 
@@ -96,18 +97,19 @@ class _Segment:
         if self.rows == 1:
             around = own.new_zeros(width - length)
             return [around[:lead], own, around[lead:]]
+        # Rows may begin at different elements of their first block.
         filled = own.new_zeros(self.rows, width)
         at = self.leads.to(device)[:, None] + torch.arange(length, device=device)
         return [filled.scatter_(1, at, own.view(self.rows, length)).flatten()]
 
 
 class Digester:
-    """Digests of tensors of which this rank holds some boxes; the layout is planned once.
+    """Digests of the boxes that this rank holds of some tensors; the layout is planned once.
 
     Args:
         boxes: for every view: the index of its tensor, the box, the whole tensor's shape.
         itemsize: of all elements, bytes.
-        device: that computes; views on another device are copied to it in pieces.
+        device: where digests are computed; other views are copied to it in pieces.
     """
 
     def __init__(
@@ -175,6 +177,8 @@ def _segments(
             begin = end
             lead = 0
         return
+    # Each row gets as many blocks as the row that begins latest in its block needs. The rest is
+    # zeros, which add nothing.
     per_row = -(-(int(leads.max()) + length) // per_block)
     size = max(1, most // per_row)
     for row in range(0, len(starts), size):
@@ -192,6 +196,7 @@ def _rows_of(box: Box, shape: Sequence[int]) -> tuple[Tensor, int]:
     inner = 1
     length = 1
     is_gapless = True
+    # From the last dim up to the first one that is cut, inclusive, elements are contiguous.
     for at, own, size in reversed([*zip(box.start, box.shape, shape)]):
         if is_gapless:
             starts = starts + at * inner
@@ -219,6 +224,7 @@ def _block_sums(pieces: Sequence[Tensor]) -> Tensor:
 def _sums_by_numpy(words: Tensor, weights: Tensor, *, room: Tensor) -> Tensor:
     """Return [n] int64 for [n, 64] words; numpy multiplies int64 twice as fast as torch."""
     upper = torch.bitwise_right_shift(words, 32, out=room)
+    # The sum of w * X and that of w * (X >> 32) add up to that of w * Y.
     sums = (numpy.einsum("ij,j->i", part.numpy(), weights.numpy()) for part in (words, upper))
     return torch.from_numpy(sum(sums))
 

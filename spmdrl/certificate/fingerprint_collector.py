@@ -34,7 +34,7 @@ SECTIONS = (
     "norms",
     "after",
 )
-"""Sections of a step's line, causes before what follows from them. `before` has the policy's
+"""Sections of a step's line, each cause before its effects. `before` has the policy's
 weights, with its optimizer if a step takes several updates; `after` has all tensors that a
 checkpoint has."""
 SEQUENCES = {
@@ -47,10 +47,10 @@ and its reward, group and sample."""
 
 
 class State:
-    """The tensors of a state on this rank: found once, read at every step.
+    """The tensors of a state on this rank, collected once and read at every step.
 
-    To build a state dict takes longer than to read its tensors. So tensors that share live storage
-    are held, as the optimizer holds them; those that are copies are asked for at every step.
+    Building a state dict takes longer than reading its tensors. So tensors that share live storage
+    are held, as the optimizer holds them; the state is built again only for those that are copies.
 
     Args:
         read: returns the state, nested by name.
@@ -138,7 +138,7 @@ class FingerprintCollector:
         """Add the gradients of one update, before they are clipped; and the state before it."""
         if not self._is_due(step):
             return
-        if number == 0:  # a step that ended in an error may have left another
+        if number == 0:  # a step that ended in an error may have left its tally
             self._tally = Tally(self._world, is_near=self._is_near(step))
             self._before.add_to(self._tally)
         for group, locals_ in self._of_gradients(gradients):
@@ -179,6 +179,7 @@ class FingerprintCollector:
         self._add_batch(batch, advantages)
         self._after.add_to(self._tally)
         tally = self._tally
+        # Not left to `_see`, which is not called in critic.warmup_steps: no update of the policy.
         self._tally = Tally(self._world, is_near=False)
         with self._world.watch.wait("certificate", step):
             totals = tally.total()
@@ -186,6 +187,7 @@ class FingerprintCollector:
         for name in sorted(totals.rows, key=_place_in_line):
             section, _, own = name.partition("/")
             found[section][own] = totals.rows[name]
+        # JSON has no inf and nan, so these are written as text.
         for section, end in (("losses", "/loss"), ("norms", "/grad_norm")):
             found[section] = {
                 name: float(sums[0]) if math.isfinite(sums[0]) else str(sums[0])
@@ -229,6 +231,8 @@ class FingerprintCollector:
                     count=len(batch.scalars),
                 )
                 at = torch.arange(len(one.sequence_ids), device=one.sequence_ids.device)
+                # The dp index, the update, the micro-batch and the place in it, as one number: they
+                # say which rank computes a sequence, when, and with which others.
                 place = ((self._world.dp_index(self._world.rank) << 8) + update << 16) + number
                 tally.add_tokens(
                     {"plan/microbatches": (place << 24) + at},
@@ -242,8 +246,8 @@ def _weights(policy: TrainedModel) -> dict[str, Any]:
 
 
 def _place_in_line(name: str) -> int:
-    """Return the sort key of a name within its section: causes before what follows from them,
-    others as they were added."""
+    """Return the sort key of a name within its section. Causes come before their effects; other
+    names keep the order in which they were added."""
     order = [f"rollouts/{own}" for own in (*TOKEN_COLUMNS, "routes", "lengths", "rewards")]
     if name in order:
         return order.index(name)
@@ -252,7 +256,7 @@ def _place_in_line(name: str) -> int:
 
 
 def _identified(batch: Batch) -> dict[str, Any]:
-    """Return each sequence's reward, group and sample; the group size alone where all are whole."""
+    """Return each sequence's reward, group and sample; the size alone if all groups are whole."""
     scalars = batch.scalars
     at = torch.arange(len(batch.scalars))
     groups = scalars.group_ids.cpu()

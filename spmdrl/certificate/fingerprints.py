@@ -43,12 +43,12 @@ class Layout:
 
     boxes: tuple[Box, ...]
     strides: tuple[tuple[tuple[int, ...], int], ...]
-    """For each box within this rank's local tensor: strides, and offset in elements; (): one box,
-    the whole local tensor."""
+    """(strides, offset in elements) of each box within this rank's local tensor; () for one box
+    that is the whole local tensor."""
     copies: int
     """Trainer ranks that hold the same."""
     speaks: bool
-    """Whether this is the one of these ranks that counts."""
+    """Whether this rank is the only one of these whose values are added up."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, world: World) -> Layout:
@@ -68,7 +68,8 @@ class Layout:
         held = held_boxes(name, tensor)
         assert here is not None
         copied = [at for axis, at in zip(cut.axes, here) if axis.dim is None]
-        # There are several meshes over some axes of the trainers: one has the first rank.
+        # A mesh may have only some axes of the trainers, so there are several such meshes; the one
+        # with the first rank counts.
         speaks = first in cut.ranks and not any(copied)
         begin = local.storage_offset()
         strides: tuple[tuple[tuple[int, ...], int], ...] = ()
@@ -168,6 +169,7 @@ class Tally:
         self._held |= zip(group.names, group.held)
         if not (self._is_near and group.is_near):
             return
+        # Ranks that do not count add zeros: all need the same names in the all-reduce.
         self._near |= {name: self._none for name in group.names if name not in self._near}
         for name, speaks, box, view in views:
             if speaks:
@@ -188,7 +190,7 @@ class Tally:
         Args:
             sequences: [S] int64, row of each sequence in the whole batch; -1: a dummy, left out.
             starts: [S+1] integers, where sequences begin among the tokens.
-            kept: names of the columns for which the digest of each sequence is returned too.
+            kept: names of the columns whose digest of each sequence is returned too.
             count: sequences in the batch.
         """
         world = self._world
@@ -226,6 +228,7 @@ class Tally:
         flat = torch.cat([exact, exact * speaks, *sequences])
         # Sums of int64 wrap: they are exact modulo 2**64, in any order.
         dist.all_reduce(flat, group=self._world.trainer_control)
+        # Copies are equal if the sum over all ranks is `copies` times that of one rank of each.
         every, counted, rest = flat.tensor_split([len(names), 2 * len(names)])
         near = self._near_total()
         digests = counted.tolist()
@@ -259,6 +262,7 @@ class TallyTotals:
 @lru_cache(maxsize=128)
 def _signs(first: int, count: int, dim: int, device: torch.device) -> Tensor:
     """Return [count, SKETCHES] float64, 1 or -1, for the indices from `first` on of a dim."""
+    # + 2**8: other numbers than those of the digests' weights.
     drawn = mixed(torch.arange(first, first + count, device=device) + ((dim + 2**8) << 48))
     bits = torch.arange(SKETCHES, device=device) + 40
     return (drawn[:, None] >> bits).bitwise_and_(1).double().mul_(2).sub_(1)

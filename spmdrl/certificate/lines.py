@@ -27,7 +27,7 @@ def journal_of(run: Path) -> Journal:
 
 
 class StepLines(Mapping[int, Line]):
-    """Lines of steps, read when they are asked for: those of a long run take gigabytes.
+    """Lines of steps, read from the file at each access: those of a long run take gigabytes.
 
     Args:
         path: of a file that was checked.
@@ -59,7 +59,7 @@ class Certified:
     steps: Mapping[int, Line]
     """{step: its line}, ascending."""
     made_of: dict[int, dict[str, Any]]
-    """{first step: what the run was made of from there on}, ascending; see same_run.made_of."""
+    """{first step: what the run is made of from this step on}, ascending; see same_run.made_of."""
 
     def made_at(self, step: int) -> dict[str, Any]:
         """Return what the run was made of at a step."""
@@ -103,8 +103,8 @@ def _read(journal: Journal) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
 
 
 class _Order:
-    """Which line may come next: each attempt's start says which steps are due from there on, and
-    each of them must be there, in order. Only the last ones may be missing: the run may go on."""
+    """The order of lines. The start of an attempt says which steps are due after it, and each of
+    them must have a line, in order. Only the last ones may be missing, since the run may go on."""
 
     def __init__(self) -> None:
         self._config: dict[str, Any] = {}
@@ -138,6 +138,7 @@ class _Order:
             return None
         every = self._config["report.certificate"]
         last = self._config["steps"] - 1
+        # The next multiple of `every`, or the last step if that comes first.
         regular = -(-self._begin // every) * every
         return last if self._begin <= last < regular else regular
 

@@ -48,6 +48,7 @@ class Certificate:
             self._collector = FingerprintCollector(
                 world, trainer, is_due=self._is_due, is_near=self._is_near
             )
+        # Without certificates too, lines of steps that are now done again are moved away.
         if world.rank == 0 and (every or self._journal.path.exists()):
             self._go_on(made_of(cfg, world), step=step, aside=aside / f"removed_{NAME}")
 
@@ -83,6 +84,7 @@ class Certificate:
     def _go_on(self, made: dict[str, Any], *, step: int, aside: Path) -> None:
         made_before: dict[str, Any] = {}
 
+        # Also collects the last `made_of` that stays: a resume with the same one needs no new line.
         def is_past(line: Line) -> bool:
             if problem_of(line) or line["step"] >= step:
                 return False

@@ -1,8 +1,8 @@
 """Checks of a checkpoint's index of tensors and of its archives, before torch reads them.
 
-A manifest proves that files are as its writer left them, and anybody can write one. So an index is
-refused that could make torch fail in the middle of a load, read outside of the folder, or take more
-memory than the file has bytes.
+A manifest proves that files are as its writer left them, but anybody can write a manifest. So an
+index is refused that could make torch fail in the middle of a load, read outside of the
+folder, or take more memory than the file has bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LARGEST = 2**62
 
 
 def check_index(metadata: Metadata, path: Path) -> None:
-    """Refuse an index with other types than DCP writes, with files that are not there or too short,
+    """Refuse an index with other types than DCP writes, with files that are missing or too short,
     or with chunks that do not make up a tensor.
 
     Args:
         path: of the index, which is in the folder of its files.
     Raises: Refusal naming the tensor or file; OSError.
     """
-    # An object of DCP's may lack any field.
+    # A pickle may leave out any field of DCP's classes, or give it another type.
     kinds = (Refusal, AttributeError, TypeError)
     with refusing(f"{path} is not an index of tensors", *kinds):
         _check_types(metadata)

@@ -1,8 +1,7 @@
-"""Which checkpoints stay and which are removed: the last ones stay, and the best by a metric of the
-in-loop evaluation.
+"""Remove old checkpoints, but not the last ones, nor the best one by a metric of the evaluation.
 
-Every manifest has the evaluation of its own weights, so the complete checkpoints that are there say
-at any moment which is best. `checkpoints/best` is a link to it, for people and other programs.
+Every manifest has the evaluation of its own weights, so the best of the complete checkpoints is
+known at any moment. `checkpoints/best` is a link to it, for people and other programs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def check_measured(cfg: Config, values: Mapping[str, float]) -> None:
 
 
 def best_of(folders: Iterable[Path], keep: KeepSettings) -> Path | None:
-    """Return the best of complete checkpoints; of equal ones the earliest, None of none.
+    """Return the best of complete checkpoints, the earliest of equal ones; None if there are none.
 
     Checkpoints that were not evaluated, or whose manifest cannot be read, are left out.
     """
@@ -74,7 +73,7 @@ def _is_better(value: float, than: float, keep: KeepSettings) -> bool:
 
 def prune(root: Path, keep: KeepSettings) -> None:
     """Remove the checkpoints that are neither among the last ones nor the best. Raises: OSError."""
-    link_best(root, keep)  # first: it never names a folder that is gone
+    link_best(root, keep)  # first, so that it never names a removed folder
     folders = disk.complete_checkpoints(root)
     best = best_of(folders, keep)
     for old in folders[keep.last :]:
@@ -101,6 +100,7 @@ def link_best(root: Path, keep: KeepSettings) -> None:
         return
     if link.is_symlink() and os.readlink(link) == best.name:
         return
+    # No call replaces a link's target, so a new link is renamed over the old one.
     new = root / f"{BEST}.partial"
     disk.remove(new)
     new.symlink_to(best.name)
@@ -109,7 +109,7 @@ def link_best(root: Path, keep: KeepSettings) -> None:
 
 
 def named(path: Path, which: str) -> Path:
-    """Return what `--which` names in a run's folder: itself for `last`, or its best checkpoint.
+    """Return the path that `--which` selects: `path` itself for `last`, else the best checkpoint.
 
     Raises: Refusal when the run keeps no best one.
     """

@@ -6,7 +6,7 @@
         rollouts_RANK.pt, rng_RANK.pt       what each rank adds
     OUTPUT_DIR/checkpoints/best             link to the best one, see `keep`
     OUTPUT_DIR/checkpoints/step_30.partial/ being written, or left by a run that was killed
-    OUTPUT_DIR/checkpoints/step_10.damaged/ found unusable and set aside
+    OUTPUT_DIR/checkpoints/step_10.damaged/ could not be used and was set aside
 
 Nothing here unpickles arbitrary objects: a checkpoint may come from another person.
 """
@@ -80,7 +80,7 @@ class Manifest:
     evaluated: dict[str, float] = field(default_factory=dict)
     """{metric: value} of the evaluation of these weights; empty where none was due."""
     found_tokens: int = 0
-    """The size that was found for batch.tokens_per_microbatch 0; 0 where the config gives one."""
+    """Tokens of a micro-batch that the run chose under batch.tokens_per_microbatch 0; else 0."""
 
 
 def checkpoints_folder(output_dir: str | Path) -> Path:
@@ -114,6 +114,8 @@ def file_entry(path: Path) -> FileEntry:
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a file of a checkpoint and wait until the disk has it. Raises: OSError."""
+    # parents[2] of OUTPUT_DIR/checkpoints/step_N.partial/NAME is OUTPUT_DIR: no folder below it
+    # may be a link. For `remove` and `rename`, which take the folder itself, it is parents[1].
     with open_file(path, "wb", within=path.parents[2]) as f:
         f.write(content)
         f.flush()
@@ -155,6 +157,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise Refusal(f"{path} is of another format than {_FORMAT}; use the version that wrote it")
     with refusing(f"{path} is not a manifest of this version", Refusal, TypeError):
         content = _manifest_of(body)
+    # A copy may have any name but that of another step, by which a resume would sort it.
     if step_of(folder) not in (-1, content.step):
         raise Refusal(
             f"{path} is of step {content.step}, and its folder is called {folder.name}: it was "
@@ -165,6 +168,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _manifest_of(body: dict[str, Any]) -> Manifest:
     """Return a manifest of plain values. Raises: Refusal, TypeError for others."""
+    # These two fields have defaults, so a manifest may lack them.
     check_values({"evaluated": {}, "found_tokens": 0, **body}, _FORMS)
     for name, entry in body["files"].items():
         check_values(entry, {"size": is_count, "sha256": is_text}, within=f"files.{name}")

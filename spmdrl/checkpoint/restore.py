@@ -1,4 +1,4 @@
-"""Resuming: find the newest whole checkpoint that this run may go on from, and load it."""
+"""Resume: find the newest whole checkpoint that this run can continue from, and load it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ MAY_CHANGE = (
     "batch.tokens_per_microbatch",
     "rollout.record.every",
 )
-"""Fields and whole sections (that end in a dot) that may change at a resume: where, how fast or how
-long a run goes, or what it shows, and not its result."""
+"""Fields, and sections (names that end in a dot), that may change at a resume. They say where, how
+fast or how long a run trains, or what it prints, and do not change its result."""
 _SIZE_FIELDS = (
     "layout.",
     "model.",
@@ -59,9 +59,9 @@ _SIZE_FIELDS = (
     "stream.bucket_bytes",
     "rollout.schedule.",
 )
-"""What the memory that a micro-batch takes depends on ..."""
+"""Fields and sections that the memory of a micro-batch depends on, except `_NO_SIZE_FIELDS`."""
 _NO_SIZE_FIELDS = ("layout.startup_timeout_s", "layout.wait_timeout_s")
-"""... but for these."""
+"""Fields of these sections that it does not depend on."""
 _MOST_SHOWN = 8
 
 
@@ -106,6 +106,7 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
         damaged[folder] = problem
         if world.rank == 0:
             log.warning("checkpoint %s cannot be used: %s", folder, problem)
+    # Before `_tidy`: a run that is refused renames and removes nothing.
     if damaged and not state.resumed_from:
         raise Refusal(_none_usable(damaged))
     if world.rank == 0:
@@ -122,10 +123,10 @@ def _none_usable(damaged: Mapping[Path, str]) -> str:
 
 
 def already_finished(cfg: Config, world: World) -> bool:
-    """Return on all ranks whether this very run has done all its steps; rank 0 says so.
+    """Return on all ranks whether this run has already done all its steps; rank 0 prints it.
 
-    Asked before any engine is built. Whatever is unusual (damage, another config) returns False,
-    and `restore` deals with it.
+    It is called before any engine is built. It returns False for a checkpoint that is damaged or
+    has another config; `restore` deals with these.
     """
     done = world.from_rank_0(lambda: _finished_steps(cfg), wait="find checkpoint")
     if done and world.rank == 0:
@@ -186,12 +187,13 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
 
 
 def resume_problems(cfg: Config) -> list[str]:
-    """Return why a run would not go on from its checkpoints, as far as their manifests, the sizes
-    of their files and their indices of tensors tell."""
+    """Return why a run could not resume from its checkpoints. This reads their manifests, the sizes
+    of their files and their indices of tensors, but no contents."""
     folders, problem = candidate_folders(cfg)
     if problem:
         return [problem]
     damaged: dict[Path, str] = {}
+    # As in `restore`, damaged checkpoints are skipped and the first whole one decides.
     for folder in folders:
         content, problem = _read(folder)
         if content is None or problem:
@@ -277,8 +279,9 @@ def _advice() -> str:
 
 
 def _found_tokens(content: disk.Manifest, cfg: Config) -> int:
-    """Return the size of a micro-batch that was found, since with it the last bits repeat; 0 where
-    it must be found again: it might not fit, or more might."""
+    """Return the tokens of a micro-batch that the run chose before; with the same size even the
+    last bits repeat. Return 0 if a setting changed on which the memory depends: that size may be
+    too large, or a larger one may fit."""
     differing = _differences(content.config, cfg, may_differ=_NO_SIZE_FIELDS)
     names = [one.name for one in differing if is_among(one.name, _SIZE_FIELDS)]
     if names and content.found_tokens:
@@ -306,6 +309,7 @@ def _tensor_differences(reader: disk.TensorReader, tensors: dict[str, Tensor]) -
                 f"{name} is {entry.properties.dtype} there, {own.dtype} here; set "
                 "model.memory.master_dtype and optimizer_dtype as they were"
             )
+    # One setting changes the dtype of all tensors, so one line stands for all.
     problems = sorted(problems) + sorted(other_dtypes)[:1]
     only = {"there": saved.keys() - tensors.keys(), "here": tensors.keys() - saved.keys()}
     for where, names in only.items():
@@ -343,7 +347,7 @@ def _load(
         raise Refusal(f"{folder} does not hold this model: " + "; ".join(problems))
     rollout_files = [folder / f"rollouts_{rank}.pt" for rank in content.rollout_ranks]
     rng_file = folder / f"rng_{world.rank}.pt"
-    # On another layout there is no rank that the saved generators would belong to.
+    # Generators are saved for each rank: on another layout they belong to no rank.
     differing = _differences(content.config, cfg)
     is_same_layout = not any(is_among(one.name, ("layout.",)) for one in differing)
 
@@ -354,7 +358,7 @@ def _load(
     with world.watch.wait("load checkpoint", content.step):
         loaded, error = attempt(load_own, OSError)
         problems = _agree_on(error, world)
-        if not problems:  # else ranks would wait for each other in what follows
+        if not problems:  # all ranks or none may enter the collective load below
             _, error = attempt(lambda: _read_tensors(state, reader, world), OSError)
             problems = _agree_on(error, world)
     if problems or loaded is None:
@@ -374,14 +378,14 @@ def _load(
 
 
 def _agree_on(error: BaseException | None, world: World) -> list[str]:
-    """Return on all ranks what any of them could not read."""
+    """Return the read errors of all ranks, on each of them."""
     own = [f"cannot be read: {error}"] if error else []
     return gather_problems(own, group=world.control)
 
 
 def _read_tensors(state: dict[str, Any], reader: disk.TensorReader, world: World) -> None:
-    """Have trainers read the live tensors of a state in place. Raises: OSError where a disk
-    failed, on all of them alike."""
+    """Read the live tensors of a state in place, on trainers. Raises: OSError, on all of them, if
+    the disk of one failed."""
     if not world.is_trainer:
         return
     try:
@@ -394,8 +398,8 @@ def _read_tensors(state: dict[str, Any], reader: disk.TensorReader, world: World
 
 
 def _tidy(cfg: Config, damaged: Mapping[Path, str]) -> None:
-    """Set aside what cannot be used, so that its step's name is free again, and remove what an
-    earlier job left unfinished."""
+    """Rename damaged checkpoints, so that the names of their steps are free again, and remove the
+    unfinished ones of an earlier job."""
     for folder in damaged:
         aside = folder.with_name(folder.name + ".damaged")
         disk.remove(aside)

@@ -44,11 +44,11 @@ _Files = dict[str, disk.FileEntry]
 @record
 @dataclass(frozen=True)
 class _Outcome:
-    """The result of one rank's writing."""
+    """What one rank wrote, or why it could not."""
 
     files: _Files
     problem: str = ""
-    is_disk: bool = True  # the problem is the disk's, which a later save may not meet
+    is_disk: bool = True  # the problem is an OSError, which a later save may not have
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="spmdrl-checkpoint")
 
     def restore(self, policy: Saved, source: SavedSource) -> TrainState:
-        """Fill policy and source from what `checkpoint.resume` asks for; see `restore`."""
+        """Fill policy and source from the checkpoint of `checkpoint.resume`; see `restore`."""
         state = restore(self.cfg, self.world, policy=policy, source=source)
         source.start(state.step)
         return state
@@ -91,7 +91,7 @@ class Checkpointer:
     ) -> bool:
         """Save if it is time, and return on every rank whether the run ends here.
 
-        It ends when any rank got a signal (Ctrl-C, SIGTERM, SIGUSR1), or was given `stop`.
+        It ends when any rank got a signal (Ctrl-C, SIGTERM, SIGUSR1), or if any rank passes `stop`.
 
         Args, raises: see `maybe_save`.
         """
@@ -129,6 +129,7 @@ class Checkpointer:
         is_due = is_last or (every > 0 and step % every == 0)
         if not is_due and not self._is_new_best(step, values):
             return
+        # Only one save at a time: the writing thread uses `world.saving`.
         self._settle(wait=True)
         self._begin(step, policy, source, evaluated=values, is_last=is_last)
         if is_last:
@@ -167,6 +168,7 @@ class Checkpointer:
         partial = self._partial(step)
         held = source.state_dict()
         problem = _os_error(lambda: _make_folder(partial)) if self.world.rank == 0 else ""
+        # Also a barrier: no rank writes before rank 0 has made the folder.
         shared = self.world.gather((problem, held is not None), wait="begin checkpoint", step=step)
         if shared[0][0]:
             self._give_up(step, shared[0][0], is_fatal=is_last, is_disk=True)
@@ -199,6 +201,7 @@ class Checkpointer:
             self._wait_for_disk(pending, limit)
         found = self._gather(_outcome(pending.written), pending, limit)
         outcomes = [outcome for outcome in found if outcome is not None]
+        # Some rank still writes: a later call completes the save.
         if len(outcomes) < len(found):
             return
         failed = [f"rank {r}: {o.problem}" for r, o in enumerate(outcomes) if o.problem]
@@ -210,6 +213,7 @@ class Checkpointer:
             failed = [f"rank 0: {problem}"] if problem else []
         self._pending = None
         if failed:
+            # If only rank 0's `_complete` failed, this is True, which is right: it was an OSError.
             is_disk = all(outcome.is_disk for outcome in outcomes)
             is_fatal = must_succeed or not is_disk
             self._give_up(pending.step, "; ".join(failed), is_fatal=is_fatal, is_disk=is_disk)
@@ -248,6 +252,8 @@ class Checkpointer:
             raise OSError(
                 f"{missing[0]}; output_dir must be on a file system that every rank shares"
             )
+        # All of it is on the disk before the rename, so a machine that crashes right after the
+        # rename leaves a whole checkpoint.
         disk.write_manifest(partial, content)
         disk.sync_folder(partial / disk.POLICY)
         disk.sync_folder(partial)

@@ -17,7 +17,7 @@ _WORDS = {
     "machine": "machine's",
     "model": "model's",
 }
-"""What stands before the names of a section; nothing before a field of the config."""
+"""{section: words before its names in messages}; fields of the config have none."""
 _MISSING = "none"
 
 
@@ -40,7 +40,8 @@ class Difference:
 
 
 def config_of(cfg: Config) -> dict[str, Any]:
-    """Return {field: value} as JSON gives it back, without output_dir: a run may be moved."""
+    """Return {field: value} of a config, without output_dir: a run may be moved."""
+    # Through JSON, which makes lists of tuples, so it equals a config that was read from a file.
     fields: dict[str, Any] = json.loads(json.dumps(flatten(cfg)))
     del fields["output_dir"]
     return fields
@@ -49,8 +50,8 @@ def config_of(cfg: Config) -> dict[str, Any]:
 def differences(there: Made, now: Made, *, may_differ: Sequence[str] = ()) -> list[Difference]:
     """Return in what two runs differ, by section and name.
 
-    A section that only one of them has is not compared. A field of the config that one of them
-    lacks, since its program did not know it, has its default.
+    A section that only one of them has is not compared. If one of them lacks a field of the config,
+    because its program did not have this field, the default stands for it.
 
     Args:
         may_differ: names that are not compared, see `is_among`.
@@ -71,5 +72,5 @@ def differences(there: Made, now: Made, *, may_differ: Sequence[str] = ()) -> li
 
 
 def is_among(name: str, fields: Sequence[str]) -> bool:
-    """Return whether a field is in a list of fields, and of sections that end in a dot."""
+    """Return whether a list has a field's name, or that of its section, which ends in a dot."""
     return name in fields or name.startswith(tuple(one for one in fields if one.endswith(".")))

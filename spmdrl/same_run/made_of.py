@@ -17,7 +17,7 @@ from spmdrl.world.world import World
 
 
 def made_of(cfg: Config, world: World) -> dict[str, dict[str, Any]]:
-    """Return all that the numbers of a run follow from, as JSON has it.
+    """Return everything that the numbers of a run depend on, as JSON values.
 
     Returns: {config: {field: value}, packages: {name: version}, code: {file: digest}, machine:
         {property: value}}.

@@ -1,5 +1,5 @@
-"""The user's own code in a run: the program that was started, functions that its config names, and
-the files beside them that they import."""
+"""The user's own code in a run: the program that was started, the functions that its config names,
+and the files in the same folders that these import."""
 
 from __future__ import annotations
 
@@ -54,11 +54,13 @@ def digest(path: Path) -> str:
 def _named(cfg: Config) -> Iterator[tuple[str, Path]]:
     """Yield the files that a config names, under `field: name`."""
     for field, value in flatten(cfg).items():
+        # Quotes become line ends, which the pattern does not cross: a match is within one text.
         for place in _NAMED.findall(json.dumps(value).replace('"', "\n")):
             path = Path(place).expanduser()
             if not place.endswith(".py"):
                 kinds = (ImportError, ValueError)
                 spec, _ = attempt(partial(importlib.util.find_spec, place), kinds)
+                # Path() is a folder, which `user_files` leaves out.
                 path = Path(spec.origin) if spec and spec.origin else Path()
             if _PACKAGE not in path.resolve().parents:
                 yield f"{field}: {Path(place).name}", path.resolve()
