@@ -9,5 +9,5 @@
 - `inputs` checks data, tokenizer, environment, rewards, and the checkpoint that a run resumes from.
   The dry run asks it, and train.py before anything is loaded.
 - `methods` also tries on three tokens the loss and the advantage that train.py itself names.
-- `dry_run` prints what a config amounts to, and all of the above.
+- `dry_run` prints sizes that follow from a config, and the problems of all of the above.
 """

@@ -1,4 +1,4 @@
-"""What a config amounts to, before anything is started: `train.py --config X --dry-run`."""
+"""Sizes and problems of a config, before anything is started: `train.py --config X --dry-run`."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
 
     Args:
         train: the function of train.py, whose loss and advantage are tried.
-    Returns: exit status: 2 for a problem; 3 if a run would stop on this machine alone, for want of
-        a GPU or of weights; else 0.
+    Returns: exit status: 2 for a problem; 3 if a run would stop only on this machine, because it
+        has no GPU or no weights; else 0.
     """
     is_full = cfg.dry_run == "full"
     # A missing folder of the policy may have a known shape, see `with_known_shape`.
@@ -59,6 +59,7 @@ def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
         _print_section("derived", config_sizes(cfg))
         _print_section("mesh", mesh_map(cfg, shows_all=is_full))
         models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
+        # Refusals of these three are dropped: `problems` names their causes, or `unbuilt` does.
         for path in models.values():
             refusal(lambda: say(f"reward model:{path}: {reward_model_size(cfg, path)}"))
         refusal(lambda: _print_adapter(cfg))
@@ -168,7 +169,7 @@ def reward_model_size(cfg: Config, path: str) -> str:
 
 
 def stream_size(cfg: Config) -> dict[str, str]:
-    """Return what one push of the weights amounts to.
+    """Return the sizes of one push of the weights, for people.
 
     Raises: Refusal when the model folder cannot be read.
     """

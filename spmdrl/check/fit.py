@@ -226,7 +226,7 @@ def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
     """Return why companions of the policy cannot be packed, or do not fit the layout.
 
     Args:
-        is_seen: the policy sees what they are to score.
+        is_seen: the policy has a vision tower, so its rows may show images.
     """
     problems: list[str] = []
     text = instead(cfg.model.path) if is_seen else ""
@@ -238,6 +238,7 @@ def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
     for field, path in _companions(cfg).items():
         if not path or path == cfg.model.path:
             continue
+        # A companion that cannot be built is refused where it is loaded.
         with contextlib.suppress(Refusal):
             hf_model = build_meta_model(replace(cfg.model, path=path))
             counts = counts_of(hf_model)
@@ -261,6 +262,7 @@ def _teacher_problems(cfg: Config) -> list[str]:
     from spmdrl.train.objectives.distill import check_teacher  # others train nothing of it
 
     _, error = attempt(lambda: check_teacher(cfg))
+    # Other Refusals are of a config.json that cannot be read.
     return [str(error)] if isinstance(error, Refusal) and error.field == "model.teacher" else []
 
 
@@ -279,14 +281,16 @@ def _model_problems(
 
 
 def _rope_problems(cfg: Config, hf_model: nn.Module, *, at: str) -> Iterator[str]:
-    """Yield that rotary frequencies of a row would depend on its longest sequence."""
+    """Yield that a row's rotary frequencies would depend on its longest sequence."""
     longest = cfg.longest_sequence
     config = hf_model.config.get_text_config()
     own = getattr(config, "rope_parameters", None) or {}
+    # Some families have one mapping of rope parameters, others one for each type of layer.
     for rope in (own, *(part for part in own.values() if isinstance(part, dict))):
         names = ("original_max_position_embeddings", "max_position_embeddings")
         lengths = [rope.get(names[0]), *(getattr(config, name, None) for name in names)]
         kind = rope.get("rope_type")
+        # The length above which the frequencies change: the first of these that is set.
         known = next(filter(None, lengths), None)
         if kind in ("dynamic", "longrope") and known and longest > known:
             yield (

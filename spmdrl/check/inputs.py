@@ -41,13 +41,15 @@ from spmdrl.world.axes import axes_of
 from spmdrl.world.world import World
 
 _SHARE_OF_START = 0.8
-"""Of layout.startup_timeout_s, which ends the ranks' wait: what a user's code may take of it."""
+"""Share of layout.startup_timeout_s that the user's code may take. Other ranks wait for rank 0
+here, and after the whole of it their wait fails."""
 
 
 def check_inputs(cfg: Config, world: World) -> None:
     """Refuse, on all ranks together, what rank 0 finds.
 
-    All rows of data.train are opened by each rank right after it, by the same functions.
+    The rows of data.train are left out: each rank opens all of them right after this, by the same
+    functions.
 
     Raises: Refusal with every problem.
     """
@@ -166,6 +168,7 @@ def _function_problems(
         until: deadline on the clock of `time.monotonic`.
     """
     functions = cfg.functions_of(source)
+    # `_model_problems` checks reward models, and a generated task has a grader of its own.
     own = [spec for spec in functions if not is_generated(spec) and not reward_models([spec])]
     if own:
         inputs = registry.inputs_of(registry.get("advantage", cfg.algorithm.advantage))
@@ -230,8 +233,8 @@ def _are_fetched(cfg: Config, split: Split) -> bool:
 def _looked_at(
     cfg: Config, source: SourceSettings, *, split: Split
 ) -> tuple[dict | None, list[RowKind]]:
-    """Return the first row of a source, None of a dataset that would be fetched, and the kinds of
-    its rows. The rows of a generated task are all of one kind."""
+    """Return the first row of a source and the kinds of its rows; None and [] for a dataset that
+    would be fetched. The rows of a generated task are all of one kind."""
     if _is_fetched(source.path):
         find_on_hub(source.path.partition(":")[0], field=f"data.{split}", kind="dataset")
         return None, []

@@ -168,6 +168,7 @@ def _coefficient_problems(cfg: Config) -> Iterator[str]:
             f"algorithm.kl_control.{'horizon' if kl.target else 'target'}: is missing; a KL that "
             "is held at a target takes both target, nats per token, and horizon, samples"
         )
+    # A step may lower the coefficient by a fifth per horizon, so by all of it in five.
     elif kl.target and num_samples >= 5 * kl.horizon:
         yield (
             f"algorithm.kl_control.horizon: {kl.horizon:g} is too short for {num_samples} samples "

@@ -31,13 +31,14 @@ def parse(argv: list[str] | None = None) -> Config:
         SystemExit(0) after `--help` and `--version`.
     """
     if argv is None and {"-h", "--help"} & set(sys.argv):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... --help | head` ends without a word
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... --help | head` ends without a message
     argv = list(sys.argv[1:] if argv is None else argv)
     if "--version" in argv:
         print(version_text())
         raise SystemExit(0)
     try:
         cfg = read(argv, prog="train.py --config FILE")
+        # A dry run lists missing models itself, with the other problems.
         problems = validate(cfg) + ([] if cfg.dry_run else missing_models(cfg))
         paths, flags = take_config_flags(argv)
         refuse(problems, paths=paths, flags=flags)
@@ -68,7 +69,7 @@ def validate(cfg: Config) -> list[str]:
 
 
 def notes(cfg: Config) -> Iterator[str]:
-    """Yield what is allowed and probably a mistake: `field: what, value seen, what to do`."""
+    """Yield values that are allowed but probably wrong: `field: what, value seen, what to do`."""
     warmup = cfg.optimizer.warmup_steps
     if warmup > cfg.steps:
         reached = cfg.optimizer.lr * cfg.steps / warmup

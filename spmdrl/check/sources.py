@@ -1,4 +1,4 @@
-"""Whether sources of rows are right, each by itself and next to the others."""
+"""Whether sources of rows are right, each alone and together with the others."""
 
 from __future__ import annotations
 

@@ -133,6 +133,7 @@ def _sampling_problems(cfg: Config) -> Iterator[str]:
                 "with; for the character itself write $'...' in a shell, and double quotes in YAML"
             )
     for token, added in cfg.sampling.logit_bias.items():
+        # One spelling for each id: `07` and `7` would be two entries for one token.
         if not (token.isascii() and token.isdigit()) or str(int(token)) != token:
             yield (
                 f"sampling.logit_bias: {token!r} is no id of a token; write the id as text, as in "
@@ -192,12 +193,13 @@ def _replay_problems(cfg: Config) -> Iterator[str]:
 
 def _is_own(cfg: Config, folder: str) -> bool:
     path = Path(folder).resolve()
+    # A setting may name the run's folder, or the folder of its rollouts or schedule.
     return Path(cfg.output_dir).resolve() in (path, path.parent)
 
 
 def _keep_problems(cfg: Config) -> Iterator[str]:
-    """Yield that checkpoint.keep.best is no metric of the evaluation, as far as it shows before the
-    first one."""
+    """Yield that checkpoint.keep.best is no metric of the evaluation, as far as this is known
+    before the first one."""
     from spmdrl.report.glossary import lookup
     from spmdrl.rollout.outcomes import sizes
 

@@ -136,7 +136,8 @@ def _has_labels(cfg: Config) -> bool:
 
 
 def _is_kept_alone(cfg: Config) -> bool:
-    """Return whether a run caches the logprobs of its reference, and may do so."""
+    """Return whether a run caches the logprobs of its reference and no other setting forbids it."""
+    # Rules of rules/weights.py refuse the other two cases.
     own = cfg.model.reference
     return own.cache and not own.sync_every and not cfg.objective.samples
 
@@ -144,6 +145,7 @@ def _is_kept_alone(cfg: Config) -> bool:
 def _asks_for_reference(cfg: Config, name: str) -> bool:
     """Return whether a run sets `cache` or `sync_every` of its reference."""
     own = cfg.model.reference
+    # Both together break a rule of rules/weights.py, which then speaks alone.
     return _is_kept_alone(cfg) if name == "cache" else own.sync_every > 0 and not own.cache
 
 

@@ -39,7 +39,7 @@ class Rule:
 
 
 def _text(value: Any) -> str:
-    """Return a value as YAML has it; empty for no value."""
+    """Return a value as YAML; empty for no value."""
     if dataclasses.is_dataclass(value):
         return "is set"  # a whole section
     return as_flow(value) if value or value == 0 else ""

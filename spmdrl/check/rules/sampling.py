@@ -91,6 +91,7 @@ def _mask_of_guesses(name: str) -> Rule:
         (f"sampling.{name}", "engine.options.speculative_config"),
         lambda cfg: (
             cfg.engine.traits.has_options
+            # Only the first one that is on, so that a config breaks one of these rules.
             and name in _truncating(cfg)[:1]
             and cfg.engine.options.get("speculative_config")
             and _is_on_cpu(cfg)

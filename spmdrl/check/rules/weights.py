@@ -23,8 +23,8 @@ def unused(
     """Return a rule for each field that has no effect under the value of another field.
 
     Args:
-        names: of the fields. other: the field that makes them useless.
-        when: it does. reason, remedy: of the rules.
+        names: of the fields. other: the field whose value makes them useless.
+        when: returns whether it does in a config. reason, remedy: of the rules.
     """
 
     def rule(name: str) -> Rule:
@@ -54,6 +54,7 @@ _LORA_OPTIONS = [
     name for name in _section("model.lora") if name not in ("model.lora.rank", "model.lora.path")
 ]
 _SAID_BY_ADAPTER = ["model.lora.rank", *_LORA_OPTIONS]
+# An adapter's folder does not say how engines get it.
 _SAID_BY_ADAPTER.remove("model.lora.push")
 
 
