@@ -247,24 +247,25 @@ class Config:
         return self.objective.only_loss or self.algorithm.loss
 
     def functions_of(self, source: SourceSettings) -> tuple[str, ...]:
-        """Return the reward functions of a source's rows; none where its task, or the environment,
-        says alone what they are worth."""
+        """Return the reward functions of a source's rows; none if its task or its environment alone
+        decides their rewards."""
         if source.rewards or self.rewards.functions:
             return source.rewards or self.rewards.functions
-        # Beside functions a grader is one of them.
+        # If other sources have functions, a task's grader becomes one of them.
         is_one = source.is_generated and not self.environment_of(source)
         others = any(other.rewards for other in self.data.all_sources())
         return (source.path,) if is_one and others else ()
 
     def environment_of(self, source: SourceSettings) -> NestedOptions:
-        """Return what answers the policy in a source's rows: its name and options; {} where
-        responses are final."""
+        """Return the environment of a source's rows, its name and options; {} if responses are
+        final."""
         own = source.environment or self.rollout.environment
+        # The only text is `none`.
         return {} if isinstance(own, str) else own
 
     def environments(self, *splits: Split) -> list[tuple[str, NestedOptions]]:
-        """Return of each source of these splits, of all of them by default, the field that says
-        what answers the policy in its rows, and what that is; see `environment_of`."""
+        """Return (field, environment) of each source of these splits, by default of all: the field
+        that sets it, and its value; see `environment_of`."""
         return [
             (
                 f"data.{split}[{i}].environment" if source.environment else "rollout.environment",
@@ -321,8 +322,8 @@ def least_tokens(cfg: Config) -> int:
 
 
 def useful_tokens(cfg: Config, *, dp_size: int = 0) -> int:
-    """Return the tokens of a dp rank's share of the largest update, were all its sequences the
-    longest: a larger micro-batch would stay empty. Groups go to updates whole.
+    """Return the tokens of a dp rank's share of the largest update, if all its sequences are as
+    long as possible: a larger micro-batch would not be filled. An update takes whole groups.
 
     Args:
         dp_size: parts of a batch; 0 takes the layout's.

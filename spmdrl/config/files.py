@@ -77,7 +77,7 @@ def from_tree(tree: Mapping[str, Any], *, where: str = "config") -> Config:
     """Return the config of nested mappings, as YAML has them.
 
     Args:
-        where: they stand, for messages.
+        where: the place of the mappings, for messages.
     Raises: as `load_yaml`.
     """
     return build(_fields_of(tree, where=where))
@@ -110,8 +110,8 @@ def _is_foreign(name: str, value: Any) -> bool:
 
 
 def _foreign_problems(name: str, value: Mapping[Any, Any]) -> list[str]:
-    """Return what each field of another program's section is here, and last those that are nothing
-    here."""
+    """Return the name here of each field of another program's section, and last the fields that
+    have none."""
     problems = []
     unknown = []
     for field, _ in _leaves_below(name, value):
@@ -133,7 +133,7 @@ def _foreign_problems(name: str, value: Mapping[Any, Any]) -> list[str]:
 
 
 def _leaves_below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, value) of what stands in nested mappings."""
+    """Yield (dotted name, value) of the values in nested mappings."""
     if not isinstance(value, dict) or not value:
         yield name, value
         return
@@ -143,7 +143,7 @@ def _leaves_below(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def noted(problems: list[str], name: str) -> Iterator[None]:
-    """Put a Refusal among the problems."""
+    """Append the message of a Refusal that is raised inside to the problems."""
     try:
         yield
     except Refusal as error:
@@ -151,7 +151,7 @@ def noted(problems: list[str], name: str) -> Iterator[None]:
 
 
 def checked(name: str, value: Any) -> Any:
-    """Return the value of a field. Raises: Refusal for another type, and for what is no field."""
+    """Return the value of a field. Raises: Refusal for another type or an unknown name."""
     if name in sections():
         known = ", ".join(fields_of(name))
         raise Refusal(f"expected a mapping of fields, got {shown(value)}; known: {known}")
@@ -163,6 +163,7 @@ def checked(name: str, value: Any) -> Any:
 def as_flow(value: Any) -> str:
     """Return a value as YAML on one line, as a person writes it in a config."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**6).strip()
+    # YAML ends a document that is a single number or word with `...`.
     return text.removesuffix("\n...")
 
 

@@ -16,9 +16,9 @@ NestedOptions = dict[str, Any]
 
 
 def option_value(value: Any) -> Any:
-    """Return an option, as a number if it is one: YAML 1.1 reads 1e-8 as text, for want of a dot.
+    """Return an option, as a number if it is one: YAML 1.1 reads 1e-8, without a dot, as text.
 
-    Raises: Refusal for nan, for a text that no file can hold, and for what is no plain data.
+    Raises: Refusal for nan, a text that no file can hold, and a value that is not plain data.
     """
     if isinstance(value, dict):
         return {option_name(name): option_value(own) for name, own in value.items()}

@@ -33,7 +33,7 @@ ELSEWHERE = {
 
 
 def in_other_frameworks(name: str) -> str:
-    """Return what a field of another program is here; empty for none that is known.
+    """Return the name here of another program's field, for messages; empty for an unknown one.
 
     Args:
         name: with its sections or without them: `actor.optim.lr`, `learning_rate`.
@@ -60,7 +60,7 @@ _VALUES = {
 
 
 def value_in_other_frameworks(value: object, *, choices: Sequence[str]) -> str:
-    """Return what a value of other programs is here; empty for none that is known.
+    """Return the value here for one of other programs, for messages; empty for an unknown one.
 
     Args:
         choices: values that the field has here.

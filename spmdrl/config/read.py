@@ -1,7 +1,6 @@
 """Reading a config from the command line: `--config FILE` and, by tyro, a flag for each field.
 
-tyro splits the command line and prints the help. What a value may be is the same in a flag as in a
-file.
+tyro splits the command line and prints the help. A flag allows the same values as a file.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def read(
         argv: arguments without the program name.
         prog: for the help.
         own: a dataclass of further flags, for the help.
-        default: what to start from without `--config`.
+        default: the config to start from without `--config`.
     Raises: Refusal with every problem listed, one per line; SystemExit(0) after the help.
     """
     paths, rest = take_config_flags(argv)
@@ -78,7 +77,7 @@ def refuse(problems: list[str], *, paths: list[str], flags: list[str]) -> None:
     """Raise the problems of a config, one per line, as a Refusal; return if there are none.
 
     Args:
-        paths, flags: what it was read from, both perhaps empty; a value may be of any of them.
+        paths, flags: the sources of the config, for messages; both may be empty.
     """
     if problems:
         where = " and ".join([*paths, *(["flags"] if flags else [])])
@@ -115,6 +114,7 @@ def _section_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
         if is_section(hint):
             fields.append(StructFieldSpec(name=name, type=hint, default=default))
             continue
+        # tyro only collects the words of a flag; `with_flags` reads their value as in a file.
         spec = PrimitiveConstructorSpec[Any](
             nargs="*",
             metavar=f"{type_text(hint)} {bounds_of(info.type).get(name, '')}".rstrip(),
@@ -169,8 +169,8 @@ def _show_help(cfg: Config, words: list[str], *, prog: str, own: type | None) ->
 def with_flags(cfg: Config, argv: list[str]) -> Config:
     """Return a config with the fields that flags name: `--batch.group-size 4`.
 
-    A value is read as in a file, but for text that stands as it is. Lists are several words;
-    what is true or false may be named alone, `--data.no-shuffle` for false.
+    A value is read as in a file, except that text needs no quotes. A list is several words. A flag
+    that is true or false needs no value: `--data.shuffle`, `--data.no-shuffle`.
 
     Raises: Refusal listing every problem.
     """
@@ -202,7 +202,7 @@ def _field(flag: str) -> str:
 
 
 def _repeated(argv: list[str]) -> Iterator[str]:
-    """Yield flags that stand twice: tyro takes the last one without a word."""
+    """Yield flags that are there twice: tyro silently takes the last one."""
     counts = Counter(_field(word) for word in argv if word.startswith("--"))
     for name, count in counts.items():
         if count > 1 and name in settings():
@@ -271,6 +271,7 @@ def _plain(words: list[str], hint: Any) -> Any:
     of_list = next((kind for kind in kinds(hint) if typing.get_origin(kind) is tuple), None)
     if of_list and len(words) == 1 and words[0].startswith("[") and words[0].endswith("]"):
         return plain_data(words[0])
+    # Where a text is allowed too, one word is that text.
     if of_list and (len(words) != 1 or str not in kinds(hint)):
         return [w if typing.get_args(of_list)[0] is str else plain_data(w) for w in words]
     if len(words) != 1:

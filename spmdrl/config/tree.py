@@ -106,6 +106,7 @@ def build(flat: Mapping[str, Any], cls: type = Config, *, prefix: str = "") -> A
         elif prefix + name in flat:
             own = flat[prefix + name]
             has_fields = isinstance(own, tuple) and any(isinstance(v, dict) for v in own)
+            # `flatten` returns items with fields as mappings.
             values[name] = convert(list(own), hint) if has_fields else own
     return cls(**values)
 
@@ -140,7 +141,7 @@ def item_fields(hint: Any) -> type | None:
 
 
 def unknown_key(name: str) -> str:
-    """Return that there is no such field, with the one that is probably meant."""
+    """Return that there is no such field, with the most similar one."""
     other = in_other_frameworks(name)
     return f"unknown key; {other}" if other else f"unknown key{nearest_field(name)}"
 
@@ -206,6 +207,7 @@ def convert(value: Any, hint: Any) -> Any:
             return float(value)  # YAML 1.1 reads 1e-6 as a string
         except (ValueError, OverflowError):
             raise Refusal(f"expected a number, got {shown(value)}") from None
+    # Not isinstance: True is an int.
     if type(value) is not hint:
         expected = "true or false" if hint is bool else hint.__name__
         raise Refusal(f"expected {expected}, got {shown(value)}")

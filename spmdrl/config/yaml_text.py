@@ -1,4 +1,4 @@
-"""YAML text as plain data. Refuses what no config can hold, with file, line and column."""
+"""Read YAML text as plain data, and refuse values that no config can hold, by line and column."""
 
 from __future__ import annotations
 
@@ -123,4 +123,5 @@ class _Loader(_BaseLoader):
 
 
 def _first_line(error: Exception) -> str:
+    # Python advises to raise a limit of its own for integers of many digits.
     return str(error).partition("; use sys.")[0].partition("\n")[0]
