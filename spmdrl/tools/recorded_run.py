@@ -1,5 +1,5 @@
-"""A run read again from what it left: open it, reach a step, take its batch. No engine is built,
-and nothing of the run is changed."""
+"""Read a run again from its folder: open it, load the weights of a step, and take its batch. No
+engine is built, and nothing of the run is changed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from spmdrl.world.world import World
 
 @dataclass(frozen=True)
 class WayToStep:
-    """How a step is reached: from the weights before `start`, over the recorded steps between."""
+    """How to reach a step: load the weights before `start`, then train on the recorded steps up to
+    it."""
 
     step: int
     start: int
     checkpoint: Path | None
-    """Of `start`; None: the weights that the run began with, at step 0."""
+    """That of `start`; None: the weights that the run began with, at step 0."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class RecordedRun:
 
     def way_to(self, step: int) -> WayToStep | None:
         """Return the shortest way to a recorded step; None where there is none."""
+        # Newest first, so the first way is the shortest.
         for start, checkpoint in self.weights.items():
             steps = range(start, step + 1)
             if steps and all(between in self.recorded.steps for between in steps):
@@ -111,7 +113,7 @@ class Replayer:
 
     Args:
         cfg: of this job.
-        columns: that the batches have besides those of the config's loss and advantage.
+        columns: more columns for the batches than the config's loss and advantage need.
     """
 
     def __init__(
@@ -125,7 +127,8 @@ class Replayer:
         """Load the weights, and all else, of a checkpoint.
 
         Args:
-            cfg: that trained; what differs from the trainer's own does not shape the run's result.
+            cfg: that the checkpoint was written under. It may differ from the trainer's own only in
+                settings that do not change the run's result.
         """
         saved = replace(cfg.checkpoint, resume=str(checkpoint), allow_config_change=False)
         cfg = replace(cfg, checkpoint=saved)

@@ -225,6 +225,7 @@ def unkept_bytes(own: Attention, work: RowPart) -> int:
     heads, kv_heads = work.heads(own)
     repeated = math.lcm(kv_heads, work.cut.cp)
     both = own.qk_dim + own.v_dim
+    # Minus the output, which is among the saved tensors but is not sent back yet.
     width = heads * (own.qk_dim - own.v_dim) + kv_heads * both
     width += repeated * both if repeated > kv_heads else 0
     width += (heads + repeated) * both if work.kernels.is_padded else 0
@@ -236,6 +237,7 @@ def _group_bytes(own: Attention, group: PaddedGroup, *, c: int, heads: int, kv_h
     length = group.length
     has_window = own.window is not None and own.window < length
     operands = rows * c * (heads * own.qk_dim + kv_heads * (own.qk_dim + own.v_dim))
+    # These are computed by plain matmuls, which save the scores; others by SDPA's kernel.
     if own.has_softcap or length <= SHORT:
         scores = group.count * heads * length * length
         softmax = scores * (4 if c == 4 else 4 + c)  # in float32, and once more to multiply

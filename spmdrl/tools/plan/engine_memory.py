@@ -33,6 +33,7 @@ def engine_weight_bytes(run: Run, axes: Axes) -> int:
     return numel * run.engine_bytes
 
 
+# Ends of names: norms, routers, latent projections, and biases that are added after a reduction.
 _WHOLE = (
     "norm.weight",
     "gate.weight",
@@ -106,7 +107,7 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
 
 def _cache(room: int, run: Run, *, per_token: int) -> tuple[int, int, int]:
     """Return the bytes of the cache, and how many sequences of the longest and of mean length it
-    holds. The transformers engine gives each of them room for the longest."""
+    holds. The transformers engine reserves the longest for each."""
     if not run.engine.traits.pages_cache:
         slots = min(run.engine.max_num_seqs, room // (per_token * run.cfg.longest_sequence))
         return slots * run.cfg.longest_sequence * per_token, slots, slots

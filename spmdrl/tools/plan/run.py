@@ -74,6 +74,7 @@ def run_of(
     lora = cfg.model.lora
     group = cfg.sequences_per_row
     columns = needed_columns(cfg)
+    # With adapters the reference is the policy without them, which needs no second model.
     own_reference = "ref_logprobs" in columns and not (lora.is_on and not cfg.model.reference.path)
     is_away = on_gpu and has(memory.offload, "optimizer")
     has_none = on_gpu and has(memory.offload, "parameters")
@@ -117,6 +118,7 @@ def _engine_sleeps(cfg: Config, *, on_gpu: bool) -> bool:
     return cfg.engine.options.get("enable_sleep_mode", True)
 
 
+# Columns that take a forward pass over the batch each.
 _PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_logprobs"}
 
 
@@ -138,7 +140,7 @@ def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU and its links reach in practice. Bandwidths are per GPU and direction."""
+    """Rates that a GPU and its links reach in practice. Bandwidths are per GPU and direction."""
 
     gpu: Gpu
     gpus_per_node: int = 8
@@ -148,10 +150,10 @@ class Rates:
     engine_step_s: float = 0.003  # an engine step's work on the host
     collective_s: float = 20e-6  # before a collective's first byte
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Where rates are from that are not the formula's: {field: what a page says}."""
+    """{field: source, as pages show it} of rates that are not the formula's."""
 
     def known(self, rates: Mapping[str, float], *, source: str) -> Rates:
-        """Return these with some replaced by better known ones."""
+        """Return these rates with some replaced, which come from `source`."""
         sources = {**self.sources, **dict.fromkeys(rates, source)}
         changed: dict[str, Any] = {**rates, "sources": sources}
         return replace(self, **changed)
@@ -196,8 +198,8 @@ def rates_of(name: str, **changed: float) -> Rates:
 
 
 def read_measured(path: str) -> tuple[str, dict[str, float]]:
-    """Return the GPU of the table that a file of benchmarks/results/gpu is of, and its rates, by
-    the names of the fields of Rates.
+    """Return the name of the GPU that a file of benchmarks/results/gpu was measured on, and its
+    rates, by the names of the fields of Rates.
 
     Raises: Refusal for another kind of file, a rate that is unknown or cannot be, a GPU that
         is not in the table.

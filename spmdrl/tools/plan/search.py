@@ -23,7 +23,7 @@ _SHARED_FRACS = (0.3, 0.45, 0.6, 0.75)
 
 @dataclass(frozen=True)
 class Plan:
-    """What a layout amounts to."""
+    """Memory, traffic and seconds of a layout."""
 
     axes: Axes
     tokens: int  # of a micro-batch
@@ -65,6 +65,7 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, tokens: int = 0) -> Plan:
             trainer_room = room - engine.resting
     most = most_tokens(run, alone, room=trainer_room)
     filled = useful_tokens(run.cfg, dp_size=axes.dp_size)
+    # If nothing fits, most is 0: the plan is for the longest sequence, and says what is missing.
     most_useful = min(max(most, least_tokens(run.cfg)), filled)
     tokens = tokens or run.cfg.batch.tokens_per_microbatch or most_useful
     trainer = trainer_memory(run, alone, tokens=tokens)
@@ -149,7 +150,7 @@ class _Change:
 
 
 def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
-    """Yield what may be changed, the least first within a field."""
+    """Yield changes of a config, the smallest of each field first."""
     axes = plan.axes
     if plan.tokens > (least := least_tokens(run.cfg)):
         tokens = plan.most_tokens or least
@@ -169,7 +170,7 @@ def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
 
 
 def _first_of_each(found: list[tuple[_Change, ...]]) -> list[str]:
-    """Return the first, and so least, change of each field or pair of fields."""
+    """Return the first change, which is the smallest, of each field or pair of fields."""
     texts: dict[tuple[str, ...], str] = {}
     for changes in found:
         texts.setdefault(
@@ -180,7 +181,7 @@ def _first_of_each(found: list[tuple[_Change, ...]]) -> list[str]:
 
 
 def is_possible(axes: Axes, run: Run) -> bool:
-    """Return whether ranks can be laid out so, and the model on them."""
+    """Return whether ranks can have this layout, and the model can be divided among them."""
     kind = run.engine.kind
     return not any(rank_problems(axes, engine_kind=kind)) and not any(
         misfits(run.shape.counts, axes, context=run.cfg.model.kernels.context, engine_kind=kind)
@@ -220,8 +221,8 @@ def _splits(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[tuple[str, i
 
 
 def distinct(plans: list[Plan]) -> list[Plan]:
-    """Return the first plan of each split of the ranks between roles and into engines; without
-    engines, of each way to cut a model and its sequences."""
+    """Return the first plan of each division of the ranks into roles and engines; without engines,
+    of each way to shard a model and its sequences."""
     found: dict[tuple, Plan] = {}
     for plan in plans:
         axes = plan.axes
@@ -235,7 +236,7 @@ def distinct(plans: list[Plan]) -> list[Plan]:
 
 
 def best_plans(run: Run, *, gpus: int, rates: Rates) -> tuple[list[Plan], Plan | None]:
-    """Return the plans that fit, fastest step first, and of those that do not the nearest.
+    """Return the plans that fit, fastest step first, and of the others the one nearest to fitting.
 
     A micro-batch has the run's tokens, or as many as fit if these are fewer. Where the GPU is
     shared by both roles, smaller parts of it for the engine are tried too.

@@ -76,6 +76,7 @@ def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, 
         shape, lengths=torch.tensor([length]), num_scored=int(run.response_tokens)
     ).total
     epochs = run.cfg.batch.epochs
+    # A backward pass has twice the matmuls of a forward pass; recomputation is one more of these.
     passes = run.forwards + epochs * (4 if run.kernels.recomputes else 3)
     passes += 3 * run.trained_models * (run.cfg.critic.epochs or epochs)
     compute = run.sequences * own * passes / axes.trainers / rates.flops
@@ -95,7 +96,7 @@ def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, 
 
 
 def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float, str]:
-    """Decode steps of a full engine, then of what is left while the longest sequence ends."""
+    """Estimate decode steps of a full engine, then those until the longest sequence ends."""
     shape = run.shape
     if not axes.engines or not slots:
         return 0.0, "nothing"
@@ -122,6 +123,7 @@ def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float,
     }
     matmuls = 2 * shape.active_numel * mean_width / tp / rates.flops
     reading = parts["reading weights"] + parts["reading the KV cache"]
+    # Reading and matmuls overlap, so only the longer one counts.
     if matmuls > reading:
         parts |= {"matmuls": matmuls, "reading weights": 0.0, "reading the KV cache": 0.0}
     prompts = run.cfg.batch.prompts_per_step / axes.replicas
@@ -138,6 +140,7 @@ def _touched(shape: ModelShape, width: float) -> float:
     for block, count in shape.kinds:
         experts = block.experts
         routed = sum(w.numel for w in block.weights if w.is_expert)
+        # Share of the experts that at least one sequence goes to, if routing is balanced.
         hit = 1 - (1 - experts.top_k / experts.count) ** width if experts else 0.0
         read += count * (block.numel - routed + routed * hit)
     return read / shape.numel

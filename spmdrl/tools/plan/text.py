@@ -1,4 +1,4 @@
-"""A plan as people read it, and as programs do."""
+"""A plan as text for people, and as plain values for programs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def layout_text(axes: Axes) -> str:
 
 
 def brief(plan: Plan, *, run: Run, rates: Rates) -> Iterator[str]:
-    """Yield a plan in three lines: what a rank holds, how long a step takes, what a step is."""
+    """Yield a plan in three lines: memory of a rank, seconds of a step, and the step's work."""
     engine = f", engine {plan.engine.total / _GIB:.1f}" if plan.engine else ""
     verdict = "does not fit" if plan.problems else "fits"
     yield (
@@ -165,7 +165,7 @@ def _best_lines(best: Sequence[Plan]) -> Iterator[str]:
 
 
 def rates_dict(rates: Rates) -> dict[str, Any]:
-    """Return each rate that may be measured, and where it is from."""
+    """Return each rate that can be measured, and its source."""
     return {
         name: {"value": getattr(rates, name), "source": rates.source(name)}
         for name in FORMULA_RATES

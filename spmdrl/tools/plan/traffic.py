@@ -1,4 +1,4 @@
-"""Bytes that one rank sends in a step, by what sends them and over which link."""
+"""Bytes that one rank sends in a step, by cause and by link."""
 
 from __future__ import annotations
 
@@ -66,6 +66,7 @@ def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     state = shards_numel(shape, axes)
     trained = lora_numel(run, axes) if run.lora_numel else state
     apart = expert_shards_numel(shape, axes)  # gathered among the ranks that ep leaves
+    # A gather sends a rank's shard to each of the other ranks.
     sent = (n - 1) * (state - apart) + (axes.replica // axes.ep - 1) * apart
     reduced = (n - 1) * trained if run.lora_numel and sent else sent
     # Forward, backward unless what was gathered is still there; forward alone.
@@ -77,6 +78,7 @@ def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     yield Flow("FSDP reduces", reduces * 4 * reduced, reduces * blocks, span, hides=True)
     copies = axes.dp_replicate
     span = axes.span("dp_replicate")
+    # A ring all-reduce.
     summed = updates * (2 * (copies - 1) / copies) * 4 * trained
     yield Flow("dp_replicate reduces", summed, updates * blocks, span, hides=True)
 

@@ -254,9 +254,9 @@ def _at_end(run: Run, axes: Axes) -> dict[str, int]:
 def most_tokens(run: Run, axes: Axes, *, room: int) -> int:
     """Return the largest tokens_per_microbatch whose peak fits into `room` bytes.
 
-    No more than one update can fill is tried, or than the config asks for: a larger micro-batch
-    would hold the same sequences. Below that, sizes are tried in steps of 256; 0 means that not
-    even the longest sequence (or pair) fits.
+    The largest size that is tried is what one update fills, or what the config asks for: a larger
+    micro-batch would hold the same sequences. Below that, sizes are tried in steps of 256; 0 means
+    that not even the longest sequence (or pair) fits.
     """
 
     def fits(tokens: int) -> bool:
@@ -274,6 +274,7 @@ def most_tokens(run: Run, axes: Axes, *, room: int) -> int:
     if not fits(low * step):
         return least
     high = -(-most // step)
+    # `low` steps fit, `high` steps do not.
     while high - low > 1:
         middle = (low + high) // 2
         if fits(middle * step):

@@ -84,7 +84,7 @@ def _alternative(cfg: Config, settings: dict[str, Any]) -> Alternative:
     own = leaves({"algorithm": settings}, problems=problems)
     base = {n: v for n, v in flatten(cfg).items() if n.startswith("algorithm.")}
     base |= {
-        f"algorithm.{kind}_options": {}  # those of another method
+        f"algorithm.{kind}_options": {}  # the run's options are of another method
         for kind in METHODS
         if settings.get(kind, getattr(cfg.algorithm, kind)) != getattr(cfg.algorithm, kind)
     }
@@ -98,7 +98,7 @@ def _alternative(cfg: Config, settings: dict[str, Any]) -> Alternative:
 
 
 def _own_aggregation(cfg: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an aggregation for a loss that has not that of the run, if none is named."""
+    """Return an aggregation for a loss that does not allow the run's, if none is named."""
     from spmdrl.algorithms import registry
 
     if "loss" not in settings or "aggregation" in settings:

@@ -30,8 +30,8 @@ def page(
     trust_remote_code: bool = False,
     trust_run: bool = False,
 ) -> str:
-    """Return steps with their tables, and the samples on which outcomes differ most, most first:
-    each once by who pushes it up more, and once by who pushes it down more.
+    """Return steps with their tables, and the samples on which outcomes differ most, most first.
+    Each is shown for the outcome that pushes it up most and for the one that pushes it down most.
 
     Args:
         recorded: the run's recordings.

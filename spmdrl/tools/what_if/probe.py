@@ -159,6 +159,7 @@ def probe(trainer: Trainer, batch: Batch, alternative: Alternative, *, step: int
 
 def _with_columns(batch: Batch, names: set[str]) -> Batch:
     """Return a batch with these columns alone, without those for other alternatives."""
+    # The pass that scores old_logprobs gives old_entropy too.
     kept = names | ({"old_entropy"} if "old_logprobs" in names else set())
     columns = tuple(
         tuple({name: column for name, column in own.items() if name in kept} for own in update)
@@ -183,7 +184,7 @@ def _coefficients(trainer: Trainer, cfg: Config) -> Coefficients:
 
 
 def _reached(rows: Sequence[_Row], batch: Batch, *, scale: float) -> dict[str, Any]:
-    """Return the fields of Probe that are by token.
+    """Return the fields of Probe that are measured on tokens.
 
     Args:
         scale: factor on the loss in the backward pass.

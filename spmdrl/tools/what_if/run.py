@@ -1,4 +1,4 @@
-"""Every alternative on every chosen step of a run, in one process, without an engine."""
+"""Evaluate alternatives on steps of a run, in one process and without an engine."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StepFound:
 def open_run(
     folder: Path, *, trust_run: bool = False, trust_remote_code: bool = False
 ) -> RecordedRun:
-    """Open a run whose steps can be looked at again: recorded ones whose weights are still there.
+    """Open a run that has recorded steps whose weights are still there.
 
     Args:
         trust_run: run the functions that the run's config names. trust_remote_code: run Python code
@@ -91,10 +91,11 @@ def steps_of(run: RecordedRun) -> list[int]:
 
 
 def chosen_steps(run: RecordedRun, asked: Sequence[int]) -> list[int]:
-    """Return the steps to look at, ascending: those asked for, or the newest one that can be.
+    """Return the steps to evaluate, ascending: those of `asked`, or by default the newest one.
 
-    Raises: Refusal naming a step that was not recorded, or whose weights are not there, and those
-        that can be taken; or the first difference between a recording, its checkpoint and the run.
+    Raises: Refusal naming a step that was not recorded, or whose weights are not there, and
+        the steps that can be taken; or the first difference between a recording, its checkpoint
+        and the run.
     """
     known = steps_of(run)
     for step in asked:
@@ -119,8 +120,8 @@ def look_again(
 
     Args:
         steps: of `run.weights`, ascending.
-    Raises: Refusal for what cannot be done right: a model that is needed and not there, a step
-        whose own gradient norm is not what the run reported.
+    Raises: Refusal for a model that is needed and missing, and for a step whose own gradient
+        norm is not the one that the run reported.
     """
     everyone = [Alternative(AS_RUN, run.cfg, {}), *alternatives]
     columns = _columns(run.cfg, everyone)
@@ -152,6 +153,7 @@ def alone(cfg: Config, *, output_dir: str, alternatives: Sequence[Alternative]) 
         wait_timeout_s=own.wait_timeout_s,
         startup_timeout_s=own.startup_timeout_s,
     )
+    # A truncated response must be scored if any alternative trains on it.
     everywhere = all(other.cfg.algorithm.mask_truncated for other in alternatives)
     return replace(
         cfg,
@@ -163,8 +165,8 @@ def alone(cfg: Config, *, output_dir: str, alternatives: Sequence[Alternative]) 
 
 
 def _columns(cfg: Config, everyone: Sequence[Alternative]) -> set[str]:
-    """Return the columns that alternatives need and the run did not. Raises: Refusal for those
-    whose model, or greedy samples, the run did not have."""
+    """Return the columns that alternatives need and the run did not. Raises: Refusal for a column
+    of a model, or of greedy samples, that the run did not have."""
     own = needed_columns(cfg)
     found = set()
     drawn = _asked(cfg)

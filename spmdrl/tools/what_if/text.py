@@ -1,4 +1,4 @@
-"""Looked-at steps as a table for people, and as plain data for programs."""
+"""Outcomes of steps as a table for people, and as plain data for programs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def table(found: StepFound, *, limit: int) -> str:
 
 
 def about(found: StepFound) -> str:
-    """Return where a step's numbers are from, and how its own gradient compares with the run's."""
+    """Return the source of a step's numbers, and compare its own gradient norm with the run's."""
     lines = [f"step {found.step}: {len(found.scalars)} samples, weights of {found.weights}"]
     if _NORM in found.recorded:
         here = found.outcomes[0].metrics[_NORM]
