@@ -21,17 +21,18 @@ from spmdrl.imports import version_text
 _FOLDER = Path(__file__).parent / "tools" / "commands"
 _COMMANDS = {path.stem: path for path in sorted(_FOLDER.glob("[a-z]*.py"))}
 _OTHERS = ("check", "evaluate", "launch", "verify")
-"""Commands with other processes. If one of these closes a pipe, the error must be shown."""
+"""Commands that start other processes. If one of these closes a pipe, the error must be shown."""
 
 
 def main() -> int | None:
     """Run the named command with the rest of the arguments; return 2 for one that is unknown."""
     name = sys.argv[1].replace("-", "_") if len(sys.argv) > 1 else "help"
     if name not in _OTHERS or {"-h", "--help"} & {*sys.argv}:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a word
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a message
     if name in _COMMANDS:
         sys.argv[:2] = [f"python -m spmdrl {name}"]
         return importlib.import_module(f"spmdrl.tools.commands.{name}").main()
+    # The name has underscores for hyphens: `--version` is `__version`.
     if name == "__version":
         print(version_text())
         return 0

@@ -75,5 +75,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_MODULES[name]), name, None)
     if value is None:  # a module of a package that does not import it itself
         value = importlib.import_module(f"{_MODULES[name]}.{name}")
+    # So that Python does not call this function for it again.
     globals()[name] = value
     return value

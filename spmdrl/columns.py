@@ -59,7 +59,7 @@ class AllToAll:
 
 
 class TokenColumn(ABC):
-    """What is known of each of T consecutive tokens."""
+    """Values for each of T consecutive tokens."""
 
     key: ClassVar[str]
     """Its name among a sequence's columns, in checkpoints and in files."""
@@ -102,7 +102,7 @@ class TokenColumn(ABC):
         """Join the columns of consecutive stretches of tokens.
 
         Args:
-            parts: each of the first tokens of its stretch; nothing is known of the others.
+            parts: each for the first tokens of its stretch; the values of the others are unknown.
             lengths: tokens of each stretch.
         Returns: None where all parts are None.
         """
@@ -134,8 +134,8 @@ class TokenColumn(ABC):
     # ---------------------------------------------------------------- exchange between ranks
 
     def describe(self, lengths: Tensor) -> Any:
-        """Return what all ranks must know of this rank's column before tokens are sent, as plain
-        data; None where there is nothing to send.
+        """Return, as plain data, what all ranks must know of this rank's column before tokens are
+        sent; None if there is nothing to send.
 
         Args:
             lengths: [n] int64, tokens of this rank's sequences.
@@ -150,7 +150,7 @@ class TokenColumn(ABC):
 
         Args:
             own: None where this rank has none.
-            described: {rank: what it described}, at least one.
+            described: {rank: the result of its `describe`}, at least one.
             rows: per rank, [n] int64, the position of its sequences in the whole batch.
             count: tokens of this rank.
         """
@@ -167,12 +167,12 @@ class TokenColumn(ABC):
         """Send the column and return that of the tokens received. All ranks call it together.
 
         Args:
-            numbers: those of `numbers`, received with the tokens.
+            numbers: the results of `numbers`, received with the tokens.
         """
 
     def training_cost(self, num_sequences: int) -> Tensor | None:
-        """Return what the column adds to the cost of training on each sequence of the batch:
-        [S] int64, in tokens; None for nothing."""
+        """Return the additional cost of training on each sequence of the batch: [S] int64, in
+        tokens; None for no cost."""
         return None
 
     def of_dummy(self) -> Self | None:
@@ -188,7 +188,7 @@ class TokenColumn(ABC):
 
     @abstractmethod
     def arrow_form(self) -> Any:
-        """Return what a reader of these fields must know besides, as JSON."""
+        """Return, as JSON, what a reader must know in addition to these fields."""
 
     @abstractmethod
     def to_arrow(self, lengths: Sequence[int], groups: Sequence[int]) -> list[pa.Array]:
@@ -235,6 +235,7 @@ class RowColumn(TokenColumn):
 
     def exchange(self, numbers: Sequence[Tensor], all_to_all: AllToAll) -> Self:
         flat = self.rows.flatten(1).contiguous()
+        # As bytes: NCCL has no int16.
         received = all_to_all.send(flat.view(torch.uint8))
         return type(self)(received.view(self.rows.dtype).unflatten(1, self.rows.shape[1:]))
 
@@ -265,11 +266,13 @@ class RowColumn(TokenColumn):
         sizes = [size for size in shape if type(size) is int and 0 < size < 2**20]
         if not isinstance(dtype, torch.dtype) or len(sizes) < len(shape):
             raise ValueError(f"rows of {cls.key} are of {form!r:.60}")
+        # Without tokens, but with the shape: `concat` needs it if all other parts are None.
         parts: list[Self | None] = [cls(torch.empty(0, *shape, dtype=dtype))]
         lengths = table["length"].to_pylist()
         for data, length in zip(table[cls.key].to_pylist(), lengths, strict=True):
             part = None
             if data is not None:
+                # A copy, since torch warns about memory that it must not write to.
                 part = cls(torch.frombuffer(bytearray(data), dtype=dtype).view(-1, *shape))
                 if len(part) != length:
                     raise ValueError(f"{cls.key} of {len(part)} tokens, where {length} are")

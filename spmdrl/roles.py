@@ -62,7 +62,7 @@ def make_trainer(
     """Return the trainer of this rank; every rank calls it.
 
     Args:
-        loss_fn, advantage_fn, columns: see Trainer; the first two of the config by default.
+        loss_fn, advantage_fn, columns: see Trainer; by default the config's methods.
     Raises: Refusal, on all ranks together, when a model cannot be loaded or laid out.
     """
     trainer: Trainer | NullTrainer

@@ -97,6 +97,7 @@ def read_bytes(path: str | Path, kind: Kind) -> bytes:
     """Return the bytes of a file. Raises: as `opened`."""
     with opened(path, kind) as file:
         size = os.fstat(file.fileno()).st_size
+        # Not to the end: the file may grow beyond its limit meanwhile.
         data = file.read(size)
     return data
 
@@ -125,15 +126,16 @@ def read_lines(path: str | Path, kind: Kind) -> Iterator[bytes]:
 
 
 def json_of(text: bytes | str, *, place: str) -> Any:
-    """Return what a JSON text holds.
+    """Return the value of a JSON text.
 
     Args:
-        place: where it stands, for messages.
+        place: the place of the text, for messages.
     Raises: NotJson for a text that is none; Refusal where it is nested too deep, holds too many
         values, or a number that does not fit into 64 bits.
     """
     if isinstance(text, bytes):
         text = text.decode(errors="replace")
+    # Before parsing, which would make all of these objects.
     if text.count(",") + text.count("[") + text.count("{") > _MOST_VALUES:
         raise Refusal(f"{place}: holds more than {_MOST_VALUES} values")
     try:
@@ -163,6 +165,7 @@ class _BeyondRange(ValueError):
 
 
 def _integer(text: str) -> int:
+    # 64 bits take a sign and 19 digits. Converting very long texts is slow, or fails.
     if len(text) > 20:
         raise _BeyondRange(text)
     value = int(text)
@@ -188,7 +191,7 @@ def _field_beyond_range(text: str) -> str:
                 names.append(name)
         return dict(pairs)
 
-    with contextlib.suppress(ValueError, RecursionError):  # of what follows the first such number
+    with contextlib.suppress(ValueError, RecursionError):  # from text after the first such number
         json.loads(text, parse_int=_marked, parse_float=_marked, object_pairs_hook=look)
     return names[0] if names else ""
 

@@ -1,4 +1,4 @@
-"""The files of a run's folder are written, renamed and removed here, and never through a link.
+"""Write, rename and remove files of a run's folder, and never through a link.
 
 A folder may come from somebody else, and a link in it may lead to any file of the user. The folder
 that the user names may be a link, but nothing below it. A file with a second name (a hard link) is
@@ -80,9 +80,11 @@ def open_file(path: Path, mode: str, *, within: Path | None = None, **options: A
         file = os.open(path.name, flags, 0o666, dir_fd=folder)
     finally:
         os.close(folder)
+    # Again, since it may be another file than the one that was checked.
     try:
         _check_file(path, os.fstat(file))
         if mode[0] == "w":
+            # Not by O_TRUNC, which would empty the file before this check.
             os.ftruncate(file, 0)
         return os.fdopen(file, mode.replace("x", "w"), **options)
     except BaseException:
@@ -205,6 +207,8 @@ def _second_name(path: Path, status: os.stat_result) -> Iterator[str]:
 
 def _opened(folder: Path, within: Path, *, makes: bool = False) -> int:
     """Open `within` or a folder below it; a link below it is not followed."""
+    # Each part is opened relative to the folder before it, so that a link which replaces a part
+    # meanwhile is not followed either.
     held = os.open(within, _FOLDER)
     path = within
     for part in folder.relative_to(within).parts:
