@@ -3,7 +3,7 @@
 - `settings` reads a config and gathers what is wrong with it. Every command that takes a config
   asks it. Single values are checked in `values`, `sources`, `methods` and `engine_options`. Values
   that do not go together are in `rules`, a table that `python -m spmdrl matrix` prints. The sizes
-  that ranks must divide, whatever the model, are in world/axes.py.
+  that ranks must divide, for any model, are in world/axes.py.
 - `fit` checks the models of a config by their config.json: adapters, routers, and the sizes that
   axes must divide (model/divisibility.py). train.py, the dry run and the planner ask it.
 - `inputs` checks data, tokenizer, environment, rewards, and the checkpoint that a run resumes from.

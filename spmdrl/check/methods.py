@@ -77,7 +77,7 @@ def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> 
     """Try the loss and the advantage of train.py on three tokens, before anything is loaded. They
     may be functions that no config names. A dry run ends here, since it has no world.
 
-    Raises: Refusal with what is expected and the file and line of the function; Tried in a dry run.
+    Raises: Refusal with the expected form and the function's file and line; Tried in a dry run.
     """
     from spmdrl.algorithms import registry
 

@@ -1,4 +1,4 @@
-"""Records of what was proved, of which model, with which versions. Runs name what was not."""
+"""Records of checks of models with their versions. Runs name a model that has no such proof."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def record_of(model: str, hf_config: Any, lines: Iterable[Line], *, class_name: 
 
 
 def _type_of(hf_config: Any) -> str:
-    """Return the model type: with a tower it is another than that of the text model."""
+    """Return the model type. A model with a tower and its text part have different ones."""
     own = hf_config if has_towers(hf_config) else hf_config.get_text_config()
     return own.model_type
 

@@ -54,7 +54,7 @@ def parse(argv: list[str] | None = None) -> Config:
 def validate(cfg: Config) -> list[str]:
     """Return every problem of a config as `field: what, value seen, what to do`.
 
-    Values that are out of range come alone: no other check need compute with them.
+    If values are out of range, only these are returned: the other checks compute with values.
     """
     if problems := range_problems(cfg):
         return problems

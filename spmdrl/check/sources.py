@@ -24,6 +24,7 @@ def source_problems(cfg: Config) -> Iterator[str]:
             f"data.columns: {cfg.data.columns} renames columns of files, and "
             f"{', '.join(dict.fromkeys(paths))} is generated, with names of its own; leave it out"
         )
+    # Generated sources without options of their own have these; see DataSettings.sources.
     options = cfg.data.task_options
     takers = [s for s in cfg.data.all_sources() if s.is_generated and s.task_options == options]
     if options and paths and not takers:

@@ -127,6 +127,7 @@ def _sampling_problems(cfg: Config) -> Iterator[str]:
                 f"sampling.stop: {string[:40]!r} cannot end a response; take a text of 1 to "
                 f"{_LONGEST_STOP} characters, without U+FFFD, which replaces broken characters"
             )
+        # A shell and single quotes of YAML leave `\n` as two characters.
         elif _ESCAPES.fullmatch(string):
             yield (
                 f"sampling.stop: {string!r} is a backslash and a letter, which no response ends "

@@ -19,7 +19,7 @@ class EngineTraits:
     """Whether they compute with LoRA adapters themselves."""
     reserves_memory: bool
     """Whether they take all of `engine.gpu_memory_frac` when they are built; otherwise they take
-    what they find free."""
+    memory that is free then."""
     pages_cache: bool
     """Whether the KV cache is handed out in pages; otherwise every sequence takes room for the
     longest one."""

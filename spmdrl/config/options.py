@@ -12,7 +12,7 @@ from spmdrl.errors import Refusal
 Options = dict[str, bool | int | float | str]
 """Options of a method by their names."""
 NestedOptions = dict[str, Any]
-"""The same where lists and mappings may stand in it."""
+"""The same, where a value may also be a list or mapping."""
 
 
 def option_value(value: Any) -> Any:

@@ -126,7 +126,7 @@ def _section_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
             name=name,
             type=Annotated[hint, spec, tyro.conf.FlagConversionOff],
             default=default,
-            helptext=partial(_doc, info.type, name),  # read for the help alone
+            helptext=partial(_doc, info.type, name),  # only read for the help
         )
         fields.append(flag)
     return StructConstructorSpec(instantiate=info.type, fields=tuple(fields))
@@ -144,7 +144,7 @@ def _doc(cls: type, name: str) -> str:
 
 
 def _show_help(cfg: Config, words: list[str], *, prog: str, own: type | None) -> None:
-    """Print the help, or that of the section that the first word names, and end.
+    """Print the help of the whole config, or of the section that the first word names, and exit.
 
     Raises: Refusal for a section that does not exist; SystemExit(0).
     """

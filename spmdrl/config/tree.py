@@ -115,7 +115,7 @@ def leaves(tree: Mapping[Any, Any], prefix: str = "", *, problems: list[str]) ->
     """Return {dotted name: value} of nested mappings, as far as they are sections.
 
     Args:
-        problems: fields that are there twice are appended.
+        problems: gets the fields that are there twice.
     """
     flat: dict[str, Any] = {}
     for key, value in tree.items():
@@ -156,6 +156,7 @@ def nearest_field(name: str) -> str:
     near = difflib.get_close_matches(key, own, n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]}?"
+    # Only now all sections, and closer: a similar name of the same section is more likely.
     names = [known.rpartition(".")[2] for known in settings()]
     near = difflib.get_close_matches(key, names, n=1, cutoff=0.7)
     if near:
@@ -170,7 +171,7 @@ def same_name(name: str) -> str:
 
 
 def kinds(hint: Any) -> tuple[Any, ...]:
-    """Return the types that a value may have: those of a union, or the one."""
+    """Return the types that a value may have: the members of a union, or the type itself."""
     is_union = typing.get_origin(hint) in (Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
@@ -225,7 +226,7 @@ def _choice(value: Any, choices: tuple[str, ...]) -> str:
 
 
 def _list_of(value: Any, hint: Any) -> tuple[Any, ...]:
-    """Return a list; one value stands for a list of it."""
+    """Return a list; a single value becomes a list of one."""
     if value is None:
         raise Refusal(f"expected {type_text(hint)} ..., such as [], got {shown(value)}")
     found = []

@@ -1,8 +1,8 @@
 """One table of the settings that do not go together; `python -m spmdrl matrix` prints it.
 
-A rule is about two settings or more, and needs neither the model nor the rows. What one value may
-be by itself is in config/ranges.py and the files of check/ beside this folder; sizes that must
-divide are in world/axes.py.
+A rule is about two settings or more, and needs neither the model nor the rows. Checks of single
+values are in config/ranges.py and in the files of check/; sizes that must divide are in
+world/axes.py.
 """
 
 from __future__ import annotations

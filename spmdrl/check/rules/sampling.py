@@ -10,7 +10,7 @@ from spmdrl.rollout.decision_log import is_timed
 
 
 def _is_sampled(cfg: Config) -> bool:
-    """Return whether a run samples what it trains on."""
+    """Return whether a run samples the responses that it trains on."""
     return cfg.objective.samples and not replay_folder(cfg)
 
 
