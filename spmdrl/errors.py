@@ -158,6 +158,7 @@ def users_traceback(error: BaseException) -> str:
     while part is not None and id(part) not in seen:
         seen.add(id(part))
         begin = _begin(part.stack)
+        # Also for each cause or context, which has a stack of its own.
         part.stack = traceback.StackSummary.from_list(list(part.stack)[begin:])
         cause = part.__cause__
         if cause is None and not part.__suppress_context__:

@@ -86,7 +86,7 @@ def _import_module(place: str) -> ModuleType:
     """Import a module. The current folder is searched last: it may be somebody else's, and must not
     replace a module of ours or of Python.
 
-    Raises: ImportError; whatever the module raises.
+    Raises: ImportError; any error of the module.
     """
     top = place.partition(".")[0]
     here = str(Path.cwd())
@@ -98,8 +98,8 @@ def _import_module(place: str) -> ModuleType:
 
 
 def _suggestion(spec: str) -> str:
-    """Return `; did you mean X?` if only a file is named, or a dot stands for the colon; else an
-    empty text."""
+    """Return `; did you mean X?` if only a file is named, or a dot is in place of the colon; else
+    an empty text."""
     file = Path(spec).expanduser()
     if file.suffix == ".py" and file.is_file():
         tree, _ = attempt(lambda: ast.parse(file.read_text()), (SyntaxError, ValueError))
@@ -115,7 +115,7 @@ def _suggestion(spec: str) -> str:
 def import_file(place: str) -> ModuleType:
     """Import a Python file under a name of its own, so that its classes can be pickled.
 
-    Raises: FileNotFoundError; whatever the file raises.
+    Raises: FileNotFoundError; any error of the file's code.
     """
     path = Path(place).expanduser().resolve()
     if not path.is_file():
@@ -261,7 +261,7 @@ def attempt(
 
 
 def installed_versions() -> dict[str, str]:
-    """Return {name: version} of those of PACKAGES that are installed, without importing them."""
+    """Return {name: version} of the installed ones of PACKAGES, without importing them."""
     installed = {}
     for name in PACKAGES:
         version, _ = attempt(

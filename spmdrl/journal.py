@@ -51,7 +51,7 @@ class Journal:
     A line that cannot be written (disk full) is kept in memory and written with the next one.
 
     Args:
-        kind: what the file is, and how long it may be.
+        kind: the file's name in messages, and how long it may be.
         is_sealed: each line ends in a digest of itself and of all before it, which shows whether a
             line was changed, inserted, moved or removed.
         must_write: raise OSError for a line that cannot be written.

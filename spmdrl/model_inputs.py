@@ -379,7 +379,7 @@ class _BatchItems(MultimodalItems):
         """Return the number of placeholders in each sequence.
 
         A tower has about a tenth of the language model's parameters and reads 4 to 16 patches for
-        one placeholder. So it computes 0.4 to 1.6 times for an item what the language model does
+        one placeholder. So for an item it computes 0.4 to 1.6 times as much as the language model
         for its placeholders. An item that sequences of a micro-batch share is computed once and
         counted with each: which sequences share it is not known before the plan is made.
         """
@@ -472,7 +472,7 @@ class TokenIds(tuple[int, ...]):
 
     @property
     def are_placeholders(self) -> list[bool]:
-        """Return for each token whether it stands for a part of an item."""
+        """Return for each token whether it is a placeholder."""
         if self.multimodal is None:
             return [False] * len(self)
         return self.multimodal.is_placeholder.tolist()

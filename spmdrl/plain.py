@@ -76,7 +76,7 @@ class _Buffer:
 def _encode(value: Any, buffers: list[bytes]) -> Any:
     """Return a value as JSON has it, and append the bytes of its arrays to `buffers`.
 
-    A JSON object has one key: the kind of value that it stands for.
+    A JSON object has one key, the kind of the value that it encodes.
     """
     kind = type(value)
     if kind in _SCALARS:

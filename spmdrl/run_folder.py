@@ -141,7 +141,7 @@ def remove(path: Path, *, within: Path | None = None) -> None:
 def link_problems(folder: Path) -> list[str]:
     """Return the links in the folder through which a run would write or remove, one line each.
 
-    Files with a second name, and what is neither file nor folder, are problems too. Nothing is
+    Files with a second name, and anything but files and folders, are problems too. Nothing is
     written.
     """
     advice = (

@@ -101,7 +101,7 @@ def _difference(section: str, name: str, one: Any, other: Any) -> NumberDifferen
 
 
 def _describe(section: str, name: str) -> str:
-    """Return what a name of a section stands for, for people."""
+    """Return a name of a section in words, for messages."""
     if section in ("before", "after"):
         kind, _, rest = name.partition(".")
         known = {"model": f"weight {rest}", "optimizer": f"optimizer state {rest}"}

@@ -94,6 +94,7 @@ class _Segment:
         if length == width:
             return [own]
         lead = int(self.leads[0])
+        # Without a scatter, which would need an index for each element.
         if self.rows == 1:
             around = own.new_zeros(width - length)
             return [around[:lead], own, around[lead:]]

@@ -1,8 +1,8 @@
 """Fingerprints of tensors, gathered over ranks: exact digests, and numbers that may be rounded.
 
 With the exact digest (digests.py) a fingerprint can have the norm and a few sums with random signs
-(sketches), float64. These differ between layouts by rounding alone, and from those of two tensors
-follows how far the tensors are apart. They take several times as long as the digest.
+(sketches), float64. Between layouts these differ only by rounding, and those of two tensors show
+how far the tensors are apart. They take several times as long as the digest.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ class Layout:
         # A mesh may have only some axes of the trainers, so there are several such meshes; the one
         # with the first rank counts.
         speaks = first in cut.ranks and not any(copied)
+        # A view's offset is in the storage, which the local tensor may share with others.
         begin = local.storage_offset()
         strides: tuple[tuple[tuple[int, ...], int], ...] = ()
         if len(held) != 1 or held[0][1].shape != local.shape:
@@ -113,7 +114,7 @@ class TensorGroup:
         elements = [sum(box.numel for box in layout.boxes) for layout in self._layouts]
         counts = [signed(count * _COUNT) for count in elements]
         self.counts = torch.tensor(counts, device=world.device)
-        """[n] int64, what the number of elements adds to each digest."""
+        """[n] int64, added to each digest for the number of elements."""
 
     def views(self, locals_: Sequence[Tensor]) -> list[tuple[str, bool, Box, Tensor]]:
         """Return for each box the tensor's name, whether this rank counts it, the box, and its
@@ -218,7 +219,7 @@ class Tally:
         names = sorted(self._held)  # ranks whose shards differ may add in another order
         at = {name: i for i, name in enumerate(names)}
         exact = torch.zeros(len(names)).long()
-        for device in {values.device for _, values in self._shares}:  # one copy from each
+        for device in {values.device for _, values in self._shares}:  # one copy to the CPU for each
             own = [share for share in self._shares if share[1].device == device]
             rows = torch.tensor([at[name] for some, _ in own for name in some])
             exact.index_add_(0, rows, torch.cat([values for _, values in own]).cpu())
@@ -264,6 +265,7 @@ def _signs(first: int, count: int, dim: int, device: torch.device) -> Tensor:
     """Return [count, SKETCHES] float64, 1 or -1, for the indices from `first` on of a dim."""
     # + 2**8: other numbers than those of the digests' weights.
     drawn = mixed(torch.arange(first, first + count, device=device) + ((dim + 2**8) << 48))
+    # One bit of the drawn number for each sketch.
     bits = torch.arange(SKETCHES, device=device) + 40
     return (drawn[:, None] >> bits).bitwise_and_(1).double().mul_(2).sub_(1)
 

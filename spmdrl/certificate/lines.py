@@ -85,7 +85,7 @@ def read(run: Path) -> Certified:
 
 
 def _read(journal: Journal) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
-    """Return {step: where its line begins}, and {step: what the run is made of from it on}."""
+    """Return {step: place of its line in the file}, and {step: `made_of` from this step on}."""
     places: dict[int, int] = {}
     made: dict[int, dict[str, Any]] = {}
     order = _Order()
@@ -158,6 +158,7 @@ def _check_end(found: Certified, path: Path) -> None:
     last = max(found.steps)
     for row in Journal(found.run / "metrics.jsonl").rows():
         step = row["step"]
+        # Only rows of training steps have perf/step_s.
         if step <= last or "perf/step_s" not in row:
             continue
         config = found.made_at(step)["config"]

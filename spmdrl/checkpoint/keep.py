@@ -53,7 +53,7 @@ def best_of(folders: Iterable[Path], keep: KeepSettings) -> Path | None:
 
 
 def is_new_best(root: Path, keep: KeepSettings, values: Mapping[str, float]) -> bool:
-    """Return whether an evaluation is better than that of every checkpoint there is."""
+    """Return whether an evaluation is better than those of all complete checkpoints."""
     old = best_of(disk.complete_checkpoints(root), keep)
     old_value = _value(old, keep) if old else math.nan
     return _is_better(values.get(keep.best, math.nan), old_value, keep)
@@ -66,6 +66,7 @@ def _value(folder: Path, keep: KeepSettings) -> float:
 
 
 def _is_better(value: float, than: float, keep: KeepSettings) -> bool:
+    # NaN stands for a missing value, and any number is better.
     if math.isnan(value) or math.isnan(than):
         return not math.isnan(value)
     return value > than if keep.mode == "max" else value < than

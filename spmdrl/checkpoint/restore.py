@@ -86,7 +86,7 @@ def restore(cfg: Config, world: World, *, policy: Saved, source: SavedSource) ->
         policy: its tensors are written in place (trainer ranks).
         source: gets the rollouts that were made ahead.
     Returns: step 0 when there is nothing to resume.
-    Raises: Refusal when the checkpoint asked for does not exist, none is whole, the config
+    Raises: Refusal when the requested checkpoint does not exist, none is whole, the config
         differs in what shapes the result, or the model is another one.
     """
     folders, problem = world.from_rank_0(lambda: candidate_folders(cfg), wait="find checkpoint")
@@ -333,7 +333,7 @@ def _load(
 ) -> str:
     """Load a checkpoint; return why it cannot be read, the same on every rank, empty where it was.
 
-    Raises: Refusal when it is of another model, or a file holds anything but what it should.
+    Raises: Refusal when it is of another model, or a file has other contents than expected.
     """
     state: dict[str, Any] = {}
     reader = disk.TensorReader(folder / disk.POLICY)

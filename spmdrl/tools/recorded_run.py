@@ -38,7 +38,7 @@ class WayToStep:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run's folder, and what is in it."""
+    """A run's folder, with its recordings and checkpoints."""
 
     folder: Path
     cfg: Config

@@ -183,6 +183,7 @@ def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
     if cut.method:  # ulysses: some heads of the whole row; keys and values may be repeated
         tokens = tokens * cut.cp
         heads = heads // cut.cp
+        # Fewer key/value heads than ranks, or a number that cp does not divide, are repeated.
         kv_heads = math.lcm(kv_heads, cut.cp) // cut.cp
     if kernels.is_padded:
         each = (_group_bytes(own, g, c=c, heads=heads, kv_heads=kv_heads) for g in work.groups)

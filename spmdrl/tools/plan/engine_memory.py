@@ -1,4 +1,4 @@
-"""Bytes that an engine rank holds: weights, KV cache, and what it computes with."""
+"""Bytes that an engine rank holds: weights, KV cache, and memory to compute in."""
 
 from __future__ import annotations
 
@@ -98,6 +98,7 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     if axes.roles.has_engines:
         causes["stream buckets"] = 2 * weights // bucket_count(run, axes, nbytes=weights)
     resting = sum(causes.values())
+    # An engine that sleeps frees its cache, and some kinds free their weights too.
     if run.engine_sleeps and run.engine.traits.frees_weights:
         resting = CUDA_GRAPHS  # CUDA's context is the process's own, and counted with the trainer
     elif run.engine_sleeps:

@@ -49,6 +49,8 @@ def shard_numel(weight: Weight, axes: Axes, *, index: int = 0) -> int:
     """
     shape, group = local_shape(weight, axes)
     is_apart = weight.is_expert and axes.ep * axes.tp > 1
+    # tp, for experts ep, is the innermost axis. What is left is the place among the ranks that
+    # shard this weight.
     index //= axes.ep if is_apart else axes.tp
     if is_apart and expert_dim(shape, count=shape[0], shards=group) == 1:
         return math.prod(shape) // group

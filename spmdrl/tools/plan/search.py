@@ -41,7 +41,7 @@ class Plan:
         """Bytes of the fullest rank."""
         if self.engine is None:
             return self.trainer.total
-        if self.axes.roles.shares_devices:  # each beside what is left of the other
+        if self.axes.roles.shares_devices:  # each role next to the resting other one
             return max(
                 self.trainer.total + self.engine.resting, self.engine.total + self.trainer.resting
             )
@@ -158,6 +158,7 @@ def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
     if not run.kernels.recomputes:
         yield _Change("model.memory.activation_checkpointing", "full", recomputes=True)
     for name in ("tp", "cp", "ep", "inference_tp"):
+        # Only larger ones: more ranks share the memory.
         for size in _POWERS[1:]:
             if size > getattr(axes, name):
                 yield _Change(f"layout.{name}", str(size), sizes={name: size})
@@ -241,6 +242,7 @@ def best_plans(run: Run, *, gpus: int, rates: Rates) -> tuple[list[Plan], Plan |
     A micro-batch has the run's tokens, or as many as fit if these are fewer. Where the GPU is
     shared by both roles, smaller parts of it for the engine are tried too.
     """
+    # The config's share is the upper bound of those that are tried.
     own_frac = run.engine.gpu_memory_frac
     fracs = {min(frac, own_frac) for frac in _SHARED_FRACS} if run.on_gpu else {own_frac}
     shared = [

@@ -45,7 +45,7 @@ def microbatches(run: Run, axes: Axes, *, tokens: int) -> int:
 
 
 def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
-    """Return what a trainer rank sends in annotation and update.
+    """Return the flows of a trainer rank in annotation and update.
 
     Args:
         tokens: budget of a micro-batch.
@@ -69,7 +69,8 @@ def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     # A gather sends a rank's shard to each of the other ranks.
     sent = (n - 1) * (state - apart) + (axes.replica // axes.ep - 1) * apart
     reduced = (n - 1) * trained if run.lora_numel and sent else sent
-    # Forward, backward unless what was gathered is still there; forward alone.
+    # For the forward pass, and again for the backward pass unless weights stay gathered; once for
+    # passes without a backward pass.
     gathers = count * (epochs * (1 if memory.reshard == "never" else 2) + run.forwards)
     reduces = updates if memory.reduce == "last" else count * epochs
     c = run.kernels.compute_bytes

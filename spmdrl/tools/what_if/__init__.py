@@ -1,1 +1,1 @@
-"""Other losses, advantages and corrections on what a run recorded: what each would have done."""
+"""Try other losses, advantages and corrections on a run's recordings, and compare the updates."""

@@ -38,7 +38,7 @@ def _dot(one: Tensor, other: Tensor) -> float:
 def effective_share(weights: Tensor) -> float:
     """Return the effective sample size of weights, as a share of their number.
 
-    (sum w)^2 / (N sum w^2): 1 where all are equal, 1 / N where one alone counts.
+    (sum w)^2 / (N sum w^2): 1 if all are equal, 1 / N if only one is not 0.
 
     Args:
         weights: [N] float, at least 0; zeros count among the N.

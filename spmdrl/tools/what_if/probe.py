@@ -111,6 +111,7 @@ class _Observer:
         row.apart = apart
         row.terms = terms
         total = terms[row.microbatch.loss_mask].sum()
+        # The graph is kept, since the backward pass of the whole loss comes later.
         (row.slopes,) = torch.autograd.grad(total, apart, retain_graph=True, allow_unused=True)
         apart.retain_grad()  # not before: the pass above must not add to these gradients
         terms.retain_grad()
@@ -158,7 +159,7 @@ def probe(trainer: Trainer, batch: Batch, alternative: Alternative, *, step: int
 
 
 def _with_columns(batch: Batch, names: set[str]) -> Batch:
-    """Return a batch with these columns alone, without those for other alternatives."""
+    """Return a batch with only these columns, without those for other alternatives."""
     # The pass that scores old_logprobs gives old_entropy too.
     kept = names | ({"old_entropy"} if "old_logprobs" in names else set())
     columns = tuple(
@@ -169,8 +170,8 @@ def _with_columns(batch: Batch, names: set[str]) -> Batch:
 
 
 def _coefficients(trainer: Trainer, cfg: Config) -> Coefficients:
-    """Return the coefficients of KL and entropy bonus. If they change in a run, and the alternative
-    has the same settings for that, they are those of the run at this step."""
+    """Return the coefficients of KL and entropy bonus. Coefficients that change in a run are those
+    of the run at this step, if the alternative has the same settings for them."""
     found = Coefficients(cfg)
     chosen = cfg.algorithm
     own = trainer.cfg.algorithm

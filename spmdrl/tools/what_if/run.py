@@ -116,7 +116,7 @@ def chosen_steps(run: RecordedRun, asked: Sequence[int]) -> list[int]:
 def look_again(
     run: RecordedRun, steps: Sequence[int], alternatives: Sequence[Alternative]
 ) -> Iterator[StepFound]:
-    """Yield what the run's own settings and the alternatives do at each of some steps.
+    """Yield the outcomes of the run's own settings and of the alternatives at each of some steps.
 
     Args:
         steps: of `run.weights`, ascending.
@@ -260,6 +260,7 @@ def _recorded_metrics(run: RecordedRun, step: int) -> dict[str, Any]:
     """Return the step's row of metrics.jsonl; {} where there is none."""
     found: dict[str, Any] = {}
     for row in Journal(run.folder / "metrics.jsonl").rows():
+        # Other rows of the step, such as those of an evaluation, have no policy/lr.
         if row["step"] == step and "policy/lr" in row:
             found = row
     return found
