@@ -1,8 +1,8 @@
 """Credit assignment: from the rewards of a batch to an advantage for each of its tokens.
 
-The methods are pure functions (`algorithms.advantages`, `algorithms.token_advantages`); here
-they are given what they ask for. Only trainer ranks work, and wait for each other where a
-method needs the whole batch's tokens. S sequences, T packed tokens.
+The methods are pure functions (`algorithms.advantages`, `algorithms.token_advantages`). This module
+collects their arguments and calls them. Only trainer ranks compute; they wait for each other if a
+method needs sums over the whole batch's tokens. S sequences, T packed tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spmdrl.types import Advantages, Batch, Microbatch
 from spmdrl.world.world import World
 
 Inputs = dict[str, Tensor]
-"""What a method may ask for of one micro-batch, by name."""
+"""The arguments that a method may have for one micro-batch, by name."""
 
 
 def advantages_of(
@@ -33,11 +33,11 @@ def advantages_of(
     """Compute the advantage of every token of this rank's micro-batches.
 
     Args:
-        batch: as exchanged and annotated.
-        method: of the registry, or one's own; None for the one that the config names.
+        batch: the step's batch, after exchange and annotation.
+        method: from the registry or the user's own; None for the one that the config names.
         step: for the names of the waits.
-    Returns: zeros for an objective without advantages; nothing off the trainers.
-    Raises: Refusal for a result that does not fit the batch or is not finite.
+    Returns: zeros for an objective without advantages; empty off the trainers.
+    Raises: Refusal for a result with a wrong shape or with values that are not finite.
     """
     if not world.is_trainer:
         return Advantages(())
@@ -56,13 +56,14 @@ def sequence_advantages(batch: Batch, method: Method | None = None, *, cfg: Conf
     """Compute an advantage that is one number per sequence; see `advantages_of`.
 
     Returns: [S] float64, in the order of batch.scalars.
-    Raises: Refusal for a result of a method of one's own that is not [S] finite numbers.
+    Raises: Refusal if the method returns anything but [S] finite numbers.
     """
     method = method or registry.get("advantage", cfg.algorithm.advantage)
     scalars = batch.scalars
     options: dict[str, Any] = dict(cfg.algorithm.advantage_options)
     if "part_weights" in registry.options_of(method) and cfg.rewards.weights:
-        options["part_weights"] = cfg.reward_weights  # of the sources' own functions too
+        # These include the weights of functions that data sources have of their own.
+        options["part_weights"] = cfg.reward_weights
     advantages = registry.call(method, vars(scalars), options).double()
     if advantages.shape != (len(scalars),) or not advantages.isfinite().all():
         raise Refusal(
@@ -89,7 +90,7 @@ def per_token(batch: Batch, advantages: Tensor) -> Advantages:
 
 
 def _of_tokens(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """Return [s] values of a micro-batch's sequences as those of its tokens, [T]."""
+    """Expand [s] values of a micro-batch's sequences to its tokens, [T]."""
     return reduce.per_token(values, microbatch.cu_seqlens, num_tokens=microbatch.tokens.numel())
 
 
@@ -99,8 +100,8 @@ def _of_tokens(values: Tensor, microbatch: Microbatch) -> Tensor:
 def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World) -> Advantages:
     """Compute an advantage that is one number per token.
 
-    A method may ask for sums over the whole batch, and for [S, ...] per sequence, see
-    `masked.attach`. Trainers meet for each sum.
+    A method may need sums over the whole batch, and [S, ...] values per sequence that it computes
+    from these; see `masked.attach`. All trainers take part in each sum.
     """
     options = cfg.algorithm.advantage_options
     inputs = _inputs(batch, cfg)
@@ -138,7 +139,7 @@ def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World
 
 
 def _inputs(batch: Batch, cfg: Config) -> list[Inputs]:
-    """Return all that a method may ask for of each micro-batch."""
+    """Return the arguments that a method may have, for each micro-batch."""
     scalars = batch.scalars
     chosen = cfg.algorithm
     lengths = reduce.loss_lengths(scalars, mask_truncated=chosen.mask_truncated)
@@ -178,14 +179,18 @@ def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: Wor
     own = torch.stack([moment_sums(a, loss_mask=m) for a, m in zip(advantages, masks)])
     mean, std = mean_and_std(combine_moments(torch.cat(world.gather_per_dp(own.cpu()))))
     if not (mean.isfinite() and std.isfinite()):
-        return list(advantages)  # as they are: the update is skipped on all ranks, and counted
+        # Leave them as they are: all ranks then skip this update and count it.
+        return list(advantages)
     mean = mean.to(own.device)
     std = std.to(own.device)
     return [whiten(a, loss_mask=m, mean=mean, std=std) for a, m in zip(advantages, masks)]
 
 
 def _with_kl(batch: Batch, *, cfg: Config, world: World) -> Batch:
-    """Return the batch with each sequence's KL rewards added to its reward, on all trainers."""
+    """Return the batch with each sequence's KL rewards added to its reward.
+
+    All trainers must call it together.
+    """
     total = torch.zeros(len(batch.scalars) + 1, dtype=torch.float64)
     for one in _inputs(batch, cfg):
         kl = reduce.sequence_sum(one["kl_rewards"], one["cu_seqlens"])

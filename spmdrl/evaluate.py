@@ -1,6 +1,6 @@
-"""Held-out evaluation: sample the problems of data.eval with the present weights.
+"""Held-out evaluation: sample the problems of data.eval with the current weights.
 
-`python -m spmdrl evaluate` does the same with a model, a run or a checkpoint by itself.
+`python -m spmdrl evaluate` does the same outside of training, with a model, a run or a checkpoint.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Result:
 
 
 class ModelScorer(Protocol):
-    """Scores with a run's reward models: its trainer, or a NullTrainer."""
+    """Scores samples with a run's reward models: a trainer or a NullTrainer."""
 
     world: World
 
@@ -60,14 +60,13 @@ class ModelScorer(Protocol):
 
 
 def evaluate(source: Source, engine: EngineProtocol, trainer: ModelScorer, *, step: int) -> Sums:
-    """Sample the held-out prompts with the present weights, if an evaluation is due.
+    """Sample the held-out prompts with the current weights, if an evaluation is due.
 
-    It is due at multiples of evaluate.every_steps and at the last step. Every rank calls it, and
-    the engine replicas share the prompts.
+    An evaluation is due at multiples of evaluate.every_steps and at the last step. Every rank must
+    call this; the engine replicas share the prompts. Rank 0 writes
+    output_dir/evaluations/evaluation_STEP.json and .txt.
 
-    Rank 0 writes output_dir/evaluations/evaluation_STEP.json and .txt.
-
-    Returns: eval/ sums over all replicas, equal on every rank; empty if none is due.
+    Returns: eval/ sums over all replicas, the same on every rank; empty if no evaluation is due.
     """
     world = trainer.world
     cfg = trainer.world.cfg
@@ -91,7 +90,7 @@ def sample(
     step: int,
     trainer: ModelScorer | None = None,
 ) -> list[ProblemOutcome]:
-    """Sample and reward the held-out prompts; return the outcome of each, in order, on every rank.
+    """Sample and reward the held-out prompts, and return their outcomes in order, on every rank.
 
     Args:
         trainer: scores with the reward models of rewards.functions; None leaves them out.
@@ -112,15 +111,15 @@ def sample(
 def _with_scores(
     samples: Sequence[FinishedEpisode], *, trainer: ModelScorer, world: World, step: int
 ) -> list[FinishedEpisode]:
-    """Return this rank's samples, with the scores of reward models added to their rewards.
+    """Return this rank's samples with the scores of reward models added to their rewards.
 
-    Every rank calls it. Samples are sent to the trainers as those of a step are, and the scores are
-    sent to all ranks.
+    Every rank must call it. It sends the samples to the trainers as it would those of a step, and
+    the scores to all ranks.
     """
     rewards = world.cfg.rewards
-    # Samples whose reward function failed are sent too; the outcomes leave them out later. Each
-    # sample is a group of its own, since a group of the evaluation may be larger than one of
-    # training, which may have to stay together.
+    # Samples whose reward failed are sent too; the outcomes leave them out later. Each sample is
+    # sent as a group of its own: the exchange may have to keep groups together, and a group of the
+    # evaluation may be larger than one of training.
     most = world.cfg.evaluate.samples
     blank = [
         replace(s, slot=s.slot * most + s.sample, reward=RewardResult(s.reward.key, 0.0))
@@ -162,7 +161,7 @@ def _added(
     names: Sequence[str],
     weights: Sequence[float],
 ) -> RewardResult:
-    """Return a reward with the scores of models added; failed if one of them is not finite."""
+    """Return a reward with the scores of models added; it fails if a score is not finite."""
     if reward.value is None:
         return reward
     if not all(map(math.isfinite, scores.values())):
@@ -173,7 +172,7 @@ def _added(
     return replace(reward, value=value, parts=parts)
 
 
-# --------------------------------------------------------------------------- what is shown
+# --------------------------------------------------------------------------- tables and files
 
 
 def table(outcomes: Sequence[ProblemOutcome], *, samples: int, right_at: float) -> str:
@@ -183,7 +182,7 @@ def table(outcomes: Sequence[ProblemOutcome], *, samples: int, right_at: float) 
     if len(sources) > 1:
         parts |= {name or "(none)": own for name, own in sources.items()}
     columns = list(summarize(outcomes, samples=samples, right_at=right_at))
-    if _is_binary(outcomes):  # the best of n is then whether any is right
+    if _is_binary(outcomes):  # with rewards of 0 and 1, best@k equals pass@k
         columns = [column for column in columns if not column.startswith("best_at_")]
     rows = [["data source", "problems", *(c.replace("_at_", "@") for c in columns)]]
     for name, own in parts.items():
@@ -263,7 +262,7 @@ def write(
     """Write the result as JSON to `path`, and its table to the same name with .txt.
 
     Args:
-        within: the output_dir above `path`, see `open_file`.
+        within: the output_dir that holds `path`; see `open_file`.
     Raises: OSError.
     """
     within = within or path.parent

@@ -1,7 +1,7 @@
-"""Rollouts to trainer ranks: gather the scalars, plan alike everywhere, move the tokens once.
+"""Send rollouts to trainer ranks: gather the scalars, plan on every rank, move the tokens once.
 
-Who waits: every rank, in `exchange`, for all others. Letters: S sequences of the whole batch,
-N sequences of one rank, T packed tokens, R ranks.
+Every rank waits in `exchange` for all others. All ranks compute the same plan from the same
+scalars. Letters: S sequences of the whole batch, N sequences of one rank, T packed tokens, R ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spmdrl.world.world import World
 
 @dataclass(frozen=True)
 class _Gathered:
-    """The batch's scalars and where each of its sequences is now."""
+    """The batch's scalars, and the rank that holds each of its sequences."""
 
     scalars: Scalars  # [S], sorted by (group, sample)
     sources: Tensor  # [S] int64, rank that holds the sequence
@@ -33,12 +33,14 @@ class _Gathered:
     sums: Sums
     samples: tuple[dict, ...]
     columns: dict[str, TokenColumn]
-    """This rank's extra columns, of all keys that any rank has."""
+    """This rank's extra columns, with all keys that any rank has."""
 
     @property
     def added_cost(self) -> Tensor | None:
-        """Return what training costs besides the sequences' own tokens: [S] int64, in tokens; None
-        for nothing."""
+        """Return the cost of training beyond the sequences' own tokens: [S] int64, in tokens.
+
+        None if there is no such cost.
+        """
         total = None
         for column in self.columns.values():
             cost = column.training_cost(len(self.scalars))
@@ -48,7 +50,7 @@ class _Gathered:
 
 
 class BatchSource(Protocol):
-    """What the exchange needs of a source."""
+    """The part of a source that the exchange uses."""
 
     has_rewards: bool
 
@@ -56,31 +58,34 @@ class BatchSource(Protocol):
         """Hand over this rank's share of the batch of `step`."""
 
     def observe(self, batch: Batch, *, step: int) -> None:
-        """Take in what the whole batch of `step` came to."""
+        """Record the results of the whole batch of `step`."""
 
 
 def exchange(source: BatchSource, world: World, *, step: int) -> Batch:
-    """Take this rank's share of a step's batch and give it to the trainers, see
-    `exchange_rollouts`. The source observes the whole batch: later prompts may depend on it."""
+    """Take this rank's share of a step's batch and send it to the trainers.
+
+    Then the source observes the whole batch, since later prompts may depend on it. See
+    `exchange_rollouts`.
+    """
     batch = exchange_rollouts(source.take(step), world, step=step)
     source.observe(batch, step=step)
     return replace(batch, has_rewards=source.has_rewards)
 
 
 def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
-    """Give every trainer rank its micro-batches of this step, and every rank all scalars.
+    """Send every trainer rank its micro-batches of this step, and every rank all scalars.
 
-    Tensor-parallel ranks of one dp index get the same sequences. Sequences that are not valid
-    travel too: the loss mask leaves them out.
+    Tensor-parallel ranks of one dp index get the same sequences. Sequences that are not valid are
+    sent too; the loss leaves them out.
 
     Args:
-        rollouts: this rank's finished sequences, possibly none. Each (group, sample) must be
-            held by exactly one rank.
+        rollouts: this rank's finished sequences, possibly none. Exactly one rank must hold each
+            (group, sample).
         step: for the names of the waits.
     Returns: the Batch; micro-batch tensors on world.device, scalars on the CPU.
-    Raises, on all ranks alike: RuntimeError for a (group, sample) held twice or no sequence at
-        all; RewardFailed where none is valid; Refusal for a valid reward that is not finite, a
-        sequence without tokens, or one longer than batch.tokens_per_microbatch.
+    Raises, on all ranks: RuntimeError if two ranks hold the same (group, sample) or if there is no
+        sequence; RewardFailed if no sequence is valid; Refusal for a valid reward that is not
+        finite, a sequence without tokens, or one longer than batch.tokens_per_microbatch.
     """
     assert torch.equal(rollouts.cu_seqlens.diff(), rollouts.scalars.lengths)
     table = _gather(rollouts, world, step=step)
@@ -109,14 +114,15 @@ def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
 
 
 def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
-    """Gather everyone's scalars, sums and samples, and sort the sequences."""
+    """Gather the scalars, sums and samples of all ranks, and sort the sequences."""
     own = {name: column.numpy() for name, column in vars(rollouts.scalars).items()}
     described = {
         key: column.describe(rollouts.scalars.lengths)
         for key, column in rollouts.extra_columns.items()
     }
     payload = pack((own, rollouts.sums, rollouts.samples, described))
-    with world.watch.wait("await rollouts", step):  # timed apart: the other role's work
+    # The sizes arrive once every rank has its rollouts: this times the wait for the other role.
+    with world.watch.wait("await rollouts", step):
         sizes = gather_sizes(payload, group=world.control)
     with world.watch.wait("exchange scalars", step):
         payloads = gather_bytes(payload, sizes, group=world.control)
@@ -140,11 +146,11 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
 def _agreed(
     tokens: Tokens, descriptions: Sequence[Mapping[str, Any]], rows: Sequence[Tensor]
 ) -> dict[str, TokenColumn]:
-    """Return this rank's extra columns in the form that all ranks send, by key in one order.
+    """Return this rank's extra columns in the form that all ranks send, with keys sorted.
 
     Args:
-        descriptions: of each rank, by key; see `TokenColumn.describe`.
-        rows: of each rank, [N] int64, the position of its sequences in the batch.
+        descriptions: {key: description} of each rank; see `TokenColumn.describe`.
+        rows: for each rank, [N] int64: the positions of its sequences in the batch.
     """
     columns = {}
     for key in sorted({key for own in descriptions for key in own}):
@@ -203,18 +209,20 @@ def _check(table: _Gathered, *, step: int) -> None:
 def _move(
     rollouts: Rollouts, table: _Gathered, *, plan: Partition, world: World, step: int
 ) -> tuple[Tokens, Tensor]:
-    """Send each sequence to all ranks of its dp index: one all-to-all, and one for each extra
-    column.
+    """Send each sequence to all ranks of its dp index.
 
-    Returns: the tokens that this rank received, and where in them each sequence begins: [S]
-        int64, -1 for those that went elsewhere.
+    There is one all-to-all for the tokens, and one for each extra column that needs it.
+
+    Returns: the tokens that this rank received, and the index of each sequence's first token in
+        them: [S] int64, -1 for sequences of other ranks.
     """
     lengths = table.scalars.lengths
     dp_ids = plan.dp_ids
     dp_of_rank = [
         world.dp_index(r) if r in world.trainer_ranks else -1 for r in range(world.world_size)
     ]
-    # Rows that begin or end here, not all S for each rank: 0.3 s for 65536 over 1024 ranks.
+    # Look only at rows that leave or reach this rank, not at all S rows for each rank: with 65536
+    # sequences and 1024 ranks this takes 0.3 s.
     mine = torch.nonzero(table.sources == world.rank).flatten()
     to_rank = [mine[dp_ids[mine] == dp] for dp in dp_of_rank]
     arriving = torch.nonzero(dp_ids == dp_of_rank[world.rank]).flatten()
@@ -241,7 +249,7 @@ def _move(
 def _send(
     tokens: Tokens, columns: Mapping[str, TokenColumn], *, order: Tensor, all_to_all: AllToAll
 ) -> Tokens:
-    """Send the tokens at `order` [n] int64, and return those received."""
+    """Send the tokens at `order` [n] int64, and return the received ones."""
     # The version (-1 or more) and the mask share a number: the mask is its lowest bit.
     marks = (tokens.policy_versions + 1) * 2 + tokens.response_mask
     logprob_bits = tokens.rollout_logprobs.float().view(torch.int32)
@@ -266,7 +274,7 @@ def _send(
 
 
 def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenate the integer ranges [start, start + length): int64, on the CPU."""
+    """Return the concatenated integer ranges [start, start + length): int64, on the CPU."""
     ends = lengths.cumsum(0)
     offsets = (starts - (ends - lengths)).repeat_interleave(lengths)
     return torch.arange(int(lengths.sum())) + offsets
@@ -278,7 +286,7 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 def _cut(
     received: Tokens, starts: Tensor, table: _Gathered, *, plan: Partition, world: World
 ) -> tuple[tuple[Microbatch, ...], ...]:
-    """Cut what arrived into this rank's micro-batches; nothing off the trainers."""
+    """Cut the received tokens into this rank's micro-batches; empty off the trainers."""
     if not world.is_trainer:
         return ()
     dp_id = world.dp_index(world.rank)
@@ -297,7 +305,7 @@ def _cut(
 
 
 def _microbatch(received: Tokens, rows: Tensor, starts: Tensor, *, lengths: Tensor) -> Microbatch:
-    """Pack the sequences `rows` [s], at least one, in their order."""
+    """Pack the sequences `rows` [s], at least one, in this order."""
     device = received.tokens.device
     own = lengths[rows]
     return Microbatch(
@@ -309,7 +317,10 @@ def _microbatch(received: Tokens, rows: Tensor, starts: Tensor, *, lengths: Tens
 
 
 def dummy_microbatch(device: torch.device) -> Microbatch:
-    """Return a micro-batch of one token that is in no loss, which keeps collectives matched."""
+    """Return a micro-batch of one token that no loss counts.
+
+    A rank that has fewer micro-batches than others runs it, so that collectives stay matched.
+    """
     dummy = Microbatch(
         **Tokens.unsampled([0]).token_fields(),
         position_ids=torch.zeros(1, dtype=torch.int64),

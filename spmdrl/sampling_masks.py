@@ -1,4 +1,4 @@
-"""Among which ids of the vocabulary each sampled token was drawn, compressed, from engine to loss.
+"""The set of ids among which each sampled token was drawn, compressed, from engine to loss.
 
 Shape letters: T tokens, V vocabulary, E ids in lists, B sets of bits.
 """
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 @register
 @dataclass(frozen=True, eq=False)
 class SamplingMasks(TokenColumn):
-    """Of each of T tokens, the ids among which it was drawn (by top_k, top_p, min_p), compressed.
+    """For each of T tokens, the ids that top_k, top_p and min_p left to draw from, compressed.
 
-    A set is its ids, ascending, 4 bytes each; or a bit for each id of the vocabulary where that
-    takes fewer bytes; or nothing where the token was drawn among all, or not drawn.
+    A set is stored as its ids, ascending, 4 bytes each, or as a bit for each id of the vocabulary
+    if that takes no more bytes. It takes no bytes if the token was drawn among all ids, or was not
+    drawn.
     """
 
     key = "sampling_masks"
 
     vocab: int
-    """Ids that there are, V."""
+    """Size of the vocabulary, V."""
     sizes: Tensor  # [T] int32, bytes of each token's set
     data: Tensor  # [sum(sizes)] uint8, the sets one after the other
 
@@ -40,12 +41,12 @@ class SamplingMasks(TokenColumn):
 
     @property
     def bitmap_bytes(self) -> int:
-        """Bytes of a set that has a bit for each id; no list of ids has as many."""
+        """Bytes of a set that has a bit for each id. Every list of ids has fewer."""
         return (self.vocab + 7) // 8
 
     @classmethod
     def from_allowed(cls, kept: Tensor) -> SamplingMasks:
-        """Return sets given as [T, V] bool, on the CPU."""
+        """Return the masks of sets in the form [T, V] bool. The result is on the CPU."""
         vocab = kept.shape[1]
         width = (vocab + 7) // 8
         counts = kept.sum(dim=1)
@@ -64,7 +65,7 @@ class SamplingMasks(TokenColumn):
 
     @classmethod
     def from_ids(cls, ids: Sequence[Sequence[int]], *, vocab: int) -> SamplingMasks:
-        """Return sets given by their ids, ascending."""
+        """Return the masks of sets in the form of lists of ids, ascending."""
         sizes: list[int] = []
         parts: list[Any] = [numpy.empty(0, numpy.uint8)]
         for own in ids:
@@ -84,20 +85,20 @@ class SamplingMasks(TokenColumn):
         )
 
     def unknown(self, count: int) -> SamplingMasks:
-        """Return the masks of `count` tokens, none of which was drawn among a part."""
+        """Return the masks of `count` tokens that were drawn among all ids, or not drawn."""
         sizes = torch.zeros(count, dtype=torch.int32)
         return SamplingMasks(self.vocab, sizes, torch.empty(0, dtype=torch.uint8))
 
     @classmethod
     def cat(cls, parts: Sequence[SamplingMasks]) -> SamplingMasks:
-        """Join masks, at least one, in order."""
+        """Join at least one part, in order."""
         vocab = parts[0].vocab
         assert all(part.vocab == vocab for part in parts), "masks of different vocabularies"
         sizes = torch.cat([part.sizes for part in parts])
         return cls(vocab, sizes, torch.cat([part.data for part in parts]))
 
     def __getitem__(self, order: Tensor) -> SamplingMasks:
-        """Return those of the tokens at `order` [n] int64."""
+        """Return the masks of the tokens at `order` [n] int64."""
         ends = self.sizes.long().cumsum(0)
         sizes = self.sizes[order].long()
         ends = ends[order]
@@ -106,16 +107,16 @@ class SamplingMasks(TokenColumn):
         return SamplingMasks(self.vocab, sizes.int(), self.data[at])
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SamplingMasks:
-        """Return the same on a device."""
+        """Return the masks on a device."""
         sizes, data = (t.to(device, non_blocking=non_blocking) for t in (self.sizes, self.data))
         return SamplingMasks(self.vocab, sizes, data)
 
     def numbers(self) -> list[Tensor]:
-        """Return the bytes of each token's mask."""
+        """Return the number of bytes of each token's set."""
         return [self.sizes]
 
     def exchange(self, numbers: Sequence[Tensor], all_to_all: AllToAll) -> SamplingMasks:
-        """Send the masks and return those received."""
+        """Send the masks and return the received ones."""
         sizes = numbers[0].contiguous()
         leaving = self.sizes.split([*all_to_all.num_leaving])
         arriving = sizes.cpu().split([*all_to_all.num_arriving])
@@ -139,7 +140,7 @@ class SamplingMasks(TokenColumn):
         return self.vocab
 
     def to_arrow(self, lengths: Sequence[int], groups: Sequence[int]) -> list[pa.Array]:
-        """Return sizes and data for each sequence; null for one without masks."""
+        """Return sizes and data of each sequence; null for a sequence without masks."""
         import pyarrow as pa
 
         sizes = []
@@ -171,25 +172,25 @@ class SamplingMasks(TokenColumn):
         return column
 
     def ids(self) -> tuple[Tensor, Tensor]:
-        """Return the sets of lists: which token, and which id, [E] int64 each; on the CPU."""
+        """Return the (token, id) pairs of sets that are lists: [E] int64 each, on the CPU."""
         is_list = (self.sizes > 0) & (self.sizes < self.bitmap_bytes)
         rows = torch.arange(len(self)).repeat_interleave(self.sizes.long() // 4 * is_list)
         own = self.data[is_list.repeat_interleave(self.sizes.long())]
         return rows, own.clone().view(torch.int32).long()
 
     def bitmaps(self) -> tuple[Tensor, Tensor]:
-        """Return the sets of bits: which tokens, [B] int64, and their bytes [B, bitmap_bytes]."""
+        """Return the sets that are bits: their tokens [B] int64 and bytes [B, bitmap_bytes]."""
         is_bitmap = self.sizes == self.bitmap_bytes
         own = self.data[is_bitmap.repeat_interleave(self.sizes.long())]
         return is_bitmap.nonzero()[:, 0], own.view(-1, self.bitmap_bytes)
 
     def num_ids(self) -> int:
-        """Return the ids of all sets together, of tokens that were not drawn among all."""
+        """Return the total number of ids in all sets, without those of size 0."""
         bits = numpy.unpackbits(self.bitmaps()[1].numpy())
         return len(self.ids()[1]) + int(bits.sum())
 
     def check(self, tokens: Tensor) -> None:
-        """Raise ValueError unless the sets make sense, each with its own token [T] int64."""
+        """Raise ValueError unless the sets are valid and each has its own token of [T] int64."""
         sizes = self.sizes.long()
         width = self.bitmap_bytes
         is_whole = len(sizes) == len(tokens) and int(sizes.sum()) == len(self.data)

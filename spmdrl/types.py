@@ -1,4 +1,4 @@
-"""What moves between the parts: prompts, rollouts, batches, with documented shapes.
+"""Types that the parts of a run exchange: prompts, rollouts, batches.
 
 Shape letters: S sequences, T packed tokens, M micro-batches. Sequences are packed, never
 padded: flat [T] tensors plus `cu_seqlens` [S+1]. Every per-token tensor is aligned with the
@@ -37,12 +37,12 @@ def add_sums(*parts: Sums) -> Sums:
 
 
 PartialSums = dict[str, tuple[float | list[float], float]]
-"""Sums of one rank that add up to the same bits in any order: a numerator that no float holds is a
-list of floats, not added up yet."""
+"""Sums of one rank whose total has the same bits in any order of addition. A numerator that no
+float holds exactly is a list of floats with this exact sum."""
 
 
 def exact_sum(values: Sequence[float]) -> float | list[float]:
-    """Return the sum of numbers without rounding; a list where it takes several floats."""
+    """Return the sum of numbers without rounding; a list if it takes several floats."""
     total = sum(values)
     if not math.isfinite(total):
         return total
@@ -64,7 +64,7 @@ def join_sums(*parts: PartialSums) -> PartialSums:
 
 
 def round_sums(sums: PartialSums) -> Sums:
-    """Return sums whose numerators are the nearest floats."""
+    """Return the sums with each numerator rounded to the nearest float."""
     return {
         name: (math.fsum(own) if isinstance(own, list) else own, denominator)
         for name, (own, denominator) in sums.items()
@@ -72,7 +72,10 @@ def round_sums(sums: PartialSums) -> Sums:
 
 
 def as_pair(name: str, value: Any) -> tuple[float, float]:
-    """Return a metric's (numerator, denominator). Raises: TypeError naming one that is no pair."""
+    """Return a metric's (numerator, denominator).
+
+    Raises: TypeError naming the metric if its value is not a pair of numbers.
+    """
     is_pair = isinstance(value, (tuple, list)) and len(value) == 2
     if is_pair and all(hasattr(number, "__float__") for number in value):
         return value[0], value[1]
@@ -90,24 +93,24 @@ class Prompt:
     index: int
     """Position of the row in its data source: stable across epochs, ranks and runs."""
     tokens: TokenIds
-    """Prompt token ids, chat template applied, and what they show."""
+    """Token ids of the prompt, after the chat template, with its images."""
     text: str
-    """What was tokenised, for people and string-based rewards."""
+    """The text that was tokenised, for people and string-based rewards."""
     row: dict
     """The whole row as read; reward functions get its columns by name."""
     source: int = 0
-    """Number of its source: of those in data.train, then those in data.eval."""
+    """Index of its source among those of data.train followed by those of data.eval."""
     where: str = ""
-    """Origin of the row for messages, e.g. `train.jsonl:12`; empty where it is not known."""
+    """Origin of the row for messages, e.g. `train.jsonl:12`; empty if it is not known."""
 
     @property
     def origin(self) -> str:
-        """Return where the row is, for messages: rows are counted from 1, as lines are."""
+        """Return the row's origin for messages; rows are counted from 1, as lines are."""
         return self.where or f"data row {self.index + 1}"
 
 
 _LEFT_OUT = torch.empty(0)
-"""A column of Scalars that is not given; it is made from the others."""
+"""Default of a column of Scalars, which `__post_init__` then makes from the others."""
 
 
 @dataclass(frozen=True)
@@ -122,25 +125,26 @@ class Scalars:
     group_ids: Tensor  # [S] int64, position of the prompt within the step's batch
     sample_ids: Tensor  # [S] int64, sample within the group
     rewards: Tensor
-    """[S] float64, task units, after rewards.shaping. Without the part of reward models, and
-    not shaped, before `Trainer.annotate` where there are any."""
+    """[S] float64, task units, after rewards.shaping. If there are reward models,
+    `Trainer.annotate` adds their rewards and shapes the sum; before it, these are the functions'
+    rewards alone."""
     is_truncated: Tensor  # [S] bool, cut at max_response_tokens
     is_valid: Tensor  # [S] bool, False: reward failed under on_failure=drop
     min_versions: Tensor  # [S] int64, oldest policy version among the sampled tokens
     reward_parts: Tensor = _LEFT_OUT
-    """[S, K] float64, each reward function's own value: no weight, no shaping; 0 where it does
-    not apply. Always there: left out, the rewards [S, 1]."""
+    """[S, K] float64, each reward function's value without weight or shaping; 0 if it does not
+    apply. Default: the rewards as [S, 1]."""
     greedy_rewards: Tensor = _LEFT_OUT
-    """[S] float64, reward of the prompt's greedy response, shaped; NaN where there is none.
-    Always there: left out, all NaN."""
+    """[S] float64, reward of the prompt's greedy response, after shaping; NaN if there is none.
+    Default: all NaN."""
 
     turns: Tensor = _LEFT_OUT
-    """[S, U, 2] float64, of each turn of the policy: its reward from the environment, task units,
+    """[S, U, 2] float64, for each turn of the policy: its reward from the environment, task units,
     and the number of the state that it answers (-1: no state is known). Sequences with fewer
-    than U turns have state -2 behind them. Always there: left out, one turn without a state."""
+    than U turns are padded with state -2. Default: one turn without a state."""
     rows: Tensor = _LEFT_OUT
-    """[S] int64, position of the prompt's row in its data, as `Prompt.index`; -1 where it is not
-    known. Always there: left out, all -1."""
+    """[S] int64, position of the prompt's row in its data, as `Prompt.index`; -1 if it is not
+    known. Default: all -1."""
 
     def __post_init__(self) -> None:
         if self.reward_parts is _LEFT_OUT:
@@ -159,7 +163,7 @@ class Scalars:
 
     @classmethod
     def concat(cls, parts: Sequence[Scalars]) -> Scalars:
-        """Join at least one, in order. One without sequences need not know K."""
+        """Join at least one part, in order. Parts without sequences may have another K."""
         filled = [part for part in parts if len(part)] or parts[:1]
         joined = {
             f.name: torch.cat([getattr(part, f.name) for part in filled])
@@ -170,7 +174,7 @@ class Scalars:
 
 
 def join_turns(parts: Sequence[Tensor]) -> Tensor:
-    """Join [S, U, 2] turns of Scalars whose U differ, in order."""
+    """Join turns [S, U, 2] of Scalars, in order; pad them to the largest U."""
     most = max(part.shape[1] for part in parts)
     none = torch.tensor([0.0, -2.0], dtype=torch.float64)
     return torch.cat(
@@ -187,23 +191,23 @@ TOKEN_COLUMNS = {
     "rollout_logprobs": torch.float32,
     "policy_versions": torch.int64,
 }
-"""What every token has, from the engine to the loss, with its dtype."""
+"""{column that all tokens have, from the engine to the loss: its dtype}."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """[T] consecutive tokens and what is known of each."""
+    """T consecutive tokens, with a column for each property of a token."""
 
     tokens: Tensor  # [T] int64
     response_mask: Tensor  # [T] bool, sampled by the policy
-    rollout_logprobs: Tensor  # [T] float32, nats, as sampled (temperature in); 0 for others
+    rollout_logprobs: Tensor  # [T] float32, nats, at the sampling temperature; 0 for others
     policy_versions: Tensor  # [T] int64, version that sampled the token; -1 for others
     extra_columns: Columns = field(default_factory=dict)
-    """What only some runs know of tokens: router routes, sampling masks, images."""
+    """Columns that only some runs have: router routes, sampling masks, images."""
 
     @classmethod
     def unsampled(cls, ids: Sequence[int]) -> Tokens:
-        """Return tokens that the policy did not sample, with the items of TokenIds."""
+        """Return tokens that the policy did not sample, with the images of TokenIds."""
         tokens = flat(ids, "int64")
         return Tokens(
             tokens=tokens,
@@ -215,7 +219,7 @@ class Tokens:
 
     @classmethod
     def concat(cls, parts: Sequence[Tokens]) -> Tokens:
-        """Join tokens, at least one part, in order."""
+        """Join at least one part, in order."""
         columns = {name: torch.cat([getattr(p, name) for p in parts]) for name in TOKEN_COLUMNS}
         lengths = [len(p.tokens) for p in parts]
         extra = concat_columns([p.extra_columns for p in parts], lengths)
@@ -239,7 +243,7 @@ class Tokens:
 
 
 def token_fields_from(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of which `Tokens.state_dict` made a state."""
+    """Return the fields of Tokens from the result of `Tokens.state_dict`."""
     extra = {
         key: column_class(key).from_state_dict(own) for key, own in state["extra_columns"].items()
     }
@@ -247,7 +251,7 @@ def token_fields_from(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(values: Sequence[float], dtype: str) -> Tensor:
-    """Return numbers as [n]; in a fifth of the time that torch.tensor takes for 1000."""
+    """Return numbers as [n]. For 1000 numbers it takes a fifth of the time of torch.tensor."""
     return torch.from_numpy(numpy.fromiter(values, dtype, len(values)))
 
 
@@ -260,8 +264,8 @@ class Rollouts(Tokens):
     sums: PartialSums = field(default_factory=dict)
     """This rank's share of rollout/ and reward/ metrics."""
     samples: tuple[dict, ...] = ()
-    """A few rendered {prompt, response, reward} for people; with {group, sample} where a reward
-    model is still to add its part."""
+    """A few {prompt, response, reward} as text for people; with {group, sample} if reward models
+    will still add their rewards."""
 
     def __len__(self) -> int:
         return self.cu_seqlens.numel() - 1
@@ -269,8 +273,11 @@ class Rollouts(Tokens):
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatch(Tokens):
-    """One forward pass of one dp rank. A micro-batch without sequences holds one dummy token
-    with an empty mask, so that collectives stay matched."""
+    """The tokens of one forward pass of one dp rank.
+
+    A micro-batch without sequences holds one dummy token with an empty mask, so that collectives
+    stay matched.
+    """
 
     position_ids: Tensor  # [T] int64, restarting at 0 in every sequence
     cu_seqlens: Tensor  # [S+1] int32
@@ -304,24 +311,27 @@ class Batch:
     sums: Sums = field(default_factory=dict)  # whole world's rollout/ and reward/ metrics
     samples: tuple[dict, ...] = ()
     columns: tuple[tuple[dict[str, Tensor], ...], ...] = ()
-    """[updates][M], {name: [T]}: what `Trainer.annotate` found; empty where it is not needed."""
+    """[updates][M] of {name: [T]}, computed by `Trainer.annotate`; empty if nothing is needed."""
     was_valid: Tensor | None = None
-    """[S] bool, scalars.is_valid before `without`, for metrics of what was sampled; None: the
-    same."""
+    """[S] bool, scalars.is_valid before `without`, for metrics of all valid samples; None if
+    `without` was not called."""
     has_rewards: bool = True
-    """Whether scalars.rewards are rewards: those of dataset rows are labels and margins."""
+    """Whether scalars.rewards are rewards; for dataset rows they are labels or margins."""
     kl_coef: float = 0.0
     """Weight of a KL in the reward at this step, in task units per nat; set by `annotate`."""
 
     @property
     def microbatches(self) -> list[Microbatch]:
-        """Of all updates, in order."""
+        """Return the micro-batches of all updates, in order."""
         return [one for update in self.updates for one in update]
 
     def without(self, sequences: Tensor) -> Batch:
-        """Return the batch with sequences, [S] bool, out of the loss and of every baseline.
+        """Return the batch without some sequences in the loss and in baselines.
 
-        Metrics of rewards go on to count them: they say what the policy does, not what is trained.
+        Metrics of rewards still count them, since these describe the policy, not the training.
+
+        Args:
+            sequences: [S] bool, True for each sequence to leave out.
         Raises: TypeError for another dtype or shape.
         """
         valid = self.scalars.is_valid
@@ -339,12 +349,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Advantages:
-    """Of every token of a batch's micro-batches; empty off the trainers."""
+    """The advantages of all tokens of a batch's micro-batches; empty off the trainers."""
 
     tokens: tuple[tuple[Tensor, ...], ...]  # [updates][M] of [T] float64
     returns: tuple[tuple[Tensor, ...], ...] = ()  # the same, targets of a value model
 
     def columns(self, update: int, microbatch: int) -> dict[str, Tensor]:
-        """Return those of one micro-batch, by name: [T] float32 each."""
+        """Return {name: [T] float32} of one micro-batch: its advantages, and returns if any."""
         known = {"advantages": self.tokens} | ({"returns": self.returns} if self.returns else {})
         return {name: parts[update][microbatch].float() for name, parts in known.items()}
