@@ -168,8 +168,8 @@ def _inputs(batch: Batch, cfg: Config) -> list[Inputs]:
             }
         )
         if chosen.kl_coef and chosen.kl_in == "reward":
-            asked = inputs[-1] | {"logprobs": columns["old_logprobs"]}
-            kl = registry.call(registry.get("kl", chosen.kl), asked, chosen.kl_options)
+            arguments = inputs[-1] | {"logprobs": columns["old_logprobs"]}
+            kl = registry.call(registry.get("kl", chosen.kl), arguments, chosen.kl_options)
             inputs[-1]["kl_rewards"] = -batch.kl_coef * kl
     return inputs
 

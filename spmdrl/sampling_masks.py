@@ -45,17 +45,17 @@ class SamplingMasks(TokenColumn):
         return (self.vocab + 7) // 8
 
     @classmethod
-    def from_allowed(cls, kept: Tensor) -> SamplingMasks:
+    def from_allowed(cls, allowed: Tensor) -> SamplingMasks:
         """Return the masks of sets in the form [T, V] bool. The result is on the CPU."""
-        vocab = kept.shape[1]
+        vocab = allowed.shape[1]
         width = (vocab + 7) // 8
-        counts = kept.sum(dim=1)
+        counts = allowed.sum(dim=1)
         listed = 4 * counts < width
         whole = counts == vocab
         sizes = torch.where(listed, 4 * counts, width).masked_fill(whole, 0).cpu()
-        ids = (kept & (listed & ~whole)[:, None]).nonzero()[:, 1].int().cpu()
+        ids = (allowed & (listed & ~whole)[:, None]).nonzero()[:, 1].int().cpu()
         bits = numpy.packbits(
-            kept[~listed & ~whole].cpu().numpy().view(numpy.uint8), axis=1, bitorder="little"
+            allowed[~listed & ~whole].cpu().numpy().view(numpy.uint8), axis=1, bitorder="little"
         )
         of_list = listed.cpu().repeat_interleave(sizes)
         data = torch.empty(len(of_list), dtype=torch.uint8)

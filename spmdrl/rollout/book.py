@@ -235,11 +235,11 @@ class SharedBook(OwnBook):
         if not self.book_rules.changes(self.book, move):
             return []
         text = json.dumps(move)
-        while (stands := self._write(text)) != text.encode():
-            self._play(stands)  # another replica wrote the move of this number first
+        while (written := self._write(text)) != text.encode():
+            self._play(written)  # another replica wrote the move of this number first
         self._own.append(self.number + 1)
         self.latest_own = self.number + 1
-        return self._play(stands)
+        return self._play(written)
 
     def follow(self) -> bool:
         """As OwnBook."""

@@ -196,10 +196,10 @@ class Chat:
         if tokens and tokens[0] in self._stops:
             return
         names = self.tokenizer.convert_ids_to_tokens(sorted(self._stops))
-        shown = self.tokenizer.convert_ids_to_tokens(tokens[:1]) or ["nothing"]
+        first = self.tokenizer.convert_ids_to_tokens(tokens[:1]) or ["nothing"]
         raise Refusal(
             f"{self._where}: the chat template closes a reply by {closing[:_SHOWN_CHARS]!r}, whose "
-            f"first token {shown[0]!r} does not stop the engine (it stops at "
+            f"first token {first[0]!r} does not stop the engine (it stops at "
             f"{', '.join(map(repr, names))}); the policy would write the other side's turns too. "
             f"Add it to sampling.stop_token_ids"
             + (f": {tokens[0]}" if tokens else ", or use a chat template that closes replies")
@@ -220,20 +220,20 @@ class Chat:
         replies = ["first", "<think>\nwhy\n</think>\n\nsecond", "third"]
         if self._prefix.rstrip().endswith("<think>"):
             replies = [f"why\n</think>\n\n{text}" for text in ("first", "second", "third")]
-        kept = self._opening_text(head)
+        joined = self._opening_text(head)
         whole = list(head)
         for reply in replies:
-            kept += reply + self._joint(messages)
+            joined += reply + self._joint(messages)
             whole += [{"role": "assistant", "content": self._prefix + reply}, *messages]
         answers = f"a conversation of replies, each answered by {_roles(messages)}. {_KEEP}"
         with _explained(answers):
-            theirs = self._opening_text(whole)
-        if may_drop and len(theirs) < len(kept):
-            if _REASONING.sub("", kept) == _REASONING.sub("", theirs):
+            rendered = self._opening_text(whole)
+        if may_drop and len(rendered) < len(joined):
+            if _REASONING.sub("", joined) == _REASONING.sub("", rendered):
                 self.drops_reasoning = True
                 return
-        if kept != theirs:
-            raise Refusal(f"{self._where}: {_difference(kept, theirs, messages)}")
+        if joined != rendered:
+            raise Refusal(f"{self._where}: {_difference(joined, rendered, messages)}")
 
 
 @contextmanager
@@ -262,10 +262,10 @@ def _roles(messages: list[Message]) -> str:
     return " and ".join(f"a {m['role']} message" for m in messages)
 
 
-def _difference(kept: str, theirs: str, messages: list[Message]) -> str:
-    at = len(os.path.commonprefix([kept, theirs]))
+def _difference(joined: str, rendered: str, messages: list[Message]) -> str:
+    at = len(os.path.commonprefix([joined, rendered]))
     begin = max(0, at - _SHOWN_CHARS // 2)
-    ours, other = (t[begin : at + _SHOWN_CHARS] for t in (kept, theirs))
+    ours, other = (t[begin : at + _SHOWN_CHARS] for t in (joined, rendered))
     return (
         f"the chat template rewrites earlier turns once {_roles(messages)} follow: "
         f"what read\n  {ours!r}\nbecomes\n  {other!r}\nThe policy would be shown what it did "

@@ -205,7 +205,7 @@ def _majority(answers: Sequence[str], rights: Sequence[bool]) -> float:
     votes = Counter(answers)
     first = [answer for answer, count in votes.items() if count == max(votes.values())]
     # A grader may judge the same answer differently in two responses, so take the mean.
-    judged = [[r for given, r in zip(answers, rights) if given == answer] for answer in first]
+    judged = [[r for own, r in zip(answers, rights) if own == answer] for answer in first]
     return fmean(map(fmean, judged))
 
 

@@ -93,12 +93,12 @@ def pack(
     shaping = shaping or ShapingSettings()
     rewards = shaped_rewards(samples, shaping=shaping, limit=max_response_tokens)
     greedy = {s.slot: r for s, r in zip(samples, rewards) if s.sample == GREEDY}
-    kept = [(s, r) for s, r in zip(samples, rewards) if s.sample != GREEDY]
-    samples = [s for s, _ in kept]
+    pairs = [(s, r) for s, r in zip(samples, rewards) if s.sample != GREEDY]
+    samples = [s for s, _ in pairs]
     to_show = tuple(_row(s, is_partial=is_partial) for s in _samples_to_show(samples)[:num_shown])
     tokens, scalars = flat_episodes(
         samples,
-        rewards=[0.0 if s.reward.value is None else r for s, r in kept],
+        rewards=[0.0 if s.reward.value is None else r for s, r in pairs],
         greedy_rewards=[greedy.get(s.slot, math.nan) for s in samples],
         part_names=part_names,
     )

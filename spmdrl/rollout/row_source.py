@@ -83,11 +83,11 @@ def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
     slots, samples, tokens, masks, rewards = zip(*rows) if rows else [()] * 5
     lengths = ints([len(row) for row in tokens])
     count = len(rows)
-    given = Tokens.unsampled(concat_ids(tokens))
+    packed = Tokens.unsampled(concat_ids(tokens))
     mask = torch.tensor([*chain(*masks)], dtype=torch.bool)
-    given = replace(given, response_mask=mask, policy_versions=torch.where(mask, version, -1))
+    packed = replace(packed, response_mask=mask, policy_versions=torch.where(mask, version, -1))
     return Rollouts(
-        **given.token_fields(),
+        **packed.token_fields(),
         cu_seqlens=cumulative(lengths),
         scalars=Scalars(
             lengths=lengths,
