@@ -66,8 +66,8 @@ def make_chats(
         facts = pool.environments[field]
         if facts["not_plain"] and is_first:
             log.warning(
-                "%s: %s is no plain data. Episodes that a checkpoint finds under "
-                "way are kept as pickles, and a resume asks for --checkpoint.trust-pickles true; "
+                "%s: %s is not plain data. Checkpoints store unfinished episodes of it as "
+                "pickles, and a resume needs --checkpoint.trust-pickles true; "
                 "docs/environments.md says how `save` and `restore` make it plain",
                 field,
                 facts["not_plain"],
@@ -76,9 +76,9 @@ def make_chats(
         if chat.drops_reasoning and is_first:
             log.warning(
                 "%s: the chat template leaves reasoning (<think>) out of "
-                "earlier turns; here what the policy wrote stays before its eyes, and it is "
-                "trained so. Whoever uses it later with this template shows it less. With "
-                "{rewrites: refuse} the run ends instead",
+                "earlier turns; this run keeps it, and the policy is trained with it. With this "
+                "template, later users of the model leave it out. Set {rewrites: refuse} to end "
+                "the run instead",
                 field,
             )
     fields = [field for field, _ in cfg.environments()]

@@ -42,9 +42,9 @@ _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 _SHOWN_CHARS = 60
 _CACHED_OPENINGS = 256
 _KEEP = (
-    "{rewrites: keep} among the environment's options goes on from the tokens as sampled (whoever "
-    "uses the model later with this template shows it something else); or give the tokenizer a "
-    "template that leaves earlier turns alone"
+    "Set {rewrites: keep} among the environment's options to keep the sampled tokens (but later "
+    "users of the model give it other tokens with this template), or use a tokenizer whose "
+    "template does not change earlier turns"
 )
 
 
@@ -169,8 +169,8 @@ class Chat:
         _before, mark, after = text.partition(_REPLY)
         if not mark:
             raise Refusal(
-                f"{self._where}: the chat template leaves a reply out when "
-                f"{_roles(messages)} follow, so nothing can be appended to it"
+                f"{self._where}: the chat template leaves a reply out if {_roles(messages)} "
+                "follow, so that no tokens can be appended to the reply"
             )
         return after + self._prefix
 
@@ -184,10 +184,10 @@ class Chat:
             names = ", ".join(str(tool.get("function", tool).get("name")) for tool in self.tools)
             raise Refusal(
                 f"{self._where}: the chat template of {self.tokenizer.name_or_path or 'the model'} "
-                f"knows no tools, so that the policy would never read of {names}; set "
-                f"{self._where}.reply_role to user, by which the environment `tools` says in the "
-                "first message what they are (another environment does so itself), or take a "
-                "tokenizer whose template has them"
+                f"knows no tools, so that the policy would not see {names}; set "
+                f"{self._where}.reply_role to user, so that the environment `tools` describes them "
+                "in the first message (another environment must do so itself), or use a tokenizer "
+                "whose template has tools"
             )
 
     def _check_closing(self) -> None:
@@ -268,6 +268,6 @@ def _difference(joined: str, rendered: str, messages: list[Message]) -> str:
     ours, other = (t[begin : at + _SHOWN_CHARS] for t in (joined, rendered))
     return (
         f"the chat template rewrites earlier turns once {_roles(messages)} follow: "
-        f"what read\n  {ours!r}\nbecomes\n  {other!r}\nThe policy would be shown what it did "
+        f"the text\n  {ours!r}\nbecomes\n  {other!r}\nThe policy would read tokens that it did "
         f"not sample. {_KEEP}"
     )

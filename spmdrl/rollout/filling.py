@@ -229,8 +229,8 @@ class StepFiller:
         """Wait until another replica has changed the book: others sample the missing groups."""
         if not self.share.is_shared:
             raise RuntimeError(
-                f"generate: nothing of step {self.next} may be drawn with the weights that are "
-                "here. Was a stream.push left out on this rank? What meets is for every rank"
+                f"generate: the engine's weights are too old to sample step {self.next}. Did this "
+                "rank leave out a stream.push? Every rank must call it"
             )
         if not self.decisions.waits():
             return

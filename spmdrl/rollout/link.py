@@ -98,8 +98,8 @@ class Link:
         data = marked.numpy().tobytes()
         if not is_marked(f"link {self._count}", data[MARK_BYTES:], data[:MARK_BYTES]):
             raise Unauthentic(
-                f"rank {self.world.rank}: a word of the replica's leader bears no mark of the "
-                "job's secret; see docs/security.md"
+                f"rank {self.world.rank}: a message of the replica's leader does not bear the mark "
+                "of the job's secret; see docs/security.md"
             )
         return data[MARK_BYTES:]
 

@@ -133,7 +133,7 @@ def test_words_without_the_mark_of_the_job_are_not_believed() -> None:
         assert found["gathered"] == [{"rank": 0}, {"rank": 1}] and found["sent"] == b"of rank 1"
         assert f"rank {other} is refused" in found["gather"]
     assert "rank 1 is refused" in zero["from 1"] and not one["from 1"]
-    assert "Unauthentic: rank 1: a word of the replica's leader" in one["link"]
+    assert "Unauthentic: rank 1: a message of the replica's leader" in one["link"]
 
 
 def test_a_mark_is_of_one_place_one_attempt_and_one_secret(monkeypatch) -> None:
