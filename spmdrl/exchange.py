@@ -129,6 +129,7 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
     of_ranks, sums, samples, descriptions = zip(*map(unpack, payloads))
     parts = [Scalars(**{k: torch.from_numpy(v) for k, v in own.items()}) for own in of_ranks]
     scalars = Scalars.concat(parts)
+    # Sort by (group, sample), so that the batch does not depend on which rank has which sequence.
     num_samples = int(scalars.sample_ids.max()) + 1 if len(scalars) else 1
     order = torch.argsort(scalars.group_ids * num_samples + scalars.sample_ids, stable=True)
     counts = torch.tensor([len(part) for part in parts])

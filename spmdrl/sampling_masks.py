@@ -102,6 +102,7 @@ class SamplingMasks(TokenColumn):
         ends = self.sizes.long().cumsum(0)
         sizes = self.sizes[order].long()
         ends = ends[order]
+        # Byte i of the result, in set k, is byte i + shift[k] of the data.
         shift = ends - sizes.cumsum(0)
         at = torch.arange(int(sizes.sum()), device=sizes.device) + shift.repeat_interleave(sizes)
         return SamplingMasks(self.vocab, sizes.int(), self.data[at])
@@ -200,8 +201,10 @@ class SamplingMasks(TokenColumn):
             raise ValueError("sampling masks of a size that none has")
         (rows, ids), (owners, bits) = self.ids(), self.bitmaps()
         own = tokens[owners]
+        # Whether each set has its token. One of size 0 has all ids.
         has = sizes == 0
         has[rows[ids == tokens[rows]]] = True
+        # `inside` keeps the index of the byte in bounds for ids beyond the vocabulary.
         inside = own < self.vocab
         has[owners] = (
             inside & ((bits.gather(1, (own * inside // 8)[:, None])[:, 0] >> (own % 8)) & 1).bool()

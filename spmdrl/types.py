@@ -46,6 +46,7 @@ def exact_sum(values: Sequence[float]) -> float | list[float]:
     total = sum(values)
     if not math.isfinite(total):
         return total
+    # Each part is the rounded value of what the parts before it leave, until nothing is left.
     parts: list[float] = []
     while rest := math.fsum([*values, *(-part for part in parts)]):
         parts.append(rest)

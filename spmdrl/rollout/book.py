@@ -237,6 +237,7 @@ class SharedBook(OwnBook):
         text = json.dumps(move)
         while (written := self._write(text)) != text.encode():
             self._play(written)  # another replica wrote the move of this number first
+        # The store has the move. It is deleted from there once all replicas have played it.
         self._own.append(self.number + 1)
         self.latest_own = self.number + 1
         return self._play(written)

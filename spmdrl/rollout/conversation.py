@@ -131,6 +131,8 @@ class Chat:
         """
         bare, held = split_images(inline_images(messages, (), where=self._where))
         tokens = self._encode_with_images(self._joint(bare), held)
+        # The template's closing begins with a stop token, see `_check_closing`. Leave it out if
+        # the policy has sampled one itself.
         return tokens[1:] if sampled and sampled[-1] in self._stops else tokens
 
     def responses(
@@ -219,6 +221,7 @@ class Chat:
         """Compare a conversation that is joined here with the template's rendering of it."""
         replies = ["first", "<think>\nwhy\n</think>\n\nsecond", "third"]
         if self._prefix.rstrip().endswith("<think>"):
+            # The prefix opens the reasoning, and every reply closes it.
             replies = [f"why\n</think>\n\n{text}" for text in ("first", "second", "third")]
         joined = self._opening_text(head)
         whole = list(head)

@@ -34,5 +34,6 @@ class FailedRewardLog:
         count = self._counts[kind]
         if count == 1:
             log.warning("%s: left out: %s", where, failure_text(sample))
+        # 10, 100, 1000, ...
         elif count >= 10 and str(count).strip("0") == "1":
             log.warning("%s: %d samples of this replica left out so far: %s", where, count, kind)

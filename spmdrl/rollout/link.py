@@ -83,6 +83,7 @@ class Link:
         return Request(**plain | own)
 
     def _announce(self, size: int) -> None:
+        # A broadcast needs a buffer of the right size on every rank, so the size goes first.
         self._send(_SIZE.pack(size))
 
     def _send(self, message: bytes) -> None:

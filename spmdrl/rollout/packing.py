@@ -159,6 +159,7 @@ def turns_of(turns: Iterable[tuple[Sequence[float], Sequence[int]]]) -> Tensor:
     Args:
         turns: of each sequence, the rewards of its turns and their states.
     """
+    # A sequence without finished turns gets one without a known state (-1); -2 is padding.
     rows = [[*zip(earned, states)] or [(0.0, -1)] for earned, states in turns]
     most = max(map(len, rows), default=1)
     padded = [row + [(0.0, -2)] * (most - len(row)) for row in rows]

@@ -1,4 +1,4 @@
-"""Sources of batches, behind one interface: sampled, recorded, or rows of a dataset.
+"""The interface of sources of batches: sampled, recorded, or rows of a dataset.
 
 A source works ahead: `generate(until=k)` makes this rank's share of the batches up to step k, and
 `take(k)` hands over the share of step k. Only inference ranks generate. Nothing here waits for

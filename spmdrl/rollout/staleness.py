@@ -72,6 +72,7 @@ def num_to_admit(
     steps = last_step - next_step + 1
     if steps <= 0 or not rules.quota:
         return 0
+    # Only the last step needs groups beyond its quota: those of other steps go on into the next.
     wanted = rules.quota * (steps - 1) + rules.lookahead
     # The k-th waiting group (from 0) is trained on at step next_step + k // quota at the latest.
     limit = rules.quota * (rules.max_staleness + version - next_step + 1)
