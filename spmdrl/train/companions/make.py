@@ -16,7 +16,7 @@ from spmdrl.world.world import World
 def make_companions(
     cfg: Config, world: World, *, policy: ShardedModel, columns: Collection[str]
 ) -> dict[str, Companion]:
-    """Return the models that the wanted columns come from, by name, on a trainer rank.
+    """Return the models that compute the wanted columns, by name, on a trainer rank.
 
     Raises: Refusal when one cannot be loaded or laid out, or cannot read the policy's rows.
     """

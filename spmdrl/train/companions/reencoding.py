@@ -27,7 +27,7 @@ from spmdrl.types import Microbatch, Scalars
 
 
 class Reencoder:
-    """What makes the policy's sequences those of another model.
+    """Encodes the policy's sequences with the tokenizer of another model.
 
     Args:
         folder: of the model, with its tokenizer.
@@ -89,6 +89,7 @@ class Reencoder:
         prefix = self.cfg.data.generation_prefix
         if isinstance(prompt, str):
             ids = plain_token_ids(prompt + prefix + text, self._theirs)
+            # A response that was cut at the limit has no end.
             ends = not is_cut and self._theirs.eos_token_id is not None
             return [*ids, self._theirs.eos_token_id] if ends else ids
         *before, last = prompt
@@ -100,6 +101,7 @@ class Reencoder:
         whole = apply_template(
             [*before, answer], self._theirs, tools=row.get("tools"), where=rows.where(index)
         )
+        # The template has written the special tokens.
         return self._theirs(whole, add_special_tokens=False)["input_ids"]
 
 
@@ -124,12 +126,12 @@ def check_prompt(cfg: Config, theirs: PreTrainedTokenizerBase, row: dict) -> Non
 
 
 def other_tokens(cfg: Config, folder: Path) -> str:
-    """Say how a model's tokens differ from the policy's; empty where they are the same, or it
-    brings no tokenizer.json."""
+    """Describe how a model's tokens differ from the policy's; empty if they are the same, or if
+    it has no tokenizer.json."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return ""
-    # Added tokens aside: of those, renamed ones do no harm.
+    # Without its added tokens: it does no harm if those have other names.
     theirs = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False)
     by_id = {index: token for token, index in theirs.items()}
     ours = load_tokenizer(cfg).get_vocab()

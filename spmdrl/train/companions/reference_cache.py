@@ -49,7 +49,7 @@ _SAVE_S = 600.0  # between two saves on the way
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence whose logprobs are to be found."""
+    """One sequence whose logprobs are needed."""
 
     key: int
     tokens: Tensor  # [T] int32
@@ -88,8 +88,8 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
         _say_start(file, made, problem=problem, rows=rows, lacking=lacking)
     if not lacking:
         return table
-    # What is found on the way is kept apart: a run that is killed and started again lacks the
-    # same sequences, so it packs them alike and ends with the same bits.
+    # Partial results go to a file of their own: a run that is killed and started again then lacks
+    # the same sequences, so it packs them alike and ends with the same bits.
     aside = made | {"unfinished": {"rows": repr([count[2] for count in counts])}}
     filled = _compute(cfg, world, own, path=path, file=table_file(folder, aside), made=aside)
     gc.collect()  # the model's modules refer to each other
@@ -217,7 +217,7 @@ def _compute(
     Args:
         own: sequences of this dp rank, longest first.
         path: of the reference, which is loaded here and freed at the end.
-        file, made: of a table that an earlier start has left, and that is saved on the way.
+        file, made: of the table of partial results, which an earlier start may have left.
     """
     with _agreed(world):
         model = ShardedModel(cfg, world, path=path, is_trained=False)
@@ -256,7 +256,7 @@ def _compute(
 
 
 class _Progress:
-    """Says how far the computing is, and how long it will take."""
+    """Logs how many tokens are done, and about how long the rest will take."""
 
     def __init__(self, num_tokens: int):
         self.done = 0

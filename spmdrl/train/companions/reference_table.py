@@ -1,4 +1,4 @@
-"""Logprobs of sequences on disk, found by what the sequences hold.
+"""Logprobs of sequences on disk, indexed by the content of the sequences.
 
 N sequences, L scored tokens of all of them. A key is a hash of token ids and mask, so that rows,
 their order, the template or the tokenizer may change: a changed sequence has another key.
@@ -51,6 +51,7 @@ class Table:
         return Table(
             keys=torch.tensor(list(pieces), dtype=torch.int64),
             offsets=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)),
+            # torch.cat refuses an empty list.
             values=torch.cat([torch.zeros(0), *pieces.values()]),
         )
 
@@ -80,6 +81,7 @@ def sequence_key(tokens: Tensor, mask: Tensor) -> int:
     """
     found = hashlib.blake2b(tokens.int().numpy().tobytes(), digest_size=8)
     found.update(mask.numpy().tobytes())
+    # Signed, since a table holds keys as int64.
     return int.from_bytes(found.digest(), "big", signed=True)
 
 
@@ -173,6 +175,7 @@ def shared_table(path: Path, made: Made, world: World) -> tuple[Table, str]:
     if world.rank != first:
         table, _ = read_table(path, made)
     with world.watch.wait("find reference logprobs", -1):
+        # All ranks decide alike, since `_sent` is a collective.
         digests = gather_objects(table.digest() if table else "", group=world.trainer_control)
     return (
         table

@@ -23,7 +23,7 @@ class ValueModel(TrainedCompanion):
     """A value model and its optimizer, on the trainer ranks.
 
     Args:
-        cfg, world: the config and this rank's view of the microbatch.
+        cfg, world: the config and this rank's view of the job.
         policy: whose packed rows it reads.
     Raises: Refusal when the model cannot be loaded or laid out, or cannot read those rows.
     """
@@ -39,7 +39,7 @@ class ValueModel(TrainedCompanion):
         """Value packed rows without gradients.
 
         Returns: per row, `values` [T] float32 task units: the value of the state before each
-            scored token, 0 elsewhere.
+            scored token, 0 at all other tokens.
         """
         found = [{"values": self._values(row)} for row in rows]
         reshard(self.model.scorer)

@@ -52,7 +52,8 @@ class DistillationLoss(ObjectiveLoss):
         """See ObjectiveLoss. Both models run forward."""
         row = microbatch.row
         with torch.no_grad():
-            # The teacher routes tokens itself; replayed routes are the policy's.
+            # The teacher routes tokens itself; replayed routes are the policy's. Its head returns
+            # its inputs, since `_terms` makes logits chunk by chunk.
             taught = self._teacher(row.without_routes(), lambda *given, targets: given)
         terms, stats = model.forward(row, partial(self._terms, taught, model.scorer.head_options))
         return (row.spread(terms).double() * microbatch.weights).sum(), stats

@@ -113,6 +113,7 @@ class PairLoss(ObjectiveLoss):
         """Return what a loss compares each pair with, found from all pairs of all ranks."""
         own = [self._at_start(one) for microbatches in updates for one in microbatches]
         columns = gather_columns(own, world=world)
+        # Into the order of the batch, since `__call__` reads the result by `pair_ids`.
         columns = {name: c[columns["pair_ids"].argsort()] for name, c in columns.items()}
         options = self.cfg.algorithm.loss_options
         found = registry.call_helper(self._loss, "matched", columns, options)
@@ -185,6 +186,7 @@ def _pairs_of(
     """Return what `with_columns` adds to one micro-batch, from that of all pairs."""
     rows = microbatch.sequence_ids.cpu()
     real = (rows >= 0).nonzero().squeeze(1)  # without a dummy's -1
+    # places[row of the batch] is the sequence's position here; -1 if it is not here.
     places = torch.full((1 + int(torch.cat([rows, pairs.flatten()]).max()),), -1)
     places[rows[real]] = real
     positions = places[pairs]

@@ -102,9 +102,11 @@ class RolloutLoss(ObjectiveLoss):
                 f"{tuple(logprobs.shape)}, got {tuple(terms.shape)}{place_of(self._loss)}"
             )
         weights, own = registry.call(self._correction, inputs, chosen.correction_options)
+        # KL and entropy bonus are added below, so neither correction nor filter acts on them.
         terms = terms * weights.detach()
         stats = stats | own | _sampling_stats(inputs, microbatch)
         if self._filter_options:
+            # The filter's statistics are of the old entropy, so it is compared with them.
             at_start = inputs | {"entropy": microbatch.columns["old_entropy"]}
             kept, filtered = registry.call(top_entropy, at_start, self._filter_options)
             terms = terms * kept
@@ -158,6 +160,7 @@ def _sampling_stats(inputs: Mapping[str, Tensor], microbatch: PreparedMicrobatch
 
 def _column(microbatch: PreparedMicrobatch, name: str) -> Tensor:
     columns = microbatch.columns
+    # Whole-batch statistics are of the policy before the update.
     name = "old_entropy" if name == "entropy" else name
     return columns[name] if name in columns else getattr(microbatch.packed, name)
 
@@ -167,4 +170,5 @@ def _token_keys(packed: Microbatch, version: Tensor) -> Tensor:
     rows = packed.sequence_ids.repeat_interleave(
         packed.cu_seqlens.diff().long(), output_size=packed.tokens.numel()
     )
+    # From the lowest bit: 22 bits of position, 20 of the sequence in the batch, then the version.
     return (((version << 20) + rows) << 22) + packed.position_ids
