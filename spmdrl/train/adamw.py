@@ -60,7 +60,7 @@ class AdamW:
         is_on_host: keep the moments in (pinned) host memory.
         device: that computes the update; None for that of the parameters, which may be on the host
             instead, with their gradients.
-        key: of the random bits, with the rest: of the run and of the model in it.
+        key: first part of the keys of the random bits: the seed of the run and the model's name.
         factors: {name: factor on the learning rate}, 1 for those left out.
     """
 
@@ -156,13 +156,15 @@ class AdamW:
         own = {
             part: [t.to(self._device, torch.float32, non_blocking=True) for t in tensors]
             for part, tensors in kept.items()
-        }  # the very same tensors where nothing differs
+        }
+        # `to` returns the same tensor if device and dtype agree: AdamW updates that one in place.
+        # The operator does not advance the count of updates, which `step` has done.
         fused_adamw(
             own["parameter"],
             [piece.gradient(gradients).to(self._device) for piece in pieces],
             own["exp_avg"],
             own["exp_avg_sq"],
-            [],
+            [],  # maxima, which only amsgrad has
             [self._updates] * len(pieces),
             lr=lr,
             beta1=self.options.beta1,

@@ -15,12 +15,12 @@ from spmdrl.types import Sums
 
 
 class Coefficients:
-    """What multiplies the entropy bonus and the KL in the step at hand.
+    """The factors of the entropy bonus and of the KL in the current step.
 
     They stay at algorithm.entropy_coef and algorithm.kl_coef unless entropy_control or kl_control
     name a target, or entropy_schedule or kl_schedule a number of steps. Under a target they move
-    after every step, by what the step's sums over all trainer ranks say, so that they are equal on
-    each of them, and a checkpoint keeps them. A schedule is a function of the step.
+    after every step by the step's sums over all trainer ranks, so they are equal on all ranks, and
+    a checkpoint stores them. A schedule is a function of the step.
 
     Args:
         cfg: the config.
@@ -69,6 +69,7 @@ class Coefficients:
             )
         if self._kl_control.is_on:
             kl = _mean(sums, "policy/kl_ref")
+            # There is no KL if every update was skipped.
             if math.isfinite(kl):
                 self.kl = adaptive_kl_coef(
                     self.kl,
@@ -80,7 +81,7 @@ class Coefficients:
         return used
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps: copies, float64; {} where nothing measured moves them."""
+        """Return what a checkpoint keeps: copies, float64; {} if they have no target."""
         state = {}
         if self._entropy_control.is_on:
             state["entropy"] = torch.tensor([self._carried, self.entropy], dtype=torch.float64)

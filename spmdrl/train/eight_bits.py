@@ -18,8 +18,8 @@ from torch import Tensor
 BLOCK = 256
 """Elements that share a scale; as torchao's AdamW8bit."""
 LEAST = 4096
-"""Elements of a whole tensor from which on it is kept in 8 bits; as in torchao. Smaller
-tensors take little memory."""
+"""A whole tensor of fewer elements keeps float32 moments, as in torchao: they take little
+memory."""
 
 
 @lru_cache(maxsize=8)
@@ -38,6 +38,7 @@ def quantise(values: Tensor, *, is_signed: bool) -> tuple[Tensor, Tensor]:
     from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
     padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK))
+    # A rank may hold no element of a tensor.
     if not len(padded):
         return padded.to(torch.uint8), padded
     scaled, scales = scale_tensor(padded, BLOCK)
@@ -50,10 +51,12 @@ class Quantised:
 
     codes: Tensor  # [blocks * BLOCK] uint8
     scales: Tensor  # [blocks] float32
-    count: int  # elements; the rest of the last block is none
+    count: int  # elements; the rest of the last block is padding
     is_signed: bool
 
-    dtype = torch.float32  # of what is read and written
+    # Of the values that `to` returns and `copy_` takes. AdamW compares it as a tensor's dtype, and
+    # so does not round stochastically here.
+    dtype = torch.float32
 
     @classmethod
     def zeros(cls, count: int, *, is_signed: bool, **place: object) -> Quantised:
@@ -89,8 +92,8 @@ class Quantised:
         self.scales.copy_(scales, non_blocking=non_blocking)
 
     def scale_of_each(self) -> Tensor:
-        """Return the scale of each element, [count] float32 on the CPU: what a checkpoint keeps,
-        which may be read in other parts."""
+        """Return the scale of each element, [count] float32 on the CPU. A checkpoint stores these,
+        since another layout may read other parts of the tensor."""
         return self.scales.cpu().repeat_interleave(BLOCK)[: self.count].clone()
 
     def take_scales(self, each: Tensor) -> None:

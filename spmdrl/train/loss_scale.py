@@ -39,7 +39,7 @@ class LossScale:
     def overflowed(self, *, is_finite: bool) -> bool:
         """Move after an update; return whether a gradient that is not finite was an overflow.
 
-        It was not where the factor is 1 already: then the gradient itself is not finite.
+        At a factor of 1 it was no overflow: the gradient itself is not finite.
         """
         if not self.is_on:
             return False

@@ -50,6 +50,7 @@ def line(first: Point, second: Point) -> tuple[float, float]:
 def fitting_tokens(first: Point, second: Point, *, room: float, most: int) -> int:
     """Return the tokens that `room` bytes hold by the line through two points, at most `most`."""
     constant, slope = line(first, second)
+    # The larger row took no more memory, so the line says nothing about still larger ones.
     if slope <= 0:
         return most if second.bytes <= room else 0
     return max(0, min(most, int((room - constant) / slope)))
@@ -97,6 +98,7 @@ def make_rows(
         for own in ids.split(count)
     )
     zeros = torch.zeros(total, device=device)
+    # `annotate` adds these two together with the old logprobs.
     names = {*columns} | ({"old_entropy", "square_probs"} if "old_logprobs" in columns else set())
     batch = Batch(
         scalars=scalars,
@@ -139,7 +141,7 @@ class SizeProbe:
         """Return the tokens of the largest micro-batch that fits; every trainer rank calls it.
 
         Args:
-            shares: ranks that have this one's memory together.
+            shares: ranks that share this one's memory.
         Returns: at least the longest sequence (pair), at most an update's share of a dp rank; above
             the former a multiple of 256, unless it is the latter. The same on every trainer rank.
         Raises: Refusal when not even the longest sequence (pair) fits; RuntimeError, on one rank,
@@ -159,6 +161,7 @@ class SizeProbe:
         self._check(constant + slope * self._least)
         points = [half, self._measure(self._unit, longest)]
         self._check(points[-1].bytes)
+        # A line through larger rows is more exact, so sizes double as long as twice the size fits.
         while points[-1].tokens < self._most and self._fitting(points) >= 2 * points[-1].tokens:
             points.append(self._measure(2 * points[-1].tokens // longest, longest))
         found = self._fitting(points)
@@ -166,13 +169,14 @@ class SizeProbe:
         return max(self._least, found)
 
     def _fitting(self, points: list[Point]) -> int:
-        """Return what the last two points say, the least of all trainer ranks'."""
+        """Return the tokens that fit by the last two points, the least of all trainer ranks."""
         before, last = points[-2:]
         own = (
             self._least
             if last.tokens == before.tokens
             else fitting_tokens(before, last, room=self._room, most=self._most)
         )
+        # The least value is the largest negative one, with its sign changed back.
         return int(-self._most_of(-own))
 
     def _check(self, needed: float) -> None:

@@ -20,7 +20,7 @@ Stats = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class PreparedMicrobatch:
-    """A micro-batch with its loss mask, its weights and what was found of its tokens."""
+    """A micro-batch with its loss mask, its weights and its per-token columns."""
 
     packed: Microbatch
     row: ScoredRow
@@ -106,6 +106,6 @@ def prepare(
 
 
 def on_host(microbatch: Microbatch) -> Microbatch:
-    """Return a micro-batch on the CPU, its values there when this returns."""
-    # Copies from a GPU that do not block would land later.
+    """Return a micro-batch on the CPU, after its values have arrived."""
+    # A non-blocking copy from a GPU would arrive after this returns.
     return microbatch.to(torch.device("cpu"), non_blocking=False)

@@ -57,6 +57,7 @@ def _linear_routers(hf_model: nn.Module) -> Iterator[nn.Linear]:
             for at, module in beside
             if isinstance(module, nn.Linear)
             and len(module.weight) == experts.num_experts
+            # Layers of the experts themselves may have as many rows by chance.
             and "expert" not in at
             and "shared" not in at
         )
@@ -78,8 +79,10 @@ def orthogonalised(matrix: Tensor, *, steps: int, dtype: torch.dtype) -> Tensor:
         bits this has in bfloat16.
     """
     a, b, c = _COEFFICIENTS
+    # A copy, since it is divided in place.
     found = matrix.to(dtype, copy=True)
     is_tall = matrix.shape[0] > matrix.shape[1]
+    # The Gram matrix of the shorter side is the smaller one.
     found = found.T if is_tall else found
     found.div_(found.norm().clamp(min=_EPS))
     for _ in range(steps):
@@ -113,6 +116,7 @@ class Muon(AdamW):
     ):
         rest = {name: p for name, p in parameters.items() if name not in matrices}
         super().__init__(rest, options=options, **how)
+        # Sorted, since all ranks must gather the matrices in the same order.
         self.matrices = {name: parameters[name] for name in sorted(matrices)}
         self.parameters |= self.matrices
         # From the start, so that a checkpoint has them.

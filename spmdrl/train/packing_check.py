@@ -56,14 +56,14 @@ log = logging.getLogger(__name__)
 
 _MOST_SEQUENCES = 8
 _HEAD = 16
-"""Tokens at a sequence's beginning that are compared by themselves: what leaks fades from there."""
+"""Only the first tokens of a sequence are compared: a leak is largest there."""
 _LIMITS = {torch.float32: 1e-4, torch.float64: 1e-4}
 _LIMIT = 0.05
 """Nats by which two ways to compute the same may differ in the mean, in float32 and in 16 bits."""
 _WORK = {"cpu": 2e12, "cuda": 5e14}
 """Multiplications that the comparison with plain transformers may take."""
 _PLAIN_TOKENS = 4096
-"""Of the longest sequence that plain transformers gets: some of its attention holds all scores."""
+"""Tokens of the longest sequence for plain transformers, which may hold all attention scores."""
 
 
 def lengths_of(longest: int) -> list[int]:
@@ -110,9 +110,10 @@ def _refuse(gap: float, limit: float, cfg: Config, model: ShardedModel, *, what:
     """Raise a RuntimeError for a gap above the limit.
 
     Args:
-        what: is wrong; {} stands for logprobs or values.
+        what: the fault, for the message; {} stands for logprobs or values.
     """
     given = "values" if cfg.objective.is_scalar else "logprobs"
+    # Not `gap > limit`, which is False for NaN.
     if not gap <= limit:
         raise RuntimeError(
             f"model.path {cfg.model.path}: {what.format(given)}, by {gap:.3g} on average over a "
@@ -134,7 +135,7 @@ def drawn(lengths: Sequence[int], *, vocabulary: int, seed: int = 0) -> list[lis
 def with_image_sequence(
     rows: list[list[int]], hf_model: nn.Module, *, longest: int
 ) -> list[TokenIds]:
-    """Add a sequence that shows something, of a model that sees."""
+    """Add a sequence with an image, if the model reads images."""
     seen = noise_image_sequence(hf_model, longest=longest)
     if seen is None:
         return [TokenIds(row) for row in rows]
@@ -143,6 +144,7 @@ def with_image_sequence(
 
 def worst(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Return the largest mean difference over the first tokens of a sequence."""
+    # One more than _HEAD: nothing predicts the first token, whose logprob is 0.
     gaps = [(a - b)[: _HEAD + 1].abs().mean() for a, b in zip(ours, theirs, strict=True)]
     return float(torch.stack(gaps).max())
 
@@ -159,7 +161,7 @@ def _plain_gaps(cfg: Config, world: World) -> Sums:
     register_attention()
     whole = hf_config_of(model)
     small, _ = attempt(lambda: first_layers(whole.get_text_config()), Exception)
-    # Else of a layout of layers that is not known.
+    # None for an unknown layout of layers: then the whole model is compared.
     config = with_text_config(whole, small or whole.get_text_config())
     own_config = copy.deepcopy(config)  # building a model chooses its attention
     sizes = build_meta_model(model, config=config)
@@ -212,8 +214,8 @@ def _scored_as_released(
     attention: str | None,
     device: torch.device,
 ) -> list[Tensor] | None:
-    """Return what plain transformers gives, with weights loaded by its own from_pretrained; None
-    where that does not read the folder as it is read here.
+    """Return the logprobs of plain transformers, with weights loaded by its own from_pretrained;
+    None if that loads the folder in another form, or cannot load it.
 
     Args:
         config: of the model's first layers.

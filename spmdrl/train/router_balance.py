@@ -86,8 +86,8 @@ class Routers:
 
     @contextlib.contextmanager
     def watching(self, microbatch: PreparedMicrobatch) -> Iterator[None]:
-        """Look on while a forward pass over a micro-batch runs. Passes outside, such as those
-        that activation checkpointing repeats, count nowhere."""
+        """Record what the routers choose while a forward pass over a micro-batch runs. Passes
+        outside, such as those that activation checkpointing repeats, are not counted."""
         # A dummy micro-batch has one token, which nobody sampled.
         num_real = len(microbatch.row.tokens) if microbatch.num_tokens else 0
         self._is_real = microbatch.row.own.kept < num_real
@@ -149,7 +149,7 @@ class Routers:
         self._clear()
 
     def take(self) -> Tensor | float:
-        """Count what was seen of a micro-batch, and return its share of the balancing loss.
+        """Count the choices in a micro-batch, and return its share of the balancing loss.
 
         Returns: what to add to the loss, 0 without `balance: aux`. The shares of all micro-batches
             and ranks, [] float64 with graphs, add up to coef * sum over layers of E * sum over

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Totals:
-    """What one optimizer step adds up on the device, without a word to the host."""
+    """Sums of one optimizer step on the device, without a copy to the host."""
 
     loss: list[Tensor] = field(default_factory=list)
     stats: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -41,7 +41,8 @@ class Totals:
 
         A pair is two numbers, or two rows of as many (`gap_histogram`).
         """
-        # One stack and one copy to the host per optimizer step.
+        # One stack and one copy to the host per optimizer step. Names are sorted, since ranks add
+        # these numbers up by place.
         pairs = [torch.stack(self.stats[name]).sum(0).flatten() for name in sorted(self.stats)]
         loss = torch.stack(self.loss).sum().double()[None]
         return torch.cat([loss, loss.new_full((1,), self.num_tokens), *pairs])
@@ -68,12 +69,15 @@ def exchange_totals(totals: Totals, norm_share: Tensor, *, world: World) -> Glob
     Args:
         norm_share: [] float64, this rank's share of the squared gradient norm.
     """
+    # Every rank has a norm share of its own parameters. The totals are the same on all ranks of a
+    # data-parallel index, so one of these counts them.
     packed = torch.cat([norm_share.cpu()[None], world.count_once(totals.pack())])
     dist.all_reduce(packed, group=world.trainer_control)
     square, loss, num_tokens = packed[:3].tolist()
     names = sorted(totals.stats)
     parts = packed[3:].split([totals.stats[name][0].numel() for name in names])
     found = {name: part.view(2, -1) for name, part in zip(names, parts)}
+    # A histogram is not one pair of numbers: metrics are computed from its counts.
     histogram = found.pop("gap_histogram", None)
     stats = {name: tuple(pair.flatten().tolist()) for name, pair in found.items()}
     if histogram is not None:

@@ -60,8 +60,8 @@ class TrainedModel:
         """Take one optimizer step for each of a batch's updates, in every epoch.
 
         An update whose loss or gradient norm is not finite is skipped on all ranks together,
-        counted, and its micro-batches are saved under output_dir/skipped (skipped_value); they are
-        not where the gradient overflowed float16, which the loss scale is there for.
+        counted, and its micro-batches are saved under output_dir/skipped (skipped_value). They are
+        not saved if the gradient overflowed float16, which the loss scale handles.
 
         Args:
             updates: this rank's micro-batches, those of all epochs; every trainer rank has
@@ -79,6 +79,7 @@ class TrainedModel:
     def _take_step(
         self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf, *, step: int, number: int
     ) -> Sums:
+        # The scale of this update, for the metrics: `overflowed` may change it below.
         scale = self.loss_scale.value
         gradients, totals = self._measure(microbatches, loss_of)
         if self.on_gradients:
@@ -89,6 +90,7 @@ class TrainedModel:
             if max_norm and totals.grad_norm > max_norm:
                 multiply_all(list(gradients.values()), max_norm / totals.grad_norm)
             self.optimizer.step(gradients, lr=lr)
+        # If the loss itself is not finite, a smaller scale would not help, so it stays as it is.
         is_overflow = math.isfinite(totals.loss) and self.loss_scale.overflowed(
             is_finite=totals.is_finite
         )
@@ -114,6 +116,7 @@ class TrainedModel:
         scale = self.loss_scale.value
         gradients = self.optimizer.gradients()
         self.model.complete(gradients)
+        # Before the norm, which max_grad_norm bounds without the scale.
         if scale != 1:
             multiply_all(list(gradients.values()), 1 / scale)
         share = square_sum(gradients, self._copies)
@@ -145,8 +148,11 @@ class TrainedModel:
         return totals
 
     def _reduce(self, *, is_last: bool) -> None:
-        """Say whether FSDP2 reduces the gradients of the next backward pass, over shards and over
-        copies of them: the latter in the last one, where all is added up."""
+        """Set which gradients FSDP2 reduces in the next backward pass.
+
+        The all-reduce over copies of the shards waits for the last micro-batch, when all gradients
+        are added up. Under model.memory.reduce `last` the reduce-scatter waits too.
+        """
         if self._reduces_last:
             self.model.scorer.set_requires_gradient_sync(is_last)
         else:
@@ -212,7 +218,7 @@ def in_epochs(updates: Sequence[Update], *, epochs: int, seed: int, step: int) -
     run repeats it.
 
     Args:
-        updates: what each consists of.
+        updates: of the batch, in its order.
         epochs: at least 1.
         seed, step: of the run, and the training step.
     Returns: [epochs * updates]; an update is the same object each time.
@@ -229,14 +235,15 @@ def in_epochs(updates: Sequence[Update], *, epochs: int, seed: int, step: int) -
 
 
 def of_last_epoch(found: Sequence[Sums], *, epochs: int) -> Sums:
-    """Return how far the policy has come by the last of several epochs.
+    """Return the metrics of the last of several epochs that show how far the policy has moved.
 
     Args:
-        found: sums of each update, in the order they were taken in.
+        found: sums of each update, epoch after epoch.
     Returns: policy/kl_old_last and policy/clip_frac_last, where the loss reports them; {} for one
         epoch, and for the other models.
     """
     if epochs == 1:
         return {}
+    # Every epoch has the same number of updates.
     last = add_sums(*found[-(len(found) // epochs) :])
     return {f"{name}_last": last[name] for name in _AT_THE_END if name in last}

@@ -86,7 +86,7 @@ class Trainer:
         }
 
     def joined(self) -> None:
-        """Do what trainers do together once every one of them is built."""
+        """Run the set-up that trainers share, after each of them is built."""
         if adapters := self.policy.model.adapters:
             folder = model_folder(self.cfg.model.path)
             self._kept["lora"] = AdapterRecord(adapters.form, folder, self.world)
@@ -97,7 +97,8 @@ class Trainer:
         """Return what a checkpoint keeps, by name, sharing live storage; see TrainedModel.
 
         The parts of companions that change, such as the value model, are under their names,
-        coefficients that move under `coefficients`, and what adapters belong to under `lora`.
+        coefficients that move under `coefficients`, and the scale and base weights of adapters
+        under `lora`.
         """
         state = self.policy.state_dict()
         parts = {name: part.state_dict() for name, part in self._kept.items()}
@@ -113,8 +114,8 @@ class Trainer:
     # ---------------------------------------------------------------- scoring
 
     def scores(self, batch: Batch, *, step: int, split: Split) -> dict[int, Tensor]:
-        """Return what the reward models among rewards.functions say of a batch's sequences, whose
-        prompts are rows of data.train or data.eval. Trainer ranks meet each other.
+        """Return the scores that the reward models of rewards.functions give to a batch's
+        sequences, whose prompts are rows of data.train or data.eval. Trainer ranks meet each other.
 
         Returns: {position in rewards.functions: [S] float64, task units}, the same on all.
         """
@@ -149,6 +150,7 @@ class Trainer:
                 found = [dict(zip(names, values)) for values in own]
             for companion in self.companions.values():
                 found = [a | b for a, b in zip(found, companion.columns(rows))]
+        # `rows` was flat, so that each model takes one pass: back into updates.
         each = iter(found)
         columns = tuple(tuple(next(each) for _ in microbatches) for microbatches in updates)
         return replace(batch, columns=columns, kl_coef=self.coefficients.kl)
@@ -179,8 +181,8 @@ class Trainer:
             return check_packing(self.policy.model, self.cfg, self.world)
 
     def size_microbatches(self) -> None:
-        """Find the token budget of a micro-batch where the config leaves it open, by 0; call on
-        every rank after the checkpoint was loaded.
+        """Find the token budget of a micro-batch if batch.tokens_per_microbatch is 0. Every rank
+        calls this, after the checkpoint was loaded.
 
         Raises: see `SizeProbe.find`.
         """
@@ -201,7 +203,7 @@ class Trainer:
         self.policy.rehearse(updates[0], loss_of)
 
     def update(self, batch: Batch, advantages: Advantages, *, step: int) -> Sums:
-        """Take the batch's optimizer steps, as often as batch.epochs says; companions' too.
+        """Take the optimizer steps of a batch, for the policy and the companions that train.
 
         Args:
             batch: as exchanged and annotated; on trainers every update has the same number of
@@ -219,6 +221,7 @@ class Trainer:
             epochs = self.cfg.batch.epochs
             own = ordered(epochs=self.cfg.critic.epochs or epochs)
             sums = add_sums(*[companion.update(own, step=step) for companion in companions])
+            # Without a trained companion there is nothing to warm up.
             warms_up = step < self.cfg.critic.warmup_steps
             if not (warms_up and any(companion.is_trained for companion in companions)):
                 loss_of = self._loss.of_updates(updates, self.policy.model, step=step)
