@@ -51,7 +51,7 @@ Answer = RewardResult | TurnResult
 _PURPOSE = {"fill": "train-", "evaluate": "eval-"}
 """{kind of stretch: prefix of the keys of its episodes}. Answers to other keys wait."""
 _MESSAGE_CHARS = 300
-_UNLIKE = "What is computed is not alike: another machine, data or reward"
+_UNLIKE = "The results differ from that run's: the machine, data or a reward function is another"
 
 
 class Decisions:
@@ -260,8 +260,8 @@ class Decisions:
         if differing:
             key = differing[0]
             what = (
-                f"group {key} of step {step} came to {there.get(key)} there and to {own.get(key)} "
-                "here"
+                f"group {key} of step {step} has the digest {there.get(key)} in that run and "
+                f"{own.get(key)} here"
             )
             if self._must_repeat:
                 raise RuntimeError(f"{self._source}: {what}. {_UNLIKE}")
@@ -411,7 +411,7 @@ class _KnownDecisions:
     def _reason_to_decide_again(self, own: Sequence[Line], now: dict[str, Any]) -> str:
         """Return why the later decisions cannot be repeated; empty if they can."""
         if self._was_astray:
-            return "the start before this one came to other numbers"
+            return "the start before this one computed other results"
         for difference in differences(facts_of(own)[-1], now):
             return str(difference)
         return unrepeatable(self._cfg)

@@ -231,7 +231,7 @@ def test_a_resumed_run_that_comes_to_other_numbers_is_not_kept_from_going_on(tmp
     other.start(cfg, world, version=0)
     other.begin("fill", **begin)
     other.closed(0, [])
-    assert "group train-0 of step 0 came to another there and to None here" in caplog.text
+    assert "group train-0 of step 0 has the digest another in that run and None here" in caplog.text
     other.end()  # goes on
 
     astray = Decisions()
