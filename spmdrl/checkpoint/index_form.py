@@ -7,8 +7,10 @@ folder, or take more memory than the file has bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import IO, Any
 
@@ -27,6 +29,8 @@ from spmdrl.imports import refusing
 from spmdrl.world.torch_internals import is_storage_info
 
 _LARGEST = 2**62
+_MOST_DIMS = 8
+"""Of a tensor: the check takes 2**dimensions corners of each part."""
 
 
 def check_index(metadata: Metadata, path: Path) -> None:
@@ -103,15 +107,26 @@ def _check_tensor(name: Any, entry: Any) -> None:
         raise Refusal(f"{name} has the shape {size!r:.60}")
     if not isinstance(entry.chunks, list):
         raise Refusal(f"the parts of {name} are {entry.chunks!r:.60}")
+    if len(size) > _MOST_DIMS:
+        raise Refusal(f"{name} has {len(size)} dimensions, more than {_MOST_DIMS}")
     count = 0
-    begins = set()
+    corners: set[tuple[int, ...]] = set()
     for chunk in entry.chunks:
         if not _is_within(chunk, size):
             raise Refusal(f"a part of {name}, {chunk!r:.100}, is not within {tuple(size)}")
         count += math.prod(chunk.sizes)
-        begins.add(tuple(chunk.offsets))
-    if count != math.prod(size) or len(begins) != len(entry.chunks):
-        raise Refusal(f"the parts of {name} are not the whole of it")
+        corners ^= _odd_corners(chunk.offsets, chunk.sizes)
+    # Equal corners: each element is in an odd number of parts. Equal counts: then it is in one.
+    whole = _odd_corners([0] * len(size), size)
+    if count != math.prod(size) or corners != whole:
+        raise Refusal(f"the parts of {name} are not the whole of it, each element once")
+
+
+def _odd_corners(begins: Sequence[int], sizes: Sequence[int]) -> set[tuple[int, ...]]:
+    """Return the corners of a box; none if it is empty, since its corners coincide in pairs."""
+    if 0 in sizes:
+        return set()
+    return set(itertools.product(*((begin, begin + n) for begin, n in zip(begins, sizes))))
 
 
 def _is_within(chunk: Any, size: torch.Size) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from spmdrl.checkpoint.manifest import TensorReader, load_plain
 from spmdrl.tools.export.weights import SavedWeights
@@ -45,6 +46,14 @@ def _set_tensor(name: str, value: Any) -> Any:
     return lambda found: setattr(found.state_dict_metadata[NAME], name, value)
 
 
+def _rows(begin: int, count: int) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([begin, 0]), torch.Size([count, 3]))
+
+
+def _columns(begin: int, count: int) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([0, begin]), torch.Size([2, count]))
+
+
 def _set_place(name: str, value: Any) -> Any:
     return lambda found: [setattr(one, name, value) for one in found.storage_data.values()]
 
@@ -61,6 +70,15 @@ def _set_place(name: str, value: Any) -> Any:
         (_set_tensor("size", torch.Size([1])), "is not within (1,)"),
         (_set_tensor("chunks", None), "the parts of model.a are None"),
         (_set_tensor("chunks", []), "the parts of model.a are not the whole of it"),
+        (
+            _set_tensor("chunks", [_rows(0, 1), _rows(0, 1)]),
+            "the parts of model.a are not the whole of it, each element once",
+        ),
+        (
+            _set_tensor("chunks", [_columns(0, 2), _columns(1, 1)]),
+            "the parts of model.a are not the whole of it, each element once",
+        ),
+        (_set_tensor("size", torch.Size([1] * 70)), "model.a has 70 dimensions, more than 8"),
         (_set_tensor("properties", None), "model.a is of no dtype"),
         (_set_place("relative_path", "../../x"), "is outside of the folder: '../../x'"),
         (_set_place("relative_path", 5), "the place of model.a is"),
