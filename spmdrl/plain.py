@@ -127,7 +127,6 @@ _ENCODERS: tuple[tuple[Any, str, Callable[[Any, list[bytes]], Any]], ...] = (
     (torch.dtype, "dtype", lambda value, buffers: str(value).removeprefix("torch.")),
     (Path, "path", lambda value, buffers: str(value)),
     # Subclasses of numbers and texts, such as enumerations, become plain numbers and texts.
-    (bool, "same", lambda value, buffers: bool(value)),
     (int, "same", lambda value, buffers: int(value)),
     (float, "same", lambda value, buffers: float(value)),
     (str, "same", lambda value, buffers: str.__str__(value)),
