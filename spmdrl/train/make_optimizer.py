@@ -1,4 +1,4 @@
-"""Which optimizer a model gets."""
+"""Makes the optimizer of a model."""
 
 from __future__ import annotations
 

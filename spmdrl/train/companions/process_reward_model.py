@@ -24,7 +24,7 @@ class ProcessRewardModel(TrainedCompanion):
     forward pass: Algorithm 1 of arXiv 2502.01456.
 
     Args:
-        cfg, world: the config and this rank's view of the microbatch. `beta` is the advantage's.
+        cfg, world: the config and this rank's view of the job. `beta` is the advantage's.
         policy: whose packed rows it reads.
     Raises: Refusal when the model cannot be loaded or laid out, or cannot read those rows.
     """

@@ -25,7 +25,7 @@ class TrainedCompanion(Companion):
     Args:
         cfg, world: the config and this rank's view of the job.
         policy: whose packed rows it reads.
-        name: first part of its metrics' names. what: it is, for messages.
+        name: first part of its metrics' names. what: the kind of model, for messages.
         is_scalar: with a head of one output per token.
     Raises: Refusal when the model cannot be loaded or laid out, or cannot read those rows.
     """

@@ -28,7 +28,7 @@ class ObjectiveLoss:
 
     Args:
         cfg, world: the config and this rank's view of the job.
-        loss_fn: what gives the terms.
+        loss_fn: computes the terms.
         coefficients: of KL and entropy bonus; read again at each call.
     Raises: Refusal for an unknown method, or a model that cannot be loaded.
     """
@@ -91,7 +91,7 @@ def gather_columns(own: Sequence[Mapping[str, Tensor]], *, world: World) -> dict
 
 
 def loss_class(cfg: Config) -> type[ObjectiveLoss]:
-    """Return what makes the loss of the objective that a config names."""
+    """Return the class that computes the loss of the config's objective."""
     module, name = cfg.objective.loss_class.split(":")
     return getattr(importlib.import_module(module), name)
 

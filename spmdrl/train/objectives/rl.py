@@ -26,7 +26,7 @@ _OF_MODELS = {"ref_logprobs", "teacher_logprobs", "values", "prm_logprobs", "squ
 
 
 class RolloutLoss(ObjectiveLoss):
-    """The policy loss that a config names, with what the config puts around it."""
+    """The policy loss of the config, with its correction, KL, entropy bonus and token filter."""
 
     def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
         super().__init__(cfg, world, loss_fn=loss_fn, coefficients=coefficients)
