@@ -30,9 +30,11 @@ class LossTokens:
     def turn(self) -> Tensor:
         """Return the number of each loss token's run within its sequence: [N] int64, from 0."""
         starts = torch.ones_like(self.position)
+        # A run begins after a hole, and at a new sequence.
         starts[1:] = ((self.index.diff() > 1) | (self.sequence.diff() > 0)).long()
         runs = starts.cumsum(0)
         first = self.last - self.counts[self.sequence] + 1
+        # Runs were counted through all sequences.
         return runs - runs[first]
 
     def take(self, values: Tensor) -> Tensor:

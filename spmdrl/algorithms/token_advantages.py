@@ -264,6 +264,7 @@ def combine_moments(parts: Tensor) -> Tensor:
     """
     counts, means, squares = parts.double().unbind(1)
     total = counts.sum()
+    # Two passes, as in `moment_sums`: deviations from a first mean lose fewer digits.
     anchor = (counts * means).sum() / total.clamp(min=1)
     mean = anchor + (counts * (means - anchor)).sum() / total.clamp(min=1)
     between = (counts * (means - mean).square()).sum()

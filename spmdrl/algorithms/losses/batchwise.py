@@ -185,6 +185,7 @@ def kl_cov_statistics(
     covariance = _covariance(old_logprobs, advantages, mean_logprob, mean_advantage)
     count = max(1, int(select_frac * len(covariance)))
     if count < len(covariance):
+        # The first value that is not selected: at most `count` values are above it.
         cut = covariance.topk(count + 1).values[-1]
     else:
         cut = covariance.new_tensor(float("-inf"))

@@ -169,6 +169,7 @@ def a3po(
     weight = ratio_of(prox_log_w)
     bounds = (clip_low, clip_high)
     terms, stats = _decoupled(from_prox, weight, bounds, weight_cap=weight_cap)
+    # Also report the distance from mu, whose metrics have names of their own.
     return terms, stats | moved.loss(terms)[1]
 
 
@@ -254,5 +255,7 @@ def _without(up: Tensor, down: Tensor, moved: Moved, *, ratio_cap: float) -> Los
     """Drop where A pushes further `up` or `down`, both [T] bool."""
     check_bound(ratio_cap=ratio_cap)
     dropped = ((moved.advantages > 0) & up) | ((moved.advantages < 0) & down)
+    # `own` is 0 with the gradient of log pi. The clamp of a live ratio would stop the gradient of
+    # capped tokens.
     capped = moved.ratio.detach().clamp(max=ratio_cap) * (1 + moved.own)
     return moved.loss(-capped * moved.advantages, dropped=dropped)

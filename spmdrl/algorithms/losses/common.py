@@ -95,6 +95,7 @@ class Moved:
         mask = self.loss_mask
         ratio = ratio.detach()
         if self.is_from_old:
+            # Of the ratio that is reported, which may be that of a whole sequence.
             kl = masked_mean(-ratio.log(), mask)
             return {"policy/ratio": masked_mean(ratio, mask), "policy/kl_old": kl}
         kl = masked_mean(-self.log_ratio, mask)
