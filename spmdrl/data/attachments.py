@@ -69,9 +69,9 @@ def plain_token_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def previews_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, Preview | None]]:
-    """Return what people see at the tokens of each row of a recorded group.
+    """Return previews of the items in each row of a recorded group.
 
-    Returns: {position: the item that begins there; None for its other tokens}; empty for rows
+    Returns: {position: the preview that begins there; None for its other tokens}; empty for rows
         without items.
     """
     from spmdrl.data.vision.recorded import picture_previews

@@ -205,6 +205,7 @@ def _longest(unit: Unit) -> int:
 def _identity(context: Example) -> int:
     """Return a digest of a prompt's tokens and images."""
     keys = [item.key for item in context.tokens.items]
+    # 63 bits, since `mismatched` takes int64.
     return hashed(repr(([*context.tokens], keys))) >> 1
 
 

@@ -83,6 +83,7 @@ def partition(
     _check_budget(
         lengths, unit_lengths, unit_of=unit_of, group_ids=group_ids, budget=tokens_per_microbatch
     )
+    # Times quadratic_tokens, so that costs are whole numbers.
     costs = (lengths if added is None else lengths + added) * quadratic_tokens + lengths**2
     unit_costs = costs.new_zeros(num_units).index_add(0, unit_of, costs)
     update_ids = index * num_updates // max(len(ids), 1)

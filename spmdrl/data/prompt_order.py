@@ -62,9 +62,12 @@ class Order(RowOrder):
                 "data.train, so one step would repeat rows; lower it or give more rows"
             )
         super().__init__(num_rows, per_step=per_step, seed=seed, shuffle=shuffle)
+        # SeedSequence takes no negative number.
         self._key = [seed % 2**64]
+        # Sources count from 1: WeightedOrder shuffles the places of a step by (seed, 0, step).
         if source is not None:
             self._key.append(1 + source)
+        # Two, since a step may cross the end of an epoch.
         self._epoch = functools.lru_cache(maxsize=2)(self._permutation)
 
     def row(self, place: int) -> int:
@@ -114,6 +117,7 @@ class WeightedOrder(RowOrder):
                     f"{count} of the {per_step} prompts of a step (batch.prompts_per_step), so one "
                     "step would repeat rows; lower its weight or give it more rows"
                 )
+        # Without rows per step: the check above has found that no step repeats a row.
         self._orders = [
             Order(size, per_step=0, seed=seed, shuffle=shuffle, source=i)
             for i, size in enumerate(sizes)

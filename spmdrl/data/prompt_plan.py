@@ -62,6 +62,7 @@ class Measured:
             is_right,
             scalars.is_valid,
         )
+        # `groupby` joins adjacent samples only.
         samples = sorted(zip(*(c.tolist() for c in columns)), key=itemgetter(0))
         for _, group in groupby(samples, key=itemgetter(0)):
             _, rows, lengths, right, valid = zip(*group)
@@ -105,6 +106,7 @@ def choose(
     end = cursor + 2 * order.num_rows
     while len(taken) < order.per_step and cursor < end:
         row = order.row(cursor)
+        # Where an epoch ends within the step, a row of it may come again.
         if row not in taken and row not in passed:
             is_taken = not is_settled(row) or _coin(order.seed, cursor) < keep
             (taken if is_taken else passed).append(row)
@@ -222,6 +224,7 @@ class PromptPlanner:
             self.order.check_num_rows(state["num_rows"])
         rows = state["rows"].tolist()
         rates = state["rates"].tolist()
+        # A rate is NaN, and unequal to itself, for a row whose rewards all failed.
         self.measured = Measured(
             rates={row: rate for row, rate in zip(rows, rates) if rate == rate},
             lengths=dict(zip(rows, state["lengths"].tolist())),
@@ -235,6 +238,8 @@ class PromptPlanner:
         }
         saved = (state["num_rows"], state["per_step"])
         if saved != (self.order.num_rows, self.order.per_step):
+            # Saved positions may mean other rows now, so plans start again at the place that the
+            # steps so far reach without a curriculum.
             self._planned = step
             self._cursor = step * self.order.per_step
             self._plans = {}

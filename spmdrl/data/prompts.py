@@ -84,6 +84,8 @@ class Fit:
                 f"{rows.where(own.start)} and all {len(own)} rows are longer than {self.field} = "
                 f"{self.limit} tokens; nothing is left to train on"
             )
+        # If all scanned rows fit, the range, which takes no memory. Of a sampled file all do, or
+        # `check` has raised.
         return own if len(kept) == len(scanned) else kept
 
     def _must_measure(self, row: dict) -> bool:

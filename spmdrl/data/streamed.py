@@ -108,6 +108,7 @@ class _Lines(StreamedRows):
         if index + 1 < len(self):
             most = min(most, self._offsets[index + 1] - begin)
         data = os.pread(self._file.fileno(), most, begin)
+        # The data may also hold blank lines, or, for the last of `size` rows, the rows after it.
         return value_of(data.partition(b"\n")[0], place=self.where(index))
 
 

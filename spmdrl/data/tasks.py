@@ -266,6 +266,7 @@ class ReasoningGym:
 
     def score_answer(self, answer: str, entry: dict) -> float:
         """Return the dataset's own score of a response to a row made by `row`."""
+        # Every block of the dataset has the same grader.
         return self._block(0, "train", 0).score_answer(answer, entry["entry"])
 
     def _make_block(self, seed: int, split: Split, number: int) -> Any:

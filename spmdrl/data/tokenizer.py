@@ -120,6 +120,7 @@ def end_token_ids(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int,
         try:
             generation = GenerationConfig.from_pretrained(name, trust_remote_code=trusted)
         except OSError:
+            # Without the file the ids are in config.json; a file that is there must be readable.
             if file.exists():
                 raise
             hf_config = AutoConfig.from_pretrained(name, trust_remote_code=trusted)

@@ -29,8 +29,10 @@ class TaskEnvironment:
         if ":" not in task:
             raise Refusal(f"task: expected task:NAME or reasoning_gym:NAME, got {task!r}")
         self.task = task
+        # As text, by which `_task` caches: the task itself is not packed with the episode.
         self._options = json.dumps(options)
         self.row: dict = {}
+        # Raises for a task or options that do not exist.
         _task(task, self._options)
 
     def reset(self, row: dict) -> list[Message]:
@@ -83,6 +85,8 @@ class GymEnvironment:
         max_turns: int = 16,
     ):
         check_at_least(1, max_turns=max_turns)
+        # Names and not functions, since the environment is packed after every call. They are
+        # looked up here too, so that a wrong name is refused at start.
         self._action = action
         self._show = show
         _reader(action)

@@ -81,6 +81,7 @@ def _value(node: ast.expr) -> int | float:
 def _power(base: int | float, exponent: int | float) -> int | float:
     # Checked before it is computed: 9**9**9 has 370 million digits.
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
+        # The product is up to twice the bits of the result, so `_bounded` checks exactly below.
         if base.bit_length() * exponent > 2 * _MAX_BITS:
             raise ValueError(f"the result is above 2**{_MAX_BITS}")
     value = base**exponent

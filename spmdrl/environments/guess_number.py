@@ -60,6 +60,7 @@ class GuessNumber:
         """Compare the guess with the secret; info has `solved` and, at the end, `turns`."""
         self.turns += 1
         found = _NUMBER.findall(response.text)
+        # Cut, since int() refuses a number of thousands of digits.
         guess = int(found[-1][:20]) if found else None
         if guess == self.secret and not response.is_truncated:
             return self._end(reward=1.0 - self.turn_cost * (self.turns - 1), solved=1.0)

@@ -65,7 +65,8 @@ class _Writer:
 
     def __init__(self, module: str):
         self._module = module
-        self._seen: dict[int, Any] = {}  # kept, so that no other object takes the same id
+        # Holds the objects, so that no new object gets the id of one that is gone.
+        self._seen: dict[int, Any] = {}
 
     def write(self, value: Any, place: str) -> Any:
         """Return JSON of a value. Raises: NotPlain."""
@@ -74,10 +75,12 @@ class _Writer:
             return value
         if kind is int:  # Python reads decimal integers of a limited number of digits
             return value if value.bit_length() < 1000 else ["int", hex(value)]
+        # Hex digits hold every bit of a float, and JSON has no NaN or infinity.
         if kind in (float, bytes):
             return [kind.__name__, value.hex()]
         if id(value) in self._seen:
             raise NotPlain(f"{place} is in another place too")
+        # Two copies of what cannot change are as good as one.
         if kind not in (tuple, frozenset):
             self._seen[id(value)] = value
         if kind in (list, tuple, set, frozenset):
@@ -155,6 +158,7 @@ class _Reader:
 
 def is_simple(kind: type) -> bool:
     """Return whether the attributes of an object of a class are all of its state."""
+    # `typing.Generic` and `Protocol` have empty __slots__, which hold nothing.
     return (
         kind.__new__ is object.__new__
         and kind.__reduce_ex__ is object.__reduce_ex__

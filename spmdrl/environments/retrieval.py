@@ -48,6 +48,7 @@ class Index:
         """Return up to `count` (document, score) pairs, best first; ties in order of documents."""
         scores: dict[int, float] = defaultdict(float)
         total = len(self._penalty)
+        # Sorted, since the order of a set differs between processes and sums would round otherwise.
         for word in sorted(set(_words(query)) & self._documents.keys()):
             found = self._documents[word]
             idf = math.log(1 + (total - len(found) + 0.5) / (len(found) + 0.5))

@@ -136,6 +136,7 @@ def argument_problem(arguments: dict[str, Any], schema: dict[str, Any]) -> str:
 
 
 def _is_of(kind: str, value: Any) -> bool:
+    # In Python a bool is an int; in JSON it is no number.
     if kind == "number" and isinstance(value, (int, float)):
         return type(value) is not bool and math.isfinite(value)
     return isinstance(value, _KINDS[kind]) and (kind == "boolean" or type(value) is not bool)

@@ -69,6 +69,7 @@ class ImageReader:
         chat template, the placeholder alone."""
         if not self._tokenizer.chat_template:
             return self.placeholder
+        # Whatever the template writes between these two words belongs to the image.
         begin = "spmdrl-begin"
         end = "spmdrl-end"
         parts = [{"type": "text", "text": begin}, {"type": "image"}, {"type": "text", "text": end}]
@@ -106,6 +107,7 @@ class ImageReader:
 
     def _prepare(self, image: Image) -> tuple[MultimodalItem, str]:
         """Return an image as the vision tower takes it, and the text that stands for it."""
+        # Pixels alone do not say how wide an image is.
         digest = hashlib.sha256(f"{self._processor_settings} {image.mode} {image.size}".encode())
         digest.update(image.tobytes())
         key = digest.hexdigest()[:32]
@@ -178,9 +180,9 @@ def _load_processor(folder: str, tokenizer: PreTrainedTokenizerBase) -> Any:
 def image_reader(
     cfg: Config, tokenizer: PreTrainedTokenizerBase, *, families: Collection[str]
 ) -> ImageReader | None:
-    """Return what reads images, if the model has a vision tower that this run uses.
+    """Return the image reader of a model with a vision tower that this run uses; else None.
 
-    Of another family it is None: such models are not loaded.
+    Also None for a family that is not in `families`: such models are not loaded.
 
     Args:
         families: model types whose images it prepares.

@@ -1,4 +1,4 @@
-"""Pictures of recorded rollouts as people look at them."""
+"""Previews of the images in recorded rollouts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Preview(bytes):
 
 
 def picture_previews(rows: Sequence[Mapping[str, Any]]) -> list[dict[int, Preview | None]]:
-    """Return what people see at the tokens of each row of a group.
+    """Return previews of the images in each row of a group.
 
     Returns: {position: the picture that begins there; None for its other tokens}; empty for rows
         without pictures.
