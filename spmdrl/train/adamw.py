@@ -245,7 +245,7 @@ def _run(kept: Tensor | Quantised, begin: int, *, count: int) -> Tensor | Quanti
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a local tensor laid out as a parameter is: a DTensor where that is one."""
+    """Return a local tensor in the layout of a parameter: a DTensor if the parameter is one."""
     return sharded_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 

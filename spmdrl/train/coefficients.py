@@ -81,7 +81,7 @@ class Coefficients:
         return used
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps: copies, float64; {} if they have no target."""
+        """Return the state for a checkpoint: copies, float64; {} if they have no target."""
         state = {}
         if self._entropy_control.is_on:
             state["entropy"] = torch.tensor([self._carried, self.entropy], dtype=torch.float64)

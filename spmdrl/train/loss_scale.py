@@ -37,9 +37,9 @@ class LossScale:
         self._num_good = 0
 
     def overflowed(self, *, is_finite: bool) -> bool:
-        """Move after an update; return whether a gradient that is not finite was an overflow.
+        """Adjust the factor after an update; return whether the gradient overflowed.
 
-        At a factor of 1 it was no overflow: the gradient itself is not finite.
+        A gradient that is not finite at a factor of 1 is no overflow: no factor can mend it.
         """
         if not self.is_on:
             return False
@@ -55,7 +55,7 @@ class LossScale:
         return is_overflow
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a checkpoint keeps: copies; {} where it is off."""
+        """Return the state for a checkpoint: copies; {} where it is off."""
         if not self.is_on:
             return {}
         return {"state": torch.tensor([self.value, self._num_good], dtype=torch.float64)}

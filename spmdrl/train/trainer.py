@@ -94,7 +94,7 @@ class Trainer:
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, by name, sharing live storage; see TrainedModel.
+        """Return the state for a checkpoint, by name, sharing live storage; see TrainedModel.
 
         The parts of companions that change, such as the value model, are under their names,
         coefficients that move under `coefficients`, and the scale and base weights of adapters

@@ -38,7 +38,7 @@ class Companion:
         """Copy or mix in weights of the policy after its update, where the model follows it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, as TrainedModel does; {} if it never changes."""
+        """Return the state for a checkpoint, as TrainedModel does; {} if it never changes."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -133,7 +133,7 @@ def look_up(table: Table, row: ScoredRow) -> Tensor:
 
 
 def _made_of(cfg: Config, world: World, *, path: str) -> dict[str, dict[str, Any]]:
-    """Return what the logprobs are made of, apart from the sequences."""
+    """Return everything that determines the logprobs, apart from the sequences."""
     with _agreed(world):
         folder = model_folder(path)
         names = {

@@ -60,7 +60,7 @@ class Table:
         return dict(zip(self.keys.tolist(), self.values.split(self.offsets.diff().tolist())))
 
     def digest(self) -> str:
-        """Return the sha256 of all that it holds."""
+        """Return the sha256 of keys, offsets and values."""
         found = hashlib.sha256()
         for name in _NAMES:
             found.update(getattr(self, name).numpy())
@@ -144,7 +144,7 @@ def _content(path: Path) -> tuple[Table | None, dict[str, str], str]:
 
 
 def other_parts(path: Path, made: Made) -> list[str]:
-    """Return in what the newest other table of the folder differs; [] if there is none."""
+    """Return the differences to the newest other table of the folder; [] if there is none."""
     others = sorted(
         (p for p in path.parent.glob("*.safetensors") if p != path), key=lambda p: p.stat().st_mtime
     )

@@ -64,7 +64,7 @@ class TrainedCompanion(Companion):
         self.trained.rehearse(microbatches, self._loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, by name, sharing live storage; see TrainedModel."""
+        """Return the state for a checkpoint, by name, sharing live storage; see TrainedModel."""
         return self.trained.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ class PairLoss(ObjectiveLoss):
         return {"ref_logprobs"} if any(name.startswith("ref_") for name in asked) else set()
 
     def with_columns(self, batch: Batch) -> Batch:
-        """Add what the loss needs to know of the pairs to every micro-batch; others stay.
+        """Add the columns of the pairs, which the loss reads, to those of every micro-batch.
 
         `pair_positions` [P, 2] int64: the micro-batch's sequences of each pair. `pair_ids` [P]
         int64: its place among all pairs of the batch. `pair_weights`
@@ -87,7 +87,7 @@ class PairLoss(ObjectiveLoss):
     def statistics(
         self, updates: Sequence[Sequence[PreparedMicrobatch]], *, world: World
     ) -> dict[str, Tensor]:
-        """Return what the loss asks for of the whole batch, before its update.
+        """Return the values of the whole batch, before its update, that the loss asks for.
 
         `kl`: kto's z, over the mismatched responses. `mean_log_ratio`: bco's m, over the pairs
         in the loss. The latter is the batch's own mean, not a running one over steps: no state
@@ -110,7 +110,7 @@ class PairLoss(ObjectiveLoss):
     def _matches(
         self, updates: Sequence[Sequence[PreparedMicrobatch]], *, world: World
     ) -> dict[str, Tensor]:
-        """Return what a loss compares each pair with, found from all pairs of all ranks."""
+        """Return the results of the loss's `matched`, computed from the pairs of all ranks."""
         own = [self._at_start(one) for microbatches in updates for one in microbatches]
         columns = gather_columns(own, world=world)
         # Into the order of the batch, since `__call__` reads the result by `pair_ids`.
