@@ -47,6 +47,7 @@ _gather = with_gradient(gathered, scattered_sum)
 def in_row_order(slices: Tensor) -> Tensor:
     """Return [H, T, D] in the row's order from the ranks' slices [R, H, t, D]."""
     first, second = slices.unflatten(2, (2, -1)).unbind(2)
+    # Rank r has chunks r and 2R - 1 - r: in order of rank, the second chunks go backwards.
     return torch.cat([first, second.flip(0)]).transpose(0, 1).flatten(1, 2)
 
 
@@ -99,6 +100,7 @@ def _method(
     Returns: [1, t, Hq, Dv] and None.
     """
     attend = Attend(kernel, module, attention_mask, options, to_local(s_aux))
+    # Some models view what attention returns in another shape.
     return method(query, key, value, packing, attend).contiguous(), None
 
 
@@ -112,6 +114,7 @@ def _ulysses(
     """
     group = packing.group
     size = dist.get_world_size(packing.group)
+    # Copies of a head lie next to each other, as the query heads that share it do.
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
     q, k, v = (
@@ -135,8 +138,10 @@ def _gathered(
     size = dist.get_world_size(packing.group)
     sinks = attend.sinks
     shared = query.shape[1] // kv_heads
+    # If the ranks divide the heads, `step` heads of the row are as large as all of the slice's.
     step = -(-kv_heads // size)
     outputs = [
+        # Gathered keys and values are not saved; attention has no dropout, so no RNG state is.
         checkpoint(
             _gathered_heads,
             query[:, start * shared : (start + step) * shared],
@@ -177,6 +182,7 @@ def _ring(
     attention computes matrix products in float32; with others, torch's flash attention.
     """
     options = attend.options
+    # A tile's keys are all visible or causal: it has no window. Its kernels have no softcap.
     if mask_pattern_of(attend.module).window is not None or options.get("softcap") is not None:
         return _gathered(query, key, value, packing, attend)
     check_supported(attend.module, attend.attention_mask, options)

@@ -39,6 +39,7 @@ def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
     """
     for experts in experts_modules(hf_model).values():
         for key, whole in list(experts.named_parameters(recurse=False)):
+            # src_data_rank=None: a meta tensor has no values to send.
             sharded = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))
         experts.forward = partial(_forward, experts, group=mesh.get_group())
@@ -118,9 +119,11 @@ def _forward(
     here, there = torch.stack(
         [received.sum(1), sent.sum(1)]
     ).tolist()  # the only wait for the device
+    # Received rows are ordered by rank, then by expert.
     own = torch.arange(local, device=chosen.device).repeat(ranks)
     index = own.repeat_interleave(received.flatten(), output_size=sum(here))[:, None]  # [S, 1]
     rows = _travel(hidden_states[order // num_chosen], here=here, there=there, group=group)
+    # The rank that has the token multiplies by the router's weights, so the experts get ones.
     ones = rows.new_ones(index.shape)
     rows = compute_experts(_LocalExperts(experts, ranks), rows, index, ones)
     rows = _travel(rows, here=there, there=here, group=group)

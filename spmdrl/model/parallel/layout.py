@@ -68,6 +68,7 @@ def lay_out(
     if mesh["tp"].size() > 1:
         whole = tensor_parallel.apply_tp(hf_model, mesh["tp"])
         head = hf_model.get_output_embeddings()
+        # A tied head uses the embedding's weight, which tp may have sharded by rows.
         if hf_model.config.tie_word_embeddings:
             head = hf_model.get_input_embeddings()
         is_split = head is not None and hasattr(head.weight, "placements")
@@ -75,6 +76,7 @@ def lay_out(
     if cfg.layout.ep > 1:
         assert world.experts is not None
         apply_ep(hf_model, world.experts["ep"])
+    # Only names: wrapping replaces the modules.
     towers = list(vision_blocks(hf_model))
     hf_blocks = _wrapped_blocks(hf_model, cfg)
     if hasattr(hf_model, "score"):

@@ -110,8 +110,10 @@ def _tile(
         num_queries = chunk
     else:
         begin = max(keys[0], ends[first - 1] if first else 0)
+        # The keys are of earlier sequences only, or come after the queries.
         if begin >= keys[1] or keys[0] > own[0]:
             return None
+        # Queries of later sequences see none of these keys.
         num_queries = min(own[1], ends[first]) - own[0]
         sizes = [num_queries]
     num_keys = keys[1] - begin
@@ -119,6 +121,7 @@ def _tile(
     of_keys = (
         of_queries if own == keys else torch.tensor([0, num_keys], dtype=torch.int32).to(device)
     )
+    # The first queries of their chunk, and the last keys of theirs.
     rows = slice(at[0] * chunk, at[0] * chunk + num_queries)
     return Tile(
         rows,
@@ -268,10 +271,12 @@ class Ring(torch.autograd.Function):
         """Return [t, Hq, Dv] from q [t, Hq, D], k [t, Hkv, D], v [t, Hkv, Dv] and sinks [Hq]."""
         out = q.new_zeros(*q.shape[:2], v.shape[-1], dtype=torch.float32)
         lse = out.new_full(q.shape[:2], float("-inf"))
-        if sinks is not None:  # scores of all queries, with values that are zero
+        # A sink is one more key of each query, whose value is zero: it is in the sum only.
+        if sinks is not None:
             lse.copy_(sinks)
         here = torch.cat([k, v], dim=-1)
         for turn, tiles in enumerate(rounds):
+            # Started before the tiles are computed, so that the transfer overlaps with them.
             next_ones = _Arriving(here, group) if turn + 1 < len(rounds) else None
             keys, values = here.split([k.shape[-1], v.shape[-1]], dim=-1)
             for tile in tiles:
@@ -312,6 +317,7 @@ class Ring(torch.autograd.Function):
             following = _Arriving(of_here, ctx.group)
             here = next_ones.wait() if next_ones else here
         assert following is not None, "a row has at least one round"
+        # After the last of R transfers the gradients are at the rank that has the keys.
         of_k, of_v = following.wait().split([k.shape[-1], v.shape[-1]], dim=-1)
         of_sinks = None if sinks is None else sink_gradient(grad, out, lse, sinks)
         parts = (of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype))

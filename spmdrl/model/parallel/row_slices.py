@@ -164,6 +164,7 @@ def make_slice(
         chunks = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
         rows = torch.cat([torch.arange(begin, end) for begin, end in chunks])
         packing = _sliced(whole, lengths, slicing)
+    # A token is scored from the state before it; -1 where another rank has that state.
     place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
     own = (place >= 0).nonzero()[:, 0]
     kept = rows.chunk(slicing.multiple)[slicing.part]

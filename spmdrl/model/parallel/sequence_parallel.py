@@ -70,6 +70,7 @@ def why_not(hf_model: nn.Module, styles: Mapping[str, str]) -> str:
                 return f"{where} is neither attention, MLP nor norm"
             if name in _PARTS and (key := _unsplit(child, where, styles)):
                 return f"{where}.{key} is not split"
+        # A mixture of experts that is not named mlp counts as the MLP.
         parts = [part for part in _PARTS if hasattr(block, part)]
         has_mixture = any(f"{place}.{n}" in apart for n, _ in block.named_children())
         if len(parts) + (has_mixture and "mlp" not in parts) < len(_PARTS):
@@ -122,6 +123,7 @@ def shard_tokens(
                 continue
             module.forward = functools.partial(_entered, module.forward, group)
             whole |= {id(p) for p in module.parameters()}
+    # A vocabulary-parallel embedding returns own tokens already: it ends in `leave`.
     if not hasattr(embedding.weight, "placements"):
         embedding.forward = functools.partial(_cut, embedding.forward, group)
     base.forward = functools.partial(_gathered_output, base.forward, group)
@@ -130,6 +132,7 @@ def shard_tokens(
 
 
 def _entered(forward: Callable, group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+    # Blocks pass hidden states by position or by name.
     if args:
         return forward(_enter(args[0], group), *args[1:], **options)
     states = _enter(options.pop("hidden_states"), group)

@@ -101,8 +101,10 @@ def apply_tp(hf_model: nn.Module, mesh: DeviceMesh) -> dict[str, str]:
     embedding = hf_model.get_input_embeddings()
     is_tied = getattr(hf_model.config, "tie_word_embeddings", False)
     is_tied = is_tied or (head is not None and head.weight is embedding.weight)
+    # A tied head uses the embedding's weight, which the embedding's style shards.
     if head is not None and not is_tied:
         _shard(head, "weight", dim=0, mesh=mesh)
+    # The bias has an element for each row of the weight, so it is sharded only if that is.
     if getattr(head, "bias", None) is not None and hasattr(
         (embedding if is_tied else head).weight, "placements"
     ):
@@ -136,6 +138,7 @@ def _apply_style(module: nn.Module, style: str, *, mesh: DeviceMesh, edges: Edge
 
 def _shard(module: nn.Module, key: str, *, dim: int, mesh: DeviceMesh) -> None:
     whole = getattr(module, key)
+    # src_data_rank=None: a meta tensor has no values to send.
     sharded = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
     setattr(module, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))
 
@@ -170,6 +173,7 @@ def _rowwise(
     x = _split(x, group) if splits else x
     out = plus_adapter(module, F.linear(x, module.weight.to_local()), x=x)
     out = leave(out, group)
+    # After the sum: if every rank added the bias before, the sum would have it R times.
     return out if module.bias is None else out + module.bias
 
 
@@ -189,6 +193,7 @@ def _vocab_parallel(
     first = dist.get_rank(group) * local.shape[0]
     is_own = (ids >= first) & (ids < first + local.shape[0])
     own_padding = None if padding is None else padding - first
+    # The padding row may be another rank's; its index is then out of range here.
     if own_padding is not None and not 0 <= own_padding < local.shape[0]:
         own_padding = None
     put_parameter(module, "weight", local)
@@ -196,6 +201,7 @@ def _vocab_parallel(
     out = forward((ids - first).clamp(0, local.shape[0] - 1))
     put_parameter(module, "weight", whole)
     module.padding_idx = padding
+    # Other ranks' ids were clamped to rows of this rank, which must not be added.
     return leave(out * is_own[..., None], group)
 
 

@@ -1,4 +1,4 @@
-"""What tensor parallelism makes of each part of a model: its style, read off the model.
+"""The tensor-parallel style of each part of a model.
 
 transformers' models have a plan of their own, {name pattern: style}. Three things are added: latent
 attention (DeepSeek's) and attention with sinks (GPT-OSS's), of which some plans say nothing, are
@@ -18,7 +18,8 @@ from spmdrl.model.transformers_internals import tp_plan
 from spmdrl.model.vision.families import vision_modules
 
 PARTIAL = "replicated_with_grad_allreduce"
-"""Style of what every rank has whole, for its own heads: gradients are added up."""
+"""Style of a module that is whole on every rank and computes own heads only. The gradients of the
+ranks are added up."""
 SPLIT_DIMS: dict[str, int | None] = {
     "colwise": 0,
     "colwise_gather_output": 0,
@@ -113,6 +114,7 @@ def split_dim(name: str, styles: Mapping[str, str]) -> int | None:
     module, _, kind = name.rpartition(".")
     style = styles.get(name, styles.get(module))
     dim = None if style is None else SPLIT_DIMS.get(style)
+    # The bias of a row-wise layer is added after the sum over ranks, so it stays whole.
     return None if kind == "bias" and dim == 1 else dim
 
 
