@@ -150,6 +150,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> 
         *longest,
         softmax_scale=how.scale,
         causal=True,
+        # flash-attn does not count the query itself.
         window_size=(-1, -1) if how.window is None else (how.window - 1, 0),
         softcap=how.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -183,9 +184,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing, spans: Tensor | None
     """
     length = q.shape[1]
     keys = k.shape[1]
+    # A window that holds all keys needs no mask.
     window = None if how.window is None or how.window >= keys else how.window
     if spans is not None:
         return _sdpa(q, k, v, _seen_with(spans, window)[:, None], scale=how.scale_of(q))
+    # SDPA has no softcap.
     if how.softcap is not None or (keys <= SHORT and not q.is_cuda):
         visible = _is_visible(length, keys, window=window, device=q.device)
         return _attend_by_matmul(q, k, v, visible, how)
@@ -238,6 +241,7 @@ def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, is_visible: Tensor, how: 
     q = q.unflatten(2, (kv_heads, shared)).permute(0, 2, 3, 1, 4)
     q = q.reshape(batch * kv_heads, shared * length, dim)
     k, v = (x.transpose(1, 2).reshape(batch * kv_heads, x.shape[1], -1) for x in (k, v))
+    # Rows are the queries of the first of these heads, then of the second, and so on.
     is_visible = is_visible.repeat(shared, 1)
     if how.softcap is None:
         bias = torch.zeros(is_visible.shape, dtype=q.dtype, device=q.device)

@@ -94,6 +94,7 @@ def _inputs(hf_model: nn.Module, *, others: int) -> dict[str, dict[str, Any]]:
         tokens = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64)
         at = torch.arange(TRIAL_TOKENS)[None]
         with torch.no_grad():
+            # `packing` has no use here but to show which blocks the model passes it on to.
             base(input_ids=tokens, position_ids=at, attention_mask=None, use_cache=False, packing=0)
     return found
 
@@ -150,6 +151,7 @@ def _noting(block: nn.Module, found: dict[str, Any], *, others: int) -> Callable
         )
         found.update({k: v for k, v in bound.arguments.items() if k != extra})
         found.update(bound.arguments.get(extra, {}))
+        # bound.args[0] is the block.
         hidden = bound.args[1] if len(bound.args) > 1 else next(iter(kwargs.values()))
         output = hidden.as_subclass(_Output)
         return (output, *(Other() for _ in range(others))) if others else output
@@ -180,6 +182,7 @@ def _pattern_of(
         patterns = [MaskPattern(window=local_size), MaskPattern(chunk=local_size)]
     at = torch.arange(3 * local_size + 1)
     zero = torch.zeros((), dtype=torch.int64)
+    # Both sides of the chunks' borders: a window and a chunk differ at a chunk's first query.
     queries = at[[0, local_size - 1, local_size, 2 * local_size - 1, 2 * local_size, -1]]
     seen = mask_function(zero, zero, queries[:, None], at[None])
     for pattern in patterns:

@@ -129,6 +129,7 @@ def _alike(lengths: Tensor, key_lengths: Tensor) -> list[Tensor]:
     begin = 0
     ordered = lengths[order].tolist()
     while begin < len(ordered):
+        # Padding adds at most a third to a sequence, but short ones all share a group; see SHORT.
         shortest = 1 if ordered[begin] <= SHORT // 2 else 0.75 * ordered[begin]
         end = begin
         while end < len(ordered) and ordered[end] >= shortest:

@@ -72,8 +72,8 @@ class OwnAttention:
     def mask(self, length: int, *, like: Tensor) -> Tensor:
         """Return the mask [1, 1, length, length] of one sequence, as for eager attention.
 
-        It is 0 where a key is visible and the dtype's lowest number elsewhere, in the dtype that
-        the model casts its masks to.
+        It is 0 where a key is visible, and the dtype's lowest number where it is not. Its dtype is
+        the one that the model casts its masks to.
 
         Args:
             like: has the dtype and device.
@@ -88,7 +88,7 @@ class OwnAttention:
 
 @dataclass
 class PackingSupport:
-    """What keeps packed sequences apart in a model. Modules are given by their names."""
+    """How a model keeps packed sequences apart. All keys are names of modules."""
 
     mask_patterns: dict[str, MaskPattern] = field(default_factory=dict)
     """{attention that goes through transformers' interface: which tokens it attends to}."""
@@ -160,6 +160,7 @@ def enable_packing(hf_model: nn.Module) -> PackingSupport:
         hf_model.get_submodule(name).mask_pattern = pattern  # type: ignore[assignment]
     for name, temperature in found.temperatures.items():
         attention: Any = hf_model.get_submodule(name)
+        # The kernel scales the queries instead, by their positions in the sequence.
         attention.attn_temperature_tuning = False
         attention.temperature = temperature
     for name in itertools.chain(*found.mixers.values()):
@@ -180,6 +181,7 @@ def enable_packing(hf_model: nn.Module) -> PackingSupport:
     if found.blocks_without_packing:
         names = [name.removeprefix(f"{base_name}.") for name in found.blocks_without_packing]
         base.register_forward_pre_hook(_PassToBlocks(names), with_kwargs=True)
+    # Attention through the interface needs the implementation that this would replace.
     if found.own_attention and not found.mask_patterns:
         register_placeholder_masks()
         base.forward = partial(  # type: ignore[assignment]
@@ -332,9 +334,11 @@ def _unsupported_options(forward: Any) -> tuple[str, ...]:
         if not isinstance(call, ast.Call):
             continue
         options = {keyword.arg: keyword.value for keyword in call.keywords}
+        # Only the call of the attention function has these.
         if not {"scaling", "dropout"} & options.keys():
             continue
         found += [f"by its {name}" for name in CHOOSING if name in options]
+        # Its first arguments are module, query, key, value and mask.
         mask = call.args[4] if len(call.args) > 4 else None
         mask = options.get("attention_mask", mask)
         if mask is not None and ast.unparse(mask) not in ("attention_mask", "None"):
@@ -346,6 +350,7 @@ def _passes_keywords_on(module: nn.Module) -> bool:
     """Return whether a module takes further keyword arguments and passes them to a call."""
     parameters = inspect.signature(type(module).forward).parameters.values()
     others = [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
+    # The signature has the name once.
     return bool(others) and _code(type(module).forward).count(f"**{others[0]}") > 1
 
 
@@ -457,6 +462,7 @@ def _by_rows(
     arguments = mixer.packing_arguments
     packing = arguments["packing"] if "packing" in arguments else arguments["work"].packing
     assert isinstance(packing, Packing)
+    # Without self and hidden_states.
     names = [*inspect.signature(type(mixer).forward).parameters][2:]
     kwargs |= dict(zip(names, args))
     kwargs = {k: v for k, v in kwargs.items() if k not in _PACKING_ARGUMENTS}
@@ -479,6 +485,7 @@ def _by_rows(
                 return value
             return value[start:end].unflatten(0, (count, rows))
 
+        # Biases depend on the position of a key alone, and each sequence begins at 0.
         own = tree_map(cut, others) | {name: bias[..., :rows] for name, bias in biases.items()}
         if attention:
             own["attention_mask"] = attention.mask(rows, like=hidden_states)

@@ -50,7 +50,7 @@ def with_sink_keys(
 
 
 def with_sink_scores(scores: Tensor, sinks: Tensor, *, kv_heads: int) -> Tensor:
-    """Return the weights of keys beside sinks: softmax over both, in float32.
+    """Return the weights of keys by a softmax over keys and sinks, in float32.
 
     Args:
         scores: [B * Hkv, n, K], where n are the rows of the query heads of one key/value head, head
