@@ -95,6 +95,7 @@ def _part(name: str, view: Tensor, whole: Tensor) -> Part | None:
             return None
         dims[dim] = fitting[0]
         left.remove(fitting[0])
+    # A dim that the file does not have must be one index, such as one expert.
     if any(box.shape[d] != 1 for d in left):
         return None
     return Part(name, box, tuple(dims[d] for d in range(view.dim())))

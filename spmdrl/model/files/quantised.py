@@ -128,6 +128,7 @@ class Scaled:
         if self.block is not None and len(whole) >= 2:
             blocks = (*[1] * (len(whole) - 2), *self.block)
         else:
+            # Each dim has one scale for all its elements, or one for each.
             blocks = tuple(n if s == 1 else 1 for n, s in zip(whole, scales))
         if scales != tuple(-(-n // b) for n, b in zip(whole, blocks)):
             raise Refusal(
@@ -208,6 +209,7 @@ def quantised_tensors(
         for end in ("_scale_inv", "_scale"):
             if name.endswith(end) and (base := name.removesuffix(end)) in names:
                 found[base] = Scaled(base, name, block)
+    # An 8-bit weight has the same name before and after it is dequantised.
     used = {name for one in found.values() for name in vars(one).values()} - found.keys()
     return found, used | {name for name in names if name.endswith(_NOT_WEIGHTS)}
 

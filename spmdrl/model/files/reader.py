@@ -103,6 +103,7 @@ def _located(whole: nn.Module, text: nn.Module) -> TextPart:
     if missing:
         raise Refusal(f"{len(missing)} of its tensors are not in the whole, {missing[0]} first")
     below = [names[n] for n, part in parts.items() if part.tensor.startswith(f"{prefix}.")]
+    # Of lists of words, not of characters: q_proj and q_norm share no prefix.
     shared = os.path.commonprefix([name.split(".") for name in below])
     start = "".join(f"{part}." for part in shared)
     own_heads = {f"{heads[1]}.weight": f"{heads[0]}.weight"}
@@ -160,6 +161,7 @@ class CheckpointReader:
     def _show(self, text: TextPart) -> None:
         self.named = {own: name for own, name in text.names.items() if name in self._names}
         shown = {*self.named.values()}
+        # These stay visible, so that `check_weights` refuses them as extra.
         unknown = {n for n in self._names - shown if n.startswith(text.prefix)}
         self.rest = self._names - shown - unknown
         if text.is_tied:  # a copy would be that of another embedding once this one is trained

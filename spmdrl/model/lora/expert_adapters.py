@@ -42,6 +42,7 @@ def add_to_experts(experts: nn.Module, key: str, *, rank: int) -> None:
     for part, shape in (("A", (number, rank, in_features)), ("B", (number, out_features, rank))):
         matrix = nn.Parameter(torch.empty(shape, dtype=torch.float32, device="meta"))
         experts.register_parameter(f"{key}_lora_{part}", matrix)
+    # Once per module: `Adapters` sets the attribute after the module's first parameter.
     if not hasattr(experts, "adapters"):
         experts.forward = functools.partial(compute_experts, experts, plain=experts.forward)
 

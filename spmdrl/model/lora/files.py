@@ -294,7 +294,7 @@ def write_adapter(
 
 
 class AdapterRecord:
-    """The state of a checkpoint of adapters next to the matrices: their scale and base weights.
+    """What a checkpoint of adapters stores beside their matrices: scale and digest of the weights.
 
     Args:
         form: of the adapters.
@@ -343,4 +343,5 @@ def base_digest(digests: Mapping[str, str]) -> int:
         digests: {file name: sha256, hex}.
     """
     text = json.dumps(sorted(digests.items()))
+    # Checkpoints store the number as int64, so it must be below 2^63.
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

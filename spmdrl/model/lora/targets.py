@@ -132,6 +132,7 @@ def _computes_as_linear(module: nn.Linear) -> bool:
     draws = torch.Generator().manual_seed(0)
     weight = torch.randn(3, 2, generator=draws, dtype=torch.float64)
     bias = None if module.bias is None else torch.randn(3, generator=draws, dtype=torch.float64)
+    # Without its __init__, whose arguments are not known.
     small: nn.Linear = object.__new__(type(module))
     nn.Module.__init__(small)
     for name, value in vars(module).items():

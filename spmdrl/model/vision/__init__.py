@@ -1,1 +1,1 @@
-"""Models that see: their towers, and what becomes of images in them."""
+"""Vision models: their towers, and how images are placed among tokens."""

@@ -38,6 +38,7 @@ class SliceImages:
 
     def among(self, count: int) -> Placeholders:
         """Return the placeholders among `count` tokens: the slice's, or the tp rank's."""
+        # With one tp rank both are the same.
         return next(own for own in self.placeholders if own.count == count)
 
 
