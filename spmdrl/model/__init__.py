@@ -1,1 +1,1 @@
-"""What a model is on this rank: files, shards, shapes and one packed forward pass."""
+"""A model on this rank: its files, shards, shapes and packed forward pass."""

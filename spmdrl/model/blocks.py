@@ -149,6 +149,7 @@ def of_layers(config: Any, name: str) -> list[Any]:
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of a module inside a `with` block."""
+    # Only an instance's own forward is put back; without one, deletion uncovers the class's.
     before = vars(module).get("forward")
     module.forward = forward  # type: ignore[assignment]
     try:

@@ -56,6 +56,7 @@ def _cp_misfits(counts: ModelCounts, axes: Axes, *, context: str) -> Iterator[st
     cp = axes.cp
     tp = axes.tp
     heads = counts.heads
+    # Heads that tp does not divide are refused by `_tp_misfits`, and not a second time here.
     if cp > 1 and (counts.unsliced or not heads):
         which = f"({', '.join(counts.unsliced)})" if counts.unsliced else "without attention heads"
         yield (

@@ -115,6 +115,7 @@ def _cut(name: str, value: Any, *, layers: int, chosen: Sequence[int]) -> Any:
     if name == "per_layer_config" and value:
         by_layer = {int(layer): own for layer, own in value.items()}
         return {str(new): by_layer[old] for new, old in enumerate(chosen) if old in by_layer}
+    # Lists of token ids may have as many entries as there are layers.
     if not isinstance(value, (list, tuple)) or not value or "token" in name:
         return value
     if _NUMBERS.search(name) and _are_numbers(value, layers=layers):

@@ -87,6 +87,7 @@ def training_flops(
             adapters are not counted.
     """
     own = forward_flops(shape, lengths=lengths, num_scored=num_scored)
+    # Both factors of attention's products are activations, so both always get gradients.
     times = 3 if trains_weights else 2
     return times * (own.blocks + own.head) + 3 * own.attention
 

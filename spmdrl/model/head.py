@@ -115,10 +115,12 @@ class _Head(torch.autograd.Function):
                 grad_bias += grad.sum(dim=0)
             grad = grad.to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
+            # The sum is in float32, and addmm_ takes one dtype only.
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(grad.t(), hidden[part])
             else:
                 grad_weight += grad.t() @ hidden[part]
+        # Each rank has the gradient through its part of the vocabulary.
         if options.group is not None:
             dist.all_reduce(grad_hidden, group=options.group)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
@@ -175,7 +177,9 @@ def _ruled(
     if rules is None:
         return _Ruled(scaled_logits(hidden, weight, options, bias=bias))
     rank = 0 if options.group is None else dist.get_rank(options.group)
+    # Penalties are applied before the temperature.
     plain = scaled_logits(hidden, weight, replace(options, temperature=1.0), bias=bias)
+    # Computed first: without penalties `plain` itself is divided in place below.
     slope: Tensor | float = 1 / options.temperature
     if options.softcap is not None:
         slope = slope * (1 - (plain / options.softcap).square())
@@ -191,6 +195,7 @@ def _grad_ruled(ruled: _Ruled, own: Sequence[Tensor], options: HeadOptions) -> T
     """Return the gradient of the raw logits, also for logits by rules; see `_grad_logits`."""
     if ruled.slope is None:
         return _grad_logits(ruled.logits, own, options)
+    # The slope includes softcap and temperature.
     plain = replace(options, softcap=None, temperature=1.0)
     grad = _grad_logits(ruled.logits, own, plain).mul_(ruled.slope)
     return grad if ruled.dropped is None else grad.masked_fill_(ruled.dropped, 0.0)
@@ -220,7 +225,7 @@ def _summarize(
 ) -> tuple[Tensor, ...]:
     """Return logprobs, entropy and log of the partition function, each [n] float32.
 
-    Where asked, also the sum of squared probabilities.
+    With `squares` also the sum of squared probabilities.
     """
     group = options.group
     top = logits.amax(dim=-1)
@@ -228,6 +233,7 @@ def _summarize(
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
     is_own = (local >= 0) & (local < logits.shape[1])
     at = local.clamp(0, logits.shape[1] - 1)
+    # 0 on all ranks but the one that has the target, so that their sum is its logit.
     target = logits.gather(1, at[:, None])[:, 0] * is_own
     shifted = logits - top[:, None]
     weights = shifted.exp()
@@ -257,6 +263,7 @@ def _grad_logits(logits: Tensor, own: Sequence[Tensor], options: HeadOptions) ->
         own: targets, log_total, entropy, and the gradients of logprobs and of entropy, [n] each.
     """
     local, log_total, entropy, grad_logprobs, grad_entropy = own
+    # Computed first, because the logits are overwritten below.
     if options.softcap is not None:
         capped = logits * (options.temperature / options.softcap)
         slope = capped.square_().neg_().add_(1)  # of softcap * tanh(x / softcap)

@@ -211,11 +211,13 @@ def _shape(hf_model: nn.Module, *, name: str) -> ModelShape:
         Weight(
             n,
             tuple(p.shape),
+            # `tp_styles` has no style for the head, which is sharded by rows.
             0 if head is not None and p is head.weight and not is_tied else split_dim(n, styles),
         )
         for n, p in hf_model.named_parameters()
         if not n.startswith(prefixes)
     ]
+    # Without original_inv_freq, a second buffer for the same table.
     tables = [
         b
         for m in hf_model.modules()

@@ -174,6 +174,7 @@ class RouterReplay:
         is_recorded = recorded[:, :1] >= 0
         chosen = torch.where(is_recorded, recorded, own)
         if self.seen is not None:
+            # Sorted: the order of a token's experts does not matter.
             is_other = (recorded.sort(dim=1).values != own.sort(dim=1).values).any(dim=1)
             known = is_recorded[:, 0]
             self.seen.append(torch.stack([(is_other & known).sum(), known.sum()]).double())

@@ -37,6 +37,7 @@ class Changes:
         Args:
             part: of consecutive scored tokens, at least one.
         """
+        # Changes up to the first token go into its row, and the running sum carries them on.
         begin = self.ends[part.start + 1]
         end = self.ends[part.stop]
         ids = self.ids[:end] - first
@@ -78,10 +79,12 @@ def _history(
         device: of the result.
     """
     bounds = torch.tensor(lengths).cumsum(0)
+    # right=True: a token does not count for itself.
     after = torch.searchsorted(scored, torch.arange(len(tokens)), right=True)
     end = torch.searchsorted(scored, bounds).repeat_interleave(torch.tensor(lengths))
 
     def changes(chosen: Tensor) -> Changes:
+        # Ids after the last scored token of their sequence count for no token.
         chosen = (chosen & (after < end)).nonzero()[:, 0]
         at = torch.cat([after[chosen], end[chosen]])
         by = torch.ones(len(chosen), dtype=torch.int32)

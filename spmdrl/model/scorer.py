@@ -68,6 +68,7 @@ def head_form(hf_model: nn.Module) -> HeadForm:
     has_bias = getattr(head, "bias", None) is not None
     levels = torch.tensor(_LEVELS, dtype=torch.float64)
     rows, width = head.weight.shape
+    # The stand-in for a head with a bias adds one, which must be scaled and capped as well.
     products = (levels + 0.5 * has_bias)[:, None].expand(-1, rows)
     try:
         logits = _run(

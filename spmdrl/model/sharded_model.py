@@ -88,6 +88,7 @@ class ShardedModel:
         if problems := list(found):
             raise Refusal("\n".join(problems))
         support = enable_packing(hf_model)
+        # Before adapters are added: the model's files have none.
         self._names = list(live_tensors(hf_model))
         self.parts = file_tensors(hf_model)
         if not is_trained:

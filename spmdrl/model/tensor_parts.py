@@ -71,6 +71,7 @@ class Box:
                             (*shape[:dim], size, *shape[dim + 1 :]),
                         )
                     )
+            # The next dims are cut only where this dim overlaps the hole.
             start[dim], shape[dim] = first, count
         return rest
 
@@ -316,6 +317,7 @@ def box_within(view: Tensor, base: Tensor) -> Box | None:
     shape = tuple(b - a for a, b in zip(start, stop))
     if min(shape, default=1) < 1 or math.prod(shape) != view.numel():
         return None
+    # Equal extents are not enough: both must also walk through memory in the same steps.
     mine = _merged((view.shape[d], view.stride(d)) for d in range(view.dim()))
     its = _merged((shape[d], base.stride(d)) for d in order)
     return Box(tuple(start), shape) if mine == its else None
