@@ -1,4 +1,6 @@
-"""Trainers' tensors are written into live engine memory: planned, moved and compared.
+"""Write trainers' tensors into live engine memory: plan, move and compare them.
+
+The plan is made in `negotiation`; `transfer` sends the tensors and copies them into the engine.
 
 Weights go where a trace has seen the engine's loader put them. Where the engine computes with
 adapters itself, they are pushed separately: A and scale * B go into the engine's adapter.

@@ -1,4 +1,7 @@
-"""Jobs of rewards, inside a worker: samples are scored with the functions of a run."""
+"""Jobs of rewards, inside a worker: it scores samples by calling the functions of a run.
+
+`job_queue` ends a job at rewards.timeout_s; `concurrent` does so for jobs that share a worker.
+"""
 
 from __future__ import annotations
 
