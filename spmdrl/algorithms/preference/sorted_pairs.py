@@ -1,10 +1,11 @@
 """AOT: losses that compare the sorted log-ratios of a whole batch; see the package for the inputs.
 
-Optimal transport in one dimension pairs the k-th smallest of one side with the k-th smallest of the
-other, so a response may be compared with one of another micro-batch or rank. It
-is found before the update, by the policy that the update starts from (`matched`): a second pass, in
-which the partner's value is a constant. The loss then adds, for each response, the slope of its own
-term; the term itself is shared by the two that it joins.
+Optimal transport in one dimension pairs the k-th smallest value of one side with the k-th smallest
+of the other. The partner of a response may be in another micro-batch or on another process. So a
+pass before the update finds the partners (`matched`), with the policy that the update starts from.
+In the loss the partner's value is a constant. `aot_unpaired` matches both responses of a pair, so
+each sorted pair appears in two terms; each of the two has half of its value and the gradient of its
+own response.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from spmdrl.algorithms.preference.shared import Loss, Pairs, compared, smoothed
 __all__ = ["aot", "aot_unpaired"]
 
 
-def same_rank(values: Tensor, others: Tensor, kept: Tensor) -> Tensor:
-    """Give each value the one of the same rank among the others: [P], 0 for those not kept.
+def match_sorted(values: Tensor, others: Tensor, kept: Tensor) -> Tensor:
+    """Return, for the k-th smallest of `values`, the k-th smallest of `others`: [P], 0 if not kept.
 
     Args:
         values, others: [P] float. kept: [P] bool, the pairs that are sorted, on both sides.
@@ -35,20 +36,20 @@ def same_rank(values: Tensor, others: Tensor, kept: Tensor) -> Tensor:
 def _matched_margins(
     pairs: Pairs, ref_chosen_logps: Tensor, ref_rejected_logps: Tensor
 ) -> dict[str, Tensor]:
-    """Return matched_margin [P], nats: the reference's margin of the rank of each pair's own."""
+    """Return matched_margin [P], nats: the reference's margin at each pair's place in the sort."""
     chosen, rejected = pairs.logps
     refs = ref_chosen_logps - ref_rejected_logps
-    return {"matched_margin": same_rank(chosen - rejected, refs, pairs.kept)}
+    return {"matched_margin": match_sorted(chosen - rejected, refs, pairs.kept)}
 
 
 @making(pairs=compared)
 def _matched_ratios(pairs: Pairs) -> dict[str, Tensor]:
-    """Return matched_rejected and matched_chosen [P], nats: log-ratios of the rank of each pair's
-    own chosen, and of its own rejected response."""
+    """Return matched_rejected and matched_chosen [P], nats: the rejected log-ratio at the place in
+    the sort of each pair's chosen one, and the chosen log-ratio at that of its rejected one."""
     chosen, rejected = pairs.own
     return {
-        "matched_rejected": same_rank(chosen, rejected, pairs.kept),
-        "matched_chosen": same_rank(rejected, chosen, pairs.kept),
+        "matched_rejected": match_sorted(chosen, rejected, pairs.kept),
+        "matched_chosen": match_sorted(rejected, chosen, pairs.kept),
     }
 
 
@@ -57,14 +58,14 @@ def _matched_ratios(pairs: Pairs) -> dict[str, Tensor]:
 def aot(
     pairs: Pairs, *, matched_margin: Tensor, beta: float = 0.1, label_smoothing: float = 0.0
 ) -> Loss:
-    """Classify sorted margins: those of the policy against the reference's of the same rank.
+    """Classify sorted margins: the policy's k-th smallest against the reference's.
 
     The policy's margins log pi_w - log pi_l of the batch, sorted, are to exceed the reference's,
     sorted: -log sigma(beta (m_(k) - ref_(k))).
 
     Args:
-        matched_margin: [P] float, nats: the reference's margin whose rank in the batch is that of
-            the policy's; see `matched`.
+        matched_margin: [P] float, nats: the reference's margin at the same place in the sort of
+            the batch as the policy's; see `matched`.
         beta: above 0. label_smoothing: as in dpo, in [0, 0.5).
     Returns: terms [P] and stats.
     Raises: Refusal for an option out of range.
@@ -86,7 +87,7 @@ def aot_unpaired(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> Loss:
-    """Classify sorted log-ratios: chosen responses against rejected ones of the same rank.
+    """Classify sorted log-ratios: the k-th smallest chosen against the k-th smallest rejected.
 
     The batch's rho_w, sorted, are to exceed its rho_l, sorted: -log sigma(beta (w_(k) - l_(k))).
     A pair's term is half of the term of its chosen response plus half of that of its rejected
@@ -94,7 +95,7 @@ def aot_unpaired(
 
     Args:
         matched_rejected, matched_chosen: [P] float, nats: log-ratio of the rejected response
-            whose rank in the batch is that of this pair's chosen one, and the other way around.
+            at the place in the sort of this pair's chosen one, and the other way around.
         beta: above 0. label_smoothing: as in dpo, in [0, 0.5).
     Returns: terms [P] and stats.
     Raises: Refusal for an option out of range.
