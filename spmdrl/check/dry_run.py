@@ -15,7 +15,7 @@ import torch
 from spmdrl import config
 from spmdrl.check.fit import absent_weights, build_policy, fit_problems, refusal, weight_problems
 from spmdrl.check.inputs import input_problems
-from spmdrl.check.methods import Tried
+from spmdrl.check.methods import FunctionsAccepted
 from spmdrl.check.proved_models import unchecked_policy
 from spmdrl.check.settings import missing_models
 from spmdrl.config import Config, inference_ranks, trainer_ranks
@@ -51,7 +51,7 @@ def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
     # Before the handler of SIGPIPE below, which lets a broken pipe to a worker end this process.
     found += problems(cfg)
     if train is not None:
-        found += _function_problems(cfg, train)
+        found += _train_py_problems(cfg, train)
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends without a message
     try:
         if is_full:
@@ -85,19 +85,22 @@ def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
     return 3 if lacks else 0
 
 
-def _function_problems(cfg: Config, train: Callable[..., int]) -> list[str]:
-    """Return what is wrong with the loss and the advantage of train.py, which may be its own. It is
-    run up to `try_functions`."""
+def _train_py_problems(cfg: Config, train: Callable[..., int]) -> list[str]:
+    """Return what is wrong with the loss and the advantage that train.py uses.
+
+    An edited train.py may use functions that the config does not name. So its `train` is run: it
+    calls `try_functions`, which ends a dry run by raising FunctionsAccepted.
+    """
     try:
         train(cfg, None)
-    except Tried:
+    except FunctionsAccepted:
         return []
     except Refusal as error:
         return [str(error)]
     except RAISED as error:  # an edited train.py may need a world first; then only a run tries them
         say(f"loss and advantage of train.py are not tried here: {with_line(error)}")
         return []
-    raise AssertionError("a dry run's train() ends with try_functions")
+    raise AssertionError("train() of train.py did not call try_functions")
 
 
 def _print_section(title: str, pairs: dict[str, str]) -> None:

@@ -69,15 +69,16 @@ def _advantage_problems(cfg: Config) -> Iterator[str]:
         yield f"algorithm.loss{text}"
 
 
-class Tried(Exception):
-    """The loss and the advantage of train.py are right, and a dry run ends there."""
+class FunctionsAccepted(Exception):
+    """Ends a dry run: the loss and the advantage of train.py have no problems."""
 
 
 def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> None:
     """Try the loss and the advantage of train.py on three tokens, before anything is loaded. They
     may be functions that no config names. A dry run ends here, since it has no world.
 
-    Raises: Refusal with the expected form and the function's file and line; Tried in a dry run.
+    Raises: Refusal with the expected form and the function's file and line; FunctionsAccepted in a
+            dry run.
     """
     from spmdrl.algorithms import registry
 
@@ -94,7 +95,7 @@ def try_functions(cfg: Config, *, loss_fn: Callable, advantage_fn: Callable) -> 
     if problems:
         raise Refusal("\n".join(problems))
     if cfg.dry_run:
-        raise Tried
+        raise FunctionsAccepted
 
 
 def _statistic_problems(kind: Kind, function: Callable, options: Mapping[str, Any]) -> list[str]:
@@ -139,8 +140,8 @@ def _coefficient_problems(cfg: Config) -> Iterator[str]:
     for name, schedule in (("kl", chosen.kl_schedule), ("entropy", chosen.entropy_schedule)):
         if schedule.end and not schedule.is_on:
             yield (
-                f"algorithm.{name}_schedule.steps: is missing; `end` {schedule.end:g} is reached "
-                "after so many"
+                f"algorithm.{name}_schedule.steps: is missing; set the number of steps "
+                f"after which the coefficient is `end`, {schedule.end:g}"
             )
     entropy = chosen.entropy_control
     place = "algorithm.entropy_control"

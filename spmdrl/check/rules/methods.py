@@ -1,6 +1,6 @@
 """Rules for objectives, methods and rewards.
 
-A method that does not exist breaks no rule here: the check of its name says so.
+These rules ignore a method that does not exist: check/methods.py reports its name.
 """
 
 from __future__ import annotations
@@ -135,21 +135,20 @@ def _has_labels(cfg: Config) -> bool:
     return attempt(lambda: row_kind(cfg))[0] == "label"
 
 
-def _is_kept_alone(cfg: Config) -> bool:
+def _only_caches_reference(cfg: Config) -> bool:
     """Return whether a run caches the logprobs of its reference and no other setting forbids it."""
     # Rules of rules/weights.py refuse the other two cases.
     own = cfg.model.reference
     return own.cache and not own.sync_every and not cfg.objective.samples
 
 
-def _asks_for_reference(cfg: Config, name: str) -> bool:
-    """Return whether a run sets `cache` or `sync_every` of its reference."""
+def _sets_reference(cfg: Config, name: str) -> bool:
+    """Return whether a run sets model.reference.`name`, unless a rule of weights.py forbids it."""
     own = cfg.model.reference
-    # Both together break a rule of rules/weights.py, which then speaks alone.
-    return _is_kept_alone(cfg) if name == "cache" else own.sync_every > 0 and not own.cache
+    return _only_caches_reference(cfg) if name == "cache" else own.sync_every > 0 and not own.cache
 
 
-def _reference_user(cfg: Config) -> str:
+def _reference_field(cfg: Config) -> str:
     """Return the field that decides whether a reference is used."""
     if _is_rl(cfg):
         return "algorithm.kl_coef"
@@ -169,12 +168,16 @@ def _two_movers(name: str) -> Rule:
     )
 
 
-def _unused_reference(name: str, user: str) -> Rule:
+def _unused_reference(name: str, field: str) -> Rule:
+    """Return the rule against model.reference.`name` where `field` leaves no use for a reference.
+
+    Which field decides depends on the objective, so each field has a rule of its own.
+    """
     return Rule(
-        (f"model.reference.{name}", user),
+        (f"model.reference.{name}", field),
         lambda cfg: (
-            user == _reference_user(cfg)
-            and _asks_for_reference(cfg, name)
+            field == _reference_field(cfg)
+            and _sets_reference(cfg, name)
             and not _uses_reference(cfg)
         ),
         "no reference is used",
@@ -340,13 +343,13 @@ _COEFFICIENTS = [
 ]
 _REFERENCE = [
     *(
-        _unused_reference(name, user)
+        _unused_reference(name, field)
         for name in ("cache", "sync_every")
-        for user in ("algorithm.kl_coef", "algorithm.loss", "algorithm.objective")
+        for field in ("algorithm.kl_coef", "algorithm.loss", "algorithm.objective")
     ),
     Rule(
         ("model.reference.cache", "algorithm.loss"),
-        lambda cfg: _is_kept_alone(cfg) and _uses_reference(cfg) and _has_labels(cfg),
+        lambda cfg: _only_caches_reference(cfg) and _uses_reference(cfg) and _has_labels(cfg),
         "the loss puts each response to another prompt of its step for the KL, other pairs in "
         "every epoch: there are no fixed rows whose logprobs could be kept",
         "leave it out",
