@@ -1,9 +1,9 @@
 """Estimates of KL(pi || pi_ref), per token, from tokens that the policy sampled.
 
-d = log pi - log pi_ref at the sampled token and r = pi / pi_old. Only what is exponentiated is
-clamped, log r to +-20 and -d to at most 20: beyond, too, a token is pulled as the formula says.
-Given its prefix, a token sampled from pi has the KL as the expected d, and the KL's gradient as
-the expected d * grad log pi. As a loss, without a ratio, that is what each one has:
+d = log pi - log pi_ref at the sampled token and r = pi / pi_old. Exponents are
+clamped: log r to +-20 and -d to at most 20. The gradient does not go through the clamp, so it does
+not vanish there. Over tokens that pi samples after a prefix, the mean of d is the KL, and the mean
+of d * grad log pi is its gradient. As a loss without a ratio, the estimates have these properties:
 
     estimate          value           expected gradient for tokens sampled from pi
     k1 = d            unbiased        0: grad log pi has mean 0. No penalty at all.

@@ -48,7 +48,7 @@ def sequence_weights(
 
     Args:
         scalars: of the whole batch (all ranks).
-        loss_lengths: [S] int64, tokens in the loss; 0 outside the update in hand.
+        loss_lengths: [S] int64, tokens in the loss; 0 for sequences of other updates.
         aggregation: `token_mean` 1/N; `seq_mean_token_mean` 1/(S |y|); `seq_mean_token_sum`
             1/S; `seq_mean_token_sum_norm` 1/(S max_response_tokens); `prompt_mean`
             1/(P tokens of the prompt's samples), with N, S, P counting tokens, sequences and

@@ -1,7 +1,7 @@
 """The form of a line of a certificate: its sections, and the type of each value.
 
-The seals prove that lines are as their writer left them, and anybody can compute them. So each line
-is also checked against this form, and no reader meets a value of another type.
+A seal shows that a line has not changed since it was sealed. It does not show who wrote the line,
+since anybody can compute a seal. So each line is also checked against this form before it is used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _check(line: Line) -> None:
     check_values(line, {"step": is_count})
     if "made_of" in line:
         check_values(line, {"made_of": is_object})
-        _check_made(line["made_of"])
+        _check_made_of(line["made_of"])
         return
     check_values(line, dict.fromkeys((*SECTIONS, "sequences"), is_object))
     for section in SECTIONS:
@@ -60,7 +60,7 @@ def _check(line: Line) -> None:
     check_values({"differing_copies": [], **line}, {"differing_copies": are_texts})
 
 
-def _check_made(made: Mapping[str, Any]) -> None:
+def _check_made_of(made: Mapping[str, Any]) -> None:
     within = "made_of"
     check_values(
         made, dict.fromkeys(("config", "packages", "code", "machine"), is_object), within=within

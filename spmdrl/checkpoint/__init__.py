@@ -1,4 +1,4 @@
-"""Saving and resuming: sharded, beside the training, completed by one rename.
+"""Saving and resuming. Checkpoints are sharded, written in the background, completed by a rename.
 
 `manifest` is the form on disk; `save` writes, `restore` reads.
 """

@@ -1,4 +1,4 @@
-"""Saving: copy the state, write beside the training, complete by one rename.
+"""Saving: copy the state, write it in a background thread, complete it by one rename.
 
 Every rank calls the same methods at the same steps. At the next step boundary where all ranks
 have written, rank 0 writes the manifest and renames `step_N.partial` to `step_N`. A job killed

@@ -170,8 +170,8 @@ class World(WorldGroups):
 
     @property
     def is_dp_leader(self) -> bool:
-        """Whether this rank is the first trainer of its data-parallel index. It alone counts what
-        all of these ranks know."""
+        """Whether this rank is the first trainer of its data-parallel index. Trainers of one index
+        share sequences; a value that all of them know is counted by this one only."""
         return self.is_trainer and self.trainer_ranks.index(self.rank) % self.ranks_per_dp == 0
 
     @property
