@@ -1,6 +1,6 @@
 """Private parts of transformers and liger-kernel that this program uses.
 
-For transformers 5.16 to 5.19 and liger-kernel 0.8. Each line has the name here, the name in the
+Serves transformers 5.16 to 5.19 and liger-kernel 0.8. Each line has the name here, the name in the
 library, and when it can go.
 
 block_kinds        PreTrainedModel._no_split_modules        once a model tells its blocks in public

@@ -108,7 +108,8 @@ def test_a_run_draws_each_row_by_its_own_settings(tmp_path):
     for row in read_table(path).to_pylist():
         how = own[row["row"] % 4] or {}
         assert row["response_length"] <= how.get("max_tokens", 12)
-        cut = [size > 0 for size, s in zip(row["sampling_mask_bytes"], row["response_mask"]) if s]
+        sizes = row["sampling_mask_bytes"] or [0] * row["length"]  # null: no token has a mask
+        cut = [size > 0 for size, s in zip(sizes, row["response_mask"], strict=True) if s]
         assert all(cut) if {"top_k", "top_p"} & how.keys() else not any(cut)
         if "top_p" in how:
             drawn = [p for p, s in zip(row["rollout_logprobs"], row["response_mask"]) if s]
