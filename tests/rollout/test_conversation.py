@@ -326,7 +326,7 @@ def test_settings_reach_prompts_and_templates(tmp_path):
     assert all(prompt.text.endswith("= ") for prompt in prompts)
     never = dict(chat_template="never", chat_template_kwargs=dict(enable_thinking=False))
     (problem,) = validate(good(data=never))
-    assert problem.startswith("data.chat_template_kwargs: {'enable_thinking': False} with ")
+    assert problem.startswith("data.chat_template_kwargs: {enable_thinking: false} with ")
     assert "data.chat_template never; they are for" in problem
     assert not validate(good(data=never, rollout=dict(environment=dict(name="guess_number"))))
     asked = changed(cfg, data=dict(chat_template_kwargs=dict(add_generation_promt=True)))
