@@ -61,10 +61,11 @@ def leaking(*args: str) -> jobs.Measured:
 
 def still(cfg) -> jobs.Measured:
     """Do a job with a stream whose pushes move nothing."""
+    from spmdrl.sync.in_place import TracedTensors
     from spmdrl.sync.stream import WeightStream
 
     with (
-        mock.patch.object(WeightStream, "_push_weights", lambda self: 0),
+        mock.patch.object(TracedTensors, "move", lambda self: None),
         mock.patch.object(WeightStream, "verify", lambda self, version: None),
     ):
         return jobs.engine(cfg)
