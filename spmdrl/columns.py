@@ -250,6 +250,7 @@ class RowColumn(TokenColumn):
         return [str(self.rows.dtype).removeprefix("torch."), *self.rows.shape[1:]]
 
     def to_arrow(self, lengths: Sequence[int], groups: Sequence[int]) -> list[pa.Array]:
+        """Return the bytes of each sequence's rows; see `TokenColumn.to_arrow`."""
         import pyarrow as pa
 
         data = []
@@ -261,6 +262,7 @@ class RowColumn(TokenColumn):
 
     @classmethod
     def from_arrow(cls, table: pa.Table, form: Any) -> Self:
+        """Return the rows of a table's tokens; see `TokenColumn.from_arrow`."""
         name, *shape = form
         dtype = getattr(torch, str(name), None)
         sizes = [size for size in shape if type(size) is int and 0 < size < 2**20]

@@ -17,6 +17,7 @@ from spmdrl import run_files
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
 from spmdrl.run_folder import open_file, write_file
+from spmdrl.value_forms import is_number
 
 log = logging.getLogger(__name__)
 
@@ -253,8 +254,7 @@ def _object_of(text: bytes, *, place: str) -> Row:
 
 def _check_numbers(row: Row, *, place: str) -> None:
     for name, value in row.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number and value is not None:
+        if value is not None and not is_number(value):
             raise Refusal(f"{place}: {name} is {value!r:.60}, and must be a number or null")
 
 

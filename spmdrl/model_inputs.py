@@ -559,9 +559,10 @@ class ItemCodec:
         """Return the items that were encoded."""
         if encoded is None:
             return None
-        new = {item["key"]: MultimodalItem(**item) for item in encoded["items"]}
+        received = MultimodalItems.from_state_dict(encoded)
+        new = {item.key: item for item in received.items}
         items = tuple(new.get(key) or self._known[key] for key in encoded["keys"])
-        multimodal = MultimodalItems(encoded["places"], items)
+        multimodal = MultimodalItems(received.places, items)
         self._remember(multimodal)
         return multimodal
 

@@ -30,6 +30,7 @@ from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.lora.expert_adapters import EXPERT_PARAMETERS
 from spmdrl.model.lora.targets import LoraForm
 from spmdrl.run_folder import write_file
+from spmdrl.value_forms import is_number
 
 if TYPE_CHECKING:
     from spmdrl.world.world import World
@@ -202,8 +203,7 @@ class AdapterFolder:
         if not isinstance(config, dict):
             raise Refusal(f"model.lora.path: {path} holds a {type(config).__name__}{hint}")
         kind, rank, alpha = (config.get(name) for name in ("peft_type", "r", "lora_alpha"))
-        is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
-        is_scale = is_number and abs(alpha or 0) <= _LARGEST_ALPHA
+        is_scale = is_number(alpha) and abs(alpha or 0) <= _LARGEST_ALPHA
         if kind != "LORA" or type(rank) is not int or rank < 1 or not is_scale:
             raise Refusal(
                 f"model.lora.path: {path} is of no LoRA adapter: peft_type {kind!r}, "

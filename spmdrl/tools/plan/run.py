@@ -19,6 +19,7 @@ from spmdrl.model.parallel.recompute import has
 from spmdrl.run_files import SMALL, json_of, read_bytes
 from spmdrl.tools.plan.activations import Kernels
 from spmdrl.train.objectives.objective_loss import needed_columns
+from spmdrl.value_forms import is_number
 from spmdrl.world.machine.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu, known_gpu
 
 
@@ -245,8 +246,7 @@ def _check_rate(path: str, field: str, value: Any) -> None:
         raise Refusal(
             f"--measured {path}: rates.{field}: unknown; known: gpu, {', '.join(FORMULA_RATES)}"
         )
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     most = 1.0 if field.endswith("_frac") else math.inf
-    if not is_number or not 0 < value <= most or not math.isfinite(value):
+    if not is_number(value) or not 0 < value <= most or not math.isfinite(value):
         what = "a fraction, in (0, 1]" if most == 1 else "seconds above 0"
         raise Refusal(f"--measured {path}: rates.{field}: {value!r}: expected {what}")
