@@ -201,6 +201,11 @@ class Group:
         """Return its name, unique in the run."""
         return f"{self.draw.purpose}-{self.step}-{self.slot}"
 
+    def episode_key(self, sample: int) -> str:
+        """Return the name of the episode of one of its positions, unique in the run."""
+        name = "greedy" if sample == GREEDY else sample
+        return f"{self.key}-{name}"
+
     @property
     def positions(self) -> range:
         """Return the positions of its samples, the greedy one first."""
@@ -258,8 +263,7 @@ class Episode:
     @property
     def key(self) -> str:
         """Return its name, unique in the run."""
-        name = "greedy" if self.sample == GREEDY else self.sample
-        return f"{self.group.key}-{name}"
+        return self.group.episode_key(self.sample)
 
     @property
     def request_key(self) -> str:

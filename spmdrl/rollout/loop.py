@@ -236,10 +236,9 @@ class Loop:
         """Have functions of whole groups score a group when all its samples are at their end."""
         if "group" not in self.pool.scopes:
             return
-        waiting = sum(
-            episode.group is group and episode.stage == "score"
-            for episode in self._outside.values()
-        )
+        # Only this group's episodes: workers may hold thousands, and each of them asks once.
+        own = (self._outside.get(group.episode_key(sample)) for sample in group.positions)
+        waiting = sum(episode is not None and episode.stage == "score" for episode in own)
         if waiting + len(group.samples) == len(group.positions):
             self.pool.close_group(group.key)
 
@@ -254,8 +253,6 @@ class Loop:
                 if failed is None:
                     continue
                 self._finish(episode, failed)
-                # The others may have waited for this sample alone.
-                self._close_if_whole(group)
             else:
                 if self._chat_of(group) is not None:
                     result = _with_environment(result, episode)
@@ -321,6 +318,9 @@ class Loop:
         _check_scored(finished, group)
         if reward.failure:
             self.failed_rewards.note(finished, where=place(group))
+            if episode.stage != "score":
+                # It failed before it was scored; the others may have waited for it alone.
+                self._close_if_whole(group)
 
     def texts(self, rows: Iterable[Sequence[int]]) -> list[str]:
         """Decode rows of ids, without special tokens."""
