@@ -103,8 +103,7 @@ def test_a_wide_terminal_has_all_columns_and_a_narrow_one_the_first(monkeypatch)
     values = {c.metric: 0.5 for c in columns if c.metric} | {"step": 3}
 
     def titles(width: int) -> list[str]:
-        size = console.shutil.os.terminal_size((width, 24))
-        monkeypatch.setattr(console.shutil, "get_terminal_size", lambda: size)
+        monkeypatch.setenv("COLUMNS", str(width))
         stream = Terminal("utf-8")
         console.Console(stream=stream).table_row(columns, values)
         lines = stream.getvalue().splitlines()
