@@ -187,6 +187,24 @@ def test_kernels_on_cuda_keep_what_their_definitions_say():
     assert again.blocks == tokens * 2 * 64 * c and again.recomputed == tokens * block
 
 
+def test_short_padded_rows_save_no_scores_on_a_gpu():
+    # By hand: the CPU's matmuls save scores and weights of 4 heads; SDPA on a GPU saves its output
+    # and log-sum-exp instead, and in float32 keys and values that are repeated for 4 heads.
+    shape, lengths = _shape("llama"), [10] * 7
+    for c, repeated in ((2, 0), (4, 2 * 32 * 4)):
+        on_cpu = Kernels(compute_bytes=c, is_padded=True, has_liger=False, recomputes=False)
+        cpu, gpu = (
+            saved_bytes(shape, RowPart(kernels, 70, groups=padded_groups(lengths)), num_scored=0)
+            for kernels in (on_cpu, replace(on_cpu, on_gpu=True))
+        )
+        scores = 7 * 4 * 10 * 10 * (4 if c == 4 else 4 + c)
+        assert cpu.total - gpu.total == 2 * (scores - 70 * (64 * c + 4 * 4 + repeated))
+
+
+def test_a_plan_for_gpus_counts_with_the_kernels_of_gpus():
+    assert _gpu_run(run_config("m", "o", world_size=2), _shape("llama")).kernels.on_gpu
+
+
 @pytest.mark.parametrize(
     "tp, expected", [(1, 2 * 2 * 2 * 2 * 16), (2, 2 * 2 * 2 * 16), (4, 2 * 2 * 2 * 16)]
 )

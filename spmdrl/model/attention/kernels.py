@@ -188,8 +188,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing, spans: Tensor | None
     window = None if how.window is None or how.window >= keys else how.window
     if spans is not None:
         return _sdpa(q, k, v, _seen_with(spans, window)[:, None], scale=how.scale_of(q))
-    # SDPA has no softcap.
-    if how.softcap is not None or (keys <= SHORT and not q.is_cuda):
+    if is_by_matmul(keys, has_softcap=how.softcap is not None, on_gpu=q.is_cuda):
         visible = _is_visible(length, keys, window=window, device=q.device)
         return _attend_by_matmul(q, k, v, visible, how)
     is_plain = window is None and length == keys
@@ -202,6 +201,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing, spans: Tensor | None
     if how.sinks is not None:
         return _attend_with_sinks(q, k, v, mask, sinks=how.sinks, scale=scale)
     return _sdpa(q, k, v, mask, scale=scale)
+
+
+def is_by_matmul(keys: int, *, has_softcap: bool, on_gpu: bool) -> bool:
+    """Return whether padded attention over that many keys is plain matmuls, which save all scores.
+
+    SDPA has no softcap, and on the CPU it is slower for short rows.
+    """
+    return has_softcap or (keys <= SHORT and not on_gpu)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:

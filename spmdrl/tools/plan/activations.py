@@ -18,7 +18,8 @@ from functools import lru_cache
 
 import torch
 
-from spmdrl.model.attention.packing import SHORT, PaddedGroup, make_packing
+from spmdrl.model.attention.kernels import is_by_matmul
+from spmdrl.model.attention.packing import PaddedGroup, make_packing
 from spmdrl.model.model_shape import Attention, Block, ModelShape
 
 
@@ -32,6 +33,7 @@ class Kernels:
     recomputes: bool  # activation checkpointing `full`: a block keeps only its input
     is_selective: bool = False  # `selective`: also its matrix products and attention
     on_host: bool = False  # saved activations are in host memory
+    on_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
         # Fewer key/value heads than ranks, or a number that cp does not divide, are repeated.
         kv_heads = math.lcm(kv_heads, cut.cp) // cut.cp
     if kernels.is_padded:
-        each = (_group_bytes(own, g, c=c, heads=heads, kv_heads=kv_heads) for g in work.groups)
+        each = (_group_bytes(own, g, kernels, heads, kv_heads) for g in work.groups)
         return total + sum(each)
     # Query, key, value, output (the input of the next projection), log-sum-exp.
     width = heads * (own.qk_dim + own.v_dim) + kv_heads * (own.qk_dim + own.v_dim)
@@ -233,13 +235,19 @@ def unkept_bytes(own: Attention, work: RowPart) -> int:
     return work.tokens * work.kernels.compute_bytes * width
 
 
-def _group_bytes(own: Attention, group: PaddedGroup, *, c: int, heads: int, kv_heads: int) -> int:
+def _group_bytes(
+    own: Attention, group: PaddedGroup, kernels: Kernels, heads: int, kv_heads: int
+) -> int:
+    c = kernels.compute_bytes
     rows = group.count * group.length
     length = group.length
     has_window = own.window is not None and own.window < length
+    # Plain matmuls save the scores; SDPA's kernel does not.
+    has_scores = is_by_matmul(length, has_softcap=own.has_softcap, on_gpu=kernels.on_gpu)
+    if kernels.on_gpu and c == 4 and not has_scores:
+        kv_heads = heads  # the only float32 kernel has no grouped heads: they are repeated
     operands = rows * c * (heads * own.qk_dim + kv_heads * (own.qk_dim + own.v_dim))
-    # These are computed by plain matmuls, which save the scores; others by SDPA's kernel.
-    if own.has_softcap or length <= SHORT:
+    if has_scores:
         scores = group.count * heads * length * length
         softmax = scores * (4 if c == 4 else 4 + c)  # in float32, and once more to multiply
         cap = scores * c + heads // kv_heads * length * length if own.has_softcap else 0
