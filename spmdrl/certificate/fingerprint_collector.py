@@ -230,15 +230,24 @@ class FingerprintCollector:
                     kept=SEQUENCES.values(),
                     count=len(batch.scalars),
                 )
-                at = torch.arange(len(one.sequence_ids), device=one.sequence_ids.device)
-                # The dp index, the update, the micro-batch and the place in it, as one number: they
-                # say which rank computes a sequence, when, and with which others.
-                place = ((self._world.dp_index(self._world.rank) << 8) + update << 16) + number
+                own_place = (self._world.dp_index(self._world.rank), update, number)
+                places = _places(own_place, like=one.sequence_ids)
                 tally.add_tokens(
-                    {"plan/microbatches": (place << 24) + at},
+                    {"plan/microbatches": places},
                     sequences=one.sequence_ids,
-                    starts=torch.arange(len(at) + 1, device=at.device),
+                    starts=torch.arange(len(places) + 1, device=places.device),
                 )
+
+
+def _places(microbatch: tuple[int, int, int], *, like: Tensor) -> Tensor:
+    """Return [S, 4] int64: which rank computes each sequence, when, and with which others.
+
+    Args:
+        microbatch: its dp index, update, and number in the update.
+        like: [S] int64, its sequences.
+    """
+    whole = torch.tensor(microbatch, device=like.device).expand(len(like), -1)
+    return torch.cat([whole, torch.arange(len(like), device=like.device)[:, None]], dim=1)
 
 
 def _weights(policy: TrainedModel) -> dict[str, Any]:

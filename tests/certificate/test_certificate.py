@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spmdrl.certificate import digests
 from spmdrl.certificate.compare import step_differences
 from spmdrl.certificate.digests import Digester
-from spmdrl.certificate.fingerprint_collector import SECTIONS, FingerprintCollector, packed
+from spmdrl.certificate.fingerprint_collector import SECTIONS, FingerprintCollector, _places, packed
 from spmdrl.certificate.fingerprints import _COUNT, _near, deviation
 from spmdrl.certificate.line_form import FORMAT
 from spmdrl.certificate.lines import NAME, has_norms, journal_of, read
@@ -134,6 +134,15 @@ def test_other_devices_come_to_the_same_digests():
     assert torch.equal(digests._sums_by_numpy(words, weights, room=own), found)
     exact = sum((x + (x >> 32)) * w for x, w in zip(words[7].tolist(), weights.tolist()))
     assert int(found[7]) % 2**64 == exact % 2**64
+
+
+def test_a_batch_of_many_updates_keeps_the_places_of_sequences_apart():
+    row = torch.tensor([3])
+    sequence = digests.Sequences(row, torch.tensor([0, 1]))
+    # Two pairs that are one number if an update has 8 bits in it, and a micro-batch 16.
+    microbatches = [(0, 256, 0), (1, 0, 0), (0, 0, 2**16), (0, 1, 0)]
+    found = {int(sequence.digests([_places(place, like=row)])) for place in microbatches}
+    assert len(found) == 4
 
 
 def test_a_deviation_is_about_what_two_tensors_are_apart():
