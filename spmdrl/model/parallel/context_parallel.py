@@ -5,13 +5,15 @@ For slices see row_slices.py. Ranks exchange tokens for attention in one of thre
 - ulysses: a rank gives tokens of all heads for all tokens of some heads, and gets its tokens back
   (arXiv 2309.14509). Any kernel can be used, since each rank has whole sequences. The number of
   query heads must be a multiple of the ranks.
-- gather: a rank's queries attend to the keys and values of the whole row. These are gathered for a
-  few heads at a time, and again in the backward pass, so that they never take more memory than all
-  heads of the own slice (arXiv 2407.21783, section 3.3.2). Any number of heads.
+- gather: a rank's queries attend to the keys and values of the whole row. These are gathered for
+  ceil(Hkv / R) heads at a time, and again in the backward pass (arXiv 2407.21783, section 3.3.2).
+  They take as much memory as all heads of the own slice if R divides Hkv, and more otherwise: with
+  fewer heads than ranks, R / Hkv times as much. Any number of heads.
 - ring: keys and values are passed from rank to rank, while each rank attends to those that it has
   (arXiv 2310.01889; ring_attention.py). Any number of heads, with two slices of keys at most.
 
-Shape letters: T tokens of the padded row, t of a slice, R ranks, H heads, D head dim.
+Shape letters: T tokens of the padded row, t of a slice, R ranks, H heads, Hkv key/value heads, D
+head dim.
 """
 
 from __future__ import annotations
