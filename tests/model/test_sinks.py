@@ -33,7 +33,13 @@ def _drawn(lengths: list[int], key_lengths: list[int], *, dtype: torch.dtype) ->
     return [*(x.requires_grad_() for x in drawn), signs]
 
 
-def _expected(drawn: list[Tensor], lengths: list[int], keys: list[int], window: int | None) -> list:
+def _expected(
+    drawn: list[Tensor],
+    lengths: list[int],
+    keys: list[int],
+    window: int | None,
+    spans: Tensor | None = None,
+) -> list:
     """Output and gradients of a softmax over the keys that are seen and the sink, in float64."""
     q, k, v, own = (x.detach().double().requires_grad_() for x in drawn[:4])
     of_query, of_key = (
@@ -41,7 +47,10 @@ def _expected(drawn: list[Tensor], lengths: list[int], keys: list[int], window: 
     )
     at_query = torch.cat([torch.arange(m - n, m) for n, m in zip(lengths, keys)])
     behind = at_query[:, None] - torch.cat([torch.arange(m) for m in keys])
-    seen = (of_query[:, None] == of_key) & (behind >= 0) & (behind < (window or 10**6))
+    seen = behind >= 0
+    if spans is not None:
+        seen |= (spans[:, None] == spans) & (spans >= 0)
+    seen &= (of_query[:, None] == of_key) & (behind < (window or 10**6))
     wide_k, wide_v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
     scores = (q @ wide_k.transpose(2, 3) * 0.25).masked_fill(~seen, float("-inf"))
     column = own.view(1, -1, 1, 1).expand(-1, -1, scores.shape[2], 1)
@@ -68,6 +77,18 @@ def test_padded_attention_is_the_softmax_with_the_sink(window, are_last):
     drawn = _drawn(LENGTHS, keys, dtype=torch.float32)
     found = _found("padded", drawn, packing, window)
     for ours, right in zip(found, _expected(drawn, LENGTHS, keys, window)):
+        torch.testing.assert_close(ours.double(), right, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_sinks_are_in_the_softmax_of_tokens_that_see_each_other(window):
+    spans = torch.full((sum(LENGTHS),), -1)
+    spans[1:4] = 0  # of the first sequence
+    spans[10:75] = 1  # of the third
+    packing = make_packing(LENGTHS, CPU, padded=True, spans=spans)
+    drawn = _drawn(LENGTHS, LENGTHS, dtype=torch.float32)
+    found = _found("padded", drawn, packing, window)
+    for ours, right in zip(found, _expected(drawn, LENGTHS, LENGTHS, window, spans)):
         torch.testing.assert_close(ours.double(), right, rtol=2e-5, atol=2e-5)
 
 

@@ -186,13 +186,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing, spans: Tensor | None
     keys = k.shape[1]
     # A window that holds all keys needs no mask.
     window = None if how.window is None or how.window >= keys else how.window
+    mask = None
     if spans is not None:
-        return _sdpa(q, k, v, _seen_with(spans, window)[:, None], scale=how.scale_of(q))
-    if is_by_matmul(keys, has_softcap=how.softcap is not None, on_gpu=q.is_cuda):
+        assert how.softcap is None, "pick_attention never pairs spans with softcap"
+        mask = _seen_with(spans, window)[:, None]
+    elif is_by_matmul(keys, has_softcap=how.softcap is not None, on_gpu=q.is_cuda):
         visible = _is_visible(length, keys, window=window, device=q.device)
         return _attend_by_matmul(q, k, v, visible, how)
-    is_plain = window is None and length == keys
-    mask = None if is_plain else _is_visible(length, keys, window=window, device=q.device)
+    elif window is not None or length != keys:
+        mask = _is_visible(length, keys, window=window, device=q.device)
     shared = q.shape[2] // k.shape[2]
     if shared > 1 and q.device.type != "cpu" and q.dtype == torch.float32:
         # The only float32 kernel that does not hold all scores [B, Hq, L, K] has no grouped heads.
