@@ -10,10 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.check.fit import check_fit
 from spmdrl.model.attention.mask_patterns import MaskPattern, Other, visible
-from spmdrl.model.attention.packing_support import enable_packing, packing_support
+from spmdrl.model.attention.packing import make_packing
+from spmdrl.model.attention.packing_support import _by_rows, enable_packing, packing_support
 from spmdrl.model.blocks import blocks
 from tests.helpers.built import changed, good
 
+CPU = torch.device("cpu")
 HYBRID = ["linear_attention", "full_attention"]
 SLIDING = ["sliding_attention", "full_attention"]
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -144,6 +146,24 @@ def test_blocks_that_hand_on_more_than_hidden_states_are_refused(monkeypatch):
     monkeypatch.setattr(f"{packing_support.__module__}.block_inputs", lambda _: inputs)
     (reason, *_) = packing_support(model).reasons
     assert "is given more by the block before it than hidden states: states" in reason
+
+
+class _WithState(torch.nn.Module):
+    """A layer that returns running sums of tokens, and the state after the last of them."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        summed = hidden_states.cumsum(1)
+        return summed, summed[:, -1]
+
+
+def test_only_the_first_output_of_a_layer_comes_back_from_padded_rows():
+    layer = _WithState()
+    layer.packing_arguments = {"packing": make_packing([3, 100, 5], CPU, padded=True)}
+    states = torch.randn(1, 108, 4, dtype=torch.float64)
+    out, state = _by_rows(layer, layer.forward, states, attention=None)
+    parts = [part.cumsum(1) for part in states.split([3, 100, 5], dim=1)]
+    torch.testing.assert_close(out, torch.cat(parts, dim=1))
+    assert state is None
 
 
 def test_what_a_token_sees_is_counted_from_the_sequences_first():

@@ -458,6 +458,8 @@ def _by_rows(
             sequences are computed one by one, since models batch such biases differently.
         args, kwargs: the layer's other arguments. Tensors [1, T, ...] are cut in the same way; the
             packing arguments, which the layer does not know, are left out.
+    Returns: what the layer does, with None for each output after the first: these are of padded
+        rows (attention weights, a last state), and a model that computes with them fails.
     """
     arguments = mixer.packing_arguments
     packing = arguments["packing"] if "packing" in arguments else arguments["work"].packing
@@ -490,10 +492,10 @@ def _by_rows(
         if attention:
             own["attention_mask"] = attention.mask(rows, like=hidden_states)
         outputs.append(forward(cut(whole), **own))
-    is_several = isinstance(outputs[-1], (tuple, list))
+    is_several = isinstance(outputs[0], (tuple, list))
     firsts = [output[0] if is_several else output for output in outputs]
     joined = unpad(torch.cat([first.flatten(0, 1) for first in firsts]), packing)[None]
-    return type(outputs[-1])((joined, *outputs[-1][1:])) if is_several else joined
+    return type(outputs[0])((joined, *[None] * (len(outputs[0]) - 1))) if is_several else joined
 
 
 def _row_groups(packing: Packing, *, one_by_one: bool) -> Iterator[tuple[int, int, int]]:
