@@ -349,6 +349,16 @@ def test_an_embedding_that_can_have_no_adapter_is_refused(architecture, tied, re
         Adapters(hf_model, lora_form(LoraSettings(targets=("embed_tokens",), rank=8)))
 
 
+def test_adapters_are_on_again_after_an_error(tmp_path):
+    adapters = Adapters(
+        meta_model(small_model(tmp_path, layers=1)), lora_form(LoraSettings(rank=2))
+    )
+    with pytest.raises(RuntimeError), adapters.off():
+        assert not adapters.is_on
+        raise RuntimeError
+    assert adapters.is_on
+
+
 def _reward_model(trainer: Any) -> dict[str, Tensor]:
     """Save adapters with a scalar head, which trains in full."""
     set_b(trainer)

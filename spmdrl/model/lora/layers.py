@@ -91,8 +91,10 @@ class Adapters:
     def off(self) -> Iterator[None]:
         """Switch the adapters off inside a `with` block."""
         self.is_on = False
-        yield
-        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = True
 
     @torch.no_grad()
     def fill(self, shards: Mapping[str, Tensor], *, seed: int) -> None:
