@@ -44,8 +44,7 @@ class ReloadedTensors:
         engine: used on inference ranks.
         live: what this rank has of the tensors.
     Raises: Refusal on every rank, when reloading the very weights that the engine holds fails
-        or changes it. On the CPU vLLM 0.32 does where it packs weights, as those of
-        DeepSeek-V3's MLA.
+        or changes it. On the CPU vLLM 0.32 does where it packs weights.
     """
 
     def __init__(self, world: World, *, names: Names, engine: EngineProtocol, live: LiveShards):

@@ -295,7 +295,7 @@ class _Watcher(TorchDispatchMode):
         """Name the parameters some of whose elements no write reaches."""
         reasons = []
         for name, parameter in self._by_name.items():
-            if name not in self._must_be_written:
+            if name not in self._must_be_written or self._is_view(name):
                 continue
             rest = [Box.whole(parameter.shape)]
             for written in self._written.get(name, []) + self._filled.get(name, []):
@@ -310,3 +310,18 @@ class _Watcher(TorchDispatchMode):
                     f"checkpoint tensor, the first at {list(min(rest).start)}"
                 )
         return reasons
+
+    def _is_view(self, name: str) -> bool:
+        """Return whether a parameter lies in the memory of another one that is written, as MLA's
+        W_UV and W_UK_T lie in that of kv_b_proj. Then a write in place reaches it too."""
+        parameter = self._by_name[name]
+        begin = parameter.storage_offset()
+        end = begin + extent(parameter)
+        for other, whole in self._by_storage[storage_id(parameter)]:
+            first = whole.storage_offset()
+            last = first + extent(whole)
+            is_dense = whole.numel() == last - first + 1
+            is_inside = first <= begin and end <= last and whole.dtype == parameter.dtype
+            if other != name and other in self._written and is_dense and is_inside:
+                return True
+        return False

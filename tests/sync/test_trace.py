@@ -117,6 +117,32 @@ def test_padding_and_tied_parameters_count_as_covered():
     assert trace.reasons == [] and [c.box for c in trace.copies] == [Box((0, 0), (5, 2))]
 
 
+def test_a_parameter_in_the_memory_of_a_written_one_is_written_too():
+    model = Loader(lambda p, w: p["kv_b"].data.copy_(w["kv_b"]), kv_b=(6, 4))
+    model.kv_b.data.copy_(torch.zeros(6, 4))
+    heads = model.kv_b.data.t().view(4, 2, 3)
+    model.W_UK_T = nn.Parameter(heads[..., :1].permute(1, 2, 0))  # as vLLM's MLA makes them
+    model.W_UV = nn.Parameter(heads[..., 1:].transpose(0, 1))
+    names = {"kv_b": ((6, 4), F32)}
+    trace = trace_loader(model, names, load=model.load_weights)
+    assert trace.reasons == []
+    (copy,) = trace.copies
+    copy.view.copy_(torch.arange(24.0).view(6, 4))
+    assert model.W_UV[1, :, 0].tolist() == [16, 17, 18, 19]
+
+    model.W_UV = nn.Parameter(model.W_UV.detach().clone())  # a copy, as of quantised weights
+    assert trace_loader(model, names, load=model.load_weights).reasons == [
+        "W_UV: 16 of 16 elements are not loaded from any checkpoint tensor, the first at [0, 0, 0]"
+    ]
+    model.W_UV = None
+    half = Loader(lambda p, w: p["a"].data[:1].copy_(w["a"][:1]), a=(2, 2))
+    half.b = nn.Parameter(half.a.data[1])
+    reasons = trace_loader(half, {"a": ((2, 2), F32)}, load=half.load_weights).reasons
+    assert reasons == [
+        "a: 2 of 4 elements are not loaded from any checkpoint tensor, the first at [1, 0]"
+    ]
+
+
 def reasons_of(load: Any, **shapes: tuple[int, ...]) -> str:
     """Return why a loader of one or two parameters cannot be traced."""
     model = Loader(load, **shapes)

@@ -78,6 +78,10 @@ def model_arguments(cfg: Config) -> dict[str, Any]:
             f"the CPU {reason}; leave it out (model.path {cfg.model.path})"
         )
     arguments = vision_arguments(family, on_cpu=on_cpu)
+    if on_cpu and getattr(config, "kv_lora_rank", None):
+        # On processors with AMX vLLM prefers a backend that packs the projections of latent
+        # attention. They could be written neither in place nor by a reload.
+        arguments["attention_backend"] = "CPU_MLA"
     if family not in _DIFFERS or not _DIFFERS[family](config, cfg.engine.dtype):
         return arguments | (_ARGUMENTS[family](config) if family in _ARGUMENTS else {})
     if cfg.model.moe.replay or "quantization" in cfg.engine.options:
