@@ -428,7 +428,6 @@ _SHAPE_OF = {
     "deepseek-ai/DeepSeek-V3": "deepseek-v3",
     "deepseek-ai/DeepSeek-V3-Base": "deepseek-v3",
     "deepseek-ai/DeepSeek-V3-0324": "deepseek-v3",
-    "models/DeepSeek-V3-Base-bf16": "deepseek-v3",
 }
 
 
