@@ -217,15 +217,16 @@ class VllmEngine:
         self._unregistered = []
         if not keeps_weights:
             for tensor in internals.unregistered_tensors(self.model):
-                self._unregistered.append((tensor, tensor.cpu()))
+                self._unregistered.append((tensor, tensor.to("cpu", copy=True)))
         self._llm.sleep(1 if keeps_weights else 2)
 
     def wake(self, part: Literal["weights", "cache"]) -> None:
         """Map memory to the weights, and then to the KV cache."""
         self._llm.wake_up(["weights" if part == "weights" else "kv_cache"])
         if part == "weights":
-            for tensor, copy in self._unregistered:
-                tensor.copy_(copy)
+            with torch.inference_mode():  # vLLM's forward pass makes some, which only it may write
+                for tensor, copy in self._unregistered:
+                    tensor.copy_(copy)
             self._unregistered = []
 
     def held_bytes(self) -> int:
