@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.errors import Refusal
+from spmdrl.model.attention.flash_3 import choose_flash
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import packs
 from spmdrl.model.attention.packing_support import PackingSupport, enable_packing
@@ -132,6 +133,8 @@ class ShardedModel:
             device=world.device,
             dtype=getattr(torch, model.compute_dtype),
         )
+        if attention != "padded":
+            choose_flash(world.device, deterministic=self.cfg.deterministic)
         is_padded = attention == "padded" or bool(support.mixers)
         slicing = slicing_of(world, is_padded=is_padded, chunk=support.chunk)
         method = ""

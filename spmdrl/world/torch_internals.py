@@ -26,6 +26,7 @@ flight_record             distributed_c10d._dump_nccl_trace, _dump_fr_trace    o
 all_gather_single         all_gather_into_tensor            with 2.12, the last to call it so
 INDEX_CLASSES, is_storage_info    DCP's _StorageInfo ...    once its index is no pickle
 varlen                    varlen_attn(is_causal=)           with 2.11, the last to have it
+use_flash_3, flash_version    nn.attention.*_flash_attention_impl   with 2.12, the last without them
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.attention
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
@@ -249,6 +251,21 @@ def varlen(
             shared = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
     return varlen_attn(query, key, value, *ends, *longest, **options)
+
+
+def use_flash_3() -> None:
+    """Have torch's flash kernels be those of FlashAttention 3, for the whole process.
+
+    Raises: ImportError, OSError or RuntimeError where that is not installed, or not for this torch;
+        AttributeError for a torch that cannot.
+    """
+    torch.nn.attention.activate_flash_attention_impl("FA3")
+
+
+def flash_version() -> int:
+    """Return which FlashAttention torch's flash kernels are: 2 or 3."""
+    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    return 3 if active == "FA3" else 2
 
 
 @contextmanager

@@ -160,13 +160,15 @@ class _Finder:
 
     def _visit_if(self, node: ast.If, function: str, *, is_only: bool) -> bool:
         meaning = self._meaning(node.test)
+        asks = self._calls_cuda(node.test)
+        is_only = is_only or asks
         if is_only:
             self._add(node.test, function)
         else:
             self._visit_parts(node.test, function)
         self._visit_body(node.body, function, is_only=is_only or meaning.held == "cuda")
         self._visit_body(node.orelse, function, is_only=is_only or meaning.failed == "cuda")
-        return not node.orelse and meaning.failed == "cuda" and _ends(node.body)
+        return asks or (not node.orelse and meaning.failed == "cuda" and _ends(node.body))
 
     def _visit_compound(self, node: Any, function: str, *, is_only: bool) -> bool:
         for name in ("items", "iter", "test"):
