@@ -133,7 +133,7 @@ def finished_group(options: Options, group: int, drawn: dict) -> object:
         completion = Completion(
             "", flat(tokens, "int64"), flat(logprobs, "float32"), drawn_by, False
         )
-        made = Trajectory.begun(prompt.tokens).sampled(completion).ended(-1)
+        made = Trajectory.from_prompt(prompt.tokens).append_completion(completion).end_turn(-1)
         found.samples[sample] = FinishedEpisode(
             group, sample, prompt, made, "", RewardResult("", float(sample % 2))
         )

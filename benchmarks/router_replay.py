@@ -96,7 +96,7 @@ def packed(prompts: list[tuple[int, ...]], completions: list[Completion]) -> Rol
     """Pack samples, each a group of its own."""
     drawn = torch.tensor([len(c.tokens) for c in completions])
     lengths = PROMPT + drawn
-    samples = [Trajectory.begun(p).sampled(c) for p, c in zip(prompts, completions)]
+    samples = [Trajectory.from_prompt(p).append_completion(c) for p, c in zip(prompts, completions)]
     columns = Tokens.concat(samples).token_fields()
     return Rollouts(**columns, cu_seqlens=cumulative(lengths), scalars=scalars_of(lengths, drawn))
 

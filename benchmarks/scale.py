@@ -307,7 +307,7 @@ def _share(index: int, port: int, replicas: int, groups: int) -> tuple[int, floa
     while waiting:
         for part in random.Random(index).sample(sorted(waiting), len(waiting)):
             kept = own[part]
-            move = Move(part, version=0, last=0, most=1, complete=under_way[part])
+            move = Move(part, version=0, last=0, max_tickets=1, complete=under_way[part])
             under_way[part] = tuple(ticket.number for ticket in kept.move(move))
             if not under_way[part]:
                 kept.follow()

@@ -146,7 +146,7 @@ def _with_scores(
                 f"evaluation after {step} steps: {rewards.functions[bad[0]]} of rewards.functions "
                 f"gave {of_sample[bad[0]]} for sample {number} of held-out problem {slot}; a "
                 "sequence may be too long for it, or its weights or model.compute_dtype are wrong. "
-                "Mend it, or set rewards.on_failure=drop to leave such samples out"
+                "Fix it, or set rewards.on_failure=drop to leave such samples out"
             )
     return [
         replace(s, reward=_added(s.reward, scores[s.slot, s.sample], names=names, weights=weights))

@@ -24,16 +24,16 @@ from spmdrl.world.world import World
 
 
 @dataclass(frozen=True)
-class _Gathered:
-    """The batch's scalars, and the rank that holds each of its sequences."""
+class _GatheredBatch:
+    """What all ranks know of the batch before the tokens are sent."""
 
     scalars: Scalars  # [S], sorted by (group, sample)
     sources: Tensor  # [S] int64, rank that holds the sequence
-    positions: Tensor  # [S] int64, its position there
+    positions: Tensor  # [S] int64, position of the sequence on that rank
     sums: Sums
     samples: tuple[dict, ...]
     columns: dict[str, TokenColumn]
-    """This rank's extra columns, with all keys that any rank has."""
+    """This rank's extra columns, with the keys of all ranks."""
 
     @property
     def added_cost(self) -> Tensor | None:
@@ -50,12 +50,12 @@ class _Gathered:
 
 
 class BatchSource(Protocol):
-    """The part of a source that the exchange uses."""
+    """The members of a source that the exchange uses."""
 
     has_rewards: bool
 
     def take(self, step: int) -> Rollouts:
-        """Hand over this rank's share of the batch of `step`."""
+        """Return this rank's share of the batch of `step`."""
 
     def observe(self, batch: Batch, *, step: int) -> None:
         """Record the results of the whole batch of `step`."""
@@ -75,14 +75,14 @@ def exchange(source: BatchSource, world: World, *, step: int) -> Batch:
 def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
     """Send every trainer rank its micro-batches of this step, and every rank all scalars.
 
-    Tensor-parallel ranks of one dp index get the same sequences. Sequences that are not valid are
-    sent too; the loss leaves them out.
+    Tensor-parallel ranks of one dp index get the same sequences. Invalid sequences are sent too,
+    and the loss leaves them out.
 
     Args:
         rollouts: this rank's finished sequences, possibly none. Exactly one rank must hold each
             (group, sample).
         step: for the names of the waits.
-    Returns: the Batch; micro-batch tensors on world.device, scalars on the CPU.
+    Returns: the Batch, with micro-batches on world.device and scalars on the CPU.
     Raises, on all ranks: RuntimeError if two ranks hold the same (group, sample) or if there is no
         sequence; RewardFailed if no sequence is valid; Refusal for a valid reward that is not
         finite, a sequence without tokens, or one longer than batch.tokens_per_microbatch.
@@ -113,7 +113,7 @@ def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
 # --------------------------------------------------------------------------- the scalars
 
 
-def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
+def _gather(rollouts: Rollouts, world: World, *, step: int) -> _GatheredBatch:
     """Gather the scalars, sums and samples of all ranks, and sort the sequences."""
     own = {name: column.numpy() for name, column in vars(rollouts.scalars).items()}
     described = {
@@ -121,7 +121,7 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
         for key, column in rollouts.extra_columns.items()
     }
     payload = pack((own, rollouts.sums, rollouts.samples, described))
-    # The sizes arrive once every rank has its rollouts: this times the wait for the other role.
+    # The sizes arrive when every rank has its rollouts, so this is the wait for the other role.
     with world.watch.wait("await rollouts", step):
         sizes = gather_sizes(payload, group=world.control)
     with world.watch.wait("exchange scalars", step):
@@ -129,22 +129,22 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _Gathered:
     of_ranks, sums, samples, descriptions = zip(*map(unpack, payloads))
     parts = [Scalars(**{k: torch.from_numpy(v) for k, v in own.items()}) for own in of_ranks]
     scalars = Scalars.concat(parts)
-    # Sort by (group, sample), so that the batch does not depend on which rank has which sequence.
+    # Sort by (group, sample), so that the batch does not depend on where sequences were sampled.
     num_samples = int(scalars.sample_ids.max()) + 1 if len(scalars) else 1
     order = torch.argsort(scalars.group_ids * num_samples + scalars.sample_ids, stable=True)
     counts = torch.tensor([len(part) for part in parts])
     rows = torch.empty_like(order).index_copy(0, order, torch.arange(len(order)))
-    return _Gathered(
+    return _GatheredBatch(
         scalars=Scalars(**{name: column[order] for name, column in vars(scalars).items()}),
         sources=torch.arange(len(parts)).repeat_interleave(counts)[order],
         positions=_ranges(torch.zeros_like(counts), counts)[order],
         sums=round_sums(join_sums(*sums)),
         samples=tuple(sample for part in samples for sample in part),
-        columns=_agreed(rollouts, descriptions, rows.split(counts.tolist())),
+        columns=_agree_on_columns(rollouts, descriptions, rows.split(counts.tolist())),
     )
 
 
-def _agreed(
+def _agree_on_columns(
     tokens: Tokens, descriptions: Sequence[Mapping[str, Any]], rows: Sequence[Tensor]
 ) -> dict[str, TokenColumn]:
     """Return this rank's extra columns in the form that all ranks send, with keys sorted.
@@ -165,10 +165,10 @@ def _agreed(
     return columns
 
 
-def _check(table: _Gathered, *, step: int) -> None:
+def _check(table: _GatheredBatch, *, step: int) -> None:
     scalars = table.scalars
     if not len(scalars):
-        raise RuntimeError(f"step {step}: no rank handed over a single sequence")
+        raise RuntimeError(f"step {step}: no rank has a sequence")
 
     def name(row: int) -> str:
         return (
@@ -180,14 +180,14 @@ def _check(table: _Gathered, *, step: int) -> None:
     if same.any():
         row = int(same.nonzero()[0])
         raise RuntimeError(
-            f"{name(row)} was handed over twice, again by rank "
-            f"{int(table.sources[row + 1])}; each sequence must have one holder"
+            f"{name(row)} also comes from rank {int(table.sources[row + 1])}; each sequence must "
+            "come from one rank"
         )
     if not scalars.is_valid.any():
         first = next((s["failure"] for s in table.samples if "failure" in s), "see the ranks' logs")
         raise RewardFailed(
-            f"step {step}: the reward of all {len(scalars)} samples failed, which leaves nothing "
-            f"to train on. First: {first}\nMend the reward function"
+            f"step {step}: the rewards of all {len(scalars)} samples failed, so that there is "
+            f"nothing to train on. First: {first}\nFix the reward function"
         )
     bad = scalars.is_valid & ~scalars.rewards.isfinite()
     if bad.any():
@@ -208,11 +208,11 @@ def _check(table: _Gathered, *, step: int) -> None:
 
 
 def _move(
-    rollouts: Rollouts, table: _Gathered, *, plan: Partition, world: World, step: int
+    rollouts: Rollouts, table: _GatheredBatch, *, plan: Partition, world: World, step: int
 ) -> tuple[Tokens, Tensor]:
     """Send each sequence to all ranks of its dp index.
 
-    There is one all-to-all for the tokens, and one for each extra column that needs it.
+    This takes one all-to-all for the tokens, and one for each extra column that needs it.
 
     Returns: the tokens that this rank received, and the index of each sequence's first token in
         them: [S] int64, -1 for sequences of other ranks.
@@ -285,9 +285,12 @@ def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _cut(
-    received: Tokens, starts: Tensor, table: _Gathered, *, plan: Partition, world: World
+    received: Tokens, starts: Tensor, table: _GatheredBatch, *, plan: Partition, world: World
 ) -> tuple[tuple[Microbatch, ...], ...]:
-    """Cut the received tokens into this rank's micro-batches; empty off the trainers."""
+    """Cut the received tokens into this rank's micro-batches, by update.
+
+    Returns: an empty tuple on ranks that do not train.
+    """
     if not world.is_trainer:
         return ()
     dp_id = world.dp_index(world.rank)
@@ -295,14 +298,17 @@ def _cut(
     of_dummy = {key: column.of_dummy() for key, column in table.columns.items()}
     extra = {key: column for key, column in of_dummy.items() if column is not None}
     dummy = replace(dummy_microbatch(world.device), extra_columns=extra).to(world.device)
-    return tuple(
-        tuple(
-            _microbatch(received, rows, starts, lengths=lengths) if len(rows) else dummy
-            for m in range(num_microbatches)
-            for rows in [plan.rows(dp_id, update=update, microbatch=m)]
-        )
-        for update, num_microbatches in enumerate(plan.num_microbatches)
-    )
+    updates = []
+    for update, num_microbatches in enumerate(plan.num_microbatches):
+        microbatches = []
+        for i in range(num_microbatches):
+            rows = plan.rows(dp_id, update=update, microbatch=i)
+            is_dummy = len(rows) == 0
+            microbatches.append(
+                dummy if is_dummy else _microbatch(received, rows, starts, lengths=lengths)
+            )
+        updates.append(tuple(microbatches))
+    return tuple(updates)
 
 
 def _microbatch(received: Tokens, rows: Tensor, starts: Tensor, *, lengths: Tensor) -> Microbatch:
@@ -320,7 +326,7 @@ def _microbatch(received: Tokens, rows: Tensor, starts: Tensor, *, lengths: Tens
 def dummy_microbatch(device: torch.device) -> Microbatch:
     """Return a micro-batch of one token that no loss counts.
 
-    A rank that has fewer micro-batches than others runs it, so that collectives stay matched.
+    A rank with fewer micro-batches than others runs it, so that all ranks run the same collectives.
     """
     dummy = Microbatch(
         **Tokens.unsampled([0]).token_fields(),

@@ -1,9 +1,9 @@
 """The book of groups that engine replicas sample for later steps, and who takes which group next.
 
-Each replica has a book of its own, or all share one. With a shared book, a replica that is done
-early takes prompts that were dealt to another, and none is lost or sampled twice. The job's store
-holds the list of moves. The effect of a move depends on the book and the move alone, so replicas
-that play the moves in the same order have the same book.
+Each replica has a book of its own, or all replicas share one. With a shared book, a replica that
+finishes early takes prompts that were dealt to another one, and no prompt is lost or sampled twice.
+The job's store holds the list of moves. The effect of a move depends on the book and the move
+alone, so replicas that play the same moves in the same order have the same book.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from spmdrl.rollout.staleness import Rules, closing, num_to_admit
+from spmdrl.rollout.staleness import Rules, choose_groups, num_to_admit
 from spmdrl.world.sealed_store import SealedStore
 
 _KEY = "rollout/move/{}"
-_LOOKS_PER_S = 1000  # of all replicas
+_LOOKS_PER_S = 1000  # of all replicas together
 
 
 class Ticket(NamedTuple):
@@ -41,9 +41,9 @@ class Book:
     next: int = 0
     """First step that is not closed."""
     opened: int = 0
-    """Number of steps whose prompts have been dealt."""
+    """Number of steps with dealt prompts."""
     left: dict[int, list[list[int]]] = field(default_factory=dict)
-    """{step: slots that no replica has taken, by part}; each part belongs to one replica."""
+    """{step: slots that no replica has taken, by part}. Each part belongs to one replica."""
     number: int = 0
     """Number of the next ticket."""
     waiting: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -57,8 +57,10 @@ class Book:
 
 
 class Move(NamedTuple):
-    """A replica's report to the book and its request for tickets; read from JSON, its sequences
-    are lists."""
+    """A replica's report to the book and its request for tickets.
+
+    Moves that were read from JSON hold lists in place of tuples.
+    """
 
     part: int
     """Index of the replica's part."""
@@ -66,7 +68,7 @@ class Move(NamedTuple):
     """Version of its weights."""
     last: int
     """Last step that may be closed."""
-    most: int
+    max_tickets: int
     """Most tickets to take."""
     complete: Sequence[int] = ()
     """Numbers of groups that became complete."""
@@ -76,7 +78,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class BookRules:
-    """The rules by which moves change a book; the same on all replicas that share it."""
+    """The rules by which moves change a book. They are the same on all replicas that share it."""
 
     rules: Rules
     deal: Callable[[int], list[list[int]]]
@@ -85,23 +87,22 @@ class BookRules:
     """Returns the slots of a step's batch that groups of the book fill."""
 
     def play(self, book: Book, move: Move) -> list[Ticket]:
-        """Change a book by a move; return the tickets that it takes."""
+        """Apply a move to a book; return the tickets that the move takes."""
         for step in _handed_over(book, move):
             del book.closed[step]
         book.complete += move.complete
         for number in move.dropped:
             del book.waiting[number]
         book.dropped += len(move.dropped)
-        while (chosen := self._closing(book, move)) is not None:
+        while (chosen := self._choose_groups(book, move)) is not None:
             groups = {number: book.waiting.pop(number) for number in chosen}
             book.complete = [number for number in book.complete if number not in groups]
             slots = self.slots_of(book.next)
-            book.closed[book.next] = _placed(groups, step=book.next, slots=slots)
-            book.next = book.next + 1
+            book.closed[book.next] = _assign_slots(groups, step=book.next, slots=slots)
+            book.next += 1
             book.dropped = 0
-        return [
-            self._take(book, move) for _ in range(min(move.most, self._num_to_take(book, move)))
-        ]
+        count = min(move.max_tickets, self._num_to_take(book, move))
+        return [self._take(book, move) for _ in range(count)]
 
     def changes(self, book: Book, move: Move) -> bool:
         """Return whether a move would change the book."""
@@ -109,30 +110,32 @@ class BookRules:
             move.complete
             or move.dropped
             or _handed_over(book, move)
-            or self._closing(book, move) is not None
-            or (move.most and self._num_to_take(book, move))
+            or self._choose_groups(book, move) is not None
+            or (move.max_tickets and self._num_to_take(book, move))
         )
 
     def _take(self, book: Book, move: Move) -> Ticket:
         """Take a prompt of the earliest step that has any left.
 
-        It comes from the replica's own part. If that is empty, it is the last (the shortest, see
-        `deal`) of the part with the most left.
+        It is the first of the replica's own part. If that part is empty, it is the last of the part
+        with the most left: `deal` puts the prompt with the shortest expected response last.
         """
         if not book.left:
             book.left[book.opened] = [list(slots) for slots in self.deal(book.opened)]
             book.opened += 1
         step = min(book.left)
         parts = book.left[step]
-        slot = parts[move.part].pop(0) if parts[move.part] else max(parts, key=len).pop()
+        own = parts[move.part]
+        slot = own.pop(0) if own else max(parts, key=len).pop()
         if not any(parts):
             del book.left[step]
-        book.waiting[book.number] = (move.version, step, slot)
+        ticket = Ticket(book.number, step, slot)
+        book.waiting[ticket.number] = (move.version, step, slot)
         book.number += 1
-        return Ticket(book.number - 1, step, slot)
+        return ticket
 
     def _num_to_take(self, book: Book, move: Move) -> int:
-        """Return how many tickets the rules allow to be taken now."""
+        """Return how many tickets the rules allow to take now."""
         return num_to_admit(
             self.rules,
             len(book.waiting),
@@ -141,12 +144,12 @@ class BookRules:
             version=move.version,
         )
 
-    def _closing(self, book: Book, move: Move) -> list[int] | None:
-        """Return the groups of the next step if it can be closed now."""
+    def _choose_groups(self, book: Book, move: Move) -> list[int] | None:
+        """Return the groups of the next step if it can be closed now, else None."""
         if book.next > move.last or len(book.complete) < self.rules.quota:
             return None
         versions = {number: version for number, (version, _, _) in book.waiting.items()}
-        return closing(self.rules, versions, complete=set(book.complete), step=book.next)
+        return choose_groups(self.rules, versions, complete=set(book.complete), step=book.next)
 
 
 def _handed_over(book: Book, move: Move) -> list[int]:
@@ -157,24 +160,32 @@ def _handed_over(book: Book, move: Move) -> list[int]:
     return [step for step in book.closed if step < move.version]
 
 
-def _placed(
+def _assign_slots(
     groups: dict[int, tuple[int, int, int]], *, step: int, slots: Sequence[int]
 ) -> dict[int, int]:
     """Return {number: slot in the step's batch}.
 
-    A group of this step's prompts keeps its slot, if it is one of `slots`. The others get the free
-    slots in order.
+    A group of one of this step's prompts keeps its slot, if it is among `slots`. The others get the
+    free slots in order.
+
+    Args:
+        groups: {number: (version at admission, step, slot)}.
+        step: the step that takes the groups.
+        slots: slots of its batch, one for each group.
     """
-    placed = {n: slot for n, (_, own, slot) in groups.items() if own == step and slot in slots}
-    free = iter(sorted(set(slots) - set(placed.values())))
-    return {number: placed[number] if number in placed else next(free) for number in groups}
+    fixed = {}
+    for number, (_, prompt_step, slot) in groups.items():
+        if prompt_step == step and slot in slots:
+            fixed[number] = slot
+    free = iter(sorted(set(slots) - set(fixed.values())))
+    return {number: fixed[number] if number in fixed else next(free) for number in groups}
 
 
-# --------------------------------------------------------------------------- keeping a book
+# --------------------------------------------------------------------------- books of replicas
 
 
 class OwnBook:
-    """A book of one replica alone."""
+    """A book that one replica has for itself."""
 
     def __init__(self, book: Book, book_rules: BookRules):
         self.book = book
@@ -182,7 +193,7 @@ class OwnBook:
 
     @property
     def is_due(self) -> bool:
-        """Return whether a replica with other work to do should make a move now."""
+        """Whether a replica that has other work should make a move now."""
         return True
 
     def move(self, move: Move) -> list[Ticket]:
@@ -194,20 +205,20 @@ class OwnBook:
         return False
 
     def settle(self, version: int) -> None:
-        """Play moves until `book` is as it was when all replicas got weights of a version."""
+        """Bring `book` to the state in which all replicas got weights of a version."""
 
 
 class SharedBook(OwnBook):
     """A book that all replicas share: each has a copy and plays all moves in the store's order.
 
-    A move takes about 60 bytes, whatever the size of the book. A replica that changes nothing and
-    has other work asks the store only once in `spacing_s`, so that the store can serve many
-    replicas (benchmarks/results/scale.md).
+    A move takes about 60 bytes, for a book of any size. A replica that changes nothing and has
+    other work asks the store only once in `spacing_s`, so that the store can serve many replicas
+    (benchmarks/results/scale.md).
 
     Args:
-        store: of the job.
-        book: its state before the first move; the same for all replicas.
-        replicas: number of replicas that share it.
+        store: the job's store.
+        book: the state before the first move; the same for all replicas.
+        replicas: number of replicas that share the book.
     """
 
     def __init__(self, store: SealedStore, book: Book, book_rules: BookRules, *, replicas: int):
@@ -219,17 +230,17 @@ class SharedBook(OwnBook):
         """Number of the run's moves that `book` includes."""
         self.latest_own = 0
         """Number of this replica's latest move."""
-        self._past: list[bytes] = []  # moves of earlier attempts
+        self._past: list[bytes] = []  # moves of earlier attempts of the run
         self._own: list[int] = []  # numbers of this replica's moves that are in the store
         self._closed_at: dict[int, int] = {}  # {step: number of the move that closed it}
 
     @property
     def is_due(self) -> bool:
-        """As OwnBook."""
+        """See OwnBook."""
         return time.monotonic() - self._looked_at >= self.spacing_s
 
     def move(self, move: Move) -> list[Ticket]:
-        """As OwnBook. A move that would change nothing is not written to the store."""
+        """See OwnBook. A move that would change nothing is not written to the store."""
         if self.is_due:
             self.follow()
         if not self.book_rules.changes(self.book, move):
@@ -243,11 +254,11 @@ class SharedBook(OwnBook):
         return self._play(written)
 
     def follow(self) -> bool:
-        """As OwnBook."""
+        """See OwnBook."""
         self._looked_at = time.monotonic()
         before = self.number
         self.play_until(len(self._past))
-        # Read one move, then twice as many while the store has them, then half as many.
+        # Read one move, then twice as many each time until the store has fewer, then half as many.
         count = 1
         while count:
             texts = self._read(count)
@@ -260,15 +271,15 @@ class SharedBook(OwnBook):
         return self.number > before
 
     def settle(self, version: int) -> None:
-        """As OwnBook."""
+        """See OwnBook."""
         while self.number < len(self._past):
             if _move_of(self._past[self.number]).version >= version:
-                return  # the later moves are repeated when their turn comes
+                return  # `Decisions` plays the later ones when they are due
             self._play(self._past[self.number])
         self.follow()
 
     def remember(self, moves: Sequence[Sequence[Any]], *, begun: int) -> None:
-        """Repeat the moves that an earlier attempt of the run made.
+        """Set the moves that earlier attempts of the run made, so that this one repeats them.
 
         Args:
             moves: all known moves of the run, from the first on.
@@ -285,9 +296,9 @@ class SharedBook(OwnBook):
         return tickets
 
     def _read(self, count: int) -> list[bytes]:
-        """Return the next `count` moves of the store; none if it does not have so many yet.
+        """Return the next `count` moves of the store; none if the store has fewer.
 
-        Fewer if one of them does not bear the mark of the job's secret.
+        The list ends before a move without the mark of the job's secret.
         """
         keys = [_KEY.format(self.number + 1 + k) for k in range(count)]
         if not self._store.check(keys):
@@ -307,9 +318,9 @@ class SharedBook(OwnBook):
         tickets = self.book_rules.play(self.book, move)
         self._closed_at |= dict.fromkeys(range(before, self.book.next), self.number)
         # Weights of this version were pushed, so all replicas have played the moves that closed the
-        # steps before: this replica's moves up to there can be deleted from the store.
-        past = [step for step in self._closed_at if step < move.version]
-        end = max((self._closed_at.pop(step) for step in past), default=0)
+        # earlier steps. Nobody needs this replica's moves up to there: delete them from the store.
+        earlier = [step for step in self._closed_at if step < move.version]
+        end = max((self._closed_at.pop(step) for step in earlier), default=0)
         while self._own and self._own[0] <= end:
             self._store.delete_key(_KEY.format(self._own.pop(0)))
         return tickets

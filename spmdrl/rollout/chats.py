@@ -29,7 +29,7 @@ def make_chat(
 
     Args:
         field: field of the config that names the environment.
-        facts: what the environment offers; see `EnvironmentServer.facts`.
+        facts: facts about the environment; see `EnvironmentServer.facts`.
         stops: token ids that end a turn.
     Raises: Refusal as `Chat`, and for an unknown format of tool calls.
     """
@@ -83,7 +83,7 @@ def make_chats(
             )
     fields = [field for field, _ in cfg.environments()]
     return {
-        i: made[field].beside(ImageFiles(cfg.data.images, source.folder))
+        i: made[field].with_files(ImageFiles(cfg.data.images, source.folder))
         for i, (field, source) in enumerate(zip(fields, cfg.data.all_sources()))
         if field in made
     }

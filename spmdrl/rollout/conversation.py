@@ -1,21 +1,21 @@
-"""Conversations as token ids, each of which is computed once.
+"""Conversations as token ids. Each id is computed once.
 
-Sampled ids are never changed. The environment's messages are tokenised once and appended. So the
+Sampled ids are never changed. The environment's messages are tokenized once and appended. So the
 policy is trained on the ids that it saw and wrote, and each turn begins with all ids of the turn
 before, which the engine has cached.
 
 The chat template decides how turns are joined. It renders a small stand-in conversation: a user
-turn, a reply, the new messages. The text that it puts after the reply is tokenised and appended to
+turn, a reply, the new messages. The text that it puts after the reply is tokenized and appended to
 the sampled ids. Three rules follow:
 
-1. A reply that ends with a stop token is closed by that token. Any other reply (cut, or stopped
-   by a string) gets the template's own closing.
-2. Sampled ids stay, also where the template would trim the reply.
+1. A reply that ends with a stop token is closed by that token. Any other reply (cut at the length
+   limit, or stopped by a string) gets the template's own closing.
+2. Sampled ids stay, even if the template would trim the reply.
 3. Some templates rewrite earlier turns: Qwen 3's and others drop the reasoning of all turns but
    the last, Mistral's moves the tools to the last user turn. The model would then read other
    tokens than those sampled. If the template only drops reasoning, the conversation keeps the
    sampled tokens, and the log says so. Any other rewriting is refused at start, unless the
-   environment's options have `rewrites: keep`: then the sampled tokens are kept too.
+   environment's options have `rewrites: keep`, which keeps the sampled tokens too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from spmdrl.model_inputs import TokenIds
 
 _REPLY = "spmdrl-stands-for-the-reply"
 _REASONING = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-_SHOWN_CHARS = 60
+_MESSAGE_CHARS = 60
 _CACHED_OPENINGS = 256
 _KEEP = (
     "Set {rewrites: keep} among the environment's options to keep the sampled tokens (but later "
@@ -59,10 +59,10 @@ class Chat:
         rewrites: how to treat a template that changes earlier turns; see the module's docstring.
         prefix: text that each turn of the policy begins with; it is not sampled.
         field: field of the config that names the environment; used in messages.
-        files: reads the attachments of messages; see `beside`.
+        files: reads the attachments of messages; see `with_files`.
     Raises (on construction): Refusal if there is no template, if the template ignores the tools,
-        if its closing of a reply does not stop the engine, or if it rewrites earlier turns; the
-        message shows the rewritten text.
+        if the token by which it closes a reply does not stop the engine, or if it rewrites earlier
+        turns; the message shows the rewritten text.
     """
 
     def __init__(
@@ -99,19 +99,19 @@ class Chat:
             with _explained(f"a reply answered by {_roles(messages)}. {advice}"):
                 self._joint(messages)
         self.drops_reasoning = False
-        """Whether the template would drop the reasoning of earlier turns, which is kept here."""
+        """Whether the template drops the reasoning of earlier turns. The conversation keeps it."""
         if rewrites != "keep":
             for head in self._heads():
                 for messages in kinds:
                     self._check_rewriting(head, messages, may_drop=rewrites == "auto")
 
-    def beside(self, files: ImageFiles) -> Chat:
+    def with_files(self, files: ImageFiles) -> Chat:
         """Return a copy that reads attachments from these files."""
         own = copy.copy(self)
         own._files = files
         return own
 
-    def opening(self, messages: list[Message]) -> TokenIds:
+    def encode_opening(self, messages: list[Message]) -> TokenIds:
         """Return the ids of a conversation's first messages and of the head of the policy's turn.
 
         A final assistant message is not closed: the policy continues it.
@@ -121,7 +121,7 @@ class Chat:
         text = self._opening_text(bare)
         return self._encode_with_images(text, held) if held else self._encoded_opening(text)
 
-    def observed(self, sampled: Sequence[int], messages: list[Message]) -> TokenIds:
+    def encode_answer(self, sampled: Sequence[int], messages: list[Message]) -> TokenIds:
         """Return the ids to append to the policy's turn, up to its next turn.
 
         Args:
@@ -135,7 +135,7 @@ class Chat:
         # the policy has sampled one itself.
         return tokens[1:] if sampled and sampled[-1] in self._stops else tokens
 
-    def responses(
+    def decode_turns(
         self, turns: Sequence[Sequence[int]], *, are_truncated: Sequence[bool]
     ) -> list[Response]:
         """Convert the sampled ids of finished turns into the responses that environments get."""
@@ -200,7 +200,8 @@ class Chat:
         names = self.tokenizer.convert_ids_to_tokens(sorted(self._stops))
         first = self.tokenizer.convert_ids_to_tokens(tokens[:1]) or ["nothing"]
         raise Refusal(
-            f"{self._where}: the chat template closes a reply by {closing[:_SHOWN_CHARS]!r}, whose "
+            f"{self._where}: the chat template closes a reply by "
+            f"{closing[:_MESSAGE_CHARS]!r}, whose "
             f"first token {first[0]!r} does not stop the engine (it stops at "
             f"{', '.join(map(repr, names))}); the policy would write the other side's turns too. "
             f"Add it to sampling.stop_token_ids"
@@ -267,8 +268,8 @@ def _roles(messages: list[Message]) -> str:
 
 def _difference(joined: str, rendered: str, messages: list[Message]) -> str:
     at = len(os.path.commonprefix([joined, rendered]))
-    begin = max(0, at - _SHOWN_CHARS // 2)
-    ours, other = (t[begin : at + _SHOWN_CHARS] for t in (joined, rendered))
+    begin = max(0, at - _MESSAGE_CHARS // 2)
+    ours, other = (t[begin : at + _MESSAGE_CHARS] for t in (joined, rendered))
     return (
         f"the chat template rewrites earlier turns once {_roles(messages)} follow: "
         f"the text\n  {ours!r}\nbecomes\n  {other!r}\nThe policy would read tokens that it did "

@@ -1,22 +1,23 @@
-"""What time decided in a run, on disk: a sealed journal for each engine replica.
+"""The decisions of a run that depend on timing, on disk: a sealed journal for each engine replica.
 
     OUTPUT_DIR/schedule/replica_0_of_2.jsonl
 
-A line is a JSON object of one kind of decision and its parts:
+A line is a JSON object with one kind of decision and its parts. A stretch is one call that
+generates, for training or for an evaluation. n counts the engine steps since the stretch began.
 
-    {"run": [facts]}             what must be alike for equal decisions to give equal numbers
-    {"fill": [version, last]}    a stretch of generation begins, with these weights, to this step
-    {"evaluate": [version, -1]}  the same of an evaluation
-    {"came": [n, keys, failed]}  after n engine steps of the stretch these answers of workers were
-                                 taken, in this order; failed: {key: [kind, message]}
-    {"book": [n, number, move]}  the moves of the shared book up to this number were seen; the last
-                                 was this replica's own, unless it is null
-    {"pause": [n]}               generation stops for new weights
-    {"end": [n]}                 the stretch is over
-    {"closed": [step, digests]}  of each group of this replica in the step: a digest of it
+    {"run": [facts]}                two runs need equal facts to get equal numbers
+    {"fill": [version, last]}       a stretch begins: it samples steps up to `last`
+    {"evaluate": [version, -1]}     a stretch begins: it is an evaluation
+    {"answers": [n, keys, failed]}  the replica took the workers' answers to these keys, in this
+                                    order; failed: {key: [kind, message]}
+    {"book": [n, number, move]}     the replica played the shared book's moves up to this number;
+                                    move: the last one if this replica made it, else null
+    {"pause": [n]}                  generation stops for new weights
+    {"end": [n]}                    the stretch ends
+    {"groups": [step, digests]}     {key: digest} of this replica's groups of a step
 
-In memory a line is a list, [kind, *parts]. It is written as soon as its decision is made, before
-anything follows from it.
+In memory a line is a list, [kind, *parts]. A line is written as soon as its decision is made,
+before the decision has any effect.
 """
 
 from __future__ import annotations
@@ -39,16 +40,17 @@ from spmdrl.same_run.differences import config_of, differences, is_among
 from spmdrl.value_forms import Form, are_texts, are_wholes, is_list, is_object, is_text, is_whole
 
 FOLDER = "schedule"
-"""Of the files, in a run's output_dir."""
-ASTRAY = "decide_again"
-"""File beside them: a resumed run could not repeat them, and the next start is not to try."""
+"""Name of the folder of these files in a run's output_dir."""
+DIVERGED_FILE = "decide_again"
+"""An empty file in this folder. A resumed run that could not repeat the decisions writes it; the
+next start then makes new decisions."""
 STRETCHES = ("fill", "evaluate")
-_FILLS_PER_VERSION = 2  # of train.py: the step itself, and those ahead
+_FILLS_PER_VERSION = 2  # train.py samples the step itself, then the steps ahead
 _REPLAY = "rollout.replay_schedule"
 
 Line = list[Any]
 
-_FREE = (
+_MAY_DIFFER = (
     "dry_run",
     "layout.wait_timeout_s",
     "layout.startup_timeout_s",
@@ -58,24 +60,27 @@ _FREE = (
     "rollout.record.every",
     "rewards.workers",
     "rewards.timeout_s",
-    "model.path",  # its files are compared
+    "model.path",  # the model's files are compared instead
     "report.",
     "checkpoint.",
 )
-"""Fields that change where, how fast or how safely a run goes, or what it shows."""
+"""Fields of the config that change neither decisions nor numbers."""
 
 
 def is_timed(cfg: Config) -> bool:
-    """Return whether time decides on what engines compute together, or on batches."""
+    """Return whether timing decides which sequences engines compute together, or which groups a
+    step gets."""
     schedule = cfg.rollout.schedule
     is_early = schedule.in_flight or schedule.leaves_unfinished or bool(schedule.dynamic)
     is_sampled = cfg.objective.samples and not replay_folder(cfg)
     return is_sampled and bool(is_early or schedule.balance == "steal" or cfg.environment_fields())
 
 
-def unrepeatable(cfg: Config) -> str:
-    """Return the field under which the same decisions do not give the same numbers, and why; empty
-    where they do."""
+def repeat_problem(cfg: Config) -> str:
+    """Return the setting that makes numbers differ although the decisions are equal, and why.
+
+    Returns: an empty text if there is no such setting.
+    """
     if not cfg.deterministic:
         return "deterministic: false, so that sums do not repeat; set it to true"
     if not cfg.engine.seed_per_request:
@@ -85,8 +90,8 @@ def unrepeatable(cfg: Config) -> str:
         )
     if cfg.rollout.schedule.kv_cache == "keep":
         return (
-            "rollout.schedule.kv_cache: keep, and a cache that older weights made is not in "
-            "checkpoints; set it to recompute"
+            "rollout.schedule.kv_cache: keep, and checkpoints do not hold the cache that older "
+            "weights made; set it to recompute"
         )
     return ""
 
@@ -105,13 +110,16 @@ def journal_of(folder: Path, *, replica: int, replicas: int) -> Journal:
 
 
 def row_of(line: Line) -> Row:
-    """Return a line as a journal has it."""
+    """Return the journal row of a line."""
     return {line[0]: line[1:]}
 
 
 def read_lines(journal: Journal) -> tuple[list[Line], str]:
-    """Return the lines of a file up to the first that is not as it was written, and what is wrong
-    with that; empty for nothing. Raises: OSError."""
+    """Read the lines of a journal up to the first damaged one.
+
+    Returns: the lines, and what is wrong with the damaged one; empty if no line is damaged.
+    Raises: OSError.
+    """
     lines: list[Line] = []
     for entry in journal.read():
         if entry.problem:
@@ -124,17 +132,17 @@ def read_lines(journal: Journal) -> tuple[list[Line], str]:
 
 
 def _problem_of(row: Row) -> str:
-    """Return what is wrong with a row; empty for nothing."""
+    """Return what is wrong with a row; empty if nothing is."""
     kind = next(iter(row), "")
     forms = _FORMS.get(kind)
     parts = row.get(kind)
     if forms is None or len(row) > 1:
-        return "is of no kind that is known"
+        return "is of an unknown kind"
     if not isinstance(parts, list) or len(parts) != len(forms):
         return f"must have a list of {len(forms)} parts for {kind!r}"
     for part, is_right in zip(parts, forms):
         if not is_right(part):
-            return f"holds {part!r:.60}, which {kind!r} cannot have there"
+            return f"holds {part!r:.60}, which is no valid part of {kind!r}"
     return ""
 
 
@@ -168,133 +176,144 @@ _FORMS: dict[str, tuple[Form, ...]] = {
     "run": (_are_facts,),
     "fill": (is_whole, is_whole),
     "evaluate": (is_whole, is_whole),
-    "came": (is_whole, _are_keys, _are_failures),
+    "answers": (is_whole, _are_keys, _are_failures),
     "book": (is_whole, is_whole, _is_move),
     "pause": (is_whole,),
     "end": (is_whole,),
-    "closed": (is_whole, _are_digests),
+    "groups": (is_whole, _are_digests),
 }
-"""{kind of a line: what each of its parts must be}."""
+"""{kind of a line: the form of each of its parts}."""
 
 
 def until_version(lines: Sequence[Line], version: int) -> list[Line]:
-    """Return the lines before the first stretch with weights of a version, or later ones."""
+    """Return the lines before the first stretch with weights of a version or a later one."""
     for at, line in enumerate(lines):
         if line[0] in STRETCHES and line[1] >= version:
             return list(lines[:at])
     return list(lines)
 
 
-# --------------------------------------------------------------------------- what is known of a run
+# --------------------------------------------------------------------------- facts of a run
 
 
 def facts(cfg: Config, *, tokens_per_microbatch: int) -> dict[str, dict[str, Any]]:
-    """Return what must be alike for the same decisions to give the same numbers.
+    """Return everything on which a run's numbers depend, apart from the decisions.
 
     Args:
-        tokens_per_microbatch: of the run, which may have been found.
+        tokens_per_microbatch: the run's value. With 0 in the config it was measured at start.
     """
     config = config_of(cfg) | {"batch.tokens_per_microbatch": tokens_per_microbatch}
     return {
-        "config": {name: value for name, value in config.items() if not is_among(name, _FREE)},
+        "config": {
+            name: value for name, value in config.items() if not is_among(name, _MAY_DIFFER)
+        },
         "packages": versions(),
         "model": {"files": _files_of_model(cfg)},
     }
 
 
 def facts_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
-    """Return the facts that stand among lines, the first ones first."""
+    """Return the facts in lines: those of the first start, then those of starts with others."""
     return [line[1] for line in lines if line[0] == "run"]
 
 
 def _files_of_model(cfg: Config) -> str:
     """Return a digest of a model's small files and of the sizes of its weights."""
     folder = Path(cfg.model.path)
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     if not folder.is_dir():
-        return cfg.model.path  # of the hub
+        return cfg.model.path  # a name on the hub
     for path in sorted(folder.iterdir()):
         if path.suffix in (".json", ".safetensors"):
-            found.update(f"{path.name} {path.stat().st_size} ".encode())
-            found.update(path.read_bytes() if path.suffix == ".json" else b"")
-    return found.hexdigest()[:16]
+            digest.update(f"{path.name} {path.stat().st_size} ".encode())
+            digest.update(path.read_bytes() if path.suffix == ".json" else b"")
+    return digest.hexdigest()[:16]
 
 
-# --------------------------------------------------------------------------- what was decided
+# --------------------------------------------------------------------------- past decisions
 
 
 @dataclass
-class Decided:
-    """What was decided on one replica from some version on."""
+class PastDecisions:
+    """The recorded decisions of one replica, for a run that begins with weights of some version."""
 
     stretches: dict[tuple[str, int, int], list[Line]] = field(default_factory=dict)
-    """{(kind, version, how many of these came before): its lines, the first says what it is}."""
+    """{(kind, version, number of earlier stretches of that kind and version): lines}."""
     digests: dict[int, dict[str, str]] = field(default_factory=dict)
-    """{step: {group: digest}}."""
+    """{step: {key of a group: digest}}."""
     moves: list[Line] = field(default_factory=list)
-    """Of all replicas in the book that they share, from the run's first on."""
+    """Moves of all replicas in the book that they share, since the run began."""
     begun: int = 0
-    """How many of these were made with weights before that version."""
+    """Number of these moves that were made with weights before that version."""
 
 
-def decided(files: Sequence[Sequence[Line]], *, replica: int, version: int) -> Decided:
-    """Return what was decided on a replica with weights of a version and later ones.
+def past_decisions(files: Sequence[Sequence[Line]], *, replica: int, version: int) -> PastDecisions:
+    """Return the recorded decisions of a replica.
 
     Args:
-        files: lines of all replicas, in their order.
+        files: lines of each replica, in order.
+        replica: index of the replica.
+        version: version of the weights that the run begins or continues with.
     """
-    found = Decided(moves=moves_of(files))
-    seen = Counter[tuple[str, int]]()
+    past = PastDecisions(moves=moves_of(files))
+    counts = Counter[tuple[str, int]]()
     stretch: list[Line] = []
     for line in files[replica]:
         kind = line[0]
-        if kind == "closed":
-            found.digests[line[1]] = line[2]
+        if kind == "groups":
+            past.digests[line[1]] = line[2]
         elif kind in STRETCHES:
-            what = kind, line[1]
+            name = (kind, line[1])
             stretch = [line]
-            found.stretches[*what, seen[what]] = stretch
-            seen[what] += 1
+            past.stretches[*name, counts[name]] = stretch
+            counts[name] += 1
         elif kind != "run":
             stretch.append(line)
-    found.begun = sum(move[1] < version for move in found.moves)  # a Move's second is its version
-    return found
+    # The second field of a Move is its version. `Move` itself needs torch.
+    past.begun = sum(move[1] < version for move in past.moves)
+    return past
 
 
 def moves_of(files: Iterable[Sequence[Line]]) -> list[Line]:
-    """Return the moves of a shared book, up to the first that no replica wrote down."""
-    by_number = {
-        line[2]: line[3] for lines in files for line in lines if line[0] == "book" and line[3]
-    }
+    """Return the moves of a shared book, up to the first that no journal has."""
+    by_number = {}
+    for lines in files:
+        for line in lines:
+            if line[0] == "book" and line[3]:
+                by_number[line[2]] = line[3]
     end = next(number for number in count(1) if number not in by_number)
     return [by_number[number] for number in range(1, end)]
 
 
-def agreeing(files: Sequence[Sequence[Line]]) -> list[list[Line]]:
-    """Return of each replica the lines before the first that names a move which nobody wrote down:
-    a replica that is killed right after its move may leave others that saw it."""
-    known = len(moves_of(files))
-    found = []
+def without_lost_moves(files: Sequence[Sequence[Line]]) -> list[list[Line]]:
+    """Return the lines of each replica before the first line about a move that no journal has.
+
+    A replica may be killed after it made a move and before it wrote the line. Other replicas may
+    have seen the move.
+    """
+    num_moves = len(moves_of(files))
+    valid = []
     for lines in files:
-        beyond = (at for at, line in enumerate(lines) if line[0] == "book" and line[2] > known)
-        found.append(list(lines[: next(beyond, len(lines))]))
-    return found
+        lost = (at for at, line in enumerate(lines) if line[0] == "book" and line[2] > num_moves)
+        valid.append(list(lines[: next(lost, len(lines))]))
+    return valid
 
 
-# --------------------------------------------------------------------------- to be repeated
+# --------------------------------------------------------------------------- repeat another run
 
 
 def check_schedule(cfg: Config, *, tokens_per_microbatch: int | None = None) -> list[list[Line]]:
-    """Return the lines of the run that rollout.replay_schedule names, of each replica.
+    """Return each replica's lines of the run that rollout.replay_schedule names.
 
     Args:
-        tokens_per_microbatch: of this run; None: as its config says.
-    Raises: Refusal naming the first thing by which its decisions cannot be repeated.
+        tokens_per_microbatch: the value of this run; None takes it from the config.
+    Raises: Refusal naming the first reason why this run cannot repeat the decisions.
     """
-    from spmdrl.world.axes import axes_of  # here: with torch, which the check of settings has not
+    # Imported here, since it imports torch, and the check of settings works without torch.
+    from spmdrl.world.axes import axes_of
 
-    if why := unrepeatable(cfg):
-        raise Refusal(f"{_REPLAY}: {cfg.rollout.replay_schedule} with {why}")
+    if problem := repeat_problem(cfg):
+        raise Refusal(f"{_REPLAY}: {cfg.rollout.replay_schedule} with {problem}")
     folder = Path(cfg.rollout.replay_schedule).expanduser()
     if (folder / FOLDER).is_dir():
         folder = folder / FOLDER
@@ -302,16 +321,15 @@ def check_schedule(cfg: Config, *, tokens_per_microbatch: int | None = None) -> 
     if not names:
         raise Refusal(
             f"{_REPLAY}: {folder} holds no decisions (looked from {Path.cwd()}); name the "
-            "output_dir of a run whose engines worked ahead, or had an environment"
+            "output_dir of a run whose engines worked ahead or that had an environment"
         )
     replicas = axes_of(cfg).replicas
     journals = [journal_of(folder, replica=i, replicas=replicas) for i in range(replicas)]
     for journal in journals:
         if journal.path.name not in names:
             raise Refusal(
-                f"{_REPLAY}: {folder} has {', '.join(names)} and not {journal.path.name}: take as "
-                "many engine replicas (layout.world_size, trainer_ranks, inference_tp) as that run "
-                "had"
+                f"{_REPLAY}: {folder} has {', '.join(names)} and not {journal.path.name}: use as "
+                "many engine replicas (layout.world_size, trainer_ranks, inference_tp) as that run"
             )
     tokens = tokens_per_microbatch or cfg.batch.tokens_per_microbatch
     now = facts(cfg, tokens_per_microbatch=tokens)
@@ -323,41 +341,41 @@ def check_schedule(cfg: Config, *, tokens_per_microbatch: int | None = None) -> 
         _check_facts(journal.path, lines, now)
         _check_whole(journal.path, lines, steps=cfg.steps)
         files.append(lines)
-    for journal, lines, known in zip(journals, files, agreeing(files)):
-        if len(known) < len(lines):
+    for journal, lines, valid in zip(journals, files, without_lost_moves(files)):
+        if len(valid) < len(lines):
             raise Refusal(
                 f"{_REPLAY}: {journal.path} names move {len(moves_of(files)) + 1} of the shared "
-                "book, which no replica's file has: these files are not of one run"
+                "book, which no replica's file has: the files are not from one run"
             )
     return files
 
 
 def _check_facts(path: Path, lines: Sequence[Line], now: dict[str, Any]) -> None:
-    """Refuse decisions that were made under other circumstances. Raises: Refusal."""
+    """Refuse decisions of a run with other facts. Raises: Refusal."""
     known = facts_of(lines)
     if not known:
-        raise Refusal(f"{_REPLAY}: {path} does not say of what run it is")
-    if known[1:]:
+        raise Refusal(f"{_REPLAY}: {path} has no line that describes its run")
+    if len(known) > 1:
         changed = differences(known[0], known[1])
         raise Refusal(
-            f"{_REPLAY}: {path}: the run was resumed with other settings than it began with, and "
-            "cannot be repeated in one: " + "; ".join(map(str, changed))
+            f"{_REPLAY}: {path}: the run was resumed with other settings, and a single run cannot "
+            "repeat it: " + "; ".join(map(str, changed))
         )
-    if found := differences(known[0], now):
+    if changed := differences(known[0], now):
         raise Refusal(
-            f"{_REPLAY}: the decisions in {path} give the same numbers only where these are "
-            "alike:\n  " + "\n  ".join(map(str, found))
+            f"{_REPLAY}: to repeat the decisions in {path}, these must be equal:\n  "
+            + "\n  ".join(map(str, changed))
         )
 
 
 def _check_whole(path: Path, lines: Sequence[Line], *, steps: int) -> None:
-    """Refuse decisions that do not go from the first step to the last. Raises: Refusal."""
-    stretches = decided([lines], replica=0, version=0).stretches
+    """Refuse decisions that do not cover all steps. Raises: Refusal."""
+    stretches = past_decisions([lines], replica=0, version=0).stretches
     for version in range(steps):
         for number in range(_FILLS_PER_VERSION):
             own = stretches.get(("fill", version, number), [])
             if not own or own[-1][0] != "end":
                 raise Refusal(
-                    f"{_REPLAY}: {path} breaks off at step {version} of {steps}: the run has not "
-                    "reached its end, or the file was cut"
+                    f"{_REPLAY}: {path} breaks off at step {version} of {steps}: the run did not "
+                    "reach its end, or the file was cut"
                 )

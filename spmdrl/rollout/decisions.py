@@ -1,10 +1,9 @@
-"""Decisions that depend on timing on an engine replica: written to a journal, or repeated from it.
+"""The decisions of an engine replica that depend on timing: made and written, or repeated.
 
 Four things depend on timing: which answers of workers have arrived after an engine step, which
-moves of other replicas the shared book then has, when engines pause for new weights, and, because
-of these, which groups close a step. `Decisions` makes or repeats each of them, in the order in
-which they are needed; everything else follows from them. A stretch is one call that generates, for
-training or evaluation; its clock counts engine steps.
+moves of other replicas the shared book then has, when engines pause for new weights, and, as a
+consequence, which groups a step gets. `Decisions` makes or repeats them in the order in which they
+are needed. Everything else in a run follows from them. `decision_log` describes the journal.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from spmdrl.config import Config
 from spmdrl.journal import Journal
 from spmdrl.rollout.book import Move, OwnBook, SharedBook, Ticket
 from spmdrl.rollout.decision_log import (
-    ASTRAY,
+    DIVERGED_FILE,
     FOLDER,
-    Decided,
     Line,
-    agreeing,
+    PastDecisions,
     check_schedule,
-    decided,
     facts,
     facts_of,
     is_timed,
     journal_of,
+    past_decisions,
     read_lines,
+    repeat_problem,
     row_of,
-    unrepeatable,
     until_version,
+    without_lost_moves,
 )
 from spmdrl.rollout.episode import Episode, Group
 from spmdrl.run_folder import make_folder, remove, write_file
@@ -51,40 +50,40 @@ Answer = RewardResult | TurnResult
 _PURPOSE = {"fill": "train-", "evaluate": "eval-"}
 """{kind of stretch: prefix of the keys of its episodes}. Answers to other keys wait."""
 _MESSAGE_CHARS = 300
-_UNLIKE = "The results differ from that run's: the machine, data or a reward function is another"
+_CAUSES = "The machine, the data or a reward function differs from that run's"
 
 
 class Decisions:
     """Makes, writes and repeats the decisions of one replica; only its leader has one.
 
-    Before `start`, decisions are neither written nor repeated. `start` is not called where a model
-    is evaluated outside a run.
+    Before `start`, decisions are neither written nor repeated. An evaluation outside of a run
+    does not call `start`.
     """
 
     def __init__(self) -> None:
-        self._known: _KnownDecisions | None = None  # read by `start`, until the first stretch
-        self._source = ""  # folder of the decisions that are repeated, for messages
+        self._files: _DecisionFiles | None = None  # set by `start` until the first stretch
+        self._source = ""  # folder of the decisions to repeat, for messages
         self._must_repeat = False  # rollout.replay_schedule is set: repeat all decisions
-        self._astray: Path | None = None  # this file marks decisions that cannot be repeated
-        self._drops = True  # drop samples whose reward failed; if False, the run ends
-        self._decided = Decided()  # the decisions to repeat
-        self._is_written = False  # this run's journal already has the lines that are repeated
+        self._diverged_file: Path | None = None
+        self._drops_failed = True  # drop samples whose reward failed; if False, the run ends
+        self._past = PastDecisions()  # the decisions to repeat
+        self._is_written = False  # the journal already has the lines to repeat
         self._journal: Journal | None = None
-        self._ahead: deque[Line] = deque()  # lines of this stretch that are still to be repeated
+        self._ahead: deque[Line] = deque()  # lines to repeat in this stretch
         self._stretch = ("", 0)  # its kind, and the version of its weights
-        self._counts: Counter[tuple[str, int]] = Counter()
+        self._counts: Counter[tuple[str, int]] = Counter()  # {stretch: how many have begun}
         self._clock = 0  # engine steps of the stretch
-        self._noted = 0  # number of moves of the shared book that the journal has
+        self._moves_written = 0  # number of moves of the shared book that the journal has
         self._answers = _Answers()
 
     def start(self, cfg: Config, world: World, *, version: int) -> None:
-        """Write decisions from here on, and repeat those that the journal has for later steps.
+        """Begin to write decisions, and to repeat those that the journal has for later steps.
 
-        This only reads files. They are written at the first stretch, when all replicas have read
+        This method only reads files. The first stretch writes them, when all replicas have read
         them.
 
         Args:
-            version: of the weights that the run begins or continues with.
+            version: version of the weights that the run begins or continues with.
         Raises: OSError.
         """
         if not is_timed(cfg):
@@ -92,9 +91,9 @@ class Decisions:
         folder = Path(cfg.output_dir) / FOLDER
         self._source = cfg.rollout.replay_schedule or str(folder)
         self._must_repeat = bool(cfg.rollout.replay_schedule)
-        self._astray = folder / ASTRAY
-        self._drops = cfg.rewards.on_failure == "drop"
-        self._known = _KnownDecisions(cfg, world, version=version)
+        self._diverged_file = folder / DIVERGED_FILE
+        self._drops_failed = cfg.rewards.on_failure == "drop"
+        self._files = _DecisionFiles(cfg, world, version=version)
 
     # ---------------------------------------------------------------- stretches
 
@@ -103,33 +102,35 @@ class Decisions:
 
         Args:
             kind: `fill` or `evaluate`.
-            version: of the weights.
-            book: this replica's book, which repeats the known moves.
+            version: version of the weights.
+            book: this replica's book, which repeats the past moves.
             last: last step to sample for.
         """
-        if self._known is not None:
-            self._decided, self._journal, self._is_written = self._known.take()
-            self._known = None
-            self._noted = self._decided.begun
+        if self._files is not None:
+            self._past, self._journal, self._is_written = self._files.take()
+            self._files = None
+            self._moves_written = self._past.begun
             if isinstance(book, SharedBook):
-                book.remember(self._decided.moves, begun=self._decided.begun)
+                book.remember(self._past.moves, begun=self._past.begun)
         self._stretch = (kind, version)
         self._clock = 0
         number = self._counts[self._stretch]
         self._counts[self._stretch] += 1
         opening = [kind, version, last]
-        lines = self._decided.stretches.get((kind, version, number), [])
+        lines = self._past.stretches.get((kind, version, number), [])
         self._ahead = deque(lines)
         if lines and lines[0] != opening:
-            raise self._differs(str(opening))
+            raise self._divergence(f"the stretch {opening}")
         if lines:
             self._repeat()
             return
-        if kind == "fill":  # no later decision depends on an evaluation
+        # This stretch is new, so the journal has no lines of later ones. An evaluation does not
+        # count, since no later decision depends on it.
+        if kind == "fill":
             self._is_written = False
         self._write(opening)
 
-    def stepped(self) -> None:
+    def count_step(self) -> None:
         """Count an engine step."""
         self._clock += 1
 
@@ -140,13 +141,13 @@ class Decisions:
         elif self._due("end"):
             self._repeat()
         else:
-            raise self._differs("the end")
+            raise self._divergence("the end")
         self._stretch = ("", 0)
 
     # ---------------------------------------------------------------- timing
 
     def pauses(self, must_pause: Callable[[], bool]) -> bool:
-        """Return whether generation stops here for new weights."""
+        """Return whether generation stops now for new weights."""
         if self._ahead:
             is_due = self._due("pause") is not None
             if is_due:
@@ -161,7 +162,8 @@ class Decisions:
         """Make a move in a book if it is due; return its tickets, or None if it was not made.
 
         Args:
-            is_urgent: make the move now: generation pauses, or there is nothing else to do.
+            is_urgent: whether to move even if no move is due, because generation pauses or the
+                replica has nothing else to do.
         """
         if not isinstance(book, SharedBook):
             return book.move(move)
@@ -170,28 +172,29 @@ class Decisions:
             if line is None:
                 return None
             _, _, number, own = line
+            # As JSON, which has lists and no tuples.
             if own is not None and own != json.loads(json.dumps(move)):
-                raise self._differs(f"the move {list(move)}")
+                raise self._divergence(f"the move {list(move)}")
             self._repeat()
-            self._noted = number
+            self._moves_written = number
             tickets = book.play_until(number)
             return None if own is None else tickets
         if not (book.is_due or is_urgent):
             return None
         tickets = book.move(move)
-        if book.number > self._noted:
+        if book.number > self._moves_written:
             is_own = book.number == book.latest_own
             self._write(["book", self._clock, book.number, list(move) if is_own else None])
-            self._noted = book.number
+            self._moves_written = book.number
         return tickets
 
     def waits(self) -> bool:
         """Return whether a replica that has nothing to do must wait for other replicas.
 
-        It need not while decisions are repeated: the moves of the others are known then.
+        It need not wait while it repeats decisions, since it knows the moves of the others.
         """
         if self._ahead:
-            self._check_due("nothing is left to do")
+            self._check_due("nothing to do for the replica")
         return not self._ahead
 
     def answers(
@@ -201,27 +204,27 @@ class Decisions:
 
         Args:
             awaited: {key: episode} of the episodes that the workers have.
-            is_idle: the engine has nothing to do, so wait for at least one answer.
+            is_idle: whether the engine has nothing to do; then wait for at least one answer.
         """
-        line = self._due("came")
+        line = self._due("answers")
         if line is not None:
-            answers = [self._answer(pool, key, awaited, failed=line[3]) for key in line[2]]
+            answers = [self._repeat_answer(pool, key, awaited, failed=line[3]) for key in line[2]]
             self._repeat()
             return answers
         if self._ahead:
             if is_idle:
-                self._check_due("the engine has nothing to do")
+                self._check_due("nothing to do for the engine")
             self._answers.fetch(pool)
             return []
         prefix = _PURPOSE.get(self._stretch[0], "")
-        answers = self._answers.of(prefix, pool, must_wait=is_idle)
+        answers = self._answers.take(prefix, pool, must_wait=is_idle)
         failed = {a.key: [a.failure, a.message[:_MESSAGE_CHARS]] for a in answers if a.failure}
-        # A failure that ends the run is not written: the next attempt must not repeat it.
-        if answers and (self._drops or not failed):
-            self._write(["came", self._clock, [answer.key for answer in answers], failed])
+        # Do not write a failure that ends the run: the next attempt must not repeat it.
+        if answers and (self._drops_failed or not failed):
+            self._write(["answers", self._clock, [answer.key for answer in answers], failed])
         return answers
 
-    def _answer(
+    def _repeat_answer(
         self,
         pool: RewardPool,
         key: Hashable,
@@ -229,44 +232,44 @@ class Decisions:
         *,
         failed: Mapping[Hashable, tuple[Failure, str]],
     ) -> Answer:
-        """Wait for an answer, or make one again that failed in the repeated run."""
+        """Return the answer to a key: wait for it, or repeat a failure without waiting."""
         if key not in awaited:
-            raise self._differs(f"{key} is not with the workers")
+            raise self._divergence(f"no job {key} at the workers")
         if key in failed:
-            self._answers.give_up(key)
+            self._answers.discard(key)
             kind = RewardResult if awaited[key].stage == "score" else TurnResult
             failure, message = failed[key]
             return kind(key, failure=failure, message=message)
         answer = self._answers.wait_for(key, pool)
         if answer.failure:
-            raise self._differs(f"{key} failed: {answer.failure}: {answer.message}")
+            raise self._divergence(f"a failure of {key}: {answer.failure}: {answer.message}")
         return answer
 
     # ---------------------------------------------------------------- results
 
-    def closed(self, step: int, groups: Sequence[Group]) -> None:
-        """Write digests of this replica's groups of a step, and compare them with known ones.
+    def record_groups(self, step: int, groups: Sequence[Group]) -> None:
+        """Write digests of this replica's groups of a step, and compare them with past ones.
 
-        A resumed run may get other results, because a reward function was corrected or the machine
-        is another. It logs this and goes on.
+        A resumed run may get other results, if somebody corrected a reward function or the machine
+        differs. It logs this and continues.
 
         Raises: RuntimeError naming the first group that differs from the run of replay_schedule.
         """
         if self._journal is None:
             return
         own = {group.key: _digest(group) for group in groups}
-        there = self._decided.digests.get(step, own)
-        differing = [key for key in there | own if there.get(key) != own.get(key)]
+        past = self._past.digests.get(step, own)
+        differing = [key for key in past | own if past.get(key) != own.get(key)]
         if differing:
             key = differing[0]
             what = (
-                f"group {key} of step {step} has the digest {there.get(key)} in that run and "
+                f"group {key} of step {step} has the digest {past.get(key)} in that run and "
                 f"{own.get(key)} here"
             )
             if self._must_repeat:
-                raise RuntimeError(f"{self._source}: {what}. {_UNLIKE}")
-            log.warning("%s: %s. %s; the run goes on", self._source, what, _UNLIKE)
-        self._write(["closed", step, own])
+                raise RuntimeError(f"{self._source}: {what}. {_CAUSES}")
+            log.warning("%s: %s. %s; the run continues", self._source, what, _CAUSES)
+        self._write(["groups", step, own])
 
     # ---------------------------------------------------------------- lines
 
@@ -280,54 +283,60 @@ class Decisions:
             return None
         line = self._ahead[0]
         if line[1] < self._clock:
-            raise self._differs("nothing of the kind")
+            raise self._divergence("another decision")
         return line if line[0] == kind and line[1] == self._clock else None
 
     def _check_due(self, here: str) -> None:
         """Raise RuntimeError unless a move of the book or a pause is due now."""
-        if self._ahead[0][0] not in ("book", "pause") or self._ahead[0][1] != self._clock:
-            raise self._differs(here)
+        kind, clock, *_ = self._ahead[0]
+        if kind not in ("book", "pause") or clock != self._clock:
+            raise self._divergence(here)
 
     def _repeat(self) -> None:
-        """Go on to the next line; after the last known one, new decisions are made and written."""
+        """Remove the line that was repeated; after the last one, make and write new decisions."""
         line = self._ahead.popleft()
         self._write(line)
         if not self._ahead and line[0] != "end":
             self._is_written = False
 
-    def _differs(self, here: str) -> RuntimeError:
+    def _divergence(self, here: str) -> RuntimeError:
+        """Return the error of a run that cannot repeat its decisions.
+
+        Args:
+            here: what this run has in place of the next decision.
+        """
         kind, version = self._stretch
         advice = ""
-        if not self._must_repeat and self._astray is not None:
-            write_file(self._astray, "", within=self._astray.parents[1])
-            advice = "; start again: the next start decides again"
-        there = json.dumps(self._ahead[0]) if self._ahead else "nothing"
+        if not self._must_repeat and self._diverged_file is not None:
+            write_file(self._diverged_file, "", within=self._diverged_file.parents[1])
+            advice = "; start again: the next start makes new decisions"
+        past = json.dumps(self._ahead[0]) if self._ahead else "nothing"
         return RuntimeError(
             f"{self._source}: {kind} with the weights of step {version}, after {self._clock} "
-            f"engine steps: there {there:.300}, here {here}. {_UNLIKE}{advice}"
+            f"engine steps: that run has {past:.300}, this run has {here}. {_CAUSES}{advice}"
         )
 
 
 class _Answers:
-    """Answers of workers that have arrived and were not taken yet."""
+    """Answers of workers that have arrived and that nobody has taken yet."""
 
     def __init__(self) -> None:
         self._answers: dict[Hashable, Answer] = {}
-        self._given_up: set[Hashable] = set()  # keys whose answers are thrown away on arrival
+        self._discarded: set[Hashable] = set()  # drop the answers to these keys when they arrive
 
     def fetch(self, pool: RewardPool) -> None:
         """Store the answers that have arrived, without waiting."""
         for answer in pool.poll():
-            if answer.key in self._given_up:
-                self._given_up.remove(answer.key)
+            if answer.key in self._discarded:
+                self._discarded.remove(answer.key)
             else:
                 self._answers[answer.key] = answer
 
-    def of(self, prefix: str, pool: RewardPool, *, must_wait: bool) -> list[Answer]:
-        """Return the answers to keys that begin with a prefix.
+    def take(self, prefix: str, pool: RewardPool, *, must_wait: bool) -> list[Answer]:
+        """Remove and return the answers to keys that begin with a prefix.
 
         Args:
-            must_wait: if there are none, first sleep until a worker has an answer.
+            must_wait: whether to wait for a worker first, if there are none.
         """
         if must_wait and not self._keys(prefix):
             pool.wait()
@@ -338,24 +347,24 @@ class _Answers:
         return [key for key in self._answers if str(key).startswith(prefix)]
 
     def wait_for(self, key: Hashable, pool: RewardPool) -> Answer:
-        """Wait for the answer to a key and return it."""
+        """Wait for the answer to a key; remove and return it."""
         self.fetch(pool)
         while key not in self._answers:
             pool.wait()
             self.fetch(pool)
         return self._answers.pop(key)
 
-    def give_up(self, key: Hashable) -> None:
-        """Throw away the answer to a key, now or when it arrives."""
+    def discard(self, key: Hashable) -> None:
+        """Drop the answer to a key, now or when it arrives."""
         if self._answers.pop(key, None) is None:
-            self._given_up.add(key)
+            self._discarded.add(key)
 
 
-class _KnownDecisions:
-    """The decisions that a run's files have for later steps.
+class _DecisionFiles:
+    """The files of a run's decisions, read at start.
 
     Args:
-        version: of the weights that the run begins or continues with.
+        version: version of the weights that the run begins or continues with.
     """
 
     def __init__(self, cfg: Config, world: World, *, version: int):
@@ -363,7 +372,7 @@ class _KnownDecisions:
         self._world = world
         self._version = version
         self._folder = Path(cfg.output_dir) / FOLDER
-        self._was_astray = (self._folder / ASTRAY).exists()
+        self._has_diverged = (self._folder / DIVERGED_FILE).exists()
         replicas = max(1, world.num_replicas)
         files = []
         for replica in range(replicas):
@@ -371,10 +380,10 @@ class _KnownDecisions:
             files.append(read_lines(journal)[0] if journal.path.exists() else [])
             if replica == world.replica:
                 self._journal = journal
-        self._files = agreeing(files)
+        self._files = without_lost_moves(files)
 
-    def take(self) -> tuple[Decided, Journal, bool]:
-        """Cut the journal to the lines that stay valid and prepare to repeat decisions.
+    def take(self) -> tuple[PastDecisions, Journal, bool]:
+        """Cut the journal to the lines that stay valid, and return the decisions to repeat.
 
         Returns: the decisions to repeat, the journal to write to, and whether the journal already
             has the decisions to repeat.
@@ -391,36 +400,36 @@ class _KnownDecisions:
             is_known = False
             if until_version(own, self._version) != own:
                 path = self._journal.path
-                log.info("%s: the steps to come are decided again: %s", path, reason)
+                log.info("%s: later steps get new decisions: %s", path, reason)
         if not is_known:
             files = [until_version(lines, self._version) for lines in files]
         own = files[replica]
         if must_repeat:
             files = check_schedule(cfg, tokens_per_microbatch=tokens)
         make_folder(self._folder, within=self._folder.parent)
-        numbers = itertools.count()
-        self._journal.keep(lambda row: next(numbers) < len(own))
-        if self._was_astray:
-            remove(self._folder / ASTRAY, within=self._folder.parent)
-        known = facts_of(own)
-        if not known or differences(known[-1], now):
+        position = itertools.count()
+        self._journal.keep(lambda row: next(position) < len(own))
+        if self._has_diverged:
+            remove(self._folder / DIVERGED_FILE, within=self._folder.parent)
+        written_facts = facts_of(own)
+        if not written_facts or differences(written_facts[-1], now):
             self._journal.append(row_of(["run", now]))
-        known_decisions = decided(files, replica=replica, version=self._version)
-        return known_decisions, self._journal, is_known
+        past = past_decisions(files, replica=replica, version=self._version)
+        return past, self._journal, is_known
 
     def _reason_to_decide_again(self, own: Sequence[Line], now: dict[str, Any]) -> str:
-        """Return why the later decisions cannot be repeated; empty if they can."""
-        if self._was_astray:
-            return "the start before this one computed other results"
+        """Return why this run cannot repeat the later decisions; empty if it can."""
+        if self._has_diverged:
+            return "the previous start could not repeat the decisions"
         for difference in differences(facts_of(own)[-1], now):
             return str(difference)
-        return unrepeatable(self._cfg)
+        return repeat_problem(self._cfg)
 
 
 def _digest(group: Group) -> str:
     """Return a digest of a group: tokens, logprobs, versions and rewards, bit for bit."""
     digest = hashlib.sha256()
-    for sample in group.placed:
+    for sample in group.all_samples:
         own = sample.trajectory
         reward = sample.reward
         for column in (own.tokens, own.rollout_logprobs, own.policy_versions):

@@ -1,4 +1,4 @@
-"""Samples and their groups, while they are drawn and when they are finished."""
+"""Samples and their groups, unfinished and finished."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREEDY = -1
 
 @dataclass(frozen=True)
 class Draw:
-    """How samples of one purpose are drawn."""
+    """Sampling settings of the samples for one purpose."""
 
     seed: int
     purpose: str
@@ -30,7 +30,7 @@ class Draw:
     samples: int
     """Responses per prompt."""
     max_tokens: int
-    """Longest response in tokens, with the environment's answers between turns."""
+    """Longest response in tokens, including the environment's answers between turns."""
     temperature: float
     is_seeded: bool
     stop_token_ids: tuple[int, ...]
@@ -44,11 +44,11 @@ class Draw:
     stop: tuple[str, ...] = ()
 
     def of_prompt(self, prompt: Prompt, cfg: Config) -> Draw:
-        """Return how the samples of a prompt are drawn; its row may set some of it."""
+        """Return the settings for a prompt's samples; its row may change some of them."""
         return self.of_row(row_sampling(prompt.row, cfg, where=prompt.origin))
 
     def of_row(self, own: Mapping[str, Any]) -> Draw:
-        """Return how samples are drawn with a row's own settings; see `row_sampling`."""
+        """Return these settings with a row's own ones in place; see `row_sampling`."""
         if not own:
             return self
         limits = {name: value for name, value in own.items() if name != "max_tokens"}
@@ -61,28 +61,28 @@ class Draw:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory(Tokens):
-    """A prompt and all tokens after it: sampled ones, and the environment's between turns.
+    """A prompt and all tokens after it: the sampled ones, and the environment's between turns.
 
     An extra column that covers the prompt may end before the last tokens.
     """
 
-    num_given: int
+    num_prompt_tokens: int
     """Tokens of the prompt."""
     is_truncated: bool = False
     """Whether the last turn was cut at the length limit."""
     states: tuple[int, ...] = ()
-    """Number of the state that each finished turn of the policy answers; -1 for none."""
+    """Number of the environment's state before each finished turn of the policy; -1 for none."""
     earned: tuple[float, ...] = ()
     """Reward of each finished turn from the environment, task units."""
 
     @classmethod
-    def begun(cls, prompt: Sequence[int]) -> Trajectory:
-        """Return a trajectory that has only a prompt so far."""
-        return Trajectory(**Tokens.unsampled(prompt).token_fields(), num_given=len(prompt))
+    def from_prompt(cls, prompt: Sequence[int]) -> Trajectory:
+        """Return a trajectory that has only a prompt."""
+        return Trajectory(**Tokens.unsampled(prompt).token_fields(), num_prompt_tokens=len(prompt))
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Trajectory:
-        """Return the trajectory whose `state_dict` this is."""
+        """Return the trajectory from the result of its `state_dict`."""
         return Trajectory(**token_fields_from(state))
 
     @property
@@ -98,32 +98,32 @@ class Trajectory(Tokens):
     @property
     def response(self) -> list[int]:
         """Return the ids that follow the prompt."""
-        return self.tokens[self.num_given :].tolist()
+        return self.tokens[self.num_prompt_tokens :].tolist()
 
     @property
-    def whole(self) -> TokenIds:
+    def token_ids(self) -> TokenIds:
         """Return all tokens in the form that an engine takes."""
         return TokenIds(self.tokens.tolist(), MultimodalItems.of(self.extra_columns))
 
     @property
     def prompt(self) -> TokenIds:
         """Return the prompt."""
-        return self.whole[: self.num_given]
+        return self.token_ids[: self.num_prompt_tokens]
 
-    def opened(self, prompt: Prompt, *, text: str) -> Prompt:
-        """Return a copy of `prompt` with this trajectory's prompt tokens and this text.
+    def update_prompt(self, prompt: Prompt, *, text: str) -> Prompt:
+        """Return a copy of a row's prompt with this trajectory's prompt tokens and this text.
 
-        An environment's opening replaces the tokens of the row.
+        The two differ if an environment opened the episode.
         """
         return replace(prompt, tokens=self.prompt, text=text)
 
     @property
     def num_following(self) -> int:
         """Return the number of tokens after the prompt."""
-        return len(self.tokens) - self.num_given
+        return len(self.tokens) - self.num_prompt_tokens
 
-    def sampled(self, completion: Completion) -> Trajectory:
-        """Return a copy with the engine's completion appended."""
+    def append_completion(self, completion: Completion) -> Trajectory:
+        """Return a copy with a completion of the engine appended."""
         columns = completion.extra_columns
         drawn = Tokens(
             tokens=completion.tokens,
@@ -139,21 +139,21 @@ class Trajectory(Tokens):
             if not column.covers_prompt:
                 continue
             if known is not None:
-                # Each turn reports the earlier tokens again. Keep the first report: they were
-                # drawn with it.
+                # Each turn reports the earlier tokens again. Keep the first report of a token: it
+                # was drawn with that one.
                 column = known.cat([known, column[torch.arange(len(known), len(column))]])
             extra[key] = column
         return replace(followed, is_truncated=completion.is_truncated, extra_columns=extra)
 
-    def observed(self, ids: Sequence[int]) -> Trajectory:
+    def append_answer(self, ids: Sequence[int]) -> Trajectory:
         """Return a copy with an environment's answer, and its images, appended."""
         return self._followed_by(Tokens.unsampled(ids))
 
-    def ended(self, state: int) -> Trajectory:
-        """Return a copy in which the last turn is finished.
+    def end_turn(self, state: int) -> Trajectory:
+        """Return a copy in which the last turn is finished, with reward 0.
 
         Args:
-            state: number of the state that the turn answers. Its reward is 0 so far.
+            state: number of the environment's state before the turn.
         """
         return replace(self, states=(*self.states, state), earned=(*self.earned, 0.0))
 
@@ -181,7 +181,7 @@ class FinishedEpisode:
 
 @dataclass
 class Group:
-    """A prompt and its samples, under way or finished."""
+    """A prompt and its samples, unfinished or finished."""
 
     number: int
     """Position in the order of admission."""
@@ -191,7 +191,7 @@ class Group:
     """Position of the prompt among that step's."""
     prompt: Prompt
     version: int
-    """Policy version when it was admitted: none of its tokens is older."""
+    """Policy version at its admission: none of its tokens is older."""
     draw: Draw
     samples: dict[int, FinishedEpisode] = field(default_factory=dict)
     """{position: finished sample}."""
@@ -213,16 +213,16 @@ class Group:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all samples are finished and rewarded."""
+        """Whether all samples are finished."""
         return len(self.samples) == len(self.positions)
 
     @property
-    def placed(self) -> list[FinishedEpisode]:
+    def all_samples(self) -> list[FinishedEpisode]:
         """Return the samples in order, the greedy one first, each with the group's slot."""
         return [replace(self.samples[i], slot=self.slot) for i in sorted(self.samples)]
 
     @property
-    def drawn(self) -> list[FinishedEpisode]:
+    def drawn_samples(self) -> list[FinishedEpisode]:
         """Return the samples in order, without the greedy one."""
         return [self.samples[i] for i in sorted(self.samples) if i != GREEDY]
 
@@ -232,14 +232,14 @@ Stage = Literal["open", "draw", "answer", "score"]
 
 @dataclass
 class Episode:
-    """One sample under way."""
+    """One unfinished sample."""
 
     group: Group
     sample: int
     trajectory: Trajectory
     stage: Stage = "draw"
-    """The next thing to do: the environment opens the episode, the engine draws a turn, the
-    environment answers the turn, or the reward functions score the whole."""
+    """What happens next: the environment opens the episode, the engine draws a turn, the
+    environment answers the turn, or the reward functions score the episode."""
     environment: bytes = b""
     """The packed environment, see `environments.protocol`."""
     turn_start: int = 0
@@ -247,13 +247,15 @@ class Episode:
     text: str = ""
     """The latest turn, decoded."""
     state: int = -1
-    """Number of the state that the next turn answers; -1 for none."""
+    """Number of the environment's state before the next turn; -1 for none."""
     info: dict[str, float] = field(default_factory=dict)
     """Numbers that the environment reported by name, summed over turns."""
 
-    def with_drawn(self, completion: Completion) -> Episode:
+    def append_completion(self, completion: Completion) -> Episode:
         """Return a copy with this completion appended, in the same group."""
-        return replace(self, trajectory=self.trajectory.sampled(completion), info=dict(self.info))
+        return replace(
+            self, trajectory=self.trajectory.append_completion(completion), info=dict(self.info)
+        )
 
     @property
     def turn(self) -> list[int]:
@@ -276,7 +278,7 @@ class Episode:
         is_greedy = self.sample == GREEDY
         return Request(
             key=self.request_key,
-            prompt=self.trajectory.whole,
+            prompt=self.trajectory.token_ids,
             max_tokens=draw.max_tokens - self.trajectory.num_following,
             temperature=0.0 if is_greedy else draw.temperature,
             stop_token_ids=draw.stop_token_ids,
@@ -305,7 +307,7 @@ def sample_seed(group: Group, sample: int) -> int:
 
 
 def place(group: Group) -> str:
-    """Return the step or evaluation of a group, for messages."""
+    """Return the step or the evaluation of a group, for messages."""
     is_eval = group.draw.purpose == "eval"
     return f"evaluation after {group.step} steps" if is_eval else f"step {group.step}"
 

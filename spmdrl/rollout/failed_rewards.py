@@ -1,4 +1,4 @@
-"""The log of samples that are left out because their reward failed."""
+"""Log the samples that are left out because their reward failed."""
 
 from __future__ import annotations
 

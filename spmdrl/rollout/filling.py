@@ -1,8 +1,8 @@
-"""How the leader of an engine replica fills its share of the steps: admit groups, pack them.
+"""Fill a replica's share of each step: admit groups, and pack them when they are complete.
 
 Under `balance: steal` the replicas share one book (book.py). A replica that has nothing left to do
-waits in `_await_replicas` for groups of other replicas. This is the only place where generation
-waits for another replica.
+waits in `_await_replicas` for the groups of other replicas. Nowhere else does generation wait for
+another replica.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spmdrl.rollout.resumed_work import (
     check_environments,
     group_from_dict,
     group_to_dict,
-    resumed,
+    resume_state,
 )
 from spmdrl.rollout.staleness import make_rules
 from spmdrl.rollout.step_prompts import StepPrompts
@@ -45,7 +45,7 @@ class StepFiller:
     Args:
         loop: samples and scores the groups.
         prompts: prompts of the data.
-        draw: how training samples are drawn.
+        draw: sampling settings of the training samples.
     """
 
     def __init__(self, cfg: Config, world: World, *, loop: Loop, prompts: PromptSource, draw: Draw):
@@ -57,10 +57,10 @@ class StepFiller:
         replicas = max(1, world.num_replicas)
         is_shared = self.schedule.dealing == "steal" and replicas > 1
         self.share = Share(world.replica, replicas, is_shared=is_shared)
-        # Whole groups go to one replica, which prefills the prompt once.
-        every = range(cfg.batch.prompts_per_step)
+        # A whole group goes to one replica, which prefills the prompt once.
+        slots = range(cfg.batch.prompts_per_step)
         self.rules = make_rules(
-            len(every if is_shared else every[world.replica :: replicas]),
+            len(slots if is_shared else slots[world.replica :: replicas]),
             lag=cfg.lag,
             over_sample=self.schedule.over_sample,
             max_staleness=self.schedule.max_staleness,
@@ -74,38 +74,41 @@ class StepFiller:
 
             self.recorder = Recorder(cfg, replica=world.replica, num_replicas=replicas)
         self._per_group = draw.samples + draw.has_greedy
-        most = -(-self.rules.lookahead // self.share.keepers) * self._per_group
         self.decisions = loop.decisions
-        loop.idle = Idle(min(cfg.engine.max_num_seqs, most))
-        self._keep(Book())
+        max_sequences = -(-self.rules.lookahead // self.share.num_writers) * self._per_group
+        loop.idle = Idle(min(cfg.engine.max_num_seqs, max_sequences))
+        self._use_book(Book())
         self.ahead: dict[int, Rollouts] = {}
         """{step: this replica's complete share}."""
         self.next = 0
         """First step without its share."""
         self.waiting: dict[int, Group] = {}  # {number: group that no step has taken yet}
         self._complete: list[int] = []  # complete groups that the book does not know of yet
-        self._flat: list[int] = []  # the same for groups whose rewards are equal: to be replaced
+        self._flat: list[int] = []  # the same for groups with equal rewards, which get replaced
         self._dropped: list[Group] = []  # groups replaced since the last step closed
-        # Seconds of generation since the last step closed, without the present call of `fill`.
-        # `_since` is the time at which that call began; inf outside `fill`.
+        # Seconds of generation since the last step closed, without the current call of `fill`.
+        # `_since` is the time at which that call began; inf outside of `fill`.
         self._seconds = 0.0
         self._since = math.inf
 
     def fill(self, engine: EngineProtocol, *, last: int, must_pause: Callable[[], bool]) -> None:
         """Sample until this replica has its share of every step up to `last`, or must pause.
 
+        Args:
+            last: last step to sample for.
+            must_pause: returns whether new weights are there.
         Raises: RuntimeError if dynamic sampling gets too few groups with a spread of rewards.
         """
-        self.loop.idle.came_back(self.world.watch.totals)
+        self.loop.idle.resume(self.world.watch.totals)
         self._since = time.perf_counter()
         self.decisions.begin("fill", version=engine.version, book=self.book, last=last)
         while True:
             is_pausing = self.decisions.pauses(must_pause)
-            tickets = self._keep_book(engine.version, last=last, is_pausing=is_pausing)
+            tickets = self._update_book(engine.version, last=last, is_pausing=is_pausing)
             if self.next > last or is_pausing:
                 break
             for ticket in tickets:
-                group = self.waiting[ticket.number] = self._group(ticket, engine.version)
+                group = self.waiting[ticket.number] = self._make_group(ticket, engine.version)
                 self.loop.admit(group)
             if self.loop.is_busy:
                 self.tick(engine)
@@ -114,29 +117,29 @@ class StepFiller:
         self.decisions.end()
         self._seconds += time.perf_counter() - self._since
         self._since = math.inf
-        self.loop.idle.left(self.world.watch.totals)
+        self.loop.idle.pause(self.world.watch.totals)
 
     def tick(self, engine: EngineProtocol) -> None:
-        """Take a step of the generation loop, and note the training groups that it completed."""
+        """Take a step of the generation loop, and report the training groups that it completed."""
         for group in self.loop.tick(engine):
             if group.draw.purpose == "train":
-                self._note(group)
+                self._report(group)
 
     def take(self, step: int) -> Rollouts | None:
-        """Hand over this replica's share of a step; None if it has none."""
+        """Remove and return this replica's share of a step; None if it has none."""
         return self.ahead.pop(step, None)
 
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self, engine: EngineProtocol | None) -> dict[str, Any]:
-        """Return the shares of later steps and the groups under way, as plain values."""
+        """Return the shares of later steps and the unfinished groups, as plain values."""
         if engine is not None:
             self.book.settle(engine.version)
         book = self.book.book
         self._hand_over(book.closed)
         unfinished: list[Episode] = []
         if self.waiting:
-            assert engine is not None, "groups are under way before the first generation"
+            assert engine is not None, "there are groups before the first call of `generate`"
             unfinished = self.loop.unfinished(engine)
         return {
             "ahead": {k: rollouts_to_dict(rollouts) for k, rollouts in self.ahead.items()},
@@ -154,15 +157,18 @@ class StepFiller:
         }
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
-        """Share out the saved groups among this job's leaders, whose number may have changed."""
+        """Deal the saved groups to this job's leaders. Their number may have changed."""
         check_environments(states, trusts_pickles=self.cfg.checkpoint.trust_pickles)
         self.prompts.load_state_dict(states[0]["planner"], step=step)
-        restored = resumed(states, step=step, share=self.share, costs_of=self.prompts.costs)
-        self._keep(restored.book)
+        restored = resume_state(states, step=step, share=self.share, costs_of=self.prompts.costs)
+        self._use_book(restored.book)
         self.next = restored.book.next
-        for k in sorted({k for state in restored.states for k in state["ahead"]}):
-            parts = [state["ahead"][k] for state in restored.states if k in state["ahead"]]
-            self.ahead[k] = concat_rollouts([rollouts_from_dict(part) for part in parts])
+        parts: dict[int, list[Rollouts]] = {}
+        for state in restored.states:
+            for later_step, plain in state["ahead"].items():
+                parts.setdefault(later_step, []).append(rollouts_from_dict(plain))
+        for later_step in sorted(parts):
+            self.ahead[later_step] = concat_rollouts(parts[later_step])
         for number, plain in restored.groups:
             prompt = self.prompts.at(plain["step"], plain["slot"])
             group, episodes = group_from_dict(
@@ -170,26 +176,31 @@ class StepFiller:
             )
             self.waiting[number] = group
             if group.is_complete and number not in restored.book.complete:
-                self._note(group)
+                self._report(group)
             for episode in episodes:
                 self.loop.start(episode)
 
     # ---------------------------------------------------------------- the book
 
-    def _keep(self, book: Book) -> None:
-        """Use this book from here on."""
+    def _use_book(self, book: Book) -> None:
+        """Use this book from now on."""
         book_rules = BookRules(self.rules, self.prompts.deal, self.prompts.slots_of)
-        share = self.share
+        replicas = self.share.replicas
         self.book = OwnBook(book, book_rules)
-        if share.is_shared:
-            self.book = SharedBook(self.world.store, book, book_rules, replicas=share.replicas)
+        if self.share.is_shared:
+            self.book = SharedBook(self.world.store, book, book_rules, replicas=replicas)
 
-    def _keep_book(self, version: int, *, last: int, is_pausing: bool) -> list[Ticket]:
-        """Report complete groups to the book, take tickets, hand over closed steps."""
-        most = 0 if is_pausing else self._room(last)
-        complete = tuple(self._complete)
+    def _update_book(self, version: int, *, last: int, is_pausing: bool) -> list[Ticket]:
+        """Report complete groups to the book, hand over closed steps, and return new tickets."""
         flat = tuple(self._flat)
-        move = Move(self.share.part, version, last, most, complete=complete, dropped=flat)
+        move = Move(
+            self.share.part,
+            version,
+            last,
+            max_tickets=0 if is_pausing else self._room(last),
+            complete=tuple(self._complete),
+            dropped=flat,
+        )
         is_urgent = is_pausing or not self.loop.is_busy
         tickets = self.decisions.move(self.book, move, is_urgent=is_urgent)
         if tickets is not None:
@@ -203,30 +214,33 @@ class StepFiller:
         return tickets or []
 
     def _room(self, last: int) -> int:
-        """Return the most groups that this replica may begin now.
+        """Return how many groups this replica may begin now, at most.
 
-        If replicas share the book: a fair share of the groups that are still needed, and no more
-        than the engine has places for.
+        With a book of its own there is no limit. With a shared book a replica begins no more than a
+        fair share of the groups that are still needed, and no more than its engine has places for.
         """
         if not self.share.is_shared:
             return sys.maxsize
         wanted = self.rules.quota * (last - self.next) + self.rules.lookahead
-        busy = sum(not group.is_complete for group in self.waiting.values())
-        free = self.cfg.engine.max_num_seqs - self.loop.num_unsampled
-        return max(0, min(-(-wanted // self.share.replicas) - busy, -(-free // self._per_group)))
+        fair_share = -(-wanted // self.share.replicas)
+        unfinished = sum(not group.is_complete for group in self.waiting.values())
+        free_places = self.cfg.engine.max_num_seqs - self.loop.num_unsampled
+        free_groups = -(-free_places // self._per_group)
+        return max(0, min(fair_share - unfinished, free_groups))
 
-    def _group(self, ticket: Ticket, version: int) -> Group:
+    def _make_group(self, ticket: Ticket, version: int) -> Group:
         """Return a new group for a ticket."""
         number, step, slot = ticket
         prompt = self.prompts.at(step, slot)
         return Group(number, step, slot, prompt, version, self.draw.of_prompt(prompt, self.cfg))
 
-    def _note(self, group: Group) -> None:
-        is_flat = self.schedule.dynamic and not has_spread(group.drawn)
+    def _report(self, group: Group) -> None:
+        """Let the next move report a complete group to the book."""
+        is_flat = self.schedule.dynamic and not has_spread(group.drawn_samples)
         (self._flat if is_flat else self._complete).append(group.number)
 
     def _await_replicas(self, must_pause: Callable[[], bool]) -> None:
-        """Wait until another replica has changed the book: others sample the missing groups."""
+        """Wait until another replica changes the book: others sample the missing groups."""
         if not self.share.is_shared:
             raise RuntimeError(
                 f"generate: the engine's weights are too old to sample step {self.next}. Did this "
@@ -250,28 +264,36 @@ class StepFiller:
             ]
             assert step == self.next
             score_step(self.loop, groups, step=step)
-            self.decisions.closed(step, groups)
+            self.decisions.record_groups(step, groups)
             assert all(step - g.version <= self.rules.max_staleness for g in groups)
             now = time.perf_counter()
+            seconds = self._seconds + max(0.0, now - self._since)
             self.ahead[step] = pack_step(
                 groups,
                 self.cfg,
                 is_first=self.world.replica == 0,
-                seconds=self._seconds + max(0.0, now - self._since),
+                seconds=seconds,
                 measured=self.loop.idle.take() | self.prompts.sums(step),
                 dropped=self._dropped,
                 num_carried=len(self.waiting),
             )
             if self.recorder is not None:
                 self.recorder.record(step, groups, self.ahead[step])
-            self._seconds, self._since, self._dropped = 0.0, max(now, self._since), []
+            self._seconds = 0.0
+            self._since = max(now, self._since)  # stays inf outside of `fill`
+            self._dropped = []
             self.next += 1
 
     def _check_dropped(self, num_dropped: int) -> None:
+        """Raise RuntimeError if dynamic sampling replaced more groups than it may.
+
+        Args:
+            num_dropped: groups that all writers of the book replaced since the last step closed.
+        """
         limit = self.schedule.dynamic
         if num_dropped + self.rules.quota <= limit * self.rules.quota:
             return
-        rewards = [group.drawn[0].reward.value for group in self._dropped]
+        rewards = [group.drawn_samples[0].reward.value for group in self._dropped]
         highest = max((r for r in rewards if r is not None), default=float("nan"))
         share = sum(r == highest for r in rewards) / len(rewards)
         raise RuntimeError(

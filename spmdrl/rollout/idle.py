@@ -12,16 +12,21 @@ from collections.abc import Mapping
 from spmdrl.types import Sums
 
 CAUSES = ("tail", "reward", "environment", "replicas", "exchange", "update", "push")
-"""The first four are inside time/generate: tail, few sequences are left to sample; reward, samples
-are only left to score; environment, its answer is awaited; replicas, another replica samples the
-missing groups. The others, and more of `replicas`, are outside; see _PHASES."""
+"""Causes inside time/generate:
+
+- tail: too few sequences are left to fill the engine;
+- reward: the workers score the last samples;
+- environment: episodes wait for their environment;
+- replicas: another replica samples the missing groups.
+
+The other causes, and more of `replicas`, are outside of time/generate; see _PHASES."""
 _PHASES = {
     "replicas": ("await rollouts",),
     "exchange": ("exchange scalars", "exchange tokens"),
     "update": ("annotate", "advantages", "update", "await peers", "agree to stop"),
     "push": ("push", "verify push"),
 }
-"""{cause: phases of an inference rank between two stretches of generation}. Trainers reach
+"""{cause: phases of an inference rank between two stretches of generation}. Trainers enter
 `await rollouts` right after a push, so an engine that waits there waits for another replica."""
 
 
@@ -31,7 +36,7 @@ def empty_shares(width: int, *, drawing: int, playing: int) -> dict[str, float]:
     Args:
         width: places of the engine.
         drawing: sequences in the engine.
-        playing: episodes that wait for their environment's answer and will then need a place.
+        playing: episodes that wait for their environment and will need a place afterwards.
     """
     empty = max(0, width - drawing)
     waiting = min(empty, playing)
@@ -39,7 +44,7 @@ def empty_shares(width: int, *, drawing: int, playing: int) -> dict[str, float]:
 
 
 class Idle:
-    """Adds up the idle seconds of one replica's engine; its leader has one.
+    """Adds up the idle seconds of one replica's engine. Only the replica's leader has one.
 
     Args:
         width: places of the engine that the replica's share can fill, sequences.
@@ -48,33 +53,38 @@ class Idle:
     def __init__(self, width: int = 1):
         self.width = max(1, width)
         self._seconds: dict[str, float] = {}
-        self._left_at: dict[str, float] | None = None  # None until `left` was called once
+        self._paused_at: dict[str, float] | None = None  # None before the first `pause`
 
     def add(self, cause: str, seconds: float) -> None:
-        """Count seconds in which the engine stood still."""
+        """Count seconds in which the engine did nothing."""
         self._seconds[cause] = self._seconds.get(cause, 0.0) + seconds
 
-    def stepped(self, seconds: float, *, drawing: int, playing: int) -> None:
+    def count_step(self, seconds: float, *, drawing: int, playing: int) -> None:
         """Count the places that an engine step left empty."""
         shares = empty_shares(self.width, drawing=drawing, playing=playing)
         for cause, share in shares.items():
             self.add(cause, share * seconds)
 
-    def left(self, totals: Mapping[str, float]) -> None:
-        """Note the end of a stretch of generation.
+    def pause(self, totals: Mapping[str, float]) -> None:
+        """Mark the end of a stretch of generation.
 
         Args:
             totals: {phase: seconds so far} of the watch.
         """
-        self._left_at = dict(totals)
+        self._paused_at = dict(totals)
 
-    def came_back(self, totals: Mapping[str, float]) -> None:
-        """Count the waits since `left`, by cause."""
-        if self._left_at is None:
+    def resume(self, totals: Mapping[str, float]) -> None:
+        """Count the waits since `pause` by cause.
+
+        Args:
+            totals: as for `pause`.
+        """
+        if self._paused_at is None:
             return
         for cause, phases in _PHASES.items():
             self.add(
-                cause, sum(totals.get(name, 0.0) - self._left_at.get(name, 0.0) for name in phases)
+                cause,
+                sum(totals.get(name, 0.0) - self._paused_at.get(name, 0.0) for name in phases),
             )
 
     def take(self) -> Sums:
@@ -91,7 +101,7 @@ def trainer_wait(await_s: float, generate_s: float, sums: Sums) -> Sums:
     Args:
         await_s: seconds in `await rollouts`.
         generate_s: mean time/generate of the replicas.
-        sums: metrics, those of `Idle.take` among them.
+        sums: metrics, including those of `Idle.take`.
     Returns: time/await_rollouts_<cause>, and time/await_rollouts_sampling for the rest. They add
         up to await_s.
     """

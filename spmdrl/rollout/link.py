@@ -26,7 +26,7 @@ _SIZE = struct.Struct("<q")
 
 
 class Link:
-    """Sends the leader's requests to the other ranks; sends nothing if a replica is one rank.
+    """Sends the leader's requests to the replica's other ranks; does nothing if it is alone.
 
     Args:
         world: this rank's view of the job.
@@ -35,7 +35,7 @@ class Link:
     def __init__(self, world: World):
         self.world = world
         self._has_followers = world.cfg.layout.inference_tp > 1
-        self._count = 0  # messages so far: part of each mark, so that none can be replayed
+        self._count = 0  # messages so far; a part of each mark, so that no message can be replayed
         self._items = ItemCodec()
 
     def step(self, requests: Sequence[Request]) -> None:
@@ -55,7 +55,7 @@ class Link:
             self._announce(_END)
 
     def follow(self, engine: EngineProtocol) -> None:
-        """Repeat the leader's engine steps until its `end`; ignore the finished sequences.
+        """Repeat the leader's engine steps until it calls `end`; ignore finished sequences.
 
         Raises: Unauthentic for a message without the mark of the job's secret.
         """

@@ -1,10 +1,10 @@
-"""The generation loop of one replica. Each episode is at one stage at a time:
+"""The generation loop of one replica. An episode goes through these stages:
 
     draw -> score -> finished                          without an environment
     open -> draw -> answer -> draw -> ... -> score     with one
 
-The engine draws, and worker processes do the rest. Neither waits for the other: a tick is one
-engine step, followed by the results that the workers have by then.
+The engine draws, and worker processes do the rest. Neither waits for the other: a tick takes one
+engine step, and then the results that the workers have.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ ENVIRONMENT = "environment"
 
 
 class Loop:
-    """Episodes under way on a replica. Only the replica's leader has a loop.
+    """Runs a replica's episodes. Only the replica's leader has a loop.
 
     Args:
-        cfg: uses data.
+        cfg: the config, of which `data` is used.
         tokenizer: decodes responses for the reward functions.
         pool: worker processes of rewards and environments.
         link: to the replica's other ranks.
-        chats: {number of a data source: the chat that joins the turns of its episodes}, of sources
-            with an environment. Elsewhere each response is final.
+        chats: {index of a data source: the Chat of its episodes}, for sources with an environment.
+            An episode of another source ends with its first response.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Loop:
         self.pool = pool
         self.link = link
         self.chats = chats
-        self.decisions = Decisions()  # which depend on time
+        self.decisions = Decisions()
         self.idle = Idle()
         self.failed_rewards = FailedRewardLog()
         self._to_draw: list[Episode] = []
@@ -76,22 +76,20 @@ class Loop:
         self._outside: dict[Hashable, Episode] = {}  # at the workers, by key
 
     def admit(self, group: Group) -> None:
-        """Start all samples of a group that are not finished."""
+        """Start all samples of a new group."""
         stage: Stage = "draw" if self._chat_of(group) is None else "open"
         for sample in group.positions:
-            if sample not in group.samples:
-                # An environment may open with another prompt.
-                trajectory = Trajectory.begun(group.prompt.tokens)
-                self.start(Episode(group, sample, trajectory, stage=stage))
+            # With an environment the prompt may change: its opening replaces this trajectory.
+            trajectory = Trajectory.from_prompt(group.prompt.tokens)
+            self.start(Episode(group, sample, trajectory, stage=stage))
 
     def _chat_of(self, group: Group) -> Chat | None:
         return self.chats.get(group.prompt.source)
 
     def start(self, episode: Episode) -> None:
-        """Start an episode, or resume it at its stage.
+        """Start an episode, or resume one of a checkpoint at its stage.
 
-        Raises: Refusal for an episode of a checkpoint whose source has gained or lost its
-            environment.
+        Raises: Refusal if the episode's source has gained or lost its environment since then.
         """
         _check_environment(episode, has_one=self._chat_of(episode.group) is not None)
         if episode.stage == "draw":
@@ -116,7 +114,7 @@ class Loop:
 
     @property
     def num_unsampled(self) -> int:
-        """Return how many episodes may still draw a turn."""
+        """Return how many episodes may draw another turn."""
         return len(self._to_draw) + len(self._drawing) + self._num_at_environments()
 
     def _num_at_environments(self) -> int:
@@ -125,37 +123,39 @@ class Loop:
     def unfinished(self, engine: EngineProtocol) -> list[Episode]:
         """Return every unfinished episode, with the tokens drawn so far."""
         return [*self._to_draw, *self._outside.values()] + [
-            self._drawing[completion.key].with_drawn(completion)
+            self._drawing[completion.key].append_completion(completion)
             for completion in engine.unfinished()
             if completion.key in self._drawing
         ]
 
     def requeue(self, completions: Sequence[Completion]) -> None:
-        """Continue requests that the engine has ended as new ones.
+        """Queue the episodes of requests that the engine aborted, to draw the rest of their turns.
 
-        Their order does not depend on where they were in the engine, so that a resumed run
-        continues in the same order.
+        Their order does not depend on their places in the engine, so that a resumed run continues
+        in the same order.
         """
-        ended = [self._drawing.pop(one.key).with_drawn(one) for one in completions]
+        aborted = [self._drawing.pop(one.key).append_completion(one) for one in completions]
         self._to_draw = sorted(
-            [*self._to_draw, *ended], key=lambda episode: (episode.group.number, episode.sample)
+            [*self._to_draw, *aborted], key=lambda episode: (episode.group.number, episode.sample)
         )
 
     @contextlib.contextmanager
     def hold_back(self) -> Iterator[None]:
-        """Draw nothing of the episodes that wait, during an evaluation: its samples depend on the
-        weights alone, not on other sequences in the engine's batches."""
+        """Keep the waiting episodes out of the engine during an evaluation.
+
+        Its samples must depend on the weights alone, not on other sequences in a batch.
+        """
         waiting = self._to_draw
         self._to_draw = []
         yield
         self._to_draw = waiting
 
     def tick(self, engine: EngineProtocol) -> list[Group]:
-        """Take one engine step, or wait for workers where the engine has nothing to do.
+        """Take one engine step, or wait for a worker if the engine has nothing to do.
 
         Returns: groups whose last sample finished.
         Raises: RewardFailed for the first reward that fails, if draw.must_score; Refusal for an
-            opening that is too long, unless these are dropped.
+            opening that is too long, unless data.overlong_prompts is drop.
         """
         new = self._to_draw
         self._to_draw = []
@@ -170,8 +170,8 @@ class Loop:
             self._drawing |= {episode.request_key: episode for episode in new}
             drawing = len(self._drawing)
             completions = engine.step()
-            self.decisions.stepped()
-            self.idle.stepped(time.perf_counter() - began, drawing=drawing, playing=playing)
+            self.decisions.count_step()
+            self.idle.count_step(time.perf_counter() - began, drawing=drawing, playing=playing)
             self._receive_completions(completions)
         answers = self.decisions.answers(self.pool, self._outside, is_idle=is_idle)
         if is_idle:
@@ -184,7 +184,8 @@ class Loop:
         """Send finished turns to their environment, or to the reward functions."""
         episodes = [self._drawing.pop(completion.key) for completion in completions]
         for episode, completion in zip(episodes, completions):
-            episode.trajectory = episode.trajectory.sampled(completion).ended(episode.state)
+            trajectory = episode.trajectory.append_completion(completion)
+            episode.trajectory = trajectory.end_turn(episode.state)
         by_chat: dict[Chat | None, list[Episode]] = {}
         for episode in episodes:
             by_chat.setdefault(self._chat_of(episode.group), []).append(episode)
@@ -198,10 +199,10 @@ class Loop:
             self._score(own)
 
     def _answer(self, episodes: Sequence[Episode]) -> None:
-        """Send the latest turns of episodes of one chat to their environment."""
+        """Send the latest turns of episodes to their environment; all have the same chat."""
         chat = self._chat_of(episodes[0].group)
         assert chat is not None
-        responses = chat.responses(
+        responses = chat.decode_turns(
             [episode.turn for episode in episodes],
             are_truncated=[episode.trajectory.is_truncated for episode in episodes],
         )
@@ -233,23 +234,23 @@ class Loop:
             self._close_if_whole(episode.group)
 
     def _close_if_whole(self, group: Group) -> None:
-        """Have functions of whole groups score a group when all its samples are at their end."""
+        """Let functions of whole groups score a group once all its samples wait for a reward."""
         if "group" not in self.pool.scopes:
             return
-        # Only this group's episodes: workers may hold thousands, and each of them asks once.
+        # Look only at this group's episodes: workers may hold thousands, and each asks once.
         own = (self._outside.get(group.episode_key(sample)) for sample in group.positions)
         waiting = sum(episode is not None and episode.stage == "score" for episode in own)
         if waiting + len(group.samples) == len(group.positions):
             self.pool.close_group(group.key)
 
     def _receive_results(self, results: Iterable[RewardResult | TurnResult]) -> list[Group]:
-        """Take the workers' results; return the groups that they complete."""
+        """Process the workers' results; return the groups that they complete."""
         complete = []
         for result in results:
             episode = self._outside.pop(result.key)
             group = episode.group
             if isinstance(result, TurnResult):
-                failed = self._take_turn(episode, result)
+                failed = self._receive_turn(episode, result)
                 if failed is None:
                     continue
                 self._finish(episode, failed)
@@ -261,9 +262,11 @@ class Loop:
                 complete.append(group)
         return complete
 
-    def _take_turn(self, episode: Episode, result: TurnResult) -> RewardResult | None:
-        """Continue an episode after its opening or an answer. Return the failed reward of one that
-        cannot continue; None for others."""
+    def _receive_turn(self, episode: Episode, result: TurnResult) -> RewardResult | None:
+        """Continue an episode after its environment opened it or answered a turn.
+
+        Returns: the failed reward of an episode that cannot continue, else None.
+        """
         chat = self._chat_of(episode.group)
         assert chat is not None
         if result.failure:
@@ -283,20 +286,23 @@ class Loop:
                 return None
         messages = list(result.messages)
         try:
-            tokens = chat.opening(messages) if is_opening else chat.observed(episode.turn, messages)
+            if is_opening:
+                tokens = chat.encode_opening(messages)
+            else:
+                tokens = chat.encode_answer(episode.turn, messages)
         except Refusal as error:
             return _failed(result, "error", f"environment: {error}")
         if is_opening:
             if len(tokens) > self.cfg.data.max_prompt_tokens:
                 return _overlong(self.cfg, result, episode, length=len(tokens))
-            episode.trajectory = Trajectory.begun(tokens)
+            episode.trajectory = Trajectory.from_prompt(tokens)
         elif trajectory.num_following + len(tokens) >= episode.group.draw.max_tokens:
             # There is no room for another turn.
             episode.trajectory = replace(trajectory, is_truncated=True)
             self._score([episode])
             return None
         else:
-            episode.trajectory = trajectory.observed(tokens)
+            episode.trajectory = trajectory.append_answer(tokens)
             episode.turn_start = episode.trajectory.num_following
         episode.stage = "draw"
         self._to_draw.append(episode)
@@ -309,17 +315,17 @@ class Loop:
         prompt = group.prompt
         if self._chat_of(group) is not None:
             (text,) = self.texts([trajectory.response])
-            # With special tokens, as the text of a row's prompt has them.
+            # Keep special tokens, which the text of a row's prompt has too.
             ids = trajectory.prompt.once()
             (opening,) = self.tokenizer.batch_decode([ids], skip_special_tokens=False)
-            prompt = trajectory.opened(prompt, text=opening)
+            prompt = trajectory.update_prompt(prompt, text=opening)
         finished = FinishedEpisode(group.slot, episode.sample, prompt, trajectory, text, reward)
         group.samples[episode.sample] = finished
         _check_scored(finished, group)
         if reward.failure:
             self.failed_rewards.note(finished, where=place(group))
             if episode.stage != "score":
-                # It failed before it was scored; the others may have waited for it alone.
+                # It failed before its scoring; the other samples may have waited for it alone.
                 self._close_if_whole(group)
 
     def texts(self, rows: Iterable[Sequence[int]]) -> list[str]:
@@ -328,11 +334,11 @@ class Loop:
 
 
 def _check_scored(finished: FinishedEpisode, group: Group) -> None:
-    """Raise RewardFailed for a sample without a reward where all must have one."""
+    """Raise RewardFailed for a sample without a reward, if draw.must_score."""
     if finished.reward.failure not in (None, OVERLONG) and group.draw.must_score:
         raise RewardFailed(
             f"{place(group)}: {failure_text(finished)}\nThis is the first reward that "
-            "failed; more may follow. Mend the reward function, or set "
+            "failed; more may follow. Fix the reward function, or set "
             "rewards.on_failure=drop to leave such samples out"
         )
 
@@ -342,12 +348,12 @@ def _check_environment(episode: Episode, *, has_one: bool) -> None:
     had_one = episode.stage == "open" or bool(episode.environment)
     if episode.stage == "score" or had_one == has_one:
         return
-    was = "in an" if had_one else "without an"
+    was = "with an" if had_one else "without an"
     now = "one" if has_one else "none"
     raise Refusal(
-        f"{episode.group.prompt.origin}: the checkpoint holds an episode of it under way {was} "
-        f"environment, and its source of data has {now} now; resume with rollout.environment "
-        "and those of the sources as they were"
+        f"{episode.group.prompt.origin}: the checkpoint holds an unfinished episode of this row "
+        f"{was} environment, and its data source has {now} now; resume with the same environments "
+        "of the data sources, or the same rollout.environment"
     )
 
 
@@ -356,14 +362,15 @@ def _failed(result: TurnResult, failure: Failure, message: str) -> RewardResult:
 
 
 def _overlong(cfg: Config, result: TurnResult, episode: Episode, *, length: int) -> RewardResult:
-    """Return the failed reward of a sample whose opening is too long. Raises: Refusal unless
-    data.overlong_prompts is drop."""
+    """Return the failed reward of a sample whose opening is too long.
+
+    Raises: Refusal unless data.overlong_prompts is drop.
+    """
     data = cfg.data
     field, options = cfg.environments()[episode.group.prompt.source]
     message = (
-        f"{field} {options['name']}: what it opens "
-        f"{episode.group.prompt.origin} with has {length} tokens, above "
-        f"data.max_prompt_tokens = {data.max_prompt_tokens}"
+        f"{field} {options['name']}: its opening of {episode.group.prompt.origin} has {length} "
+        f"tokens, above data.max_prompt_tokens = {data.max_prompt_tokens}"
     )
     if data.overlong_prompts != "drop":
         raise Refusal(
@@ -378,10 +385,10 @@ def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:
     if result.value is None:
         return result
     earned = sum(episode.trajectory.earned)
+    metrics = {f"{ENVIRONMENT}/{name}": value for name, value in episode.info.items()}
     return replace(
         result,
         value=result.value + earned,
         parts={ENVIRONMENT: earned} | result.parts,
-        metrics=result.metrics
-        | {f"{ENVIRONMENT}/{name}": value for name, value in episode.info.items()},
+        metrics=result.metrics | metrics,
     )

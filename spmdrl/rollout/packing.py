@@ -14,7 +14,7 @@ from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config, ShapingSettings
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group, failure_text
-from spmdrl.rollout.sums import kept_sums, mean_reward, source_sums, step_sums, warn_if_all_failed
+from spmdrl.rollout.sums import mask_sums, mean_reward, source_sums, step_sums, warn_if_all_failed
 from spmdrl.types import PartialSums, Rollouts, Scalars, Sums, Tokens, join_sums, token_fields_from
 from spmdrl.workers.pool import RewardResult
 
@@ -35,19 +35,19 @@ def pack_step(
         groups: complete groups, each with its slot in the step's batch.
         is_first: whether this is the first replica. It alone adds 1 to the denominators of counts
             that are summed over replicas, and it alone returns samples to show.
-        seconds: time of generation that the share took.
+        seconds: seconds that the generation of the share took.
         measured: more metrics of the share.
-        dropped: groups without a spread of rewards that were replaced.
-        num_carried: groups that go on into later steps.
+        dropped: groups without a spread of rewards, which were replaced.
+        num_carried: number of groups that later steps will take.
     """
-    samples = [sample for group in groups for sample in group.placed]
+    samples = [sample for group in groups for sample in group.all_samples]
     drawn = [s for s in samples if s.sample != GREEDY]
     warn_if_all_failed(drawn, groups)
     one = int(is_first)
     has_models = bool(reward_models(cfg.rewards.functions))
     sums = step_sums(samples, is_first=is_first)
     if cfg.sampling.truncates:
-        sums |= kept_sums(drawn)
+        sums |= mask_sums(drawn)
     if cfg.rewards.shaping.is_on and not has_models:
         sums["reward/mean_raw"] = mean_reward(drawn)
     if not cfg.rollout.schedule.is_plain:
@@ -85,8 +85,8 @@ def pack(
         part_names: names of the K reward functions; empty for one task's grader.
         shaping: rewards.shaping, with max_response_tokens as its length limit.
         is_partial: whether trainers will add the rewards of reward models and shape the sum. Then
-            nothing is shaped here, and each sample to show has its group and number, by which its
-            whole reward is filled in later.
+            nothing is shaped here, and each sample to show has its group and number, so that its
+            whole reward can be filled in later.
     """
     if is_partial:
         shaping = None

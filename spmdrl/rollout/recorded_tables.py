@@ -1,8 +1,8 @@
-"""Opening a file of recorded rollouts that another person may have written, and reading its tables.
+"""Open a file of recorded rollouts that another person may have written, and read its tables.
 
-It must be a regular file with a digest beside it, columns of the types that a run records, and a
-header of the form that a run writes. The size of a table is checked before it is made: numbers by
-their count, texts after reading each distinct one once.
+It must be a regular file with a digest next to it. Its columns must have the types that a run
+records, and its header the form that a run writes. The size of a table is checked before memory is
+taken for it: numbers by their count, texts after each distinct one was read once.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ from spmdrl.value_forms import (
     is_object,
 )
 
-# Raised by a file that holds something else than a run records.
-_UNEXPECTED: tuple[type[Exception], ...] = (OSError, LookupError, TypeError, ValueError)
-_UNEXPECTED += (
+# Errors of pyarrow and torch on files that no run wrote.
+_UNEXPECTED: tuple[type[Exception], ...] = (
+    OSError,
+    LookupError,
+    TypeError,
+    ValueError,
     RuntimeError,
     AttributeError,
     ArithmeticError,
@@ -44,21 +47,20 @@ _UNEXPECTED += (
     pa.ArrowException,
 )
 
-SHOWN_BYTES = 64 * 2**20
-"""Most bytes of a table that is shown to people; Python's objects take ten times as many."""
-_FREE_BYTES = 256 * 2**20
-_MOST_TIMES = 200
-"""How many times the size of its file a table may take; no rollouts are compressed more."""
+VIEW_BYTES = 64 * 2**20
+"""Most bytes of a table for people to read; as Python objects it takes ten times as many."""
+_SMALL_BYTES = 256 * 2**20  # a table of this size is always read
+_MAX_RATIO = 200
+"""Largest ratio of the size of a table to that of its file; rollouts are not compressed more."""
 _END = b"PAR1"
-_SOON_READ = 4 * 2**30
+_LARGE_BYTES = 4 * 2**30  # above this, look at the end of a file before its digest
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8}
 
 
 class RecordedFile:
     """An open file of recorded rollouts.
 
-    Raises (on construction): Refusal when it cannot be read, is not as it was written, or is of
-        another form.
+    Raises (on construction): Refusal if the file cannot be read, was changed, or has another form.
     """
 
     def __init__(self, path: Path):
@@ -67,8 +69,8 @@ class RecordedFile:
             file = run_files.opened(path, run_files.RECORDING)
             self._size = file.seek(0, 2)
             file.seek(max(0, self._size - len(_END)))
-            # Before the digest, which would read all of a large sparse file.
-            if self._size > _SOON_READ and file.read() != _END:
+            # Check this before the digest, which would read all of a large sparse file.
+            if self._size > _LARGE_BYTES and file.read() != _END:
                 raise Refusal(
                     f"{path} does not end as a parquet file: it was cut, changed or damaged; "
                     "record the step again, or restore the file"
@@ -83,7 +85,8 @@ class RecordedFile:
             self.columns = list(metadata.schema.to_arrow_schema().names)
             self._check_types()
             file.seek(0)
-            # As dictionaries, which hold a text once: the whole size is known before it is copied.
+            # Read texts as dictionaries, which hold each distinct text once. So the whole size is
+            # known before the texts are copied to their rows.
             self._file = parquet.ParquetFile(file, read_dictionary=texts)
             self.num_groups = metadata.num_row_groups
             self._header = (metadata.metadata or {}).get(HEADER)
@@ -105,12 +108,12 @@ class RecordedFile:
             raise Refusal(f"{self.path}: has no column {min(missing)}")
 
     def header(self) -> dict[str, Any]:
-        """Return the file's header. Raises: Refusal when it is of another form."""
+        """Return the file's header. Raises: Refusal if it has another form."""
         place = f"{self.path}: its header"
         header = run_files.json_object(self._header or b"{}", place=place)
         if header.get("format") != FORMAT:
             raise Refusal(
-                f"{self.path}: is of format {header.get('format', 'unknown')}, this program "
+                f"{self.path}: has format {header.get('format', 'unknown')}, and this program "
                 f"reads format {FORMAT}; record again"
             )
         with refusing(place, Refusal):
@@ -119,13 +122,14 @@ class RecordedFile:
 
     def groups_with(self, number: int) -> list[int]:
         """Return the row groups that hold the sequences of one group."""
-        at = SCHEMA.names.index("group")
-        found = []
-        for place in range(self.num_groups):
-            known = self._file.metadata.row_group(place).column(at).statistics
-            if known is None or known.min == number:
-                found.append(place)
-        return found
+        column = SCHEMA.names.index("group")
+        row_groups = []
+        for i in range(self.num_groups):
+            statistics = self._file.metadata.row_group(i).column(column).statistics
+            # A row group without statistics may hold any group.
+            if statistics is None or statistics.min == number:
+                row_groups.append(i)
+        return row_groups
 
     def read(
         self, groups: Sequence[int], *, columns: Collection[str] = (), most_bytes: int = 0
@@ -133,15 +137,15 @@ class RecordedFile:
         """Return row groups as a table.
 
         Args:
-            columns: to read; empty reads all.
-            most_bytes: that the table may take; 0 for as many as rollouts of a file of this size.
-        Raises: Refusal when it takes more, or cannot be read.
+            columns: columns to read; empty for all.
+            most_bytes: limit of the table's size; 0 for a limit by the size of the file.
+        Raises: Refusal if the table takes more, or cannot be read.
         """
-        most = most_bytes or max(_FREE_BYTES, _MOST_TIMES * self._size)
+        most = most_bytes or max(_SMALL_BYTES, _MAX_RATIO * self._size)
         names = [name for name in self.columns if not columns or name in columns]
         with reading(self.path):
             self._check_size(sum(self._sizes(groups, names)), most)
-            # One by one: pyarrow cannot join lists of texts that are held once.
+            # One row group after the other: pyarrow cannot join lists of dictionary-encoded texts.
             tables: list[pa.Table] = []
             size = 0
             for group in groups:
@@ -158,7 +162,7 @@ class RecordedFile:
             return table
 
     def _sizes(self, groups: Sequence[int], names: Collection[str]) -> Iterator[int]:
-        """Yield lower bounds of the bytes of columns, from the file's metadata."""
+        """Yield a lower bound of the bytes of each column, from the file's metadata."""
         for place in groups:
             group = self._file.metadata.row_group(place)
             for at in range(group.num_columns):
@@ -166,7 +170,7 @@ class RecordedFile:
                 if column.path_in_schema.split(".")[0] not in names:
                     continue
                 if column.num_values < 0 or column.total_uncompressed_size < 0:
-                    raise Refusal(f"{self.path}: row group {place} has a size below 0")
+                    raise Refusal(f"{self.path}: row group {place} has a negative size")
                 width = _WIDTHS.get(column.physical_type, 4)
                 yield max(column.num_values * width, column.total_uncompressed_size)
 
@@ -219,25 +223,25 @@ _HEADER_FORMS: dict[str, Form] = {
     "is_partial": is_bool,
     "config": is_object,
     "sums": _are_sums,
-    "shown": are_objects,
+    "samples": are_objects,
     "columns": is_object,
 }
 
 
-# --------------------------------------------------------------------------- digests, nonsense
+# --------------------------------------------------------------------------- damage
 
 
 def _check_digest(path: Path, line: str) -> None:
     """Refuse a file that was changed. Raises: OSError; Refusal.
 
     Args:
-        line: of sha256sum, for the file.
+        line: the line that sha256sum prints for the file.
     """
     digest = digest_file(path)
     text, _ = attempt(lambda: run_files.read_text(digest, run_files.DIGEST), FileNotFoundError)
     if text is None:
         raise Refusal(
-            f"{path} has no {digest.name} beside it, by which damage is seen; copy that too, or "
+            f"{path} has no {digest.name} beside it, which shows damage; copy that file too, or "
             "record the step again"
         )
     if line not in text.splitlines(keepends=True):
@@ -249,7 +253,7 @@ def _check_digest(path: Path, line: str) -> None:
 
 @contextmanager
 def reading(*paths: Path) -> Iterator[None]:
-    """Turn errors of files that hold something else than a run records into a Refusal."""
+    """Turn errors of files that no run wrote into a Refusal."""
     try:
         yield
     except Refusal:

@@ -1,7 +1,10 @@
-"""Recording rollouts: samples and rewards, one parquet file for each step and replica.
+"""Record rollouts: samples and rewards, in one parquet file for each step and replica.
 
 docs/rollouts.md describes the columns; recordings.py reads them. A file gets its name when it is
-whole. A run that repeats a step replaces its files.
+whole. A run that repeats a step replaces the step's files.
+
+Each file has its sha256 in a file next to it, so that a single step can be copied and then checked
+by `sha256sum -c`.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, Tokens
 
 FORMAT = 1
 FOLDER = "rollouts"
-"""Of the files, in a run's output_dir."""
-KEPT_FIELDS = (
+"""Name of the folder of these files in a run's output_dir."""
+FIXED_FIELDS = (
     "batch.prompts_per_step",
     "batch.group_size",
     "sampling.temperature",
@@ -52,9 +55,9 @@ KEPT_FIELDS = (
     "rewards.scope",
     *(f"rewards.shaping.{name}" for name in vars(ShapingSettings())),
 )
-"""Fields of the config that the recorded numbers already contain."""
-ORIGIN = ("model.path", "seed", "lag")
-"""Fields by which a file is known to be of a run; who trains on it may have others."""
+"""Fields of the config that the recorded numbers depend on; a replay must have the same values."""
+ORIGIN_FIELDS = ("model.path", "seed", "lag")
+"""More fields by which a file is matched to its run; a replay may have other values."""
 HEADER = b"spmdrl"
 FILE_NAME = re.compile(r"step_(\d+)_replica_(\d+)_of_(\d+)\.parquet")
 
@@ -97,15 +100,15 @@ NUMBERS = {
     "response_length": "response_lengths",
     "min_version": "min_versions",
 }
-"""{column: field of Scalars} of what is one number per sequence."""
+"""{column: field of Scalars} of columns with one number per sequence."""
 SEQUENCE_COLUMNS = tuple(name for name in SCHEMA.names if name not in TOKEN_COLUMNS)
-"""All but those with a value per token."""
+"""All columns but those with a value per token."""
 
 
 class Recorder:
-    """Writes a replica's share of every N-th step; the replica's leader has one.
+    """Writes a replica's share of every N-th step. Only the replica's leader has one.
 
-    Raises (on construction): Refusal when its folder cannot be written to.
+    Raises (on construction): Refusal if the folder cannot be written to.
     """
 
     def __init__(self, cfg: Config, *, replica: int, num_replicas: int):
@@ -124,12 +127,12 @@ class Recorder:
             remove(probe, within=self._within)
 
     def record(self, step: int, groups: Sequence[Group], share: Rollouts) -> None:
-        """Write a share, if its step is one of those to record.
+        """Write a share if its step is one to record.
 
         Args:
-            groups: of the share, each with its slot in the step's batch.
+            groups: groups of the share, each with its slot in the step's batch.
             share: the packed groups.
-        Raises: RunFailed when it cannot be written; then nothing of it is left.
+        Raises: RunFailed if the share cannot be written; then no part of it is left.
         """
         if step % self.every:
             return
@@ -141,17 +144,17 @@ class Recorder:
             "replicas": self.num_replicas,
             "part_names": part_names(self.cfg.reward_functions),
             "is_partial": bool(reward_models(self.cfg.rewards.functions)),
-            "config": kept_fields(self.cfg),
-            # Without seconds, so equal runs leave the same bytes.
+            "config": header_fields(self.cfg),
+            # Without times, so that equal runs write equal bytes.
             "sums": {n: pair for n, pair in share.sums.items() if not n.startswith("time/")},
-            "shown": share.samples,
+            "samples": share.samples,
         }
         partial = self.folder / f".{name}.partial"
         try:
             table, forms = _table(step, groups, share)
             _write(partial, table, header | {"columns": forms})
             self._remove_other_layouts(step)
-            _replace(partial, self.folder / name)
+            _publish(partial, self.folder / name)
         except OSError as error:
             for left in (partial, _draft_of(partial)):
                 attempt(partial_of(remove, left, within=self._within), OSError)
@@ -163,25 +166,25 @@ class Recorder:
     def _remove_other_layouts(self, step: int) -> None:
         """Remove files of this step that an attempt with other replicas wrote."""
         for path in self.folder.glob(f"step_{step:06d}_replica_*.parquet"):
-            found = FILE_NAME.fullmatch(path.name)
-            if found and int(found[3]) != self.num_replicas:
+            match = FILE_NAME.fullmatch(path.name)
+            if match and int(match[3]) != self.num_replicas:
                 remove(path, within=self._within)
                 remove(digest_file(path), within=self._within)
 
 
 def digest_file(path: Path) -> Path:
-    """Return the file beside a recorded one that has its sha256, as `sha256sum -c` reads it."""
+    """Return the path of the file with a recorded file's sha256, for `sha256sum -c`."""
     return path.with_suffix(".sha256")
 
 
 def digest_line(path: Path, name: str) -> str:
-    """Return the line of sha256sum for a file, under another name. Raises: OSError."""
+    """Return the line that sha256sum prints for a file, with another name. Raises: OSError."""
     with path.open("rb") as file:
         return digest_of(file, name)
 
 
 def digest_of(file: BufferedReader, name: str) -> str:
-    """Return the same for the rest of an open file."""
+    """Return the line that sha256sum prints for the rest of an open file, with this name."""
     return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
 
 
@@ -189,32 +192,42 @@ def _draft_of(partial: Path) -> Path:
     return partial.with_suffix(".draft")
 
 
-def _replace(partial: Path, path: Path) -> None:
-    """Rename a written file after its digest is there. Until then the digest of the file that it
-    replaces is there too. Raises: OSError."""
+def _publish(partial: Path, path: Path) -> None:
+    """Write a partial file's digest and give the file its name.
+
+    The process may be killed between two renames. So while a file is replaced, the digest file has
+    a line for the old one and a line for the new one.
+
+    Raises: OSError.
+    """
     digest = digest_file(path)
-    new = digest_line(partial, path.name)
+    new_line = digest_line(partial, path.name)
+    old_lines = digest.read_text() if digest.is_file() and path.is_file() else ""
+    draft = _draft_of(partial)
+    _write_digest(draft, digest, new_line + old_lines)
+    rename(partial, path, within=path.parents[1])
+    if old_lines:
+        _write_digest(draft, digest, new_line)
+
+
+def _write_digest(draft: Path, path: Path, text: str) -> None:
+    """Write a digest file as a draft, and rename it when it is on the disk. Raises: OSError."""
     within = path.parents[1]
-    old = digest.read_text() if digest.is_file() and path.is_file() else ""
-    for text in (new + old, new) if old else (new,):
-        draft = _draft_of(partial)
-        with open_file(draft, "w", within=within) as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        rename(draft, digest, within=within)
-        if partial.exists():
-            rename(partial, path, within=within)
+    with open_file(draft, "w", within=within) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    rename(draft, path, within=within)
 
 
-def kept_fields(cfg: Config) -> dict[str, Any]:
-    """Return the fields of a config that a recorded file has in its header."""
+def header_fields(cfg: Config) -> dict[str, Any]:
+    """Return {field: value} of a config, for the header of a recorded file."""
     config = config_of(cfg)
-    return {name: config[name] for name in (*ORIGIN, *KEPT_FIELDS)}
+    return {name: config[name] for name in (*ORIGIN_FIELDS, *FIXED_FIELDS)}
 
 
 def _write(path: Path, table: pa.Table, header: dict[str, Any]) -> None:
-    """Write a table whose rows are sorted by group, each group a row group of the file."""
+    """Write a table whose rows are sorted by group; each group becomes a row group of the file."""
     table = table.replace_schema_metadata({HEADER: json.dumps(header)})
     groups = table["group"].to_numpy()
     inner = (numpy.flatnonzero(numpy.diff(groups)) + 1).tolist()
@@ -228,27 +241,34 @@ def _write(path: Path, table: pa.Table, header: dict[str, Any]) -> None:
 
 
 def _table(step: int, groups: Sequence[Group], share: Rollouts) -> tuple[pa.Table, dict[str, Any]]:
-    """Return the share's sequences, and the greedy ones before those of their group; and, by key,
-    the form of the tokens' extra columns."""
-    episodes = [e for group in groups for e in group.placed]
+    """Return a table of the share's sequences and the greedy ones, sorted by group and sample.
+
+    Returns: the table, and {key: form} of the tokens' extra columns.
+    """
+    episodes = [e for group in groups for e in group.all_samples]
     drawn = [e for e in episodes if e.sample != GREEDY]
     greedy = [e for e in episodes if e.sample == GREEDY]
     scalars = share.scalars
     slots = scalars.group_ids.tolist()
     assert [(e.slot, e.sample) for e in drawn] == [*zip(slots, scalars.sample_ids.tolist())]
-    found = dict(zip(slots, scalars.greedy_rewards.tolist()))
-    own = [found.get(e.slot, numpy.nan) for e in greedy]
-    tokens, others = flat_episodes(greedy, rewards=own, greedy_rewards=own, part_names=())
+    # The share has the rewards of greedy sequences, but not their tokens.
+    reward_of_slot = dict(zip(slots, scalars.greedy_rewards.tolist()))
+    rewards = [reward_of_slot.get(e.slot, numpy.nan) for e in greedy]
+    greedy_tokens, greedy_scalars = flat_episodes(
+        greedy, rewards=rewards, greedy_rewards=rewards, part_names=()
+    )
     no_parts = scalars.reward_parts.new_zeros(len(greedy), scalars.reward_parts.shape[1])
-    rows = [
-        _rows(step, drawn, share, scalars=scalars),
-        _rows(step, greedy, tokens, scalars=replace(others, reward_parts=no_parts)),
-    ]
-    table = pa.concat_tables(rows)
+    greedy_scalars = replace(greedy_scalars, reward_parts=no_parts)
+    table = pa.concat_tables(
+        [
+            _rows(step, drawn, share, scalars=scalars),
+            _rows(step, greedy, greedy_tokens, scalars=greedy_scalars),
+        ]
+    )
     lengths = table["length"].to_pylist()
     slots = table["group"].to_pylist()
     forms = {}
-    for key, column in Tokens.concat([share, tokens]).extra_columns.items():
+    for key, column in Tokens.concat([share, greedy_tokens]).extra_columns.items():
         arrays = column.to_arrow(lengths, slots)
         if any(array.null_count < len(array) for array in arrays):
             forms[key] = column.arrow_form()
@@ -270,13 +290,13 @@ def _rows(
 
 
 def _lists(values: Tensor, starts: Tensor, *, kind: pa.DataType) -> pa.Array:
-    """Return values [n] as a column of lists, which start at `starts` [S + 1] int64."""
+    """Return values [n] as a column of S lists; `starts` [S + 1] int64 has their bounds."""
     own = pa.array(values.numpy()).cast(kind.value_type)
     return pa.ListArray.from_arrays(pa.array(starts.int().numpy()), own, type=kind)
 
 
 def _texts(step: int, samples: Sequence[FinishedEpisode]) -> dict[str, Any]:
-    """Return the columns of samples that their packed form lacks."""
+    """Return the columns of samples that `Rollouts` lacks."""
     return {
         "step": [step] * len(samples),
         "prompt": [s.prompt.text for s in samples],

@@ -1,4 +1,4 @@
-"""Reading recorded rollouts, as recorder.py writes them: whole steps, files, groups, sequences."""
+"""Read the rollouts that recorder.py wrote: whole steps, files, groups, sequences."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from spmdrl.errors import Refusal
 from spmdrl.model_inputs import PICTURE_FEATURES
 from spmdrl.rollout.episode import GREEDY
 from spmdrl.rollout.packing import cumulative, empty_rollouts, turns_of
-from spmdrl.rollout.recorded_tables import SHOWN_BYTES, RecordedFile, reading
+from spmdrl.rollout.recorded_tables import VIEW_BYTES, RecordedFile, reading
 from spmdrl.rollout.recorder import FILE_NAME, FOLDER, NUMBERS
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, join_sums
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The steps that a folder holds."""
+    """The recorded steps of a folder."""
 
     folder: Path
     steps: dict[int, tuple[Path, ...]]
-    """Step -> its files, one per replica; whole steps only, ascending."""
+    """{step: its files, one per replica}, ascending; only steps with the files of all replicas."""
 
     def files_of(self, step: int) -> tuple[Path, ...]:
-        """Return the files of a step. Raises: Refusal naming the steps that are there."""
+        """Return the files of a step. Raises: Refusal naming the recorded steps."""
         if step not in self.steps:
             raise Refusal(
                 f"{self.folder}: step {step} was not recorded; there are steps {ranges(self.steps)}"
@@ -41,9 +41,9 @@ class Recorded:
 
 
 def find_recorded(path: str | Path) -> Recorded:
-    """Return the recordings of a run's output_dir, or of its folder of rollouts.
+    """Return the recorded steps of a run's output_dir, or of its folder of rollouts.
 
-    Raises: Refusal when there is none, or no step is whole.
+    Raises: Refusal if there is no folder, or no step with the files of all replicas.
     """
     path = Path(path).expanduser()
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
@@ -52,18 +52,19 @@ def find_recorded(path: str | Path) -> Recorded:
             f"{path} is not a folder (looked from {Path.cwd()}); name a run's "
             f"output_dir or its folder {FOLDER}"
         )
-    found: dict[tuple[int, int], dict[int, Path]] = defaultdict(dict)
+    # {(step, number of replicas): {replica: file}}
+    files_of: dict[tuple[int, int], dict[int, Path]] = defaultdict(dict)
     for file in sorted(folder.iterdir()):
-        if parts := FILE_NAME.fullmatch(file.name):
-            step, replica, count = map(int, parts.groups())
-            found[step, count][replica] = file
+        if match := FILE_NAME.fullmatch(file.name):
+            step, replica, count = map(int, match.groups())
+            files_of[step, count][replica] = file
     steps = {
         step: tuple(files[replica] for replica in range(count))
-        for (step, count), files in sorted(found.items())
+        for (step, count), files in sorted(files_of.items())
         if len(files) == count and files.keys() == set(range(count))
     }
     if not steps:
-        names = [file.name for files in found.values() for file in files.values()]
+        names = [file.name for files in files_of.values() for file in files.values()]
         raise Refusal(
             f"{folder} holds no whole step of recorded rollouts"
             + (f", only {names[0]}" if names else "")
@@ -73,7 +74,7 @@ def find_recorded(path: str | Path) -> Recorded:
 
 
 def ranges(steps: Collection[int]) -> str:
-    """Return steps for people, evenly spaced ones in short: `0 to 20 by 5`."""
+    """Return steps as text, with evenly spaced ones in short form: `0 to 20 by 5`."""
     left = sorted(steps)
     texts = []
     while left:
@@ -90,7 +91,7 @@ def ranges(steps: Collection[int]) -> str:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return a file's header. Raises: Refusal when it cannot be read."""
+    """Return a file's header. Raises: Refusal if it cannot be read."""
     return RecordedFile(path).header()
 
 
@@ -101,32 +102,34 @@ def read_table(
     group: int | None = None,
     without_features: bool = False,
 ) -> pa.Table:
-    """Return the rows of a file, or those of one group, greedy ones too.
+    """Return the rows of a file, or those of one group, with the greedy ones.
 
     Args:
-        without_features: leave out what towers read, which is large.
-    Raises: Refusal when the file cannot be read.
+        columns: columns to read; by default all.
+        group: None for all groups.
+        without_features: leave out the features that towers read, which are large.
+    Raises: Refusal if the file cannot be read.
     """
     file = RecordedFile(path)
-    names = columns or [
-        name for name in file.columns if not without_features or name != PICTURE_FEATURES
-    ]
+    names = list(columns or file.columns)
+    if without_features and not columns:
+        names = [name for name in names if name != PICTURE_FEATURES]
     if group is None:
-        return file.read(range(file.num_groups), columns=names, most_bytes=SHOWN_BYTES)
-    table = file.read(file.groups_with(group), columns=names, most_bytes=SHOWN_BYTES)
+        return file.read(range(file.num_groups), columns=names, most_bytes=VIEW_BYTES)
+    table = file.read(file.groups_with(group), columns=names, most_bytes=VIEW_BYTES)
     return table.filter(pa.compute.field("group") == group)
 
 
 def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollouts:
-    """Return one of `num_parts` shares of a step, whole groups each, as they were sampled.
+    """Return one of `num_parts` shares of a step, each of whole groups.
 
-    The metrics and the shown samples are in share 0; times of the recorded run are left out.
+    Share 0 also has the metrics, without times, and the samples for people to read.
 
-    Raises: Refusal when a file cannot be read.
+    Raises: Refusal if a file cannot be read.
     """
     tables = []
     sums = []
-    shown = ()
+    samples = ()
     forms: dict[str, Any] = {}
     number = 0
     for path in files:
@@ -139,29 +142,31 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
         forms |= header["columns"]
         if part == 0:
             sums.append({name: (*pair,) for name, pair in header["sums"].items()})
-            shown += tuple(header["shown"])
+            samples += tuple(header["samples"])
     with reading(*files):
         table = pa.concat_tables(tables, promote_options="default")
         _check_lengths(table)
         table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
         rollouts = _packed(table, forms)
-        return replace(rollouts, sums=join_sums(*sums), samples=shown)
+        return replace(rollouts, sums=join_sums(*sums), samples=samples)
 
 
 def _check_lengths(table: pa.Table) -> None:
-    """Refuse sequences whose columns have another length than the sequence, since that length sizes
-    tensors. Raises: ValueError."""
+    """Refuse columns that do not have one value per token, since lengths become sizes of tensors.
+
+    Raises: ValueError.
+    """
     lengths = table["length"].combine_chunks()
     for name in TOKEN_COLUMNS:
         if not table[name].combine_chunks().value_lengths().cast(pa.int64()).equals(lengths):
-            raise ValueError(f"column {name} has other lengths than the column length says")
+            raise ValueError(f"lists in the column {name} differ in length from the column length")
 
 
 def _packed(table: pa.Table, forms: Mapping[str, Any]) -> Rollouts:
-    """Return a table's sequences.
+    """Return a table's sequences as rollouts.
 
     Args:
-        forms: of the tokens' extra columns, by key.
+        forms: {key: form} of the tokens' extra columns.
     """
     if not table.num_rows:
         return empty_rollouts()
@@ -177,7 +182,7 @@ def _packed(table: pa.Table, forms: Mapping[str, Any]) -> Rollouts:
 
 
 def scalars_of(table: pa.Table) -> Scalars:
-    """Return the numbers per sequence of a table, in its order; greedy rows are not left out."""
+    """Return the numbers per sequence of a table, in its order, greedy rows included."""
     parts = _tensor(table["reward_parts"].combine_chunks().flatten())
     return Scalars(
         **{field: _tensor(table[name].combine_chunks()) for name, field in NUMBERS.items()},

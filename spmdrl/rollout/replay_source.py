@@ -1,4 +1,4 @@
-"""Batches from recorded rollouts: what one run sampled trains another, without an engine."""
+"""Batches from recorded rollouts: a run trains on the samples of another one, without an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.model_inputs import MultimodalItems
 from spmdrl.rollout.packing import empty_rollouts
-from spmdrl.rollout.recorder import ORIGIN, kept_fields
+from spmdrl.rollout.recorder import ORIGIN_FIELDS, header_fields
 from spmdrl.rollout.recordings import Recorded, find_recorded, ranges, read_header, read_rollouts
 from spmdrl.rollout.source import Source
 from spmdrl.same_run.differences import differences
@@ -28,9 +28,9 @@ class ReplaySource(Source):
     """The recorded batch of every step; the first rank of each dp index reads its share.
 
     Args:
-        max_positions: the model's context, tokens; None for any.
+        max_positions: the model's context, tokens; None if it has no limit.
         vocab_size: rows of the model's embedding.
-        recorded: the recordings; by default those that the config names, which must have all steps.
+        recorded: the recordings; by default those that the config names, with all steps.
     Raises (on construction): Refusal as `check_recorded`.
     """
 
@@ -58,8 +58,8 @@ class ReplaySource(Source):
     def take(self, step: int) -> Rollouts:
         """Return this rank's part of the recorded batch.
 
-        Raises: Refusal when the step was not recorded, its file cannot be read, or the
-            model cannot take it.
+        Raises: Refusal if the step was not recorded, its file cannot be read, or the model cannot
+            train on it.
         """
         world = self.world
         files = self.recorded.files_of(step)
@@ -69,9 +69,9 @@ class ReplaySource(Source):
         rollouts = read_rollouts(files, part=world.dp_index(world.rank), num_parts=world.dp_size)
         if len(rollouts):
             self._check(rollouts, step)
-        # Without replay the trainer's own routers choose.
         if self._replays_routes:
             return rollouts
+        # Leave the routes out, so that the trainer's own routers choose the experts.
         columns = {k: v for k, v in rollouts.extra_columns.items() if k != RouterRoutes.key}
         return replace(rollouts, extra_columns=columns)
 
@@ -85,27 +85,26 @@ class ReplaySource(Source):
             )
         if MultimodalItems.key in rollouts.extra_columns and self.cfg.model.part == "text":
             raise Refusal(
-                f"{self.recorded.folder}: step {step} shows what a tower reads, and the model "
-                "is the text part alone; replay it under model.part: all"
+                f"{self.recorded.folder}: step {step} has images, and model.part: text leaves out "
+                "the tower that reads them; set model.part to all"
             )
         if highest >= self._vocab_size:
             raise Refusal(
-                f"{self.recorded.folder}: step {step} has the token {highest}, and "
-                f"the model's embedding {self._vocab_size} rows; it was recorded "
-                "with another tokenizer"
+                f"{self.recorded.folder}: step {step} has the token {highest}, and the model's "
+                f"embedding {self._vocab_size} rows; it was recorded with another tokenizer"
             )
 
 
 def check_recorded(cfg: Config) -> Recorded:
     """Return the recorded rollouts that a config names.
 
-    Raises: Refusal when a step up to the last is not there, or the config differs in what
-        the recorded numbers contain.
+    Raises: Refusal if a step is missing, or if the config differs in a field that the recorded
+        numbers depend on.
     """
     with refusing("rollout.record.replay", Refusal):
         recorded = find_recorded(replay_folder(cfg))
     steps = recorded.steps
-    # A resumed run starts at a later step than 0: those before the first may be missing.
+    # A resumed run starts at a later step than 0, so the first steps may be missing.
     missing = sorted(set(range(min(steps), cfg.steps)) - set(steps))
     if missing or min(steps) >= cfg.steps:
         raise Refusal(
@@ -114,21 +113,20 @@ def check_recorded(cfg: Config) -> Recorded:
             "record every step"
         )
     first = recorded.files_of(min(steps))[0]
-    header = read_header(first)
-    _check_fields(cfg, first, header=header)
+    _check_fields(cfg, first, header=read_header(first))
     return recorded
 
 
 def _check_fields(cfg: Config, path: Path, *, header: dict[str, Any]) -> None:
-    own = {"config": kept_fields(cfg)}
-    if found := differences({"config": header["config"]}, own, may_differ=ORIGIN):
+    own = {"config": header_fields(cfg)}
+    if changed := differences({"config": header["config"]}, own, may_differ=ORIGIN_FIELDS):
         raise Refusal(
-            f"{path} holds rollouts of other values, which its numbers contain:\n  "
-            + "\n  ".join(map(str, found))
-            + "\nSet these fields as they were, or record again"
+            f"{path} was recorded with other values of fields that its numbers depend on:\n  "
+            + "\n  ".join(map(str, changed))
+            + "\nSet these fields to the values there, or record again"
         )
     if cfg.model.moe.replay and RouterRoutes.key not in header["columns"]:
         raise Refusal(
-            f"model.moe.replay: {path} was recorded without the engine's routes, by "
-            "a run that had model.moe.replay off; set it to false, or record again"
+            f"model.moe.replay: {path} was recorded without the engine's routes, by a run with "
+            "model.moe.replay: false; set it to false, or record again"
         )

@@ -1,4 +1,4 @@
-"""Groups under way in a checkpoint: as plain values and back, and dealt to the job's replicas."""
+"""Save unfinished groups in a checkpoint, restore them, and deal them to the job's replicas."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from spmdrl.workers.pool import RewardResult
 
 
 def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]:
-    """Return a group as dictionaries, tensors and numbers. The prompt is known by step and slot.
+    """Return a group as dictionaries, tensors and numbers, without the prompt.
 
     Args:
-        unfinished: episodes, of this group and others, with what was drawn so far.
+        unfinished: episodes of this group and of others, with the tokens drawn so far.
     """
     return {
         "step": group.step,
@@ -41,7 +41,7 @@ def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]
 
 def _episode_to_dict(episode: Episode) -> dict[str, Any]:
     plain = {f.name: getattr(episode, f.name) for f in fields(episode) if f.name != "group"}
-    # As text: torch.load with weights_only takes no bytes.
+    # The environment as text: torch.load with weights_only does not load bytes.
     return plain | {
         "trajectory": episode.trajectory.state_dict(),
         "environment": episode.environment.decode("latin-1"),
@@ -52,52 +52,50 @@ def check_environments(states: Sequence[dict[str, Any]], *, trusts_pickles: bool
     """Refuse environments that a checkpoint holds as pickles, which run code when they are loaded.
 
     Args:
-        states: of all replicas, as the checkpoint has them.
-    Raises: Refusal saying how to allow it.
+        states: the states that the checkpoint has of all replicas.
+    Raises: Refusal that says how to allow them.
     """
-    held = [e["environment"] for s in states for g in s["waiting"] for e in g["episodes"]]
-    held = [text for text in held if text]
-    pickled = [text for text in held if not text.startswith(PLAIN.decode())]
+    environments = []
+    for state in states:
+        for group in state["waiting"]:
+            environments += [e["environment"] for e in group["episodes"] if e["environment"]]
+    pickled = [text for text in environments if not text.startswith(PLAIN.decode())]
     if pickled and not trusts_pickles:
         raise Refusal(
-            f"the checkpoint's rollouts_*.pt hold {len(pickled)} of {len(held)} environments under "
-            "way as pickles, which can run any code. If you trust the writer of the checkpoint, "
-            "resume by --checkpoint.trust-pickles true; environments of plain attributes, or with "
-            "`save` and `restore`, need no pickles (docs/environments.md)"
+            f"the checkpoint's rollouts_*.pt hold {len(pickled)} of {len(environments)} unfinished "
+            "environments as pickles, which can run any code. If you trust the writer of the "
+            "checkpoint, resume with --checkpoint.trust-pickles true; environments of plain "
+            "attributes, or with `save` and `restore`, need no pickles (docs/environments.md)"
         )
 
 
 def group_from_dict(
     plain: dict[str, Any], *, number: int, draw: Draw, prompt: Prompt
 ) -> tuple[Group, list[Episode]]:
-    """Return a group and its unfinished episodes; undoes `group_to_dict`."""
+    """Return a group and its unfinished episodes, from the result of `group_to_dict`."""
     group = Group(number, plain["step"], plain["slot"], prompt, plain["version"], draw)
     for s in plain["samples"]:
         trajectory = Trajectory.from_state_dict(s["trajectory"])
         group.samples[s["sample"]] = FinishedEpisode(
             group.slot,
             s["sample"],
-            trajectory.opened(prompt, text=s["prompt"]),
+            trajectory.update_prompt(prompt, text=s["prompt"]),
             trajectory,
             s["text"],
             RewardResult(**s["reward"]),
         )
-    episodes = [
-        Episode(
-            group,
-            **e
-            | {
-                "trajectory": Trajectory.from_state_dict(e["trajectory"]),
-                "environment": e["environment"].encode("latin-1"),
-                "info": dict(e["info"]),
-            },
-        )
-        for e in plain["episodes"]
-    ]
+    episodes = []
+    for e in plain["episodes"]:
+        decoded = {
+            "trajectory": Trajectory.from_state_dict(e["trajectory"]),
+            "environment": e["environment"].encode("latin-1"),
+            "info": dict(e["info"]),
+        }
+        episodes.append(Episode(group, **e | decoded))
     return group, episodes
 
 
-# --------------------------------------------------------------------------- dealt to replicas
+# --------------------------------------------------------------------------- deal to replicas
 
 
 @dataclass(frozen=True)
@@ -107,63 +105,63 @@ class Share:
     replica: int
     replicas: int
     is_shared: bool
-    """All replicas keep one book."""
+    """Whether all replicas share one book."""
 
     @property
     def part(self) -> int:
-        """Return the replica's part in its book."""
+        """Return the index of the replica's part in its book."""
         return self.replica if self.is_shared else 0
 
     @property
-    def keepers(self) -> int:
-        """Return how many replicas write in its book."""
+    def num_writers(self) -> int:
+        """Return how many replicas write into its book."""
         return self.replicas if self.is_shared else 1
 
-    def own(self, parts: list[list[int]]) -> list[list[int]]:
-        """Return those of all replicas' parts that are in its book."""
+    def select(self, parts: list[list[int]]) -> list[list[int]]:
+        """Return the parts that are in its book, of the parts of all replicas."""
         return parts if self.is_shared else [parts[self.replica]]
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumeState:
     """The state that a replica resumes with."""
 
     book: Book
-    """Its own, or the same on all that share it."""
+    """The replica's own book, or the same book on all replicas."""
     groups: list[tuple[int, dict[str, Any]]]
-    """(number in the book, plain group) of the groups that this replica finishes."""
+    """(number in the book, result of `group_to_dict`) of each group that this replica finishes."""
     states: list[dict[str, Any]]
-    """Saved states whose rollouts made ahead this replica takes."""
+    """Saved states whose shares of later steps this replica takes."""
 
 
-def resumed(
+def resume_state(
     states: Sequence[dict[str, Any]],
     *,
     step: int,
     share: Share,
     costs_of: Callable[[int], Sequence[float]],
-) -> Resumed:
-    """Return the state that a replica resumes with: each group under way goes to one replica.
+) -> ResumeState:
+    """Return the state that a replica resumes with. Each unfinished group goes to one replica.
 
-    If the job has the same replicas, each takes its own groups. Otherwise groups, and prompts that
-    no replica had taken, are dealt again.
+    If the job has the same replicas as before, each takes its own groups. Otherwise the groups are
+    dealt again, and so are the prompts that no replica had taken.
 
     Args:
-        states: of the checkpoint's replicas, in their order.
-        step: of the checkpoint.
-        costs_of: expected cost of each prompt of a step.
+        states: the states of the checkpoint's replicas, in order.
+        step: step of the checkpoint.
+        costs_of: returns the expected cost of each prompt of a step.
     """
     is_same = len(states) == share.replicas and all(
         state["is_shared"] == share.is_shared for state in states
     )
     if is_same and not share.is_shared:
         states = [states[share.replica]]
-    groups = _in_order(states)
+    groups = _groups_in_order(states)
     opened = max(state["opened"] for state in states)
     book = Book(next=max([step, *(state["next"] for state in states)]), opened=opened)
     numbers: Sequence[int]
     if is_same:
-        # Decisions after the checkpoint name groups by their numbers.
+        # Keep the numbers: decisions after the checkpoint name groups by them.
         numbers = [plain["number"] for _, plain in groups]
         book.number = states[0]["number"]
         book.complete = list(states[0]["complete"])
@@ -173,35 +171,37 @@ def resumed(
             groups = groups[share.replica :: share.replicas]
         numbers = range(len(groups))
         book.number = len(groups)
-        left = _left(states, opened=opened, costs_of=costs_of)
+        left = _remaining_slots(states, opened=opened, costs_of=costs_of)
         again = deal_again(left, costs_of={k: costs_of(k) for k in left}, parts=share.replicas)
-        book.left = {k: own for k, parts in again.items() if any(own := share.own(parts))}
-    mine = []
+        book.left = {k: own for k, parts in again.items() if any(own := share.select(parts))}
+    own_groups = []
     for number, (replica, plain) in zip(numbers, groups, strict=True):
         book.waiting[number] = (plain["version"], plain["step"], plain["slot"])
         owner = replica if is_same else number % share.replicas
         if owner == share.replica or not share.is_shared:
-            mine.append((number, plain))
-    is_alone = is_same and not share.is_shared
-    ahead = states if is_alone else states[share.replica :: share.replicas]
-    return Resumed(book, mine, list(ahead))
+            own_groups.append((number, plain))
+    if not is_same or share.is_shared:
+        states = states[share.replica :: share.replicas]
+    return ResumeState(book, own_groups, list(states))
 
 
-def _in_order(states: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
-    """Return (replica, group) in the order of admission: numbers rise with versions."""
+def _groups_in_order(states: Sequence[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    """Return (index of the replica, plain group) of all groups, in the order of admission."""
     groups = [(at, plain) for at, state in enumerate(states) for plain in state["waiting"]]
     return sorted(groups, key=lambda group: (group[1]["version"], group[1]["number"], group[0]))
 
 
-def _left(
+def _remaining_slots(
     states: Sequence[dict[str, Any]], *, opened: int, costs_of: Callable[[int], Sequence[float]]
 ) -> dict[int, list[int]]:
-    """Return the slots of opened steps that no replica had taken. Replicas with a book each may
-    have opened different steps."""
+    """Return {step: slots that no replica had taken} of all steps that any replica has opened.
+
+    Replicas with books of their own may have opened different steps.
+    """
     left: dict[int, list[int]] = {}
     for replica, state in enumerate(states):
         if state["is_shared"] and replica:
-            break  # the same book again
+            break  # all states have the same book
         for step, parts in state["left"].items():
             left.setdefault(step, []).extend(slot for part in parts for slot in part)
         for step in range(state["opened"], opened):

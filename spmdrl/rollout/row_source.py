@@ -19,7 +19,7 @@ from spmdrl.world.world import World
 
 
 class RowSource(Source):
-    """Serves the rows of each step; the first rank of each dp index has a share of them.
+    """Returns the rows of each step; the first rank of each dp index has a share of them.
 
     The sequences of a row are one group: one sequence to imitate, or a pair. Their scalars.rewards
     hold the row's label or margin, which is not a reward.

@@ -54,7 +54,7 @@ def group_hints(cfg: Config, scopes: Sequence[Scope]) -> list[str]:
 
 
 class SampledSource(Source):
-    """Samples prompts on this rank's engine replica and rewards them with its leader's workers.
+    """Samples prompts on this rank's engine replica and scores them with its leader's workers.
 
     Only the leader has the groups. The replica's other tensor-parallel ranks repeat each engine
     step.
@@ -72,7 +72,7 @@ class SampledSource(Source):
         self._stops = end_token_ids(cfg, tokenizer)
         self._engine: EngineProtocol | None = None
         self._version = -1  # version of the weights at the last call of `generate`
-        self._finished: int | None = None  # version whose weights have no more to generate
+        self._finished: int | None = None  # version with which nothing is left to generate
         if world.inference_tp_rank != 0:
             return
         self.pool = RewardPool(cfg, steps_per_epoch=self.prompts.steps_per_epoch)
@@ -92,7 +92,7 @@ class SampledSource(Source):
         self.filler = StepFiller(cfg, world, loop=self.loop, prompts=self.prompts, draw=draw)
 
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
-        """Make this replica's share of every step up to `until`, with the engine's weights.
+        """Generate this replica's share of every step up to `until`, with the engine's weights.
 
         Under in-flight updates, generation of later steps stops as soon as the trainers have new
         weights; the next call continues it. After the last call for these weights, up to `lag`
@@ -102,7 +102,7 @@ class SampledSource(Source):
             RuntimeError if dynamic sampling gets too few groups with a spread of rewards.
         """
         last = min(until, self.cfg.steps - 1)
-        farthest = engine.version + self.cfg.lag  # step to be made with these weights
+        farthest = engine.version + self.cfg.lag  # last step that these weights sample
         is_finished = self._finished == engine.version and until <= farthest
         if not self.world.is_inference or is_finished:
             return
@@ -131,7 +131,7 @@ class SampledSource(Source):
             engine.lend_memory()
 
     def take(self, step: int) -> Rollouts:
-        """Hand over this rank's rollouts of `step`; only leaders have any."""
+        """Return this rank's rollouts of `step`; only leaders have any."""
         if self.filler is None:
             return empty_rollouts()
         return self.filler.take(step) or empty_rollouts()
@@ -189,7 +189,7 @@ class SampledSource(Source):
         score_step(self.loop, groups, step=step)
         self.loop.idle = idle
         self.link.end()
-        samples = [sample for group in groups for sample in group.drawn]
+        samples = [sample for group in groups for sample in group.drawn_samples]
         warn_if_all_failed(samples, groups)
         return samples
 
@@ -201,14 +201,14 @@ class SampledSource(Source):
         return outcomes_of(samples, names={i: source.name for i, source in several})
 
     def _restart_requests(self, engine: EngineProtocol) -> None:
-        """Abort the requests under way and queue them again, with the drawn tokens as prompt.
+        """Abort the unfinished requests and queue them again, with the drawn tokens as prompt.
 
         The engine computes the cache again for new weights in any case, and a resumed run, which
         has no cache, must give the same results.
         """
-        begun = engine.abort_all()
+        aborted = engine.abort_all()
         if self.filler is not None:
-            self.loop.requeue(begun)
+            self.loop.requeue(aborted)
 
     def start(self, step: int) -> None:
         """Begin to write or repeat decisions at this step; see `Decisions`."""
@@ -216,14 +216,14 @@ class SampledSource(Source):
             self.loop.decisions.start(self.cfg, self.world, version=step)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the shares of later steps and the groups under way, as plain values.
+        """Return the shares of later steps and the unfinished groups, as plain values.
 
         None on ranks that are not leaders.
         """
         return None if self.filler is None else self.filler.state_dict(self._engine)
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:
-        """Share out the saved groups among this job's leaders, whose number may have changed."""
+        """Deal the saved groups to this job's leaders. Their number may have changed."""
         if self.filler is not None:
             self.filler.load_state_dict(states, step)
 

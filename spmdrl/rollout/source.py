@@ -1,7 +1,7 @@
 """The interface of sources of batches: sampled, recorded, or rows of a dataset.
 
-A source works ahead: `generate(until=k)` makes this rank's share of the batches up to step k, and
-`take(k)` hands over the share of step k. Only inference ranks generate. Nothing here waits for
+A source works ahead: `generate(until=k)` generates this rank's share of the batches up to step k,
+and `take(k)` returns the share of step k. Only inference ranks generate. No method waits for
 another role.
 """
 
@@ -28,10 +28,10 @@ class Source:
     """Whether the sequences have rewards."""
 
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
-        """Make this rank's share of all batches up to step `until` with the engine's weights."""
+        """Generate this rank's share of each batch up to step `until` with the engine's weights."""
 
     def take(self, step: int) -> Rollouts:
-        """Hand over this rank's share of the batch of `step`."""
+        """Return this rank's share of the batch of `step`."""
         raise NotImplementedError
 
     def observe(self, batch: Batch, *, step: int) -> None:

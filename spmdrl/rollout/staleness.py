@@ -1,4 +1,4 @@
-"""When a replica admits prompts and when a step's share is complete, so that no token gets too old.
+"""Rules of when a replica admits prompts and closes a step, so that no token gets too old.
 
 A replica numbers its groups in the order of admission. Each step takes `quota` of them. Without
 over-sampling, a step takes the next `quota` groups in order. With over-sampling, up to
@@ -38,7 +38,7 @@ def make_rules(
         quota: groups that a step takes from this replica; may be 0.
         over_sample: groups that are sampled for each group that a step takes, at least 1.
         lag: steps that generation runs ahead.
-        max_staleness: steps; auto takes the smallest that works.
+        max_staleness: steps; auto takes the smallest number that works.
     """
     least = least_staleness(over_sample, lag=lag)
     return Rules(
@@ -63,7 +63,7 @@ def num_to_admit(
     """Count the groups to admit now.
 
     Args:
-        waiting: groups, under way or complete, that no step has taken yet.
+        waiting: number of groups, unfinished or complete, that no step has taken yet.
         next_step: first step whose share is not complete.
         last_step: last step to sample for.
         version: of the engine's weights.
@@ -79,7 +79,7 @@ def num_to_admit(
     return max(0, min(wanted, limit) - waiting)
 
 
-def closing(
+def choose_groups(
     rules: Rules, versions: Mapping[int, int], *, complete: Collection[int], step: int
 ) -> list[int] | None:
     """Choose the groups of a step, if it can be closed now.

@@ -56,9 +56,9 @@ class StepPrompts:
         if self.schedule.leaves_unfinished:
             # `deal` puts the longest first, so that a step that waits for all its groups ends
             # early. With this schedule a step takes the first groups that are complete, and long
-            # ones first would leave only long groups under way. So restore the order of the slots.
+            # ones first would leave only long groups unfinished. So restore the order of the slots.
             parts = [sorted(part) for part in parts]
-        return self.share.own(parts)
+        return self.share.select(parts)
 
     def slots_of(self, step: int) -> Sequence[int]:
         """Return the slots of a step's batch that this replica's book fills."""

@@ -1,8 +1,8 @@
-"""Rewards of functions that see all samples of a step in one call.
+"""Call reward functions that see all samples of a step at once.
 
 A step has all its samples only when its last group is complete, so the engine is idle during the
-call. Runs with several replicas are refused, since each would have only a share of the step; see
-`rewards/columns.py`.
+call. A run with several replicas is refused, since each would have only a share of the step; see
+`SampledSource`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from spmdrl.rollout.loop import Loop
 def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
     """Call the reward functions that see whole steps and add their values to the samples' rewards.
 
-    Samples whose reward failed before are left out of the call.
+    The call leaves out samples whose reward failed before.
 
     Args:
         groups: complete groups of the step, or of an evaluation.
-        step: number of the step, which functions may ask for.
+        step: number of the step; functions may take it as a parameter.
     Raises: RewardFailed naming a sample whose reward fails under on_failure=fail.
     """
     if "step" not in loop.pool.scopes:
@@ -32,7 +32,7 @@ def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
     scorable = {
         f"{group.key}-{s.sample}": (group, s)
         for group in groups
-        for s in group.drawn
+        for s in group.drawn_samples
         if not s.reward.failure
     }
     if not scorable:
@@ -53,7 +53,7 @@ def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
         if reward.failure:
             if group.draw.must_score:
                 raise RewardFailed(
-                    f"{place(group)}: {failure_text(scored)}\nMend the reward function, or set "
+                    f"{place(group)}: {failure_text(scored)}\nFix the reward function, or set "
                     "rewards.on_failure=drop to leave such samples out"
                 )
             loop.failed_rewards.note(scored, where=place(group))

@@ -1,4 +1,4 @@
-"""Metrics of rollouts that only the replica knows which made them, as sums."""
+"""Metrics of rollouts that only the replica that sampled them can compute, as sums."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 
 def warn_if_all_failed(samples: Sequence[FinishedEpisode], groups: Sequence[Group]) -> None:
-    """Warn where no sample of a replica has a reward."""
+    """Log a warning if no sample of a replica has a reward."""
     if samples and all(s.reward.failure for s in samples):
         log.warning(
-            "%s: the reward of all %d samples of this replica failed and they are left out "
-            "(rewards.on_failure=drop). First: %s",
+            "%s: the rewards of all %d samples of this replica failed, and the samples are left "
+            "out (rewards.on_failure=drop). First: %s",
             place(groups[0]),
             len(samples),
             failure_text(samples[0]),
@@ -31,66 +31,70 @@ def warn_if_all_failed(samples: Sequence[FinishedEpisode], groups: Sequence[Grou
 
 
 def has_spread(samples: Sequence[FinishedEpisode]) -> bool:
-    """Whether the rewards of a group's samples differ by more than rounding."""
+    """Return whether the rewards of a group's samples differ by more than rounding."""
     values = [s.reward.value for s in samples if s.reward.value is not None]
     rewards = torch.tensor(values, dtype=torch.float64)
-    found = group_rewards(
+    statistics = group_rewards(
         rewards,
         torch.zeros(len(values), dtype=torch.int64),
         is_valid=torch.ones(len(values), dtype=torch.bool),
     )
-    return bool(found.has_spread.any())
+    return bool(statistics.has_spread.any())
 
 
 def mean_reward(samples: Sequence[FinishedEpisode]) -> tuple[float | list[float], int]:
-    """Return sum and number of the rewards that did not fail, task units."""
+    """Return the sum and the number of the rewards that did not fail, in task units."""
     values = [s.reward.value for s in samples if s.reward.value is not None]
     return exact_sum(values), len(values)
 
 
-def _named(reward: RewardResult) -> dict[str, float]:
-    """Return what functions and environment said of a sample, by the names of metrics; not what
-    they read as its answer."""
-    found = {f"reward/{name}/mean": value for name, value in reward.parts.items()}
+def _reported(reward: RewardResult) -> dict[str, float]:
+    """Return {name of a metric: number} that reward functions and environment report of a sample.
+
+    The answers that they extracted are left out.
+    """
+    values = {f"reward/{name}/mean": value for name, value in reward.parts.items()}
     for name, value in reward.metrics.items():
         if name.startswith("environment/"):
-            found[name] = value
+            values[name] = value
         elif not is_answer(name):
-            found.setdefault(f"reward/{name}/mean", value)
-    return found
+            values.setdefault(f"reward/{name}/mean", value)
+    return values
 
 
-def kept_sums(samples: Sequence[FinishedEpisode]) -> PartialSums:
-    """Return what the sampling masks of sampled tokens are and take, per sampled token."""
+def mask_sums(samples: Sequence[FinishedEpisode]) -> PartialSums:
+    """Return the sums of the sampling masks' sizes and bytes, per sampled token."""
     tokens = sum(s.trajectory.num_sampled for s in samples)
     of_samples = [SamplingMasks.of(s.trajectory.extra_columns) for s in samples]
-    known = [masks for masks in of_samples if masks is not None]
-    cut = sum(int((sets.sizes > 0).sum()) for sets in known)
+    all_masks = [masks for masks in of_samples if masks is not None]
+    # A token that was drawn from the whole vocabulary has a mask of size 0.
+    num_masked = sum(int((masks.sizes > 0).sum()) for masks in all_masks)
     return {
-        "rollout/sampling_mask_bytes": (sum(len(sets.data) for sets in known), tokens),
-        "rollout/sampling_mask_ids": (sum(sets.num_ids() for sets in known), cut),
-        "rollout/kept_all_frac": (tokens - cut, tokens),
+        "rollout/sampling_mask_bytes": (sum(len(masks.data) for masks in all_masks), tokens),
+        "rollout/sampling_mask_ids": (sum(masks.num_ids() for masks in all_masks), num_masked),
+        "rollout/kept_all_frac": (tokens - num_masked, tokens),
     }
 
 
 def source_sums(groups: Sequence[Group], names: Sequence[str], *, is_first: bool) -> PartialSums:
-    """Return the source/ sums of one replica's share of a step; none of a single source.
+    """Return the source/ sums of one replica's share of a step; empty if there is one source.
 
     Args:
-        names: of the sources of data.train.
-        is_first: as of `step_sums`.
+        names: names of the sources of data.train.
+        is_first: as for `step_sums`.
     """
     sums: PartialSums = {}
     for i, name in enumerate(names if len(names) > 1 else ()):
         own = [group for group in groups if group.prompt.source == i]
-        samples = [sample for group in own for sample in group.drawn]
-        spread = [has_spread(group.drawn) for group in own if mean_reward(group.drawn)[1] > 1]
+        samples = [sample for group in own for sample in group.drawn_samples]
+        compared = [g.drawn_samples for g in own if mean_reward(g.drawn_samples)[1] > 1]
+        num_flat = sum(not has_spread(group) for group in compared)
         count = len(samples)
         prefix = f"source/{name}"
         sums |= {
             f"{prefix}/samples": (count, 1 if is_first else 0),
             f"{prefix}/reward": mean_reward(samples),
-            f"{prefix}/zero_spread_groups_frac": (len(spread) - sum(spread), len(spread)),
+            f"{prefix}/zero_spread_groups_frac": (num_flat, len(compared)),
             f"{prefix}/response_length": (sum(s.trajectory.num_sampled for s in samples), count),
             f"{prefix}/truncated_frac": (sum(s.trajectory.is_truncated for s in samples), count),
         }
@@ -101,12 +105,13 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> PartialS
     """Return the rollout/ and reward/ sums of one replica's share of a step.
 
     Args:
-        is_first: the replica that counts for the denominator of what adds up over replicas.
+        is_first: whether this is the first replica. It alone adds 1 to the denominators of counts
+            that are summed over replicas.
     """
     greedy = [s for s in samples if s.sample == GREEDY]
     samples = [s for s in samples if s.sample != GREEDY]
     count = len(samples)
-    one = 1 if is_first else 0  # counts of all replicas add up and are divided by 1
+    one = 1 if is_first else 0
     sums: PartialSums = {
         "rollout/response_length": (sum(s.trajectory.num_sampled for s in samples), count),
         "rollout/prompt_length": (sum(len(s.prompt.tokens) for s in samples), count),
@@ -119,7 +124,7 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> PartialS
     }
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
-        for name, value in _named(sample.reward).items():
+        for name, value in _reported(sample.reward).items():
             values[name].append(value)
     sums |= {name: (exact_sum(own), len(own)) for name, own in values.items()}
     overlong = sum(s.reward.failure == OVERLONG for s in samples)

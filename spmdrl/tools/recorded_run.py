@@ -17,7 +17,7 @@ from spmdrl.exchange import exchange
 from spmdrl.imports import is_missing_folder
 from spmdrl.roles import make_trainer
 from spmdrl.rollout import model_limits
-from spmdrl.rollout.recorder import kept_fields
+from spmdrl.rollout.recorder import header_fields
 from spmdrl.rollout.recordings import Recorded, find_recorded, read_header
 from spmdrl.rollout.replay_source import ReplaySource
 from spmdrl.same_run.differences import differences
@@ -89,7 +89,7 @@ class RecordedRun:
                     raise Refusal(
                         f"{path} was renamed: it says {name} {header[name]}, its name {expected}"
                     )
-            found = differences({"config": header["config"]}, {"config": kept_fields(self.cfg)})
+            found = differences({"config": header["config"]}, {"config": header_fields(self.cfg)})
             if found:
                 raise Refusal(
                     f"{path} is not of this run: it differs from {self.folder / 'config.yaml'}: "

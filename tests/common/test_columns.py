@@ -46,8 +46,13 @@ def episode(slot: int, sample: int, *, has_scores: bool) -> FinishedEpisode:
         is_truncated=False,
         extra_columns=columns,
     )
-    begun = Trajectory.begun(TokenIds([7, 8]))
-    trajectory = begun.sampled(drawn).observed([9]).sampled(drawn.until(1)).observed([9])
+    begun = Trajectory.from_prompt(TokenIds([7, 8]))
+    trajectory = (
+        begun.append_completion(drawn)
+        .append_answer([9])
+        .append_completion(drawn.until(1))
+        .append_answer([9])
+    )
     restored = Trajectory.from_state_dict(trajectory.state_dict())
     prompt = Prompt(slot, TokenIds([7, 8]), "", {})
     reward = RewardResult(None, float(sample))

@@ -298,10 +298,9 @@ def check_delivery(results: list[tuple[ExchangedBatch, int]], cfg: Config) -> No
 FAULTS = {
     "nan": "Refusal: reward of group 2 sample 0 (from rank 1, step 7) is nan",
     "nan, not valid": "accepted",
-    "none valid": "RewardFailed: step 7: the reward of all 12 samples failed",
-    "twice": "RuntimeError: group 1 sample 2 (from rank 0, step 7) was handed over twice, "
-    "again by rank 1",
-    "nothing": "RuntimeError: step 7: no rank handed over a single sequence",
+    "none valid": "RewardFailed: step 7: the rewards of all 12 samples failed",
+    "twice": "RuntimeError: group 1 sample 2 (from rank 0, step 7) also comes from rank 1",
+    "nothing": "RuntimeError: step 7: no rank has a sequence",
     "empty": "Refusal: group 0 sample 0 (from rank 1, step 7) has 0 tokens",
     "long": "Refusal: batch.tokens_per_microbatch: a sequence of group 1 has 53 tokens, above "
     "the budget of 40",

@@ -285,10 +285,10 @@ def test_decisions_that_are_chained_again_are_refused_or_read(tmp_path):
     lines: list[Any] = [
         {"run": [{"packages": {"torch": "2"}, "config": {"seed": 0}}]},
         {"fill": [0, 1]},
-        {"came": [3, [1, "k"], {"k": ["error", "no"]}]},
+        {"answers": [3, [1, "k"], {"k": ["error", "no"]}]},
         {"book": [4, 1, [0, 0, 1, 2, [1], []]]},
         {"end": [5]},
-        {"closed": [0, {"0": "00"}]},
+        {"groups": [0, {"0": "00"}]},
     ]
     for content in [lines, *_mutants(lines, count=300, seed=4)]:
         journal = decision_log.journal_of(tmp_path, replica=0, replicas=1)
@@ -300,8 +300,8 @@ def test_decisions_that_are_chained_again_are_refused_or_read(tmp_path):
             continue
         found, wrong = decision_log.read_lines(journal)
         assert wrong or len(found) == len(rows)
-        decision_log.decided([found], replica=0, version=0)
-        decision_log.agreeing([found])
+        decision_log.past_decisions([found], replica=0, version=0)
+        decision_log.without_lost_moves([found])
 
 
 def test_configs_of_random_bytes_are_refused(tmp_path):

@@ -281,13 +281,13 @@ def test_recorded_pictures_come_back_bit_by_bit_each_once_in_its_group(tmp_path)
     records.assert_same_rollouts(share, back)
     assert_same_pictures(items_of(share), items_of(back))
     half = read_rollouts([file], part=1, num_parts=2)  # groups 1 and 3
-    drawn = [sample for group in groups[1::2] for sample in group.drawn]
+    drawn = [sample for group in groups[1::2] for sample in group.drawn_samples]
     assert placeholders_of(items_of(half)) == [
         show for sample in drawn for show in placeholders_of(items_of(sample.trajectory))
     ]
     blind = dict(model=dict(part="text"))
     source = records.replay_source(changed(source.cfg, **blind))
-    with refused("step 0 shows what a tower reads, and the model is the text part alone"):
+    with refused("step 0 has images, and model.part: text leaves out the tower"):
         source.take(0)
 
 
@@ -352,7 +352,7 @@ def test_what_was_made_ahead_and_what_is_under_way_is_saved_with_its_pictures(tm
     plain = dict(seconds=1.5, measured={}, dropped=[], num_carried=0)
     share = pack_step(groups, records.config_of(tmp_path), is_first=True, **plain)
     first = groups[2].samples[0].trajectory
-    prompt = dataclasses.replace(groups[2].prompt, tokens=first.whole[:3])
+    prompt = dataclasses.replace(groups[2].prompt, tokens=first.token_ids[:3])
     half = Episode(groups[2], 0, groups[2].samples.pop(0).trajectory)
     state = {"ahead": rollouts_to_dict(share), "group": group_to_dict(groups[2], [half])}
     file = io.BytesIO()

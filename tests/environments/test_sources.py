@@ -408,9 +408,9 @@ def test_an_episode_left_in_an_environment_that_is_gone_is_refused():
     )
     loop = Loop(tree_of("task:addition"), tokenizer=None, pool=None, link=None)
     group = Group(0, 0, 0, Prompt(0, (1,), "q", {}), version=0, draw=draw)
-    left = Episode(group, 0, Trajectory.begun((1,)), stage="answer", environment=b"x")
-    with refused("row 1: the checkpoint holds an episode of it under way in an environment, and"):
+    left = Episode(group, 0, Trajectory.from_prompt((1,)), stage="answer", environment=b"x")
+    with refused("row 1: the checkpoint holds an unfinished episode", "with an environment"):
         loop.start(left)
     loop.chats = {0: object()}
-    with refused("under way without an environment, and its source of data has one now"):
+    with refused("without an environment, and its data source has one now"):
         loop.start(dataclasses.replace(left, environment=b""))

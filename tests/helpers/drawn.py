@@ -73,7 +73,7 @@ def trajectory(
 ) -> Trajectory:
     """Return a prompt and what followed it; by default all sampled, as `completion` has it."""
     drawn = completion(tokens, logprobs=logprobs, versions=versions, is_truncated=is_truncated)
-    made = Trajectory.begun(prompt).sampled(drawn)
+    made = Trajectory.from_prompt(prompt).append_completion(drawn)
     if is_sampled:
         mask = torch.cat([made.response_mask[: len(prompt)], flat(is_sampled, "bool")])
         made = replace(made, response_mask=mask)

@@ -219,7 +219,7 @@ def test_a_failing_reward_ends_the_run_by_name(function, every, says, model, tmp
         "evaluate.every-steps": every,
     }
     finished = grpo(model, tmp_path / "out", flags, status=1)
-    for part in (*says, "Mend the reward function"):
+    for part in (*says, "Fix the reward function"):
         assert part in finished.output
     assert "Traceback" not in finished.output  # what called it is the program's
 
@@ -227,8 +227,8 @@ def test_a_failing_reward_ends_the_run_by_name(function, every, says, model, tmp
 def test_a_step_whose_rewards_all_failed_ends_with_the_first_and_no_traceback(model, tmp_path):
     rewards = {"rewards.functions": reward(tmp_path, "raising"), "rewards.on-failure": "drop"}
     said = grpo(model, tmp_path / "out", rewards, status=1).output
-    assert "step 0: the reward of all 32 samples failed, which leaves nothing to train on" in said
-    assert "First: the reward of " in said and "Mend the reward function" in said
+    assert "step 0: the rewards of all 32 samples failed, so that there is nothing to train" in said
+    assert "First: the reward of " in said and "Fix the reward function" in said
     assert "Traceback" not in said
 
 

@@ -234,11 +234,11 @@ def test_the_places_of_an_engine_are_empty_for_one_reason_each():
     assert empty_shares(4, drawing=1, playing=1) == {"environment": 0.25, "tail": 0.5}
     assert empty_shares(4, drawing=9, playing=1) == {"environment": 0, "tail": 0}
     idle = Idle(4)
-    idle.came_back({"push": 9.0})  # the first push is no part of a step
-    idle.stepped(2.0, drawing=1, playing=1)
+    idle.resume({"push": 9.0})  # the first push is no part of a step
+    idle.count_step(2.0, drawing=1, playing=1)
     idle.add("reward", 3.0)
-    idle.left({"push": 9.0, "update": 1.0})
-    idle.came_back(
+    idle.pause({"push": 9.0, "update": 1.0})
+    idle.resume(
         {
             "push": 9.5,
             "update": 3.0,
@@ -393,8 +393,8 @@ def test_an_opening_that_is_too_long_is_refused_by_name_or_dropped(chat_model, t
     }
     finished = run("demo_grpo.yaml", 1, status=1, **flags | {"output-dir": tmp_path / "refused"})
     found = re.search(
-        rf"rollout.environment {tmp_path}/user.py:Long: what it opens {rows}:3 "
-        r"with has (\d+) tokens, above data.max_prompt_tokens = 64; raise it, "
+        rf"rollout.environment {tmp_path}/user.py:Long: its opening of {rows}:3 "
+        r"has (\d+) tokens, above data.max_prompt_tokens = 64; raise it, "
         r"shorten the opening, or set data.overlong_prompts=drop",
         finished.output,
     )

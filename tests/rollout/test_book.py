@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from spmdrl.config import ScheduleSettings
 from spmdrl.rollout.balance import deal, deal_again
 from spmdrl.rollout.book import Book, BookRules, Move, OwnBook, SharedBook, Ticket
-from spmdrl.rollout.resumed_work import Share, resumed
+from spmdrl.rollout.resumed_work import Share, resume_state
 from spmdrl.rollout.staleness import horizon, make_rules
 from tests.helpers.built import examples
 
@@ -76,7 +76,7 @@ class Replica:
         self.next = 0
 
     def turn(self, version: int, *, last: int, most: int) -> dict[int, dict[int, int]]:
-        """As StepFiller._keep_book; returns this replica's share of steps that closed."""
+        """As StepFiller._update_book; returns this replica's share of steps that closed."""
         self.book.follow()
         move = Move(self.share.part, version, last, most, complete=tuple(self.done))
         before = copy.deepcopy(self.book.book)
@@ -98,7 +98,7 @@ class Replica:
         return own
 
     def deal(self, step: int) -> list[list[int]]:
-        return self.share.own(deal(self.costs, self.share.replicas))
+        return self.share.select(deal(self.costs, self.share.replicas))
 
     def slots(self, step: int) -> list[int]:
         count = len(self.costs)
@@ -169,8 +169,10 @@ def test_a_replica_that_is_done_takes_the_shortest_of_another():
 def test_a_plain_step_keeps_its_prompts_in_their_slots_whoever_drew_them():
     book, rules = Book(), make_rules(4, over_sample=1, lag=0, max_staleness="auto")
     book_rules = BookRules(rules, lambda step: deal([0] * 4, 2), lambda step: range(4))
-    tickets = [t for part in (1, 0, 1, 1) for t in book_rules.play(book, Move(part, 0, 0, most=1))]
-    book_rules.play(book, Move(0, 0, 0, most=0, complete=(3, 1, 0, 2)))
+    tickets = [
+        t for part in (1, 0, 1, 1) for t in book_rules.play(book, Move(part, 0, 0, max_tickets=1))
+    ]
+    book_rules.play(book, Move(0, 0, 0, max_tickets=0, complete=(3, 1, 0, 2)))
     assert book.closed == {0: {t.number: t.slot for t in tickets}}
 
 
@@ -198,14 +200,14 @@ class Interrupted:
 
 def test_two_that_write_at_once_lose_nothing():
     store, taken = dist.HashStore(), []
-    late = Move(part=1, version=0, last=0, most=4)
+    late = Move(part=1, version=0, last=0, max_tickets=4)
     one, two = pair(Interrupted(store, lambda: taken.extend(two.move(late))), store)
-    tickets = one.move(Move(part=0, version=0, last=0, most=9))
+    tickets = one.move(Move(part=0, version=0, last=0, max_tickets=9))
     assert [t.slot for t in taken] == [1, 3, 5, 4] and [t.slot for t in tickets] == [0, 2]
     assert [t.number for t in [*taken, *tickets]] == [0, 1, 2, 3, 4, 5]
     assert two.book != one.book and two.follow() and two.book == one.book
     assert not one.follow() and not two.follow()
-    assert one.move(Move(part=0, version=0, last=0, most=9)) == []
+    assert one.move(Move(part=0, version=0, last=0, max_tickets=9)) == []
     assert not two.follow(), "nothing was changed"
 
 
@@ -215,8 +217,8 @@ def test_what_all_have_played_leaves_the_store():
     for step in range(50):
         for _ in range(2):
             for part, book in enumerate(books):
-                for ticket in book.move(Move(part, step, step, most=1)):
-                    book.move(Move(part, step, step, most=0, complete=(ticket.number,)))
+                for ticket in book.move(Move(part, step, step, max_tickets=1)):
+                    book.move(Move(part, step, step, max_tickets=0, complete=(ticket.number,)))
         for book in books:
             book.follow()
             assert book.book.next == step + 1 and set(book.book.closed[step].values()) == {
@@ -284,7 +286,7 @@ def test_nothing_is_lost_or_doubled_on_another_number_of_replicas(
             }
         )
     found = [
-        resumed(states, step=0, share=Share(i, after, is_shared), costs_of=lambda _: costs)
+        resume_state(states, step=0, share=Share(i, after, is_shared), costs_of=lambda _: costs)
         for i in range(after)
     ]
     groups = [(g["step"], g["slot"]) for one in found for _, g in one.groups]
@@ -322,8 +324,8 @@ def test_no_prompt_is_asked_for_before_its_step_was_planned(lag, over, steps):
     for version in range(5):
         for observed, last in ((version - 1, version), (version, version + lag)):
             while book.next <= last:
-                tickets = book_rules.play(book, Move(0, version, last, most=99))
+                tickets = book_rules.play(book, Move(0, version, last, max_tickets=99))
                 latest = max([latest, *(t.step - observed for t in tickets)])
                 numbers = tuple(t.number for t in tickets)
-                book_rules.play(book, Move(0, version, last, most=0, complete=numbers))
+                book_rules.play(book, Move(0, version, last, max_tickets=0, complete=numbers))
     assert latest <= steps

@@ -62,13 +62,13 @@ def test_ids_decode_to_the_templates_rendering_and_samples_are_untouched(family,
     @examples(80, conversations(family))
     def check(conversation):
         head, turns = conversation
-        prompt, whole, drawn = chat.opening(head), list(head), []
-        made = Trajectory.begun(prompt)
+        prompt, whole, drawn = chat.encode_opening(head), list(head), []
+        made = Trajectory.from_prompt(prompt)
         for n, (sampled, how, answer) in enumerate(turns):
             tokens = [*([] if how == "empty" else sampled), *([end] if how != "cut" else [])]
             drawn.append((made.num_following, tokens))
-            made = made.sampled(completion(tokens, is_truncated=how == "cut"))
-            made = made.observed(chat.observed(tokens, answer))
+            made = made.append_completion(completion(tokens, is_truncated=how == "cut"))
+            made = made.append_answer(chat.encode_answer(tokens, answer))
             whole += [{"role": "assistant", "content": f"reply-number-{n}"}, *answer]
         rendered = chat.tokenizer.apply_chat_template(
             whole, tools=TOOLS if with_tools else None, tokenize=False, add_generation_prompt=True
@@ -113,10 +113,10 @@ def test_ids_are_those_of_the_whole_text_where_the_policy_splits_as_the_tokenize
         [{"role": "user", "content": "the other, then"}],
     )
     reply = "then on"
-    tokens = chat.opening(head)
+    tokens = chat.encode_opening(head)
     for _ in range(3):
         sampled = [*chat.tokenizer(reply, add_special_tokens=False)["input_ids"], end]
-        tokens += sampled + chat.observed(sampled, answer)
+        tokens += sampled + chat.encode_answer(sampled, answer)
     turns = [{"role": "assistant", "content": reply}, *answer]
     text = chat.tokenizer.apply_chat_template(
         [*head, *turns * 3], tokenize=False, add_generation_prompt=True
@@ -129,13 +129,18 @@ def test_a_turn_that_ended_by_another_stop_token_is_closed_by_it():
     eom = tokenizer.convert_tokens_to_ids("<|eom_id|>")
     chat = Chat(tokenizer, stop_token_ids=[tokenizer.eos_token_id, eom])
     answer = [{"role": "tool", "content": "7"}]
-    assert chat.observed([5, eom], answer) == chat.observed([5, tokenizer.eos_token_id], answer)
-    assert [*chat.observed([5], answer)] == [tokenizer.eos_token_id, *chat.observed([eom], answer)]
+    assert chat.encode_answer([5, eom], answer) == chat.encode_answer(
+        [5, tokenizer.eos_token_id], answer
+    )
+    assert [*chat.encode_answer([5], answer)] == [
+        tokenizer.eos_token_id,
+        *chat.encode_answer([eom], answer),
+    ]
 
 
 def test_a_final_assistant_message_is_continued():
     chat = chat_of("qwen")
-    opened = chat.opening(
+    opened = chat.encode_opening(
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": "So"}]
     )
     assert chat.tokenizer.decode(opened).endswith("<|im_start|>assistant\nSo")
@@ -144,8 +149,8 @@ def test_a_final_assistant_message_is_continued():
 def test_the_character_tokenizer_of_the_demos_serves():
     words = character_tokenizer(chat_template=True)
     chat = Chat(words, stop_token_ids=[words.eos_token_id])
-    tokens = chat.opening([{"role": "user", "content": "go"}])
-    tokens += [words.eos_token_id] + chat.observed(
+    tokens = chat.encode_opening([{"role": "user", "content": "go"}])
+    tokens += [words.eos_token_id] + chat.encode_answer(
         [words.eos_token_id], [{"role": "user", "content": "higher"}]
     )
     assert words.decode(tokens) == (
@@ -188,13 +193,13 @@ def test_kept_conversations_go_on_from_what_was_sampled():
     chat = Chat(words, stop_token_ids=[words.eos_token_id], rewrites="keep")
     plain = chat_of("qwen")
     more = [{"role": "user", "content": "more"}]
-    assert chat.opening(more) == plain.opening(more)
+    assert chat.encode_opening(more) == plain.encode_opening(more)
     sampled = [1, 2, words.eos_token_id]
-    assert chat.observed(sampled, more) == plain.observed(sampled, more)
+    assert chat.encode_answer(sampled, more) == plain.encode_answer(sampled, more)
     words = chat_tokenizer("mistral")
     chat = Chat(words, stop_token_ids=[words.eos_token_id], tools=TOOLS, rewrites="keep")
-    assert "[AVAILABLE_TOOLS]" in words.decode(chat.opening(more))
-    assert words.decode(chat.observed([1], more)) == "</s>[INST]more[/INST]"
+    assert "[AVAILABLE_TOOLS]" in words.decode(chat.encode_opening(more))
+    assert words.decode(chat.encode_answer([1], more)) == "</s>[INST]more[/INST]"
 
 
 def test_a_template_that_forgets_replies_is_refused():
@@ -217,9 +222,11 @@ def test_missing_templates_and_refused_roles_say_so():
     assert "knows no tools" in message and "reply_role" in message
     chat = chat_of("gemma")
     with pytest.raises(ValueError, match="must alternate"):
-        chat.opening([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+        chat.encode_opening([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
     with pytest.raises(ValueError, match="must alternate"):
-        chat.observed([1], [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+        chat.encode_answer(
+            [1], [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+        )
     assert chat.tokenizer.chat_template == GEMMA  # the conversation above is the template's limit
 
 
@@ -248,7 +255,9 @@ def test_every_turn_begins_with_the_prefix_and_options_reach_the_template():
 
     def told(**options) -> str:
         chat = Chat(words, stop_token_ids=[end], **options)
-        return words.decode([*chat.opening(more), 1, end, *chat.observed([1, end], more)])
+        return words.decode(
+            [*chat.encode_opening(more), 1, end, *chat.encode_answer([1, end], more)]
+        )
 
     plain = told()
     assert told(prefix="<go>") == plain.replace("assistant\n", "assistant\n<go>")
@@ -281,7 +290,7 @@ def test_responses_have_text_without_and_calls_with_special_tokens():
     )
     text = '<|python_tag|>{"name": "calculator", "parameters": {"expression": "1+1"}}<|eot_id|>'
     tokens = words(text, add_special_tokens=False)["input_ids"]
-    found, cut = chat.responses([tokens, [1, 2]], are_truncated=[False, True])
+    found, cut = chat.decode_turns([tokens, [1, 2]], are_truncated=[False, True])
     assert found.text == '{"name": "calculator", "parameters": {"expression": "1+1"}}'
     assert found.tool_calls == (ToolCall("calculator", {"expression": "1+1"}),)
     assert not found.is_truncated and cut.is_truncated and cut.tool_calls == ()

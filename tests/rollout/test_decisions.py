@@ -15,12 +15,12 @@ from spmdrl.config import Config
 from spmdrl.journal import Journal
 from spmdrl.rollout.book import Book, OwnBook
 from spmdrl.rollout.decision_log import (
-    agreeing,
     check_schedule,
     facts,
     journal_of,
     read_lines,
     row_of,
+    without_lost_moves,
 )
 from spmdrl.rollout.decisions import Decisions
 from tests.helpers.built import changed, good, refused
@@ -167,7 +167,7 @@ def test_decisions_of_another_version_are_refused(tmp_path, monkeypatch):
         (lambda lines: [*lines[:5], *lines[6:]], "line 6 does not follow"),
         (lambda lines: lines[:8], "breaks off at step 1 of 3"),
         (lambda lines: [*lines[:-1], lines[-1][:9]], "line 13 breaks off"),
-        (lambda lines: [], "does not say of what run it is"),
+        (lambda lines: [], "has no line that describes its run"),
     ],
 )
 def test_files_that_were_changed_or_cut_are_refused_at_the_first_place(edit, words, tmp_path):
@@ -185,11 +185,11 @@ def test_a_schedule_is_refused_where_time_decides_nothing_or_of_this_very_run(tm
 
 
 def test_a_move_that_its_replica_did_not_write_down_is_made_by_nobody():
-    own = [["book", 0, 1, [0, 0, 0, 1, [], []]], ["book", 3, 3, None], ["came", 4, ["a"], {}]]
+    own = [["book", 0, 1, [0, 0, 0, 1, [], []]], ["book", 3, 3, None], ["answers", 4, ["a"], {}]]
     other = [["book", 0, 2, [1, 0, 0, 1, [], []]]]
-    assert agreeing([own, other]) == [own[:1], other]
+    assert without_lost_moves([own, other]) == [own[:1], other]
     other.append(["book", 5, 3, [1, 0, 0, 0, [7], []]])
-    assert agreeing([own, other]) == [own, other]
+    assert without_lost_moves([own, other]) == [own, other]
 
 
 def test_a_line_that_breaks_off_is_left_out_and_lines_are_appended_after_the_others(tmp_path):
@@ -222,7 +222,7 @@ def test_a_resumed_run_that_comes_to_other_numbers_is_not_kept_from_going_on(tmp
     tokens = cfg.batch.tokens_per_microbatch
     world: Any = SimpleNamespace(replica=0, num_replicas=1, tokens_per_microbatch=tokens)
     lines, _ = read_lines(journal(tmp_path))
-    lines[2:2] = [["closed", 0, {"train-0": "another"}]]
+    lines[2:2] = [["groups", 0, {"train-0": "another"}]]
     book_rules: Any = None  # no moves are made
     begin: Any = dict(version=0, book=OwnBook(Book(), book_rules), last=0)
 
@@ -230,13 +230,13 @@ def test_a_resumed_run_that_comes_to_other_numbers_is_not_kept_from_going_on(tmp
     other = Decisions()
     other.start(cfg, world, version=0)
     other.begin("fill", **begin)
-    other.closed(0, [])
+    other.record_groups(0, [])
     assert "group train-0 of step 0 has the digest another in that run and None here" in caplog.text
     other.end()  # goes on
 
     astray = Decisions()
     astray.start(cfg, world, version=0)
-    with pytest.raises(RuntimeError, match="start again: the next start decides again"):
+    with pytest.raises(RuntimeError, match="start again: the next start makes new decisions"):
         astray.begin("fill", **begin | dict(last=1))
     once_more = Decisions()
     once_more.start(cfg, world, version=0)

@@ -40,12 +40,12 @@ def test_turns_with_images_are_what_the_processor_makes_of_the_whole(family, tmp
     opening = opening_messages(row)
     answer = [{"role": "user", "content": [{"type": "text", "text": "look"}, image_part(png(2))]}]
     again = [{"role": "user", "content": [image_part(png(0)), {"type": "text", "text": "!"}]}]
-    ids = chat.opening(opening)
-    made_so_far = Trajectory.begun(ids)
+    ids = chat.encode_opening(opening)
+    made_so_far = Trajectory.from_prompt(ids)
     reply, end = words("ab", add_special_tokens=False)["input_ids"], words.eos_token_id
     for sampled, messages in (([*reply, end], answer), (reply, again)):
-        made_so_far = made_so_far.observed(sampled)  # which shows nothing, as what is sampled
-        made_so_far = made_so_far.observed(chat.observed(sampled, messages))
+        made_so_far = made_so_far.append_answer(sampled)  # which shows nothing, as what is sampled
+        made_so_far = made_so_far.append_answer(chat.encode_answer(sampled, messages))
     bare = [{"type": "image"}]
     whole = [
         {"role": "user", "content": [*texts("one "), *bare, *texts(" or "), *bare, *texts("?")]},
@@ -57,12 +57,12 @@ def test_turns_with_images_are_what_the_processor_makes_of_the_whole(family, tmp
     text = words.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
     images = [noise(60, 40, seed=i) for i in (0, 1, 2, 0)]
     expected = words.image_reader.encode(text, images)
-    assert made_so_far.whole == expected and made_so_far.tokens.tolist() == [*expected]
+    assert made_so_far.token_ids == expected and made_so_far.tokens.tolist() == [*expected]
     items = made_so_far.extra_columns["multimodal"]
     assert items.items == expected.items and len(expected.items) == 3
     assert torch.equal(items.places, expected.multimodal.places)
     assert made_so_far.prompt == ids and ids.items == expected.items[:2]
-    assert Trajectory.from_state_dict(made_so_far.state_dict()).whole == expected
+    assert Trajectory.from_state_dict(made_so_far.state_dict()).token_ids == expected
 
 
 def texts(text):
@@ -77,7 +77,7 @@ def test_images_of_turns_are_refused_as_those_of_rows_are(tmp_path):
     (tmp_path / "data/a.png").write_bytes(png(0))
 
     def shown(part, *, of=chat):
-        return of.opening([{"role": "user", "content": [part]}])
+        return of.encode_opening([{"role": "user", "content": [part]}])
 
     for part, says in (
         ({"type": "image"}, "has 0 images, and its text 1 places"),
@@ -87,7 +87,7 @@ def test_images_of_turns_are_refused_as_those_of_rows_are(tmp_path):
     ):
         with pytest.raises(Refusal, match=f"rollout.environment: .*{says}"):
             shown(part)
-    beside = chat.beside(ImageFiles(ImageSettings(), tmp_path / "data"))
+    beside = chat.with_files(ImageFiles(ImageSettings(), tmp_path / "data"))
     uri = f"data:image/png;base64,{base64.b64encode(png(0)).decode()}"
     in_file = shown({"type": "image", "image": "a.png"}, of=beside)
     inline = shown({"type": "image_url", "image_url": {"url": uri}})

@@ -144,7 +144,7 @@ def test_the_greedy_sample_is_one_more_request_and_changes_no_other():
 def test_the_first_failed_reward_ends_generation_by_name(purpose, place):
     engine = Engine()
     says = f"{place}the reward of data row 41, sample 1 failed: error after 0.5 s: KeyError: 'lost'"
-    advice = "more may follow. Mend the reward function, or set rewards.on_failure=drop"
+    advice = "more may follow. Fix the reward function, or set rewards.on_failure=drop"
     with pytest.raises(RuntimeError) as caught:
         draw_all(Pool("-0-1"), engine=engine, purpose=purpose)
     assert str(caught.value).startswith(f"{says}\n  response: 'text'\n")
@@ -301,7 +301,9 @@ def test_a_group_under_way_goes_on_as_it_was_saved():
     done = trajectory((9, 8), [7, 5, 1], versions=[2] * 3, logprobs=[-0.5] * 3, states=[6])
     seen = dataclasses.replace(prompt, tokens=(9, 8), text="opened")
     group.samples[0] = FinishedEpisode(4, 0, seen, done, "text", RewardResult("k", 1.0))
-    half = Episode(group, 1, Trajectory.begun((4, 2)).sampled(completion([3], versions=[2])))
+    half = Episode(
+        group, 1, Trajectory.from_prompt((4, 2)).append_completion(completion([3], versions=[2]))
+    )
     plain = group_to_dict(group, [half])
     again, (going_on,) = group_from_dict(plain, number=3, draw=DRAW, prompt=prompt)
     assert values(again.samples[0]) == values(group.samples[0])

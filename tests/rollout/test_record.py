@@ -269,7 +269,7 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
     groups = [group_of(slot, has_greedy=True) for slot in range(3)]
     made = {}
     for group in groups[:2]:  # the last group has none
-        for sample in group.drawn:
+        for sample in group.drawn_samples:
             tokens = len(sample.trajectory.tokens)
             routes = (torch.arange((tokens - 1) * 6) * (sample.slot + 3) % 120).view(-1, 3, 2)
             made[sample.slot, sample.sample] = routes = routes.to(torch.int8)

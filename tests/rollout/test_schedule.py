@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from spmdrl.check.values import schedule_problems
 from spmdrl.config import Config, RolloutSettings, ScheduleSettings
-from spmdrl.rollout.staleness import Rules, closing, least_staleness, make_rules, num_to_admit
+from spmdrl.rollout.staleness import Rules, choose_groups, least_staleness, make_rules, num_to_admit
 from tests.helpers.built import examples
 
 
@@ -44,7 +44,7 @@ def test_every_step_closes_and_none_is_stale_under_any_order_of_finishing(
                 ):
                     versions[number] = version
                     number += 1
-                chosen = closing(rules, versions, complete=complete, step=next_step)
+                chosen = choose_groups(rules, versions, complete=complete, step=next_step)
                 if chosen is not None:
                     assert len(chosen) == quota and set(chosen) <= complete
                     taken[next_step] = [(n, versions.pop(n)) for n in chosen]
@@ -69,20 +69,20 @@ def test_over_sampling_closes_with_the_first_that_are_complete_and_keeps_the_res
     assert rules == Rules(quota=2, lookahead=4, max_staleness=1)
     versions = dict.fromkeys(range(4), 5)
     assert num_to_admit(rules, 0, next_step=5, last_step=5, version=5) == 4
-    assert closing(rules, versions, complete={3}, step=5) is None
-    assert closing(rules, versions, complete={3, 1}, step=5) == [1, 3]
+    assert choose_groups(rules, versions, complete={3}, step=5) is None
+    assert choose_groups(rules, versions, complete={3, 1}, step=5) == [1, 3]
     # Those left behind come from version 5, and must be in step 6.
     left = {0: 5, 2: 5, 4: 6, 5: 6}
     assert num_to_admit(rules, 2, next_step=6, last_step=6, version=6) == 2
-    assert closing(rules, left, complete={4, 5}, step=6) is None
-    assert closing(rules, left, complete={0, 4, 5}, step=6) is None
-    assert closing(rules, left, complete={0, 2, 4}, step=6) == [0, 2]
+    assert choose_groups(rules, left, complete={4, 5}, step=6) is None
+    assert choose_groups(rules, left, complete={0, 4, 5}, step=6) is None
+    assert choose_groups(rules, left, complete={0, 2, 4}, step=6) == [0, 2]
 
 
 def test_a_replica_without_a_share_admits_nothing_and_closes_at_once():
     rules = make_rules(0, over_sample=1.5, lag=1, max_staleness="auto")
     assert num_to_admit(rules, 0, next_step=0, last_step=3, version=0) == 0
-    assert closing(rules, {}, complete=(), step=0) == []
+    assert choose_groups(rules, {}, complete=(), step=0) == []
 
 
 def cfg_of(**schedule) -> Config:

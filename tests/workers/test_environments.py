@@ -249,14 +249,14 @@ def test_a_turn_costs_the_rank_less_than_a_millisecond():
             pool.open(key, row=row)
         live = pool.drain()
         for result in live:
-            assert chat.opening(list(result.messages))
+            assert chat.encode_opening(list(result.messages))
         calls += len(live)
         for _ in range(10):
-            for result, response in zip(live, chat.responses(**turns)):
+            for result, response in zip(live, chat.decode_turns(**turns)):
                 pool.turn(result.key, environment=result.environment, response=response)
             live = pool.drain()
             for result in live:
-                assert chat.observed(tokens, list(result.messages))
+                assert chat.encode_answer(tokens, list(result.messages))
             calls += len(live)
         cost_s = (time.process_time() - began) / calls
     assert live[0].messages == ({"role": "user", "content": "lower"},)

@@ -193,7 +193,7 @@ def test_the_loop_scores_a_group_when_its_last_sample_is_drawn(place):
             assert all(n in (0, DRAW.samples) for n in before), "a group is scored as one"
     assert {g.slot for g in whole} == {slot for slot, _ in PROMPTS}
     for group in groups:
-        assert [s.reward.value for s in group.drawn] == [float(DRAW.samples)] * DRAW.samples
+        assert [s.reward.value for s in group.drawn_samples] == [float(DRAW.samples)] * DRAW.samples
 
 
 def test_a_group_is_scored_in_the_order_of_its_samples_whichever_ended_first(place):
@@ -215,7 +215,7 @@ def test_a_group_is_scored_in_the_order_of_its_samples_whichever_ended_first(pla
         loop.start(last)
         while loop.is_busy:
             loop.tick(engine)
-    assert [s.reward.value for s in group.drawn] == [float(i) for i in range(DRAW.samples)]
+    assert [s.reward.value for s in group.drawn_samples] == [float(i) for i in range(DRAW.samples)]
 
 
 def test_a_group_whose_last_sample_fails_before_it_is_scored_is_whole_without_it(place):
@@ -231,7 +231,7 @@ def test_a_group_whose_last_sample_fails_before_it_is_scored_is_whole_without_it
         loop._finish(lost, RewardResult(lost.key, failure="error", message="environment: lost"))
         while loop.is_busy:
             loop.tick(engine)
-    values = [s.reward.value for s in group.drawn]
+    values = [s.reward.value for s in group.drawn_samples]
     assert group.is_complete and values == [draw.samples - 1.0] * (draw.samples - 1) + [None]
 
 
@@ -252,7 +252,7 @@ def test_a_group_that_is_saved_before_it_is_whole_is_scored_whole_after_a_resume
             loop.start(episode)
         while loop.is_busy:
             loop.tick(engine)
-    assert [s.reward.value for s in group.drawn] == [float(DRAW.samples)] * DRAW.samples
+    assert [s.reward.value for s in group.drawn_samples] == [float(DRAW.samples)] * DRAW.samples
 
 
 def test_a_function_of_steps_adds_to_what_was_scored_before(place):
@@ -266,7 +266,7 @@ def test_a_function_of_steps_adds_to_what_was_scored_before(place):
             loop.admit(group)
         while loop.is_busy:
             loop.tick(engine)
-        before = [s.reward for g in groups for s in g.drawn]
+        before = [s.reward for g in groups for s in g.drawn_samples]
         failed = dataclasses.replace(before[0], value=None, failure="error")
         groups[0].samples[0] = dataclasses.replace(groups[0].samples[0], reward=failed)
         pool.submit(
@@ -277,7 +277,7 @@ def test_a_function_of_steps_adds_to_what_was_scored_before(place):
             truncated=False,
         )  # that it is under way is no matter
         score_step(loop, groups, step=9)
-        after = [s.reward for g in groups for s in g.drawn]
+        after = [s.reward for g in groups for s in g.drawn_samples]
         assert [r.key for r in pool.drain()] == ["early"]
         count = len(before) - 1
         for old, new in list(zip(before, after))[1:]:
@@ -287,7 +287,7 @@ def test_a_function_of_steps_adds_to_what_was_scored_before(place):
         assert after[0] == failed
         groups[0].samples[0] = dataclasses.replace(groups[0].samples[0], text="x", reward=before[0])
         score_step(loop, groups, step=0)  # that it is 0 makes it fail, for all
-        assert {s.reward.failure for g in groups for s in g.drawn} == {"error"}
+        assert {s.reward.failure for g in groups for s in g.drawn_samples} == {"error"}
         message = groups[0].samples[0].reward.message
         assert f"{len(before)} samples of a step, which all fail by it" in message
 
@@ -300,7 +300,7 @@ def test_a_row_that_functions_of_steps_alone_score_is_no_failure_before_the_step
         while loop.is_busy:
             loop.tick(engine)
         score_step(loop, [group], step=9)
-    assert [s.reward.value for s in group.drawn] == [DRAW.samples + 0.9] * DRAW.samples
+    assert [s.reward.value for s in group.drawn_samples] == [DRAW.samples + 0.9] * DRAW.samples
 
 
 def test_functions_are_told_which_step_the_samples_are_of(place):
@@ -321,7 +321,7 @@ def test_what_functions_report_beside_their_values_are_metrics_and_texts_of_show
     reward = RewardResult(
         None, 1.0, {"f": 1.0}, {"acc": 0.5, "pred": 7.0, "environment/won": 1.0}, {"why": "so"}
     )
-    trajectory = Trajectory.begun([1, 2])
+    trajectory = Trajectory.from_prompt([1, 2])
     prompt = Prompt(index=3, tokens=(1, 2), text="q", row={"prompt": "q"})
     samples = [FinishedEpisode(0, i, prompt, trajectory, "a", reward) for i in range(2)]
     sums = step_sums(samples, is_first=True)

@@ -271,9 +271,13 @@ def test_a_strangers_move_is_not_played(store) -> None:
     rules = make_rules(6, over_sample=1, lag=0, max_staleness="auto")
     book_rules = BookRules(rules, lambda step: [[0, 2, 4], [1, 3, 5]], lambda step: range(6))
     one, two = (SharedBook(SealedStore(store), Book(), book_rules, replicas=2) for _ in range(2))
-    store.set("rollout/move/1", json.dumps(Move(part=1, version=0, last=0, most=6)))
+    store.set("rollout/move/1", json.dumps(Move(part=1, version=0, last=0, max_tickets=6)))
     assert not one.follow()
-    assert [t.slot for t in one.move(Move(part=0, version=0, last=0, most=9))][:3] == [0, 2, 4]
+    assert [t.slot for t in one.move(Move(part=0, version=0, last=0, max_tickets=9))][:3] == [
+        0,
+        2,
+        4,
+    ]
     assert two.follow() and two.book == one.book
 
 
