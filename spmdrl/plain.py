@@ -92,7 +92,7 @@ def _encode(value: Any, buffers: list[bytes]) -> Any:
     if _RECORDS.get(kind.__name__) is kind:
         own = {field.name: _encode(getattr(value, field.name), buffers) for field in fields(value)}
         return {"record": [kind.__name__, own]}
-    raise TypeError(f"{kind.__module__}.{kind.__qualname__} is no plain data")
+    raise TypeError(f"{kind.__module__}.{kind.__qualname__} is not plain data")
 
 
 def _encode_dict(value: dict, buffers: list[bytes]) -> list:
@@ -106,7 +106,7 @@ def _encode_bytes(value: bytes, buffers: list[bytes]) -> int:
 
 def _encode_array(value: Any, buffers: list[bytes]) -> list:
     if value.dtype.kind not in _KINDS:
-        raise TypeError(f"an array of {value.dtype} is no plain data")
+        raise TypeError(f"an array of {value.dtype} is not plain data")
     buffers.append(value.tobytes())
     return [value.dtype.str, list(value.shape)]
 

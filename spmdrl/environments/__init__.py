@@ -1,1 +1,1 @@
-"""Environments: what answers the policy between its turns, and tools that it may call."""
+"""Environments, which answer the policy between its turns, and tools that it may call."""

@@ -1,5 +1,4 @@
-"""Adapters to the environment protocol: generated tasks, and environments like those of
-gymnasium."""
+"""Adapters to the environment protocol, for generated tasks and for gymnasium's environments."""
 
 from __future__ import annotations
 
@@ -21,26 +20,26 @@ class TaskEnvironment:
     """A generated task as an environment of one turn: the prompt, and the task's own grader.
 
     Args:
-        task: `task:NAME` or `reasoning_gym:NAME`, as in data.train, which must make the rows.
-        **options: of the task, as in data.task_options.
+        task: `task:NAME` or `reasoning_gym:NAME`. data.train must name it too, to make the rows.
+        **options: options of the task, as in data.task_options.
     """
 
     def __init__(self, *, task: str, **options: Any):
         if ":" not in task:
             raise Refusal(f"task: expected task:NAME or reasoning_gym:NAME, got {task!r}")
         self.task = task
-        # As text, by which `_task` caches: the task itself is not packed with the episode.
+        # Only the options are packed with the episode, as the key by which `_task` caches tasks.
         self._options = json.dumps(options)
         self.row: dict = {}
-        # Raises for a task or options that do not exist.
+        # Refuse a task or options that do not exist.
         _task(task, self._options)
 
     def reset(self, row: dict) -> list[Message]:
         """Open with the row's prompt."""
         if row.get("data_source") != self.task:
             raise Refusal(
-                f"the row's data_source is {row.get('data_source')!r}, the "
-                f"environment grades {self.task}; set data.train to it"
+                f"the row's data_source is {row.get('data_source')!r}, and the environment "
+                f"grades {self.task}; set data.train to it"
             )
         self.row = row
         return opening_messages(row)
@@ -57,20 +56,20 @@ def _task(spec: str, options: str) -> Task:
 
 
 class GymEnvironment:
-    """An environment like those of gymnasium. Its observations become text, and text its actions.
+    """An environment with gymnasium's interface. Observations become text, and responses actions.
 
     It must have `reset(seed=...) -> (observation, info)` and `step(action) -> (observation,
-    reward, terminated, truncated, info)`, and must pickle, as most without a window do. The samples
-    of a group have one seed: the row's `seed`, or one made from its prompt. Numbers in the last
-    `info` become metrics.
+    reward, terminated, truncated, info)`. It must be possible to pickle it, as it is for most
+    environments without a window. All samples of a group have one seed: the row's `seed`, or a hash
+    of its prompt. Numbers in the last `info` become metrics.
 
     Args:
-        env: `module:Class` or `path/file.py:Class`, or a function that makes it, for instance
-            `gymnasium:make` with env_options {id: FrozenLake-v1}.
-        env_options: its keyword options.
-        action: how a response becomes an action: `text`, `int` or `float` (the last number in the
-            response), or `module:function` of the text. A response without an action gets an error
-            text and costs a turn.
+        env: `module:Class` or `path/file.py:Class`, or a function that makes the environment, for
+            instance `gymnasium:make` with env_options {id: FrozenLake-v1}.
+        env_options: keyword options of the class or function.
+        action: the action that a response stands for: `text`, `int` or `float` (the last number in
+            it), or `module:function` that computes it from the text. A response without an action
+            gets an error text and costs a turn.
         show: `module:function` that turns an observation into text; str() by default.
         max_turns: responses per episode.
     """
@@ -85,12 +84,12 @@ class GymEnvironment:
         max_turns: int = 16,
     ):
         check_at_least(1, max_turns=max_turns)
-        # Names and not functions, since the environment is packed after every call. They are
-        # looked up here too, so that a wrong name is refused at start.
+        # Keep the names, since the environment is packed after every call. Look them up here too,
+        # so that a wrong name is refused at start.
         self._action = action
         self._show = show
-        _reader(action)
-        _shower(show)
+        _action_parser(action)
+        _observation_formatter(show)
         make = import_object(env, kind="Class", field="env")
         self.env = construct(make, env_options or {}, field="env_options")
         self.max_turns = max_turns
@@ -101,21 +100,21 @@ class GymEnvironment:
         messages = opening_messages(row)
         seed = row.get("seed")
         if seed is None:
-            text = json.dumps(messages, sort_keys=True, default=str)
-            seed = hashed(text, num_bytes=4) >> 1
+            prompt = json.dumps(messages, sort_keys=True, default=str)
+            seed = hashed(prompt, num_bytes=4) >> 1
         observation, _ = ran(self.env.reset(seed=int(seed)))
-        shown = _shower(self._show)(observation)
+        text = _observation_formatter(self._show)(observation)
         if messages[-1]["role"] == "user":
-            messages[-1] = dict(messages[-1], content=f"{messages[-1]['content']}\n\n{shown}")
+            messages[-1] = dict(messages[-1], content=f"{messages[-1]['content']}\n\n{text}")
             return messages
-        return [*messages, {"role": "user", "content": shown}]
+        return [*messages, {"role": "user", "content": text}]
 
     def step(self, response: Response) -> Turn:
-        """Take the action in a response, and show the observation."""
+        """Take the action in a response, and answer with the observation."""
         self.turns += 1
         is_last = self.turns >= self.max_turns or response.is_truncated
         try:
-            action = _reader(self._action)(response.text)
+            action = _action_parser(self._action)(response.text)
         except ValueError as error:
             return self._turn(str(error), reward=0.0, is_done=is_last, info={"bad_actions": 1.0})
         observation, reward, terminated, truncated, info = ran(self.env.step(action))
@@ -124,15 +123,15 @@ class GymEnvironment:
         if is_done:
             kinds = (bool, int, float)
             metrics = {name: float(v) for name, v in info.items() if isinstance(v, kinds)}
-        shown = _shower(self._show)(observation)
-        return self._turn(shown, reward=float(reward), is_done=is_done, info=metrics)
+        text = _observation_formatter(self._show)(observation)
+        return self._turn(text, reward=float(reward), is_done=is_done, info=metrics)
 
     def save(self) -> dict[str, Any]:
-        """Return the state as plain data. Raises: NotPlain if the gym holds other data."""
+        """Return the state as plain data. Raises: NotPlain if the environment has other data."""
         return {"turns": self.turns, "env": text_of(self.env)}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from a state that `save` returned."""
+        """Set the state that `save` returned."""
         env = self.env
         self.turns = saved["turns"]
         self.env = environment_of(saved["env"], type(env), lambda: env)
@@ -143,7 +142,7 @@ class GymEnvironment:
         return Turn(messages=[{"role": "user", "content": text}], reward=reward, info=info)
 
 
-def _reader(name: str) -> Callable[[str], Any]:
+def _action_parser(name: str) -> Callable[[str], Any]:
     if name == "text":
         return str.strip
     if name in ("int", "float"):
@@ -159,5 +158,5 @@ def _last_number(text: str, *, kind: type) -> int | float:
     raise ValueError(f"expected a number ({kind.__name__}) as the action")
 
 
-def _shower(name: str) -> Callable[[Any], str]:
+def _observation_formatter(name: str) -> Callable[[Any], str]:
     return import_object(name, kind="function", field="show") if name else str

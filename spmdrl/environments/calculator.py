@@ -45,11 +45,13 @@ def calculator(expression: str) -> str:
             sqrt, abs, round, exp, log, log10, sin, cos, tan, min, max, floor and ceil.
     """
     text = expression.strip()
-    if len(text) > _MAX_CHARS:  # before the expression below, which looks ahead from each comma
+    # Check this first: the search for thousands separators looks ahead from each comma.
+    if len(text) > _MAX_CHARS:
         raise ValueError(f"the expression has {len(text)} characters, above {_MAX_CHARS}")
     text = _THOUSANDS.sub("", text.translate(_SYMBOLS))
     try:
-        with warnings.catch_warnings(action="ignore"):  # about `1if`, say, which is refused below
+        # The parser warns about texts such as `1if`, which are refused below.
+        with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         raise ValueError("this is not an arithmetic expression") from None
@@ -75,13 +77,13 @@ def _value(node: ast.expr) -> int | float:
         if node.func.id in _FUNCTIONS:
             return _bounded(_FUNCTIONS[node.func.id](*map(_value, node.args)))
         raise ValueError(f"unknown function {node.func.id}; known: {', '.join(_FUNCTIONS)}")
-    raise ValueError(f"{ast.unparse(node)[:40]!r} is no arithmetic")
+    raise ValueError(f"{ast.unparse(node)[:40]!r} is not arithmetic")
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
-    # Checked before it is computed: 9**9**9 has 370 million digits.
+    # Check the size before computing the power: 9**9**9 has 370 million digits. The product is at
+    # most twice the bits of the result; `_bounded` does the exact check.
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
-        # The product is up to twice the bits of the result, so `_bounded` checks exactly below.
         if base.bit_length() * exponent > 2 * _MAX_BITS:
             raise ValueError(f"the result is above 2**{_MAX_BITS}")
     value = base**exponent

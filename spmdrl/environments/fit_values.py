@@ -1,4 +1,4 @@
-"""Which values of JSON can be sent to a worker, a chat template and a tokenizer."""
+"""Check that a value of JSON can be sent to a worker, a chat template and a tokenizer."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 _MAX_DEPTH = 64  # pickling and templates recurse, and may be called from a deep stack
 
 
-def unfit(value: Any, *, left: int = _MAX_DEPTH) -> str:
-    """Return why a value of JSON cannot be sent: it is nested too deep, or holds half of a
-    character, which no tokenizer takes. Empty if it can.
+def fit_problem(value: Any, *, left: int = _MAX_DEPTH) -> str:
+    """Return why a value of JSON cannot be sent; empty if it can.
+
+    The value may be nested too deep, or hold half of a character (a lone surrogate), which no
+    tokenizer takes.
 
     Args:
-        left: how deep lists and mappings may be nested.
+        left: levels by which lists and mappings may still be nested.
     """
     if isinstance(value, str):
         for character in () if value.isascii() else value:
@@ -25,6 +27,6 @@ def unfit(value: Any, *, left: int = _MAX_DEPTH) -> str:
         return f"lists and mappings are nested more than {_MAX_DEPTH} deep"
     parts = value if isinstance(value, list) else [*value, *value.values()]
     for part in parts:
-        if reason := unfit(part, left=left - 1):
-            return reason
+        if problem := fit_problem(part, left=left - 1):
+            return problem
     return ""

@@ -1,4 +1,4 @@
-"""A number guessing game of several turns."""
+"""A game of several turns: guess a number."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class GuessNumber:
     The last whole number of a response is the guess. The reward is 1 if the first guess is right,
     `turn_cost` less for each later turn, and 0 if no guess is right.
 
-    `task:guess_number` makes rows for it. Any other row with a prompt will do: its `answer` is the
-    secret. Without an answer the secret is drawn from the prompt, so that all samples of a group
-    look for the same number.
+    `task:guess_number` makes rows for it. Any other row with a prompt can be used: its `answer` is
+    the secret. Without an answer the prompt seeds the secret, so that all samples of a group have
+    the same one.
 
     Args:
         low, high: smallest and largest secret of rows without an answer.
         max_turns: guesses per episode.
-        turn_cost: of each turn after the first; at most 1 / max_turns.
+        turn_cost: reward that each turn after the first costs; at most 1 / max_turns.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class GuessNumber:
         self.turn_cost = turn_cost
         self.secret = low
         self.turns = 0
-        self.known = (low, high)  # bounds that follow from the answers
+        self.bounds = (low, high)  # of the secret, as far as the answers tell
 
     def reset(self, row: dict) -> list[Message]:
         """Choose the secret and open with the row's prompt."""
@@ -59,25 +59,27 @@ class GuessNumber:
     def step(self, response: Response) -> Turn:
         """Compare the guess with the secret; info has `solved` and, at the end, `turns`."""
         self.turns += 1
-        found = _NUMBER.findall(response.text)
-        # Cut, since int() refuses a number of thousands of digits.
-        guess = int(found[-1][:20]) if found else None
+        numbers = _NUMBER.findall(response.text)
+        # Cut the number: int() refuses thousands of digits.
+        guess = int(numbers[-1][:20]) if numbers else None
         if guess == self.secret and not response.is_truncated:
             return self._end(reward=1.0 - self.turn_cost * (self.turns - 1), solved=1.0)
         if self.turns >= self.max_turns or response.is_truncated:
             return self._end(reward=0.0, solved=0.0)
-        answer, (low, high) = "no number", self.known
-        if guess is not None and guess < self.secret:
+        low, high = self.bounds
+        if guess is None:
+            answer = "no number"
+        elif guess < self.secret:
             answer = "higher"
-            self.known = (max(low, guess + 1), high)
-        elif guess is not None:
+            self.bounds = (max(low, guess + 1), high)
+        else:
             answer = "lower"
-            self.known = (low, min(high, guess - 1))
+            self.bounds = (low, min(high, guess - 1))
         return Turn(messages=[{"role": "user", "content": answer}])
 
     def state(self) -> str:
         """Return what the player can know: the turns played, and the numbers that are left."""
-        return f"{self.turns} {self.known}"
+        return f"{self.turns} {self.bounds}"
 
     def _end(self, *, reward: float, solved: float) -> Turn:
         return Turn(is_done=True, reward=reward, info={"solved": solved, "turns": self.turns})

@@ -1,4 +1,4 @@
-"""An environment's state as plain data. Loading it runs no code from the file that holds it."""
+"""Save an environment's state as plain data. Loading it runs no code of the file that holds it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ _SCALARS = (type(None), bool, str)
 
 
 class NotPlain(Exception):
-    """A part of an environment is no plain data; the message names it."""
+    """A part of an environment is not plain data; the message names it."""
 
 
 def text_of(environment: Any) -> str:
-    """Return the state of an environment as JSON: the result of its `save()` if it has one, else
-    all its attributes.
+    """Return the state of an environment as JSON: the result of its `save()`, or its attributes.
 
-    Plain data are None, bool, int, float, str, bytes, lists, tuples, dicts and sets of such,
-    generators of `random.Random`, and objects of plain attributes whose class is in the
-    environment's module. A mutable object may be in one place only: it would be restored as two.
+    Plain data are None, bool, int, float, str, bytes, lists, tuples, dicts and sets of plain data,
+    `random.Random`, and objects with plain attributes whose class is in the environment's module. A
+    mutable object may be in one place only, since it would be restored as two objects.
 
-    Raises: NotPlain naming the part that is no plain data.
+    Raises: NotPlain naming the part that is not plain data.
     """
     writer = _Writer(type(environment).__module__)
     name = type(environment).__name__
-    if has_own_form(environment):
+    if has_save_and_restore(environment):
         return json.dumps(["saved", writer.write(environment.save(), f"{name}.save()")])
     return json.dumps(["attributes", writer.write_attributes(environment, name)])
 
@@ -39,33 +38,34 @@ def environment_of(text: str, kind: type, make: Callable[[], Any]) -> Any:
     """Return an environment with the state that `text_of` wrote.
 
     Args:
-        kind: its class.
-        make: constructs one whose `restore` is then called; without `restore`, no constructor is.
-    Raises: NotPlain, or an error of `restore`, if another kind or version of environment wrote
+        kind: the environment's class.
+        make: constructs an environment, for a class with `restore`. Objects of other classes are
+            made without their constructor.
+    Raises: NotPlain, or an error of `restore`, if another class or another version of it wrote
         the text.
     """
     form, state = json.loads(text)
-    if (form == "saved") != has_own_form(kind):
-        raise NotPlain(f"it was written as {form}, by another {kind.__name__}")
+    if (form == "saved") != has_save_and_restore(kind):
+        raise NotPlain(f"another version of {kind.__name__} wrote it, as {form}")
     reader = _Reader(kind.__module__)
     if form == "attributes":
-        return reader.filled(kind, state)
+        return reader.make_object(kind, state)
     environment = make()
     environment.restore(reader.read(state))
     return environment
 
 
-def has_own_form(environment: Any) -> bool:
+def has_save_and_restore(environment: Any) -> bool:
     """Return whether an environment, or its class, has `save` and `restore`."""
     return all(callable(getattr(environment, name, None)) for name in ("save", "restore"))
 
 
 class _Writer:
-    """Writes values as JSON: scalars unchanged, others as lists that begin with their kind."""
+    """Writes values as JSON: scalars unchanged, others as lists that begin with their type."""
 
     def __init__(self, module: str):
         self._module = module
-        # Holds the objects, so that no new object gets the id of one that is gone.
+        # Keep the objects, so that no new object gets the id of a deleted one.
         self._seen: dict[int, Any] = {}
 
     def write(self, value: Any, place: str) -> Any:
@@ -73,14 +73,14 @@ class _Writer:
         kind = type(value)
         if kind in _SCALARS:
             return value
-        if kind is int:  # Python reads decimal integers of a limited number of digits
+        if kind is int:  # Python does not read decimal integers of many digits
             return value if value.bit_length() < 1000 else ["int", hex(value)]
         # Hex digits hold every bit of a float, and JSON has no NaN or infinity.
         if kind in (float, bytes):
             return [kind.__name__, value.hex()]
         if id(value) in self._seen:
-            raise NotPlain(f"{place} is in another place too")
-        # Two copies of what cannot change are as good as one.
+            raise NotPlain(f"{place} is also in another place")
+        # An immutable object may be restored as two copies.
         if kind not in (tuple, frozenset):
             self._seen[id(value)] = value
         if kind in (list, tuple, set, frozenset):
@@ -108,7 +108,7 @@ class _Writer:
 
 
 class _Reader:
-    """Undoes _Writer, making nothing but plain values and simple objects of one module."""
+    """Reads what _Writer wrote. It makes only plain values and simple objects of one module."""
 
     def __init__(self, module: str):
         self._module = module
@@ -134,10 +134,10 @@ class _Reader:
                 generator.setstate(self.read(state))
                 return generator
             case ["object", str(name), dict(attributes)]:
-                return self.filled(self._class(name), attributes)
-        raise NotPlain(f"it holds {value!r:.100}, which is no plain data")
+                return self.make_object(self._class(name), attributes)
+        raise NotPlain(f"it holds {value!r:.100}, which is not plain data")
 
-    def filled(self, kind: type, attributes: dict[str, Any]) -> Any:
+    def make_object(self, kind: type, attributes: dict[str, Any]) -> Any:
         """Return an object of a class with these attributes, made as unpickling makes one."""
         if not isinstance(attributes, dict):
             raise NotPlain(f"the attributes of {kind.__name__} are {attributes!r:.100}")
@@ -147,13 +147,13 @@ class _Reader:
         return made
 
     def _class(self, name: str) -> type:
-        found: Any = sys.modules.get(self._module)
+        kind: Any = sys.modules.get(self._module)
         for part in name.split("."):
-            found = getattr(found, part, None)
-        is_own = isinstance(found, type) and found.__module__ == self._module
-        if not is_own or not is_simple(found):
-            raise NotPlain(f"it names {name}, which is no class of {self._module}")
-        return found
+            kind = getattr(kind, part, None)
+        is_own = isinstance(kind, type) and kind.__module__ == self._module
+        if not is_own or not is_simple(kind):
+            raise NotPlain(f"it names {name}, which is not a class of {self._module}")
+        return kind
 
 
 def is_simple(kind: type) -> bool:

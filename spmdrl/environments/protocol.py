@@ -1,22 +1,21 @@
-"""The protocol of environments. An environment opens a conversation and answers one response at a
-time.
+"""The interface of environments. An environment opens a conversation and answers the responses.
 
-An environment object lives for one episode and is PACKED AFTER EVERY CALL. Each turn goes to any
-worker process that is free, so that a killed worker costs one episode only, and unfinished episodes
-are saved in a checkpoint as bytes. So:
+An environment object lives for one episode and is PACKED AFTER EVERY CALL. Any free worker process
+gets the next turn, so that a killed worker costs one episode only. Checkpoints hold unfinished
+episodes as bytes. So:
 
 - keep only the episode's own state in attributes: text, numbers, plain containers. No open file,
   socket, lock, thread, generator, lambda or event loop;
-- keep large data that never changes (a corpus, a compiled grammar) out of them: in a module
-  variable or a `functools.cache`, filled by `prepare`;
+- keep large data that never changes (a corpus, a compiled grammar) out of attributes: in a module
+  variable or a `functools.cache`, which `prepare` fills;
 - do not rely on the identity of objects or on module variables that a turn changed.
 
 Attributes that are plain data (see `plain_state.text_of`) are packed as JSON. For other attributes
 an environment may have `save()`, which returns plain data, and `restore(saved)`, which takes it
 back. Without these it is pickled, and a resume loads pickles only if it is set to trust them.
 
-An attribute that does not pickle is refused by name: at start if the constructor sets it, else as a
-failure of its episode.
+An attribute that cannot be pickled is refused by name: at start if the constructor sets it. If a
+later call sets it, the episode fails.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ class Response:
     """One turn of the policy."""
 
     text: str
-    """Decoded, without special tokens."""
+    """The turn's tokens, decoded without special tokens."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Read from the text by the run's tool-call parser, in order; with malformed ones."""
+    """Calls that the run's parser read from the text, in order, including malformed ones."""
     is_truncated: bool = False
-    """Whether it was cut at a length limit. Then the policy gets no other turn."""
+    """Whether the turn was cut at a length limit. If so, the policy gets no other turn."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Turn:
 
     messages: list[Message] = field(default_factory=list)
     """User or tool messages to append before the policy's next turn, at least one. If `is_done`,
-    nobody reads them, and they are dropped."""
+    they are dropped."""
     is_done: bool = False
     reward: float = 0.0
     """Added to the episode's reward."""
@@ -83,8 +82,8 @@ class Environment(Protocol):
       differ in what matters: the advantage `gigpo` compares turns that answer one state;
     - `save()` returns the episode's state as plain data, and `restore(saved)` sets it in a new
       environment;
-    - `is_graded` says whether the grader of a generated task scores the last response. By default
-      it does not: the task then only makes the rows. rewards.functions always score it.
+    - `is_graded` says whether the grader of a generated task scores the last response. The default
+      is False: the task only makes the rows. rewards.functions always score the last response.
     """
 
     def reset(self, row: dict) -> list[Message]:
@@ -105,9 +104,9 @@ class Environment(Protocol):
 
 
 def opening_messages(row: dict) -> list[Message]:
-    """Return a row's own prompt as messages with the images of the row.
+    """Return a row's prompt as messages, with the images of the row.
 
-    Raises: Refusal when the row has none.
+    Raises: Refusal if the row has no prompt.
     """
     from spmdrl.data.attachments import inline_images, json_messages, row_images
     from spmdrl.data.rows import prompt_of
@@ -122,7 +121,8 @@ def opening_messages(row: dict) -> list[Message]:
 def image_part(data: bytes) -> dict[str, str]:
     """Return a part of a message's content that is an image, from the bytes of its file.
 
-    For user and tool messages, whose other parts are `{"type": "text", "text": ...}`.
+    User and tool messages may have such parts. Their other parts are `{"type": "text", "text":
+    ...}`.
     """
     from spmdrl.data.attachments import as_data_uri
 
@@ -130,7 +130,7 @@ def image_part(data: bytes) -> dict[str, str]:
 
 
 def check_at_least(least: int, **values: int) -> None:
-    """Raise Refusal for an option below what makes sense."""
+    """Raise Refusal for an option below its smallest value."""
     for name, value in values.items():
         if value < least:
             raise Refusal(f"{name}: must be at least {least}, got {value}")

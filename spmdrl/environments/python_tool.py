@@ -13,10 +13,11 @@ class Python:
     """Runs programs of the policy in the sandbox, each in a new process; see `sandbox`.
 
     Args:
-        timeout_s: wall-clock seconds of a program; keep all programs of a turn together below
+        timeout_s: wall-clock seconds of a program. All programs of a turn together must stay below
             rewards.timeout_s, which ends the episode.
-        memory_mb: of each process, MiB.
-        allow_unprotected: run although this machine cannot keep programs from files and network.
+        memory_mb: memory of each process, MiB.
+        allow_unprotected: run programs even if this machine cannot keep them from files and
+            network.
     """
 
     name = "python"
@@ -54,5 +55,5 @@ class Python:
             "output": "[stopped: too much output]",
             "signal": f"[ended by signal {-result.exit_code}]",
         }[result.status]
-        shown = "\n".join(part.rstrip("\n") for part in (result.stdout, ending) if part)
-        return shown or "[no output]"
+        parts = [part.rstrip("\n") for part in (result.stdout, ending) if part]
+        return "\n".join(parts) or "[no output]"

@@ -48,11 +48,11 @@ class Index:
         """Return up to `count` (document, score) pairs, best first; ties in order of documents."""
         scores: dict[int, float] = defaultdict(float)
         total = len(self._penalty)
-        # Sorted, since the order of a set differs between processes and sums would round otherwise.
+        # Sort the words: the order of a set differs between processes, and so would the rounding.
         for word in sorted(set(_words(query)) & self._documents.keys()):
-            found = self._documents[word]
-            idf = math.log(1 + (total - len(found) + 0.5) / (len(found) + 0.5))
-            for i, times in zip(found, self._counts[word]):
+            documents = self._documents[word]
+            idf = math.log(1 + (total - len(documents) + 0.5) / (len(documents) + 0.5))
+            for i, times in zip(documents, self._counts[word]):
                 scores[i] += idf * times * (_K1 + 1) / (times + self._penalty[i])
         return heapq.nsmallest(count, scores.items(), key=lambda pair: (-pair[1], pair[0]))
 
@@ -68,7 +68,7 @@ class Search:
         corpus: a JSONL file whose rows have `text`, and may have `title`. Every worker process
             holds it in memory.
         results: passages per query.
-        max_chars: longest passage shown.
+        max_chars: characters of a passage; the rest is cut off.
     """
 
     name = "search"
@@ -92,14 +92,14 @@ class Search:
             query: A few words to look for.
         """
         titles, texts, index = _corpus(self.corpus)
-        found = index.search(query, count=self.results)
-        if not found:
+        matches = index.search(query, count=self.results)
+        if not matches:
             return "No passage matches."
-        shown = [
+        passages = [
             f"[{n}] {titles[i]}{texts[i][: self.max_chars]}"
-            for n, (i, _) in enumerate(found, start=1)
+            for n, (i, _) in enumerate(matches, start=1)
         ]
-        return "\n\n".join(shown)
+        return "\n\n".join(passages)
 
 
 @functools.lru_cache(maxsize=4)

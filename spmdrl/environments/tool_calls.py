@@ -1,8 +1,8 @@
-"""Reads tool calls in the policy's responses, on the engine's leader.
+"""Read tool calls in the policy's responses, on the engine's leader.
 
-The formats of Hermes and Qwen, and of Llama 3, have parsers here: vLLM's parsers treat a malformed
-call as plain text and log a traceback for each, and a policy in training writes many. For all other
-formats vLLM's own parsers are used, by name.
+This module has parsers for the formats of Hermes and Qwen, and of Llama 3. vLLM's parsers treat a
+malformed call as plain text and log a traceback for each, and a policy in training writes many such
+calls. All other formats use vLLM's parsers, by name.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spmdrl.environments.fit_values import unfit
+from spmdrl.environments.fit_values import fit_problem
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, nearest, parsed_json, refusing
 
 Parser = Callable[[str], tuple[ToolCall, ...]]
-"""From a response's text, with its special tokens except the one that ended it."""
+"""Returns the calls in a response's text, which has all special tokens except one that ended it."""
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _OBJECT = re.compile(r'\{\s*+"')
-# A response may be read this often in search of calls. One with nested beginnings and no end would
-# be read as often as it has braces, and the whole engine waits.
+# The search for calls reads a response at most this many times. Without a limit, a response of many
+# unclosed braces would be read once for each of them, while the whole engine waits.
 _MAX_READINGS = 16
-_COUNTED_AT_ONCE = 256  # characters in which an error counts lines while one is parsed
+_COUNTED_AT_ONCE = 256  # an error counts the lines of so many characters in the time to parse one
 _PYTHON_TAG = "<|python_tag|>"
 _VLLM = "vllm:"
 
@@ -68,25 +68,25 @@ def _format_of_template(tokenizer: PreTrainedTokenizerBase) -> str:
 def hermes(text: str) -> tuple[ToolCall, ...]:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them.
 
-    Text outside the tags is no call. The last call may lack its closing tag.
+    Text outside of the tags is not a call. The last call may lack its closing tag.
     """
     if "<tool_call>" not in text:
         return ()
-    return tuple(_call_of_json(found.strip()) for found in _HERMES.findall(text))
+    return tuple(_call_of_json(call.strip()) for call in _HERMES.findall(text))
 
 
 def llama3(text: str) -> tuple[ToolCall, ...]:
-    """Read `{"name": ..., "parameters": {...}}`, several separated by `;`, a python tag before.
+    """Read `{"name": ..., "parameters": {...}}`, separated by `;`, perhaps after a python tag.
 
     A JSON object with a name and arguments is a call wherever it is. A response that begins like a
-    call and holds none is a malformed call.
+    call and has none is a malformed call.
     """
     calls = []
     at = 0
     decoder = json.JSONDecoder()
     left = _MAX_READINGS * len(text)  # characters that tries may still read before they fail
-    while (found := _OBJECT.search(text, at)) and left > 0:
-        at = found.start()
+    while (match := _OBJECT.search(text, at)) and left > 0:
+        at = match.start()
         try:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as error:  # ValueError: an integer of many digits
@@ -108,15 +108,15 @@ def _call_of_json(text: str) -> ToolCall:
 
 
 def call_of(value: Any) -> ToolCall:
-    """Return the call in a decoded object, or a call with the reason why it is none."""
+    """Return the call in a decoded object; if it is not a call, one whose `error` says why."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return ToolCall("", {}, error='expected a JSON object with "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
     problem = ""
     if isinstance(arguments, str):  # as OpenAI's API has them
         arguments, problem = _from_json(arguments)
-    if reason := unfit([value["name"], arguments]):
-        return ToolCall("", {}, error=reason)
+    if unfit := fit_problem([value["name"], arguments]):
+        return ToolCall("", {}, error=unfit)
     if not isinstance(arguments, dict):
         why = f"; it is {problem}" if problem else ""
         return ToolCall(value["name"], {}, error=f'"arguments" must be a JSON object{why}')
@@ -134,9 +134,9 @@ _PARSERS: dict[str, Parser] = {"hermes": hermes, "llama3": llama3}
 def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
     """Return one of vLLM's parsers as a function of a response's text.
 
-    They treat a malformed call as plain text, so that it looks like an answer. They are called as
-    vLLM documents for plugins (ToolParserManager; 0.32 and 0.33) and need no engine. Importing them
-    takes seconds, so only engine ranks do.
+    These parsers treat a malformed call as plain text, so that it looks like an answer. They are
+    called as vLLM documents it for plugins (ToolParserManager; 0.32 and 0.33) and need no engine.
+    Importing them takes seconds, so only engine ranks do it.
 
     Args:
         name: as in `vllm serve --tool-call-parser`.
@@ -152,10 +152,10 @@ def vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> Parser:
     request = ChatCompletionRequest(model="", messages=[])
 
     def parse(text: str) -> tuple[ToolCall, ...]:
-        found, error = attempt(lambda: parser.extract_tool_calls(text, request), Exception)
-        if found is None:  # one bad response must not end the engine
+        result, error = attempt(lambda: parser.extract_tool_calls(text, request), Exception)
+        if result is None:  # one bad response must not end the engine
             return (ToolCall("", {}, error=f"vllm:{name} cannot read it: {error!r:.200}"),)
-        calls = (call.function for call in found.tool_calls)
+        calls = (call.function for call in result.tool_calls)
         return tuple(call_of({"name": c.name, "arguments": c.arguments}) for c in calls)
 
     return parse

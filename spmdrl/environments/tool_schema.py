@@ -1,8 +1,8 @@
 """Descriptions of typed Python functions for chat templates, and checks of arguments.
 
-The descriptions equal those of `transformers.utils.get_json_schema`, as a test checks. That
-function imports torch, which is too heavy for worker processes, and describes a type that it does
-not know (such as bytes) as an object.
+The descriptions equal those of `transformers.utils.get_json_schema`, and a test checks this. That
+function imports torch, which is too heavy for worker processes, and it describes unknown types such
+as bytes as objects.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def describe(function: Callable[..., Any], *, name: str = "") -> dict[str, Any]:
 
     Args:
         function: with type hints and a docstring whose `Args:` describe each parameter.
-        name: to use instead of the function's own.
-    Raises: Refusal naming a parameter without hint or description, or a missing docstring: the
-        policy knows nothing else of a tool.
+        name: name of the tool; by default the function's.
+    Raises: Refusal for a missing docstring, or a parameter without hint or description: the policy
+        learns about a tool from nothing else.
     """
     name = name or function.__name__
     doc = inspect.getdoc(function)
@@ -79,10 +79,10 @@ def _read_docstring(doc: str) -> tuple[str, dict[str, str]]:
         margin = min((len(line) - len(line.lstrip()) for line in lines), default=0)
         last = ""
         for line in lines:
-            found = _ARGUMENT.fullmatch(line)
-            if found and len(line) - len(line.lstrip()) == margin:
-                last = found[1]
-                descriptions[last] = found[2].strip()
+            match = _ARGUMENT.fullmatch(line)
+            if match and len(line) - len(line.lstrip()) == margin:
+                last = match[1]
+                descriptions[last] = match[2].strip()
             elif last:
                 descriptions[last] += " " + line.strip()
     return pieces[0].strip(), descriptions
@@ -135,8 +135,8 @@ def argument_problem(arguments: dict[str, Any], schema: dict[str, Any]) -> str:
     return ""
 
 
-def _is_of(kind: str, value: Any) -> bool:
-    # In Python a bool is an int; in JSON it is no number.
+def _has_type(value: Any, kind: str) -> bool:
+    # A bool is an int in Python, but not a number in JSON.
     if kind == "number" and isinstance(value, (int, float)):
         return type(value) is not bool and math.isfinite(value)
     return isinstance(value, _KINDS[kind]) and (kind == "boolean" or type(value) is not bool)
@@ -150,7 +150,7 @@ def _value_problem(value: Any, schema: dict[str, Any]) -> str:
         return "" if "" in problems else " or ".join(problems)
     kinds = schema.get("type", ())
     kinds = [kinds] if isinstance(kinds, str) else kinds
-    if kinds and not any(_is_of(kind, value) for kind in kinds):
+    if kinds and not any(_has_type(value, kind) for kind in kinds):
         return f"expected {' or '.join(kinds)}, got {value!r:.60}"
     if "enum" in schema and value not in schema["enum"]:
         return f"must be one of {', '.join(map(repr, schema['enum']))}, got {value!r:.60}"

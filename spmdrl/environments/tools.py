@@ -40,7 +40,7 @@ holds what it returned.
 
 
 class BrokenTool(Exception):
-    """Raised by a tool that cannot work, whatever the call is: the episode fails."""
+    """Raised by a tool that cannot work for any call; the episode fails."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Tool:
     description: dict[str, Any]
     """For the chat template, see `tool_schema.describe`."""
     prepare: Callable[[], None] | None = None
-    """Called once per worker before any deadline runs."""
+    """Function to call once per worker before any deadline runs."""
 
     def run(self, call: ToolCall) -> tuple[str, bool]:
-        """Return the result as text, and whether the call was good.
+        """Return the result as text, and whether the call succeeded.
 
         Raises: BrokenTool, LaunchError. The policy reads any other error of the tool as the result.
         """
@@ -84,28 +84,30 @@ def make_tools(specs: Iterable[str] | Mapping[str, Mapping[str, Any]]) -> dict[s
     Raises: Refusal for an unknown name or option, or a function without type hints or
         descriptions.
     """
-    options = specs if isinstance(specs, Mapping) else {key: {} for key in specs}
-    tools = [_make_tool(spec, dict(given or {})) for spec, given in options.items()]
-    names = [tool.name for tool in tools]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise Refusal(f"tools: {', '.join(options)} hold two of the name {twice.pop()!r}")
-    return dict(zip(names, tools))
+    options_of = specs if isinstance(specs, Mapping) else {spec: {} for spec in specs}
+    tools: dict[str, Tool] = {}
+    for spec, options in options_of.items():
+        tool = _make_tool(spec, dict(options or {}))
+        if tool.name in tools:
+            raise Refusal(f"tools: {', '.join(options_of)}: two have the name {tool.name!r}")
+        tools[tool.name] = tool
+    return tools
 
 
 def _make_tool(spec: str, options: dict[str, Any]) -> Tool:
-    made = import_object(spec, known=BUILT_IN, kind="function", field="tools")
-    if not inspect.isclass(made):
+    target = import_object(spec, known=BUILT_IN, kind="function", field="tools")
+    if not inspect.isclass(target):
         if options:
             raise Refusal(f"tools.{spec}: is a function and takes no options, got {options}")
-        return Tool(made.__name__, made, describe(made), getattr(made, "prepare", None))
-    live = construct(made, options, field=f"tools.{spec}")
-    name = getattr(live, "name", made.__name__)
-    return Tool(name, live, describe(live.__call__, name=name), getattr(live, "prepare", None))
+        return Tool(target.__name__, target, describe(target), getattr(target, "prepare", None))
+    tool = construct(target, options, field=f"tools.{spec}")
+    name = getattr(tool, "name", target.__name__)
+    return Tool(name, tool, describe(tool.__call__, name=name), getattr(tool, "prepare", None))
 
 
 @functools.lru_cache(maxsize=8)
 def _tools_of(key: str) -> dict[str, Tool]:
-    # Tools may be large (a corpus) and are not packed with episodes: there is one set per process.
+    # One set of tools per process: tools may be large (a corpus), so episodes do not hold them.
     return make_tools(json.loads(key))
 
 
@@ -113,17 +115,17 @@ class ToolEnvironment:
     """Runs the tools that the policy calls, until a response calls none.
 
     The run's reward functions score that last response. A malformed call, an unknown tool, a wrong
-    argument or a tool that raises gets an error text as its result, so that the policy can correct
-    it, and is counted. For tools with a state of their own, override `run` in a subclass.
+    argument and an error of a tool are counted. The policy gets an error text as the result, so
+    that it can correct the call. For tools with a state of their own, override `run` in a subclass.
 
     Args:
-        tools: see `make_tools`; or the names in one text, `calculator, my_tools.py:weather`.
+        tools: see `make_tools`; or a text of names, `calculator, my_tools.py:weather`.
         max_turns: responses per episode; calls in the last one are not run.
-        max_result_chars: a longer result is cut, and says so.
+        max_result_chars: a longer result is cut, with a note at its end.
         parser: format of the calls, see `tool_calls.make_parser`.
-        reply_role: `tool`, or `user` for chat templates without tools. Then the first user message
-            describes the tools and how to call them, as Hermes does, and one user message holds all
-            results of a turn.
+        reply_role: `tool`, or `user` for chat templates without tools. With `user`, the first user
+            message describes the tools and the format of calls (that of Hermes), and one user
+            message holds all results of a turn.
     """
 
     is_graded = True
@@ -163,7 +165,7 @@ class ToolEnvironment:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """Return the descriptions for the chat template; none if the first message has them."""
+        """Return the descriptions for the chat template; empty if the first message has them."""
         if self._preface:
             return []
         return [tool.description for tool in _tools_of(self._key).values()]
@@ -194,18 +196,18 @@ class ToolEnvironment:
         self.turns += 1
         calls = response.tool_calls
         if not calls or response.is_truncated or self.turns >= self.max_turns:
-            # Counts of all turns are added up. The zeros count an episode without a call.
+            # The counts of all turns are added up. These zeros count an episode without a call.
             info = dict.fromkeys(_COUNTS, 0.0) | {"out_of_turns": float(bool(calls))}
             return Turn(is_done=True, info=info)
         answers = [self._answer(call) for call in calls]
-        num_bad = sum(not is_good for _, is_good in answers)
+        num_failed = sum(not is_ok for _, is_ok in answers)
         num_malformed = sum(bool(call.error) for call in calls)
-        counts = (len(calls), num_malformed, num_bad - num_malformed)
+        counts = (len(calls), num_malformed, num_failed - num_malformed)
         messages = self._messages([text for text, _ in answers], calls)
         return Turn(messages=messages, info=dict(zip(_COUNTS, counts)))
 
     def run(self, call: ToolCall) -> tuple[str, bool]:
-        """Run one well-formed call; return its result as text, and whether it was good."""
+        """Run one well-formed call; return its result as text, and whether it succeeded."""
         tools = _tools_of(self._key)
         if call.name not in tools:
             return f"Error: there is no tool {call.name!r}; there are {', '.join(tools)}", False
@@ -214,18 +216,19 @@ class ToolEnvironment:
     def _answer(self, call: ToolCall) -> tuple[str, bool]:
         if call.error:
             return f"Error: the tool call cannot be read: {call.error}", False
-        text, is_good = self.run(call)
-        text = text.encode(errors="replace").decode()  # no tokenizer takes half a character
+        text, is_ok = self.run(call)
+        # Replace lone surrogates, which no tokenizer takes.
+        text = text.encode(errors="replace").decode()
         if len(text) > self.max_result_chars:
             cut = len(text) - self.max_result_chars
             text = f"{text[: self.max_result_chars]}\n[{cut} more characters left out]"
-        return text, is_good
+        return text, is_ok
 
     def _messages(self, texts: list[str], calls: tuple[ToolCall, ...]) -> list[Message]:
         if self.reply_role == "user":
             return [{"role": "user", "content": "\n\n".join(texts)}]
         first = self.calls + 1
-        self.calls = self.calls + len(calls)
+        self.calls += len(calls)
         return [
             {
                 "role": "tool",

@@ -1,10 +1,10 @@
-"""An adapter to environments of the `verifiers` package, and others like them.
+"""An adapter to environments of the `verifiers` package, and to others with the same members.
 
-It uses the documented members, sync or async, without importing the package: `setup_state(state)`,
-`env_response(messages, state)`, `is_completed`, `system_prompt`, `oai_tools`, and `rubric` with
-`funcs` and `weights`, or with `rubrics` of that kind. `env_response` may return messages, or
-messages and state; `is_completed` may take the state, or messages and state. Reward functions get
-by name what they ask for of prompt, completion, answer, state, task, info and parser.
+It does not import the package. It uses the documented members, sync or async:
+`setup_state(state)`, `env_response(messages, state)`, `is_completed`, `system_prompt`, `oai_tools`,
+and `rubric` with `funcs` and `weights`, or with `rubrics` of that kind. `env_response` may return
+messages, or messages and state; `is_completed` may take the state, or messages and state. Reward
+functions may have the parameters prompt, completion, answer, state, task, info and parser.
 
 It does not use the package's client and rollout loop, its datasets (rows come from data.train),
 judges that call other models through the client of that loop, or reward functions of whole groups.
@@ -34,8 +34,8 @@ class VerifiersEnvironment:
     Args:
         load: `module:function` or `path/file.py:function` that returns the environment; in that
             package usually `MODULE:load_environment`. Called once per worker process.
-        load_options: its keyword options.
-        max_turns: responses per episode; with 0 the environment decides.
+        load_options: keyword options of the function.
+        max_turns: responses per episode; 0 leaves it to the environment.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class VerifiersEnvironment:
         self.state: dict[str, Any] = {}
         live = self._live()
         if not _reward_funcs(live.rubric):
-            raise Refusal(f"load: {load} has a rubric without reward functions")
+            raise Refusal(f"load: the rubric of {load} has no reward functions")
         for function, _ in _reward_funcs(live.rubric):
-            grouped = _GROUP_PARAMETERS & set(inspect.signature(function).parameters)
-            if grouped:
+            of_groups = _GROUP_PARAMETERS & set(inspect.signature(function).parameters)
+            if of_groups:
                 raise Refusal(
                     f"load: reward function {_name_of(function)} asks for "
-                    f"{', '.join(sorted(grouped))} of a whole group, which does not exist while "
+                    f"{', '.join(sorted(of_groups))} of a whole group, which does not exist while "
                     "one episode runs"
                 )
 
@@ -64,7 +64,7 @@ class VerifiersEnvironment:
         return list(getattr(self._live(), "oai_tools", None) or [])
 
     def reset(self, row: dict) -> list[Message]:
-        """Make the state and open with the row's prompt."""
+        """Make the state, and open with the row's prompt."""
         live = self._live()
         prompt = opening_messages(row)
         rules = getattr(live, "system_prompt", None)
@@ -94,12 +94,12 @@ class VerifiersEnvironment:
         live = self._live()
         state = self.state
         state["completion"].append(_assistant_message(response, turn=state["turn"]))
-        # Documented stop conditions count turns by one of these.
+        # The package's stop conditions count turns by one of these.
         state["turn"] += 1
         state["trajectory"].append({"prompt": None, "completion": state["completion"][-1:]})
         is_last = response.is_truncated or 0 < self.max_turns <= state["turn"]
         if is_last or self._is_completed():
-            return self._scored()
+            return self._score()
         messages = [*state["prompt"], *state["completion"]]
         answer = ran(live.env_response(messages, state))
         if isinstance(answer, tuple):
@@ -109,17 +109,19 @@ class VerifiersEnvironment:
         self.state["completion"] += answer
         # An environment may end the episode while it answers.
         if not answer or self.state.get("final_env_response") is not None:
-            return self._scored()
+            return self._score()
         return Turn(messages=list(answer))
 
     def save(self) -> dict[str, Any]:
-        """Return the state; an object in two of its entries becomes two copies. Raises: NotPlain
-        for an object that cannot be copied."""
+        """Return the state. An object in two of its entries becomes two copies.
+
+        Raises: NotPlain for an object that cannot be copied.
+        """
         with refusing(f"the state of {self.load}", Exception, kind=NotPlain, names_kind=True):
             return {name: copy.deepcopy(value) for name, value in self.state.items()}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from a state that `save` returned."""
+        """Set the state that `save` returned."""
         self.state = saved
 
     def _is_completed(self) -> bool:
@@ -133,7 +135,8 @@ class VerifiersEnvironment:
         messages = [*self.state["prompt"], *self.state["completion"]]
         return bool(ran(method(messages, self.state)))
 
-    def _scored(self) -> Turn:
+    def _score(self) -> Turn:
+        """Return the last turn, with the rubric's reward."""
         live = self._live()
         state = self.state
         names = ("prompt", "completion", "answer", "task", "info")
@@ -144,18 +147,18 @@ class VerifiersEnvironment:
         reward = 0.0
         info = {"turns": float(state["turn"])}
         for function, weight in _reward_funcs(live.rubric):
-            value = float(ran(function(**_selected(function, arguments))))
+            value = float(ran(function(**_select_arguments(function, arguments))))
             info[_name_of(function)] = value
             reward += weight * value
         return Turn(is_done=True, reward=reward, info=info)
 
     def _live(self) -> Any:
-        return _loaded(self.load, self._options)
+        return _load(self.load, self._options)
 
 
 @functools.lru_cache(maxsize=4)
-def _loaded(load: str, options: str) -> Any:
-    # It holds datasets and clients, which cannot be packed: there is one per process.
+def _load(load: str, options: str) -> Any:
+    # One environment per process: it holds datasets and clients, which cannot be packed.
     make = import_object(load, kind="function", field="load")
     live = construct(make, json.loads(options), field="load_options")
     for name in ("env_response", "rubric"):
@@ -176,7 +179,7 @@ def _reward_funcs(rubric: Any) -> list[tuple[Callable[..., Any], float]]:
     return list(zip(functions, weights))
 
 
-def _selected(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+def _select_arguments(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return arguments

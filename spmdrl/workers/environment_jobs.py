@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.data.hashed import hashed
-from spmdrl.environments.fit_values import unfit
+from spmdrl.environments.fit_values import fit_problem
 from spmdrl.environments.plain_state import PICKLED, PLAIN, NotPlain, environment_of, text_of
 from spmdrl.environments.protocol import Message, Response, Turn
 from spmdrl.errors import RAISED, Refusal, place_of
@@ -103,7 +103,7 @@ class EnvironmentServer:
     @property
     def facts(self) -> dict[str, Any]:
         """What conversations need: the tools, the format of their calls, and which part of the
-        environment is no plain data."""
+        environment is not plain data."""
         return {"tools": self.tools, "tool_parser": self.tool_parser, "not_plain": self.not_plain}
 
     def called(self, method: str) -> str:
@@ -260,6 +260,6 @@ def _plain(value: Any, *, what: str) -> Any:
     """
     with refusing(what, TypeError, ValueError, RecursionError, kind=BadValue):
         plain = json.loads(json.dumps(value))
-        if problem := unfit(plain):
+        if problem := fit_problem(plain):
             raise ValueError(problem)
         return plain

@@ -17,7 +17,7 @@ from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from spmdrl.environments.fit_values import unfit
+from spmdrl.environments.fit_values import fit_problem
 from spmdrl.rewards.samples import SCOPES
 from spmdrl.workers.messages import Done, ListResult, RewardResult, TurnResult
 
@@ -100,7 +100,7 @@ def _to_json(value: Any) -> list[Any]:
     """Return the name and the fields of a report, or of a result in it."""
     name = type(value).__name__
     if _KINDS.get(name) is not type(value):
-        raise TypeError(f"{name} is no plain data")
+        raise TypeError(f"{name} is not plain data")
     return [name, {field: getattr(value, field) for field in _types(_KINDS[name])}]
 
 
@@ -200,7 +200,7 @@ def _check_values(kind: type, fields: dict[str, Any]) -> None:
     for message in fields["messages"] if kind is TurnResult else ():
         if not isinstance(message["role"], str) or not isinstance(message["content"], str):
             raise ValueError(f"a message of {message!r:.80}")
-        if problem := unfit(message):  # a tokenizer of the parent would raise
+        if problem := fit_problem(message):  # a tokenizer of the parent would raise
             raise ValueError(problem)
     if kind is Ready:
         facts = fields["facts"]

@@ -78,7 +78,7 @@ def test_arrays_and_tensors_come_back_bit_by_bit_and_can_be_written() -> None:
     "value", [Unknown(), {1, 2}, print, object(), numpy.array([object()]), ValueError("x"), [len]]
 )
 def test_what_is_no_plain_data_is_refused_where_it_is_packed(value: Any) -> None:
-    with pytest.raises(TypeError, match="no plain data"):
+    with pytest.raises(TypeError, match="not plain data"):
         pack(value)
 
 

@@ -179,7 +179,7 @@ def test_plain_attributes_come_back_as_they_were():
 def test_what_is_no_plain_data_is_named():
     shared: list[int] = []
     for environment, says in (
-        (Part(a=shared, b={"c": shared}), r"Part.b\['c'\] is in another place too"),
+        (Part(a=shared, b={"c": shared}), r"Part.b\['c'\] is also in another place"),
         (Part(a=threading.Lock()), r"Part.a \(_thread.lock\)"),
         (Part(a=Turn()), r"Part.a \(spmdrl.environments.protocol.Turn\)"),
         (Part(a=[Slots()]), r"Part.a\[0\]"),

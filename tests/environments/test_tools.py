@@ -278,7 +278,7 @@ def test_functions_that_cannot_be_described_are_refused():
     ):
         with pytest.raises(ValueError, match=words):
             describe(function)
-    with pytest.raises(ValueError, match="two of the name 'calculator'"):
+    with pytest.raises(ValueError, match="two have the name 'calculator'"):
         make_tools(["calculator", "spmdrl.environments.calculator:calculator"])
 
 
