@@ -1,8 +1,8 @@
 """Columns of tokens that only some runs have, such as router routes.
 
-A column is one class, registered by `register`. It says how it is joined, indexed, moved to a
-device, saved, and sent to the ranks that train on its tokens. `Tokens`, engines, the exchange and
-checkpoints hold columns by key and do not know which they are.
+Each kind of column is one class, registered by `register`. The class joins columns, indexes them,
+moves them to a device, saves them, and sends them to the ranks that train on the tokens. `Tokens`,
+engines, the exchange and checkpoints hold columns by key, and treat all kinds the same.
 
 Shape letters: T tokens, S sequences of the whole batch, R ranks.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Which tokens this rank sends to each rank and receives from each, in the order of ranks."""
+    """The tokens that this rank sends to and receives from each rank, in the order of ranks."""
 
     rank: int
     num_leaving: Sequence[int]  # [R], tokens
@@ -34,9 +34,9 @@ class AllToAll:
     dp_of_rank: Sequence[int]  # [R], data-parallel index; -1 for ranks that do not train
     dp_of_sequence: Tensor  # [S] int64, data-parallel index that trains on the sequence
     wire: torch.device
-    """Where the backend takes tensors."""
+    """The device on which the backend takes tensors."""
     device: torch.device
-    """Where received tensors go."""
+    """The device for received tensors."""
 
     def send(
         self,
@@ -62,14 +62,14 @@ class TokenColumn(ABC):
     """Values for each of T consecutive tokens."""
 
     key: ClassVar[str]
-    """Its name among a sequence's columns, in checkpoints and in files."""
+    """The column's name in `extra_columns`, in checkpoints and in files."""
     covers_prompt: ClassVar[bool] = False
-    """Whether an engine reports it for a request's first tokens, prompt included. Otherwise it
-    reports it for the sampled tokens."""
+    """Whether an engine reports the column for a request's first tokens, prompt included. If not,
+    it reports it for the sampled tokens."""
 
     @classmethod
     def of(cls, columns: Mapping[str, TokenColumn]) -> Self | None:
-        """Return the column of this class; None where the tokens have none."""
+        """Return the column of this class; None if the tokens have none."""
         column = columns.get(cls.key)
         assert column is None or isinstance(column, cls)
         return column
@@ -86,7 +86,7 @@ class TokenColumn(ABC):
 
     @abstractmethod
     def unknown(self, count: int) -> Self:
-        """Return a column like this one, of `count` tokens of which nothing is known."""
+        """Return a column of this form with `count` tokens whose values are unknown."""
 
     @classmethod
     @abstractmethod
@@ -102,9 +102,10 @@ class TokenColumn(ABC):
         """Join the columns of consecutive stretches of tokens.
 
         Args:
-            parts: each for the first tokens of its stretch; the values of the others are unknown.
+            parts: the column of each stretch, or None. A column may cover only the first tokens of
+                its stretch; the values of the other tokens are unknown.
             lengths: tokens of each stretch.
-        Returns: None where all parts are None.
+        Returns: the column of all tokens; None if all parts are None.
         """
         like = next((part for part in parts if part is not None), None)
         if like is None:
@@ -115,7 +116,7 @@ class TokenColumn(ABC):
             if part is not None:
                 missing -= len(part)
                 padded.append(part)
-            assert missing >= 0, f"{cls.key} of {len(padded[-1])} tokens, where {length} are"
+            assert missing >= 0, f"{cls.key} has {len(padded[-1])} tokens of {length}"
             if missing:
                 padded.append(like.unknown(missing))
         return cls.cat(padded)
@@ -123,7 +124,7 @@ class TokenColumn(ABC):
     # ---------------------------------------------------------------- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the column as plain values; tensors are shared."""
+        """Return the column as plain values. Tensors are not copied."""
         return dict(vars(self))
 
     @classmethod
@@ -134,8 +135,9 @@ class TokenColumn(ABC):
     # ---------------------------------------------------------------- exchange between ranks
 
     def describe(self, lengths: Tensor) -> Any:
-        """Return, as plain data, what all ranks must know of this rank's column before tokens are
-        sent; None if there is nothing to send.
+        """Return plain data about this rank's column; None if there is nothing to send.
+
+        All ranks gather these data before they send tokens.
 
         Args:
             lengths: [n] int64, tokens of this rank's sequences.
@@ -149,25 +151,25 @@ class TokenColumn(ABC):
         """Return this rank's column in the form that all ranks send.
 
         Args:
-            own: None where this rank has none.
-            described: {rank: the result of its `describe`}, at least one.
-            rows: per rank, [n] int64, the position of its sequences in the whole batch.
-            count: tokens of this rank.
+            own: this rank's column, or None.
+            described: {rank: result of `describe` there}, at least one.
+            rows: for each rank, [n] int64: positions of its sequences in the whole batch.
+            count: number of this rank's tokens.
         """
         if own is not None:
             return own
         return cls.from_state_dict(next(iter(described.values()))).unknown(count)
 
     def numbers(self) -> list[Tensor]:
-        """Return numbers that are sent along with each token: [T] int32 each."""
+        """Return numbers to send together with each token: [T] int32 each."""
         return []
 
     @abstractmethod
     def exchange(self, numbers: Sequence[Tensor], all_to_all: AllToAll) -> TokenColumn:
-        """Send the column and return that of the tokens received. All ranks call it together.
+        """Send the column and return the column of the received tokens; all ranks call it together.
 
         Args:
-            numbers: the results of `numbers`, received with the tokens.
+            numbers: the other ranks' `numbers`, received with the tokens.
         """
 
     def training_cost(self, num_sequences: int) -> Tensor | None:
@@ -184,11 +186,11 @@ class TokenColumn(ABC):
     @classmethod
     @abstractmethod
     def arrow_fields(cls) -> tuple[pa.Field, ...]:
-        """Return its fields in a table of sequences; null where nothing is known of a sequence."""
+        """Return the column's fields in a table of sequences; null for sequences without values."""
 
     @abstractmethod
     def arrow_form(self) -> Any:
-        """Return, as JSON, what a reader must know in addition to these fields."""
+        """Return JSON that `from_arrow` needs in addition to the fields."""
 
     @abstractmethod
     def to_arrow(self, lengths: Sequence[int], groups: Sequence[int]) -> list[pa.Array]:
@@ -206,14 +208,14 @@ class TokenColumn(ABC):
 
         Args:
             table: whole groups; their greedy rows may be left out.
-            form: of `arrow_form`.
-        Raises: ValueError for what no run records.
+            form: the result of `arrow_form`.
+        Raises: ValueError for values that no run records.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class RowColumn(TokenColumn):
-    """A row of numbers for each token, all of one shape and dtype; -1 where nothing is known."""
+    """A row of numbers for each token, all of one shape and dtype; -1 for unknown tokens."""
 
     rows: Tensor  # [T, ...]
 
@@ -235,7 +237,7 @@ class RowColumn(TokenColumn):
 
     def exchange(self, numbers: Sequence[Tensor], all_to_all: AllToAll) -> Self:
         flat = self.rows.flatten(1).contiguous()
-        # As bytes: NCCL has no int16.
+        # Send bytes, since NCCL has no int16.
         received = all_to_all.send(flat.view(torch.uint8))
         return type(self)(received.view(self.rows.dtype).unflatten(1, self.rows.shape[1:]))
 
@@ -267,17 +269,17 @@ class RowColumn(TokenColumn):
         dtype = getattr(torch, str(name), None)
         sizes = [size for size in shape if type(size) is int and 0 < size < 2**20]
         if not isinstance(dtype, torch.dtype) or len(sizes) < len(shape):
-            raise ValueError(f"rows of {cls.key} are of {form!r:.60}")
-        # Without tokens, but with the shape: `concat` needs it if all other parts are None.
+            raise ValueError(f"the rows of {cls.key} have the form {form!r:.60}")
+        # This part has no tokens, but a shape: `concat` needs one if all other parts are None.
         parts: list[Self | None] = [cls(torch.empty(0, *shape, dtype=dtype))]
         lengths = table["length"].to_pylist()
         for data, length in zip(table[cls.key].to_pylist(), lengths, strict=True):
             part = None
             if data is not None:
-                # A copy, since torch warns about memory that it must not write to.
+                # Copy the bytes, since torch warns about read-only memory.
                 part = cls(torch.frombuffer(bytearray(data), dtype=dtype).view(-1, *shape))
                 if len(part) != length:
-                    raise ValueError(f"{cls.key} of {len(part)} tokens, where {length} are")
+                    raise ValueError(f"{cls.key} has {len(part)} tokens of {length}")
             parts.append(part)
         column = cls.concat(parts, [0, *lengths])
         assert column is not None
@@ -293,7 +295,7 @@ _CLASSES: dict[str, type[TokenColumn]] = {}
 
 def register(cls: type[AnyColumn]) -> type[AnyColumn]:
     """Let columns of a class be exchanged, saved and restored by their key."""
-    assert _CLASSES.setdefault(cls.key, cls) is cls, f"two columns are called {cls.key}"
+    assert _CLASSES.setdefault(cls.key, cls) is cls, f"two columns have the key {cls.key}"
     return cls
 
 
@@ -301,7 +303,7 @@ def column_class(key: str) -> type[TokenColumn]:
     """Return the class that is registered under a key. Raises: Refusal for an unknown key."""
     if key not in _CLASSES:
         raise Refusal(
-            f"column {key!r:.60} of tokens is not registered here; known are "
+            f"column {key!r:.60} of tokens is not registered; the registered ones are "
             f"{', '.join(sorted(_CLASSES))}; import the module that defines it"
         )
     return _CLASSES[key]
@@ -317,7 +319,7 @@ def concat_columns(parts: Sequence[Columns], lengths: Sequence[int]) -> dict[str
     joined = {}
     for key in dict.fromkeys(key for part in parts for key in part):
         column = column_class(key).concat([part.get(key) for part in parts], lengths)
-        assert column is not None, "one of the parts has it"
+        assert column is not None, "a part has this key"
         joined[key] = column
     return joined
 

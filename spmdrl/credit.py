@@ -1,8 +1,8 @@
 """Credit assignment: from the rewards of a batch to an advantage for each of its tokens.
 
 The methods are pure functions (`algorithms.advantages`, `algorithms.token_advantages`). This module
-collects their arguments and calls them. Only trainer ranks compute; they wait for each other if a
-method needs sums over the whole batch's tokens. S sequences, T packed tokens.
+collects their arguments and calls them. Only trainer ranks compute advantages. They wait for each
+other if a method needs sums over the whole batch's tokens. Letters: S sequences, T packed tokens.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def advantages_of(
 
     Args:
         batch: the step's batch, after exchange and annotation.
-        method: from the registry or the user's own; None for the one that the config names.
+        method: a method of the registry or of the user; None for the one that the config names.
         step: for the names of the waits.
-    Returns: zeros for an objective without advantages; empty off the trainers.
+    Returns: the advantages: zeros for an objective without advantages, and none on ranks that do
+        not train.
     Raises: Refusal for a result with a wrong shape or with values that are not finite.
     """
     if not world.is_trainer:
@@ -48,12 +49,15 @@ def advantages_of(
         if registry.is_per_token(method):
             return _token_advantages(batch, method, cfg=cfg, world=world)
         if cfg.algorithm.kl_coef and cfg.algorithm.kl_in == "reward":
-            batch = _with_kl(batch, cfg=cfg, world=world)
+            batch = _add_kl_rewards(batch, cfg=cfg, world=world)
     return per_token(batch, sequence_advantages(batch, method, cfg=cfg))
 
 
 def sequence_advantages(batch: Batch, method: Method | None = None, *, cfg: Config) -> Tensor:
-    """Compute an advantage that is one number per sequence; see `advantages_of`.
+    """Compute the advantages of a method that gives one number per sequence.
+
+    Args:
+        batch, method: as for `advantages_of`.
 
     Returns: [S] float64, in the order of batch.scalars.
     Raises: Refusal if the method returns anything but [S] finite numbers.
@@ -62,7 +66,7 @@ def sequence_advantages(batch: Batch, method: Method | None = None, *, cfg: Conf
     scalars = batch.scalars
     options: dict[str, Any] = dict(cfg.algorithm.advantage_options)
     if "part_weights" in registry.options_of(method) and cfg.rewards.weights:
-        # These include the weights of functions that data sources have of their own.
+        # cfg.reward_weights also has the weights of data sources' own functions.
         options["part_weights"] = cfg.reward_weights
     advantages = registry.call(method, vars(scalars), options).double()
     if advantages.shape != (len(scalars),) or not advantages.isfinite().all():
@@ -78,9 +82,10 @@ def per_token(batch: Batch, advantages: Tensor) -> Advantages:
     """Give every token the advantage of its sequence.
 
     Args:
-        advantages: [S] float64, by row of the batch's scalars.
+        advantages: [S] float64, in the order of batch.scalars.
     """
-    values = torch.cat([advantages.cpu(), advantages.new_zeros(1)])  # a dummy's row is -1
+    # A dummy micro-batch has the sequence id -1, which gets the zero at the end.
+    values = torch.cat([advantages.cpu(), advantages.new_zeros(1)])
 
     def of(microbatch: Microbatch) -> Tensor:
         rows = microbatch.sequence_ids
@@ -98,10 +103,10 @@ def _of_tokens(values: Tensor, microbatch: Microbatch) -> Tensor:
 
 
 def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World) -> Advantages:
-    """Compute an advantage that is one number per token.
+    """Compute the advantages of a method that gives one number per token.
 
-    A method may need sums over the whole batch, and [S, ...] values per sequence that it computes
-    from these; see `masked.attach`. All trainers take part in each sum.
+    A method may need sums over the whole batch, and values per sequence [S, ...] that it computes
+    from these sums; see `masked.attach`. All trainers take part in each sum.
     """
     options = cfg.algorithm.advantage_options
     inputs = _inputs(batch, cfg)
@@ -147,18 +152,22 @@ def _inputs(batch: Batch, cfg: Config) -> list[Inputs]:
         "rewards": scalars.rewards,
         "group_ids": scalars.group_ids,
         "in_loss": lengths > 0,
-    }  # a dummy's row is -1
+    }
+    # A dummy micro-batch has the sequence id -1, which gets the zero at the end.
     of_sequences = {n: torch.cat([v, v.new_zeros(1)]) for n, v in of_sequences.items()}
-    each = [one for update in batch.columns for one in update] or [{}] * len(batch.microbatches)
+    columns_of = [columns for update in batch.columns for columns in update]
+    if not columns_of:
+        columns_of = [{}] * len(batch.microbatches)
     inputs = []
-    for microbatch, columns in zip(batch.microbatches, each):
+    for microbatch, columns in zip(batch.microbatches, columns_of):
         rows = microbatch.sequence_ids
         own = {name: values.to(rows.device)[rows] for name, values in of_sequences.items()}
-        mask = microbatch.response_mask & _of_tokens(own.pop("in_loss"), microbatch)
+        mask = microbatch.response_mask & _of_tokens(own["in_loss"], microbatch)
         inputs.append(
             {
                 **columns,
-                **own,
+                "rewards": own["rewards"],
+                "group_ids": own["group_ids"],
                 "sequence_ids": rows,
                 "loss_mask": mask,
                 "loss_lengths": lengths,
@@ -179,14 +188,14 @@ def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: Wor
     own = torch.stack([moment_sums(a, loss_mask=m) for a, m in zip(advantages, masks)])
     mean, std = mean_and_std(combine_moments(torch.cat(world.gather_per_dp(own.cpu()))))
     if not (mean.isfinite() and std.isfinite()):
-        # Leave them as they are: all ranks then skip this update and count it.
+        # Return them unchanged: all ranks then skip this update and count it.
         return list(advantages)
     mean = mean.to(own.device)
     std = std.to(own.device)
     return [whiten(a, loss_mask=m, mean=mean, std=std) for a, m in zip(advantages, masks)]
 
 
-def _with_kl(batch: Batch, *, cfg: Config, world: World) -> Batch:
+def _add_kl_rewards(batch: Batch, *, cfg: Config, world: World) -> Batch:
     """Return the batch with each sequence's KL rewards added to its reward.
 
     All trainers must call it together.

@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 Row = dict[str, Any]
 _SEAL = b', "sha256": "'
 _END = b'"}\n'
-_MOST_BYTES = 2**30
-# What a row takes in memory, about: itself, and each of its values.
+_MAX_BYTES = 2**30  # of all rows of a file in memory
+# About how many bytes of memory a row takes, and each of its values.
 _ROW_BYTES = 300
 _VALUE_BYTES = 40
 
@@ -35,28 +35,28 @@ class Entry:
     """A line of a journal."""
 
     number: int
-    """Of the line, from 1."""
+    """Line number, from 1."""
     row: Row
     line: bytes
     begin: int
-    """Bytes of the file before it."""
+    """Number of bytes before the line."""
     seal: str = ""
-    """Of a sealed journal: sha256 of the line and of all before it."""
+    """In a sealed journal: sha256 of the line and of all earlier lines."""
     problem: str = ""
-    """Why it is not as it was written, with its place; empty where it is."""
+    """What is wrong with the line, with its place; empty if nothing is."""
 
 
 class Journal:
-    """One file of JSON objects, one a line.
+    """A file of JSON objects, one on each line.
 
-    A line that cannot be written (disk full) is kept in memory and written with the next one.
+    A line that cannot be written (disk full) stays in memory and is written with the next one.
 
     Args:
-        kind: the file's name in messages, and how long it may be.
-        is_sealed: each line ends in a digest of itself and of all before it, which shows whether a
-            line was changed, inserted, moved or removed.
-        must_write: raise OSError for a line that cannot be written.
-        within: the folder that the user named, above the file; None: the folder that holds it.
+        kind: the file's name in messages, and its limits.
+        is_sealed: whether each line ends in a digest of itself and of all earlier lines, which
+            shows whether a line was changed, inserted, moved or removed.
+        must_write: whether to raise OSError for a line that cannot be written.
+        within: the folder that the user named, above the file; None for the file's own folder.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class Journal:
     def append(self, row: Row) -> None:
         """Write one row at the end of the file; numbers that are not finite become null.
 
-        A sealed journal that exists must have been cut (`keep`) first, which finds the last seal.
-        Raises: OSError under `must_write`.
+        For a sealed journal that exists, call `keep` first: it finds the last seal.
+        Raises: OSError if `must_write`.
         """
         line = json.dumps(_finite(row)).encode()
         if self._is_sealed:
@@ -93,10 +93,8 @@ class Journal:
         if error is None:
             self._waiting.clear()
         elif len(self._waiting) == 1:
-            # Once, not for each row that waits.
-            log.error(
-                "%s: cannot write (%s); rows are kept in memory until it can", self.path, error
-            )
+            # Log this once, not for each row that waits.
+            log.error("%s: cannot write (%s); rows stay in memory until it can", self.path, error)
 
     def _write_waiting(self) -> None:
         with open_file(self.path, "ab", within=self._within, buffering=0) as file:
@@ -111,13 +109,13 @@ class Journal:
                 raise
 
     def read(self) -> Iterator[Entry]:
-        """Yield the rows of the file, up to the first line that is not as it was written.
+        """Yield the rows of the file, up to the first damaged line.
 
-        In a file that is not sealed, this can only be a last line that breaks off. Other lines that
-        hold no row of a step are skipped.
+        A file that is not sealed shows only one kind of damage: a last line that breaks off. Other
+        lines without a row of a step are skipped.
 
-        Raises: OSError; Refusal for a file that is no regular one, a line that is too long, or,
-            where it is not sealed, a number that does not fit into 64 bits.
+        Raises: OSError; Refusal for a file that is not a regular one, a line that is too long, or,
+            in a file that is not sealed, a number that does not fit into 64 bits.
         """
         seal = ""
         begin = 0
@@ -127,7 +125,7 @@ class Journal:
                 row, seal, problem = _sealed_row(line, before=seal, place=place)
             else:
                 row = _row_of_step(line, place=place)
-                # The process was killed while it wrote.
+                # The process may have been killed while it wrote the line.
                 breaks_off = not row and not line.endswith(b"\n")
                 problem = f"{place} breaks off" if breaks_off else ""
             entry = Entry(number, row, line, begin, seal, problem)
@@ -138,11 +136,11 @@ class Journal:
             begin += len(line)
 
     def keep(self, wanted: Callable[[Row], bool], *, removed: Path | None = None) -> list[Row]:
-        """Cut the file before the first row that is not wanted, or is not as it was written.
+        """Cut the file before the first row that is not wanted or is damaged.
 
         Args:
-            wanted: is called for each row in order, up to the first for which it returns False.
-            removed: file that gets the lines that are cut off.
+            wanted: called for each row in order, up to the first for which it returns False.
+            removed: path of a file for the lines that are cut off.
         Returns: the rows that are cut off, as far as they can be read.
         """
         cut: list[Row] = []
@@ -159,10 +157,11 @@ class Journal:
             elif not entry.problem:
                 cut.append(entry.row)
             if entry.problem and self._is_sealed:
-                log.warning("%s; it and all after it is left out", entry.problem)
+                log.warning("%s; this line and all later ones are removed", entry.problem)
         if cut_at is not None:
             self._cut(cut_at, removed)
-        elif not last.endswith(b"\n"):  # the process was killed right before the end of the line
+        elif not last.endswith(b"\n"):
+            # The process was killed right before the end of the line.
             with open_file(self.path, "ab", within=self._within) as file:
                 file.write(b"\n")
         return cut
@@ -176,7 +175,7 @@ class Journal:
             os.ftruncate(file.fileno(), length)
 
     def rows(self, *, newest: int = 0, holds_texts: bool = False) -> list[Row]:
-        """Return the rows of the file, see `read_rows`; none where there is no file."""
+        """Return the rows of the file, see `read_rows`; none if there is no file."""
         if not self.path.exists():
             return []
         return read_rows(self.path, newest=newest, holds_texts=holds_texts)
@@ -186,13 +185,13 @@ def read_rows(path: Path, *, newest: int = 0, holds_texts: bool = False) -> list
     """Return the rows of a journal that is not sealed.
 
     Args:
-        newest: rows to return, from the end; 0 returns all.
-        holds_texts: values may be anything; else they are numbers, or null.
-    Raises: as `Journal.read`; Refusal for a value that is no number, or for more rows than fit into
-        memory.
+        newest: number of rows to return, from the end; 0 for all.
+        holds_texts: whether values may be anything. If not, they must be numbers or null.
+    Raises: as `Journal.read`; Refusal for a value that is not a number, or for more rows than fit
+        into memory.
     """
     rows: deque[Row] = deque(maxlen=newest or None)
-    held = 0
+    size = 0
     for entry in Journal(path).read():
         if entry.problem:
             break
@@ -201,17 +200,19 @@ def read_rows(path: Path, *, newest: int = 0, holds_texts: bool = False) -> list
         if not holds_texts:
             _check_numbers(row, place=place)
         rows.append(row)
-        held += _ROW_BYTES + _VALUE_BYTES * len(row) + (len(entry.line) if holds_texts else 0)
-        if held > _MOST_BYTES and not newest:
+        size += _ROW_BYTES + _VALUE_BYTES * len(row)
+        if holds_texts:
+            size += len(entry.line)
+        if size > _MAX_BYTES and not newest:
             raise Refusal(
-                f"{place}: the rows up to here take more than {_MOST_BYTES >> 20} MiB, the most "
-                "that is read at once; cut the file into several"
+                f"{place}: the rows up to here take more than {_MAX_BYTES >> 20} MiB, the limit "
+                "for one file; cut the file into several"
             )
     return list(rows)
 
 
 def _row_of_step(line: bytes, *, place: str) -> Row:
-    """Return the row that a line holds; {} where it holds none of a step."""
+    """Return the row of a line; {} for a line without a row of a step."""
     row = _object_of(line, place=place)
     return row if type(row.get("step")) is int else {}
 
@@ -220,7 +221,7 @@ def _sealed_row(line: bytes, *, before: str, place: str) -> tuple[Row, str, str]
     """Return the row of a sealed line, its seal, and what is wrong with it.
 
     Args:
-        before: seal of the line before; empty for the first.
+        before: seal of the previous line; empty for the first line.
     """
     if not line.endswith(_END):
         return {}, "", f"{place} breaks off"
@@ -234,7 +235,7 @@ def _sealed_row(line: bytes, *, before: str, place: str) -> tuple[Row, str, str]
     if seal != _seal_of(before, content):
         problem = (
             f"{place} does not follow from the lines before it: it was changed or moved, or lines "
-            "were taken out or put in"
+            "were removed or inserted"
         )
     return row or {}, seal, problem
 
@@ -244,7 +245,7 @@ def _seal_of(before: str, content: bytes) -> str:
 
 
 def _object_of(text: bytes, *, place: str) -> Row:
-    """Return the object that a JSON text holds; {} where it holds none."""
+    """Return the object in a JSON text; {} if it is not one."""
     try:
         row = run_files.json_of(text, place=place)
     except run_files.NotJson:
