@@ -5,6 +5,7 @@ It imports nothing of ours, so that every room can use it.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import inspect
 import os
@@ -46,6 +47,21 @@ def printable(text: object) -> str:
 def say(text: object, *, file: TextIO | None = None, end: str = "\n", flush: bool = False) -> None:
     """Print text that may come from others, see `printable`."""
     print(printable(text), file=file, end=end, flush=flush)
+
+
+def describe(value: object) -> str:
+    """Return a short description of a value, for messages."""
+    # The text of a deeply nested list, or of an integer of thousands of digits, raises an error.
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    if isinstance(value, dict):
+        return f"a mapping of {len(value)}"
+    if isinstance(value, int) and abs(value) > 10**40:
+        return "a whole number of over 40 digits"
+    if isinstance(value, datetime.date):
+        return f"{value}, which YAML reads as a date: put it in quotes to make it a text"
+    text = repr(value)
+    return text if len(text) <= 160 else f"{text[:120]}... ({len(text)} characters)"
 
 
 class Refusal(ValueError):

@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from spmdrl.config.fields import Config
-from spmdrl.config.options import shown
 from spmdrl.config.other_frameworks import in_other_frameworks
 from spmdrl.config.ranges import PathForm
 from spmdrl.config.tree import (
@@ -27,7 +26,7 @@ from spmdrl.config.tree import (
     unknown_key,
 )
 from spmdrl.config.yaml_text import plain_data
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, describe
 from spmdrl.imports import near_file
 from spmdrl.run_files import CONFIG, read_bytes
 
@@ -50,14 +49,14 @@ def load_yaml(*paths: str | Path) -> Config:
 
 def _tree_of(path: Path) -> dict[str, Any]:
     if wrong := PathForm().problem(str(path)):
-        raise Refusal(f"config file {shown(str(path))} {wrong}")
+        raise Refusal(f"config file {describe(str(path))} {wrong}")
     if path.is_dir():
         raise Refusal(f"config file {path} is a folder; name a file in it")
     if not path.exists():
         raise Refusal(f"config file {path} does not exist{near_file(path)}")
     tree = plain_data(_text_of(path), file=str(path)) or {}
     if not isinstance(tree, dict):
-        raise Refusal(f"config file {path}: expected a mapping of fields, got {shown(tree)}")
+        raise Refusal(f"config file {path}: expected a mapping of fields, got {describe(tree)}")
     return tree
 
 
@@ -147,14 +146,14 @@ def noted(problems: list[str], name: str) -> Iterator[None]:
     try:
         yield
     except Refusal as error:
-        problems.append(f"{name if len(name) <= 100 else shown(name)}: {error}")
+        problems.append(f"{name if len(name) <= 100 else describe(name)}: {error}")
 
 
 def checked(name: str, value: Any) -> Any:
     """Return the value of a field. Raises: Refusal for another type or an unknown name."""
     if name in sections():
         known = ", ".join(fields_of(name))
-        raise Refusal(f"expected a mapping of fields, got {shown(value)}; known: {known}")
+        raise Refusal(f"expected a mapping of fields, got {describe(value)}; known: {known}")
     if name not in settings():
         raise Refusal(unknown_key(name))
     return convert(value, settings()[name])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import re
 from typing import Any
 
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, describe
 
 Options = dict[str, bool | int | float | str]
 """Options of a method by their names."""
@@ -30,7 +29,7 @@ def option_value(value: Any) -> Any:
     if isinstance(value, float) and math.isnan(value):
         raise Refusal("expected a number, got nan")
     if value is not None and not isinstance(value, (bool, int, float)):
-        raise Refusal(f"expected text, numbers, lists or mappings, got {shown(value)}")
+        raise Refusal(f"expected text, numbers, lists or mappings, got {describe(value)}")
     return value
 
 
@@ -38,7 +37,7 @@ def option_name(name: Any) -> str:
     """Return the name of an option. Raises: Refusal if it is no text."""
     if not isinstance(name, str):
         raise Refusal(
-            f"names are texts, and {shown(name)} is none; put it in quotes to make it one"
+            f"names are texts, and {describe(name)} is none; put it in quotes to make it one"
         )
     return checked_text(name)
 
@@ -53,15 +52,5 @@ def checked_text(text: str) -> str:
     for i, character in enumerate(text):
         if character == "\0" or "\ud800" <= character <= "\udfff":
             kind = "a NUL" if character == "\0" else "half of a character"
-            raise Refusal(f"{shown(text)} holds {kind}, {character!r}, at {i + 1}; take it out")
+            raise Refusal(f"{describe(text)} holds {kind}, {character!r}, at {i + 1}; take it out")
     return text
-
-
-def shown(value: Any) -> str:
-    """Return a value for messages. A long one is cut, and a date is explained."""
-    if isinstance(value, int) and abs(value) > 10**40:
-        return "a whole number of over 40 digits"
-    text = repr(value)
-    if isinstance(value, datetime.date):
-        text = f"{value}, which YAML reads as a date: put it in quotes to make it a text"
-    return text if len(text) <= 160 else f"{text[:120]}... ({len(text)} characters)"

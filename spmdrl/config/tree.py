@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeGuard, Union
 
 from spmdrl.config.fields import Config
-from spmdrl.config.options import checked_text, option_name, option_value, shown
+from spmdrl.config.options import checked_text, option_name, option_value
 from spmdrl.config.other_frameworks import in_other_frameworks, value_in_other_frameworks
 from spmdrl.config.ranges import AddressForm, PathForm, Range
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, describe
 from spmdrl.imports import nearest
 
 Bound = Range | PathForm | AddressForm
@@ -199,7 +199,7 @@ def convert(value: Any, hint: Any) -> Any:
         return _list_of(value, args[0])
     if origin is dict:
         if not isinstance(value, dict):
-            raise Refusal(f"expected a mapping such as {{name: 1.5}}, got {shown(value)}")
+            raise Refusal(f"expected a mapping such as {{name: 1.5}}, got {describe(value)}")
         return {option_name(name): _option(name, own, args[1]) for name, own in value.items()}
     if is_section(hint):
         return _section(value, hint)
@@ -207,11 +207,11 @@ def convert(value: Any, hint: Any) -> Any:
         try:
             return float(value)  # YAML 1.1 reads 1e-6 as a string
         except (ValueError, OverflowError):
-            raise Refusal(f"expected a number, got {shown(value)}") from None
+            raise Refusal(f"expected a number, got {describe(value)}") from None
     # Not isinstance: True is an int.
     if type(value) is not hint:
         expected = "true or false" if hint is bool else hint.__name__
-        raise Refusal(f"expected {expected}, got {shown(value)}")
+        raise Refusal(f"expected {expected}, got {describe(value)}")
     return checked_text(value) if isinstance(value, str) else value
 
 
@@ -222,13 +222,13 @@ def _choice(value: Any, choices: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(str(value), choices, n=1)
     if near and not hint:
         hint = f"did you mean {near[0]}?"
-    raise Refusal(f"{shown(value)} is not one of {', '.join(choices)}{hint and f'; {hint}'}")
+    raise Refusal(f"{describe(value)} is not one of {', '.join(choices)}{hint and f'; {hint}'}")
 
 
 def _list_of(value: Any, hint: Any) -> tuple[Any, ...]:
     """Return a list; a single value becomes a list of one."""
     if value is None:
-        raise Refusal(f"expected {type_text(hint)} ..., such as [], got {shown(value)}")
+        raise Refusal(f"expected {type_text(hint)} ..., such as [], got {describe(value)}")
     found = []
     for i, item in enumerate(value if isinstance(value, (list, tuple)) else [value]):
         with _at(f"[{i}]"):
@@ -251,10 +251,10 @@ def _section(value: Any, cls: type) -> Any:
     if isinstance(value, str):
         value = {next(iter(types)): value}
     if not isinstance(value, dict):
-        raise Refusal(f"expected {{{', '.join(types)}}}, got {shown(value)}")
+        raise Refusal(f"expected {{{', '.join(types)}}}, got {describe(value)}")
     for key in value:
         if key not in types:
-            raise Refusal(f"unknown key {shown(key)}{nearest(str(key), types)}")
+            raise Refusal(f"unknown key {describe(key)}{nearest(str(key), types)}")
     return cls(**{key: _option(key, own, types[key]) for key, own in value.items()})
 
 
@@ -270,7 +270,7 @@ def _one_of(value: Any, hints: tuple[Any, ...]) -> Any:
             return checked_text(value) if is_text else option_value(value)
         if origin is Literal and value in typing.get_args(hint):
             return value
-    raise Refusal(f"expected {'|'.join(map(type_text, hints))}, got {shown(value)}")
+    raise Refusal(f"expected {'|'.join(map(type_text, hints))}, got {describe(value)}")
 
 
 _TYPE_NAMES = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from spmdrl.data.attachments import COLUMNS
-from spmdrl.errors import Refusal
+from spmdrl.errors import Refusal, describe
 
 ROW_BYTES = 16 * 2**20
 """Of one row; the default of data.max_row_mib."""
@@ -28,11 +28,11 @@ def plain_row(row: Any, *, place: str, max_bytes: int = ROW_BYTES) -> dict:
         deep, or holds a lone surrogate, bytes, or a value of another type.
     """
     if not isinstance(row, dict):
-        raise Refusal(f"{place}: a row is a JSON object with columns, got {shown(row)}")
+        raise Refusal(f"{place}: a row is a JSON object with columns, got {describe(row)}")
     left = max_bytes
     found = {}
     for column, value in row.items():
-        walk = _Walk(f"{place}: column {shown(column)}", left, max_bytes)
+        walk = _Walk(f"{place}: column {describe(column)}", left, max_bytes)
         walk.takes_bytes = column in COLUMNS
         walk.text(column)
         found[column] = walk.plain(value, 0)
@@ -53,8 +53,8 @@ def renamed(row: dict, columns: Mapping[str, str], *, place: str) -> dict:
     for new, old in columns.items():
         if old not in row:
             raise Refusal(
-                f"{place}: data.columns: {{{new}: {old}}}: the row has no column {shown(old)}; its "
-                f"columns are {', '.join(map(str, row)) or '(none)'}"
+                f"{place}: data.columns: {{{new}: {old}}}: the row has no column {describe(old)}; "
+                f"its columns are {', '.join(map(str, row)) or '(none)'}"
                 + (f"; write the new name first, {{{old}: {new}}}" if new in row else "")
             )
     kept = {name: value for name, value in row.items() if name not in columns.values()}
@@ -62,7 +62,7 @@ def renamed(row: dict, columns: Mapping[str, str], *, place: str) -> dict:
         new = min(twice)
         raise Refusal(
             f"{place}: data.columns: {{{new}: {columns[new]}}}: the row also has a column "
-            f"{shown(new)}; give that one another name too, e.g. {{own_{new}: {new}}}"
+            f"{describe(new)}; give that one another name too, e.g. {{own_{new}: {new}}}"
         )
     return {new: row[old] for new, old in columns.items()} | kept
 
@@ -120,7 +120,7 @@ class _Walk:
     def text(self, value: Any) -> str:
         """Count a text and return it."""
         if not isinstance(value, str):
-            raise Refusal(f"{self.what}: names are texts, got {shown(value)}")
+            raise Refusal(f"{self.what}: names are texts, got {describe(value)}")
         if value.isascii():
             self._take(len(value))
             return value
@@ -140,13 +140,3 @@ class _Walk:
                 f"{self.what} makes the row larger than data.max_row_mib allows, "
                 f"{self.most / 2**20:g} MiB; cut it, or raise that"
             )
-
-
-def shown(value: Any) -> str:
-    """Return a value as a short text for messages."""
-    if isinstance(value, int) and abs(value) > 10**40:
-        return "a whole number of over 40 digits"
-    if isinstance(value, (list, dict)):
-        return f"a {'list' if isinstance(value, list) else 'mapping'} of {len(value)}"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}..."

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spmdrl.data.row_files import numbered_rows
-from spmdrl.data.row_values import ROW_BYTES, plain_row, renamed, shown
-from spmdrl.errors import Refusal
+from spmdrl.data.row_values import ROW_BYTES, plain_row, renamed
+from spmdrl.errors import Refusal, describe
 
 Messages = list[dict[str, Any]]
 Need = Literal["prompt", "example", "pair", "label"]
@@ -124,9 +124,9 @@ def _check_row(row: dict, *, need: Need, place: str) -> None:
             row[column] = _checked_messages(value, place=where)
         elif value is not None and (column == "messages" or not isinstance(value, str)):
             form = "a list of messages" if column == "messages" else "text or a list of messages"
-            raise Refusal(f"{where}: expected {form}, got {shown(value)}")
+            raise Refusal(f"{where}: expected {form}, got {describe(value)}")
     if not isinstance(row.get("tools"), (list, type(None))):
-        raise Refusal(f"{place}: column 'tools': expected a list, got {shown(row['tools'])}")
+        raise Refusal(f"{place}: column 'tools': expected a list, got {describe(row['tools'])}")
     if need == "pair":
         pair_of(row, place=place)
     elif need == "label":
@@ -155,7 +155,7 @@ def _check_prompt(row: dict, *, place: str) -> None:
     hint = ""
     texts = [name for name, value in row.items() if isinstance(value, (str, list)) and value]
     if "prompt" in row:
-        hint = f" and prompt {shown(row['prompt'])}"
+        hint = f" and prompt {describe(row['prompt'])}"
     elif texts:
         hint = f"; if {texts[0]} is the prompt, set --data.columns '{{prompt: {texts[0]}}}'"
     raise Refusal(
@@ -206,7 +206,7 @@ def _is_text(row: dict, *, place: str) -> bool:
     if row.get("prompt") or row.get("messages"):
         return False
     if not isinstance(row.get("text"), (str, type(None))):
-        raise Refusal(f"{place}: column 'text': expected text, got {shown(row['text'])}")
+        raise Refusal(f"{place}: column 'text': expected text, got {describe(row['text'])}")
     return bool(row.get("text"))
 
 
@@ -222,7 +222,7 @@ def has_target(row: dict, *, place: str) -> bool:
         elif not isinstance(answer, (str, type(None))):
             raise Refusal(
                 f"{place}: column 'answer': the response to imitate is text or messages, got "
-                f"{shown(answer)}"
+                f"{describe(answer)}"
             )
     if row.get("prompt"):
         return bool(row.get("completion") or row.get("answer"))
@@ -247,7 +247,7 @@ def pair_of(
     if type(chosen) is not type(rejected):
         raise Refusal(
             f"{place}: `chosen` and `rejected` must both be text or both be lists of messages, got "
-            f"{shown(chosen)} and {shown(rejected)}"
+            f"{describe(chosen)} and {describe(rejected)}"
         )
     if chosen == rejected:
         raise Refusal(f"{place}: `chosen` and `rejected` are equal, so neither is better")
@@ -271,7 +271,7 @@ def pair_of(
         type(margin) in (int, float) and -_MOST_MARGIN <= margin <= _MOST_MARGIN
     ):
         raise Refusal(
-            f"{place}: `margin` must be a number of at most {_MOST_MARGIN}, got {shown(margin)}"
+            f"{place}: `margin` must be a number of at most {_MOST_MARGIN}, got {describe(margin)}"
         )
     return prompt, chosen, rejected, float(margin or 0.0)
 
@@ -287,7 +287,7 @@ def label_of(row: dict, *, place: str) -> bool:
     if type(label) is not bool and not (type(label) is int and label in (0, 1)):
         raise Refusal(
             f"{place}: `label` must be true (a good response) or false, got "
-            f"{shown(label)}; columns: {', '.join(map(str, row))}"
+            f"{describe(label)}; columns: {', '.join(map(str, row))}"
         )
     return bool(label)
 
@@ -302,7 +302,7 @@ def _text_or_messages(row: dict, column: str, *, place: str) -> str | Messages:
         )
     if not isinstance(value, (str, list)) or not value:
         raise Refusal(
-            f"{place}: `{column}` must be text or messages and not empty, got {shown(value)}"
+            f"{place}: `{column}` must be text or messages and not empty, got {describe(value)}"
         )
     return value
 
