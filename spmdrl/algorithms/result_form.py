@@ -1,4 +1,4 @@
-"""Checks of the form of a method's result, from a call on a few tokens."""
+"""Check the form of a method's result, from a call on a few tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _LEARNED = ("loss", "preference", "reward_model", "distillation")
 
 
 def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> str:
-    """Return what is wrong with a result, empty if nothing is.
+    """Return what is wrong with a result; empty if nothing is.
 
     Args:
-        kind: of the registry.
-        name: of the method, for messages.
-        is_per_token: of an advantage that is computed per token.
+        kind: kind of the method, see `registry`.
+        name: name of the method, for messages.
+        is_per_token: whether the method is an advantage that is computed per token.
     """
     tensor = result
     what = "a tensor"
@@ -43,11 +43,13 @@ def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> st
         return f"{name} returned {tensor.tolist()} for {count} {each}s: every value must be finite"
     if kind in _LEARNED and not tensor.requires_grad:
         return (
-            f"{name} returns terms without a gradient, so that nothing would be learnt: they must "
+            f"{name} returns terms without a gradient, so that nothing would be learned: they must "
             "depend on outputs of the model (logprobs, entropy, logps, scores or logits), "
             "without detach(), item() or torch.no_grad()"
         )
-    return _stats_problem(result[1], name=name) if tensor is not result and not is_per_token else ""
+    if tensor is result or is_per_token:
+        return ""
+    return _stats_problem(result[1], name=name)
 
 
 def _stats_problem(stats: dict, *, name: str) -> str:
@@ -57,8 +59,8 @@ def _stats_problem(stats: dict, *, name: str) -> str:
         if not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value))):
             return (
                 f"{name}: the statistic {own!r} must be (sum, count), two tensors of one number, "
-                "[], which are added up over micro-batches and ranks and then divided; got "
-                f"{_shown(value)}"
+                "[]; both are added up over micro-batches and ranks and then divided; got "
+                f"{_describe(value)}"
             )
     return ""
 
@@ -67,9 +69,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple):
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(_describe, value))})"
     return f"{value!r:.60}"

@@ -137,10 +137,11 @@ class Column(NamedTuple):
     width: int
     text: Callable[[Values], str]
     metric: str = ""
-    """The metric that it shows; without any value the column is left out."""
+    """The metric that the column shows. Without any value of it the column is left out."""
 
 
-def _shown(title: str, metric: str, width: int) -> Column:
+def _metric_column(title: str, metric: str, width: int) -> Column:
+    """Return a column that shows a metric."""
     return Column(title, width, lambda values: number(values.get(metric), width=width), metric)
 
 
@@ -161,33 +162,33 @@ def table_columns(
         return [
             done,
             left,
-            _shown("loss", "policy/loss", 9),
+            _metric_column("loss", "policy/loss", 9),
             trend,
-            _shown("accuracy", "preference/accuracy", 8),
-            _shown("accuracy", "reward_model/accuracy", 8),
-            _shown("lr", "policy/lr", 8),
-            _shown("update s", "time/update", 8),
-            _shown("tok/s", "perf/tokens_per_s", 7),
-            _shown("entropy", "policy/entropy", 8),
-            _shown("grad norm", "policy/grad_norm", 9),
+            _metric_column("accuracy", "preference/accuracy", 8),
+            _metric_column("accuracy", "reward_model/accuracy", 8),
+            _metric_column("lr", "policy/lr", 8),
+            _metric_column("update s", "time/update", 8),
+            _metric_column("tok/s", "perf/tokens_per_s", 7),
+            _metric_column("entropy", "policy/entropy", 8),
+            _metric_column("grad norm", "policy/grad_norm", 9),
         ]
     columns = [
         done,
         left,
-        _shown("reward", "reward/mean", 7),
+        _metric_column("reward", "reward/mean", 7),
         trend,
-        _shown("length", "rollout/response_length", 6),
-        _shown("KL e/t", "policy/mismatch_k3", 7),
-        _shown("entropy", "policy/entropy", 7),
-        _shown("gen s", "time/generate", 6),
-        _shown("upd s", "time/update", 6),
-        _shown("tok/s", "perf/tokens_per_s", 7),
-        _shown("push s", "time/push", 6),
-        _shown("spread", "reward/std", 6),
-        _shown("grad", "policy/grad_norm", 6),
+        _metric_column("length", "rollout/response_length", 6),
+        _metric_column("KL e/t", "policy/mismatch_k3", 7),
+        _metric_column("entropy", "policy/entropy", 7),
+        _metric_column("gen s", "time/generate", 6),
+        _metric_column("upd s", "time/update", 6),
+        _metric_column("tok/s", "perf/tokens_per_s", 7),
+        _metric_column("push s", "time/push", 6),
+        _metric_column("spread", "reward/std", 6),
+        _metric_column("grad", "policy/grad_norm", 6),
     ]
     if has_ratio:
-        columns.append(_shown("clip", "policy/clip_frac", 6))
+        columns.append(_metric_column("clip", "policy/clip_frac", 6))
     return columns
 
 
@@ -218,7 +219,7 @@ def row(columns: Sequence[Column], values: Values) -> str:
     return " ".join(c.text(values).rjust(c.width) for c in columns)
 
 
-# --------------------------------------------------------------------------- where it goes
+# --------------------------------------------------------------------------- the stream
 
 
 class Console:
@@ -228,13 +229,13 @@ class Console:
         self._stream = stream
         self._rows = 0
         self._seen: set[str] = set()
-        self._shown: list[Column] = []
+        self._columns: list[Column] = []
         self._live = ""
         self._lock = threading.RLock()  # the tracker's thread logs too
 
     @property
     def stream(self) -> TextIO:
-        """The stream of text: the present sys.stdout, unless one was passed."""
+        """The stream of text: the current sys.stdout, unless one was passed."""
         return self._stream or sys.stdout
 
     @property
@@ -244,7 +245,7 @@ class Console:
 
     @property
     def width(self) -> int:
-        """Characters of a line: WIDTH, or that of a wider terminal."""
+        """Characters of a line: WIDTH, or the width of a wider terminal."""
         if not self.is_live:
             return WIDTH
         return max(WIDTH, shutil.get_terminal_size().columns)
@@ -259,7 +260,7 @@ class Console:
             self._write(f"{self._erase()}{printable(text)}\n{self._live}")
 
     def table_row(self, columns: Sequence[Column], values: Values, *, every: int = 1) -> bool:
-        """Write a row, with a header above it if one is due; return whether it was.
+        """Write a row, with a header above it if one is due; return whether one was due.
 
         Args:
             values: means over the steps since the last row.
@@ -268,19 +269,13 @@ class Console:
         is_due = self._rows % _HEADER_EVERY == 0
         self._seen |= values.keys()
         if not self._rows:
-            self.line(
-                "done: steps done; each row: "
-                + (
-                    f"means over the {every} steps since the row before"
-                    if every > 1
-                    else "one step"
-                )
-            )
+            each = f"means over the {every} steps since the row before" if every > 1 else "one step"
+            self.line(f"done: steps done; each row: {each}")
         if is_due:
-            self._shown = fitting(with_values(columns, self._seen), self.width)
-            self.line(header(self._shown))
+            self._columns = fitting(with_values(columns, self._seen), self.width)
+            self.line(header(self._columns))
         self._rows += 1
-        self.line(row(self._shown, values))
+        self.line(row(self._columns, values))
         return is_due
 
     def progress(self, text: str) -> None:

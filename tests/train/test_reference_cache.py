@@ -104,7 +104,7 @@ def test_looked_up_logprobs_are_those_computed_and_are_reused(layout, folder, tm
         assert found["sent"] == 0, "all ranks see the file"
         assert_same_sums(*found["sums"], layout, rel=1e-4, abs_=1e-4)
     said = results[0]
-    assert f"{2 * NUM_ROWS} of {2 * NUM_ROWS} sequences are to be computed" in said["first"]
+    assert f"computing {2 * NUM_ROWS} of {2 * NUM_ROWS} sequences" in said["first"]
     assert "reference logprobs: 804 of 804 tokens in" in said["first"], said["first"]
     assert f"all {2 * NUM_ROWS} sequences are in" in said["second"]
     (file,) = tmp_path.glob("reference_logprobs/*")
@@ -171,9 +171,9 @@ def test_what_is_not_of_this_reference_and_these_rows_is_never_used(folder, tmp_
     said = {name: text for name, (text, _) in found.items()}
     for name, (_, gap) in found.items():
         assert gap < (0.1 if name == "dtype" else 1e-5), (name, gap)
-    every = f"{2 * NUM_ROWS} of {2 * NUM_ROWS} sequences are to be computed"
+    every = f"computing {2 * NUM_ROWS} of {2 * NUM_ROWS} sequences"
     assert every in said["first"] and "another reference" not in said["first"]
-    assert f"1 of {2 * NUM_ROWS} sequences are to be computed" in said["one response"]
+    assert f"computing 1 of {2 * NUM_ROWS} sequences" in said["one response"]
     assert every in said["weights"] and "another reference (other model's files)" in said["weights"]
     assert every in said["dtype"] and "model.compute_dtype)" in said["dtype"]
     assert f"all {2 * NUM_ROWS} sequences are in" in said["both"]
@@ -188,7 +188,8 @@ def _interrupted(world: Any) -> list[str]:
     from spmdrl.train.companions import reference_cache
 
     cfg, said = world.cfg, Said()
-    reference_cache._PACKS, reference_cache._SAY_S, reference_cache._SAVE_S = 1, -1.0, -1.0
+    reference_cache._PACKS = 1
+    reference_cache._LOG_EVERY_S = reference_cache._SAVE_EVERY_S = -1.0
     score, calls = reference_cache._score, []
 
     def stopping(*args: object) -> dict:
@@ -225,7 +226,7 @@ def test_a_run_that_was_stopped_goes_on_with_what_it_had_found(folder, tmp_path)
     cfg = changed(_config(folder, cache=True), output_dir=str(tmp_path))
     first, second = in_world(cfg, _interrupted)[0]
     assert re.search(r"\d+ of 804 tokens in \d+ s, about \d+ s left", first), first
-    left = re.search(r"an earlier start has left (\d+) sequences", second)
+    left = re.search(r"an earlier start computed (\d+) sequences", second)
     assert left and 0 < int(left[1]) < 2 * NUM_ROWS, second
     rest = re.search(r"(\d+) of (\d+) tokens in \d+ s$", second)
     assert rest and rest[1] == rest[2] and int(rest[1]) < 804, second

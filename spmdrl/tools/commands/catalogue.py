@@ -32,7 +32,8 @@ _TITLES: dict[Kind, tuple[str, str]] = {
     "reward_model": ("Reward models", "`algorithm.loss` of the objective `reward_model`"),
     "distillation": ("Distillation", "`algorithm.loss` of the objective `distill`"),
 }
-BY_IMPORT = {  # functions with no name in the config: module -> names
+# {module: functions that have no name in the config}.
+BY_IMPORT = {
     "spmdrl.algorithms.values": ("value_loss",),
     "spmdrl.algorithms.outcome_loss": ("outcome_loss",),
     "spmdrl.algorithms.distillation": ("topk_divergence",),
@@ -98,9 +99,11 @@ def _table(
     yield "| --- | --- | --- | --- |"
     for name, method in methods:
         summary, source = describe(method)
-        shown = f"{method.__module__}.{name}" if show_module else name
-        options = ", ".join(f"{k} {_shown(v)}" for k, v in registry.options_of(method).items())
-        yield f"| `{shown}` | {_cell(summary)} | {options or '-'} | {_cell(source)} |"
+        full_name = f"{method.__module__}.{name}" if show_module else name
+        options = ", ".join(
+            f"{k} {_option_text(v)}" for k, v in registry.options_of(method).items()
+        )
+        yield f"| `{full_name}` | {_cell(summary)} | {options or '-'} | {_cell(source)} |"
 
 
 def describe(method: Callable[..., Any]) -> tuple[str, str]:
@@ -109,17 +112,17 @@ def describe(method: Callable[..., Any]) -> tuple[str, str]:
     Raises: Refusal for a method without either.
     """
     text = inspect.getdoc(method) or ""
-    found = re.search(r"^Source: (.*?)(?=^\w[\w ]*:|\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    source = re.search(r"^Source: (.*?)(?=^\w[\w ]*:|\Z)", text, flags=re.MULTILINE | re.DOTALL)
     summary = text.split("\n\n")[0]
-    if not summary or not found:
+    if not summary or not source:
         raise Refusal(
             f"{method.__module__}.{method.__name__}: its docstring needs a first "
             "line with the formula and a `Source:`"
         )
-    return " ".join(summary.split()), " ".join(found.group(1).split())
+    return " ".join(summary.split()), " ".join(source.group(1).split())
 
 
-def _shown(value: Any) -> str:
+def _option_text(value: Any) -> str:
     if isinstance(value, str):
         return f"`{value}`"
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,10 +1,9 @@
-"""Start ranks as torchrun does, with less to type and no traceback of the launcher's own.
+"""Start ranks as torchrun does, with less to type and without tracebacks of the launcher.
 
 python -m spmdrl launch --nproc-per-node 2 train.py --config FILE [--any.field value]
 
-Every option of torchrun goes before the program. Without one that says where several nodes meet,
-the ranks are those of this node alone (--standalone). The exit status is that of the rank that
-failed first.
+Options of torchrun go before the program. Without an option that says where several nodes meet, all
+ranks run on this node (--standalone). The exit status is that of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -31,30 +30,32 @@ def main(argv: list[str] | None = None) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say it
+    # The ranks log their errors themselves.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     options = [word.replace("_", "-") for word in argv[: _program(argv)]]
-    is_told = any(word.startswith(_MEETING) for word in options)
+    names_meeting = any(word.startswith(_MEETING) for word in options)
     try:
-        run(parse_args(argv if is_told else ["--standalone", *argv]))
+        run(parse_args(argv if names_meeting else ["--standalone", *argv]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:  # it could say nothing itself
+        if failure.exitcode < 0:  # a signal ended the rank before it could log anything
             print(f"rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
         return failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + error.sigval
-    except (ValueError, AssertionError, RendezvousError) as error:  # what torchrun cannot use
+    except (ValueError, AssertionError, RendezvousError) as error:
+        # torchrun cannot use the options.
         why = str(error) or "a number is out of range"
         print(
-            f"launch: {why}; the options before the program were: {_shown(argv)}; see torchrun "
-            "--help",
+            f"launch: {why}; the options before the program were: {_options_text(argv)}; see "
+            "torchrun --help",
             file=sys.stderr,
         )
         return 2
     return 0
 
 
-def _shown(argv: list[str]) -> str:
+def _options_text(argv: list[str]) -> str:
     return shlex.join(argv[: _program(argv)]) or "(none)"
 
 

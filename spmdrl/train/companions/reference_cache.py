@@ -1,4 +1,4 @@
-"""The reference's logprobs of all rows, found once before training and looked up after that."""
+"""The reference's logprobs of all rows: computed once before training, then looked up."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from spmdrl.world.world import World
 log = logging.getLogger(__name__)
 
 _PACKS = 8  # rows of tokens_per_microbatch that a rank scores between two gathers
-_SAY_S = 10.0  # between two lines of progress
-_SAVE_S = 600.0  # between two saves on the way
+_LOG_EVERY_S = 10.0  # seconds between two lines of progress
+_SAVE_EVERY_S = 600.0  # seconds between two saves of partial results
 
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence whose logprobs are needed."""
+    """A sequence whose logprobs are needed."""
 
     key: int
     tokens: Tensor  # [T] int32
-    mask: Tensor  # [T] bool, what is scored
+    mask: Tensor  # [T] bool, tokens to score
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -62,22 +62,22 @@ class Row:
 def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
     """Return the reference's logprobs of every sequence that the run trains on.
 
-    What the file of this reference lacks is computed, each dp rank its share of the rows, and
-    added to it; if it lacks nothing, no model is loaded. They are what `ShardedModel.columns`
-    gives, up to rounding: other sequences lie beside them in a packed row.
+    The ranks compute the logprobs that the file of this reference lacks, each dp rank for its share
+    of the rows, and add them to the file. If the file lacks none, no model is loaded. The logprobs
+    equal those of `ShardedModel.columns` up to rounding: packed rows differ in their sequences.
 
     Args:
-        cfg, world: the config and this rank's view of the job; every trainer rank calls.
+        cfg, world: the config and this rank's view of the job; all trainer ranks call together.
         path: folder or hub name of the reference.
-    Raises: Refusal, on all trainer ranks, when model or rows cannot be read; RuntimeError
-        when the file cannot be written.
+    Raises: Refusal, on all trainer ranks, if the model or the rows cannot be read; RuntimeError
+        if the file cannot be written.
     """
     made = _made_of(cfg, world, path=path)
     within = _within(cfg)
     folder = within if cfg.model.reference.cache_folder else within / "reference_logprobs"
     file = table_file(folder, made)
     table, problem = shared_table(file, made, world)
-    with _agreed(world):
+    with _agree_on_errors(world):
         own, num_own = _missing(cfg, world, table)
     keys = hashlib.sha256(repr([s.key for s in own]).encode()).hexdigest()
     with world.watch.wait("count rows", -1):
@@ -85,11 +85,11 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
     rows = sum(n for n, _, _ in counts)
     lacking = sum(n for _, n, _ in counts)
     if world.rank == 0:
-        _say_start(file, made, problem=problem, rows=rows, lacking=lacking)
+        _log_start(file, made, problem=problem, rows=rows, lacking=lacking)
     if not lacking:
         return table
-    # Partial results go to a file of their own: a run that is killed and started again then lacks
-    # the same sequences, so it packs them alike and ends with the same bits.
+    # Partial results go to a file of their own. So a run that is killed and started again lacks the
+    # same sequences, packs them the same way and ends with the same bits.
     aside = made | {"unfinished": {"rows": repr([count[2] for count in counts])}}
     filled = _compute(cfg, world, own, path=path, file=table_file(folder, aside), made=aside)
     gc.collect()  # the model's modules refer to each other
@@ -102,20 +102,21 @@ def cached_logprobs(cfg: Config, world: World, *, path: str) -> Table:
 
 
 def _within(cfg: Config) -> Path:
-    """Return the folder that the config names, in or below which the files are."""
+    """Return the folder of the config that has the files, or has their folder."""
     return Path(cfg.model.reference.cache_folder or cfg.output_dir)
 
 
 def look_up(table: Table, row: ScoredRow) -> Tensor:
-    """Return the logprobs of a packed row: [T] float32 nats, 0 off the scored tokens.
+    """Return the logprobs of a packed row: [T] float32 nats, 0 for tokens that are not scored.
 
     Raises: RuntimeError for a sequence that is not in the table.
     """
     tokens = row.tokens.cpu()
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
-    found = torch.zeros(tokens.shape)
     mask[row.scored.cpu()] = True
-    for sequence, own, values in zip(*(t.split(row.lengths) for t in (tokens, mask, found))):
+    logprobs = torch.zeros(tokens.shape)
+    # The splits are views: writing to `values` fills `logprobs`.
+    for sequence, own, values in zip(*(t.split(row.lengths) for t in (tokens, mask, logprobs))):
         if not own.any():
             continue
         known = table.find(sequence_key(sequence, own))
@@ -123,18 +124,18 @@ def look_up(table: Table, row: ScoredRow) -> Tensor:
             raise RuntimeError(
                 f"a sequence of {len(sequence)} tokens, which begins {sequence[:8].tolist()}, is "
                 "not among the reference's logprobs: the rows of data.train have changed since the "
-                "run began; start it again, and it will compute what it lacks"
+                "run began; start it again, and it will compute the missing ones"
             )
         values[own] = known
-    return found.to(row.tokens.device)
+    return logprobs.to(row.tokens.device)
 
 
-# --------------------------------------------------------------------------- what is needed
+# --------------------------------------------------------------------------- missing sequences
 
 
 def _made_of(cfg: Config, world: World, *, path: str) -> dict[str, dict[str, Any]]:
     """Return everything that determines the logprobs, apart from the sequences."""
-    with _agreed(world):
+    with _agree_on_errors(world):
         folder = model_folder(path)
         names = {
             *CheckpointReader(folder).files(),
@@ -154,9 +155,9 @@ def _made_of(cfg: Config, world: World, *, path: str) -> dict[str, dict[str, Any
 def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
     """Return the sequences of this dp rank's rows that the table lacks, longest first.
 
-    The longest come first so that too little memory shows at once.
+    The longest come first, so that a lack of memory is noticed at once.
 
-    Returns: them, and how many different sequences its rows have in all.
+    Returns: these sequences, and how many different sequences the rank's rows have in all.
     Raises: Refusal for rows that cannot be read.
     """
     source = example_source(
@@ -164,14 +165,14 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
     )
     assert isinstance(source, PairSource), "only losses on pairs ask for a reference"
     known = set(table.keys.tolist())
-    found = {}
+    missing = {}
     seen = set()
     for index in source.rows_of_run()[world.dp_index(world.rank) :: world.dp_size]:
         for tokens, mask in source.unit(index).examples:
             if tokens.items:
                 raise Refusal(
-                    f"{source.rows.where(index)}: shows more than text, and what is kept of "
-                    "the reference is found by its tokens alone; leave model.reference.cache out"
+                    f"{source.rows.where(index)}: has images, and model.reference.cache finds "
+                    "logprobs by the tokens alone; leave model.reference.cache out"
                 )
             row = torch.tensor(tokens)
             own = torch.tensor(mask)
@@ -183,23 +184,21 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
             key = sequence_key(row, own)
             seen.add(key)
             if key not in known:
-                found[key] = Row(key, row.int(), own)
-    return sorted(found.values(), key=lambda s: (-len(s), s.key)), len(seen)
+                missing[key] = Row(key, row.int(), own)
+    return sorted(missing.values(), key=lambda s: (-len(s), s.key)), len(seen)
 
 
-def _say_start(file: Path, made: Made, *, problem: str, rows: int, lacking: int) -> None:
+def _log_start(file: Path, made: Made, *, problem: str, rows: int, lacking: int) -> None:
     if problem:
         log.warning("%s %s; its logprobs are computed again", file, problem)
     elif lacking == rows and (differing := other_parts(file, made)):
         log.info(
-            "reference logprobs: what %s holds is of another reference (other %s) and is not used",
+            "reference logprobs: the file in %s is of another reference (other %s) and is not used",
             file.parent,
             ", ".join(differing),
         )
     if lacking:
-        log.info(
-            "reference logprobs: %d of %d sequences are to be computed, for %s", lacking, rows, file
-        )
+        log.info("reference logprobs: computing %d of %d sequences, for %s", lacking, rows, file)
     else:
         log.info(
             "reference logprobs: all %d sequences are in %s; no reference is loaded", rows, file
@@ -216,10 +215,11 @@ def _compute(
 
     Args:
         own: sequences of this dp rank, longest first.
-        path: of the reference, which is loaded here and freed at the end.
-        file, made: of the table of partial results, which an earlier start may have left.
+        path: folder or hub name of the reference, which is loaded here and freed at the end.
+        file, made: file and description of the partial results, which an earlier start may have
+            written.
     """
-    with _agreed(world):
+    with _agree_on_errors(world):
         model = ShardedModel(cfg, world, path=path, is_trained=False)
     known = shared_table(file, made, world)[0]
     began = time.monotonic()
@@ -234,9 +234,9 @@ def _compute(
     rounds = max(count for count, _ in counts)
     progress = _Progress(sum(tokens for _, tokens in counts))
     if world.rank == 0 and done:
-        log.info("reference logprobs: an earlier start has left %d sequences", len(done))
-    rows += [[]] * (rounds - len(rows))  # all ranks meet in every forward pass
-    found: dict[int, Tensor] = {}
+        log.info("reference logprobs: an earlier start computed %d sequences", len(done))
+    rows += [[]] * (rounds - len(rows))  # all ranks run the same number of forward passes
+    computed: dict[int, Tensor] = {}
     saved = began
     for begin in range(0, rounds, _PACKS):
         chunk = rows[begin : begin + _PACKS]
@@ -247,29 +247,30 @@ def _compute(
             continue
         for tokens, part in shares:
             progress.done += tokens
-            found |= {key: torch.from_numpy(values) for key, values in part.items()}
-        progress.say()
-        if time.monotonic() - saved > _SAVE_S and begin + _PACKS < rounds:
+            computed |= {key: torch.from_numpy(values) for key, values in part.items()}
+        progress.log()
+        if time.monotonic() - saved > _SAVE_EVERY_S and begin + _PACKS < rounds:
             saved = time.monotonic()
-            write_table(file, known.joined(found), made, within=_within(cfg))
-    return known.joined(found)
+            write_table(file, known.joined(computed), made, within=_within(cfg))
+    return known.joined(computed)
 
 
 class _Progress:
-    """Logs how many tokens are done, and about how long the rest will take."""
+    """Logs how many tokens are done, and an estimate of the time left."""
 
     def __init__(self, num_tokens: int):
         self.done = 0
         self._total = num_tokens
-        self._began = self._said = time.monotonic()
+        self._began = time.monotonic()
+        self._logged_at = self._began
 
-    def say(self) -> None:
-        """Log a line, if the last one is old or all is done."""
+    def log(self) -> None:
+        """Log a line if the last one is old or all tokens are done."""
         now = time.monotonic()
         is_done = self.done == self._total
-        if now - self._said < _SAY_S and not is_done:
+        if now - self._logged_at < _LOG_EVERY_S and not is_done:
             return
-        self._said = now
+        self._logged_at = now
         seconds = now - self._began
         left = seconds * (self._total / self.done - 1)
         log.info(
@@ -282,7 +283,7 @@ class _Progress:
 
 
 def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, numpy.ndarray]:
-    """Return {key: logprobs of the scored tokens} of packed rows; an empty one is a dummy."""
+    """Return {key: logprobs of the scored tokens} of packed rows; an empty row is a dummy."""
     scored = []
     for row in rows:
         lengths = [len(s) for s in row] or [1]
@@ -294,14 +295,14 @@ def _score(model: ShardedModel, rows: Sequence[Sequence[Row]]) -> dict[int, nump
                 mask=torch.cat([dummy.bool(), *(s.mask for s in row)]),
             )
         )
-    found: dict[int, numpy.ndarray] = {}
+    logprobs_of: dict[int, numpy.ndarray] = {}
     for row, (logprobs, _) in zip(rows, model.columns(scored)):
         pieces = logprobs.cpu().split([len(s) for s in row]) if row else ()
-        found |= {s.key: piece[s.mask].numpy() for s, piece in zip(row, pieces)}
-    return found
+        logprobs_of |= {s.key: piece[s.mask].numpy() for s, piece in zip(row, pieces)}
+    return logprobs_of
 
 
-def _agreed(world: World) -> AbstractContextManager[None]:
+def _agree_on_errors(world: World) -> AbstractContextManager[None]:
     """Make an error on one trainer rank an error on all of them."""
     return agree(
         group=world.trainer_control, waiting=world.watch.wait("agree on the reference", -1)
