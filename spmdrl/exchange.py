@@ -115,19 +115,18 @@ def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
 
 def _gather(rollouts: Rollouts, world: World, *, step: int) -> _GatheredBatch:
     """Gather the scalars, sums and samples of all ranks, and sort the sequences."""
-    own = {name: column.numpy() for name, column in vars(rollouts.scalars).items()}
     described = {
         key: column.describe(rollouts.scalars.lengths)
         for key, column in rollouts.extra_columns.items()
     }
-    payload = pack((own, rollouts.sums, rollouts.samples, described))
+    payload = pack((vars(rollouts.scalars), rollouts.sums, rollouts.samples, described))
     # The sizes arrive when every rank has its rollouts, so this is the wait for the other role.
     with world.watch.wait("await rollouts", step):
         sizes = gather_sizes(payload, group=world.control)
     with world.watch.wait("exchange scalars", step):
         payloads = gather_bytes(payload, sizes, group=world.control)
     of_ranks, sums, samples, descriptions = zip(*map(unpack, payloads))
-    parts = [Scalars(**{k: torch.from_numpy(v) for k, v in own.items()}) for own in of_ranks]
+    parts = [Scalars(**own) for own in of_ranks]
     scalars = Scalars.concat(parts)
     # Sort by (group, sample), so that the batch does not depend on where sequences were sampled.
     num_samples = int(scalars.sample_ids.max()) + 1 if len(scalars) else 1
