@@ -87,11 +87,11 @@ def per_token(batch: Batch, advantages: Tensor) -> Advantages:
     # A dummy micro-batch has the sequence id -1, which gets the zero at the end.
     values = torch.cat([advantages.cpu(), advantages.new_zeros(1)])
 
-    def of(microbatch: Microbatch) -> Tensor:
+    def expand(microbatch: Microbatch) -> Tensor:
         rows = microbatch.sequence_ids
         return _of_tokens(values.to(rows.device)[rows], microbatch)
 
-    return Advantages(tuple(tuple(map(of, update)) for update in batch.updates))
+    return Advantages(tuple(tuple(map(expand, update)) for update in batch.updates))
 
 
 def _of_tokens(values: Tensor, microbatch: Microbatch) -> Tensor:
@@ -136,11 +136,11 @@ def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World
     returns = [r for _, r in results if r is not None]
     sizes = [len(update) for update in batch.updates]
 
-    def nested(flat: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
+    def nest(flat: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
         each = iter(flat)
         return tuple(tuple(islice(each, size)) for size in sizes)
 
-    return Advantages(nested(advantages), nested(returns) if returns else ())
+    return Advantages(nest(advantages), nest(returns) if returns else ())
 
 
 def _inputs(batch: Batch, cfg: Config) -> list[Inputs]:

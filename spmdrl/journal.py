@@ -82,7 +82,7 @@ class Journal:
         For a sealed journal that exists, call `keep` first: it finds the last seal.
         Raises: OSError if `must_write`.
         """
-        line = json.dumps(_finite(row)).encode()
+        line = json.dumps(_replace_infinite(row)).encode()
         if self._is_sealed:
             self._seal = _seal_of(self._seal, line)
             # The seal becomes the last field of the object.
@@ -122,7 +122,7 @@ class Journal:
         for number, line in enumerate(run_files.read_lines(self.path, self._kind), 1):
             place = f"{self.path}: line {number}"
             if self._is_sealed:
-                row, seal, problem = _sealed_row(line, before=seal, place=place)
+                row, seal, problem = _read_sealed_row(line, before=seal, place=place)
             else:
                 row = _row_of_step(line, place=place)
                 # The process may have been killed while it wrote the line.
@@ -217,7 +217,7 @@ def _row_of_step(line: bytes, *, place: str) -> Row:
     return row if type(row.get("step")) is int else {}
 
 
-def _sealed_row(line: bytes, *, before: str, place: str) -> tuple[Row, str, str]:
+def _read_sealed_row(line: bytes, *, before: str, place: str) -> tuple[Row, str, str]:
     """Return the row of a sealed line, its seal, and what is wrong with it.
 
     Args:
@@ -259,5 +259,5 @@ def _check_numbers(row: Row, *, place: str) -> None:
             raise Refusal(f"{place}: {name} is {value!r:.60}, and must be a number or null")
 
 
-def _finite(row: Row) -> Row:
+def _replace_infinite(row: Row) -> Row:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}

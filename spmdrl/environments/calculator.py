@@ -72,27 +72,27 @@ def _value(node: ast.expr) -> int | float:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         return _power(_value(node.left), _value(node.right))
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _bounded(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
+        return _check_bits(_OPERATORS[type(node.op)](_value(node.left), _value(node.right)))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id in _FUNCTIONS:
-            return _bounded(_FUNCTIONS[node.func.id](*map(_value, node.args)))
+            return _check_bits(_FUNCTIONS[node.func.id](*map(_value, node.args)))
         raise ValueError(f"unknown function {node.func.id}; known: {', '.join(_FUNCTIONS)}")
     raise ValueError(f"{ast.unparse(node)[:40]!r} is not arithmetic")
 
 
 def _power(base: int | float, exponent: int | float) -> int | float:
     # Check the size before computing the power: 9**9**9 has 370 million digits. The product is at
-    # most twice the bits of the result; `_bounded` does the exact check.
+    # most twice the bits of the result; `_check_bits` does the exact check.
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
         if base.bit_length() * exponent > 2 * _MAX_BITS:
             raise ValueError(f"the result is above 2**{_MAX_BITS}")
     value = base**exponent
     if isinstance(value, complex):
         raise ValueError("the result is not a real number")
-    return _bounded(value)
+    return _check_bits(value)
 
 
-def _bounded(value: int | float) -> int | float:
+def _check_bits(value: int | float) -> int | float:
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         raise ValueError(f"the result is above 2**{_MAX_BITS}")
     return value

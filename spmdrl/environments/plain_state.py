@@ -134,7 +134,7 @@ class _Reader:
                 generator.setstate(self.read(state))
                 return generator
             case ["object", str(name), dict(attributes)]:
-                return self.make_object(self._class(name), attributes)
+                return self.make_object(self._find_class(name), attributes)
         raise NotPlain(f"it holds {value!r:.100}, which is not plain data")
 
     def make_object(self, kind: type, attributes: dict[str, Any]) -> Any:
@@ -146,7 +146,7 @@ class _Reader:
             vars(made)[name] = self.read(own)
         return made
 
-    def _class(self, name: str) -> type:
+    def _find_class(self, name: str) -> type:
         kind: Any = sys.modules.get(self._module)
         for part in name.split("."):
             kind = getattr(kind, part, None)

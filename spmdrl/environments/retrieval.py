@@ -32,6 +32,7 @@ class Index:
     """
 
     def __init__(self, texts: list[str]):
+        # Arrays of machine integers, which take a fifth of the memory of lists of ints.
         self._documents: dict[str, array] = defaultdict(lambda: array("L"))
         self._counts: dict[str, array] = defaultdict(lambda: array("L"))
         lengths = []

@@ -150,6 +150,7 @@ class ToolEnvironment:
         check_at_least(100, max_result_chars=max_result_chars)
         if reply_role not in _REPLY_ROLES:
             raise Refusal(f"reply_role: must be tool or user, got {reply_role!r}")
+        # The options as text: the key of the cache in `_tools_of`, packed with the episode.
         self._key = json.dumps(dict(tools) if isinstance(tools, Mapping) else list(tools))
         self.max_turns = max_turns
         self.max_result_chars = max_result_chars

@@ -46,10 +46,10 @@ class VerifiersEnvironment:
         self.max_turns = max_turns
         self._options = json.dumps(load_options or {}, sort_keys=True)
         self.state: dict[str, Any] = {}
-        live = self._live()
-        if not _reward_funcs(live.rubric):
+        environment = self._environment()
+        if not _reward_funcs(environment.rubric):
             raise Refusal(f"load: the rubric of {load} has no reward functions")
-        for function, _ in _reward_funcs(live.rubric):
+        for function, _ in _reward_funcs(environment.rubric):
             of_groups = _GROUP_PARAMETERS & set(inspect.signature(function).parameters)
             if of_groups:
                 raise Refusal(
@@ -61,13 +61,13 @@ class VerifiersEnvironment:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """Return the environment's tool descriptions."""
-        return list(getattr(self._live(), "oai_tools", None) or [])
+        return list(getattr(self._environment(), "oai_tools", None) or [])
 
     def reset(self, row: dict) -> list[Message]:
         """Make the state, and open with the row's prompt."""
-        live = self._live()
+        environment = self._environment()
         prompt = opening_messages(row)
-        rules = getattr(live, "system_prompt", None)
+        rules = getattr(environment, "system_prompt", None)
         if rules and prompt[0]["role"] != "system":
             prompt = [{"role": "system", "content": rules}, *prompt]
         info = row.get("info") or {}
@@ -85,13 +85,13 @@ class VerifiersEnvironment:
             "error": None,
             "final_env_response": None,
         }
-        if hasattr(live, "setup_state"):
-            self.state = ran(live.setup_state(self.state)) or self.state
+        if hasattr(environment, "setup_state"):
+            self.state = ran(environment.setup_state(self.state)) or self.state
         return prompt
 
     def step(self, response: Response) -> Turn:
         """Let the environment answer, or score the episode by its rubric at the end."""
-        live = self._live()
+        environment = self._environment()
         state = self.state
         state["completion"].append(_assistant_message(response, turn=state["turn"]))
         # The package's stop conditions count turns by one of these.
@@ -101,7 +101,7 @@ class VerifiersEnvironment:
         if is_last or self._is_completed():
             return self._score()
         messages = [*state["prompt"], *state["completion"]]
-        answer = ran(live.env_response(messages, state))
+        answer = ran(environment.env_response(messages, state))
         if isinstance(answer, tuple):
             answer, self.state = answer
         if isinstance(answer, str):
@@ -125,7 +125,7 @@ class VerifiersEnvironment:
         self.state = saved
 
     def _is_completed(self) -> bool:
-        method = getattr(self._live(), "is_completed", None)
+        method = getattr(self._environment(), "is_completed", None)
         if method is None:
             return False
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -137,22 +137,22 @@ class VerifiersEnvironment:
 
     def _score(self) -> Turn:
         """Return the last turn, with the rubric's reward."""
-        live = self._live()
+        environment = self._environment()
         state = self.state
         names = ("prompt", "completion", "answer", "task", "info")
         arguments = {name: state.get(name) for name in names}
-        arguments |= getattr(live.rubric, "class_objects", {}) | {"state": state}
-        parser = getattr(live.rubric, "parser", getattr(live, "parser", None))
+        arguments |= getattr(environment.rubric, "class_objects", {}) | {"state": state}
+        parser = getattr(environment.rubric, "parser", getattr(environment, "parser", None))
         arguments.setdefault("parser", parser)
         reward = 0.0
         info = {"turns": float(state["turn"])}
-        for function, weight in _reward_funcs(live.rubric):
+        for function, weight in _reward_funcs(environment.rubric):
             value = float(ran(function(**_select_arguments(function, arguments))))
             info[_name_of(function)] = value
             reward += weight * value
         return Turn(is_done=True, reward=reward, info=info)
 
-    def _live(self) -> Any:
+    def _environment(self) -> Any:
         return _load(self.load, self._options)
 
 
@@ -160,14 +160,14 @@ class VerifiersEnvironment:
 def _load(load: str, options: str) -> Any:
     # One environment per process: it holds datasets and clients, which cannot be packed.
     make = import_object(load, kind="function", field="load")
-    live = construct(make, json.loads(options), field="load_options")
+    environment = construct(make, json.loads(options), field="load_options")
     for name in ("env_response", "rubric"):
-        if not hasattr(live, name):
+        if not hasattr(environment, name):
             raise Refusal(
-                f"load: {load} returned a {type(live).__name__}, which has no `{name}`; an "
+                f"load: {load} returned a {type(environment).__name__}, which has no `{name}`; an "
                 "environment of several turns needs it"
             )
-    return live
+    return environment
 
 
 def _reward_funcs(rubric: Any) -> list[tuple[Callable[..., Any], float]]:

@@ -88,7 +88,8 @@ class BookRules:
 
     def play(self, book: Book, move: Move) -> list[Ticket]:
         """Apply a move to a book; return the tickets that the move takes."""
-        for step in _handed_over(book, move):
+        # Without this the book would grow with every step.
+        for step in _steps_handed_over(book, move):
             del book.closed[step]
         book.complete += move.complete
         for number in move.dropped:
@@ -109,7 +110,7 @@ class BookRules:
         return bool(
             move.complete
             or move.dropped
-            or _handed_over(book, move)
+            or _steps_handed_over(book, move)
             or self._choose_groups(book, move) is not None
             or (move.max_tickets and self._num_to_take(book, move))
         )
@@ -152,7 +153,7 @@ class BookRules:
         return choose_groups(self.rules, versions, complete=set(book.complete), step=book.next)
 
 
-def _handed_over(book: Book, move: Move) -> list[int]:
+def _steps_handed_over(book: Book, move: Move) -> list[int]:
     """Return the closed steps that all replicas have handed over.
 
     A replica has weights of a version only after all replicas handed over the steps before it.
@@ -246,6 +247,7 @@ class SharedBook(OwnBook):
         if not self.book_rules.changes(self.book, move):
             return []
         text = json.dumps(move)
+        # The store keeps the first move of a number and returns it to everyone who writes one.
         while (written := self._write(text)) != text.encode():
             self._play(written)  # another replica wrote the move of this number first
         # The store has the move. It is deleted from there once all replicas have played it.

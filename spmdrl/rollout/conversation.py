@@ -96,8 +96,8 @@ class Chat:
                 "A template without tool messages takes the environment `tools` with "
                 "reply_role=user"
             )
-            with _explained(f"a reply answered by {_roles(messages)}. {advice}"):
-                self._joint(messages)
+            with _explain_refusal(f"a reply answered by {_roles(messages)}. {advice}"):
+                self._text_between(messages)
         self.drops_reasoning = False
         """Whether the template drops the reasoning of earlier turns. The conversation keeps it."""
         if rewrites != "keep":
@@ -130,7 +130,7 @@ class Chat:
         Raises: Refusal if the template refuses the messages or an attachment cannot be used.
         """
         bare, held = split_images(inline_images(messages, (), where=self._where))
-        tokens = self._encode_with_images(self._joint(bare), held)
+        tokens = self._encode_with_images(self._text_between(bare), held)
         # The template's closing begins with a stop token, see `_check_closing`. Leave it out if
         # the policy has sampled one itself.
         return tokens[1:] if sampled and sampled[-1] in self._stops else tokens
@@ -162,12 +162,12 @@ class Chat:
             messages, self.tokenizer, tools=self.tools, where=self._where, prefix=self._prefix
         )
 
-    def _rendered(self, messages: list[Message], **options: Any) -> str:
+    def _render(self, messages: list[Message], **options: Any) -> str:
         return apply_template(messages, self.tokenizer, where=self._where, tools=None, **options)
 
-    def _joint(self, messages: list[Message]) -> str:
+    def _text_between(self, messages: list[Message]) -> str:
         """Return the text between a reply and the next one, with the reply's closing."""
-        text = self._rendered([*_stand_in(), *messages], add_generation_prompt=True)
+        text = self._render([*_stand_in(), *messages], add_generation_prompt=True)
         _before, mark, after = text.partition(_REPLY)
         if not mark:
             raise Refusal(
@@ -193,7 +193,7 @@ class Chat:
             )
 
     def _check_closing(self) -> None:
-        closing = self._rendered(_stand_in()).partition(_REPLY)[2]
+        closing = self._render(_stand_in()).partition(_REPLY)[2]
         tokens = self._encode(closing)
         if tokens and tokens[0] in self._stops:
             return
@@ -227,10 +227,10 @@ class Chat:
         joined = self._opening_text(head)
         whole = list(head)
         for reply in replies:
-            joined += reply + self._joint(messages)
+            joined += reply + self._text_between(messages)
             whole += [{"role": "assistant", "content": self._prefix + reply}, *messages]
         answers = f"a conversation of replies, each answered by {_roles(messages)}. {_KEEP}"
-        with _explained(answers):
+        with _explain_refusal(answers):
             rendered = self._opening_text(whole)
         if may_drop and len(rendered) < len(joined):
             if _REASONING.sub("", joined) == _REASONING.sub("", rendered):
@@ -241,7 +241,7 @@ class Chat:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explain_refusal(what: str) -> Iterator[None]:
     """Append to a refusal of the template a description of the messages that it refused."""
     try:
         yield

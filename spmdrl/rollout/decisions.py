@@ -170,7 +170,7 @@ class Decisions:
         if self._ahead:
             line = self._due("book")
             if line is None:
-                return None
+                return None  # the past run made no move here
             _, _, number, own = line
             # As JSON, which has lists and no tuples.
             if own is not None and own != json.loads(json.dumps(move)):
@@ -178,6 +178,7 @@ class Decisions:
             self._repeat()
             self._moves_written = number
             tickets = book.play_until(number)
+            # A line without a move of this replica brings it no tickets.
             return None if own is None else tickets
         if not (book.is_due or is_urgent):
             return None
@@ -282,6 +283,7 @@ class Decisions:
         if not self._ahead:
             return None
         line = self._ahead[0]
+        # This decision was due earlier, and this run did not need it then.
         if line[1] < self._clock:
             raise self._divergence("another decision")
         return line if line[0] == kind and line[1] == self._clock else None
@@ -401,12 +403,14 @@ class _DecisionFiles:
             if until_version(own, self._version) != own:
                 path = self._journal.path
                 log.info("%s: later steps get new decisions: %s", path, reason)
+        # Cut off the decisions after the checkpoint: this start makes new ones.
         if not is_known:
             files = [until_version(lines, self._version) for lines in files]
         own = files[replica]
         if must_repeat:
             files = check_schedule(cfg, tokens_per_microbatch=tokens)
         make_folder(self._folder, within=self._folder.parent)
+        # `own` may be shorter than the journal: a line about a lost move is cut off too.
         position = itertools.count()
         self._journal.keep(lambda row: next(position) < len(own))
         if self._has_diverged:

@@ -132,7 +132,7 @@ class Trajectory(Tokens):
             policy_versions=completion.versions,
             extra_columns={key: own for key, own in columns.items() if not own.covers_prompt},
         )
-        followed = self._followed_by(drawn)
+        followed = self._append(drawn)
         extra = dict(followed.extra_columns)
         for key, column in columns.items():
             known = self.extra_columns.get(key)
@@ -147,7 +147,7 @@ class Trajectory(Tokens):
 
     def append_answer(self, ids: Sequence[int]) -> Trajectory:
         """Return a copy with an environment's answer, and its images, appended."""
-        return self._followed_by(Tokens.unsampled(ids))
+        return self._append(Tokens.unsampled(ids))
 
     def end_turn(self, state: int) -> Trajectory:
         """Return a copy in which the last turn is finished, with reward 0.
@@ -157,7 +157,7 @@ class Trajectory(Tokens):
         """
         return replace(self, states=(*self.states, state), earned=(*self.earned, 0.0))
 
-    def _followed_by(self, tokens: Tokens) -> Trajectory:
+    def _append(self, tokens: Tokens) -> Trajectory:
         fields = Tokens.concat([self, tokens]).token_fields()
         # A column that covers the prompt ends at the last token that the engine has read.
         partial = {key: own for key, own in self.extra_columns.items() if own.covers_prompt}

@@ -23,7 +23,7 @@ class FailedRewardLog:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
 
-    def note(self, sample: FinishedEpisode, *, where: str) -> None:
+    def add(self, sample: FinishedEpisode, *, where: str) -> None:
         """Count a sample whose reward failed, and log it if it is the first of its kind."""
         # The failure and the first two parts of its message, e.g. `error: score: KeyError`.
         words = sample.reward.message.split(": ")[:2]

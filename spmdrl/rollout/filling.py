@@ -133,6 +133,7 @@ class StepFiller:
 
     def state_dict(self, engine: EngineProtocol | None) -> dict[str, Any]:
         """Return the shares of later steps and the unfinished groups, as plain values."""
+        # Replicas may have played different numbers of moves, and all must save the same book.
         if engine is not None:
             self.book.settle(engine.version)
         book = self.book.book
@@ -221,6 +222,7 @@ class StepFiller:
         """
         if not self.share.is_shared:
             return sys.maxsize
+        # Without these limits the first replica that asks would take all prompts.
         wanted = self.rules.quota * (last - self.next) + self.rules.lookahead
         fair_share = -(-wanted // self.share.replicas)
         unfinished = sum(not group.is_complete for group in self.waiting.values())
@@ -257,6 +259,7 @@ class StepFiller:
     def _hand_over(self, closed: Mapping[int, Mapping[int, int]]) -> None:
         """Pack this replica's share of each closed step."""
         for step in sorted(step for step in closed if step >= self.next):
+            # From here on the slot of a group is its slot in the batch.
             groups = [
                 replace(self.waiting.pop(number), slot=slot)
                 for number, slot in sorted(closed[step].items(), key=lambda pair: pair[1])

@@ -44,6 +44,7 @@ class Link:
         The leader does the same right after this call.
         """
         if self._has_followers:
+            # Most steps have no new request, and then the size alone is sent.
             payload = pack([self._to_plain(request) for request in requests]) if requests else b""
             self._announce(len(payload))
             if payload:

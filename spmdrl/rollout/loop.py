@@ -161,9 +161,11 @@ class Loop:
         self._to_draw = []
         began = time.perf_counter()
         playing = self._num_at_environments()
+        # With nothing to draw, wait for a worker instead of taking empty engine steps.
         is_idle = not new and not engine.is_busy
         if not is_idle:
             requests = [episode.request() for episode in new]
+            # The replica's other ranks add the same requests: all must take part in the step below.
             self.link.step(requests)
             for request in requests:
                 engine.add(request)
@@ -186,6 +188,7 @@ class Loop:
         for episode, completion in zip(episodes, completions):
             trajectory = episode.trajectory.append_completion(completion)
             episode.trajectory = trajectory.end_turn(episode.state)
+        # The tokenizer decodes many turns at once faster than one after the other.
         by_chat: dict[Chat | None, list[Episode]] = {}
         for episode in episodes:
             by_chat.setdefault(self._chat_of(episode.group), []).append(episode)
@@ -256,7 +259,7 @@ class Loop:
                 self._finish(episode, failed)
             else:
                 if self._chat_of(group) is not None:
-                    result = _with_environment(result, episode)
+                    result = _add_environment_reward(result, episode)
                 self._finish(episode, result)
             if group.is_complete:
                 complete.append(group)
@@ -270,7 +273,7 @@ class Loop:
         chat = self._chat_of(episode.group)
         assert chat is not None
         if result.failure:
-            return _failed(result, result.failure, f"environment: {result.message}")
+            return _fail(result, result.failure, f"environment: {result.message}")
         episode.environment = result.environment
         episode.state = result.state
         for name, value in result.info.items():
@@ -278,6 +281,7 @@ class Loop:
         is_opening = episode.stage == "open"
         trajectory = episode.trajectory
         if not is_opening:
+            # `end_turn` gave the turn the reward 0. Its own reward comes with the answer.
             earned = (*trajectory.earned[:-1], result.reward)
             trajectory = replace(trajectory, earned=earned)
             episode.trajectory = trajectory
@@ -291,10 +295,10 @@ class Loop:
             else:
                 tokens = chat.encode_answer(episode.turn, messages)
         except Refusal as error:
-            return _failed(result, "error", f"environment: {error}")
+            return _fail(result, "error", f"environment: {error}")
         if is_opening:
             if len(tokens) > self.cfg.data.max_prompt_tokens:
-                return _overlong(self.cfg, result, episode, length=len(tokens))
+                return _fail_overlong(self.cfg, result, episode, length=len(tokens))
             episode.trajectory = Trajectory.from_prompt(tokens)
         elif trajectory.num_following + len(tokens) >= episode.group.draw.max_tokens:
             # There is no room for another turn.
@@ -323,7 +327,7 @@ class Loop:
         group.samples[episode.sample] = finished
         _check_scored(finished, group)
         if reward.failure:
-            self.failed_rewards.note(finished, where=place(group))
+            self.failed_rewards.add(finished, where=place(group))
             if episode.stage != "score":
                 # It failed before its scoring; the other samples may have waited for it alone.
                 self._close_if_whole(group)
@@ -346,6 +350,7 @@ def _check_scored(finished: FinishedEpisode, group: Group) -> None:
 def _check_environment(episode: Episode, *, has_one: bool) -> None:
     """Refuse an episode of a checkpoint whose source has gained or lost its environment."""
     had_one = episode.stage == "open" or bool(episode.environment)
+    # An episode that waits for its reward does not use its environment any more.
     if episode.stage == "score" or had_one == has_one:
         return
     was = "with an" if had_one else "without an"
@@ -357,11 +362,13 @@ def _check_environment(episode: Episode, *, has_one: bool) -> None:
     )
 
 
-def _failed(result: TurnResult, failure: Failure, message: str) -> RewardResult:
+def _fail(result: TurnResult, failure: Failure, message: str) -> RewardResult:
     return RewardResult(result.key, seconds=result.seconds, failure=failure, message=message)
 
 
-def _overlong(cfg: Config, result: TurnResult, episode: Episode, *, length: int) -> RewardResult:
+def _fail_overlong(
+    cfg: Config, result: TurnResult, episode: Episode, *, length: int
+) -> RewardResult:
     """Return the failed reward of a sample whose opening is too long.
 
     Raises: Refusal unless data.overlong_prompts is drop.
@@ -377,10 +384,10 @@ def _overlong(cfg: Config, result: TurnResult, episode: Episode, *, length: int)
             f"{message}; raise it, shorten the opening, or set "
             "data.overlong_prompts=drop to leave such samples out"
         )
-    return _failed(result, OVERLONG, message)
+    return _fail(result, OVERLONG, message)
 
 
-def _with_environment(result: RewardResult, episode: Episode) -> RewardResult:
+def _add_environment_reward(result: RewardResult, episode: Episode) -> RewardResult:
     """Add the environment's rewards to that of the reward functions."""
     if result.value is None:
         return result

@@ -128,18 +128,20 @@ def summarize(
     """
     scored = {k: [o for o in outcomes if len(o.rewards) >= k] for k in (1, *sizes(samples))}
     voted = [o for o in outcomes if len(o.answers) >= samples]
-    estimates = {"reward": _over(scored[1], lambda o: fmean(o.rewards))}
+    estimates = {"reward": _estimate(scored[1], lambda o: fmean(o.rewards))}
     for k in sizes(samples):
-        estimates[f"pass_at_{k}"] = _over(
-            scored[k], lambda o: pass_at_k_estimate(len(o.rewards), sum(_rights(o, right_at)), k)
+        estimates[f"pass_at_{k}"] = _estimate(
+            scored[k], lambda o: pass_at_k_estimate(len(o.rewards), sum(_are_right(o, right_at)), k)
         )
     for k in sizes(samples):
-        estimates[f"best_at_{k}"] = _over(scored[k], lambda o: best_at_k_estimate(o.rewards, k))
+        estimates[f"best_at_{k}"] = _estimate(scored[k], lambda o: best_at_k_estimate(o.rewards, k))
     estimates |= {
-        f"maj_at_{samples}": _over(voted, lambda o: _majority(o.answers, _rights(o, right_at))),
-        "response_length": _over(outcomes, lambda o: fmean(o.lengths)),
-        "truncated_frac": _over(outcomes, lambda o: o.num_truncated / len(o.lengths)),
-        "failed_frac": _over(outcomes, lambda o: 1 - len(o.rewards) / len(o.lengths)),
+        f"maj_at_{samples}": _estimate(
+            voted, lambda o: _majority(o.answers, _are_right(o, right_at))
+        ),
+        "response_length": _estimate(outcomes, lambda o: fmean(o.lengths)),
+        "truncated_frac": _estimate(outcomes, lambda o: o.num_truncated / len(o.lengths)),
+        "failed_frac": _estimate(outcomes, lambda o: 1 - len(o.rewards) / len(o.lengths)),
     }
     return {name: estimate for name, estimate in estimates.items() if estimate}
 
@@ -197,7 +199,8 @@ def sizes(samples: int) -> list[int]:
     return [2**i for i in range(samples.bit_length()) if 2**i < samples] + [samples]
 
 
-def _rights(outcome: ProblemOutcome, right_at: float) -> list[bool]:
+def _are_right(outcome: ProblemOutcome, right_at: float) -> list[bool]:
+    # A weighted sum of several functions' values may be just below the threshold by rounding.
     return [reward >= right_at - ROUNDING for reward in outcome.rewards]
 
 
@@ -209,7 +212,7 @@ def _majority(answers: Sequence[str], rights: Sequence[bool]) -> float:
     return fmean(map(fmean, judged))
 
 
-def _over(
+def _estimate(
     outcomes: Sequence[ProblemOutcome], value: Callable[[ProblemOutcome], float]
 ) -> Estimate | None:
     values = list(map(value, outcomes))

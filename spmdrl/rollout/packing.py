@@ -91,7 +91,7 @@ def pack(
     if is_partial:
         shaping = None
     shaping = shaping or ShapingSettings()
-    rewards = shaped_rewards(samples, shaping=shaping, limit=max_response_tokens)
+    rewards = shape_rewards(samples, shaping=shaping, limit=max_response_tokens)
     greedy = {s.slot: r for s, r in zip(samples, rewards) if s.sample == GREEDY}
     pairs = [(s, r) for s, r in zip(samples, rewards) if s.sample != GREEDY]
     samples = [s for s, _ in pairs]
@@ -190,13 +190,14 @@ def _samples_to_show(samples: Sequence[FinishedEpisode]) -> list[FinishedEpisode
 
     If any sample has a reward of 0 or less, it comes first and stands for its prompt.
     """
+    # Reversed, since the last value of a key stays in a dict.
     firsts = {s.slot: s for s in reversed(samples)}
     wrong = next((s for s in samples if s.reward.value is not None and s.reward.value <= 0), None)
     rest = [firsts[slot] for slot in sorted(firsts) if wrong is None or slot != wrong.slot]
     return rest if wrong is None else [wrong, *rest]
 
 
-def shaped_rewards(
+def shape_rewards(
     samples: Sequence[FinishedEpisode], *, shaping: ShapingSettings, limit: int
 ) -> list[float]:
     """Return each sample's reward after shaping, task units; NaN for a failed reward."""

@@ -95,6 +95,7 @@ class RecordedFile:
         known = {field.name: field.type for field in SCHEMA}
         for column in column_classes().values():
             known |= {field.name: field.type for field in column.arrow_fields()}
+        # pyarrow would read one of the two and say nothing.
         if len({*self.columns}) < len(self.columns):
             raise Refusal(f"{self.path}: two of its columns have one name: {self.columns}")
         for name, kind in self._types.items():

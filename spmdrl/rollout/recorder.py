@@ -285,11 +285,11 @@ def _rows(
     columns |= {name: getattr(scalars, field).numpy() for name, field in NUMBERS.items()}
     starts = cumulative(scalars.lengths)
     for name in TOKEN_COLUMNS:
-        columns[name] = _lists(getattr(tokens, name), starts, kind=SCHEMA.field(name).type)
+        columns[name] = _list_array(getattr(tokens, name), starts, kind=SCHEMA.field(name).type)
     return pa.table(columns, schema=SCHEMA)
 
 
-def _lists(values: Tensor, starts: Tensor, *, kind: pa.DataType) -> pa.Array:
+def _list_array(values: Tensor, starts: Tensor, *, kind: pa.DataType) -> pa.Array:
     """Return values [n] as a column of S lists; `starts` [S + 1] int64 has their bounds."""
     own = pa.array(values.numpy()).cast(kind.value_type)
     return pa.ListArray.from_arrays(pa.array(starts.int().numpy()), own, type=kind)

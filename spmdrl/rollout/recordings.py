@@ -24,7 +24,7 @@ from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, join_sums
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedSteps:
     """The recorded steps of a folder."""
 
     folder: Path
@@ -40,7 +40,7 @@ class Recorded:
         return self.steps[step]
 
 
-def find_recorded(path: str | Path) -> Recorded:
+def find_recorded(path: str | Path) -> RecordedSteps:
     """Return the recorded steps of a run's output_dir, or of its folder of rollouts.
 
     Raises: Refusal if there is no folder, or no step with the files of all replicas.
@@ -70,7 +70,7 @@ def find_recorded(path: str | Path) -> Recorded:
             + (f", only {names[0]}" if names else "")
             + "; a run with rollout.record.every 1 writes them"
         )
-    return Recorded(folder, steps)
+    return RecordedSteps(folder, steps)
 
 
 def ranges(steps: Collection[int]) -> str:
@@ -147,7 +147,7 @@ def read_rollouts(files: Sequence[Path], *, part: int, num_parts: int) -> Rollou
         table = pa.concat_tables(tables, promote_options="default")
         _check_lengths(table)
         table = table.filter(pa.array(table["sample"].to_numpy() != GREEDY, type=pa.bool_()))
-        rollouts = _packed(table, forms)
+        rollouts = _to_rollouts(table, forms)
         return replace(rollouts, sums=join_sums(*sums), samples=samples)
 
 
@@ -162,7 +162,7 @@ def _check_lengths(table: pa.Table) -> None:
             raise ValueError(f"lists in the column {name} differ in length from the column length")
 
 
-def _packed(table: pa.Table, forms: Mapping[str, Any]) -> Rollouts:
+def _to_rollouts(table: pa.Table, forms: Mapping[str, Any]) -> Rollouts:
     """Return a table's sequences as rollouts.
 
     Args:

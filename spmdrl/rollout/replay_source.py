@@ -15,7 +15,13 @@ from spmdrl.imports import refusing
 from spmdrl.model_inputs import MultimodalItems
 from spmdrl.rollout.packing import empty_rollouts
 from spmdrl.rollout.recorder import ORIGIN_FIELDS, header_fields
-from spmdrl.rollout.recordings import Recorded, find_recorded, ranges, read_header, read_rollouts
+from spmdrl.rollout.recordings import (
+    RecordedSteps,
+    find_recorded,
+    ranges,
+    read_header,
+    read_rollouts,
+)
 from spmdrl.rollout.source import Source
 from spmdrl.same_run.differences import differences
 from spmdrl.types import Rollouts
@@ -41,7 +47,7 @@ class ReplaySource(Source):
         *,
         max_positions: int | None,
         vocab_size: int,
-        recorded: Recorded | None = None,
+        recorded: RecordedSteps | None = None,
     ):
         self.cfg = cfg
         self.world = world
@@ -95,7 +101,7 @@ class ReplaySource(Source):
             )
 
 
-def check_recorded(cfg: Config) -> Recorded:
+def check_recorded(cfg: Config) -> RecordedSteps:
     """Return the recorded rollouts that a config names.
 
     Raises: Refusal if a step is missing, or if the config differs in a field that the recorded

@@ -85,7 +85,7 @@ class SampledSource(Source):
                 f"rewards.scope: a function sees whole steps, and each of {world.num_replicas} "
                 "engine replicas has a share of one; set it to group, or have one replica"
             )
-        draw = self._draw("train", cfg.sampling, samples=cfg.batch.group_size)
+        draw = self._make_draw("train", cfg.sampling, samples=cfg.batch.group_size)
         is_first = world.replica == 0
         chats = make_chats(cfg, tokenizer, self.pool, stops=self._stops, is_first=is_first)
         self.loop = Loop(cfg, tokenizer=tokenizer, pool=self.pool, link=self.link, chats=chats)
@@ -168,7 +168,7 @@ class SampledSource(Source):
             return []
         cfg = self.cfg.evaluate
         prompts = self.prompts.eval()
-        draw = self._draw("eval", cfg, samples=cfg.samples)
+        draw = self._make_draw("eval", cfg, samples=cfg.samples)
         groups = [
             Group(slot, step, slot, prompt, engine.version, draw.of_prompt(prompt, self.cfg))
             for slot, prompt in islice(
@@ -232,7 +232,7 @@ class SampledSource(Source):
         if self.filler is not None:
             self.pool.close()
 
-    def _draw(
+    def _make_draw(
         self, purpose: str, how: SamplingSettings | EvaluateSettings, *, samples: int
     ) -> Draw:
         cfg = self.cfg

@@ -56,7 +56,7 @@ def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
                     f"{place(group)}: {failure_text(scored)}\nFix the reward function, or set "
                     "rewards.on_failure=drop to leave such samples out"
                 )
-            loop.failed_rewards.note(scored, where=place(group))
+            loop.failed_rewards.add(scored, where=place(group))
     loop.idle.add("reward", time.perf_counter() - began)
 
 

@@ -48,7 +48,7 @@ def mean_reward(samples: Sequence[FinishedEpisode]) -> tuple[float | list[float]
     return exact_sum(values), len(values)
 
 
-def _reported(reward: RewardResult) -> dict[str, float]:
+def _metrics_of(reward: RewardResult) -> dict[str, float]:
     """Return {name of a metric: number} that reward functions and environment report of a sample.
 
     The answers that they extracted are left out.
@@ -124,7 +124,7 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> PartialS
     }
     values: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
-        for name, value in _reported(sample.reward).items():
+        for name, value in _metrics_of(sample.reward).items():
             values[name].append(value)
     sums |= {name: (exact_sum(own), len(own)) for name, own in values.items()}
     overlong = sum(s.reward.failure == OVERLONG for s in samples)

@@ -18,7 +18,7 @@ from spmdrl.imports import is_missing_folder
 from spmdrl.roles import make_trainer
 from spmdrl.rollout import model_limits
 from spmdrl.rollout.recorder import header_fields
-from spmdrl.rollout.recordings import Recorded, find_recorded, read_header
+from spmdrl.rollout.recordings import RecordedSteps, find_recorded, read_header
 from spmdrl.rollout.replay_source import ReplaySource
 from spmdrl.same_run.differences import differences
 from spmdrl.types import Advantages, Batch, Sums
@@ -42,7 +42,7 @@ class RecordedRun:
 
     folder: Path
     cfg: Config
-    recorded: Recorded
+    recorded: RecordedSteps
     weights: dict[int, Path | None]
     """{step: checkpoint with the weights that it trained}, newest first; None: those that the run
     began with. The checkpoint `step_k` is written after k steps: step k, counted from 0 as in

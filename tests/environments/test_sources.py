@@ -335,7 +335,7 @@ def gone_on(cfg: Config) -> list[dict[str, Any]]:
     with generating(cfg) as (world, engine):
         engine.weights_changed(0)
         source = make_source(cfg, world, tokenizer=load_tokenizer(cfg))
-        draw = source._draw("train", cfg.sampling, samples=cfg.batch.group_size)
+        draw = source._make_draw("train", cfg.sampling, samples=cfg.batch.group_size)
         prompts = source.prompts.at(0)
         groups = [Group(i, 0, i, own, 0, draw) for i, own in enumerate(prompts)]
         for group in (group for group in groups if group.prompt.source == 0):

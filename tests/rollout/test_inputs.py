@@ -199,7 +199,7 @@ def test_the_first_dropped_sample_of_each_kind_is_logged_then_counts(caplog):
     for number in range(150):
         for name in ("f: KeyError: ", "f: ValueError: "):
             failed = RewardResult("k", failure="error", message=f"{name}{number}")
-            dropped.note(dataclasses.replace(sample, reward=failed), where="step 1")
+            dropped.add(dataclasses.replace(sample, reward=failed), where="step 1")
     said = [record.getMessage() for record in caplog.records]
     assert sum("left out: the reward of data row" in text for text in said) == 2
     counts = [int(text.split()[2]) for text in said if "of this replica left out so far" in text]
@@ -208,7 +208,7 @@ def test_the_first_dropped_sample_of_each_kind_is_logged_then_counts(caplog):
     caplog.clear()
     for number in range(1000):  # as many kinds
         failed = RewardResult("k", failure="bad_value", message=f"{number}")
-        dropped.note(dataclasses.replace(sample, reward=failed), where="step 1")
+        dropped.add(dataclasses.replace(sample, reward=failed), where="step 1")
     assert len(caplog.records) < 25
 
 

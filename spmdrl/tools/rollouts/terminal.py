@@ -11,7 +11,7 @@ from spmdrl.tools.rollouts.view import Answer, Summary, View, summaries
 
 if TYPE_CHECKING:
     from spmdrl.data.attachments import Preview
-    from spmdrl.rollout.recordings import Recorded
+    from spmdrl.rollout.recordings import RecordedSteps
 
 SORTS: dict[str, Callable[[Summary], float]] = {
     "reward": lambda group: -group.mean,
@@ -32,7 +32,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def steps_text(recorded: Recorded) -> str:
+def steps_text(recorded: RecordedSteps) -> str:
     """Return the steps of a folder, one line each."""
     rows = [["step", "files", "MB", "reward"]]
     for step, files in recorded.steps.items():

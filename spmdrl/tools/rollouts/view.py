@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pyarrow
 
     from spmdrl.data.attachments import Preview
-    from spmdrl.rollout.recordings import Recorded
+    from spmdrl.rollout.recordings import RecordedSteps
 
 _GROUP = itemgetter("group")
 
@@ -79,7 +79,7 @@ class Summary:
 # --------------------------------------------------------------------------- reading
 
 
-def summaries(recorded: Recorded, step: int) -> list[Summary]:
+def summaries(recorded: RecordedSteps, step: int) -> list[Summary]:
     """Return the groups of a step, by number. Raises: Refusal for a step that is not there."""
     found = []
     for number, group in groupby(_sequences(recorded, step).to_pylist(), key=_GROUP):
@@ -100,7 +100,7 @@ def summaries(recorded: Recorded, step: int) -> list[Summary]:
     return found
 
 
-def _sequences(recorded: Recorded, step: int) -> pyarrow.Table:
+def _sequences(recorded: RecordedSteps, step: int) -> pyarrow.Table:
     """Return the drawn sequences of a step in a batch's order, without the columns per token."""
     import pyarrow
     import pyarrow.compute
@@ -117,7 +117,7 @@ def _sequences(recorded: Recorded, step: int) -> pyarrow.Table:
 
 
 def advantages(
-    recorded: Recorded, step: int, cfg: Config, *, trusts: bool = False
+    recorded: RecordedSteps, step: int, cfg: Config, *, trusts: bool = False
 ) -> dict[tuple[int, int], float]:
     """Recompute a step's advantages where they are one number per sequence.
 
@@ -157,7 +157,7 @@ def advantages(
 
 
 def read_groups(
-    recorded: Recorded,
+    recorded: RecordedSteps,
     step: int,
     group: int | None,
     *,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from spmdrl.rollout.recordings import Recorded
+from spmdrl.rollout.recordings import RecordedSteps
 from spmdrl.tools.rollouts.html import DOWN, UP, Paint, document, prompt_part, tokens_part
 from spmdrl.tools.rollouts.terminal import title
 from spmdrl.tools.rollouts.view import View, read_groups
@@ -23,7 +23,7 @@ _LEGEND = (
 
 def page(
     found: Sequence[StepFound],
-    recorded: Recorded,
+    recorded: RecordedSteps,
     *,
     limit: int,
     tokenizer: str = "",
