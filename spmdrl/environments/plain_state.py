@@ -46,7 +46,7 @@ def environment_of(text: str, kind: type, make: Callable[[], Any]) -> Any:
     """
     form, state = json.loads(text)
     if (form == "saved") != has_save_and_restore(kind):
-        raise NotPlain(f"another version of {kind.__name__} wrote it, as {form}")
+        raise NotPlain(f"this version of {kind.__name__} does not write the form {form!r}")
     reader = _Reader(kind.__module__)
     if form == "attributes":
         return reader.make_object(kind, state)

@@ -119,7 +119,7 @@ def test_metrics_are_numbers_and_what_is_kept_of_them_is_bounded(tmp_path, monke
             read_rows(path)
         assert curves.main([str(tmp_path)]) == 2
     path.write_text('{"step": 0}\n' * 100)
-    monkeypatch.setattr("spmdrl.journal._MOST_BYTES", 10**4)
+    monkeypatch.setattr("spmdrl.journal._MAX_BYTES", 10**4)
     with refused(f"{path}: line 30: the rows up to here take more than"):
         read_rows(path)
     newest = Journal(path).rows(newest=3, holds_texts=True)

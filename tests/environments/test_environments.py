@@ -195,7 +195,7 @@ def test_an_environment_may_say_its_state_itself():
     text = text_of(Says(lock=threading.Lock()))
     again = environment_of(text, Says, Says)
     assert again.made and again.saved == {"lock": "held", "numbers": [1, 2]}
-    with pytest.raises(NotPlain, match="written as saved"):
+    with pytest.raises(NotPlain, match="does not write the form 'saved'"):
         environment_of(text, Part, Part)
 
 
@@ -230,7 +230,7 @@ def test_pickled_environments_of_a_checkpoint_are_refused_unless_they_are_truste
 
     plain, evil = pack(GuessNumber()), pickle.dumps(Evil())
     check_environments(states(plain, b""), trusts_pickles=False)
-    with refused("hold 1 of 2 environments", "--checkpoint.trust-pickles true"):
+    with refused("hold 1 of 2 unfinished environments", "--checkpoint.trust-pickles true"):
         check_environments(states(plain, PICKLED + evil), trusts_pickles=False)
     check_environments(states(plain, PICKLED + evil), trusts_pickles=True)
     assert not marker.exists()

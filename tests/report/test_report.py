@@ -205,7 +205,7 @@ def test_rows_wait_in_memory_while_the_disk_is_full(tmp_path, caplog):
     file.append({"step": 0})
     file.append({"step": 1})
     assert [r.levelname for r in caplog.records] == ["ERROR"]
-    assert "kept in memory" in caplog.text
+    assert "stay in memory" in caplog.text
     (tmp_path / "full").mkdir()
     file.append({"step": 2})
     assert [row["step"] for row in read_rows(file.path)] == [0, 1, 2]
