@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from decimal import Decimal
 
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
 from spmdrl.errors import Refusal
@@ -60,8 +61,8 @@ class GuessNumber:
         """Compare the guess with the secret; info has `solved` and, at the end, `turns`."""
         self.turns += 1
         numbers = _NUMBER.findall(response.text)
-        # Cut the number: int() refuses thousands of digits.
-        guess = int(numbers[-1][:20]) if numbers else None
+        # Exact, while int() refuses thousands of digits.
+        guess = Decimal(numbers[-1]) if numbers else None
         if guess == self.secret and not response.is_truncated:
             return self._end(reward=1.0 - self.turn_cost * (self.turns - 1), solved=1.0)
         if self.turns >= self.max_turns or response.is_truncated:
@@ -71,10 +72,11 @@ class GuessNumber:
             answer = "no number"
         elif guess < self.secret:
             answer = "higher"
-            self.bounds = (max(low, guess + 1), high)
+            low = low if guess < low else int(guess) + 1
         else:
             answer = "lower"
-            self.bounds = (low, min(high, guess - 1))
+            high = high if guess > high else int(guess) - 1
+        self.bounds = (low, high)
         return Turn(messages=[{"role": "user", "content": answer}])
 
     def state(self) -> str:

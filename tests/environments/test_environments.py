@@ -309,6 +309,14 @@ def test_guessing_by_halves_wins_and_earns_more_for_fewer_turns():
     assert all(r == pytest.approx(1 - 0.05 * (n - 1)) for n, r in rewards.items())
 
 
+@pytest.mark.parametrize("guess", ["0" * 30 + "7", "12345678901234567890"])
+def test_a_guess_is_read_whole(guess):
+    turns = play(served("guess_number"), ROW | {"answer": int(guess)}, ["1" + "0" * 9999, guess])
+    assert turns[0].messages[0]["content"] == "lower" and turns[1].info["solved"]
+    (turn,) = play(served("guess_number", max_turns=1), ROW | {"answer": int(guess)}, [f"{guess}1"])
+    assert not turn.info["solved"]
+
+
 def test_a_game_without_a_right_guess_is_worth_nothing():
     turns = play(served("guess_number", max_turns=3), ROW | {"answer": 7}, ["what?", "9", "1"])
     assert [t.messages[0]["content"] for t in turns[:2]] == ["no number", "lower"]
