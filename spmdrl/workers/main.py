@@ -253,9 +253,12 @@ def _take_pipes() -> tuple[BinaryIO, Callable[[Report], None]]:
         if pid() != worker:  # a forked process has returned from the user's code
             leave(0)
         view = memoryview(pack_report(report))
-        with is_free:
-            while view:
-                view = view[put(sink, view) :]
+        try:
+            with is_free:
+                while view:
+                    view = view[put(sink, view) :]
+        except BrokenPipeError:  # the parent is gone, or ends this worker
+            leave(0)
 
     return source, write
 

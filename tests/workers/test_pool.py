@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from spmdrl.workers import job_queue
+from spmdrl.workers.messages import Setup
 from spmdrl.workers.pool import RewardPool
+from spmdrl.workers.worker_process import WorkerProcess
 from tests.helpers.built import refused
 from tests.helpers.pool_runs import (
     group_members,
@@ -381,6 +383,17 @@ def test_workers_die_with_their_parent_whatever_they_are_doing(functions, text):
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
     assert wait_until(lambda: not group_members(pid)), f"{group_members(pid)} outlived the parent"
+
+
+def test_a_worker_that_nobody_reads_any_more_ends_without_a_traceback(capfd):
+    setup = Setup(functions={"task": "task:addition"}, timeout_s=5.0, weights=(1.0,))
+    worker = WorkerProcess(setup)
+    worker.stdout.close()  # before it says that it is ready
+    try:
+        assert wait_until(worker.has_ended)
+    finally:
+        worker.kill()
+    assert capfd.readouterr().err == ""
 
 
 def test_generated_tasks_bring_their_grader():
