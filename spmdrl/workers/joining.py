@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from spmdrl.rewards.samples import SCOPES, RewardList, RewardSample, Scope
 from spmdrl.workers.messages import Done, ListResult, RewardResult
 
-NONE_APPLIES = "every reward function returned None for this row; one at least must apply"
-
 
 @dataclass(frozen=True)
 class Call:
@@ -127,8 +125,10 @@ def _join(results: Sequence[RewardResult], *, least: float | None) -> RewardResu
             return replace(result, seconds=max(seconds, result.seconds), retries=retries)
     values = [result.value for result in results if result.value is not None]
     if not values and least is None:
+        called = " and ".join(result.message for result in results if result.message)
+        why = f"{called} for this row; one reward function at least must apply"
         return RewardResult(
-            None, seconds=seconds, failure="bad_value", message=NONE_APPLIES, retries=retries
+            None, seconds=seconds, failure="bad_value", message=why, retries=retries
         )
     joined = RewardResult(None, sum(values) if values else least, seconds=seconds, retries=retries)
     for result in results:

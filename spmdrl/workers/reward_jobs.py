@@ -194,13 +194,14 @@ class RewardScorer:
             return partial.done(ListResult(None, results=tuple(results)))
         partial.failure = results[0].failure
         partial.message = results[0].message
-        return partial.done(replace(results[0], failure=None, message=""))
+        return partial.done(replace(results[0], failure=None))
 
     def _sum(self, partial: PartialScore, index: int) -> RewardResult:
         """Return the weighted sum of one sample's scores; no value where no function applies."""
         parts = {}
         total = Score()
-        for name, weight, reward in self._applicable(partial.work):
+        applicable = self._applicable(partial.work)
+        for name, weight, reward in applicable:
             score = partial.scores[name][index]
             if score.bad:
                 why = f"{name}{reward.place}: {score.bad}"
@@ -214,7 +215,9 @@ class RewardScorer:
         if total.value is not None and not abs(total.value) < float("inf"):
             why = f"the weighted sum of {parts} is not finite"
             return RewardResult(None, failure="bad_value", message=why)
-        return RewardResult(None, total.value, parts, total.metrics, total.extras)
+        called = [f"{name}{reward.place}" for name, _, reward in applicable]
+        why = f"{' and '.join(called)} returned None" if called and total.value is None else ""
+        return RewardResult(None, total.value, parts, total.metrics, total.extras, message=why)
 
     def _grader(self, spec: str, options: dict[str, Any]) -> Reward:
         task = make_task(spec, options)

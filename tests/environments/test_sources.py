@@ -27,7 +27,6 @@ from spmdrl.same_run.differences import config_of
 from spmdrl.tools.commands.evaluate import evaluation_config
 from spmdrl.tools.foreign_code import named_code
 from spmdrl.types import Prompt
-from spmdrl.workers.joining import NONE_APPLIES
 from spmdrl.workers.pool import RewardPool
 from tests.helpers.built import changed, generating, refused
 from tests.helpers.ranks import run_ranks
@@ -188,7 +187,9 @@ def test_one_pool_plays_and_scores_each_source_as_it_says(tmp_path):
         found = {result.key: result for result in pool.drain()}
     assert [found[i].value for i in range(4)] == [0.0, 1.0, 1.0, None]
     assert [found[i].parts for i in range(3)] == [{}, {"addition": 1.0}, {"addition": 1.0}]
-    assert (found[3].failure, found[3].message) == ("bad_value", NONE_APPLIES)
+    assert found[3].failure == "bad_value"
+    says = f"nothing ({tmp_path}/own.py:1) returned None for this row; one reward function at least"
+    assert says in found[3].message
 
 
 def test_a_task_grades_its_rows_where_its_source_has_no_environment():
