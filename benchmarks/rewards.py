@@ -97,7 +97,9 @@ def throughput(
                 response_tokens=[1],
                 response_text=f"{kind} {slow_s if kind == 'slow' else cost_s}",
             )
-        take(pool.results())
+        while len(pool):
+            pool.wait()
+            take(pool.poll())
         took_s = time.monotonic() - began
     check(kinds, results)
     return len(kinds) / took_s, len(kinds) / valued_s

@@ -100,13 +100,6 @@ class JobQueue:
         self._done = []
         return sorted(done, key=lambda pair: pair[0].number)
 
-    def wait_for_all(self) -> None:
-        """Wait until every job is done. Raises as `take`."""
-        self._pump()
-        while len(self):
-            self.wait()
-            self._pump()
-
     def wait(self) -> None:
         """Sleep until a worker has something for us, or a deadline may have passed."""
         self._hand_out()  # otherwise a job that was put after the last look would wait too

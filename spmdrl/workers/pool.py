@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,8 +37,8 @@ from spmdrl.workers.worker_process import QueuedJob
 
 
 class RewardPool(JobQueue):
-    """The worker processes of one engine replica. For one thread. Only `start`, `wait`, `results`
-    and `drain` block, and all are bounded.
+    """The worker processes of one engine replica. For one thread. Only `start` and `wait` block,
+    and both are bounded.
 
     Where the only rewards are those of models or of an environment, no function scores a sample,
     and its value is 0. If no environment is played either, there are no workers.
@@ -117,7 +117,7 @@ class RewardPool(JobQueue):
         position: int = 0,
         step: int = 0,
     ) -> None:
-        """Submit one response; `poll` or `drain` returns its RewardResult with this `key`.
+        """Submit one response; `poll` returns its RewardResult with this `key`.
 
         Args:
             group: name of its group, which is scored after `close_group`; None: the response is a
@@ -177,7 +177,7 @@ class RewardPool(JobQueue):
             super().wait()
 
     def open(self, key: Hashable, *, row: dict, seed: int = 0, source: int = 0) -> None:
-        """Begin an episode; `poll` or `drain` returns its TurnResult with this `key`.
+        """Begin an episode; `poll` returns its TurnResult with this `key`.
 
         Args:
             row: the data row.
@@ -192,7 +192,7 @@ class RewardPool(JobQueue):
     def turn(
         self, key: Hashable, *, environment: bytes, response: Response, source: int = 0
     ) -> None:
-        """Play a turn; `poll` or `drain` returns its TurnResult with this `key`.
+        """Play a turn; `poll` returns its TurnResult with this `key`.
 
         Args:
             environment: of the episode's last TurnResult.
@@ -224,20 +224,6 @@ class RewardPool(JobQueue):
         return self._joining.add_result(
             job.key, done, scopes=self._own_scopes, awaits_step="step" in self.scopes
         )
-
-    def drain(self) -> list[RewardResult | TurnResult]:
-        """Wait for every call and return the results not yet polled, in the order of the calls.
-        Raises as `poll`."""
-        self.wait_for_all()
-        return self.poll()
-
-    def results(self) -> Iterator[RewardResult | TurnResult]:
-        """Yield the results not yet polled, each as soon as it is there, until every call is
-        done. Raises as `poll`."""
-        yield from self.poll()
-        while len(self):
-            self.wait()
-            yield from self.poll()
 
     def state(self, step: int) -> TrainerState:
         """Return the state of the run at a step."""

@@ -25,6 +25,7 @@ from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 from spmdrl.types import Batch, Prompt
 from spmdrl.workers.pool import RewardPool
 from tests.helpers.built import changed, examples, good, made, refused, small_model
+from tests.helpers.pool_runs import drained
 from tests.helpers.ragged import scalars_of
 from tests.helpers.ranks import run_ranks
 
@@ -300,7 +301,7 @@ def test_each_source_has_its_own_rewards_and_a_task_its_grader(tmp_path):
                     group=source,
                 )
             pool.close_group(source)
-        found = {result.key: result for result in pool.drain()}
+        found = {result.key: result for result in drained(pool)}
     assert not [result.message for result in found.values() if result.failure]
     parts = {key: result.parts for key, result in found.items()}
     assert parts[0, 0] == parts[0, 1] == {"one": 1.0}

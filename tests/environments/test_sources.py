@@ -29,6 +29,7 @@ from spmdrl.tools.foreign_code import named_code
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardPool
 from tests.helpers.built import changed, generating, refused
+from tests.helpers.pool_runs import drained
 from tests.helpers.ranks import run_ranks
 
 GAME = {"path": "task:guess_number", "environment": {"name": "guess_number"}}
@@ -169,12 +170,12 @@ def test_one_pool_plays_and_scores_each_source_as_it_says(tmp_path):
         assert [tool["function"]["name"] for tool in tools["tools"]] == ["calculator"]
         for source in (0, 1):
             pool.open(source, row=row, source=source)
-        opened = {result.key: result for result in pool.drain()}
+        opened = {result.key: result for result in drained(pool)}
         for source, text in ((0, "Is it 4?"), (1, CALL)):
             response = Response(text, hermes(text))
             packed = opened[source].environment
             pool.turn(source, environment=packed, response=response, source=source)
-        said = {result.key: result.messages[0]["content"] for result in pool.drain()}
+        said = {result.key: result.messages[0]["content"] for result in drained(pool)}
         assert said == {0: "higher", 1: "5"}
         for source in range(4):
             pool.submit(
@@ -184,7 +185,7 @@ def test_one_pool_plays_and_scores_each_source_as_it_says(tmp_path):
                 response_tokens=[1],
                 truncated=False,
             )
-        found = {result.key: result for result in pool.drain()}
+        found = {result.key: result for result in drained(pool)}
     assert [found[i].value for i in range(4)] == [0.0, 1.0, 1.0, None]
     assert [found[i].parts for i in range(3)] == [{}, {"addition": 1.0}, {"addition": 1.0}]
     assert found[3].failure == "bad_value"

@@ -31,9 +31,22 @@ def results(pool, texts):
     """Hand in responses; return their results, in order."""
     for key, text in enumerate(texts):
         submit(pool, key, text)
-    drained = pool.drain()
-    assert [r.key for r in drained] == list(range(len(texts)))
-    return drained
+    found = drained(pool)
+    assert [r.key for r in found] == list(range(len(texts)))
+    return found
+
+
+def drained(pool):
+    """Wait for every call; return the results in the order of their keys."""
+    return sorted(results_of(pool), key=lambda result: result.key)
+
+
+def results_of(pool):
+    """Yield results as soon as they are there, until every call is done."""
+    yield from pool.poll()
+    while len(pool):
+        pool.wait()
+        yield from pool.poll()
 
 
 def wait_until(condition, timeout_s=100.0):

@@ -26,7 +26,7 @@ from spmdrl.rewards.programs import read_cases
 from spmdrl.rewards.samples import RewardSample
 from spmdrl.rewards.signatures import adapt, load_reward
 from spmdrl.sandbox import protection
-from tests.helpers.pool_runs import pool_of, submit
+from tests.helpers.pool_runs import drained, pool_of, submit
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -475,7 +475,7 @@ def test_graders_run_by_name_in_the_pool_and_options_are_bound_in_a_file(tmp_pat
         pool.start()
         submit(pool, 0, ADD, answer=truth)
         submit(pool, 1, ADD, answer="{]")
-        first, second = pool.drain()
+        first, second = drained(pool)
     assert first.parts == {"code": 0.0, "half": 0.5, "short": 1.0}, first
     assert first.metrics["half/timed_out"] == 0.0 and first.extras["code/why"] == (
         "test 1: wrong output"
@@ -501,7 +501,7 @@ def test_a_sandbox_that_cannot_run_fails_the_reward_and_is_no_zero(tmp_path):
 
     with pool_of(f"{tmp_path}/mine.py:late") as pool:
         submit(pool, 0, ADD, answer=SUMS)
-        (got,) = pool.drain()
+        (got,) = drained(pool)
     assert (got.value, got.failure) == (None, "error")
     assert "NotProtected: this machine permits no isolation" in got.message
     strict = pool_of(f"{tmp_path}/mine.py:strict")

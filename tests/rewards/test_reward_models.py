@@ -31,7 +31,7 @@ from spmdrl.workers.pool import RewardPool, RewardResult
 from tests.helpers.built import changed, good, made, small_model, started, training
 from tests.helpers.drawn import trajectory
 from tests.helpers.policy_runs import LENGTHS, batch, config, sequence
-from tests.helpers.pool_runs import submit
+from tests.helpers.pool_runs import drained, submit
 from tests.helpers.ragged import scalars_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import ROOT, TINY, metrics, run
@@ -498,7 +498,7 @@ def _pooled(cfg: Config, texts: list[str]) -> tuple[int, list[RewardResult]]:
         num_workers = len(pool._workers)
         for key, text in enumerate(texts):
             submit(pool, key, text, answer="12", data_source="task:addition")
-        return num_workers, pool.drain()
+        return num_workers, drained(pool)
 
 
 def test_workers_score_the_functions_and_leave_the_models_out(tmp_path):

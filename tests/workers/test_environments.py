@@ -15,7 +15,7 @@ from spmdrl.environments.tool_calls import hermes
 from spmdrl.rollout.conversation import Chat
 from spmdrl.workers.pool import RewardResult, TurnResult
 from tests.helpers.chat_templates import chat_tokenizer
-from tests.helpers.pool_runs import pool_of, submit
+from tests.helpers.pool_runs import drained, pool_of, submit
 
 ENVIRONMENT = '''
 import os, threading, time
@@ -63,14 +63,14 @@ def place(tmp_path):
 def opened(pool, *keys, **row):
     for seed, key in enumerate(keys):
         pool.open(key, row={"prompt": "you"} | row, seed=seed)
-    return {r.key: r for r in pool.drain()}
+    return {r.key: r for r in drained(pool)}
 
 
 def said(pool, environments, text):
     """Play one turn of several episodes."""
     for key, result in environments.items():
         pool.turn(key, environment=result.environment, response=Response(text))
-    return {r.key: r for r in pool.drain()}
+    return {r.key: r for r in drained(pool)}
 
 
 # --------------------------------------------------------------------------- episodes
@@ -134,7 +134,7 @@ def test_a_failing_turn_costs_only_its_episode(place, text, failure, words):
         found = opened(pool, "a", "b", "c")
         for key, what in zip("abc", ("x", text, "x")):
             pool.turn(key, environment=found[key].environment, response=Response(what))
-        a, b, c = pool.drain()
+        a, b, c = drained(pool)
     assert [r.failure for r in (a, b, c)] == [None, failure, None]
     assert re.search(words, b.message), b.message
     assert b.environment == b"" and b.messages == () and c.messages
@@ -160,7 +160,7 @@ def test_hanging_turns_and_openings_are_killed_at_the_deadline(place):
         pool.turn("a", environment=found["a"].environment, response=Response("hang"))
         pool.turn("b", environment=found["b"].environment, response=Response("x"))
         pool.open("c", row={"prompt": "p", "reset": "hang"})
-        done = {r.key: r for r in pool.drain()}
+        done = {r.key: r for r in drained(pool)}
     assert [done[k].failure for k in "abc"] == ["timeout", None, "timeout"]
     said = r"no result of Odd\.{} \(.*\.py:\d+\) within rewards.timeout_s = 4 s"
     assert re.fullmatch(said.format("step"), done["a"].message) and done["b"].messages
@@ -184,7 +184,7 @@ def test_one_pool_scores_and_plays(place):
     with pool_of(f"{place}:length", environment={"name": f"{place}:Odd"}) as pool:
         pool.open("k", row={"prompt": "you"})
         submit(pool, "k", "abc")
-        played, scored = pool.drain()
+        played, scored = drained(pool)
     assert isinstance(played, TurnResult) and isinstance(scored, RewardResult)
     assert (played.key, scored.key, scored.value) == ("k", "k", 3.0)
 
@@ -192,11 +192,11 @@ def test_one_pool_scores_and_plays(place):
 def test_without_functions_an_environments_own_rewards_are_all(place):
     with pool_of(environment={"name": f"{place}:Odd"}) as pool:
         submit(pool, 0, "abc")
-        assert [r.value for r in pool.drain()] == [0.0]
+        assert [r.value for r in drained(pool)] == [0.0]
         assert pool.environments["rollout.environment"]["tools"] == []
     with pool_of(environment={"name": "guess_number"}, train="task:guess_number") as pool:
         submit(pool, 0, "7", answer="7", data_source="task:guess_number")
-        assert [(r.value, r.failure) for r in pool.drain()] == [(0.0, None)]
+        assert [(r.value, r.failure) for r in drained(pool)] == [(0.0, None)]
 
 
 def test_the_last_response_of_a_tool_episode_is_graded():
@@ -209,14 +209,14 @@ def test_the_last_response_of_a_tool_episode_is_graded():
         row = {"prompt": "2+3=", "answer": "5", "data_source": "task:addition"}
         pool.open(0, row=row)
         text = '<tool_call>{"name": "calculator", "arguments": {"expression": "2+3"}}</tool_call>'
-        result = pool.drain()[0]
+        result = drained(pool)[0]
         pool.turn(0, environment=result.environment, response=Response(text, hermes(text)))
-        result = pool.drain()[0]
+        result = drained(pool)[0]
         assert result.messages[0]["content"] == "5" and result.info["tool_calls"] == 1
         pool.turn(0, environment=result.environment, response=Response("5"))
-        assert pool.drain()[0].is_done
+        assert drained(pool)[0].is_done
         submit(pool, 0, "5", **row)
-        assert pool.drain()[0].value == 1.0
+        assert drained(pool)[0].value == 1.0
 
 
 def test_tools_and_environments_leave_torch_out_of_the_workers(place):
@@ -247,14 +247,14 @@ def test_a_turn_costs_the_rank_less_than_a_millisecond():
         began, calls = time.process_time(), 0
         for key in range(64):
             pool.open(key, row=row)
-        live = pool.drain()
+        live = drained(pool)
         for result in live:
             assert chat.encode_opening(list(result.messages))
         calls += len(live)
         for _ in range(10):
             for result, response in zip(live, chat.decode_turns(**turns)):
                 pool.turn(result.key, environment=result.environment, response=response)
-            live = pool.drain()
+            live = drained(pool)
             for result in live:
                 assert chat.encode_answer(tokens, list(result.messages))
             calls += len(live)

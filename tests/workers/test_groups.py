@@ -23,7 +23,7 @@ from spmdrl.workers.joining import Call, Joining
 from spmdrl.workers.messages import Done, ListResult, RewardResult
 from spmdrl.workers.pool import RewardPool
 from tests.helpers.built import small_model
-from tests.helpers.pool_runs import pool_of
+from tests.helpers.pool_runs import drained, pool_of
 from tests.helpers.runs import TINY, metrics, run
 from tests.rollout.test_inputs import DRAW, PROMPTS, Engine, Link, Tokenizer
 
@@ -94,7 +94,7 @@ def scored(pool, **groups):
                 )
     for name in groups:
         pool.close_group(name)
-    return {r.key: r for r in sorted(pool.drain(), key=lambda result: result.key)}
+    return {r.key: r for r in sorted(drained(pool), key=lambda result: result.key)}
 
 
 def test_a_function_of_lists_sees_each_group_whole_and_fails_for_all_of_it(place):
@@ -278,7 +278,7 @@ def test_a_function_of_steps_adds_to_what_was_scored_before(place):
         )  # that it is under way is no matter
         score_step(loop, groups, step=9)
         after = [s.reward for g in groups for s in g.drawn_samples]
-        assert [r.key for r in pool.drain()] == ["early"]
+        assert [r.key for r in drained(pool)] == ["early"]
         count = len(before) - 1
         for old, new in list(zip(before, after))[1:]:
             assert new.parts == old.parts | {"rank": count + 0.9}
@@ -314,7 +314,7 @@ def test_functions_are_told_which_step_the_samples_are_of(place):
         sample = dict(prompt=prompt, response_text="a", response_tokens=[1], truncated=False)
         for step in (0, 12):
             pool.submit(step, **sample, step=step)
-        assert [r.value for r in pool.drain()] == [0.5, pytest.approx(12.5015)]
+        assert [r.value for r in drained(pool)] == [0.5, pytest.approx(12.5015)]
 
 
 def test_what_functions_report_beside_their_values_are_metrics_and_texts_of_shown_samples():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.pool_runs import pool_of, submit, wait_until
+from tests.helpers.pool_runs import drained, pool_of, submit, wait_until
 
 pytestmark = pytest.mark.timeout(600)
 MODULE = f"{Path(__file__).with_name('hostile_rewards.py')}:score"
@@ -87,7 +87,7 @@ def scored(kinds, **options):
         for i, kind in enumerate(kinds):
             for key, text in ((f"{i} before", str(i)), (kind, kind), (f"{i} after", str(-i))):
                 submit(pool, key, text)
-        done = {result.key: result for result in pool.drain()}
+        done = {result.key: result for result in drained(pool)}
         pids = {worker.process.pid for worker in pool._workers}
     assert len(done) == 3 * len(kinds)
     for i, kind in enumerate(kinds):

@@ -21,9 +21,11 @@ from spmdrl.workers.pool import RewardPool
 from spmdrl.workers.worker_process import WorkerProcess
 from tests.helpers.built import refused
 from tests.helpers.pool_runs import (
+    drained,
     group_members,
     pool_of,
     results,
+    results_of,
     submit,
     wait_until,
     wait_until_gone,
@@ -125,7 +127,7 @@ def test_a_late_result_is_a_timeout_even_when_nobody_looked_in_time(functions):
         submit(pool, "b", "xy")
         pool.poll()
         time.sleep(4)
-        done = {r.key: r for r in pool.drain()}
+        done = {r.key: r for r in drained(pool)}
     assert done["a"].failure == "timeout" and done["a"].value is None
     assert done["b"].value == 2.0
 
@@ -143,7 +145,7 @@ def test_a_result_that_comes_while_the_rank_stands_still_is_no_timeout(functions
         submit(pool, 0, "slow 0.5")
         pool.poll()
         monkeypatch.setattr(RewardPool, "_check_start", stand_still)
-        assert [(r.value, r.failure) for r in pool.drain()] == [(8.0, None)]
+        assert [(r.value, r.failure) for r in drained(pool)] == [(8.0, None)]
 
 
 def test_samples_waiting_in_the_queue_do_not_use_up_their_deadline(functions):
@@ -165,7 +167,7 @@ def test_large_samples_pass_both_ways(functions):
         submit(pool, 0, "value {'score': 1, 'text': 'y' * 2_000_000}", extra=big)
         for key in range(1, 5):
             submit(pool, key, big, extra=big)
-        done = pool.drain()
+        done = drained(pool)
     assert [r.value for r in done] == [1.0] + [3e6] * 4
     assert len(done[0].extras["text"]) == 500
 
@@ -185,7 +187,7 @@ def test_results_do_not_depend_on_order_or_number_of_workers(functions):
                 submit(pool, key, texts[key])
                 if n % 7 == 0:
                     found |= {r.key: (r.value, r.failure) for r in pool.poll()}
-            rest = pool.drain()
+            rest = drained(pool)
         assert not found.keys() & {r.key for r in rest}
         return found | {r.key: (r.value, r.failure) for r in rest}
 
@@ -213,12 +215,12 @@ def test_results_come_one_by_one_and_do_not_wait_for_one_that_hangs(functions, t
         for key, text in enumerate(["ab", f"until {gate}", "abc", "abcd"]):
             submit(pool, key, text)
         pool.start()
-        coming = pool.results()
+        coming = results_of(pool)
         # Both behind it were handed to its worker already: they come back, and another does them.
         first = [next(coming) for _ in range(3)]
         assert [(r.key, r.value) for r in first] == [(0, 2.0), (2, 3.0), (3, 4.0)]
         gate.touch()
-        assert [r.key for r in coming] == [1] and list(pool.results()) == []
+        assert [r.key for r in coming] == [1] and pool.poll() == []
 
 
 def test_jobs_behind_one_that_holds_the_interpreter_lock_are_done_after_its_deadline(functions):
@@ -261,7 +263,7 @@ def test_signals_for_the_whole_job_do_not_end_a_worker(functions):
         pool.poll()
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             os.kill(pool._workers[0].process.pid, number)
-        done = pool.drain()
+        done = drained(pool)
     assert done[0].value == 8.0, done[0].message
 
 
@@ -275,7 +277,7 @@ def test_what_was_put_since_the_last_look_is_begun_before_waiting(functions):
             began = time.monotonic()
             pool.wait()
             waits.append(time.monotonic() - began)
-            assert [r.key for r in pool.drain()] == [key]
+            assert [r.key for r in drained(pool)] == [key]
     assert min(waits) < 0.25  # it was half a second, each time, until a look handed the job out
 
 
@@ -400,7 +402,7 @@ def test_generated_tasks_bring_their_grader():
     with pool_of(train="task:addition") as pool:
         for key, text in enumerate(["579", " 579 ", "578"]):
             submit(pool, key, text, answer="579", data_source="task:addition")
-        done = pool.drain()
+        done = drained(pool)
     assert [r.value for r in done] == [1.0, 1.0, 0.0]
     assert done[0].parts == {"addition": 1.0}
     assert [r.extras for r in done] == [{"pred": "579"}, {"pred": "579"}, {"pred": "578"}]
@@ -416,5 +418,5 @@ def test_reasoning_gym_is_graded_in_the_worker():
         pool.start()
         submit(pool, 0, row["answer"], **row)
         submit(pool, 1, "none", **row)
-        done = pool.drain()
+        done = drained(pool)
     assert [r.value for r in done] == [1.0, 0.0]
