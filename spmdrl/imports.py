@@ -350,8 +350,11 @@ def _name_of(make: Callable[..., Any]) -> str:
     return getattr(make, "__qualname__", repr(make))
 
 
-def ran(result: Any) -> Any:
-    """Return a result. An awaitable is awaited in an event loop of its own."""
+def resolve(result: Any) -> Any:
+    """Return the result of a call of a user's function, which may be async.
+
+    An awaitable is awaited in an event loop of its own.
+    """
     if not inspect.isawaitable(result):
         return result
     import asyncio

@@ -25,7 +25,7 @@ def option_value(value: Any) -> Any:
         return [option_value(own) for own in value]
     if isinstance(value, str):
         is_number = re.fullmatch(r"[-+]?\d{1,400}(\.\d{0,400})?[eE][-+]?\d{1,9}", value)
-        return float(value) if is_number else checked_text(value)
+        return float(value) if is_number else check_text(value)
     if isinstance(value, float) and math.isnan(value):
         raise Refusal("expected a number, got nan")
     if value is not None and not isinstance(value, (bool, int, float)):
@@ -39,13 +39,13 @@ def option_name(name: Any) -> str:
         raise Refusal(
             f"names are texts, and {describe(name)} is none; put it in quotes to make it one"
         )
-    return checked_text(name)
+    return check_text(name)
 
 
 _MOST_CHARACTERS = 2**16
 
 
-def checked_text(text: str) -> str:
+def check_text(text: str) -> str:
     """Return a text. Raises: Refusal if no file, name or message can hold it."""
     if len(text) > _MOST_CHARACTERS:
         raise Refusal(f"is a text of {len(text)} characters; at most {_MOST_CHARACTERS} are taken")

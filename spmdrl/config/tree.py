@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeGuard, Union
 
 from spmdrl.config.fields import Config
-from spmdrl.config.options import checked_text, option_name, option_value
+from spmdrl.config.options import check_text, option_name, option_value
 from spmdrl.config.other_frameworks import in_other_frameworks, value_in_other_frameworks
 from spmdrl.config.ranges import AddressForm, PathForm, Range
 from spmdrl.errors import Refusal, describe
@@ -212,7 +212,7 @@ def convert(value: Any, hint: Any) -> Any:
     if type(value) is not hint:
         expected = "true or false" if hint is bool else hint.__name__
         raise Refusal(f"expected {expected}, got {describe(value)}")
-    return checked_text(value) if isinstance(value, str) else value
+    return check_text(value) if isinstance(value, str) else value
 
 
 def _choice(value: Any, choices: tuple[str, ...]) -> str:
@@ -267,7 +267,7 @@ def _one_of(value: Any, hints: tuple[Any, ...]) -> Any:
         if type(value) in (hint, origin):
             # A text such as 1e3 is a number only where one is allowed.
             is_text = isinstance(value, str) and float not in hints
-            return checked_text(value) if is_text else option_value(value)
+            return check_text(value) if is_text else option_value(value)
         if origin is Literal and value in typing.get_args(hint):
             return value
     raise Refusal(f"expected {'|'.join(map(type_text, hints))}, got {describe(value)}")

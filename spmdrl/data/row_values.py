@@ -40,7 +40,7 @@ def plain_row(row: Any, *, place: str, max_bytes: int = ROW_BYTES) -> dict:
     return found
 
 
-def renamed(row: dict, columns: Mapping[str, str], *, place: str) -> dict:
+def rename_columns(row: dict, columns: Mapping[str, str], *, place: str) -> dict:
     """Return a row with its columns renamed.
 
     Args:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spmdrl.data.row_files import numbered_rows
-from spmdrl.data.row_values import ROW_BYTES, plain_row, renamed
+from spmdrl.data.row_values import ROW_BYTES, plain_row, rename_columns
 from spmdrl.errors import Refusal, describe
 
 Messages = list[dict[str, Any]]
@@ -58,7 +58,7 @@ class RowRules:
     max_bytes: int = ROW_BYTES
     """Of one row, see `plain_row`."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """{name: name in the file} of columns to rename, see `renamed`."""
+    """{name: name in the file} of columns to rename, see `rename_columns`."""
 
     def check(self, row: Any, *, place: str) -> dict:
         """Return a row as plain data, with its columns renamed.
@@ -68,7 +68,7 @@ class RowRules:
         Raises: Refusal when it does not hold what is needed.
         """
         row = plain_row(row, place=place, max_bytes=self.max_bytes)
-        row = renamed(row, self.columns, place=place)
+        row = rename_columns(row, self.columns, place=place)
         _check_row(row, need=self.need, place=place)
         return row
 

@@ -13,7 +13,7 @@ from spmdrl.data.tasks import Task, make_task
 from spmdrl.environments.plain_state import environment_of, text_of
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
 from spmdrl.errors import Refusal
-from spmdrl.imports import construct, import_object, ran
+from spmdrl.imports import construct, import_object, resolve
 
 
 class TaskEnvironment:
@@ -102,7 +102,7 @@ class GymEnvironment:
         if seed is None:
             prompt = json.dumps(messages, sort_keys=True, default=str)
             seed = hashed(prompt, num_bytes=4) >> 1
-        observation, _ = ran(self.env.reset(seed=int(seed)))
+        observation, _ = resolve(self.env.reset(seed=int(seed)))
         text = _observation_formatter(self._show)(observation)
         if messages[-1]["role"] == "user":
             messages[-1] = dict(messages[-1], content=f"{messages[-1]['content']}\n\n{text}")
@@ -117,7 +117,7 @@ class GymEnvironment:
             action = _action_parser(self._action)(response.text)
         except ValueError as error:
             return self._turn(str(error), reward=0.0, is_done=is_last, info={"bad_actions": 1.0})
-        observation, reward, terminated, truncated, info = ran(self.env.step(action))
+        observation, reward, terminated, truncated, info = resolve(self.env.step(action))
         is_done = bool(terminated or truncated) or is_last
         metrics = {}
         if is_done:

@@ -19,7 +19,7 @@ from spmdrl.environments.protocol import (
 )
 from spmdrl.environments.tool_schema import argument_problem, describe
 from spmdrl.errors import Refusal
-from spmdrl.imports import construct, import_object, ran
+from spmdrl.imports import construct, import_object, resolve
 from spmdrl.sandbox import LaunchError
 
 _HERE = "spmdrl.environments."
@@ -63,7 +63,7 @@ class Tool:
         if problem:
             return f"Error: {self.name}: {problem}", False
         try:
-            result = ran(self.call(**call.arguments))
+            result = resolve(self.call(**call.arguments))
         except (BrokenTool, LaunchError):
             raise
         except Exception as error:  # of a user's code

@@ -23,7 +23,7 @@ from typing import Any
 from spmdrl.environments.plain_state import NotPlain
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
 from spmdrl.errors import Refusal
-from spmdrl.imports import construct, import_object, ran, refusing
+from spmdrl.imports import construct, import_object, refusing, resolve
 
 _GROUP_PARAMETERS = {"prompts", "completions", "answers", "states", "tasks", "infos"}
 
@@ -86,7 +86,7 @@ class VerifiersEnvironment:
             "final_env_response": None,
         }
         if hasattr(environment, "setup_state"):
-            self.state = ran(environment.setup_state(self.state)) or self.state
+            self.state = resolve(environment.setup_state(self.state)) or self.state
         return prompt
 
     def step(self, response: Response) -> Turn:
@@ -101,7 +101,7 @@ class VerifiersEnvironment:
         if is_last or self._is_completed():
             return self._score()
         messages = [*state["prompt"], *state["completion"]]
-        answer = ran(environment.env_response(messages, state))
+        answer = resolve(environment.env_response(messages, state))
         if isinstance(answer, tuple):
             answer, self.state = answer
         if isinstance(answer, str):
@@ -131,9 +131,9 @@ class VerifiersEnvironment:
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = inspect.signature(method).parameters.values()
         if sum(parameter.kind in kinds for parameter in parameters) < 2:
-            return bool(ran(method(self.state)))
+            return bool(resolve(method(self.state)))
         messages = [*self.state["prompt"], *self.state["completion"]]
-        return bool(ran(method(messages, self.state)))
+        return bool(resolve(method(messages, self.state)))
 
     def _score(self) -> Turn:
         """Return the last turn, with the rubric's reward."""
@@ -147,7 +147,7 @@ class VerifiersEnvironment:
         reward = 0.0
         info = {"turns": float(state["turn"])}
         for function, weight in _reward_funcs(environment.rubric):
-            value = float(ran(function(**_select_arguments(function, arguments))))
+            value = float(resolve(function(**_select_arguments(function, arguments))))
             info[_name_of(function)] = value
             reward += weight * value
         return Turn(is_done=True, reward=reward, info=info)

@@ -114,7 +114,7 @@ def sample_text(sample: dict, *, limit: int = 600) -> str:
     return "\n".join(lines)
 
 
-def wrapped(text: str, *, width: int) -> str:
+def wrap(text: str, *, width: int) -> str:
     """Return text in lines of at most `width` characters, the later ones indented."""
     return textwrap.fill(
         text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
@@ -148,7 +148,7 @@ def _metric_column(title: str, metric: str, width: int) -> Column:
 def table_columns(
     samples: bool, *, spark: Callable[[], str], has_ratio: bool = True
 ) -> list[Column]:
-    """Return the columns for an objective, the most useful first; `fitting` cuts off the last.
+    """Return the columns for an objective, the most useful first; `fit_columns` cuts off the last.
 
     Args:
         samples: whether the objective samples; else it fits rows.
@@ -192,12 +192,12 @@ def table_columns(
     return columns
 
 
-def with_values(columns: Sequence[Column], seen: set[str]) -> list[Column]:
+def drop_empty(columns: Sequence[Column], seen: set[str]) -> list[Column]:
     """Return the columns without those whose metric has had no value yet."""
     return [c for c in columns if not c.metric or c.metric in seen]
 
 
-def fitting(columns: Sequence[Column], width: int) -> list[Column]:
+def fit_columns(columns: Sequence[Column], width: int) -> list[Column]:
     """Return as many of the first columns as fit into `width` characters."""
     fitted: list[Column] = []
     taken = -1  # the first has no space before it
@@ -272,7 +272,7 @@ class Console:
             each = f"means over the {every} steps since the row before" if every > 1 else "one step"
             self.line(f"done: steps done; each row: {each}")
         if is_due:
-            self._columns = fitting(with_values(columns, self._seen), self.width)
+            self._columns = fit_columns(drop_empty(columns, self._seen), self.width)
             self.line(header(self._columns))
         self._rows += 1
         self.line(row(self._columns, values))

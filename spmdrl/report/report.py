@@ -137,7 +137,7 @@ class Report:
             self._write(step, proved | probe)
 
     def _line(self, line: str) -> None:
-        self.console.line(text.wrapped(line, width=self.console.width))
+        self.console.line(text.wrap(line, width=self.console.width))
 
     def _start_tracker(
         self, sizes: Mapping[str, str], environment: Mapping[str, Any], *, step: int

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from spmdrl.errors import Refusal, place_of
-from spmdrl.imports import import_object, ran
+from spmdrl.imports import import_object, resolve
 from spmdrl.rewards.forms import KNOWN_LISTS, Form, Parameters, form_of
 from spmdrl.rewards.retries import Errors
 from spmdrl.rewards.samples import SCOPES, RewardSample, Scope, Score
@@ -46,7 +46,7 @@ class Reward:
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[Score]:
         scores = [Score() for _ in samples]
-        self.read(ran(self.call(samples, scores)), scores)
+        self.read(resolve(self.call(samples, scores)), scores)
         return scores
 
     async def awaited(self, samples: Sequence[RewardSample]) -> list[Score]:

@@ -13,7 +13,7 @@ from spmdrl.environments.fit_values import fit_problem
 from spmdrl.environments.plain_state import PICKLED, PLAIN, NotPlain, environment_of, text_of
 from spmdrl.environments.protocol import Message, Response, Turn
 from spmdrl.errors import RAISED, Refusal, place_of
-from spmdrl.imports import attempt, construct, import_object, ran, refusing
+from spmdrl.imports import attempt, construct, import_object, refusing, resolve
 from spmdrl.rewards.samples import BadValue, finite
 
 FIELD = "rollout.environment"
@@ -120,7 +120,7 @@ class EnvironmentServer:
         """
         environment = self._make(**self._options)
         options = {"seed": seed} if self._wants_seed else {}
-        messages = ran(environment.reset(row, **options))
+        messages = resolve(environment.reset(row, **options))
         turn = Turn(messages=_checked_messages(messages, roles=(*_ROLES, "assistant")))
         return pack(environment, kind=self._kind), turn, _state_of(environment)
 
@@ -132,7 +132,7 @@ class EnvironmentServer:
         Raises: BadValue, or whatever the environment raises.
         """
         live = self._unpack(environment)
-        turn = checked_turn(ran(live.step(response)))
+        turn = checked_turn(resolve(live.step(response)))
         if turn.is_done:
             return b"", turn, -1
         return pack(live, kind=self._kind), turn, _state_of(live)
@@ -150,7 +150,7 @@ def _state_of(environment: Any) -> int:
     state = getattr(environment, "state", None)
     if not callable(state):
         return -1
-    return hashed(str(ran(state())), num_bytes=6)
+    return hashed(str(resolve(state())), num_bytes=6)
 
 
 def pack(environment: Any, *, kind: type | None = None) -> bytes:

@@ -94,7 +94,7 @@ def test_supervised_runs_have_a_table_of_their_own(tmp_path, capsys):
 
 def test_a_column_comes_with_its_first_value():
     columns = console.table_columns(True, spark=str)
-    titles = [c.title for c in console.with_values(columns, {"step", "policy/clip_frac"})]
+    titles = [c.title for c in console.drop_empty(columns, {"step", "policy/clip_frac"})]
     assert titles == ["done", "left", "trend", "clip"]
 
 
