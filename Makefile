@@ -63,7 +63,7 @@ lint: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m mypy
 
-test: venv .venv/torchao .venv/liger .venv/torchvision
+test: venv .venv/torchao .venv/liger .venv/triton .venv/torchvision
 	$(BIN)/python -m pytest -n 3 --dist loadfile --max-worker-restart 0
 
 grid: venv .venv/torchao .venv/torchvision
@@ -93,6 +93,13 @@ gpu:
 .venv/liger: .venv/installed requirements/liger.txt
 	rm -rf $@
 	$(LOCKED) --target $@ -r requirements/liger.txt
+	touch $@
+
+# For the tests of our own Triton kernels, in its interpreter: beside the environment, since torch
+# and vLLM take other ways where they find it.
+.venv/triton: .venv/installed requirements/triton.txt
+	rm -rf $@
+	$(LOCKED) --target $@ -r requirements/triton.txt
 	touch $@
 
 # For vLLM's models that see, which import it: beside the environment, where only their tests and

@@ -36,6 +36,7 @@ PACKAGES = (
     "safetensors",
     "flash-attn",
     "liger-kernel",
+    "triton",
     "numpy",
     "mlflow",
     "tyro",

@@ -211,7 +211,7 @@ def tell_memory(found: Timed, cfg: Config, *, options: Options, shape: ModelShap
     """Print what torch allocated at most, beside what the planner says."""
     hf_model, prompt = build_meta_model(cfg.model), options.length // 4
     run = run_of(
-        cfg, shape, on_gpu=True, chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
+        cfg, shape, on_gpu=True, chunk_tokens=head_chunk_tokens(cfg, hf_model, on_gpu=True),
         prompt_tokens=prompt, response_tokens=options.length - prompt,
     )  # fmt: skip
     causes = dict(trainer_memory(run, axes_of(cfg)).causes)

@@ -40,6 +40,9 @@ class KernelsSettings:
     rank to rank. `auto`: ulysses if cp divides the heads, else gather."""
     liger: bool = True
     """liger-kernel's RMSNorm, RoPE and SwiGLU, on CUDA."""
+    fused_head: bool = True
+    """Logprobs, entropy and their gradients by two Triton kernels, on CUDA; false: by torch's own
+    operations, as on the CPU."""
     compile: bool = False
     """torch.compile each block. It takes a minute, and is faster on CUDA."""
 
@@ -72,8 +75,8 @@ class MemorySettings:
     AdamW's state; `all`, both; `parameters`, shards, gradients and AdamW's state (FSDP2's
     CPUOffloadPolicy), where weights cross the bus in each pass. All but activations need CUDA."""
     head_chunk_tokens: Annotated[int, within(0, 2**30)] = 0
-    """Positions whose logits exist at once, each vocabulary * 4 bytes; 0: as many as fit into 512
-    MiB."""
+    """Positions whose logits exist at once, in compute_dtype; 0: as many as fit into 512 MiB, or 1
+    GiB on CUDA."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the weights between updates, and of their gradients. In bfloat16 updates are
     rounded stochastically, so that small ones are not lost."""

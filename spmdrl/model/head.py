@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.config import NO_PENALTIES, ModelSettings, Penalties
+from spmdrl.config import NO_PENALTIES, Config, Penalties
+from spmdrl.imports import refusing
+from spmdrl.model import logit_passes
+from spmdrl.model.logit_passes import LogitForm, Positions, chunks
 from spmdrl.model.sampling_rules import SamplingRules
 
 
@@ -33,16 +37,47 @@ class HeadOptions:
     """For targets whose rules have a history."""
     group: dist.ProcessGroup | None = None
     """Ranks that hold the parts of the vocabulary, in order; None: this rank holds all of it."""
+    is_fused: bool = False
+    """Compute the passes over logits by Triton kernels, on CUDA; see logit_kernels.py."""
+
+    @property
+    def form(self) -> LogitForm:
+        """How the head's matrix products become logits."""
+        return LogitForm(self.scale, self.softcap, self.temperature)
 
 
-def head_chunk_tokens(model: ModelSettings, hf_model: nn.Module) -> int:
+def head_chunk_tokens(cfg: Config, hf_model: nn.Module, *, on_gpu: bool) -> int:
     """Return the positions whose logits may be in memory at the same time.
 
-    That is the setting or, if it is 0, as many as take 512 MiB in float32, within [256, 8192]:
-    fewer make small matmuls, and more gain nothing.
+    That is the setting or, if it is 0, as many as take 512 MiB, or 1 GiB on GPUs: there each chunk
+    reads and writes the whole float32 gradient of the head's weight.
+    """
+    budget = 2**30 if on_gpu else 2**29
+    return cfg.model.memory.head_chunk_tokens or fitting_positions(
+        hf_model, budget=budget, logit_bytes=logit_bytes(cfg)
+    )
+
+
+def logit_bytes(cfg: Config) -> int:
+    """Return the memory that a chunk takes for each logit, forward or backward, in bytes."""
+    # The head's products, which their gradient overwrites.
+    total = getattr(torch, cfg.model.compute_dtype).itemsize
+    if cfg.sampling.penalties != NO_PENALTIES:
+        # Plain and penalised logits, counts, and what is computed between them, in 32 bits.
+        total += 24
+    if cfg.objective.needs_teacher:
+        # Logits and distributions of both models, their divergence and gradients, in float32.
+        total += 40
+    return total
+
+
+def fitting_positions(hf_model: nn.Module, *, budget: int, logit_bytes: int) -> int:
+    """Return how many positions have logits of `budget` bytes, within [256, 8192].
+
+    Fewer make small matrix products, and more gain nothing.
     """
     rows = hf_model.get_input_embeddings().weight.shape[0]
-    return model.memory.head_chunk_tokens or max(256, min(8192, 512 * 2**20 // (4 * rows)))
+    return max(256, min(8192, budget // (logit_bytes * rows)))
 
 
 def logprobs_and_entropy(
@@ -74,7 +109,7 @@ def logprobs_and_entropy(
     if not squares:
         return _Head.apply(hidden, weight, bias, targets, options, rules)
     with torch.no_grad():
-        local = _local(targets, weight, options)
+        local = targets - _first_id(weight, options)
         logprobs, entropy, _, sums = _scores(
             hidden, weight, bias, local, options, rules, squares=True
         )
@@ -92,45 +127,83 @@ class _Head(torch.autograd.Function):
         options: HeadOptions,
         rules: SamplingRules | None,
     ) -> tuple[Tensor, Tensor]:
-        local = _local(targets, weight, options)
+        local = targets - _first_id(weight, options)
         logprobs, entropy, log_total = _scores(hidden, weight, bias, local, options, rules)
         ctx.save_for_backward(hidden, weight, bias, local, log_total, entropy)
         ctx.options = options
         ctx.rules = rules
+        # The loss often leaves the entropy out; its gradient is None then instead of zeros.
+        ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor):
+    def backward(ctx, grad_logprobs: Tensor | None, grad_entropy: Tensor | None):
         hidden, weight, bias, local, log_total, entropy = ctx.saved_tensors
         options = ctx.options
-        rules = ctx.rules
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_total)
+        positions = Positions(local, log_total, entropy, grad_logprobs, grad_entropy)
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        grad_bias = None if bias is None else grad_weight.new_zeros(bias.shape)
+        grad_weight = None
+        grad_bias = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        if ctx.needs_input_grad[2]:
+            grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=weight.device)
         for part in chunks(hidden.shape[0], options.chunk_tokens):
-            own = [x[part] for x in (local, log_total, entropy, grad_logprobs, grad_entropy)]
-            found = _ruled(hidden[part], weight, options, bias=bias, rules=rules, part=part)
-            grad = _grad_ruled(found, own, options)
+            found = _products(hidden[part], weight, bias, options, rules=ctx.rules, part=part)
+            _passes(options).differentiate(
+                found.values, positions[part], found.form, dropped=found.dropped
+            )
+            grad = found.values if found.slope is None else found.values.mul_(found.slope)
             if grad_bias is not None:
-                grad_bias += grad.sum(dim=0)
+                grad_bias += grad.sum(dim=0, dtype=torch.float32)
             grad = grad.to(weight.dtype)
             torch.mm(grad, weight, out=grad_hidden[part])
-            # The sum is in float32, and addmm_ takes one dtype only.
-            if weight.dtype == torch.float32:
-                grad_weight.addmm_(grad.t(), hidden[part])
-            else:
-                grad_weight += grad.t() @ hidden[part]
+            if grad_weight is not None:
+                _add_product(grad_weight, grad.t(), hidden[part])
         # Each rank has the gradient through its part of the vocabulary.
         if options.group is not None:
             dist.all_reduce(grad_hidden, group=options.group)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight.to(weight.dtype), grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _local(targets: Tensor, weight: Tensor, options: HeadOptions) -> Tensor:
-    """Return targets relative to the first row of this rank."""
+def _first_id(weight: Tensor, options: HeadOptions) -> int:
+    """Return the id of this rank's first row of the vocabulary."""
     rank = 0 if options.group is None else dist.get_rank(options.group)
-    return targets - rank * weight.shape[0]
+    return rank * weight.shape[0]
+
+
+def check_fused_head() -> None:
+    """Refuse a machine without Triton.
+
+    Raises: Refusal.
+    """
+    hint = "; install it or set fused_head to false"
+    with refusing("model.kernels.fused_head: cannot import triton", ImportError, hint=hint):
+        import spmdrl.model.logit_kernels  # noqa: F401
+
+
+def _passes(options: HeadOptions) -> ModuleType:
+    """Return the module that computes the passes over logits."""
+    if not options.is_fused:
+        return logit_passes
+    from spmdrl.model import logit_kernels
+
+    return logit_kernels
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left @ right` to `total`, which is float32, in place."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif total.device.type == "cpu":
+        # It has no matrix product of 16-bit numbers with a float32 result.
+        total += left @ right
+    else:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
 
 
 def _scores(
@@ -142,108 +215,22 @@ def _scores(
     rules: SamplingRules | None,
     *,
     squares: bool = False,
-) -> list[Tensor]:
-    """Return what `_summarize` does for all positions, chunk by chunk: [N] float32 each."""
-    count = hidden.shape[0]
-    found = [
-        torch.empty(count, dtype=torch.float32, device=hidden.device) for _ in range(3 + squares)
-    ]
-    for part in chunks(count, options.chunk_tokens):
-        logits = _ruled(hidden[part], weight, options, bias=bias, rules=rules, part=part).logits
-        for whole, values in zip(found, _summarize(logits, local[part], options, squares=squares)):
-            whole[part] = values
-    return found
-
-
-@dataclass(frozen=True)
-class _Ruled:
-    """Logits [n, V], divided by the temperature, and what the gradient needs if there are rules."""
-
-    logits: Tensor
-    slope: Tensor | float | None = None  # derivative by the scaled products
-    dropped: Tensor | None = None  # [n, V] bool, ids that are masked out
-
-
-def _ruled(
-    hidden: Tensor,
-    weight: Tensor,
-    options: HeadOptions,
-    *,
-    bias: Tensor | None,
-    rules: SamplingRules | None,
-    part: slice,
-) -> _Ruled:
-    """Return the logits of consecutive positions, by rules if any; see `scaled_logits`."""
-    if rules is None:
-        return _Ruled(scaled_logits(hidden, weight, options, bias=bias))
-    rank = 0 if options.group is None else dist.get_rank(options.group)
-    # Penalties are applied before the temperature.
-    plain = scaled_logits(hidden, weight, replace(options, temperature=1.0), bias=bias)
-    # Computed first: without penalties `plain` itself is divided in place below.
-    slope: Tensor | float = 1 / options.temperature
-    if options.softcap is not None:
-        slope = slope * (1 - (plain / options.softcap).square())
-    first = rank * weight.shape[0]
-    logits, own = rules.apply(plain, part, penalties=options.penalties, first=first)
-    if options.temperature != 1.0:
-        logits.div_(options.temperature)
-    dropped = rules.drop(logits, part, first=first)
-    return _Ruled(logits, slope if own is None else slope * own, dropped)
-
-
-def _grad_ruled(ruled: _Ruled, own: Sequence[Tensor], options: HeadOptions) -> Tensor:
-    """Return the gradient of the raw logits, also for logits by rules; see `_grad_logits`."""
-    if ruled.slope is None:
-        return _grad_logits(ruled.logits, own, options)
-    # The slope includes softcap and temperature.
-    plain = replace(options, softcap=None, temperature=1.0)
-    grad = _grad_logits(ruled.logits, own, plain).mul_(ruled.slope)
-    return grad if ruled.dropped is None else grad.masked_fill_(ruled.dropped, 0.0)
-
-
-def chunks(count: int, size: int) -> list[slice]:
-    """Cut `count` positions into runs of at most `size`."""
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def scaled_logits(
-    hidden: Tensor, weight: Tensor, options: HeadOptions, *, bias: Tensor | None = None
-) -> Tensor:
-    """Return float32 logits [n, V] of this rank's vocabulary, divided by the temperature."""
-    logits = F.linear(hidden, weight, bias).float()
-    if options.scale != 1.0:
-        logits.mul_(options.scale)
-    if options.softcap is not None:
-        logits = logits.div_(options.softcap).tanh_() * options.softcap  # tanh keeps its output
-    if options.temperature != 1.0:
-        logits.div_(options.temperature)
-    return logits
-
-
-def _summarize(
-    logits: Tensor, local: Tensor, options: HeadOptions, *, squares: bool
 ) -> tuple[Tensor, ...]:
-    """Return logprobs, entropy and log of the partition function, each [n] float32.
+    """Return logprobs, entropy and log of the partition function of all positions, [N] float32.
 
-    With `squares` also the sum of squared probabilities.
+    With `squares` also the sums of squared probabilities.
     """
-    group = options.group
-    top = logits.amax(dim=-1)
-    if group is not None:
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-    is_own = (local >= 0) & (local < logits.shape[1])
-    at = local.clamp(0, logits.shape[1] - 1)
-    # 0 on all ranks but the one that has the target, so that their sum is its logit.
-    target = logits.gather(1, at[:, None])[:, 0] * is_own
-    shifted = logits - top[:, None]
-    weights = shifted.exp()
-    # vector_norm needs no further [n, V] for the squares.
-    square = [torch.linalg.vector_norm(weights, dim=-1).square()] if squares else []
-    # [3 or 4, n]: sum of exp, sum of exp * shifted logit, the target's logit, sum of exp^2.
-    sums = torch.stack([weights.sum(-1), weights.mul_(shifted).sum(-1), target, *square])
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    total, moment, target, *square = sums
+    count = hidden.shape[0]
+    sums = torch.empty(4 + squares, count, dtype=torch.float32, device=hidden.device)
+    for part in chunks(count, options.chunk_tokens):
+        found = _products(hidden[part], weight, bias, options, rules=rules, part=part)
+        _passes(options).summarize(
+            found.values, local[part], found.form, dropped=found.dropped, sums=sums[:, part]
+        )
+    top, *rest = sums
+    if options.group is not None:
+        top, rest = _join(top, torch.stack(rest), options.group)
+    total, moment, target, *square = rest
     log_total = total.log() + top
     return (
         target - log_total,
@@ -253,27 +240,68 @@ def _summarize(
     )
 
 
-def _grad_logits(logits: Tensor, own: Sequence[Tensor], options: HeadOptions) -> Tensor:
-    """Return the [n, V] float32 gradient of the raw logits; overwrites `logits`.
-
-    With p = exp(z - log_total): d logprob/dz = onehot - p and
-    d entropy/dz = -p * (z - log_total + entropy).
+def _join(top: Tensor, sums: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Sequence[Tensor]]:
+    """Join the sums of ranks that have parts of the vocabulary; see logit_passes.summarize.
 
     Args:
-        own: targets, log_total, entropy, and the gradients of logprobs and of entropy, [n] each.
+        top: [N] of this rank. sums: [3 or 4, N], the rows after it.
+    Returns: both, of the whole vocabulary.
     """
-    local, log_total, entropy, grad_logprobs, grad_entropy = own
-    # Computed first, because the logits are overwritten below.
+    whole = top.clone()
+    dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group)
+    # With z - whole = (z - top) + shift:
+    shift = top - whole
+    factor = shift.exp()
+    total, moment, target, *square = sums
+    parts = [total * factor, (moment + shift * total) * factor, target]
+    parts += [value * factor.square() for value in square]
+    joined = torch.stack(parts)
+    dist.all_reduce(joined, group=group)
+    return whole, joined.unbind()
+
+
+@dataclass(frozen=True)
+class _Products:
+    """What becomes logits, of consecutive positions."""
+
+    values: Tensor
+    """[n, V] the head's matrix products; under penalties the penalised logits in float32."""
+    form: LogitForm
+    """How the values become logits."""
+    dropped: Tensor | None = None
+    """[n, V] bool, ids that are masked out."""
+    slope: Tensor | float | None = None
+    """[n, V], or one number: the derivative of the values by the head's products; None: 1."""
+
+
+def _products(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: HeadOptions,
+    *,
+    rules: SamplingRules | None,
+    part: slice,
+) -> _Products:
+    values = F.linear(hidden, weight, bias)
+    if rules is None:
+        return _Products(values, options.form)
+    where = dict(first=_first_id(weight, options), width=weight.shape[0])
+    dropped = rules.dropped(part, **where)
+    if rules.history is None:
+        return _Products(values, options.form, dropped)
+    # Penalties are applied before the temperature.
+    plain = replace(options.form, temperature=1.0).logits(values)
+    slope: Tensor | float = options.scale
     if options.softcap is not None:
-        capped = logits * (options.temperature / options.softcap)
-        slope = capped.square_().neg_().add_(1)  # of softcap * tanh(x / softcap)
-    is_own = (local >= 0) & (local < logits.shape[1])
-    at = local.clamp(0, logits.shape[1] - 1)
-    logp = logits.sub_(log_total[:, None])
-    grad = logp.exp()
-    factor = logp.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
-    grad = grad.mul_(factor).neg_()
-    grad.scatter_add_(1, at[:, None], (grad_logprobs * is_own)[:, None])
-    if options.softcap is not None:
-        grad.mul_(slope)
-    return grad.mul_(options.scale / options.temperature)
+        slope = slope * (1 - (plain / options.softcap).square())
+    logits, own = rules.penalise(plain, part, penalties=options.penalties, **where)
+    slope = slope if own is None else slope * own
+    return _Products(logits, LogitForm(temperature=options.temperature), dropped, slope)
+
+
+def scaled_logits(
+    hidden: Tensor, weight: Tensor, options: HeadOptions, *, bias: Tensor | None = None
+) -> Tensor:
+    """Return float32 logits [n, V] of this rank's vocabulary, divided by the temperature."""
+    return options.form.logits(F.linear(hidden, weight, bias))

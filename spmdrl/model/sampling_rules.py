@@ -182,9 +182,6 @@ def make_sampling_mask(sets: SamplingMasks, device: torch.device | str) -> Sampl
     )
 
 
-_NEVER = -1e30  # finite: its product with a probability of 0 is 0
-
-
 @dataclass(frozen=True)
 class SamplingRules:
     """How N scored tokens were sampled."""
@@ -194,20 +191,19 @@ class SamplingRules:
     history: History | None = None
     """The ids before each, for penalties; None: no penalties."""
 
-    def apply(
-        self, logits: Tensor, part: slice, *, penalties: Penalties, first: int
+    def penalise(
+        self, logits: Tensor, part: slice, *, penalties: Penalties, first: int, width: int
     ) -> tuple[Tensor, Tensor | None]:
         """Apply penalties.
 
         Args:
-            logits: [n, V] float32, before temperature, of ids from `first` on.
+            logits: [n, width] float32, before temperature, of ids from `first` on.
             part: the chunk, of consecutive tokens.
-            penalties: of all tokens; used if there is a history.
+            penalties: of all tokens.
         Returns: see `penalise`.
         """
-        if self.history is None:
-            return logits, None
-        where = dict(first=first, width=logits.shape[1])
+        assert self.history is not None
+        where = dict(first=first, width=width)
         came = counts = None
         if penalties.repetition != 1:
             came = self.history.all.counts(part, **where) > 0
@@ -215,17 +211,13 @@ class SamplingRules:
             counts = self.history.response.counts(part, **where)
         return penalise(logits, penalties, came=came, counts=counts, first=first)
 
-    def drop(self, logits: Tensor, part: slice, *, first: int) -> Tensor | None:
-        """Set the logits of ids that are masked out to a large negative number, in place.
+    def dropped(self, part: slice, *, first: int, width: int) -> Tensor | None:
+        """Return which ids of [first, first + width) are masked out, [n, width] bool; None: none.
 
-        Args: see `apply`; over temperature.
-        Returns: [n, V] bool, which ids are masked out; None for none.
+        Args:
+            part: the chunk, of consecutive tokens.
         """
-        if self.kept is None:
-            return None
-        dropped = self.kept.dropped(part, first=first, width=logits.shape[1])
-        logits.masked_fill_(dropped, _NEVER)
-        return dropped
+        return None if self.kept is None else self.kept.dropped(part, first=first, width=width)
 
 
 def make_sampling_rules(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from spmdrl.model import head
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 from tests.helpers.ranks import run_ranks
 
@@ -111,6 +117,81 @@ def test_bfloat16_scores_in_float32():
     expected = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs, expected, rtol=1e-6, atol=1e-6)
+
+
+class _Traffic(TorchDispatchMode):
+    """Adds up the bytes that operations read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        returned = [own.alias_info for own in func._schema.returns]
+        is_view = any(alias is not None and not alias.is_write for alias in returned)
+        if is_view or "empty" in func.__name__:
+            return result
+        used = tree_leaves((args, kwargs, result))
+        if "gather" in func.__name__ or "scatter" in func.__name__:  # one element per row
+            used = [args[2]]
+        self.moved([own for own in used if isinstance(own, torch.Tensor)])
+        return result
+
+    def moved(self, tensors: list[torch.Tensor]) -> None:
+        """Count tensors."""
+        self.bytes += sum(own.numel() * own.itemsize for own in tensors)
+        self.shapes |= {tuple(own.shape) for own in tensors if own.dtype == torch.float32}
+
+
+def _traffic(options: HeadOptions, *, has_entropy: bool = False, trains: bool = True) -> _Traffic:
+    """Return what scoring and differentiating 8192 tokens moves, in the sizes of Qwen3 1.7B."""
+    count, width, vocabulary = 16384, 2048, 151936
+    states = dict(dtype=torch.bfloat16, device="meta")
+    hidden = torch.empty(count, width, **states, requires_grad=True)
+    weight = torch.empty(vocabulary, width, **states, requires_grad=trains)
+    targets = torch.empty(count, dtype=torch.int64, device="meta")
+    with _Traffic() as traffic:
+        logprobs, entropy = logprobs_and_entropy(hidden, weight, targets=targets, options=options)
+        (logprobs.sum() + (entropy.sum() if has_entropy else 0)).backward()
+    return traffic
+
+
+def _per_logit(traffic: _Traffic) -> float:
+    return traffic.bytes / 16384 / 151936
+
+
+def test_bytes_moved_per_logit_are_few(monkeypatch):
+    options = HeadOptions(3533)
+    # A further pass in float32 would be 8.
+    assert 100 < _per_logit(_traffic(options)) < 108
+    assert _per_logit(_traffic(options, has_entropy=True)) < 136
+
+    def summarize(products: torch.Tensor, *_: Any, sums: torch.Tensor, **__: Any) -> None:
+        fused.moved([products, sums])
+
+    def differentiate(products: torch.Tensor, *_: Any, **__: Any) -> None:
+        fused.moved([products, products])
+
+    kernels = SimpleNamespace(summarize=summarize, differentiate=differentiate)
+    monkeypatch.setattr(head, "_passes", lambda options: kernels)
+    fused = _Traffic()
+    found = _traffic(options)
+    # Products: written, read; again written, read, overwritten by the gradient, and read twice.
+    assert 14 < _per_logit(found) + _per_logit(fused) < 29
+
+
+def test_a_frozen_head_gets_no_gradient_and_no_memory_for_it():
+    traffic = _traffic(HeadOptions(3533), trains=False)
+    assert (151936, 2048) not in traffic.shapes
+    hidden, weight, targets, _ = _inputs()
+    hidden = hidden.requires_grad_()
+    logprobs, _ = logprobs_and_entropy(
+        hidden, weight, targets=targets, options=HeadOptions(chunk_tokens=4)
+    )
+    logprobs.sum().backward()
+    assert weight.grad is None and hidden.grad.any()
 
 
 def _half_vocabulary() -> bool:

@@ -23,7 +23,7 @@ from spmdrl.model.attention.packing import Packing, make_packing, packs
 from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.blocks import base_of, experts_modules
-from spmdrl.model.head import head_chunk_tokens
+from spmdrl.model.head import fitting_positions
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.scorer import head_form
 from spmdrl.model.vision.layout import RowLayout, vision_layout_of
@@ -324,7 +324,9 @@ class ModelRunner:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0."""
         scored: list[Tensor] = []
-        budget = head_chunk_tokens(self._cfg.model, self.hf_model)
+        budget = self._cfg.model.memory.head_chunk_tokens or fitting_positions(
+            self.hf_model, budget=2**29, logit_bytes=4
+        )
         for rows in packs(sequences, budget):
             lengths = [len(row) for row in rows]
             tokens = [token for row in rows for token in row]

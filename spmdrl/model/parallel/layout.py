@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 
 from spmdrl.config import Config, MemorySettings
 from spmdrl.model.blocks import base_of, blocks, experts_modules
-from spmdrl.model.head import HeadOptions, head_chunk_tokens
+from spmdrl.model.head import HeadOptions, check_fused_head, head_chunk_tokens
 from spmdrl.model.parallel import recompute, tensor_parallel
 from spmdrl.model.parallel.expert_parallel import apply_ep, replicated, shard_experts
 from spmdrl.model.parallel.row_slices import Slicing
@@ -82,11 +82,15 @@ def lay_out(
     if hasattr(hf_model, "score"):
         scorer = Valuer(hf_model)
     else:
+        on_gpu = world.device.type == "cuda"
+        if on_gpu and kernels.fused_head:
+            check_fused_head()
         options = HeadOptions(
-            head_chunk_tokens(cfg.model, hf_model),
+            head_chunk_tokens(cfg, hf_model, on_gpu=on_gpu),
             temperature=temperature,
             penalties=cfg.sampling.penalties,
             group=tp_group,
+            is_fused=on_gpu and kernels.fused_head,
         )
         scorer = Scorer(hf_model, options)
     others = [hf_model.get_submodule(name) for name in towers]

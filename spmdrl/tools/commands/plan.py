@@ -129,14 +129,15 @@ def _read_run(own: PlanFlags, rest: list[str]) -> tuple[Run, Rates]:
     _refuse(policy_problems(cfg, hf_model), has_layout=not own.gpus)
     shape = model_shape(hf_model, name=Path(cfg.model.path).name)
     lora = cfg.model.lora
+    on_gpu = cfg.layout.device != "cpu"
     run = run_of(
         cfg,
         shape,
-        on_gpu=cfg.layout.device != "cpu",
+        on_gpu=on_gpu,
         prompt_tokens=own.prompt_tokens,
         response_tokens=own.response_tokens,
         lora_numel=adapter_numel(hf_model, lora_form(lora)) if lora.is_on else 0,
-        chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
+        chunk_tokens=head_chunk_tokens(cfg, hf_model, on_gpu=on_gpu),
     )
     return run, rates
 

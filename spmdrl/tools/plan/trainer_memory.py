@@ -10,6 +10,7 @@ from functools import lru_cache
 from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.model.attention.packing import PaddedGroup
 from spmdrl.model.divisibility import context_method
+from spmdrl.model.head import logit_bytes
 from spmdrl.model.model_shape import Block, ModelShape
 from spmdrl.tools.plan.activations import (
     Cut,
@@ -169,8 +170,7 @@ def _at_head(run: Run, axes: Axes, *, saved: SavedBytes) -> dict[str, int]:
     shape = run.shape
     c = run.kernels.compute_bytes
     rows = _head_rows(shape, axes)
-    # Logits, their exponentials and the gradient in float32, and once more to multiply.
-    logits = run.chunk_tokens * rows * (12 + (c if c < 4 else 0))
+    logits = run.chunk_tokens * rows * logit_bytes(run.cfg)
     # The weight's gradient in float32; in bfloat16 also a chunk's share, or the sum.
     gradient = rows * shape.hidden * (4 + (c if c < 4 else 0))
     gradient = 0 if run.lora_numel else gradient

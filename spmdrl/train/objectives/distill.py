@@ -17,8 +17,9 @@ from spmdrl.algorithms import registry
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
-from spmdrl.model.head import HeadOptions, chunks, scaled_logits
+from spmdrl.model.head import HeadOptions, scaled_logits
 from spmdrl.model.load import hf_config_of
+from spmdrl.model.logit_passes import chunks
 from spmdrl.model.parallel.tensor_parallel import enter, gather_last
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.coefficients import Coefficients
