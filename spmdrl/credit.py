@@ -131,7 +131,7 @@ def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World
         own = {name: values.to(device)[rows] for name, values in per_sequence.items()}
         results.append(registry.call(method, one | totals | own, options))
     advantages = [tokens for tokens, _ in results]
-    if getattr(method, "whitened", False):
+    if getattr(method, "is_whitened", False):
         advantages = _whiten(advantages, [one["loss_mask"] for one in inputs], world=world)
     returns = [r for _, r in results if r is not None]
     sizes = [len(update) for update in batch.updates]

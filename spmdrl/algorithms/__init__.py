@@ -1,1 +1,1 @@
-"""Algorithms as pure functions of tensors: advantages, losses, corrections, and their reduction."""
+"""Algorithms as pure functions of tensors: advantages, losses, corrections, reductions."""

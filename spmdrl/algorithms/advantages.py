@@ -1,11 +1,13 @@
 """Advantages: one number per sequence from the rewards of the whole batch.
 
-Inputs are [S] tensors of `types.Scalars`, equal on every rank; R is a reward, mu_g and
-sigma_g mean and population standard deviation over a group's valid samples. Every function
-returns [S] float64 in the order given: exactly 0 for samples that are not valid and, where
-the baseline is the other samples, for groups of one. Rewards that are equal up to rounding
-(2^-40 relative) count as equal. Invariant under: permuting sequences or groups; dp size.
-Raises everywhere: Refusal for a valid reward that is not finite.
+Inputs are [S] tensors of `types.Scalars`, equal on every rank. R is a reward; mu_g and sigma_g are
+mean and population standard deviation over a group's valid samples. Every function returns [S]
+float64 in the order of its inputs. An advantage is exactly 0 for a sample that is not valid, and
+for a group of one if the baseline comes from the other samples. Rewards that differ only by
+rounding (2^-40 relative) count as equal.
+
+Invariant under: permuting sequences or groups; dp size.
+Raises: Refusal for a valid reward that is not finite (every function).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms.groups import ROUNDING, Groups, group_rewards
-from spmdrl.algorithms.masked import check_positive, making
+from spmdrl.algorithms.masked import check_positive, derive
 from spmdrl.errors import Refusal
 
 __all__ = [
@@ -36,7 +38,7 @@ __all__ = [
 ]  # the methods, for the registry
 
 
-@making(groups=group_rewards)
+@derive(groups=group_rewards)
 def grpo(groups: Groups, *, std_eps: float = 1e-6) -> Tensor:
     """Standardise within the group: (R - mu_g) / (sigma_g + std_eps).
 
@@ -47,7 +49,7 @@ def grpo(groups: Groups, *, std_eps: float = 1e-6) -> Tensor:
     return groups.centred() / (groups.stds + std_eps)[groups.index]
 
 
-@making(groups=group_rewards)
+@derive(groups=group_rewards)
 def dr_grpo(groups: Groups) -> Tensor:
     """Centre within the group: R - mu_g.
 
@@ -56,7 +58,7 @@ def dr_grpo(groups: Groups) -> Tensor:
     return groups.centred()
 
 
-@making(groups=group_rewards)
+@derive(groups=group_rewards)
 def rloo(groups: Groups) -> Tensor:
     """Subtract the mean of the group's other samples: G / (G - 1) * (R - mu_g).
 
@@ -66,7 +68,7 @@ def rloo(groups: Groups) -> Tensor:
     return groups.centred() * factor[groups.index]
 
 
-@making(groups=group_rewards)
+@derive(groups=group_rewards)
 def lite_ppo(groups: Groups, *, std_eps: float = 1e-6) -> Tensor:
     """Centre within the group, scale by the batch: (R - mu_g) / (sigma_batch + std_eps).
 
@@ -79,7 +81,7 @@ def lite_ppo(groups: Groups, *, std_eps: float = 1e-6) -> Tensor:
     return groups.centred() / (batch.stds + std_eps)[batch.index]
 
 
-@making(groups=group_rewards)
+@derive(groups=group_rewards)
 def max_rl(groups: Groups, *, mean_eps: float = 1e-6) -> Tensor:
     """Scale by the group's success rate: (R - mu_g) / (mu_g + mean_eps).
 
@@ -96,9 +98,9 @@ def max_rl(groups: Groups, *, mean_eps: float = 1e-6) -> Tensor:
     return groups.centred() / (groups.means + mean_eps)[groups.index]
 
 
-@making(groups=group_rewards)
+@derive(groups=group_rewards)
 def gpg(groups: Groups) -> Tensor:
-    """Centre within the group, make up for groups without signal: alpha (R - mu_g).
+    """Centre within the group, and scale up for groups without signal: alpha (R - mu_g).
 
     alpha = valid samples / valid samples in groups whose rewards differ.
 
@@ -108,7 +110,7 @@ def gpg(groups: Groups) -> Tensor:
     return groups.centred() * (groups.counts.sum() / with_signal)
 
 
-@making(groups=group_rewards)
+@derive(groups=group_rewards)
 def opo(groups: Groups, *, response_lengths: Tensor) -> Tensor:
     """Subtract the length-weighted group mean: R - sum(|y| R) / sum(|y|).
 
@@ -117,19 +119,20 @@ def opo(groups: Groups, *, response_lengths: Tensor) -> Tensor:
     Source: arXiv 2505.23585. Also invariant under adding a constant per group.
     """
     lengths = response_lengths.double() * groups.is_valid
-    offset = groups.rewards - groups.means[groups.index]  # around the mean: no cancellation
+    # Differences from the mean are small, so their sum loses no digits.
+    offset = groups.rewards - groups.means[groups.index]
     shift = groups.sum(lengths * offset) / groups.sum(lengths).clamp(min=1)
     return groups.centred(groups.means + shift)
 
 
-@making(groups=group_rewards)
+@derive(groups=group_rewards)
 def pass_at_k(
     groups: Groups, *, scale: Literal["none", "std"] = "none", std_eps: float = 1e-6
 ) -> Tensor:
-    """Credit the group's best sample alone, by its lead: best - second best, others 0.
+    """Give only the group's best sample an advantage: best - second best.
 
-    With k the group's size this is what the best of k loses without that sample. Two best
-    samples that tie get 0.
+    This is how much the best reward of the group's k samples falls without that sample. If two
+    samples tie for the best reward, both get 0.
 
     Args:
         scale: `std` divides by sigma_g + std_eps.
@@ -158,15 +161,15 @@ def gdpo(
     part_weights: Sequence[float] = (),
     std_eps: float = 1e-6,
 ) -> Tensor:
-    """Standardise each reward function in its group, add them up, scale by the batch.
+    """Standardise each reward function within its group, add them up, scale by the batch.
 
-    A = sum_k w_k (R_k - mu_gk) / sigma_gk, then A / (sigma_A + std_eps) with sigma_A over all
-    valid samples of the batch in groups of two or more. The mean of A is 0 as it stands.
+    A = sum_k w_k (R_k - mu_gk) / sigma_gk, then A / (sigma_A + std_eps). sigma_A is over all valid
+    samples of the batch in groups of two or more; their mean of A is 0.
 
     Args:
-        reward_parts: [S, K] float64, each reward function's own value, without its weight.
+        reward_parts: [S, K] float64, the unweighted values of K reward functions.
         part_weights: K weights; empty for 1 each.
-    Raises: Refusal for a valid part that is not finite or a number of weights other than K.
+    Raises: Refusal for a valid part that is not finite, or if there are not K weights.
     Source: arXiv 2601.05242; sigma_gk needs no eps, as equal rewards give 0. Also invariant
         under adding a constant to one part of a group, or scaling it by a factor above 0.
     """
@@ -187,21 +190,22 @@ def gdpo(
         total = total + term
         size = size + term.abs()
         counted = is_valid & (groups.counts >= 2)[groups.index]
-    total = torch.where(total.abs() > ROUNDING * size, total, 0.0)  # parts that cancel out
+    # Parts that cancel out leave only rounding errors.
+    total = torch.where(total.abs() > ROUNDING * size, total, 0.0)
     std = (total.square().sum() / counted.sum().clamp(min=1)).sqrt()
     return total / (std + std_eps)
 
 
-@making(groups=group_rewards)
+@derive(groups=group_rewards)
 def reinforce_plus_plus_baseline(
     groups: Groups, *, response_lengths: Tensor, std_eps: float = 1e-8
 ) -> Tensor:
     """Centre within the group, then whiten over all response tokens of the batch.
 
-    Groups of one are left out of the whitening and get 0.
+    Groups of one do not take part in the whitening; their advantage is 0.
 
     Args:
-        response_lengths: [S] int64, tokens; a sequence weighs as many tokens as it has.
+        response_lengths: [S] int64, tokens: the weights of the sequences in the whitening.
     Source: arXiv 2501.03262, REINFORCE++ with baseline. Also invariant under adding a
         constant per group.
     """
@@ -212,7 +216,7 @@ def reinforce_plus_plus_baseline(
     centred = groups.centred()
     centred = torch.where(counted, centred - (weights * centred).sum() / total, 0.0)
     std = ((weights * centred**2).sum() / total).sqrt()
-    # All tokens on one value: there is no scale to whiten by, only round-off.
+    # If all tokens have the same value, the standard deviation is only a rounding error.
     has_scale = len(centred) > 0 and bool(std > 2.0**-40 * centred.abs().max())
     return centred / (std + std_eps) if has_scale else torch.zeros_like(centred)
 
@@ -221,21 +225,21 @@ def remax(rewards: Tensor, greedy_rewards: Tensor, *, is_valid: Tensor) -> Tenso
     """Subtract the reward of the prompt's greedy sample: R - R(greedy).
 
     Args:
-        greedy_rewards: [S] float64, task units; NaN where the prompt has no greedy sample,
-            which gives 0.
+        greedy_rewards: [S] float64, task units. NaN: the prompt has no greedy sample, and its
+            samples get 0.
     Raises: Refusal for an infinite greedy reward of a valid sample.
     Source: arXiv 2310.10505. Also invariant under adding a constant per prompt to both.
     """
     compared = is_valid & ~greedy_rewards.isnan()
-    own = reinforce(rewards, is_valid=is_valid)
+    reward_values = reinforce(rewards, is_valid=is_valid)
     baselines = reinforce(greedy_rewards, is_valid=compared)
-    gap = own - baselines
-    differs = gap.abs() > ROUNDING * torch.maximum(own.abs(), baselines.abs())
+    gap = reward_values - baselines
+    differs = gap.abs() > ROUNDING * torch.maximum(reward_values.abs(), baselines.abs())
     return torch.where(compared & differs, gap, 0.0)
 
 
 def reinforce(rewards: Tensor, *, is_valid: Tensor) -> Tensor:
-    """Take the reward as it is, without a baseline.
+    """Return the reward itself, without a baseline.
 
     Source: Williams 1992, REINFORCE.
     """

@@ -1,6 +1,7 @@
 """Losses for a reward model: one term per pair of scored responses.
 
-As in `preference`, a pair with a length of 0 is not in the loss: term and gradient exactly 0.
+As in `preference`, a pair with a length of 0 is not in the loss: its term and gradient are exactly
+0.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def bradley_terry(
     Args:
         chosen_scores, rejected_scores: [P] float, score units. P pairs.
         chosen_lengths, rejected_lengths: [P] int64, tokens.
-        margins: [P] float, score units: m, how far apart the two should be; 0 where the data
-            does not say.
-        center_coef: pulls scores towards mean 0, which the comparison leaves open; at least 0.
+        margins: [P] float, score units: m, the difference that the two scores should have; 0 if
+            the data does not specify one.
+        center_coef: pulls scores towards mean 0, which comparisons alone do not determine; at
+            least 0.
     Returns: terms [P], in the dtype of `chosen_scores`, and stats, per pair in the loss:
         reward_model/accuracy (1/2 for equal scores), reward_model/margin,
         reward_model/chosen_score, reward_model/rejected_score.
@@ -39,16 +41,17 @@ def bradley_terry(
     Invariant under: permuting pairs, micro-batching, dp size, padding.
     """
     check_not_negative(center_coef=center_coef)
-    kept = pairs_in_loss(chosen_lengths, rejected_lengths)
-    # Replaced before the arithmetic: NaN in a row left out must not reach a gradient.
-    chosen, rejected = (keep(s, kept) for s in (chosen_scores, rejected_scores))
+    in_loss = pairs_in_loss(chosen_lengths, rejected_lengths)
+    # Mask before the arithmetic: NaN in a pair outside the loss must not reach a gradient.
+    chosen = keep(chosen_scores, in_loss)
+    rejected = keep(rejected_scores, in_loss)
     gap = chosen - rejected
-    margins = keep(margins.detach(), kept).to(gap.dtype)
+    margins = keep(margins.detach(), in_loss).to(gap.dtype)
     terms = -logsigmoid(gap - margins) + center_coef * (chosen + rejected) ** 2
 
-    return keep(terms, kept), {
-        "reward_model/accuracy": masked_mean((gap.sign() + 1) / 2, kept),
-        "reward_model/margin": masked_mean(gap, kept),
-        "reward_model/chosen_score": masked_mean(chosen, kept),
-        "reward_model/rejected_score": masked_mean(rejected, kept),
+    return keep(terms, in_loss), {
+        "reward_model/accuracy": masked_mean((gap.sign() + 1) / 2, in_loss),
+        "reward_model/margin": masked_mean(gap, in_loss),
+        "reward_model/chosen_score": masked_mean(chosen, in_loss),
+        "reward_model/rejected_score": masked_mean(rejected, in_loss),
     }

@@ -1,4 +1,4 @@
-"""Methods that are no function here but a combination of settings, by the names users know."""
+"""Published methods that are a combination of settings here, not a function of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMBINATIONS = {
     "grpo": (
         f"{_PPO} --algorithm.advantage grpo --algorithm.aggregation seq_mean_token_mean "
         "--algorithm.kl-coef 0.04",
-        "as in the paper; leave out what you do not want of it",
+        "as in the paper; each part can be left out",
     ),
     "dr_grpo": (
         f"{_PPO} --algorithm.advantage dr_grpo --algorithm.aggregation seq_mean_token_sum_norm",
@@ -24,17 +24,17 @@ COMBINATIONS = {
     ),
     "bnpo": (
         f"{_PPO} --algorithm.advantage grpo --algorithm.aggregation token_mean",
-        "TRL's: a mean over the tokens, here of the whole step",
+        "as in TRL: a mean over tokens, here over those of the whole step",
     ),
     "ppo": (
         f"{_PPO} --algorithm.advantage gae --batch.group-size 1",
-        "with a value model, whose settings are the section critic",
+        "with a value model, see the section critic",
     ),
     "vapo": (
         f"{_CLIP_HIGHER} --algorithm.advantage gae "
         "--algorithm.advantage-options '{value_lam: 1.0, length_alpha: 0.05}' "
         "--algorithm.aggregation token_mean --critic.warmup-steps 50",
-        "clip higher, length-adaptive GAE, a value model that learns first",
+        "clip higher, length-adaptive GAE, a value model that trains first",
     ),
     "rloo": (
         "--algorithm.loss reinforce --algorithm.advantage rloo",
@@ -43,7 +43,7 @@ COMBINATIONS = {
     "reinforce_plus_plus": (
         f"{_PPO} --algorithm.advantage reinforce_plus_plus --algorithm.kl-in reward "
         "--algorithm.kl-coef 0.01",
-        "the KL in the rewards",
+        "the KL is part of the rewards",
     ),
     "gspo": (
         "--algorithm.loss gspo --algorithm.advantage grpo "
@@ -60,9 +60,9 @@ COMBINATIONS = {
         "a variant of dpo",
     ),
 }
-"""{name: (flags, what they are)}."""
+"""{name: (flags, description)}."""
 
-_SPELLED = {
+_OTHER_SPELLINGS = {
     "grpo_dr": "dr_grpo",
     "drgrpo": "dr_grpo",
     "dr.grpo": "dr_grpo",
@@ -74,10 +74,10 @@ _SPELLED = {
 
 
 def combination(name: str) -> str:
-    """Return what a method is here that is a combination, for a message; empty for none known."""
+    """Return a sentence on the combination of this name, for a message; empty if there is none."""
     key = name.lower().replace("-", "_").replace(" ", "_")
-    key = _SPELLED.get(key, key)
+    key = _OTHER_SPELLINGS.get(key, key)
     if key not in COMBINATIONS:
         return ""
-    flags, what = COMBINATIONS[key]
-    return f"{name} is a combination of settings here: {flags} ({what})"
+    flags, description = COMBINATIONS[key]
+    return f"{name} is a combination of settings here: {flags} ({description})"

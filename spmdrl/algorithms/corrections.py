@@ -1,15 +1,15 @@
-"""Weights that correct for tokens sampled by the engine, not by the trainer's policy.
+"""Importance weights: the engine sampled the tokens, and its policy differs from the trainer's.
 
-rho = pi_old / mu, with mu as sampled. All bounds are bounds on rho itself. `level` says which
-rho a token gets: `token` its own; `sequence` the product over its sequence's loss tokens;
-`geometric` their geometric mean exp(mean log rho). Log-ratios are clamped to +-20 after the
-sum. A token whose rollout logprob is not finite counts as rho = 1 (`mismatch` counts them).
-Some weigh (tis), some drop and leave the rest at weight 1 (sequence_mask, veto, opsm), the
-others do both.
+rho = pi_old / mu, where mu is the engine's policy. All bounds are on rho, not on its distance from
+1. `level` selects the rho of a token: `token` is its own ratio; `sequence` is the product over the
+loss tokens of its sequence; `geometric` is their geometric mean exp(mean log rho). Log-ratios are
+clamped to +-20 after the sum. A token has rho = 1 if its rollout logprob is not finite (`mismatch`
+counts these). Some corrections scale tokens (tis), some drop tokens and give the others weight 1
+(sequence_mask, veto, opsm), and some do both.
 
-Each returns [T] weights, detached, 0 where `loss_mask` is False, in the dtype of
-`old_logprobs`, and stats as losses do. The weights multiply a loss's terms; the counts that
-divide the loss stay as they are.
+Each correction returns [T] weights, detached, 0 where `loss_mask` is False, in the dtype of
+`old_logprobs`; and stats as losses do. The weights multiply the terms of a loss. They do not change
+the counts that divide the loss.
 Invariant under: dp size, micro-batching, packing order, padding.
 """
 
@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.masked import Stats, attach, check_bound, keep, making, masked_mean
+from spmdrl.algorithms.masked import Stats, attach, check_bound, derive, keep, masked_mean
 from spmdrl.algorithms.reduce import spread_mean, spread_sum
 from spmdrl.errors import Refusal
 
@@ -34,8 +34,8 @@ Correction = tuple[Tensor, Stats]
 def log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor) -> Tensor:
     """Return log rho of each loss token: [T] float64, detached.
 
-    0 off the loss mask and where the engine's logprob is not finite. A trainer logprob that
-    is not finite stays visible, for the update to be skipped.
+    It is 0 off the loss mask and where the engine's logprob is not finite. It is not finite where
+    the trainer's logprob is not, so that the update is skipped.
     """
     old = old_logprobs.detach().double()
     rollout = rollout_logprobs.detach().double()
@@ -44,7 +44,7 @@ def log_rho(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor
 
 @dataclass(frozen=True)
 class Rho:
-    """rho of one micro-batch, and what a correction by it returns."""
+    """rho of one micro-batch, and the results of corrections."""
 
     log: Tensor  # [T] float64, of each loss token; 0 elsewhere
     loss_mask: Tensor  # [T] bool
@@ -63,13 +63,13 @@ class Rho:
         return log.clamp(-20.0, 20.0).exp()
 
     def masked(self, level: Level, lower: float, upper: float) -> Correction:
-        """Weigh by rho inside the bounds, drop tokens outside."""
+        """Return a correction that weighs by rho inside the bounds and drops tokens outside."""
         rho = self.at(level)
         weights = keep(rho, _inside(rho, lower, upper))
         return self.correction(weights, weights != rho)
 
     def correction(self, weights: Tensor, is_cut: Tensor) -> Correction:
-        """Return [T] weights, and the stats: their mean, and the share of tokens that are cut."""
+        """Return [T] weights and stats: their mean, and the share of tokens that `is_cut` marks."""
         weights = keep(weights, self.loss_mask)
         stats = {
             "policy/correction_weight": masked_mean(weights, self.loss_mask),
@@ -95,12 +95,13 @@ def _inside(rho: Tensor, lower: float, upper: float) -> Tensor:
 def none(old_logprobs: Tensor, *, loss_mask: Tensor) -> tuple[Tensor, Stats]:
     """Return weight 1 for every loss token: [T], and no stats.
 
-    Source: the plain objective; right where engine and trainer agree, or a loss corrects itself.
+    Source: the plain objective, for a trainer and an engine that agree, or a loss that weighs by
+        pi / mu itself.
     """
     return loss_mask.to(old_logprobs.dtype), {}
 
 
-@making(rho=rho_of)
+@derive(rho=rho_of)
 def tis(rho: Rho, *, level: Level = "token", upper: float = 2.0) -> Correction:
     """Truncate: min(rho, upper).
 
@@ -114,15 +115,15 @@ def tis(rho: Rho, *, level: Level = "token", upper: float = 2.0) -> Correction:
         (fengyao.notion.site/off-policy-rl); Ionides 2008.
     """
     check_bound(upper=upper)
-    own = rho.at(level)
-    return rho.correction(own.clamp(max=upper), own > upper)
+    token_rho = rho.at(level)
+    return rho.correction(token_rho.clamp(max=upper), token_rho > upper)
 
 
-@making(rho=rho_of)
+@derive(rho=rho_of)
 def mis(
     rho: Rho, *, level: Level = "sequence", lower: float = 0.0, upper: float = 3.0
 ) -> Correction:
-    """Mask: rho inside [lower, upper], else 0.
+    """Weigh by rho inside [lower, upper], else 0.
 
     Args:
         old_logprobs, rollout_logprobs: [T] float, nats.
@@ -136,11 +137,11 @@ def mis(
     return rho.masked(level, lower, upper)
 
 
-@making(rho=rho_of)
+@derive(rho=rho_of)
 def icepop(
     rho: Rho, *, level: Level = "token", lower: float = 0.5, upper: float = 5.0
 ) -> Correction:
-    """Mask both sides: rho inside [lower, upper], else 0; per token in the paper.
+    """Weigh by rho inside [lower, upper], else 0; per token in the paper.
 
     Args:
         old_logprobs, rollout_logprobs: [T] float, nats.
@@ -153,7 +154,7 @@ def icepop(
     return rho.masked(level, lower, upper)
 
 
-@making(rho=rho_of)
+@derive(rho=rho_of)
 def sequence_mask(
     rho: Rho,
     *,
@@ -169,20 +170,20 @@ def sequence_mask(
         level: which rho, the product or the geometric mean. lower, upper: bounds, inclusive.
     Returns: weights [T] and stats.
     Raises: Refusal for bounds or a level out of range.
-    Source: Liu et al. 2025, geometric sequence masking (yingru.notion.site); bounds as
-        SkyRL advises for the geometric mean. The product wants wider ones.
+    Source: Liu et al. 2025, geometric sequence masking (yingru.notion.site). The default bounds
+        are SkyRL's advice for the geometric mean; the product needs wider bounds.
     """
     if level == "token":
         raise Refusal("level: must be sequence or geometric, got 'token'")
-    kept = _inside(rho.at(level), lower, upper)
-    return rho.correction(kept.double(), ~kept)
+    in_bounds = _inside(rho.at(level), lower, upper)
+    return rho.correction(in_bounds.double(), ~in_bounds)
 
 
-@making(rho=rho_of)
+@derive(rho=rho_of)
 def seq_mask_tis(
     rho: Rho, *, lower: float = 0.99, upper: float = 1.01, token_upper: float = 2.0
 ) -> Correction:
-    """Drop sequences by their geometric rho, truncate the rest: min(rho_t, token_upper).
+    """Drop sequences by their geometric rho; the others get min(rho_t, token_upper).
 
     Args:
         old_logprobs, rollout_logprobs: [T] float, nats.
@@ -192,16 +193,16 @@ def seq_mask_tis(
     Raises: Refusal for bounds out of range.
     Source: `sequence_mask` times `tis`.
     """
-    kept = _inside(rho.at("geometric"), lower, upper)
+    in_bounds = _inside(rho.at("geometric"), lower, upper)
     check_bound(token_upper=token_upper)
-    own = rho.at("token")
-    weights = torch.where(kept, own.clamp(max=token_upper), 0.0)
-    return rho.correction(weights, weights != own)
+    token_rho = rho.at("token")
+    weights = torch.where(in_bounds, token_rho.clamp(max=token_upper), 0.0)
+    return rho.correction(weights, weights != token_rho)
 
 
-@making(rho=rho_of)
+@derive(rho=rho_of)
 def veto(rho: Rho, *, lower: float = 1e-4, upper: float = 1e2) -> Correction:
-    """Drop a sequence if one of its loss tokens has rho outside [lower, upper]; else weight 1.
+    """Drop a sequence if any loss token has rho outside [lower, upper]; else weight 1.
 
     Args:
         old_logprobs, rollout_logprobs: [T] float, nats.
@@ -212,16 +213,16 @@ def veto(rho: Rho, *, lower: float = 1e-4, upper: float = 1e2) -> Correction:
     Source: Liu et al. 2025, outlier veto (yingru.notion.site).
     """
     outside = rho.loss_mask & ~_inside(rho.at("token"), lower, upper)
-    kept = spread_sum(outside, rho.cu_seqlens) == 0
-    return rho.correction(kept.double(), ~kept)
+    in_bounds = spread_sum(outside, rho.cu_seqlens) == 0
+    return rho.correction(in_bounds.double(), ~in_bounds)
 
 
-@making(rho=rho_of)
+@derive(rho=rho_of)
 def opsm(rho: Rho, *, advantages: Tensor, delta: float = 1e-4) -> Correction:
     """Drop off-policy sequences with a negative advantage; weight 1 for the others.
 
-    Dropped where A < 0 and the sequence's mean log mu - log pi_old is above delta, that is
-    where its geometric rho is below exp(-delta).
+    A token is dropped if A < 0 and the mean of log mu - log pi_old over its sequence is above
+    delta. This is the same as a geometric rho below exp(-delta).
 
     Args:
         old_logprobs, rollout_logprobs: [T] float, nats.
@@ -229,8 +230,8 @@ def opsm(rho: Rho, *, advantages: Tensor, delta: float = 1e-4) -> Correction:
         delta: nats per token, at least 0.
     Returns: weights [T] and stats.
     Raises: Refusal for a negative delta.
-    Source: arXiv 2512.02556 (DeepSeek-V3.2, off-policy sequence masking). Deviation: pi_old,
-        once per batch, where the paper has the current policy at each update.
+    Source: arXiv 2512.02556 (DeepSeek-V3.2, off-policy sequence masking). Deviation: the ratio is
+        that of pi_old, once per batch; the paper uses the current policy at each update.
     """
     if not delta >= 0:
         raise Refusal(f"delta: must be at least 0, got {delta}")
@@ -240,7 +241,7 @@ def opsm(rho: Rho, *, advantages: Tensor, delta: float = 1e-4) -> Correction:
 
 
 def vaco_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Measure how far the trainer's policy is from the one that sampled, for `vaco`.
+    """Measure how far the trainer's policy is from the engine's, for `vaco`.
 
     Args:
         old_logprobs, rollout_logprobs: [N] float, nats, loss tokens of the whole batch (all
@@ -250,19 +251,19 @@ def vaco_statistics(old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str,
     """
     everything = torch.ones_like(old_logprobs, dtype=torch.bool)
     rho = log_rho(old_logprobs, rollout_logprobs, loss_mask=everything).clamp(-20.0, 20.0).exp()
-    gaps = (rho - 1).abs().sort().values  # sorted, so that the order cannot change the sum
+    gaps = (rho - 1).abs().sort().values  # the sum then does not depend on the order of tokens
     return {"mean_ratio_gap": gaps.sum() / max(len(gaps), 1)}
 
 
 @attach(statistics=vaco_statistics)
-@making(rho=rho_of)
+@derive(rho=rho_of)
 def vaco(
     rho: Rho, *, advantages: Tensor, mean_ratio_gap: Tensor, bound: float = 0.2, upper: float = 2.0
 ) -> Correction:
     """Drop the tokens that push pi further from mu, while the two are too far apart.
 
-    With the batch's mean |rho - 1| (twice the total variation) above `bound`, tokens with
-    A (rho - 1) > 0 get 0. All others get min(rho, upper).
+    If the batch's mean |rho - 1| (twice the total variation) is above `bound`, tokens with
+    A (rho - 1) > 0 get 0. All other tokens get min(rho, upper).
 
     Args:
         old_logprobs, rollout_logprobs: [T] float, nats.
@@ -271,12 +272,12 @@ def vaco(
         bound: on mean_ratio_gap, above 0. upper: largest weight, above 0.
     Returns: weights [T] and stats.
     Raises: Refusal for bounds out of range.
-    Source: arXiv 2603.01365 (VACO), the filter alone. Deviations: pi_old, once per batch,
-        where the paper has the current policy; weights truncated at `upper`.
+    Source: arXiv 2603.01365 (VACO), only its filter. Deviations: the ratio is that of pi_old, once
+        per batch, where the paper uses the current policy; weights are truncated at `upper`.
     """
     check_bound(bound=bound, upper=upper)
-    own = rho.at("token")
-    pushes = advantages.detach() * (own - 1) > 0
+    token_rho = rho.at("token")
+    pushes = advantages.detach() * (token_rho - 1) > 0
     dropped = pushes & (mean_ratio_gap.detach() > bound)
-    weights = torch.where(dropped, 0.0, own.clamp(max=upper))
-    return rho.correction(weights, weights != own)
+    weights = torch.where(dropped, 0.0, token_rho.clamp(max=upper))
+    return rho.correction(weights, weights != token_rho)

@@ -7,13 +7,13 @@ P is the teacher's distribution of the next token, Q the student's; gradients go
     mixed    (1 - beta) forward + beta reverse
     jsd      beta KL(P || M) + (1 - beta) KL(Q || M) with M = beta P + (1 - beta) Q
 
-The jsd itself vanishes at beta 0 and 1. Divided by beta it tends to the forward KL at 0, by
-1 - beta to the reverse KL at 1; `jsd` is these at exactly 0 and 1. Between them nothing is
-divided. An outcome of probability 0 on the side that weighs it counts 0; one that only the
-other side rules out gives infinity, which stays visible.
+The formula of the jsd is 0 at beta 0 and 1. Divided by beta, it tends to the forward KL as beta
+goes to 0; divided by 1 - beta, it tends to the reverse KL as beta goes to 1. So at exactly 0 and 1,
+`jsd` returns these limits. Between them it is not divided. In KL(p || q), an outcome with p = 0
+adds 0. An outcome with p > 0 and q = 0 makes the term infinite; this is not hidden.
 
-`loss_mask` [T] bool: where it is False term and gradient are exactly 0, whatever the inputs
-hold there. Terms are nats, at least 0 up to rounding, not divided by anything.
+`loss_mask` [T] bool: where it is False, term and gradient are exactly 0 for any input. Terms are
+nats, at least 0 up to rounding, not divided by a count.
 Invariant under: dp size, micro-batching, packing order, padding.
 Source: arXiv 2306.13649 (GKD), eq. 1 for the jsd; at 0 and 1 as in TRL.
 """
@@ -32,7 +32,7 @@ from spmdrl.errors import Refusal
 __all__ = ["distill_topk", "divergence"]  # the methods, for the registry
 
 Kind = Literal["forward", "reverse", "mixed", "jsd"]
-_MAX_LOG_MASS = -1e-7  # float32 cannot tell a sum of probabilities from 1 any closer
+_MAX_LOG_MASS = -1e-7  # closer to 1, a sum of float32 probabilities is only rounding error
 
 
 def divergence(
@@ -50,7 +50,7 @@ def divergence(
         student_logits, teacher_logits: [T, V] float, not normalised. V vocabulary.
         loss_mask: [T] bool.
         kind: which divergence. beta: of mixed and jsd, in [0, 1].
-        temperature: divides both logits, above 0. Terms are not scaled back by its square.
+        temperature: divides both logits, above 0. Terms are not multiplied by its square.
     Returns: terms [T], nats, in the dtype of `student_logits` and at least float32, and
         stats: policy/distill, the term per loss token.
     Raises: Refusal for an option out of range.
@@ -58,13 +58,13 @@ def divergence(
     """
     _check_options(kind, beta)
     check_positive(temperature=temperature)
-    # Loss tokens alone: at [T, V] the copy costs less than the softmaxes of all the others.
+    # Copy the rows of loss tokens: at [T, V] this costs less than softmaxes of the other rows.
     rows = loss_mask.nonzero().squeeze(1)
     dtype = torch.promote_types(student_logits.dtype, torch.float32)
     student = (student_logits[rows].to(dtype) / temperature).log_softmax(-1)
     teacher = (teacher_logits.detach()[rows].to(dtype) / temperature).log_softmax(-1)
-    found = _divergence(teacher, student, kind=kind, beta=beta)
-    terms = found.new_zeros(loss_mask.shape).index_put((rows,), found)
+    row_terms = _divergence(teacher, student, kind=kind, beta=beta)
+    terms = row_terms.new_zeros(loss_mask.shape).index_put((rows,), row_terms)
     return terms, {"policy/distill": masked_mean(terms, loss_mask)}
 
 
@@ -87,7 +87,8 @@ def distill_topk(
         kind, beta, tail: as in `topk_divergence`.
     Returns: terms and stats as of `topk_divergence`.
     Raises: Refusal for an option out of range.
-    Source: `topk_divergence`, on a teacher in the program instead of a report of its logprobs.
+    Source: `topk_divergence`, with a teacher that runs in the trainer instead of logprobs that a
+        server reported.
     """
     if k < 1:
         raise Refusal(f"k: must be at least 1, got {k}")
@@ -97,7 +98,7 @@ def distill_topk(
     teacher = teacher_logits.detach()[rows].to(dtype)
     top, ids = teacher.topk(min(k, teacher.shape[-1]), dim=-1)
     at_ids = student.gather(-1, ids) - student.logsumexp(-1, keepdim=True)
-    found, stats = topk_divergence(
+    row_terms, stats = topk_divergence(
         at_ids,
         top - teacher.logsumexp(-1, keepdim=True),
         kind=kind,
@@ -105,7 +106,7 @@ def distill_topk(
         tail=tail,
         loss_mask=torch.ones_like(rows, dtype=torch.bool),
     )
-    return found.new_zeros(loss_mask.shape).index_put((rows,), found), stats
+    return row_terms.new_zeros(loss_mask.shape).index_put((rows,), row_terms), stats
 
 
 def topk_divergence(
@@ -124,22 +125,22 @@ def topk_divergence(
             vocabulary of the same K distinct ids; -inf in both for a slot not used.
         loss_mask: [T] bool.
         kind: which divergence. beta: of mixed and jsd, in [0, 1].
-        tail: what becomes of the rest of the vocabulary: `bucket` one more outcome on both
-            sides, so that probability which the student puts there counts; `renormalise`
-            leave it out and scale both sides to sum 1, blind to what it holds.
+        tail: how to treat the rest of the vocabulary. `bucket`: as one more outcome on both sides,
+            so that the student's probability outside the K tokens counts. `renormalise`: leave it
+            out and scale both sides to sum 1, so that this probability does not count.
     Returns: terms [T], nats, in the dtype of the student's, and stats per loss token:
         policy/distill, the term; policy/distill_teacher_mass and
         policy/distill_student_mass, probability of the K ids.
     Raises: Refusal for an option out of range.
-    Source: the bucket merges outcomes, which makes forward, reverse, mixed and jsd at most
-        those of the whole vocabulary, and 0 if these are. A mass above exp(-1e-7) counts as
-        that. Computed in float64: the bucket is a difference from 1.
+    Source: the data-processing inequality. The bucket merges outcomes, so each divergence is at
+        most that of the whole vocabulary, and 0 if that is 0. Computed in float64, because the
+        bucket is a difference from 1; a mass above exp(-1e-7) counts as exp(-1e-7).
     """
     _check_options(kind, beta)
     if tail not in ("bucket", "renormalise"):
         raise Refusal(f"tail: must be bucket or renormalise, got {tail!r}")
     num_ids = student_logprobs_at_ids.shape[1]
-    filler = -math.log(num_ids + 1)  # any distribution will do off the mask
+    filler = -math.log(num_ids + 1)  # off the mask, any valid distribution
     mask = loss_mask[:, None]
     student = torch.where(mask, student_logprobs_at_ids, filler).double()
     teacher = torch.where(mask, teacher_logprobs.detach(), filler).double()
@@ -173,18 +174,16 @@ def _divergence(teacher: Tensor, student: Tensor, *, kind: Kind, beta: float) ->
         return _kl(student, teacher)
     if kind == "mixed":
         return (1 - beta) * _kl(teacher, student) + beta * _kl(student, teacher)
-    # Where neither has probability, logaddexp of two -inf would give a gradient of NaN.
-    neither = teacher.isneginf() & student.isneginf()
-    shares = (
-        torch.where(neither, 0.0, teacher) + math.log(beta),
-        torch.where(neither, 0.0, student) + math.log1p(-beta),
-    )
-    middle = torch.logaddexp(*shares)
+    # If both are -inf, the gradient of logaddexp would be NaN.
+    is_absent = teacher.isneginf() & student.isneginf()
+    teacher_share = torch.where(is_absent, 0.0, teacher) + math.log(beta)
+    student_share = torch.where(is_absent, 0.0, student) + math.log1p(-beta)
+    middle = torch.logaddexp(teacher_share, student_share)
     return beta * _kl(teacher, middle) + (1 - beta) * _kl(student, middle)
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return KL(p || q) over the last dim; 0 log 0 is 0, in the gradient too."""
+    """Return KL(p || q) over the last dim. An outcome with p = 0 adds 0, also to the gradient."""
     p = log_p.exp()
     absent = p == 0
     ratio = torch.where(absent, 0.0, log_p) - torch.where(absent, 0.0, log_q)

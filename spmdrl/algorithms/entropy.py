@@ -1,4 +1,4 @@
-"""Tools that act on the policy's entropy: `algorithm.entropy_control` of the objective `rl`.
+"""Control of the policy's entropy: `algorithm.entropy_control` of the objective `rl`.
 
 T packed tokens, N loss tokens of the whole batch.
 """
@@ -16,7 +16,7 @@ __all__ = ["adaptive_entropy_coef", "top_entropy"]
 
 
 def top_entropy_statistics(entropy: Tensor, *, keep_frac: float = 0.2) -> dict[str, Tensor]:
-    """Find the entropy that the top share of the batch's loss tokens reaches.
+    """Find the smallest entropy among the top share of the batch's loss tokens.
 
     Args:
         entropy: [N] float, nats, loss tokens of the whole batch.
@@ -29,7 +29,7 @@ def top_entropy_statistics(entropy: Tensor, *, keep_frac: float = 0.2) -> dict[s
     entropy = entropy.detach().double()
     if not len(entropy):
         return {"entropy_cut": entropy.new_tensor(float("-inf"))}
-    # The slack is for products such as 0.07 * 100, which is a little more than 7.
+    # Without the slack, 0.07 * 100, which is a little above 7 in floats, would give 8.
     count = min(max(math.ceil(keep_frac * len(entropy) - 1e-9), 1), len(entropy))
     return {"entropy_cut": entropy.topk(count).values[-1]}
 
@@ -38,21 +38,20 @@ def top_entropy_statistics(entropy: Tensor, *, keep_frac: float = 0.2) -> dict[s
 def top_entropy(
     entropy: Tensor, *, loss_mask: Tensor, entropy_cut: Tensor, keep_frac: float = 0.2
 ) -> tuple[Tensor, Stats]:
-    """Keep the tokens of high entropy, where a response takes its turns: weight 1, else 0.
+    """Keep the tokens of high entropy, at which the response is undecided: weight 1, else 0.
 
     Args:
-        entropy: [T] float, nats, of the policy's distribution at each token; in the program
-            that of the batch's start, so that all updates train the same tokens.
+        entropy: [T] float, nats, of the policy's distribution at each token. A run uses that of
+            the batch's start, so that all updates train the same tokens.
         loss_mask: [T] bool.
-        entropy_cut: [] float64, nats, of top_entropy_statistics: tokens at or above it stay, all
-            that are equal to it included.
+        entropy_cut: [] float64, nats, from top_entropy_statistics: tokens at or above it are kept.
         keep_frac: share of the loss tokens to keep, in (0, 1]; acts through entropy_cut.
-    Returns: weights [T], detached, in the dtype of `entropy`, 0 off the loss mask, which
-        multiply a loss's terms while the counts that divide the loss stay; and stats.
+    Returns: weights [T], detached, in the dtype of `entropy`, 0 off the loss mask; and stats. The
+        weights multiply the terms of a loss. They do not change the counts that divide the loss.
     Raises: Refusal for a share out of range.
-    Source: arXiv 2506.01939. Deviations: the cut is over the whole batch rather than a
-        micro-batch, and of the batch's start; the divisor stays, so that the gradient of a
-        kept token does not depend on how many are kept.
+    Source: arXiv 2506.01939. Deviations: the cut is computed once per batch, at its start, not for
+        each micro-batch. The divisor of the loss does not change, so the gradient of a token does
+        not depend on how many other tokens are kept.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     check_share(keep_frac=keep_frac)
@@ -73,14 +72,16 @@ def adaptive_entropy_coef(
     """Move the entropy bonus's coefficient one step towards the target entropy.
 
     Args:
-        coef: current coefficient. entropy: measured mean, nats. An entropy that is not finite
-            (a skipped update) leaves the coefficient where it is and applies none.
+        coef: current coefficient.
+        entropy: measured mean, nats. If it is not finite (a skipped update), the coefficient does
+            not change, and 0 is applied.
         target: nats. delta: size of a step. lower, upper: bounds on the coefficient.
-    Returns: the next coefficient, to be carried on (up by delta below the target, down above
-        it), and the one to apply, which is 0 while the entropy is above the target.
+    Returns: two coefficients. The first is for the next call: delta higher if the entropy is below
+        the target, delta lower if above. The second is to be applied now: the same, but 0 while
+        the entropy is above the target.
     Raises: Refusal for a target, delta or bounds out of range.
-    Source: arXiv 2505.22312 (Skywork-OR1), adaptive entropy control. The upper bound is ours,
-        so that a bonus that does not help cannot grow without end.
+    Source: arXiv 2505.22312 (Skywork-OR1), adaptive entropy control. Deviation: an upper bound,
+        so that a bonus without effect does not grow forever.
     """
     if not math.isfinite(target):
         raise Refusal(f"target: must be finite, got {target}")

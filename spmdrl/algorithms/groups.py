@@ -16,22 +16,22 @@ ROUNDING = 2.0**-40  # relative spread below which float64 rewards count as equa
 class Groups:
     """Reward statistics of each group over its valid samples. G groups, S sequences."""
 
-    index: Tensor  # [S] int64, position of a sequence's group below
+    index: Tensor  # [S] int64, position of each sequence's group in the [G] tensors
     rewards: Tensor  # [S] float64, 0 where not valid
     is_valid: Tensor  # [S] bool
     counts: Tensor  # [G] float64, valid samples
     means: Tensor  # [G] float64, 0 without a valid sample
     stds: Tensor  # [G] float64, population standard deviation (divides by the count)
-    has_spread: Tensor  # [G] bool, two samples or more and rewards that differ
+    has_spread: Tensor  # [G] bool, at least two samples, with rewards that differ
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum [S] float64 values within each group: [G]."""
+        """Return the sum of [S] float64 values over each group: [G]."""
         return torch.zeros_like(self.counts).index_add(0, self.index, values)
 
     def max(self, values: Tensor) -> Tensor:
         """Return the largest of [S] float64 values over each group's valid samples: [G].
 
-        -inf for a group without one.
+        It is -inf for a group without valid samples.
         """
         values = torch.where(self.is_valid, values, -torch.inf)
         return _largest(values, self.index, len(self.counts))
@@ -76,7 +76,8 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Gr
     counts = total(valid)
     divisor = counts.clamp(min=1)
     means = total(rewards) / divisor
-    means = means + total(valid * (rewards - means[index])) / divisor  # second pass: round-off
+    # A second pass removes the rounding error of the first.
+    means = means + total(valid * (rewards - means[index])) / divisor
     stds = (total(valid * (rewards - means[index]) ** 2) / divisor).sqrt()
     high = _largest(torch.where(is_valid, rewards, -torch.inf), index, len(ids))
     low = -_largest(torch.where(is_valid, -rewards, -torch.inf), index, len(ids))
@@ -86,26 +87,27 @@ def group_rewards(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Gr
 
 
 def best_and_worst(rewards: Tensor, group_ids: Tensor, *, is_valid: Tensor) -> Tensor:
-    """Return the samples with the largest and the smallest reward of each group.
+    """Find the samples with the largest and the smallest reward of each group.
 
     Args:
         rewards: [S] float64, task units. Ignored where not valid.
         group_ids: [S] int64, in any order. is_valid: [S] bool.
-    Returns: [P, 2] int64, positions of the best and of the worst; of equal ones the first. In the
-        order of group ids, without groups that have no spread of rewards.
+    Returns: [P, 2] int64, positions of the best and the worst sample of each group, by group id.
+        If several have the same reward, the first of them. Groups whose rewards do not differ are
+        left out.
     Raises: Refusal, see `group_rewards`.
     """
     groups = group_rewards(rewards, group_ids, is_valid=is_valid)
     order = torch.arange(len(groups.index), device=rewards.device)
-    found = []
+    columns = []
     for sign in (1, -1):
         values = torch.where(is_valid, sign * groups.rewards, -torch.inf)
-        extreme = _largest(values, groups.index, len(groups.counts))
-        is_it = is_valid & (values == extreme[groups.index])
-        first = torch.where(is_it, order, len(order))
-        least = torch.full_like(groups.counts, len(order), dtype=torch.int64)
-        found.append(least.scatter_reduce(0, groups.index, first, "amin"))
-    return torch.stack(found, dim=1)[groups.has_spread]
+        largest = _largest(values, groups.index, len(groups.counts))
+        is_largest = is_valid & (values == largest[groups.index])
+        positions = torch.where(is_largest, order, len(order))
+        start = torch.full_like(groups.counts, len(order), dtype=torch.int64)
+        columns.append(start.scatter_reduce(0, groups.index, positions, "amin"))
+    return torch.stack(columns, dim=1)[groups.has_spread]
 
 
 def _largest(values: Tensor, index: Tensor, num_groups: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""The loss tokens of a packed micro-batch, each sequence's in order with the holes left out.
+"""The loss tokens of a packed micro-batch, in order, without the other tokens between them.
 
-Everything that runs along a response (returns, discounted sums, positions) runs over these, so
-that a tool's output between two turns is skipped and its values are never read.
+Returns, discounted sums and positions are computed on loss tokens. So they skip a tool's output
+between two turns, and never read its values.
 Shape letters: S sequences, T packed tokens, N loss tokens.
 """
 
@@ -20,22 +20,25 @@ class LossTokens:
     """Where the loss tokens are. Build it with `loss_tokens`."""
 
     index: Tensor  # [N] int64, position in the packed [T], ascending
-    sequence: Tensor  # [N] int64, which sequence
-    position: Tensor  # [N] int64, 0 for the first loss token of its sequence
-    last: Tensor  # [N] int64, place among the N of its sequence's last loss token
+    sequence: Tensor  # [N] int64, index of the token's sequence
+    position: Tensor  # [N] int64, among the loss tokens of its sequence, from 0
+    last: Tensor  # [N] int64, index in [N] of the last loss token of its sequence
     counts: Tensor  # [S] int64, loss tokens of each sequence
     num_tokens: int  # T
 
     @property
     def turn(self) -> Tensor:
-        """Return the number of each loss token's run within its sequence: [N] int64, from 0."""
+        """Return the turn of each loss token within its sequence: [N] int64, from 0.
+
+        A turn is a run of adjacent loss tokens.
+        """
         starts = torch.ones_like(self.position)
-        # A run begins after a hole, and at a new sequence.
+        # A turn begins after a token that is not in the loss, and at a new sequence.
         starts[1:] = ((self.index.diff() > 1) | (self.sequence.diff() > 0)).long()
-        runs = starts.cumsum(0)
+        turns = starts.cumsum(0)
+        # These numbers go on from sequence to sequence: subtract that of the sequence's first turn.
         first = self.last - self.counts[self.sequence] + 1
-        # Runs were counted through all sequences.
-        return runs - runs[first]
+        return turns - turns[first]
 
     def take(self, values: Tensor) -> Tensor:
         """Return [T] values at the loss tokens: [N] float64, detached."""
@@ -78,18 +81,18 @@ def loss_tokens(loss_mask: Tensor, cu_seqlens: Tensor) -> LossTokens:
 
 
 def discounted_sums(values: Tensor, *, discounts: Tensor | float, last: Tensor) -> Tensor:
-    """Sum the values to come: x_t = v_t + c x_(t+1), up to the last of the sequence.
+    """Sum this value and the later values of the sequence: x_t = v_t + c x_(t+1).
 
-    It takes log2 of the longest run rounds: after k of them each entry holds 2^k terms.
+    After k rounds each entry holds 2^k terms, so this takes log2(longest sequence) rounds.
 
     Args:
         values: [N] float64.
         discounts: c in [0, 1]: one number, or [N] float64 with one value per sequence.
-        last: [N] int64, place of the last entry of one's sequence.
+        last: [N] int64, index in [N] of the last entry of the entry's sequence.
     Returns: [N] float64.
     """
     places = torch.arange(len(values), device=values.device)
-    left = last - places  # [N] entries of the sequence after this one
+    left = last - places  # [N], the number of later entries of the sequence
     longest = int(left.max()) if len(values) else 0
     discounts = torch.as_tensor(discounts, dtype=torch.float64, device=values.device)
     sums = values

@@ -1,4 +1,4 @@
-"""What every method shares: masked values, stats, and checks of options."""
+"""Helpers of all methods: masked values, stats, and checks of options."""
 
 from __future__ import annotations
 
@@ -14,101 +14,109 @@ from torch import Tensor
 from spmdrl.errors import Refusal
 
 Stats = dict[str, tuple[Tensor, Tensor]]
-"""{name: (numerator, denominator)}, detached float64 scalars: add up pairwise, then divide."""
+"""{name: (numerator, denominator)}, detached float64 scalars.
+
+Add numerators and denominators over micro-batches and ranks, then divide.
+"""
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def attach(**attributes: Any) -> Callable[[Method], Method]:
-    """Attach to a method what its signature does not say.
+    """Attach attributes to a method that its signature cannot hold.
 
-    statistics: the function that gives it its whole-batch scalars. That takes, by name, [N] columns
-        of the loss tokens of the whole batch (all ranks; N may be 0) and those of the method's
-        options that matter to it, and returns {input name: [] float64}, to be passed to the method
-        for every micro-batch. Its columns are those of the batch's start: computed once, the
-        scalars do not move during the batch's updates. Invariant under: permuting the columns, bit
-        for bit.
-    matched: the function that gives a preference loss what it asks for of the other pairs of the
-        batch. That takes, by name, [P] inputs of all pairs of the batch, those with gradient as
-        they were at its start, and returns {input name: [P]}, and each micro-batch gets its own
-        entries. Permuting the pairs permutes what it returns.
-    aggregations: which of them make it the objective of its paper; others are refused. For terms
-        that are a sequence's, which an aggregation over tokens would weigh by its length.
-    totals: the function that gives a per-token advantage sums over the whole batch. Of one
-        micro-batch it returns {name: tensor} of one shape on every micro-batch, to be added up over
-        those of all dp ranks. It may ask for what the method may, and for `sequence_ids` [S] int64,
-        rows in the whole batch (-1: a dummy without tokens), and the numbers `num_sequences` B,
-        `num_groups` P, `num_positions` L, most loss tokens of a response. The method gets the sums
-        by name, whole.
-    per_sequence: the function that gives such an advantage, from those sums, the [B] tensors of
-        `types.Scalars` and `loss_lengths` [B] int64, loss tokens: {name: [B, ...]}. The method gets
-        by name the rows of its micro-batch's sequences.
-    whitened: its result is whitened over all loss tokens of the global batch.
+    Attributes:
+        statistics: a function that computes scalars of the whole batch for the method. It takes, by
+            name, [N] columns of the loss tokens of the whole batch (all ranks; N may be 0), and the
+            options that it shares with the method. It returns {input name: [] float64}. The method
+            gets these for every micro-batch. The columns are those at the batch's start, so the
+            scalars stay the same during all updates of the batch. Invariant under: permuting the
+            columns, bit for bit.
+        matched: a function that computes inputs of a preference loss from all pairs of the batch.
+            It takes [P] inputs of all pairs by name; inputs with a gradient have their values at
+            the batch's start. It returns {input name: [P]}, of which each micro-batch gets its
+            entries. Permuting the pairs permutes the result.
+        aggregations: the aggregations under which the loss is the objective of its paper. Others
+            are refused: the terms belong to whole sequences, and an aggregation over tokens would
+            weigh them by length.
+        totals: a function that computes sums over the whole batch for a per-token advantage. It
+            is called for each micro-batch and returns {name: tensor}; these are added up over the
+            micro-batches of all dp ranks, so their shapes must not depend on the micro-batch. It
+            may take any input of the method, and also `sequence_ids` [S] int64, the rows in the
+            whole batch (-1: a dummy without tokens), `num_sequences` B, `num_groups` P and
+            `num_positions` L, the number of loss tokens of the longest response. The method gets
+            the sums by name.
+        per_sequence: a function that computes inputs of a per-token advantage for each sequence of
+            the whole batch. It takes those sums, the [B] tensors of `types.Scalars`, and
+            `loss_lengths` [B] int64, loss tokens. It returns {name: [B, ...]}, of which each
+            micro-batch gets the rows of its sequences.
+        is_whitened: the result is whitened over all loss tokens of the global batch.
     """
 
-    def to(function: Method) -> Method:
-        """Note it on the function."""
+    def decorate(function: Method) -> Method:
         vars(function).update(attributes)
         return function
 
-    return to
+    return decorate
 
 
-def making(**makers: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make some of a method's parameters from others, which its callers give instead.
+def derive(**builders: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compute some of a method's parameters from others, which its callers pass instead.
 
-    `@making(groups=group_rewards)` above `def grpo(groups, *, std_eps=1e-6)` is a method
-    grpo(rewards, group_ids, *, is_valid, std_eps=1e-6): what methods have in common is written
-    once, and each says what is its own. The signature shows what callers give; where maker and
-    method have a parameter of one name, both get it, and the method's default counts.
+    `@derive(groups=group_rewards)` on `def grpo(groups, *, std_eps=1e-6)` makes a method
+    grpo(rewards, group_ids, *, is_valid, std_eps=1e-6). So methods with the same inputs declare
+    them once, in the builder. The signature of the result has the parameters that callers pass. If
+    builder and method have a parameter of the same name, both get it, with the method's default.
     """
 
-    def to(method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method that takes what the makers ask for."""
-        own = inspect.signature(method, eval_str=True)
-        asked = {n: inspect.signature(maker, eval_str=True) for n, maker in makers.items()}
-        given = {p.name: p for one in (*asked.values(), own) for p in one.parameters.values()}
-        given = {name: p for name, p in given.items() if name not in makers}
-        signature = own.replace(parameters=sorted(given.values(), key=lambda p: p.kind))
+    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+        method_signature = inspect.signature(method, eval_str=True)
+        signatures = {n: inspect.signature(one, eval_str=True) for n, one in builders.items()}
+        parameters: dict[str, inspect.Parameter] = {}
+        for one in (*signatures.values(), method_signature):
+            parameters |= one.parameters
+        for name in builders:
+            del parameters[name]
+        ordered = sorted(parameters.values(), key=lambda parameter: parameter.kind)
+        signature = method_signature.replace(parameters=ordered)
 
         @functools.wraps(method)
-        def called(*args: Any, **options: Any) -> Any:
-            """Make what the makers give, and call the method."""
+        def build_and_call(*args: Any, **options: Any) -> Any:
             bound = signature.bind(*args, **options)
             bound.apply_defaults()
             values = bound.arguments
-            for name, maker in makers.items():
-                values[name] = maker(**{n: values[n] for n in asked[name].parameters})
-            return method(**{n: values[n] for n in own.parameters})
+            for name, builder in builders.items():
+                values[name] = builder(**{n: values[n] for n in signatures[name].parameters})
+            return method(**{n: values[n] for n in method_signature.parameters})
 
-        called.__signature__ = signature  # type: ignore[attr-defined]
-        called.__annotations__ = {name: p.annotation for name, p in given.items()}
-        return called
+        build_and_call.__signature__ = signature  # type: ignore[attr-defined]
+        build_and_call.__annotations__ = {n: p.annotation for n, p in parameters.items()}
+        return build_and_call
 
-    return to
-
-
-def keep(values: Tensor, kept: Tensor) -> Tensor:
-    """Return values with exactly 0, and no gradient, where they are not kept."""
-    # where, not a product: NaN * 0 is NaN, and so would be the gradient.
-    return torch.where(kept, values, 0.0)
+    return decorate
 
 
-def masked_mean(values: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum and count of the values kept, detached float64 scalars."""
-    return keep(values.detach(), kept).double().sum(), kept.double().sum()
+def keep(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the values where the mask is true; elsewhere exactly 0, without a gradient."""
+    # Not a product: NaN * 0 is NaN, in the value and in the gradient.
+    return torch.where(mask, values, 0.0)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum and the count of the values where the mask is true, as in Stats."""
+    return keep(values.detach(), mask).double().sum(), mask.double().sum()
 
 
 def log1mexp(values: Tensor) -> Tensor:
-    """Return log(1 - exp(x)) for x < 0 without loss of digits, as is its gradient."""
-    # Each form keeps its digits on its own side of -ln 2; inputs stay on that side, since an
-    # infinite gradient of the form not taken would come back as NaN.
+    """Return log(1 - exp(x)) for x < 0. Neither the value nor the gradient loses digits."""
+    # There are two formulas, each accurate on its side of -ln 2. Inputs are clamped to that side:
+    # an infinite gradient of the formula that is not chosen would become NaN.
     near = values.clamp(min=-math.log(2))
     far = values.clamp(max=-math.log(2))
     return torch.where(values > -math.log(2), (-near.expm1()).log(), (-far.exp()).log1p())
 
 
 def _check(is_right: Callable[[float], bool], what: str) -> Callable[..., None]:
-    """Return what raises Refusal for options, by name, that are not what they must be."""
+    """Return a function of options by name that raises Refusal for a wrong value."""
 
     def check(**values: float) -> None:
         for name, value in values.items():
@@ -120,7 +128,7 @@ def _check(is_right: Callable[[float], bool], what: str) -> Callable[..., None]:
 
 check_positive = _check(lambda v: v > 0 and math.isfinite(v), "must be above 0")
 check_bound = _check(lambda v: v > 0, "must be above 0")
-"""An upper bound: infinity bounds nothing."""
+"""For upper bounds, which may be infinite: then there is no bound."""
 check_not_negative = _check(lambda v: v >= 0 and math.isfinite(v), "must be at least 0")
 check_unit = _check(lambda v: 0 <= v <= 1, "must be in [0, 1]")
 check_share = _check(lambda v: 0 < v <= 1, "a share, must be above 0 and at most 1")

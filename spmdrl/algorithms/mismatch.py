@@ -1,11 +1,12 @@
-"""How far the trainer's policy is from the one that sampled: sums over loss tokens.
+"""How far the trainer's policy is from the engine's, which sampled: sums over loss tokens.
 
-rho = pi_old / mu on tokens sampled from mu. Tokens off the loss mask enter nothing, and a
-sequence without loss tokens enters no mean over sequences.
+rho = pi_old / mu on tokens sampled from mu. Tokens off the loss mask do not count. A sequence
+without loss tokens does not count in means over sequences.
 
-Quantiles and the maximum of |pi_old - mu| do not add up over micro-batches and ranks; counts
-in fixed bins do. `gap_histogram` counts, `gap_quantile` and `gap_max` read the sum, and
-`gap_sums` makes metrics of it. `correction_advice` says when the distance is too large.
+Quantiles and the maximum of |pi_old - mu| cannot be added up over micro-batches and ranks, but
+counts in fixed bins can. `gap_histogram` counts, `gap_quantile` and `gap_max` read the sum of the
+counts, and `gap_sums` computes the metrics. `correction_advice` tells users when the gap is too
+large.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from spmdrl.algorithms.masked import Stats, keep, masked_mean
 from spmdrl.algorithms.reduce import sequence_mean, sequence_sum
 from spmdrl.errors import Refusal
 
-_BINS_PER_DECADE = 50  # a bin's upper edge is 4.7 % above its lower one
+_BINS_PER_DECADE = 50  # a bin's upper edge is 4.7 % above its lower edge
 _DECADES = 8  # gaps from 1e-8 to 1
 MIN_ESS = 0.5
 MAX_OUTSIDE_FRAC = 0.05
 """Bounds of `correction_advice`, shares of the loss tokens."""
-NUM_GAP_BINS = 1 + _BINS_PER_DECADE * _DECADES  # the first one: below 1e-8
+NUM_GAP_BINS = 1 + _BINS_PER_DECADE * _DECADES  # the first bin holds gaps below 1e-8
 
 
 def mismatch_stats(
     old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor
 ) -> Stats:
-    """Measure engine against trainer on one micro-batch.
+    """Compare engine and trainer on one micro-batch.
 
     Args:
         old_logprobs, rollout_logprobs: [T] float, nats. Trainer's and engine's.
@@ -46,8 +47,8 @@ def mismatch_stats(
         policy/mismatch_ess: 1 / mean(rho^2), the effective share of samples (rho has mean 1).
         policy/mismatch_seq_k1: mean -log rho within a sequence, averaged over sequences.
         policy/mismatch_outside_frac: share of tokens with rho outside [0.5, 2].
-        policy/mismatch_nan_frac: share of tokens whose engine logprob was not finite; they
-            count as rho = 1.
+        policy/mismatch_nan_frac: share of tokens whose engine logprob was not finite. The other
+            metrics count them with rho = 1.
     """
     log_ratio = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
     rho = log_ratio.clamp(-20.0, 20.0).exp()
@@ -75,13 +76,13 @@ def gap_histogram(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: 
 
     Args:
         old_logprobs, rollout_logprobs: [T] float, nats. loss_mask: [T] bool.
-    Returns: [NUM_GAP_BINS] float64, tokens; add up over micro-batches and dp ranks. Bin 0
-        holds gaps below 1e-8, bin i those in 10^((i-1)/50 - 8) to 10^(i/50 - 8), the last one
-        also all above (a trainer logprob that is NaN counts there). Tokens whose engine
+    Returns: [NUM_GAP_BINS] float64, tokens; add up over micro-batches and dp ranks. Bin 0 counts
+        gaps below 1e-8, and bin i gaps from 10^((i-1)/50 - 8) to 10^(i/50 - 8). The last bin also
+        counts all larger gaps, and tokens whose trainer logprob is NaN. Tokens whose engine
         logprob is not finite have gap 0.
     """
     gap = _gap(old_logprobs, rollout_logprobs, loss_mask=loss_mask)
-    # Kept in range as floats: the integer that an infinity converts to is undefined.
+    # Clamp as floats: converting an infinity to an integer is undefined.
     position = ((gap.log10() + _DECADES) * _BINS_PER_DECADE).floor() + 1
     position = position.nan_to_num(nan=NUM_GAP_BINS).clamp(0, NUM_GAP_BINS - 1).long()
     bins = torch.zeros(NUM_GAP_BINS, dtype=torch.float64, device=gap.device)
@@ -92,9 +93,10 @@ def gap_quantile(histogram: Tensor, frac: float) -> Tensor:
     """Read a quantile of the gap from a sum of `gap_histogram`.
 
     Args:
-        histogram: [NUM_GAP_BINS] float64, tokens. frac: share of tokens at or below, in (0, 1].
-    Returns: [] float64: within 2.4 % of the smallest gap that `frac` of the tokens do not
-        exceed; 0 if that is below 1e-8 or there are no tokens.
+        histogram: [NUM_GAP_BINS] float64, tokens.
+        frac: share of the tokens at or below the quantile, in (0, 1].
+    Returns: [] float64, within 2.4 % of the quantile; 0 if that is below 1e-8 or there are no
+        tokens.
     Raises: Refusal for a frac out of range.
     """
     if not 0 < frac <= 1:
@@ -107,19 +109,19 @@ def gap_max(histogram: Tensor) -> Tensor:
 
     Args:
         histogram: [NUM_GAP_BINS] float64, tokens.
-    Returns: [] float64: at least the maximum and at most 4.8 % above it; 0 if no gap reaches
+    Returns: [] float64: at least the largest gap and at most 4.8 % above it; 0 if no gap reaches
         1e-8 or there are no tokens.
     """
     return _bin_value(_bin_at(histogram, 1.0), within=1.0)
 
 
 def gap_sums(histogram: Tensor) -> dict[str, tuple[float, float]]:
-    """Return the gap's metrics of one update from the sum over all trainer ranks.
+    """Return the metrics of the gap for one update, from the sum over all trainer ranks.
 
     Args:
         histogram: [NUM_GAP_BINS] float64, tokens, `gap_histogram` added up.
-    Returns: {metric: (value, 1)}; nothing without tokens. Over several updates of a step they
-        average.
+    Returns: {metric: (value, 1)}, so that several updates of a step are averaged; {} without
+        tokens.
     """
     if not histogram.sum() > 0:
         return {}
@@ -130,15 +132,15 @@ def gap_sums(histogram: Tensor) -> dict[str, tuple[float, float]]:
 
 
 def correction_advice(metrics: Mapping[str, float], correction: str, lag: int) -> str:
-    """Say what to change when the engine's policy is too far from the trainer's.
+    """Return advice for a user when the engine's policy is too far from the trainer's.
 
-    Too far is an effective share of the samples below one half, or more than one ratio in
-    twenty outside [0.5, 2]: the update then rests on few tokens, whatever the correction.
+    It is too far if the effective share of the samples is below one half, or more than one ratio in
+    twenty is outside [0.5, 2]. Then few tokens determine the update, with any correction.
 
     Args:
-        metrics: of one step, by name. A metric that is not there is fine.
+        metrics: of one step, by name. A missing metric counts as good.
         correction: algorithm.correction. lag: steps.
-    Returns: a sentence or two for people; empty when all is well.
+    Returns: a sentence or two; empty if nothing is wrong.
     """
     ess = metrics.get("policy/mismatch_ess", 1.0)
     outside = metrics.get("policy/mismatch_outside_frac", 0.0)
@@ -148,8 +150,8 @@ def correction_advice(metrics: Mapping[str, float], correction: str, lag: int) -
         source = f"lower lag below {lag}, optimizer.lr or batch.updates_per_step"
     else:  # both hold the same weights
         source = (
-            "look for what computes differently: set engine.dtype and model.compute_dtype "
-            "to one dtype and compare with sync/probe_gap"
+            "find where engine and trainer compute differently: set engine.dtype and "
+            "model.compute_dtype to the same dtype and look at sync/probe_gap"
         )
     masks = "set algorithm.correction to icepop or mis, which leave such tokens out"
     remedies = {
@@ -159,14 +161,14 @@ def correction_advice(metrics: Mapping[str, float], correction: str, lag: int) -
     return (
         f"policy/mismatch_ess {ess:.2f} (healthy from {MIN_ESS}), "
         f"policy/mismatch_outside_frac {outside:.3f} (healthy to {MAX_OUTSIDE_FRAC}): the "
-        f"correction {correction!r} is not enough for lag {lag}. To mend it, "
+        f"correction {correction!r} is not enough for lag {lag}. To fix this, "
         f"{remedies.get(correction, source)}."
     )
 
 
 def _bin_at(histogram: Tensor, frac: float) -> Tensor:
     reached = histogram.cumsum(0) >= frac * histogram.sum()
-    return reached.double().argmax()  # the first bin of those that reach it
+    return reached.double().argmax()  # the first bin that reaches the share
 
 
 def _bin_value(position: Tensor, *, within: float) -> Tensor:

@@ -1,7 +1,7 @@
 """The loss of an implicit process reward model: a language model whose log-ratio is a reward.
 
-S sequences, T packed tokens. Conventions of `losses`, but for terms of sequences: where a
-sequence has no loss tokens its term and gradient are exactly 0.
+S sequences, T packed tokens. The conventions are those of `losses`, but there is one term per
+sequence. The term and gradient of a sequence without loss tokens are exactly 0.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ def outcome_loss(
 
     Args:
         logprobs: [T] float, nats. phi's, with gradient. ref_logprobs: [T] float, nats.
-        outcomes: [S] float, in [0, 1]: 1 is right; between them a share.
+        outcomes: [S] float, in [0, 1]: 1 is right, 0 is wrong, and a value between is partly right.
         loss_mask: [T] bool. cu_seqlens: [S+1] int32.
         beta: task units per nat; the same as in the rewards.
-    Returns: terms [S] float64, nats, and stats per sequence with loss tokens: prm/accuracy, whose
-        outcome and prediction are on one side of 1/2, and prm/score, the argument of sigma.
+    Returns: terms [S] float64, nats, and stats per sequence with loss tokens. prm/accuracy is the
+        share whose outcome and prediction are on the same side of 1/2; prm/score is the argument
+        of sigma.
     Source: arXiv 2502.01456 eq. 4 (PRIME), 2412.01981.
     Invariant under: dp size, micro-batching, packing order, padding.
     """

@@ -1,10 +1,10 @@
-"""From per-token terms to one number: sums in the losses, one global division here.
+"""The reduction of per-token terms to one loss: a sum with one weight per sequence.
 
     loss = sum_s weights[s] * sum_{t in s} terms[t]
 
-The weights come from counts of one update's sequences, which every rank has, so value and gradient
-do not depend on dp size, micro-batching or packing order. Shape letters: S sequences,
-T packed tokens.
+Every rank knows the token counts of all sequences of an update, and computes the weights from
+them. So value and gradient do not depend on dp size, micro-batching or packing order.
+Shape letters: S sequences, T packed tokens.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ AGGREGATIONS = (
 
 
 def loss_lengths(scalars: Scalars, *, mask_truncated: bool = False) -> Tensor:
-    """Count the tokens of each sequence that enter the loss.
+    """Count the tokens of each sequence that are in the loss.
 
     Args:
         scalars: of the whole batch.
         mask_truncated: leave out responses that were cut at max_response_tokens.
-    Returns: [S] int64, tokens. Multiply by (update_ids == u) to restrict it to one update.
+    Returns: [S] int64, tokens. Multiply by (update_ids == u) for those of one update.
     """
-    kept = scalars.is_valid
+    in_loss = scalars.is_valid
     if mask_truncated:
-        kept = kept & ~scalars.is_truncated
-    return scalars.response_lengths * kept
+        in_loss = in_loss & ~scalars.is_truncated
+    return scalars.response_lengths * in_loss
 
 
 def sequence_weights(
     scalars: Scalars, loss_lengths: Tensor, *, aggregation: str, max_response_tokens: int
 ) -> Tensor:
-    """Give each sequence the weight that multiplies the sum of its terms.
+    """Return the weight of each sequence, which multiplies the sum of its terms.
 
-    A sequence without loss tokens has weight 0 and enters no count, and tokens that a
-    correction drops stay in the counts, so that dropping does not inflate the others.
+    A sequence without loss tokens has weight 0 and is not counted. Tokens that a correction drops
+    are still counted, so that dropping them does not raise the weight of the others.
 
     Args:
         scalars: of the whole batch (all ranks).
         loss_lengths: [S] int64, tokens in the loss; 0 for sequences of other updates.
-        aggregation: `token_mean` 1/N; `seq_mean_token_mean` 1/(S |y|); `seq_mean_token_sum`
-            1/S; `seq_mean_token_sum_norm` 1/(S max_response_tokens); `prompt_mean`
-            1/(P tokens of the prompt's samples), with N, S, P counting tokens, sequences and
-            prompts that have loss tokens.
+        aggregation: the weight is 1/N for `token_mean`, 1/(S |y|) for `seq_mean_token_mean`, 1/S
+            for `seq_mean_token_sum`, 1/(S max_response_tokens) for `seq_mean_token_sum_norm`, and
+            1/(P tokens of the prompt's samples) for `prompt_mean`. N, S, P are the numbers of loss
+            tokens, and of sequences and prompts that have some.
         max_response_tokens: the constant of seq_mean_token_sum_norm, tokens.
-    Returns: [S] float64, 1/tokens or 1. All zero when nothing is in the loss.
+    Returns: [S] float64, 1/tokens or 1. All are 0 if there are no loss tokens.
     Raises: Refusal for an unknown aggregation.
     Source: arXiv 2503.14476 eq. 8 (token_mean), 2402.03300 eq. 3 (seq_mean_token_mean),
         2602.05261 (seq_mean_token_sum), 2503.20783 (its norm), 2510.13786 (prompt_mean).
@@ -83,37 +83,37 @@ def sequence_weights(
 
 
 def sequence_index(cu_seqlens: Tensor, *, num_tokens: int) -> Tensor:
-    """Return [T] int64, the position of each token's sequence, from cu_seqlens [S+1]."""
+    """Return [T] int64, the index of each token's sequence, from cu_seqlens [S+1]."""
     lengths = cu_seqlens.diff().long()
     positions = torch.arange(lengths.numel(), device=cu_seqlens.device)
-    # output_size spares a device-to-host copy per call.
+    # With output_size there is no device-to-host copy per call.
     return positions.repeat_interleave(lengths, output_size=num_tokens)
 
 
 def per_token(values: Tensor, cu_seqlens: Tensor, *, num_tokens: int) -> Tensor:
-    """Repeat [S] values for each token of their sequence: [T], same dtype."""
+    """Return [S] values repeated for each token of their sequence: [T], same dtype."""
     return values.index_select(0, sequence_index(cu_seqlens, num_tokens=num_tokens))
 
 
 def sequence_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Sum [T] values within each sequence: [S] float64. An empty sequence gives 0."""
+    """Return the sum of [T] values over each sequence: [S] float64, 0 for an empty one."""
     index = sequence_index(cu_seqlens, num_tokens=values.numel())
     totals = torch.zeros(cu_seqlens.numel() - 1, dtype=torch.float64, device=values.device)
     return totals.index_add(0, index, values.double())
 
 
 def sequence_mean(values: Tensor, cu_seqlens: Tensor, *, loss_mask: Tensor) -> Tensor:
-    """Average [T] values over each sequence's loss tokens: [S] float64, 0 without any."""
+    """Return the mean of [T] values over each sequence's loss tokens: [S] float64, 0 for none."""
     total = sequence_sum(torch.where(loss_mask, values, 0.0), cu_seqlens)
     return total / sequence_sum(loss_mask, cu_seqlens).clamp(min=1)
 
 
 def spread_sum(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Give each token the sum of [T] values over its sequence: [T] float64."""
+    """Return `sequence_sum` for each token of the sequence: [T] float64."""
     return per_token(sequence_sum(values, cu_seqlens), cu_seqlens, num_tokens=values.numel())
 
 
 def spread_mean(values: Tensor, cu_seqlens: Tensor, *, loss_mask: Tensor) -> Tensor:
-    """Give each token the mean of [T] values over its sequence's loss tokens: [T] float64."""
+    """Return `sequence_mean` for each token of the sequence: [T] float64."""
     means = sequence_mean(values, cu_seqlens, loss_mask=loss_mask)
     return per_token(means, cu_seqlens, num_tokens=values.numel())

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-OF_PAIRS = ("preference", "reward_model")
+PAIR_KINDS = ("preference", "reward_model")
 """Kinds of losses that compare pairs."""
-_LEARNED = ("loss", "preference", "reward_model", "distillation")
+_WITH_GRADIENT = ("loss", "preference", "reward_model", "distillation")
 
 
 def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> str:
@@ -29,7 +29,7 @@ def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> st
             return f"{name} must return ([T] tensor, {second}), got {type(result).__name__}"
         tensor = result[0]
         what = "as its first value a tensor"
-    if kind in OF_PAIRS:
+    if kind in PAIR_KINDS:
         each = "pair or response"
     elif kind == "advantage" and not is_per_token:
         each = "sequence"
@@ -41,7 +41,7 @@ def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> st
         return f"{name} must return {what} of floating point, got {tensor.dtype}"
     if not tensor.isfinite().all():
         return f"{name} returned {tensor.tolist()} for {count} {each}s: every value must be finite"
-    if kind in _LEARNED and not tensor.requires_grad:
+    if kind in _WITH_GRADIENT and not tensor.requires_grad:
         return (
             f"{name} returns terms without a gradient, so that nothing would be learned: they must "
             "depend on outputs of the model (logprobs, entropy, logps, scores or logits), "
@@ -53,13 +53,13 @@ def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> st
 
 
 def _stats_problem(stats: dict, *, name: str) -> str:
-    for own, value in stats.items():
-        if not isinstance(own, str):
-            return f"{name}: names of statistics are texts, got {own!r}"
+    for statistic, value in stats.items():
+        if not isinstance(statistic, str):
+            return f"{name}: names of statistics are texts, got {statistic!r}"
         if not (isinstance(value, tuple) and len(value) == 2 and all(map(_is_number, value))):
             return (
-                f"{name}: the statistic {own!r} must be (sum, count), two tensors of one number, "
-                "[]; both are added up over micro-batches and ranks and then divided; got "
+                f"{name}: the statistic {statistic!r} must be (sum, count), two tensors of one "
+                "number, [], which are added up over micro-batches and ranks and then divided; got "
                 f"{_describe(value)}"
             )
     return ""

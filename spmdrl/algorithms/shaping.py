@@ -1,8 +1,8 @@
-"""Shaping: rewards before they become advantages, which groups to keep, the KL coefficient.
+"""Reward shaping, estimates of pass@k and best@k, and the adaptive KL coefficient.
 
-Functions of rewards take and return [S] tensors, the result float64, task units, with no
-other sample's part in it: invariant under everything that moves samples about. A reward that
-is not finite stays as it is, for the advantage to refuse by name.
+Functions of rewards take and return [S] tensors; the results are float64, task units. They treat
+each sample alone, so they are invariant under any order or placement of samples. They do not change
+a reward that is not finite: the advantage refuses it by name.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from spmdrl.algorithms.masked import check_not_negative, check_unit
 from spmdrl.errors import Refusal
 
 RIGHT_AT = 1.0
-"""A sample is right from this reward on: full marks of a verifiable reward."""
+"""A sample is right if its reward is at least this, the most that a verifiable reward gives."""
 ROUNDING = 1e-9
-"""What a reward may be short of that: weights such as 0.7 + 0.2 + 0.1 add up to just below 1."""
+"""Tolerance of RIGHT_AT, because weights such as 0.7 + 0.2 + 0.1 add up to just below 1."""
 
 
 def shape(
@@ -37,14 +37,15 @@ def shape(
     clamp_low: float,
     clamp_high: float,
 ) -> Tensor:
-    """Apply what `rewards.shaping` asks for: penalties first, then shift, scale and clamp.
+    """Apply the settings of `rewards.shaping`: penalties first, then shift, scale and clamp.
 
     Args:
         rewards: [S] float, task units; NaN stays NaN. response_lengths: [S] int64, tokens.
         is_truncated: [S] bool. max_response_tokens: the length limit.
-        overlong_tokens, overlong_penalty: buffer and penalty of `penalize_overlong`; 0 tokens: no
-            penalty. truncated_factor, truncated_penalty: of `stop_properly`. shift, scale,
-            clamp_low, clamp_high: of `scale_and_clamp`.
+        overlong_tokens, overlong_penalty: see `penalize_overlong`; with 0 tokens there is no
+            penalty.
+        truncated_factor, truncated_penalty: see `stop_properly`.
+        shift, scale, clamp_low, clamp_high: see `scale_and_clamp`.
     Returns: [S] float64.
     Raises: Refusal for an option out of range.
     """
@@ -70,9 +71,10 @@ def penalize_overlong(
     buffer_tokens: int,
     penalty: float = 1.0,
 ) -> Tensor:
-    """Take off up to `penalty` along the last stretch of the length limit.
+    """Subtract up to `penalty` from responses that come close to the length limit.
 
-    0 up to max_response_tokens - buffer_tokens, then linear, `penalty` from the limit on.
+    The penalty is 0 up to max_response_tokens - buffer_tokens tokens. It rises linearly to
+    `penalty` at the limit.
 
     Args:
         rewards: [S] float, task units. response_lengths: [S] int64, tokens.
@@ -99,7 +101,7 @@ def stop_properly(
 
     Args:
         rewards: [S] float, task units. is_truncated: [S] bool.
-        factor: in [0, 1]; leaves a negative reward as it is, which it would raise.
+        factor: in [0, 1]; not applied to a negative reward, which it would raise.
         penalty: task units, at least 0.
     Returns: [S] float64.
     Raises: Refusal for an option out of range.
@@ -138,10 +140,10 @@ def scale_and_clamp(
 
 
 def pass_at_k_estimate(num_samples: int, num_correct: int, k: int) -> float:
-    """Estimate without bias how often at least one of k samples is right.
+    """Estimate without bias the probability that at least one of k samples is right.
 
-    1 - C(n - c, k) / C(n, k), the mean over all subsets of k of the n samples; in whole
-    numbers, so that the result is the nearest float.
+    1 - C(n - c, k) / C(n, k), the mean over all subsets of k of the n samples. Computed in
+    integers, so that the result is the nearest float.
 
     Raises: Refusal unless 0 <= num_correct <= num_samples and 1 <= k <= num_samples.
     Source: arXiv 2107.03374 eq. 1.
@@ -183,13 +185,14 @@ def adaptive_kl_coef(
     coef (1 + e num_samples / horizon), with e = kl / target - 1 clipped to +-0.2.
 
     Args:
-        coef: in use, task units per nat. kl: measured with it, nats per token or sequence.
+        coef: current coefficient, task units per nat.
+        kl: measured with it, nats per token or sequence.
         target: in the unit of kl, above 0.
         horizon: samples over which the coefficient may change by a fifth.
         num_samples: sequences since the last call.
     Returns: the next coefficient, above 0 if coef is.
-    Raises: Refusal for a kl that is not finite, target or horizon not above 0, a negative
-        coef, or num_samples so many that the coefficient could reach 0.
+    Raises: Refusal for a kl that is not finite, a target or horizon that is not above 0, a negative
+        coef, or so large a num_samples that the coefficient could reach 0.
     Source: arXiv 1909.08593 section 2.2 (Ziegler et al.), in the form of lvwerra/trl.
     """
     if not math.isfinite(kl):

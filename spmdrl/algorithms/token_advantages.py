@@ -1,19 +1,22 @@
 """Advantages: one number per token, computed on one packed micro-batch.
 
-A sequence is never split, so whatever runs along a response is known here; parts that need
-other samples of the batch come in as inputs (`masked.attach`). All inputs are
-aligned with the packed tokens [T] or the micro-batch's sequences [S]:
+A sequence is never split, so sums along a response are computed here. Numbers that depend on other
+samples of the batch are inputs (`masked.attach`). Inputs have one entry for each packed token [T]
+or each sequence of the micro-batch [S]:
 
-    rewards [S] float64, task units     kl_rewards [T] float, task units: -beta k per token
+    rewards [S] float64, task units
+    kl_rewards [T] float, task units: -beta k per token
     values [T] float, task units, of the state before the token
-    *_logprobs [T] float, nats          loss_mask [T] bool, holes between turns allowed
+    *_logprobs [T] float, nats
+    loss_mask [T] bool; tokens between two turns may be False
     episode_advantages [S] float64, from a method of `advantages`, over the whole batch
 
-Each method returns (advantages [T] float64, returns [T] float64 or None), detached, exactly 0
-off the loss mask whatever the inputs hold there. `returns` are the targets of a value model.
-Raises everywhere: Refusal for a reward that is not finite, of a sequence with loss tokens.
-Invariant under: micro-batching, packing order, padding; dp size. Shape letters: S sequences,
-T packed tokens, P prompts, L positions in a response.
+Each method returns (advantages [T] float64, returns [T] float64 or None). Both are detached, and
+exactly 0 off the loss mask for any input. `returns` are the targets of a value model.
+
+Shape letters: S sequences, T packed tokens, P prompts, L positions in a response.
+Raises: Refusal for a reward that is not finite, of a sequence with loss tokens (every method).
+Invariant under: micro-batching, packing order, padding; dp size.
 """
 
 from __future__ import annotations
@@ -48,11 +51,7 @@ __all__ = ["distill", "gae", "gigpo", "otb", "prime", "reinforce_plus_plus"]
 Result = tuple[Tensor, Tensor | None]
 
 
-whitened = attach(whitened=True)
-"""Marks a method whose result is whitened over all loss tokens of the global batch."""
-
-
-@whitened
+@attach(is_whitened=True)
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -67,15 +66,15 @@ def gae(
 ) -> Result:
     """Estimate advantages with a value model: A_t = sum_k (gamma lam)^k delta_(t+k).
 
-    delta_t = r_t + gamma V_(t+1) - V_t, with V 0 after the last token and the reward at it.
+    delta_t = r_t + gamma V_(t+1) - V_t. The reward is at the last token, and V after it is 0.
 
     Args:
         gamma: discount per token, in [0, 1].
         lam: of the advantages, in [0, 1]; nearer 1 is less bias, more variance.
-        value_lam: of the returns, in [0, 1]; 1 makes them the discounted rewards to come.
-        length_alpha: above 0, lam is 1 - 1 / (length_alpha |y|), at least 0, for a response
+        value_lam: of the returns, in [0, 1]; with 1 they are the discounted rewards to come.
+        length_alpha: if above 0, lam is 1 - 1 / (length_alpha |y|), at least 0, for a response
             of |y| loss tokens; 0 is off.
-    Returns: unwhitened advantages, and returns A(value_lam) + V.
+    Returns: advantages before whitening, and returns A(value_lam) + V.
     Raises: Refusal for an option out of range.
     Source: arXiv 1506.02438 eq. 16; 2503.01491 (value_lam, VC-PPO); 2504.05118 (length_alpha
         0.05, VAPO; clamped at 0, where its formula is negative).
@@ -95,13 +94,13 @@ def gae(
     return tokens.put(advantages), tokens.put(returns)
 
 
-@whitened
+@attach(is_whitened=True)
 def reinforce_plus_plus(
     rewards: Tensor, kl_rewards: Tensor, *, loss_mask: Tensor, cu_seqlens: Tensor
 ) -> Result:
     """Sum the rewards to come: R plus the KL rewards from this token on, undiscounted.
 
-    Returns: unwhitened advantages, None.
+    Returns: advantages before whitening, None.
     Source: arXiv 2501.03262 (REINFORCE++).
     """
     tokens = loss_tokens(loss_mask, cu_seqlens)
@@ -116,13 +115,13 @@ def distill(
     cu_seqlens: Tensor,
     max_gap: float = 20.0,
 ) -> Result:
-    """Follow a teacher on one's own samples: A_t = log pi_T - log pi_old.
+    """Follow a teacher on the policy's own samples: A_t = log pi_T - log pi_old.
 
-    In expectation it is minus KL(pi_old || pi_T) at each token.
+    Its expectation is -KL(pi_old || pi_T) at each token.
 
     Args:
-        max_gap: nats; the advantage is clamped to +- this (a teacher that gives the token
-            probability 0 has -inf).
+        max_gap: nats; the advantage is clamped to +- this. Without the clamp it is -inf for a token
+            to which the teacher gives probability 0.
     Raises: Refusal for max_gap not above 0.
     Source: arXiv 2306.08543, 2306.13649 (on-policy distillation, sampled reverse KL).
     """
@@ -147,22 +146,22 @@ def prime(
 ) -> Result:
     """Add implicit process rewards to the outcome: A + sum_(s>=t) gamma^(s-t) (r_s - b).
 
-    r_t = beta (log pi_phi - log pi_ref) of an implicit process reward model phi, which the
-    program trains beside the policy (section `critic`) on the outcomes.
+    r_t = beta (log pi_phi - log pi_ref). phi is an implicit process reward model that trains
+    together with the policy (section `critic`), with the outcomes as labels.
 
     Args:
-        prm_logprobs, ref_logprobs: [T] float, nats. phi's before its update on this batch, and
-            its reference's (model.reference).
+        prm_logprobs, ref_logprobs: [T] float, nats: of phi before its update on this batch, and of
+            its reference (model.reference).
         rewards: [S] float64, outcomes in [0, 1].
-        process_baselines: [S] float64, b: mean r of the prompt's other samples; NaN where there
-            is none, which leaves the outcome alone.
+        process_baselines: [S] float64, b: mean r of the prompt's other samples. NaN: there are
+            none, and only the outcome counts.
         episode_advantages: [S] float64, `rloo` of the outcomes, as in the paper.
         beta: task units per nat; the same in the baselines and in phi's loss.
         gamma: in [0, 1].
-    Returns: advantages, and the outcome at each loss token, which phi is trained on.
+    Returns: advantages, and the outcome at each loss token, the label for phi.
     Raises: Refusal for gamma out of range.
-    Source: arXiv 2502.01456 eq. 5 (PRIME), advantage by leave-one-out; phi's rewards from before
-        its update on the batch, as in its Algorithm 1.
+    Source: arXiv 2502.01456 eq. 5 (PRIME), with leave-one-out advantages; process rewards of phi
+        before its update on the batch, as in Algorithm 1.
     """
     check_unit(gamma=gamma)
     tokens = loss_tokens(loss_mask, cu_seqlens)
@@ -191,10 +190,11 @@ def gigpo(
     A turn is a run of adjacent loss tokens; the environment's answer separates two turns.
 
     Args:
-        step_table: [S, U] float64, advantage of each turn among those of the prompt that answer
+        step_table: [S, U] float64, advantage of each turn among the turns of the prompt that answer
             the same state (`token_baselines.gigpo_steps`).
         episode_advantages: [S] float64: `grpo`, or `dr_grpo` with scale `none`.
-        step_weight: at least 0. gamma, scale, std_eps: of `gigpo_steps`, through which they act.
+        step_weight: at least 0.
+        gamma, scale, std_eps: options of `gigpo_steps`, which computes both inputs.
     Raises: Refusal for a negative step_weight.
     Source: arXiv 2505.10978 (GiGPO).
     """
@@ -216,13 +216,13 @@ def otb(
 ) -> Result:
     """Subtract the optimal token baseline: G_t - sum(G_t W_t) / sum(W_t) over the prompt.
 
-    0 where one sample alone reaches the position, where the returns there are equal, and
-    where all weights are 0 (every token so far was certain, and has no gradient).
+    The advantage is 0 if only one sample reaches the position, if the returns there are equal, or
+    if all weights are 0 (all tokens up to there had probability 1, so they have no gradient).
 
     Args:
         otb_totals: [2, P, L] float64, `token_baselines.otb_totals` added up over the batch.
         group_ids: [S] int64 in [0, P).
-    Source: arXiv 2602.07078; deviation: 0 in the tail of the longest response.
+    Source: arXiv 2602.07078; deviation: 0 at positions that only the longest response reaches.
     """
     tokens = loss_tokens(loss_mask, cu_seqlens)
     groups = tokens.spread(group_ids.to(loss_mask.device))
@@ -237,19 +237,20 @@ def otb(
 
 
 def moment_sums(advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """Count the loss tokens and take mean and squared deviations of their advantages.
+    """Return count, mean and squared deviations of the advantages of the loss tokens.
 
     Args:
         advantages: [T] float64. loss_mask: [T] bool.
     Returns: [3] float64: count, mean, sum of squared deviations from that mean.
         `combine_moments` merges those of micro-batches and dp ranks.
     """
-    kept = torch.where(loss_mask, advantages, 0.0).double()
+    in_loss = torch.where(loss_mask, advantages, 0.0).double()
     count = loss_mask.double().sum()
-    mean = kept.sum() / count.clamp(min=1)
-    deviations = torch.where(loss_mask, kept - mean, 0.0)
-    mean = mean + deviations.sum() / count.clamp(min=1)  # second pass: round-off
-    squares = torch.where(loss_mask, kept - mean, 0.0).square().sum()
+    mean = in_loss.sum() / count.clamp(min=1)
+    deviations = torch.where(loss_mask, in_loss - mean, 0.0)
+    # A second pass removes the rounding error of the first.
+    mean = mean + deviations.sum() / count.clamp(min=1)
+    squares = torch.where(loss_mask, in_loss - mean, 0.0).square().sum()
     return torch.stack([count, mean, squares])
 
 
@@ -257,16 +258,16 @@ def combine_moments(parts: Tensor) -> Tensor:
     """Merge moments, as if all their tokens had been in one micro-batch.
 
     Args:
-        parts: [R, 3] float64, `moment_sums` of R micro-batches or ranks, in one order
-            everywhere. A part without tokens counts for nothing.
+        parts: [R, 3] float64, `moment_sums` of R micro-batches or ranks, in the same order on
+            every rank. A part without tokens has no effect.
     Returns: [3] float64: count, mean, sum of squared deviations.
     Source: Chan, Golub and LeVeque 1979, parallel variance.
     """
     counts, means, squares = parts.double().unbind(1)
     total = counts.sum()
     # Two passes, as in `moment_sums`: deviations from a first mean lose fewer digits.
-    anchor = (counts * means).sum() / total.clamp(min=1)
-    mean = anchor + (counts * (means - anchor)).sum() / total.clamp(min=1)
+    first_mean = (counts * means).sum() / total.clamp(min=1)
+    mean = first_mean + (counts * (means - first_mean)).sum() / total.clamp(min=1)
     between = (counts * (means - mean).square()).sum()
     return torch.stack([total, mean, squares.sum() + between])
 
@@ -280,14 +281,13 @@ def mean_and_std(moments: Tensor) -> tuple[Tensor, Tensor]:
 def whiten(
     advantages: Tensor, *, loss_mask: Tensor, mean: Tensor, std: Tensor, eps: float = 1e-8
 ) -> Tensor:
-    """Shift and scale loss tokens to mean 0 and spread 1: (A - mean) / (std + eps).
+    """Shift and scale loss tokens to mean 0 and standard deviation 1: (A - mean) / (std + eps).
 
     Args:
         advantages: [T] float64. loss_mask: [T] bool.
         mean, std: [] float64, of all loss tokens of the global batch (`mean_and_std`).
         eps: above 0.
-    Returns: [T] float64, 0 off the loss mask, and everywhere if all tokens have one value up
-        to rounding.
+    Returns: [T] float64, 0 off the loss mask. All are 0 if the values differ only by rounding.
     Raises: Refusal for eps not above 0.
     """
     check_positive(eps=eps)

@@ -1,16 +1,16 @@
-"""What per-token advantages need from the whole batch, before any micro-batch is trained.
+"""Inputs of per-token advantages that depend on the whole batch.
 
-A method says so by `masked.attach`: tables with one place per sequence, or per prompt and
-position, that are added up over micro-batches and dp ranks, and numbers per sequence that
-follow from them:
+A method names these functions by `masked.attach`. `totals` are tables with an entry per sequence,
+or per prompt and position, that are added up over micro-batches and dp ranks. `per_sequence`
+computes numbers per sequence from them:
 
-    otb     otb_totals [2, P, L]
-    prime   prime_totals [B]  ->  prime_baselines [B]
-    gigpo   (turns of the scalars)  ->  step_table [B, U]
+    method  totals                per_sequence
+    otb     otb_totals [2, P, L]  -
+    prime   prime_totals [B]      prime_baselines [B]
+    gigpo   -                     gigpo_steps [B, U], from the turns in the scalars
 
-`leave_one_out_means` and `step_advantages` give a sample without others to compare with NaN
-(no baseline) and 0. Shape letters: S sequences of a micro-batch, B of the whole batch, T packed
-tokens, U turns of a sequence at most, P prompts, L positions in a response.
+Shape letters: S sequences of a micro-batch, B of the whole batch, T packed tokens, U most turns of
+a sequence, P prompts, L positions in a response.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spmdrl.algorithms.reduce import sequence_mean
 from spmdrl.errors import Refusal
 
 NO_TURN = -2
-"""State of a turn that a sequence has not got; -1 is a turn without a state."""
+"""State in the entries after a sequence's last turn; -1 is the state of a turn without one."""
 
 
 def prime_totals(
@@ -41,12 +41,12 @@ def prime_totals(
     num_sequences: int,
     beta: float = 0.05,
 ) -> dict[str, Tensor]:
-    """Put each sequence's mean process reward r_t = beta (log pi_phi - log pi_ref) at its row.
+    """Compute each sequence's mean process reward r_t = beta (log pi_phi - log pi_ref).
 
     Args:
         prm_logprobs, ref_logprobs: [T] float, nats. Process reward model and its reference.
         loss_mask: [T] bool. cu_seqlens: [S+1] int32.
-        sequence_ids: [S] int64, rows; those of sequences without loss tokens are not read.
+        sequence_ids: [S] int64, rows in the whole batch; ignored for sequences without loss tokens.
         num_sequences: B.
         beta: scale of the reward, task units per nat.
     Returns: implicit_means [B] float64, task units, 0 for sequences of other micro-batches.
@@ -67,15 +67,15 @@ def prime_baselines(
     is_valid: Tensor,
     loss_lengths: Tensor,
 ) -> dict[str, Tensor]:
-    """Compare each sequence with the prompt's others, by process rewards and by outcome.
+    """Compare each sequence with the others of its prompt, by process rewards and by outcome.
 
     Args:
-        implicit_means: [B] float64, of `prime_totals`. rewards: [B] float64, the outcomes.
+        implicit_means: [B] float64, from `prime_totals`. rewards: [B] float64, the outcomes.
         group_ids: [B] int64. is_valid: [B] bool. loss_lengths: [B] int64, tokens.
     Returns: process_baselines [B] float64, by `leave_one_out_means` over sequences with loss
         tokens, and episode_advantages [B] float64, by `rloo`.
-    Raises: Refusal for a valid reward outside [0, 1]: it is a label that the process reward
-        model is trained on.
+    Raises: Refusal for a valid reward outside [0, 1], because the process reward model trains on it
+        as a label.
     Source: arXiv 2502.01456 eq. 5 (PRIME).
     """
     outside = is_valid & ~((rewards >= 0) & (rewards <= 1))
@@ -99,14 +99,15 @@ def leave_one_out_means(values: Tensor, group_ids: Tensor, *, is_valid: Tensor) 
 
     Args:
         values: [S] float64 of the whole batch. group_ids: [S] int64.
-        is_valid: [S] bool; leave out sequences without loss tokens here.
-    Returns: [S] float64; NaN where the sample or all others are not valid.
+        is_valid: [S] bool; must be False for sequences without loss tokens.
+    Returns: [S] float64; NaN if the sample, or all other samples of the group, are not valid.
     Raises: Refusal for a valid value that is not finite.
     Source: arXiv 2402.14740, 2502.01456.
     """
     groups = group_rewards(values, group_ids, is_valid=is_valid)
-    means = groups.means[groups.index]  # around the mean: no cancellation
+    means = groups.means[groups.index]
     others = (groups.counts - 1)[groups.index]
+    # The difference from the group's mean is small, so no digits are lost.
     means = means + (means - groups.rewards) / others.clamp(min=1)
     return torch.where(is_valid & (others >= 1), means, torch.nan)
 
@@ -121,20 +122,21 @@ def gigpo_steps(
     scale: Literal["none", "std"] = "std",
     std_eps: float = 1e-6,
 ) -> dict[str, Tensor]:
-    """Compare each turn with the prompt's others that answer the same state.
+    """Compare each turn with the other turns of its prompt that answer the same state.
 
     Args:
         turns: [B, U, 2] float64, of `types.Scalars`: reward and state of each turn.
-        rewards: [B] float64, task units. What the turns have not earned counts for the last.
+        rewards: [B] float64, task units. The difference from the sum of the turns' rewards is added
+            to the last turn.
         group_ids: [B] int64. is_valid: [B] bool.
         gamma: discount per turn, in [0, 1]. scale, std_eps: of `step_advantages`.
     Returns: step_table [B, U] float64, `step_advantages` of the returns R_k = r_k + gamma
         R_(k+1); and episode_advantages [B] float64, `grpo`, or `dr_grpo` with scale `none`.
-    Raises: Refusal for gamma out of range, or where no turn of the batch has a state.
+    Raises: Refusal for gamma out of range, or if no turn of the batch has a state.
     Source: arXiv 2505.10978 (GiGPO).
     """
     check_unit(gamma=gamma)
-    own = turns[..., 0].clone()
+    returns = turns[..., 0].clone()
     states = turns[..., 1]
     exists = (states > NO_TURN) & is_valid[:, None]
     if exists.any() and not (states[exists] >= 0).any():
@@ -143,15 +145,15 @@ def gigpo_steps(
             "and no turn has one; give rollout.environment a method `state`, or "
             "take another advantage"
         )
-    rows = torch.arange(len(own), device=own.device)
+    rows = torch.arange(len(returns), device=returns.device)
     last = (exists.sum(dim=1) - 1).clamp(min=0)
-    own[rows, last] += torch.where(exists.any(dim=1), rewards - own.sum(dim=1), 0.0)
-    for k in range(own.shape[1] - 2, -1, -1):
-        own[:, k] += gamma * own[:, k + 1]
+    returns[rows, last] += torch.where(exists.any(dim=1), rewards - returns.sum(dim=1), 0.0)
+    for k in range(returns.shape[1] - 2, -1, -1):
+        returns[:, k] += gamma * returns[:, k + 1]
     groups = group_ids[:, None].expand_as(states)
-    table = torch.zeros_like(own)
+    table = torch.zeros_like(returns)
     table[exists] = step_advantages(
-        own[exists],
+        returns[exists],
         group_ids=groups[exists],
         scale=scale,
         anchor_ids=states[exists].long(),
@@ -173,16 +175,18 @@ def step_advantages(
     scale: Literal["none", "std"] = "std",
     std_eps: float = 1e-6,
 ) -> Tensor:
-    """Standardise the returns of a prompt's turns that answer one state.
+    """Standardise the returns of the turns of a prompt that answer the same state.
 
     Args:
         returns: [N] float64, discounted rewards from each turn on, of the whole batch.
-        group_ids: [N] int64, prompt of each turn. anchor_ids: [N] int64; -1: none.
-        scale: `std` divides by the population standard deviation + std_eps, `none` centres.
-    Returns: [N] float64; exactly 0 without an anchor, for a state met once or equal returns.
+        group_ids: [N] int64, prompt of each turn.
+        anchor_ids: [N] int64, state that the turn answers; -1 for none.
+        scale: `std` divides by the population standard deviation + std_eps; `none` only centres.
+    Returns: [N] float64; exactly 0 for a turn without a state, for a state that occurs once, and
+        for equal returns.
     Raises: Refusal for a return that is not finite.
-    Source: arXiv 2505.10978 (GiGPO), the step advantage; deviation: the full group's
-        standard deviation, not the sample form.
+    Source: arXiv 2505.10978 (GiGPO), the step advantage; deviation: the population standard
+        deviation, not that of a sample.
     Invariant under: permuting turns; adding a constant per state.
     """
     pairs = torch.stack([group_ids, anchor_ids], dim=1)
@@ -206,8 +210,8 @@ def otb_totals(
 ) -> dict[str, Tensor]:
     """Sum weights and weighted returns of a prompt's samples at each response position.
 
-    W_t = sum over the tokens up to t of 1 - 2 pi + sum_v pi_v^2, the squared length of the
-    gradient of log pi by the logits; G_t the rewards from t on.
+    W_t = sum over the tokens up to t of 1 - 2 pi + sum_v pi_v^2, which is the squared norm of the
+    gradient of log pi by the logits. G_t are the rewards from t on.
 
     Args:
         rewards: [S] float64, task units. old_logprobs: [T] float, nats.
@@ -232,7 +236,7 @@ def otb_totals(
 
 
 def rewards_to_go(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Tensor:
-    """Sum what each loss token still earns: its KL rewards from here on and the reward.
+    """Return the sum of the KL rewards from each loss token on, plus the sequence's reward.
 
     Args:
         rewards: [S] float64, task units. kl_rewards: [T] float, task units.
@@ -245,7 +249,7 @@ def rewards_to_go(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Te
 
 
 def token_rewards(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Tensor:
-    """Return the KL reward of each loss token, plus the reward at the last: [N] float64.
+    """Return the KL reward of each loss token, plus the reward at the last one: [N] float64.
 
     Raises: Refusal for a reward of a sequence with loss tokens that is not finite.
     """
@@ -261,7 +265,8 @@ def token_rewards(rewards: Tensor, kl_rewards: Tensor, tokens: LossTokens) -> Te
 
 
 def _sums_so_far(values: Tensor, tokens: LossTokens) -> Tensor:
-    # [N] -> [N], inclusive: the sum from here on of the reversed order.
+    """Return the sum of [N] values from the sequence's first loss token to each: [N]."""
+    # `discounted_sums` adds up later entries, so reverse the order.
     firsts = torch.arange(len(values), device=values.device) - tokens.position
     last = (len(values) - 1 - firsts).flip(0)
     return discounted_sums(values.flip(0), discounts=1.0, last=last).flip(0)

@@ -1,9 +1,8 @@
-"""The value model's loss and how well its values explain the returns.
+"""The value model's loss, and how well its values explain the returns.
 
-Conventions of `losses`: `loss_mask` [T] bool, where it is False terms and gradients are
-exactly 0 whatever the inputs hold there; terms are not divided by anything; stats are
-{name: (numerator, denominator)}, detached float64 sums over loss tokens, which add up over
-micro-batches and dp ranks.
+Conventions are those of `losses`: where `loss_mask` [T] is False, terms and gradients are exactly 0
+for any input. Terms are not divided by a count. Stats are {name: (numerator, denominator)},
+detached float64 sums over loss tokens, to be added up over micro-batches and dp ranks.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ def value_loss(
         old_values: [T] float, task units. At batch preparation.
         returns: [T] float, task units. Targets.
         loss_mask: [T] bool.
-        clip: largest change that the loss rewards, task units; 0 is off.
+        clip: a change of the value beyond this does not lower the loss, task units; 0 is off.
     Returns: terms [T] in the dtype of `values`, and stats: value/mean, value/clip_frac and
-        those of `explained_variance_sums` for old_values, which made the advantages.
+        those of `explained_variance_sums` for old_values, from which the advantages come.
     Raises: Refusal for a negative clip.
     Source: Schulman et al. 2017, PPO (openai/baselines ppo2), value clipping.
     Invariant under: dp size, micro-batching, packing order, padding.
     """
     if not clip >= 0:
         raise Refusal(f"clip: must be at least 0 (0 is off), got {clip}")
-    kept = keep(values, loss_mask)
+    current = keep(values, loss_mask)
     old = keep(old_values.detach(), loss_mask).to(values.dtype)
     targets = keep(returns.detach(), loss_mask).to(values.dtype)
-    squares = (kept - targets).square()
+    squares = (current - targets).square()
     is_clipped = torch.zeros_like(loss_mask)
     if clip:
-        clipped = (torch.clamp(kept, old - clip, old + clip) - targets).square()
+        clipped = (torch.clamp(current, old - clip, old + clip) - targets).square()
         is_clipped = clipped.detach() > squares.detach()
         squares = torch.maximum(squares, clipped)
     stats = {
@@ -58,12 +57,12 @@ def value_loss(
 
 
 def explained_variance_sums(values: Tensor, returns: Tensor, *, loss_mask: Tensor) -> Stats:
-    """Sum what `explained_variance` needs, over one micro-batch.
+    """Compute the sums that `explained_variance` needs, over one micro-batch.
 
     Args:
         values, returns: [T] float, task units. loss_mask: [T] bool.
-    Returns: value/returns, value/returns_square, value/error and value/error_square, with
-        the error returns - values.
+    Returns: value/returns, value/returns_square, value/error and value/error_square. The error is
+        returns - values.
     """
     targets = returns.detach().double()
     errors = targets - values.detach().double()
@@ -76,13 +75,13 @@ def explained_variance_sums(values: Tensor, returns: Tensor, *, loss_mask: Tenso
 
 
 def explained_variance(sums: Mapping[str, tuple[Tensor | float, Tensor | float]]) -> float:
-    """Return 1 - Var(returns - values) / Var(returns) over all tokens that were added up.
+    """Return 1 - Var(returns - values) / Var(returns) over all tokens in the sums.
 
     Args:
-        sums: with the names of `explained_variance_sums`, added up pairwise.
-    Returns: share of the returns' variance that the values explain, at most 1, negative when
-        they are worse than a constant; NaN without tokens or when all returns are equal (a
-        spread below 1e-6 of their size).
+        sums: by the names of `explained_variance_sums`, added up over micro-batches and ranks.
+    Returns: share of the returns' variance that the values explain, at most 1. It is negative if
+        the values are worse than a constant, and NaN without tokens or if all returns are equal
+        (a standard deviation below 1e-6 of their root mean square).
     Source: as logged by openai/baselines; population variances.
     """
     count = float(sums["value/returns"][1])

@@ -34,7 +34,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.splitmix import mixed
+from spmdrl.algorithms.splitmix import mix
 from spmdrl.model.tensor_parts import Box
 
 _WORDS = 64
@@ -55,12 +55,12 @@ def odd_weights(first: int, count: int, *, dim: int, device: torch.device) -> Te
     """
     # Each dim has numbers of its own, 2**48 of them, so no two dims share a weight.
     at = torch.arange(first, first + count, device=device)
-    return mixed(at + (dim << 48)).bitwise_or_(1)
+    return mix(at + (dim << 48)).bitwise_or_(1)
 
 
 def factor_of(number: int) -> int:
     """Return an odd int64 for a number, 1 for 0: the factor of the number-th tensor of a name."""
-    return int(mixed(torch.tensor(number))) | 1 if number else 1
+    return int(mix(torch.tensor(number))) | 1 if number else 1
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _Segment:
         """Return [count] int64, odd, one for each block."""
         across = torch.arange(self.per_row, device=device)
         at = (self.blocks.to(device)[:, None] + across).flatten()
-        return mixed(at + (1 << 48)).bitwise_or_(1)
+        return mix(at + (1 << 48)).bitwise_or_(1)
 
     def filled(self, view: Tensor, *, per_block: int, device: torch.device) -> list[Tensor]:
         """Return its elements, filled with zeros to whole blocks, in pieces to concatenate."""

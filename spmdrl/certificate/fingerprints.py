@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from spmdrl.algorithms.splitmix import mixed, signed
+from spmdrl.algorithms.splitmix import mix, to_int64
 from spmdrl.certificate.digests import Digester, Sequences, factor_of, whole
 from spmdrl.model.cuts import cut_of
 from spmdrl.model.tensor_parts import Box, held_boxes, local_part
@@ -29,7 +29,7 @@ difference; if they differ in many, the mean square of the sums estimates the sq
 difference, up to about half of it."""
 _CHUNK = {"cpu": 2**16, "cuda": 2**22}
 """Elements that are converted to float64 at a time."""
-_COUNT = signed(0xD1B54A32D192ED03)
+_COUNT = to_int64(0xD1B54A32D192ED03)
 """Weight of the number of elements, by which tensors of more or fewer zeros differ."""
 
 Row = str | list[str | float | None]
@@ -112,7 +112,7 @@ class TensorGroup:
         ]
         self.digester = Digester(boxes, itemsize=sizes.pop(), device=world.device)
         elements = [sum(box.numel for box in layout.boxes) for layout in self._layouts]
-        counts = [signed(count * _COUNT) for count in elements]
+        counts = [to_int64(count * _COUNT) for count in elements]
         self.counts = torch.tensor(counts, device=world.device)
         """[n] int64, added to each digest for the number of elements."""
 
@@ -264,7 +264,7 @@ class TallyTotals:
 def _signs(first: int, count: int, dim: int, device: torch.device) -> Tensor:
     """Return [count, SKETCHES] float64, 1 or -1, for the indices from `first` on of a dim."""
     # + 2**8: other numbers than those of the digests' weights.
-    drawn = mixed(torch.arange(first, first + count, device=device) + ((dim + 2**8) << 48))
+    drawn = mix(torch.arange(first, first + count, device=device) + ((dim + 2**8) << 48))
     # One bit of the drawn number for each sketch.
     bits = torch.arange(SKETCHES, device=device) + 40
     return (drawn[:, None] >> bits).bitwise_and_(1).double().mul_(2).sub_(1)

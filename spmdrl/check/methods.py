@@ -103,7 +103,7 @@ def _statistic_problems(kind: Kind, function: Callable, options: Mapping[str, An
     from spmdrl.algorithms import registry
     from spmdrl.report.glossary import unknown
 
-    names = registry.own_statistics(kind, function, options)
+    names = registry.user_statistics(kind, function, options)
     return [
         f": the statistic {name!r} of {function.__name__} {text}{place_of(function)}"
         for name in names

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spmdrl.algorithms.splitmix import mixed, signed
+from spmdrl.algorithms.splitmix import mix, to_int64
 from spmdrl.model.files.file_tensors import live_tensors
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.tensor_parts import Box
@@ -120,7 +120,7 @@ def sent_checksums(plan: StreamPlan, live: LiveShards, *, most: int, world: Worl
         shape = live.parts[piece.name].shape
         receiver = receiver_of[piece.target]
         totals[receiver][piece.want] += checksum(value, piece.box, shape=shape)
-    sums = torch.tensor([[signed(total) for total in wants] for wants in totals])
+    sums = torch.tensor([[to_int64(total) for total in wants] for wants in totals])
     dist.all_reduce(sums, group=world.control)
     own = sums[receiver_of.get(world.rank, 0)]  # read only where this rank wants something
     return [int(total) % 2**64 for total in own]
@@ -150,7 +150,7 @@ def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
             index = torch.arange(part.shape[dim], device=view.device) + part.start[dim]
             later_dims = [1] * (len(shape) - dim - 1)
             position = position + (index * stride).view([-1, *later_dims])
-        total += int(mixed(mixed(position) + bits).sum())
+        total += int(mix(mix(position) + bits).sum())
     return total % 2**64
 
 

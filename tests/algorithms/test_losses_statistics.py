@@ -134,8 +134,8 @@ def test_lots_are_those_of_splitmix64_uniform_and_new_each_version():
     keys = torch.tensor([0, 1, -1, 2**62, -(2**63), 123_456_789])
     for version in (0, 1, 7, 10**9):
         expected = [lot(k % 2**64, version) for k in keys.tolist()]
-        assert batchwise.lots(keys, torch.tensor(version)).tolist() == expected
-    many = [batchwise.lots(torch.arange(50_000), torch.tensor(v)) for v in (3, 4)]
+        assert batchwise.draw_uniform(keys, torch.tensor(version)).tolist() == expected
+    many = [batchwise.draw_uniform(torch.arange(50_000), torch.tensor(v)) for v in (3, 4)]
     for lots in many:
         counts = torch.histc(lots, bins=50, min=0, max=1)
         assert ((counts - 1000).abs() < 6 * math.sqrt(1000)).all()

@@ -512,7 +512,7 @@ def test_moments_without_tokens_are_zero():
 
 def test_methods_that_need_whitening_say_so():
     methods = {n: getattr(token_advantages, n) for n in token_advantages.__all__}
-    assert [n for n, method in methods.items() if getattr(method, "whitened", False)] == [
+    assert [n for n, method in methods.items() if getattr(method, "is_whitened", False)] == [
         "gae",
         "reinforce_plus_plus",
     ]

@@ -128,7 +128,7 @@ def methods() -> dict[str, dict[str, Any]]:
     for kind in ("advantage", "correction"):
         found |= {f"{kind} {name}": {kind: name} for name in registry.names(kind)}
     for name in registry.names("advantage"):
-        if "turns" in registry.asked_by(registry.get("advantage", name)):
+        if "turns" in registry.inputs_with_helpers(registry.get("advantage", name)):
             found[f"advantage {name}"]["environment"] = True
     for name in registry.names("kl"):
         # k1 alone has no gradient on average, and is refused.
@@ -155,7 +155,7 @@ def _asked(name: str) -> tuple:
     if name in MIXTURES:
         return (name,)
     kind, _, method = name.partition(" ")
-    return kind, tuple(sorted(registry.asked_by(registry.get(kind, method))))
+    return kind, tuple(sorted(registry.inputs_with_helpers(registry.get(kind, method))))
 
 
 DEFAULT = [*{_asked(name): name for name in reversed(METHODS)}.values()][::-1]

@@ -1,4 +1,4 @@
-"""What the policy losses share: log-ratios, clipping, stats, checks. T packed tokens."""
+"""Helpers of the policy losses: log-ratios, clipping, stats, checks. T packed tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spmdrl.errors import Refusal
 
 MAX_LOG_RATIO = 20.0  # exp(20) = 5e8: beyond it one token decides the whole gradient
 Loss = tuple[Tensor, Stats]
-"""[T] terms, and what to report."""
+"""[T] terms, and stats."""
 
 
 def log_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
@@ -22,43 +22,43 @@ def log_ratio(logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor) -> Tens
 
 
 def ratio_of(log_r: Tensor) -> Tensor:
-    """Return r of log r in nats, which is clamped here and nowhere else."""
+    """Return r from log r in nats. Losses clamp log-ratios only here."""
     return log_r.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def sampled_logprobs(logprobs: Tensor, rollout_logprobs: Tensor) -> Tensor:
     """Return log mu: [T], nats, detached.
 
-    Where the engine's logprob is not finite, mu is taken to be the current policy: the ratio is 1
-    and has the gradient of an on-policy token.
+    Where the engine's logprob is not finite, mu is set to the current policy. Then the ratio is 1,
+    with the gradient of an on-policy token.
     """
     rollout = rollout_logprobs.detach()
     return torch.where(rollout.isfinite(), rollout, logprobs.detach())
 
 
 @dataclass(frozen=True)
-class Moved:
-    """How far the policy has moved from an earlier one at T tokens, and where to."""
+class PolicyShift:
+    """The change of the policy since an earlier one at T tokens, and the losses based on it."""
 
     logprobs: Tensor
-    """log pi, with its gradient."""
-    before: Tensor
-    """Of the earlier policy, detached."""
+    """[T] log pi, with its gradient."""
+    earlier_logprobs: Tensor
+    """[T] logprobs of the earlier policy, detached."""
     log_ratio: Tensor
-    """0 off the loss mask."""
+    """[T] difference of the two, 0 off the loss mask."""
     advantages: Tensor
-    """Detached, 0 off the loss mask."""
+    """[T], detached, 0 off the loss mask."""
     loss_mask: Tensor
     is_from_old: bool
-    """The earlier policy is pi_old, else mu."""
+    """Whether the earlier policy is pi_old; otherwise it is mu."""
 
     @cached_property
     def ratio(self) -> Tensor:
-        """Of the probabilities."""
+        """[T] ratio of the probabilities, current by earlier."""
         return ratio_of(self.log_ratio)
 
     @property
-    def own(self) -> Tensor:
+    def zero_with_grad(self) -> Tensor:
         """log pi - sg(log pi): 0, with the gradient of log pi."""
         return log_ratio(self.logprobs, self.logprobs, self.loss_mask)
 
@@ -71,16 +71,16 @@ class Moved:
         high: Tensor | None = None,
         dropped: Tensor | None = None,
     ) -> Loss:
-        """Return the terms of the loss tokens, and what there is to report.
+        """Return the terms of the loss tokens, and the stats.
 
         Args:
             terms: [T] float.
-            ratio: [T] float, to report instead of each token's own.
-            low, high: [T] bool, true where a ratio is clipped at either bound.
-            dropped: [T] bool, true where a token is left out.
+            ratio: [T] float, the ratio to report; None: each token's own.
+            low, high: [T] bool, whether the ratio is clipped at the lower and the upper bound.
+            dropped: [T] bool, whether the token is left out.
         """
         mask = self.loss_mask
-        stats = self._moves(self.ratio if ratio is None else ratio)
+        stats = self._ratio_stats(self.ratio if ratio is None else ratio)
         if high is not None:
             low = torch.zeros_like(high) if low is None else low
             clips = {"": low | high, "_low": low, "_high": high}
@@ -90,23 +90,25 @@ class Moved:
             mask = mask & ~dropped
         return keep(terms, mask), stats
 
-    def _moves(self, ratio: Tensor) -> Stats:
-        """Report the mean ratio, and k1 of earlier || current in nats."""
+    def _ratio_stats(self, ratio: Tensor) -> Stats:
+        """Return the mean ratio, and the k1 estimate of KL(earlier || current), nats."""
         mask = self.loss_mask
         ratio = ratio.detach()
         if self.is_from_old:
-            # Of the ratio that is reported, which may be that of a whole sequence.
+            # The ratio may be that of a whole sequence, so the KL is computed from it too.
             kl = masked_mean(-ratio.log(), mask)
             return {"policy/ratio": masked_mean(ratio, mask), "policy/kl_old": kl}
         kl = masked_mean(-self.log_ratio, mask)
         return {"policy/rollout_ratio": masked_mean(ratio, mask), "policy/kl_rollout": kl}
 
-    def clipped(
+    def clipped_surrogate(
         self, clip_low: float, clip_high: float, *, ratio: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Clip a ratio r (default: each token's own) where it helps the objective.
+        """Return the clipped surrogate objective of PPO.
 
-        Returns: min(r A, clip(r) A), and where the lower and the upper bound are active.
+        Args:
+            ratio: [T] float, r; None: each token's own.
+        Returns: min(r A, clip(r) A), and [T] bool for each bound, whether it is active.
         Raises: Refusal for bounds out of range.
         """
         check_clip(clip_low, clip_high)
@@ -117,35 +119,37 @@ class Moved:
         high = (advantages > 0) & (ratio > 1 + clip_high)
         return torch.minimum(ratio * advantages, bounded * advantages), low, high
 
-    def weighted(self, weight: Tensor | None = None) -> Tensor:
-        """Return -weight A log pi: [T], with a weight that carries no gradient; None for 1."""
+    def reinforce_terms(self, weight: Tensor | None = None) -> Tensor:
+        """Return -weight A log pi: [T]. The weight must be detached; None for 1."""
         factor = self.advantages
         if weight is not None:
             factor = (weight * factor).to(self.logprobs.dtype)
         return -factor * keep(self.logprobs, self.loss_mask)
 
 
-def from_old(
+def shift_from_old(
     logprobs: Tensor, old_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor
-) -> Moved:
-    """Compare with pi_old, the policy at the batch's start; [T] each."""
+) -> PolicyShift:
+    """Compare pi with pi_old, the policy at the batch's start; inputs are [T]."""
     log_r = log_ratio(logprobs, old_logprobs, loss_mask)
     advantages = keep(advantages.detach(), loss_mask)
-    return Moved(logprobs, old_logprobs.detach(), log_r, advantages, loss_mask, is_from_old=True)
+    return PolicyShift(
+        logprobs, old_logprobs.detach(), log_r, advantages, loss_mask, is_from_old=True
+    )
 
 
-def from_rollout(
+def shift_from_rollout(
     logprobs: Tensor, rollout_logprobs: Tensor, *, advantages: Tensor, loss_mask: Tensor
-) -> Moved:
-    """Compare with mu, the policy that sampled; [T] each. See `sampled_logprobs`."""
-    before = sampled_logprobs(logprobs, rollout_logprobs)
-    log_w = log_ratio(logprobs, before, loss_mask)
+) -> PolicyShift:
+    """Compare pi with mu, the policy that sampled; inputs are [T]. See `sampled_logprobs`."""
+    earlier_logprobs = sampled_logprobs(logprobs, rollout_logprobs)
+    log_w = log_ratio(logprobs, earlier_logprobs, loss_mask)
     advantages = keep(advantages.detach(), loss_mask)
-    return Moved(logprobs, before, log_w, advantages, loss_mask, is_from_old=False)
+    return PolicyShift(logprobs, earlier_logprobs, log_w, advantages, loss_mask, is_from_old=False)
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:
-    """Raise Refusal for distances from 1 that are not bounds on a ratio."""
+    """Raise Refusal for distances from 1 that cannot be the bounds of a ratio."""
     if not (0 <= clip_low <= 1 and clip_high >= 0):
         raise Refusal(
             f"clip_low, clip_high: distances from a ratio of 1, must be in [0, 1] "

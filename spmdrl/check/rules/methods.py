@@ -76,7 +76,7 @@ def _compares_turns(cfg: Config) -> bool:
     from spmdrl.algorithms import registry
 
     method = _found(cfg, "advantage")
-    return callable(method) and "turns" in registry.asked_by(method)
+    return callable(method) and "turns" in registry.inputs_with_helpers(method)
 
 
 def _is_per_token(cfg: Config) -> bool:

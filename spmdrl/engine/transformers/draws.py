@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spmdrl.algorithms.splitmix import GAMMA, mixed, uniform
+from spmdrl.algorithms.splitmix import GAMMA, mix, uniform
 from spmdrl.config import Penalties
 from spmdrl.engine.protocol import Truncation
 from spmdrl.model.sampling_rules import penalise
@@ -30,7 +30,7 @@ def numbers(seeds: Tensor, positions: Tensor) -> Tensor:
         positions: [N] int64, of the token in its response.
     Returns: [N] float64, multiples of 2^-53.
     """
-    return uniform(mixed(mixed(seeds - GAMMA) + positions * GAMMA))
+    return uniform(mix(mix(seeds - GAMMA) + positions * GAMMA))
 
 
 def draw(

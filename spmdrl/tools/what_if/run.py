@@ -195,7 +195,7 @@ def _columns(cfg: Config, everyone: Sequence[Alternative]) -> set[str]:
 
 
 def _asked(cfg: Config) -> set[str]:
-    return registry.asked_by(registry.get("advantage", cfg.algorithm.advantage))
+    return registry.inputs_with_helpers(registry.get("advantage", cfg.algorithm.advantage))
 
 
 def _load(run: RecordedRun, step: int, replayer: Replayer) -> Batch:

@@ -42,7 +42,7 @@ class RolloutLoss(ObjectiveLoss):
         """See ObjectiveLoss."""
         chosen = cfg.algorithm
         methods = (loss_fn, advantage_fn, registry.get("correction", chosen.correction))
-        needed = set().union(*map(registry.asked_by, methods)) & _OF_MODELS
+        needed = set().union(*map(registry.inputs_with_helpers, methods)) & _OF_MODELS
         if chosen.kl_coef:
             needed.add("ref_logprobs")
         # With one update the current logprobs are the old ones, unless something before the
@@ -50,7 +50,7 @@ class RolloutLoss(ObjectiveLoss):
         before = (
             any(map(registry.statistics_of, methods))
             or chosen.entropy_control.keep_frac < 1
-            or "old_logprobs" in registry.asked_by(advantage_fn)
+            or "old_logprobs" in registry.inputs_with_helpers(advantage_fn)
             or (chosen.kl_coef and chosen.kl_in == "reward")
             or "square_probs" in needed
         )
