@@ -219,8 +219,8 @@ def test_the_planner_counts_the_pixels_that_a_processor_gives(family, tmp_path):
     runs = [run_of(cfg, own, **means) for own in (shape, dataclasses.replace(shape, tower=None))]
     assert ["without a tower's work" in _step_text(run) for run in runs] == [True, False]
     found, blind = (trainer_memory(run, axes_of(cfg)) for run in runs)
-    assert found.total - blind.total == found.causes["shown"] > 4 * 20 * pixels / one.num_tokens
-    assert "shown" not in blind.causes
+    assert found.total - blind.total == found.causes["images"] > 4 * 20 * pixels / one.num_tokens
+    assert "images" not in blind.causes
 
 
 # ---------------------------------------------------------------- files and pages

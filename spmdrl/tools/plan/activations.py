@@ -3,10 +3,9 @@
 Shape letters: T packed tokens, R padded rows, H hidden, I width of a gated MLP, E experts. c is
 the size of an element of the compute dtype; norms and softmax compute in float32.
 
-There are two sets of kernels: plain torch with padded attention, on the CPU and where no other
-kernel can be used, whose figures are compared with measurements by tests; and varlen attention with
-liger's kernels (CUDA), whose figures follow from the definitions of the kernels and are not
-measured.
+There are two sets of kernels. Plain torch with padded attention runs on the CPU, and where no other
+kernel can be used; tests compare its figures with measurements. Varlen attention with liger's
+kernels runs on CUDA; its figures follow from the definitions of the kernels and are not measured.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Kernels:
     has_liger: bool  # fused norms, rotary embedding and gated MLP
     recomputes: bool  # activation checkpointing `full`: a block keeps only its input
     is_selective: bool = False  # `selective`: also its matrix products and attention
-    on_host: bool = False  # saved activations are in host memory
+    on_host: bool = False  # saved activations are moved to host memory
     on_gpu: bool = False
 
 
@@ -46,7 +45,7 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
-        """At its peak, when the backward pass begins."""
+        """The peak, when the backward pass begins."""
         return self.blocks + self.recomputed + self.rest
 
 
@@ -57,11 +56,11 @@ def padded_groups(lengths: Sequence[int]) -> tuple[PaddedGroup, ...]:
 
 @dataclass(frozen=True)
 class Cut:
-    """How the work on a row is divided."""
+    """How ranks divide the work on a row."""
 
-    tp: int = 1  # ranks that divide heads, MLP and, between them, tokens
-    ep: int = 1  # ... experts; routing is assumed to be balanced
-    cp: int = 1  # ... the row's tokens
+    tp: int = 1  # divides heads and the MLP; outside of these, the tokens
+    ep: int = 1  # divides experts; routing is assumed to be balanced
+    cp: int = 1  # divides the row's tokens
     method: str = ""  # of attention under cp: ulysses, gather or ring
 
 
@@ -70,20 +69,20 @@ class RowPart:
     """A rank's part of a row."""
 
     kernels: Kernels
-    tokens: int  # of the rank
+    tokens: int  # of this rank
     cut: Cut = Cut()
     groups: tuple[PaddedGroup, ...] = ()  # of the whole row; needed if the kernels pad
 
     def heads(self, own: Attention) -> tuple[int, int]:
-        """Return how many query heads and key/value heads the rank has under tp."""
+        """Return the numbers of query heads and of key/value heads of the rank under tp."""
         return max(1, own.heads // self.cut.tp), max(1, own.kv_heads // self.cut.tp)
 
 
 def saved_bytes(shape: ModelShape, work: RowPart, *, num_scored: int) -> SavedBytes:
-    """Return what one micro-batch saves on a rank.
+    """Return the bytes that one micro-batch saves on a rank.
 
     Args:
-        num_scored: of its tokens, those with a logprob.
+        num_scored: the number of tokens for which a logprob is computed.
     """
     kernels = work.kernels
     tokens = work.tokens
@@ -94,7 +93,7 @@ def saved_bytes(shape: ModelShape, work: RowPart, *, num_scored: int) -> SavedBy
     norm = tokens * _norm_bytes(shape.hidden, kernels, is_gemma=shape.has_gemma_norms) // tp
     rest = tables + norm + num_scored * (c * shape.hidden + 24)  # 24: indices, log total, entropy
     largest = max(size for size, _ in each)
-    if kernels.on_host:  # a block's comes back when its backward pass begins
+    if kernels.on_host:  # a block's activations come back when its backward pass begins
         return SavedBytes(0, largest, rest)
     if not kernels.recomputes and not kernels.is_selective:
         return SavedBytes(sum(size * count for size, count in each), 0, rest)
@@ -110,7 +109,10 @@ def saved_bytes(shape: ModelShape, work: RowPart, *, num_scored: int) -> SavedBy
 
 
 def _product_width(block: Block, *, hidden: int, tp: int) -> int:
-    """Return the elements per token of a block's products and of its attention's output."""
+    """Return the elements per token that selective checkpointing saves of a block.
+
+    These are the results of its matrix products, and the output of its attention.
+    """
     own = block.attention
     experts = block.experts
     width = (own.heads + own.kv_heads) * (own.qk_dim + own.v_dim) // tp
@@ -122,10 +124,13 @@ def _product_width(block: Block, *, hidden: int, tp: int) -> int:
 
 
 def _norm_bytes(width: int, kernels: Kernels, *, is_gemma: bool) -> int:
-    """Per row of an RMSNorm: its input in float32, one over the root, its normalised input."""
+    """Return the bytes per row of an RMSNorm.
+
+    These are its input in float32, the reciprocal of the root, and its normalised input.
+    """
     c = kernels.compute_bytes
     if kernels.has_liger:
-        return c * width + 4  # the input itself and one over the root
+        return c * width + 4  # the input in the compute dtype, and the reciprocal
     return 4 * width + 4 + (4 if is_gemma else c) * width
 
 
@@ -137,7 +142,8 @@ def _block_bytes(block: Block, shape: ModelShape, work: RowPart) -> int:
     c = kernels.compute_bytes
     hidden = shape.hidden
     is_gemma = shape.has_gemma_norms
-    # Norms and experts are of own tokens under tp; what enters attention and MLP is gathered.
+    # Under tp, norms and experts work on this rank's tokens; the inputs of attention and MLP are
+    # gathered.
     total = block.norms * tokens * _norm_bytes(hidden, kernels, is_gemma=is_gemma) // tp
     total += tokens * hidden * c  # the input of attention, and that of the MLP
     total += tokens * hidden * c // (tp if block.experts else 1)
@@ -158,8 +164,8 @@ def mlp_bytes(block: Block, work: RowPart, *, hidden: int) -> int:
         experts = block.experts
         rows = tokens * block.experts.top_k // cut.tp
         total += tokens * 4 * experts.count // cut.tp  # the router's probabilities
-        # A row for each expert that a token goes to: input, gate and up, activation, product,
-        # output; its weight and where it belongs. With ep the output once more, back at home.
+        # Each token has a row for each of its experts: input, gate and up, activation, product,
+        # output; its weight and its index. With ep, also the output after it is sent back.
         states = 3 if cut.ep > 1 else 2
         total += rows * (c * (states * hidden + 4 * experts.intermediate) + 24)
     return total
@@ -175,12 +181,12 @@ def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
     if own.has_qk_norm:
         total += tokens * (heads + kv_heads) * _norm_bytes(own.qk_dim, kernels, is_gemma=is_gemma)
     if own.latent is not None:
-        for rank in own.latent[:2]:  # norm of the latent, and the state that it becomes
+        for rank in own.latent[:2]:  # norm of the latent, and its projection
             total += tokens * (_norm_bytes(rank, kernels, is_gemma=is_gemma) + c * rank)
     if cut.method in ("gather", "ring"):  # query, key, value; output; the ring's log-sum-exp
         sums = 4 * tokens * heads if cut.method == "ring" else 0
         return total + sums + tokens * c * (heads + kv_heads) * (own.qk_dim + own.v_dim)
-    if kernels.is_padded or cut.method:  # the output, out of the padded rows or swapped back
+    if kernels.is_padded or cut.method:  # a copy of the output without padding, or sent back
         total += tokens * heads * own.v_dim * c
     if cut.method:  # ulysses: some heads of the whole row; keys and values may be repeated
         tokens = tokens * cut.cp
@@ -198,10 +204,12 @@ def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
 def exchange_bytes(own: Attention, work: RowPart) -> int:
     """Return the peak bytes of attention's exchange over cp, which is in the backward pass.
 
-    ulysses: the gradient of the output as sent and as received; the output itself is already freed.
-    gather: for the key and value heads of one turn, the row's keys and values as received and in
-    order, and the gradients of both; queries and output of these heads are recomputed. ring: two
-    slices of keys and values and of their gradients, and the gradients of queries and output.
+    ulysses: the gradient of the output, both the sent and the received tensor. The output is
+    already freed.
+    gather: for the key and value heads of one turn, the row's keys and values, both as received and
+    in order, and their gradients. Queries and output of these heads are recomputed.
+    ring: two slices of keys and values and of their gradients, and the gradients of queries and
+    output.
     """
     c = work.kernels.compute_bytes
     tokens = work.tokens
@@ -218,12 +226,12 @@ def exchange_bytes(own: Attention, work: RowPart) -> int:
     return 0
 
 
-def unkept_bytes(own: Attention, work: RowPart) -> int:
-    """Return what ulysses holds right after its kernel, in addition to saved tensors.
+def ulysses_extra_bytes(own: Attention, work: RowPart) -> int:
+    """Return the bytes that ulysses holds right after its kernel, in addition to saved tensors.
 
     These are queries, keys and values before the exchange, and repeated keys and values. If the
-    kernel pads, also all of them and the output in the order of the row. The output is not sent
-    back yet.
+    kernel pads, all of these and the output also exist without padding. The output is not sent back
+    yet.
     """
     heads, kv_heads = work.heads(own)
     repeated = math.lcm(kv_heads, work.cut.cp)
@@ -249,7 +257,7 @@ def _group_bytes(
     operands = rows * c * (heads * own.qk_dim + kv_heads * (own.qk_dim + own.v_dim))
     if has_scores:
         scores = group.count * heads * length * length
-        softmax = scores * (4 if c == 4 else 4 + c)  # in float32, and once more to multiply
+        softmax = scores * (4 if c == 4 else 4 + c)  # in float32, and in the compute dtype
         cap = scores * c + heads // kv_heads * length * length if own.has_softcap else 0
         return operands + softmax + cap
     mask = length * length * c if has_window else 0

@@ -1,4 +1,4 @@
-"""Bytes that an engine rank holds: weights, KV cache, and memory to compute in."""
+"""Bytes that an engine rank holds: weights, KV cache, activations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CUDA_GRAPHS = 2**30
 def engine_weight_bytes(run: Run, axes: Axes) -> int:
     """Return the bytes of one engine rank's weights.
 
-    vLLM shards heads, MLPs, experts and vocabulary over its tp ranks, repeats key/value heads
-    that are fewer than these, keeps norms, routers and latent projections whole, and pads the
+    vLLM shards heads, MLPs, experts and vocabulary over its tp ranks. It repeats key/value heads if
+    there are fewer than tp ranks. It replicates norms, routers and latent projections, and pads the
     vocabulary to a multiple of 64.
     """
     shape = run.shape
@@ -33,8 +33,9 @@ def engine_weight_bytes(run: Run, axes: Axes) -> int:
     return numel * run.engine_bytes
 
 
-# Ends of names: norms, routers, latent projections, and biases that are added after a reduction.
-_WHOLE = (
+# Suffixes of names: norms, routers, latent projections, and biases that are added after a
+# reduction.
+_REPLICATED = (
     "norm.weight",
     "gate.weight",
     "q_a_proj.weight",
@@ -46,7 +47,7 @@ _WHOLE = (
 
 
 def _engine_numel(weight: Weight, block: Block, *, tp: int) -> int:
-    if tp == 1 or weight.name.endswith(_WHOLE):
+    if tp == 1 or weight.name.endswith(_REPLICATED):
         return weight.numel
     if weight.name.split(".")[-2] in ("k_proj", "v_proj"):
         return weight.numel // min(tp, block.attention.kv_heads)
@@ -71,7 +72,7 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     """Return what an engine rank holds.
 
     Args:
-        memory_bytes: of its GPU; on the CPU the cache has a size of its own.
+        memory_bytes: of its GPU. On a CPU, a setting is the size of the cache instead.
     """
     shape = run.shape
     weights = engine_weight_bytes(run, axes)
@@ -100,24 +101,23 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     resting = sum(causes.values())
     # An engine that sleeps frees its cache, and some kinds free their weights too.
     if run.engine_sleeps and run.engine.traits.frees_weights:
-        resting = CUDA_GRAPHS  # CUDA's context is the process's own, and counted with the trainer
+        resting = CUDA_GRAPHS  # the trainer's memory counts the CUDA context of the process
     elif run.engine_sleeps:
         resting -= used
     return Memory(causes, "while it generates", sequences, width, resting)
 
 
 def _cache(room: int, run: Run, *, per_token: int) -> tuple[int, int, int]:
-    """Return the bytes of the cache, and how many sequences of the longest and of mean length it
-    holds. The transformers engine reserves the longest for each."""
+    """Return the bytes of the cache, and how many sequences it holds: longest and mean length.
+
+    The transformers engine reserves the longest length for each sequence.
+    """
     if not run.engine.traits.pages_cache:
         slots = min(run.engine.max_num_seqs, room // (per_token * run.cfg.longest_sequence))
         return slots * run.cfg.longest_sequence * per_token, slots, slots
-    block = 16 if run.on_gpu else 128  # tokens that vLLM hands out together
+    block = 16 if run.on_gpu else 128  # tokens of a block of vLLM's cache
     blocks = room // (block * per_token)
     mean = max(1, math.ceil((run.prompt_tokens + run.response_tokens) / block))
     longest = min(run.engine.max_num_seqs, blocks // -(-run.cfg.longest_sequence // block))
-    return (
-        blocks * block * per_token,
-        longest,
-        min(run.engine.max_num_seqs, blocks // mean) * (longest > 0),
-    )
+    width = min(run.engine.max_num_seqs, blocks // mean) if longest else 0
+    return blocks * block * per_token, longest, width

@@ -1,4 +1,4 @@
-"""A layout's plan, and the layouts that a number of GPUs allows, best first."""
+"""Plan one layout, and search for the fastest layouts of a number of GPUs."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Plan:
 
     axes: Axes
     tokens: int  # of a micro-batch
-    most_tokens: int  # largest micro-batch that fits; 0 when none does
+    most_tokens: int  # largest micro-batch that fits; 0 if none does
     trainer: Memory
     engine: Memory | None
     room: int  # bytes that a rank may use
     engine_frac: float  # engine.gpu_memory_frac
     flows: tuple[Flow, ...]
     seconds: Seconds
-    problems: tuple[str, ...]  # why it cannot run
+    problems: tuple[str, ...]  # reasons why it cannot run
 
     @property
     def rank_bytes(self) -> int:
         """Bytes of the fullest rank."""
         if self.engine is None:
             return self.trainer.total
-        if self.axes.roles.shares_devices:  # each role next to the resting other one
+        if self.axes.roles.shares_devices:  # one role works while the other rests
             return max(
                 self.trainer.total + self.engine.resting, self.engine.total + self.trainer.resting
             )
@@ -52,10 +52,10 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, tokens: int = 0) -> Plan:
     """Plan one layout.
 
     Args:
-        tokens: budget of a micro-batch; 0 takes the run's, and where that is left open as many
-            as fit and an update can fill.
+        tokens: budget of a micro-batch; 0: that of the run. If the run has none, the largest that
+            fits and that an update can fill.
     """
-    alone = replace(axes, inference_tp=1)  # what trainers hold does not depend on it
+    trainer_axes = replace(axes, inference_tp=1)  # has no effect on trainers: for the cache
     engine = None
     room = int(USABLE_FRAC * rates.memory_bytes)
     trainer_room = room
@@ -63,12 +63,12 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, tokens: int = 0) -> Plan:
         engine = engine_memory(run, axes, memory_bytes=rates.memory_bytes)
         if axes.roles.shares_devices:
             trainer_room = room - engine.resting
-    most = most_tokens(run, alone, room=trainer_room)
+    most = most_tokens(run, trainer_axes, room=trainer_room)
     filled = useful_tokens(run.cfg, dp_size=axes.dp_size)
-    # If nothing fits, most is 0: the plan is for the longest sequence, and says what is missing.
+    # If nothing fits, most is 0. Then plan the longest sequence, to report how much is missing.
     most_useful = min(max(most, least_tokens(run.cfg)), filled)
     tokens = tokens or run.cfg.batch.tokens_per_microbatch or most_useful
-    trainer = trainer_memory(run, alone, tokens=tokens)
+    trainer = trainer_memory(run, trainer_axes, tokens=tokens)
     seconds = step_seconds(
         run, axes, rates=rates, tokens=tokens, slots=engine.width if engine else 0
     )
@@ -78,8 +78,8 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, tokens: int = 0) -> Plan:
         *([exchange_flow(run, axes)] if axes.engines else []),
     )
     frac = run.engine.gpu_memory_frac
-    found = Plan(axes, tokens, most, trainer, engine, room, frac, flows, seconds, ())
-    return replace(found, problems=tuple(_memory_problems(found, run, trainer_room=trainer_room)))
+    plan = Plan(axes, tokens, most, trainer, engine, room, frac, flows, seconds, ())
+    return replace(plan, problems=tuple(_memory_problems(plan, run, trainer_room=trainer_room)))
 
 
 def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str]:
@@ -99,17 +99,17 @@ def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str
     short = plan.engine.total - left
     is_short = plan.axes.roles.shares_devices and run.on_gpu and short > 0
     if is_short:
-        cure = "; lower engine.gpu_memory_frac" if plan.engine.sequences and left else ""
+        remedy = "; lower engine.gpu_memory_frac" if plan.engine.sequences and left else ""
         yield (
             f"an engine rank needs {_gib(plan.engine.total)}, {_gib(short)} more than the "
-            f"{_gib(left)} that the trainer's weights and optimizer state leave it{cure}"
+            f"{_gib(left)} that the trainer's weights and optimizer state leave it{remedy}"
         )
     if not plan.engine.sequences:
-        what = "engine.gpu_memory_frac" if run.on_gpu else "engine.cpu_kv_cache_gib"
+        setting = "engine.gpu_memory_frac" if run.on_gpu else "engine.cpu_kv_cache_gib"
         yield (
             f"an engine rank has no room for one sequence of {run.cfg.longest_sequence} tokens "
             f"beside {_gib(plan.engine.causes['engine weights'])} of weights; raise "
-            f"layout.inference_tp{'' if is_short else f' or {what}'}"
+            f"layout.inference_tp{'' if is_short else f' or {setting}'}"
         )
 
 
@@ -118,7 +118,7 @@ def _gib(size: float) -> str:
 
 
 def remedies(run: Run, plan: Plan, *, rates: Rates) -> list[str]:
-    """Return changes of a config after which the layout fits: single ones, or else pairs."""
+    """Return changes of a config with which the layout fits: single ones, or else pairs."""
     changes = list(_changes(run, plan))
     recomputing = replace(run, kernels=replace(run.kernels, recomputes=True))
 
@@ -145,12 +145,12 @@ class _Change:
     setting: str
     value: str
     recomputes: bool = False
-    sizes: Mapping[str, int] = field(default_factory=dict)  # of axes, to be of another
+    sizes: Mapping[str, int] = field(default_factory=dict)  # {axis: new size}
     tokens: int = 0
 
 
 def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
-    """Yield changes of a config, the smallest of each field first."""
+    """Yield changes of a config; for each field, the smallest change first."""
     axes = plan.axes
     if plan.tokens > (least := least_tokens(run.cfg)):
         tokens = plan.most_tokens or least
@@ -158,7 +158,7 @@ def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
     if not run.kernels.recomputes:
         yield _Change("model.memory.activation_checkpointing", "full", recomputes=True)
     for name in ("tp", "cp", "ep", "inference_tp"):
-        # Only larger ones: more ranks share the memory.
+        # Only larger sizes help, because more ranks then share the memory.
         for size in _POWERS[1:]:
             if size > getattr(axes, name):
                 yield _Change(f"layout.{name}", str(size), sizes={name: size})
@@ -170,10 +170,10 @@ def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
         yield _Change("layout.world_size", value, sizes=ranks)
 
 
-def _first_of_each(found: list[tuple[_Change, ...]]) -> list[str]:
+def _first_of_each(alternatives: list[tuple[_Change, ...]]) -> list[str]:
     """Return the first change, which is the smallest, of each field or pair of fields."""
     texts: dict[tuple[str, ...], str] = {}
-    for changes in found:
+    for changes in alternatives:
         texts.setdefault(
             tuple(c.setting for c in changes),
             " with ".join(f"{c.setting} {c.value}" for c in changes),
@@ -182,7 +182,7 @@ def _first_of_each(found: list[tuple[_Change, ...]]) -> list[str]:
 
 
 def is_possible(axes: Axes, run: Run) -> bool:
-    """Return whether ranks can have this layout, and the model can be divided among them."""
+    """Return whether the ranks can be arranged and the model can be divided like this."""
     kind = run.engine.kind
     return not any(rank_problems(axes, engine_kind=kind)) and not any(
         misfits(run.shape.counts, axes, context=run.cfg.model.kernels.context, engine_kind=kind)
@@ -190,10 +190,10 @@ def is_possible(axes: Axes, run: Run) -> bool:
 
 
 def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
-    """Yield the layouts of so many GPUs that a model and the program allow.
+    """Yield the layouts of `gpus` GPUs that the model and this program allow.
 
-    The trainers' tensor parallelism stays within a node, an engine's within four. Copies of the
-    shards are of whole nodes.
+    The tensor parallelism of trainers stays within a node, that of an engine within four nodes.
+    Each replica of the shards has whole nodes.
     """
     tps = [n for n in _POWERS if n <= min(gpus_per_node, gpus)]
     most = min(4 * gpus_per_node, gpus) if run.cfg.objective.samples else 1
@@ -204,8 +204,8 @@ def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
         sizes = itertools.product(_POWERS, tps, cps, eps, engine_tps)
         for replicate, tp, cp, ep, inference_tp in sizes:
             axes = Axes(placement, gpus, trainers, replicate, cp, tp, ep, inference_tp)
-            of_nodes = replicate == 1 or not trainers // replicate % gpus_per_node
-            if of_nodes and is_possible(axes, run):
+            has_whole_nodes = replicate == 1 or trainers // replicate % gpus_per_node == 0
+            if has_whole_nodes and is_possible(axes, run):
                 yield axes
 
 
@@ -222,9 +222,12 @@ def _splits(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[tuple[str, i
 
 
 def distinct(plans: list[Plan]) -> list[Plan]:
-    """Return the first plan of each division of the ranks into roles and engines; without engines,
-    of each way to shard a model and its sequences."""
-    found: dict[tuple, Plan] = {}
+    """Return the first of all plans that differ only in details.
+
+    Plans with engines are grouped by how ranks are divided into roles and engines; plans without
+    engines, by how the model and its sequences are sharded.
+    """
+    first: dict[tuple, Plan] = {}
     for plan in plans:
         axes = plan.axes
         key = (
@@ -232,23 +235,23 @@ def distinct(plans: list[Plan]) -> list[Plan]:
             if axes.engines
             else (axes.tp, axes.cp, axes.ep)
         )
-        found.setdefault(key, plan)
-    return list(found.values())
+        first.setdefault(key, plan)
+    return list(first.values())
 
 
 def best_plans(run: Run, *, gpus: int, rates: Rates) -> tuple[list[Plan], Plan | None]:
-    """Return the plans that fit, fastest step first, and of the others the one nearest to fitting.
+    """Return the plans that fit, fastest step first; and of the others the one closest to fitting.
 
-    A micro-batch has the run's tokens, or as many as fit if these are fewer. Where the GPU is
-    shared by both roles, smaller parts of it for the engine are tried too.
+    A micro-batch has the run's number of tokens, or fewer if only fewer fit. If both roles share a
+    GPU, smaller shares for the engine are tried too.
     """
-    # The config's share is the upper bound of those that are tried.
+    # The share in the config is the upper bound.
     own_frac = run.engine.gpu_memory_frac
     fracs = {min(frac, own_frac) for frac in _SHARED_FRACS} if run.on_gpu else {own_frac}
     shared = [
         replace(run, engine=replace(run.engine, gpu_memory_frac=frac)) for frac in sorted(fracs)
     ]
-    found = []
+    fitting = []
     nearest = None
     for axes in layouts(run, gpus=gpus, gpus_per_node=rates.gpus_per_node):
         for own in shared if axes.roles.shares_devices else [run]:
@@ -256,11 +259,11 @@ def best_plans(run: Run, *, gpus: int, rates: Rates) -> tuple[list[Plan], Plan |
             if 0 < plan.most_tokens < plan.tokens:
                 plan = make_plan(own, axes, rates=rates, tokens=plan.most_tokens)
             if not plan.problems:
-                found.append(plan)
+                fitting.append(plan)
             elif nearest is None or plan.rank_bytes < nearest.rank_bytes:
                 nearest = plan
-    # Of equally fast layouts the simpler one.
-    found.sort(
+    # Of equally fast layouts, the simpler one comes first.
+    fitting.sort(
         key=lambda p: (
             round(p.seconds.step, 2),
             p.axes.tp * p.axes.cp * p.axes.ep,
@@ -268,4 +271,4 @@ def best_plans(run: Run, *, gpus: int, rates: Rates) -> tuple[list[Plan], Plan |
             p.axes.inference_tp,
         )
     )
-    return found, nearest
+    return fitting, nearest

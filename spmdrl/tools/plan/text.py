@@ -46,7 +46,7 @@ def _head(run: Run, rates: Rates) -> Iterator[str]:
 
 
 def _step_text(run: Run) -> str:
-    """Return what one step works on."""
+    """Return the size of one step's batch."""
     return (
         f"{run.sequences} sequences of {run.prompt_tokens:g} + {run.response_tokens:g} "
         f"tokens (mean; longest {run.cfg.longest_sequence}), {run.cfg.batch.updates_per_step} "
@@ -57,10 +57,10 @@ def _step_text(run: Run) -> str:
 
 
 def _rate_texts(rates: Rates) -> Iterator[str]:
-    """Yield the rates of each source, and the source."""
+    """Yield for each source its rates, and the source."""
     for source in dict.fromkeys(map(rates.source, FORMULA_RATES)):
-        own = [name for name in FORMULA_RATES if rates.source(name) == source]
-        yield ", ".join(f"{name} {getattr(rates, name):g}" for name in own) + f" ({source})"
+        names = [name for name in FORMULA_RATES if rates.source(name) == source]
+        yield ", ".join(f"{name} {getattr(rates, name):g}" for name in names) + f" ({source})"
 
 
 def layout_text(axes: Axes) -> str:
@@ -76,7 +76,7 @@ def layout_text(axes: Axes) -> str:
 
 
 def brief(plan: Plan, *, run: Run, rates: Rates) -> Iterator[str]:
-    """Yield a plan in three lines: memory of a rank, seconds of a step, and the step's work."""
+    """Yield a plan in three lines: memory of a rank, seconds of a step, size of the step."""
     engine = f", engine {plan.engine.total / _GIB:.1f}" if plan.engine else ""
     verdict = "does not fit" if plan.problems else "fits"
     yield (
@@ -121,10 +121,11 @@ def _cause_lines(title: str, memory: Memory) -> Iterator[str]:
 def _flow_lines(plan: Plan, rates: Rates) -> Iterator[str]:
     yield "A rank sends in a step, GB             node  network   seconds"
     for flow in plan.flows:
-        is_within = flow.span <= rates.gpus_per_node
-        cells = [f"{flow.bytes / 1e9:9.3f}", " " * 9][:: 1 if is_within else -1]
-        hides = "  behind matmuls" if flow.hides else ""
-        yield f"  {flow.name:<31} {cells[0]}{cells[1]} {flow.seconds(rates):9.3f}{hides}"
+        gigabytes = f"{flow.bytes / 1e9:9.3f}"
+        is_within_node = flow.span <= rates.gpus_per_node
+        cells = gigabytes + " " * 9 if is_within_node else " " * 9 + gigabytes
+        hides = "  during matmuls" if flow.hides else ""
+        yield f"  {flow.name:<31} {cells} {flow.seconds(rates):9.3f}{hides}"
 
 
 def _second_lines(plan: Plan, run: Run) -> Iterator[str]:
@@ -165,7 +166,7 @@ def _best_lines(best: Sequence[Plan]) -> Iterator[str]:
 
 
 def rates_dict(rates: Rates) -> dict[str, Any]:
-    """Return each rate that can be measured, and its source."""
+    """Return {rate that can be measured: its value and its source}."""
     return {
         name: {"value": getattr(rates, name), "source": rates.source(name)}
         for name in FORMULA_RATES
