@@ -22,7 +22,7 @@ from spmdrl.imports import attempt
 from spmdrl.rollout.recordings import find_recorded, read_table
 from spmdrl.tools.what_if.alternatives import AS_RUN, alternatives
 from spmdrl.tools.what_if.measures import cosine, disagreement, effective_share, push_shares, share
-from spmdrl.tools.what_if.run import _columns, chosen_steps, open_run, steps_of
+from spmdrl.tools.what_if.run import _columns, open_run, select_steps, steps_of
 from tests.helpers.built import refused, small_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import TINY, metrics, run
@@ -84,12 +84,15 @@ def made(tmp_path_factory) -> Path:
 
 def looked_at(where: Path, name: str, steps: tuple[int, ...], settings: list[dict]) -> Any:
     """Return what the command finds, as plain data."""
-    from spmdrl.tools.what_if.run import look_again
-    from spmdrl.tools.what_if.text import plain
+    from spmdrl.tools.what_if.run import compare_alternatives
+    from spmdrl.tools.what_if.text import as_plain_data
 
     opened = open_run(where / name)
     chosen = alternatives(opened.cfg, others=[json.dumps(one) for one in settings])
-    found = [plain(one) for one in look_again(opened, chosen_steps(opened, steps), chosen)]
+    found = [
+        as_plain_data(one)
+        for one in compare_alternatives(opened, select_steps(opened, steps), chosen)
+    ]
     return [one | {"alternatives": {a["name"]: a for a in one["alternatives"]}} for one in found]
 
 
@@ -222,35 +225,35 @@ def _commands(where: Path) -> Any:
 # --------------------------------------------------------------------------- what is refused
 
 
-def test_steps_that_cannot_be_looked_at_are_refused_with_those_that_can(made, tmp_path):
+def test_steps_that_cannot_be_evaluated_are_refused_with_those_that_can(made, tmp_path):
     run_folder = tmp_path / "run"
     shutil.copytree(made / "grpo", run_folder)
     shutil.rmtree(run_folder / "checkpoints" / "step_1")
     opened = open_run(run_folder)
-    assert steps_of(opened) == [0, 2] and chosen_steps(opened, []) == [2]
-    with refused("step 1 cannot be looked at: no checkpoint", "steps that can: 0, 2"):
-        chosen_steps(opened, [0, 1])
-    with refused("step 7 cannot be looked at: it was not recorded"):
-        chosen_steps(opened, [7])
+    assert steps_of(opened) == [0, 2] and select_steps(opened, []) == [2]
+    with refused("step 1 cannot be evaluated: no checkpoint", "steps that can: 0, 2"):
+        select_steps(opened, [0, 1])
+    with refused("step 7 cannot be evaluated: it was not recorded"):
+        select_steps(opened, [7])
     (file,) = (run_folder / "rollouts").glob("step_000002_replica_0*.parquet")
     whole = file.read_bytes()
     file.write_bytes(whole[:-100])
     with refused("step_000002_", "does not match its sha256"):
-        chosen_steps(opened, [2])
+        select_steps(opened, [2])
     file.write_bytes(whole)
     tensors = next((run_folder / "checkpoints" / "step_2").rglob("*.distcp"))
     tensors.write_bytes(tensors.read_bytes()[:-1])
     with refused("step_2 cannot be used", "it was truncated or changed"):
-        chosen_steps(opened, [2])
+        select_steps(opened, [2])
     for name in ("step_2", "step_3"):
         shutil.rmtree(run_folder / "checkpoints" / name)
     text = (run_folder / "config.yaml").read_text()
     changed = re.sub(r"^seed: 0$", "seed: 1", text, flags=re.M)
     (run_folder / "config.yaml").write_text(changed)
     with refused("is not of this run", "seed: 0 there, 1 now"):
-        chosen_steps(open_run(run_folder), [0])
+        select_steps(open_run(run_folder), [0])
     (run_folder / "config.yaml").write_text(text.replace(str(made / "model"), str(made / "gone")))
-    with refused("no recorded step has a checkpoint right before it", "checkpoint.every_steps"):
+    with refused("no recorded step has a checkpoint of its first weights", "checkpoint.every_steps"):
         open_run(run_folder)
     shutil.rmtree(run_folder / "rollouts")
     with refused("holds no whole step of recorded rollouts", "rollout.record.every"):
@@ -265,7 +268,7 @@ def test_a_checkpoint_of_another_config_is_refused_with_the_difference(made, tmp
     file = run_folder / "config.yaml"
     file.write_text(file.read_text().replace("kl_coef: 0.1", "kl_coef: 0.2"))
     with refused("written under another config", "algorithm.kl_coef: 0.1 there, 0.2"):
-        chosen_steps(open_run(run_folder), [1])
+        select_steps(open_run(run_folder), [1])
 
 
 def test_alternatives_that_are_none_are_refused_by_name(made):
@@ -280,7 +283,7 @@ def test_alternatives_that_are_none_are_refused_by_name(made):
         ("unknown option of cispo", "nothing"): dict(
             others=["{loss: cispo, correction: none, loss_options: {nothing: 1}}"]
         ),
-        ("objective is the run's",): dict(others=["{objective: sft}"]),
+        ("the objective cannot change",): dict(others=["{objective: sft}"]),
         ("corrected for twice",): dict(others=["{loss: vespo, correction: icepop}"]),
         ("KeyError: 'never'", "own.py:10"): dict(losses=[f"{made / 'own.py'}:on_all_data"]),
     }
@@ -294,12 +297,12 @@ def test_alternatives_that_are_none_are_refused_by_name(made):
 
 
 def test_models_that_no_checkpoint_has_are_refused_before_anything_is_loaded(made):
-    from spmdrl.tools.what_if.run import look_again
+    from spmdrl.tools.what_if.run import compare_alternatives
 
     opened = open_run(made / "grpo")
     chosen = alternatives(opened.cfg, advantages=["gae"])
-    with refused("alternative advantage gae: asks for values, of a value model"):
-        next(look_again(opened, [1], chosen))
+    with refused("alternative advantage gae: needs values, of a value model"):
+        next(compare_alternatives(opened, [1], chosen))
     with refused("model.teacher: is empty"):
         alternatives(opened.cfg, advantages=["distill"])
 

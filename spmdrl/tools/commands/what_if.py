@@ -45,7 +45,7 @@ def what_if(
 
     Args:
         run: output_dir of a run with recorded rollouts and checkpoints.
-        steps: recorded steps, as metrics.jsonl counts them; the newest that can be looked at.
+        steps: recorded steps, as metrics.jsonl counts them; the newest that can be evaluated by default.
         loss: losses, by name or as file.py:function.
         advantage: advantage estimators.
         correction: corrections.
@@ -63,21 +63,21 @@ def what_if(
     # Here: `--help` needs none of it.
     from spmdrl.tools.what_if.alternatives import alternatives
     from spmdrl.tools.what_if.page import page
-    from spmdrl.tools.what_if.run import chosen_steps, look_again, open_run
-    from spmdrl.tools.what_if.text import plain, table
+    from spmdrl.tools.what_if.run import compare_alternatives, open_run, select_steps
+    from spmdrl.tools.what_if.text import as_plain_data, table
 
     opened = open_run(run, trust_run=trust_run, trust_remote_code=trust_remote_code)
     chosen = alternatives(
         opened.cfg, losses=loss, advantages=advantage, corrections=correction, others=alternative
     )
-    found = list(look_again(opened, chosen_steps(opened, steps), chosen))
+    found = list(compare_alternatives(opened, select_steps(opened, steps), chosen))
     if html is not None:
         trusts = {"trust_run": trust_run, "trust_remote_code": trust_remote_code}
         text = page(found, opened.recorded, limit=limit, tokenizer=tokenizer, **trusts)
         with refusing(f"--html {html}: no page can be written there", OSError):
             write_file(html, text.encode(errors="replace"))
     if json:
-        return dumps({"run": str(run), "steps": [plain(one) for one in found]}, indent=1)
+        return dumps({"run": str(run), "steps": [as_plain_data(one) for one in found]}, indent=1)
     lines = [table(one, limit=limit) for one in found]
     return "\n\n".join(lines + ([f"wrote {html}"] if html is not None else []))
 

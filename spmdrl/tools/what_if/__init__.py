@@ -1,1 +1,1 @@
-"""Try other losses, advantages and corrections on a run's recordings, and compare the updates."""
+"""Compute updates of other losses, advantages and corrections on a run's recorded steps."""

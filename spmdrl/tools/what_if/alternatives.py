@@ -21,13 +21,13 @@ AS_RUN = "as run"
 
 @dataclass(frozen=True)
 class Alternative:
-    """One set of algorithm settings, with a name for tables and pages."""
+    """A set of algorithm settings, with a name for tables and pages."""
 
     name: str
     cfg: Config
-    """The run's, with these settings."""
+    """The config of the run with these settings."""
     settings: Mapping[str, Any]
-    """{field of algorithm: value} of the settings that differ; {} for the run's own."""
+    """{field of algorithm: value} of the settings that differ; {} for the run's own settings."""
 
 
 def alternatives(
@@ -42,27 +42,28 @@ def alternatives(
 
     Args:
         cfg: of the run.
-        losses, advantages, corrections: names; every combination of one of each is an alternative.
-            Where a kind has no names, the run's method is taken.
-        others: one alternative each, as a mapping in YAML of fields of `algorithm`.
-    Raises: Refusal naming the alternative, for none, one that is named twice, an unknown field or
-        method, a function that fails on three tokens, or settings that do not go together.
+        losses, advantages, corrections: names. Every combination of one of each is an alternative.
+            A kind without names stays as in the run.
+        others: one alternative each, as a YAML mapping of fields of `algorithm`.
+    Raises: Refusal with the name of the alternative, if there is none, if one is named twice, or
+        for an unknown field or method, a function that fails on three tokens, or settings that
+        cannot be combined.
     """
-    named = {"loss": losses, "advantage": advantages, "correction": corrections}
-    axes = [[(field, value) for value in values] for field, values in named.items() if values]
-    chosen: list[dict[str, Any]] = [dict(pairs) for pairs in itertools.product(*axes) if pairs]
-    chosen += [_mapping(text) for text in others]
-    if not chosen:
+    names_by_field = {"loss": losses, "advantage": advantages, "correction": corrections}
+    axes = [[(field, name) for name in names] for field, names in names_by_field.items() if names]
+    choices: list[dict[str, Any]] = [dict(pairs) for pairs in itertools.product(*axes) if pairs]
+    choices += [_mapping(text) for text in others]
+    if not choices:
         raise Refusal(
             "no alternative is named; give e.g. --loss gspo cispo, --correction icepop or "
             "--alternative '{loss: cispo, correction: none}'"
         )
-    found = [_alternative(cfg, settings) for settings in chosen]
-    names = [one.name for one in found]
+    result = [_alternative(cfg, settings) for settings in choices]
+    names = [one.name for one in result]
     for name in names:
         if names.count(name) > 1:
             raise Refusal(f"the alternative {name!r} is named twice")
-    return found
+    return result
 
 
 def _mapping(text: str) -> dict[str, Any]:
@@ -79,16 +80,18 @@ def _alternative(cfg: Config, settings: dict[str, Any]) -> Alternative:
     settings = settings | _own_aggregation(cfg, settings)
     name = ", ".join(f"{field} {as_flow(value)}" for field, value in settings.items())
     if "objective" in settings:
-        raise Refusal(f"alternative {name}: objective is the run's, which sampled for it")
+        raise Refusal(
+            f"alternative {name}: the objective cannot change, because the run sampled for its own "
+            f"({cfg.algorithm.objective})"
+        )
     problems: list[str] = []
-    own = leaves({"algorithm": settings}, problems=problems)
+    changes = leaves({"algorithm": settings}, problems=problems)
     base = {n: v for n, v in flatten(cfg).items() if n.startswith("algorithm.")}
-    base |= {
-        f"algorithm.{kind}_options": {}  # the run's options are of another method
-        for kind in METHODS
-        if settings.get(kind, getattr(cfg.algorithm, kind)) != getattr(cfg.algorithm, kind)
-    }
-    algorithm = from_tree(base | own, where=f"alternative {name}").algorithm
+    for kind in METHODS:
+        run_method = getattr(cfg.algorithm, kind)
+        if settings.get(kind, run_method) != run_method:
+            base[f"algorithm.{kind}_options"] = {}  # the run's options are of another method
+    algorithm = from_tree(base | changes, where=f"alternative {name}").algorithm
     changed = replace(cfg, algorithm=algorithm)
     known = validate(cfg)  # problems of the run's own config do not matter here
     problems += [problem for problem in validate(changed) if problem not in known]
@@ -98,7 +101,7 @@ def _alternative(cfg: Config, settings: dict[str, Any]) -> Alternative:
 
 
 def _own_aggregation(cfg: Config, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an aggregation for a loss that does not allow the run's, if none is named."""
+    """Return an aggregation for a loss that does not allow that of the run, if none is named."""
     from spmdrl.algorithms import registry
 
     if "loss" not in settings or "aggregation" in settings:

@@ -1,4 +1,4 @@
-"""Measures that compare methods: angles of gradients, evenness of weights, disagreement on samples.
+"""Measures that compare methods: angles of gradients, effective sample size, disagreement.
 
 Pure functions, in float64. M methods, S samples, N tokens.
 """
@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 Gradients = Mapping[str, Tensor]
-"""{parameter: its gradient}; a parameter that is left out has gradient 0."""
+"""{parameter: its gradient}. A parameter that is missing has gradient 0."""
 
 
 def cosine(one: Gradients, other: Gradients) -> float:
-    """Return the cosine of the angle between two gradients, taken as one long vector each.
+    """Return the cosine of the angle between two gradients, each as one long vector.
 
-    Returns: in [-1, 1]; NaN where either is 0 or not finite.
+    Returns: in [-1, 1]; NaN if either gradient is 0 or not finite.
     """
     product = sum((_dot(one[name], other[name]) for name in one.keys() & other.keys()), 0.0)
     norms = math.sqrt(_square(one) * _square(other))
     if not (norms > 0 and math.isfinite(norms)):
         return math.nan
-    return min(1.0, max(-1.0, product / norms))  # rounding may lead beyond these
+    return min(1.0, max(-1.0, product / norms))  # rounding may exceed the range
 
 
 def _square(gradients: Gradients) -> float:
@@ -41,8 +41,8 @@ def effective_share(weights: Tensor) -> float:
     (sum w)^2 / (N sum w^2): 1 if all are equal, 1 / N if only one is not 0.
 
     Args:
-        weights: [N] float, at least 0; zeros count among the N.
-    Returns: in [0, 1]; NaN without a weight above 0.
+        weights: [N] float, at least 0; zeros count in N.
+    Returns: in [0, 1]; NaN if no weight is above 0.
     Source: Kish 1965; Kong 1992.
     """
     weights = weights.double()
@@ -53,19 +53,23 @@ def effective_share(weights: Tensor) -> float:
 
 
 def share(chosen: Tensor, among: Tensor) -> float:
-    """Return the share of the tokens `among` [N] bool that are `chosen` [N] bool; NaN of none."""
+    """Return the share of the tokens in `among` [N] bool that are also in `chosen` [N] bool.
+
+    Returns: NaN if `among` has no token.
+    """
     count = int(among.sum())
     return int((chosen & among).sum()) / count if count else math.nan
 
 
 def push_shares(pushes: Tensor) -> Tensor:
-    """Return which share of a method's whole push goes to each sample, [M, S] float64.
+    """Return each method's pushes as shares of the sum of their absolute values: [M, S] float64.
 
-    A method's scale says little, since the optimizer or the gradient-norm bound takes it away: so
-    each method's pushes are divided by the sum of their sizes.
+    The scale of a method does not matter, because the optimizer or the bound on the gradient norm
+    removes it.
 
     Args:
-        pushes: [M, S] float, of each method on each sample's summed logprob; above 0 raises it.
+        pushes: [M, S] float, how much each method raises each sample's summed logprob; negative if
+            it lowers it.
     """
     pushes = pushes.double()
     sizes = pushes.abs().sum(1, keepdim=True)
@@ -73,12 +77,12 @@ def push_shares(pushes: Tensor) -> Tensor:
 
 
 def disagreement(shares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return on which samples methods disagree.
+    """Return how much the methods disagree on each sample.
 
     Args:
         shares: see push_shares.
-    Returns: by how much the two methods that differ most differ, [S] float64 in [0, 2]; and which
-        these are, [S] int64 each: the one that pushes up more, the one that pushes down more.
+    Returns: the largest difference between two methods, [S] float64 in [0, 2]; and the indices of
+        the two, [S] int64 each: of the method with the largest share, and with the smallest.
     """
     high, up = shares.max(0)
     low, down = shares.min(0)

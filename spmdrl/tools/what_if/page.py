@@ -10,19 +10,19 @@ from spmdrl.rollout.recordings import RecordedSteps
 from spmdrl.tools.rollouts.html import DOWN, UP, Paint, document, prompt_part, tokens_part
 from spmdrl.tools.rollouts.terminal import title
 from spmdrl.tools.rollouts.view import View, read_groups
-from spmdrl.tools.what_if.run import Outcome, StepFound
-from spmdrl.tools.what_if.text import COLUMNS, about, disputed, push_text, row
+from spmdrl.tools.what_if.run import Outcome, StepOutcomes
+from spmdrl.tools.what_if.text import COLUMNS, about, most_disputed, push_text, row
 
 _CELL = 'style="padding: 0 .8em; text-align: right"'
 _LEGEND = (
-    "Green: the update raises the token's logprob, red: it lowers it; strongest at the largest "
-    "push of that alternative on this response. Grey: not sampled by the policy. Point at a token "
-    "for its numbers."
+    "Green: the update raises the token's logprob; red: the update lowers it. The colour is "
+    "strongest at the largest push of that alternative on this response. Grey: not sampled by the "
+    "policy. Point at a token for its numbers."
 )
 
 
 def page(
-    found: Sequence[StepFound],
+    steps: Sequence[StepOutcomes],
     recorded: RecordedSteps,
     *,
     limit: int,
@@ -30,20 +30,22 @@ def page(
     trust_remote_code: bool = False,
     trust_run: bool = False,
 ) -> str:
-    """Return steps with their tables, and the samples on which outcomes differ most, most first.
-    Each is shown for the outcome that pushes it up most and for the one that pushes it down most.
+    """Return a page of the tables of steps, and of the samples on which outcomes differ most.
+
+    Each sample is shown twice: with the pushes of the alternative that raises it most, and of the
+    one that lowers it most.
 
     Args:
         recorded: the run's recordings.
-        limit: samples of a step.
-        tokenizer: folder or hub name; empty takes the run's own.
-        trust_remote_code: run Python code of the tokenizer's folder. trust_run: run the advantage
-            that the run's config names.
+        limit: number of samples of a step.
+        tokenizer: folder or hub name; empty: that of the run.
+        trust_remote_code: run Python code of the tokenizer's folder.
+        trust_run: run the advantage function that the run's config names.
     """
     body = ["<h1>what if</h1>", f"<p>{_LEGEND}</p>"]
-    for step in found:
+    for step in steps:
         body += _table(step)
-        for one in disputed(step, limit=limit):
+        for one in most_disputed(step, limit=limit):
             (view,) = read_groups(
                 recorded,
                 step.step,
@@ -57,7 +59,7 @@ def page(
     return document("what if", body)
 
 
-def _table(step: StepFound) -> list[str]:
+def _table(step: StepOutcomes) -> list[str]:
     first, *others = map(escape, about(step).splitlines())
     heads = "".join(f"<th {_CELL}>{escape(name)}</th>" for name in ("", *COLUMNS))
     rows = [
@@ -69,7 +71,7 @@ def _table(step: StepFound) -> list[str]:
     return [f'<h2 id="step{step.step}">{first}</h2>', *notes, f"<table>{body}</table>"]
 
 
-def _sample(one: dict[str, Any], view: View, step: StepFound) -> list[str]:
+def _sample(one: dict[str, Any], view: View, step: StepOutcomes) -> list[str]:
     answer = next(a for a in view.sequences if a.row["sample"] == one["sample"])
     place = f"step{step.step}_group{one['group']}_sample{one['sample']}"
     heading = f"group {one['group']}, " + title(answer, view.header["part_names"])

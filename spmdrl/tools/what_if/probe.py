@@ -1,8 +1,8 @@
 """The gradient of one alternative on one batch, by parameters and by each token's logprob.
 
-The loss runs as in training, on the same parts. `_Observer` records two more gradients: that of the
-whole loss by the model's logprobs; and that of the loss function alone, without KL and entropy
-bonus, by a copy of the logprobs that only the loss function gets. T packed tokens.
+The loss runs as in training. `_Observer` also records two other gradients: the gradient of the
+whole loss by the model's logprobs; and the gradient of the loss function alone, without KL and
+entropy bonus, by a copy of the logprobs that only the loss function gets. T packed tokens.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from spmdrl.types import Batch
 
 @dataclass(frozen=True)
 class Probe:
-    """The effect of one alternative in one batch's first update."""
+    """The effect of one alternative in the first update on a batch."""
 
     gradients: Gradients
-    """Unclipped."""
+    """By parameter, before clipping."""
     metrics: dict[str, float]
-    """policy/grad_norm, policy/loss and the loss's own metrics, as a run reports them."""
+    """policy/grad_norm, policy/loss and the metrics of the loss, as a run reports them."""
     clipped: float
-    """Share of the loss tokens that have an advantage and no gradient from the loss function."""
+    """Share of the loss tokens that have an advantage but no gradient from the loss function."""
     masked: float
-    """Share of the loss tokens whose terms are multiplied by 0: correction, entropy filter."""
+    """Share of the loss tokens whose terms a correction or entropy filter multiplies by 0."""
     ess: float
     """Effective share of the loss tokens with an advantage, by the factors of the advantages."""
     pushes: Tensor
-    """[S] float64: minus the gradient of the loss by the sample's summed logprob; NaN for samples
-    of other updates."""
+    """[S] float64: the negative gradient of the loss by the sample's summed logprob; NaN for a
+    sample of another update."""
     token_pushes: dict[int, list[float]]
-    """{row of the batch's scalars: the push of each token, 0 in the prompt}."""
+    """{row of the batch's scalars: push of each token, 0 in the prompt}."""
 
 
 @dataclass
 class _Row:
-    """One micro-batch, and the tensors of its loss; None where the loss had none."""
+    """One micro-batch, and the tensors of its loss; None if the loss did not compute them."""
 
     microbatch: PreparedMicrobatch
     scored: Tensor | None = None
-    """[N] logprobs of the model, whose gradient is that of the whole loss."""
-    apart: Tensor | None = None
-    """[T] the loss function's copy of the logprobs."""
+    """[N] logprobs of the model; their gradient is that of the whole loss."""
+    loss_logprobs: Tensor | None = None
+    """[T] copy of the logprobs that the loss function gets."""
     terms: Tensor | None = None
     """[T] result of the loss function."""
     slopes: Tensor | None = None
@@ -68,10 +68,10 @@ class _Row:
 
 
 class _Observer:
-    """Takes the places of the policy and of the loss function in a loss, and records their results.
+    """Replaces the policy and the loss function in a loss, calls them, and records their results.
 
     Args:
-        model, loss_fn: the real ones.
+        model, loss_fn: to call.
     """
 
     def __init__(self, model: ShardedModel, loss_fn: Method):
@@ -89,52 +89,53 @@ class _Observer:
         return logprobs, entropy
 
     def loss_fn(self) -> Method:
-        """Return a function in place of the loss function, with the same attributes."""
+        """Return a function that replaces the loss function and has the same attributes."""
 
         @functools.wraps(self._loss)
-        def watched(**given: Any) -> Any:
+        def call_and_record(**inputs: Any) -> Any:
             """Call the loss function with a copy of the logprobs."""
-            logprobs = given.get("logprobs")
+            logprobs = inputs.get("logprobs")
             if logprobs is None or not logprobs.requires_grad:
-                return self._loss(**given)
-            apart = logprobs.clone()
-            found = self._loss(**given | {"logprobs": apart})
-            self._note(apart, found[0])
-            return found
+                return self._loss(**inputs)
+            loss_logprobs = logprobs.clone()
+            result = self._loss(**inputs | {"logprobs": loss_logprobs})
+            self._record(loss_logprobs, result[0])
+            return result
 
-        return watched
+        return call_and_record
 
-    def _note(self, apart: Tensor, terms: Tensor) -> None:
-        if terms.shape != apart.shape or not terms.requires_grad:
-            return  # the loss refuses another shape, and constant terms have no gradient
+    def _record(self, loss_logprobs: Tensor, terms: Tensor) -> None:
+        if terms.shape != loss_logprobs.shape or not terms.requires_grad:
+            return  # the loss will refuse another shape; constant terms have no gradient
         row = self.rows[-1]
-        row.apart = apart
+        row.loss_logprobs = loss_logprobs
         row.terms = terms
         total = terms[row.microbatch.loss_mask].sum()
-        # The graph is kept, since the backward pass of the whole loss comes later.
-        (row.slopes,) = torch.autograd.grad(total, apart, retain_graph=True, allow_unused=True)
-        apart.retain_grad()  # not before: the pass above must not add to these gradients
+        # The backward pass of the whole loss comes later and needs the graph too.
+        (row.slopes,) = torch.autograd.grad(
+            total, loss_logprobs, retain_graph=True, allow_unused=True
+        )
+        loss_logprobs.retain_grad()  # only now, so that the pass above does not add to `.grad`
         terms.retain_grad()
 
     def of(self, loss_of: LossOf) -> LossOf:
-        """Return a loss of micro-batches that is recorded."""
+        """Return a loss of micro-batches that records each micro-batch in a new row."""
 
-        def observed(microbatch: PreparedMicrobatch) -> tuple[Tensor, Stats]:
-            """Call the loss, with a new row for its tensors."""
+        def record(microbatch: PreparedMicrobatch) -> tuple[Tensor, Stats]:
             self.rows.append(_Row(microbatch))
             return loss_of(microbatch)
 
-        return observed
+        return record
 
 
 def probe(trainer: Trainer, batch: Batch, alternative: Alternative, *, step: int) -> Probe:
     """Return the gradients of an alternative in a batch's first update.
 
     Args:
-        trainer: with the weights that the step trained; it is not changed.
+        trainer: with the weights at the beginning of the step; it does not change.
         batch: as exchanged and annotated, with the columns of all alternatives.
         step: of the run.
-    Raises: Refusal for a result of a function that does not fit the batch.
+    Raises: Refusal for a function whose result does not fit the batch.
     """
     cfg = alternative.cfg
     world = trainer.world
@@ -150,42 +151,45 @@ def probe(trainer: Trainer, batch: Batch, alternative: Alternative, *, step: int
     updates = prepare(loss.with_columns(batch), advantages, cfg=cfg, model=model)
     loss_of = observer.of(loss.of_updates(updates, cast(ShardedModel, observer), step=step))
     gradients, totals = trainer.policy.gradient(updates[0], loss_of)
-    found = {"policy/grad_norm": totals.grad_norm, "policy/loss": totals.loss}
+    metrics = {"policy/grad_norm": totals.grad_norm, "policy/loss": totals.loss}
     return Probe(
         gradients=gradients,
-        metrics=found | values_of(totals.stats),
-        **_reached(observer.rows, batch, scale=trainer.policy.loss_scale.value),
+        metrics=metrics | values_of(totals.stats),
+        **_token_fields(observer.rows, batch, scale=trainer.policy.loss_scale.value),
     )
 
 
 def _with_columns(batch: Batch, names: set[str]) -> Batch:
-    """Return a batch with only these columns, without those for other alternatives."""
+    """Return a batch with only these columns, and not those of other alternatives."""
     # The pass that scores old_logprobs gives old_entropy too.
-    kept = names | ({"old_entropy"} if "old_logprobs" in names else set())
+    needed = names | ({"old_entropy"} if "old_logprobs" in names else set())
     columns = tuple(
-        tuple({name: column for name, column in own.items() if name in kept} for own in update)
+        tuple({name: column for name, column in own.items() if name in needed} for own in update)
         for update in batch.columns
     )
-    return replace(batch, columns=columns if kept else ())
+    return replace(batch, columns=columns if needed else ())
 
 
 def _coefficients(trainer: Trainer, cfg: Config) -> Coefficients:
-    """Return the coefficients of KL and entropy bonus. Coefficients that change in a run are those
-    of the run at this step, if the alternative has the same settings for them."""
-    found = Coefficients(cfg)
+    """Return the coefficients of KL and entropy bonus.
+
+    A coefficient that changes during a run has the run's value at this step, if the alternative
+    has the same settings for it.
+    """
+    coefficients = Coefficients(cfg)
     chosen = cfg.algorithm
-    own = trainer.cfg.algorithm
+    run = trainer.cfg.algorithm
     state = trainer.coefficients.state_dict()
-    if (chosen.kl_coef, chosen.kl_control) != (own.kl_coef, own.kl_control):
+    if (chosen.kl_coef, chosen.kl_control) != (run.kl_coef, run.kl_control):
         state.pop("kl", None)
-    if (chosen.entropy_coef, chosen.entropy_control) != (own.entropy_coef, own.entropy_control):
+    if (chosen.entropy_coef, chosen.entropy_control) != (run.entropy_coef, run.entropy_control):
         state.pop("entropy", None)
-    found.load_state_dict(state)
-    return found
+    coefficients.load_state_dict(state)
+    return coefficients
 
 
-def _reached(rows: Sequence[_Row], batch: Batch, *, scale: float) -> dict[str, Any]:
-    """Return the fields of Probe that are measured on tokens.
+def _token_fields(rows: Sequence[_Row], batch: Batch, *, scale: float) -> dict[str, Any]:
+    """Return the fields of Probe that are computed from tokens.
 
     Args:
         scale: factor on the loss in the backward pass.
@@ -196,11 +200,12 @@ def _reached(rows: Sequence[_Row], batch: Batch, *, scale: float) -> dict[str, A
     marks: list[Tensor] = []
     for row in rows:
         packed = row.microbatch.packed
-        push = _spread_push(row, scale=scale)
+        push = _token_push(row, scale=scale)
         parts = push.split(packed.cu_seqlens.diff().tolist())
         for number, part in zip(packed.sequence_ids.tolist(), parts):
-            if number >= 0:  # else a dummy
-                pushes[number], token_pushes[number] = part.sum(), part.tolist()
+            if number >= 0:  # -1 is a dummy
+                pushes[number] = part.sum()
+                token_pushes[number] = part.tolist()
         marks.append(_marks(row, scale=scale))
     in_loss, has_advantage, is_flat, is_cut, weights = torch.cat(marks, dim=1)
     counts = (in_loss > 0) & (has_advantage > 0)
@@ -213,29 +218,34 @@ def _reached(rows: Sequence[_Row], batch: Batch, *, scale: float) -> dict[str, A
     }
 
 
-def _spread_push(row: _Row, *, scale: float) -> Tensor:
-    """Return [T] float64: minus the gradient of the loss by each token's logprob."""
+def _token_push(row: _Row, *, scale: float) -> Tensor:
+    """Return [T] float64: the negative gradient of the loss by each token's logprob."""
     if row.scored is None or row.scored.grad is None:
         return torch.zeros(row.microbatch.packed.tokens.shape, dtype=torch.float64)
     return -row.microbatch.row.spread(row.scored.grad).double().cpu() / scale
 
 
 def _marks(row: _Row, *, scale: float) -> Tensor:
-    """Return [5, T] float64 for each token: whether it is in the loss; has an advantage; has no
-    gradient from the loss function; has terms that are multiplied by 0; and the factor of its
-    advantage, by ratio, clipping and correction."""
-    one = row.microbatch
-    weights = one.weights.double()
-    advantages = one.columns["advantages"].double()
-    in_loss = one.loss_mask & (weights > 0)
+    """Return [5, T] float64 for the tokens of a micro-batch.
+
+    Four rows say whether the token is in the loss, has an advantage, has no gradient from the loss
+    function, and has a term that is multiplied by 0. The last row is the factor that ratio,
+    clipping and correction put on its advantage.
+    """
+    microbatch = row.microbatch
+    weights = microbatch.weights.double()
+    advantages = microbatch.columns["advantages"].double()
+    in_loss = microbatch.loss_mask & (weights > 0)
+    has_advantage = advantages != 0
     zeros = torch.zeros_like(weights)
-    through = zeros
-    factors = zeros
-    if row.apart is not None and row.apart.grad is not None:
-        through = row.apart.grad.double().abs() / scale
+    gradients = zeros
+    term_factors = zeros
+    if row.loss_logprobs is not None and row.loss_logprobs.grad is not None:
+        gradients = row.loss_logprobs.grad.double().abs() / scale
     if row.terms is not None and row.terms.grad is not None:
-        factors = row.terms.grad.double() / scale
+        term_factors = row.terms.grad.double() / scale
     slopes = zeros if row.slopes is None else row.slopes
-    own = torch.where(in_loss & (advantages != 0), through / (weights * advantages.abs()), 0.0)
-    marks = [in_loss, advantages != 0, slopes == 0, factors == 0, own]
+    factors = gradients / (weights * advantages.abs())
+    factors = torch.where(in_loss & has_advantage, factors, 0.0)
+    marks = [in_loss, has_advantage, slopes == 0, term_factors == 0, factors]
     return torch.stack([mark.double().cpu() for mark in marks])

@@ -26,10 +26,10 @@ from spmdrl.types import Batch, Scalars
 from spmdrl.world.launch import launch_alone
 from spmdrl.world.world import World
 
-_TRAINED = {"values": "value model", "prm_logprobs": "process reward model"}
-"""{column: the model that it comes from, which the run must have trained}."""
+_MODEL_OF = {"values": "value model", "prm_logprobs": "process reward model"}
+"""{column: the model that computes it, which the run must have trained}."""
 _TOLERANCES = {"float32": 1e-3}
-_TOLERANCE = 0.1  # of other dtypes: rows may be packed in another way, on another device
+_TOLERANCE = 0.1  # of other dtypes: packing and device may differ from those of the run
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class Outcome(Probe):
 
     alternative: Alternative
     cosine: float
-    """Of the angle between its gradient and the run's own."""
+    """Of the angle between its gradient and that of the run's settings."""
 
 
 @dataclass(frozen=True)
-class StepFound:
+class StepOutcomes:
     """The outcomes at one step."""
 
     step: int
@@ -50,151 +50,154 @@ class StepFound:
     """Folder or checkpoint of its weights."""
     scalars: Scalars
     outcomes: list[Outcome]
-    """The run's own first."""
+    """That of the run's settings first."""
     recorded: dict[str, float]
-    """Metrics of the run's own outcome, as metrics.jsonl has them; {} if they do not compare."""
+    """Metrics of the first outcome in metrics.jsonl; {} if they cannot be compared."""
     notes: list[str]
 
 
 def open_run(
     folder: Path, *, trust_run: bool = False, trust_remote_code: bool = False
 ) -> RecordedRun:
-    """Open a run that has recorded steps whose weights are still there.
+    """Open a run that has recorded steps with checkpoints.
 
     Args:
-        trust_run: run the functions that the run's config names. trust_remote_code: run Python code
-            of its model's folder.
-    Raises: Refusal where there is no config, no recorded step, or none with its weights; for an
-        objective without advantages; for code of the run's that is not trusted.
+        trust_run: run the functions that the run's config names.
+        trust_remote_code: run Python code of its model's folder.
+    Raises: Refusal if there is no config or no recorded step with a checkpoint, for an objective
+        without advantages, or for code that is not trusted.
     """
     cfg = trusted_config(folder, trust_run=trust_run, trust_remote_code=trust_remote_code)
     if not cfg.objective.has_advantages:
         raise Refusal(
-            f"{folder}: its objective is {cfg.algorithm.objective}; what-if compares losses on "
-            "advantages of sampled rollouts, those of the objective rl"
+            f"{folder}: its objective is {cfg.algorithm.objective}; what-if compares losses of the "
+            "objective rl, which have advantages of sampled rollouts"
         )
     run = RecordedRun.open(folder, cfg)
     if not steps_of(run):
         saved = [step for step, path in run.weights.items() if path]
         raise Refusal(
-            f"{folder}: no recorded step has a checkpoint right before it: recorded are steps "
-            f"{ranges(run.recorded.steps)}, checkpoints there are of {ranges(saved) or 'no step'}. "
-            "Let checkpoint.every_steps be a multiple of rollout.record.every, and "
-            "checkpoint.keep.last large enough"
+            f"{folder}: no recorded step has a checkpoint of its first weights: there are "
+            f"recordings of steps {ranges(run.recorded.steps)} and checkpoints of "
+            f"{ranges(saved) or 'no step'}. Set checkpoint.every_steps to a multiple of "
+            "rollout.record.every, and checkpoint.keep.last large enough"
         )
     return run
 
 
 def steps_of(run: RecordedRun) -> list[int]:
-    """Return the recorded steps whose weights are there, ascending."""
+    """Return the recorded steps that have a checkpoint of their first weights, ascending."""
     return [step for step in sorted(run.recorded.steps) if step in run.weights]
 
 
-def chosen_steps(run: RecordedRun, asked: Sequence[int]) -> list[int]:
-    """Return the steps to evaluate, ascending: those of `asked`, or by default the newest one.
+def select_steps(run: RecordedRun, requested: Sequence[int]) -> list[int]:
+    """Return the steps to evaluate, ascending: the requested ones, by default the newest one.
 
-    Raises: Refusal naming a step that was not recorded, or whose weights are not there, and
-        the steps that can be taken; or the first difference between a recording, its checkpoint
-        and the run.
+    Raises: Refusal for a step that was not recorded or has no checkpoint, with the steps that can
+        be evaluated; or for a recording, checkpoint and run that do not belong together.
     """
     known = steps_of(run)
-    for step in asked:
+    for step in requested:
         if step in known:
             continue
-        why = "no checkpoint holds the weights that it trained"
+        why = "no checkpoint holds the weights with which it began"
         if step not in run.recorded.steps:
             why = "it was not recorded (rollout.record.every)"
         raise Refusal(
-            f"{run.folder}: step {step} cannot be looked at: {why}; steps that can: {ranges(known)}"
+            f"{run.folder}: step {step} cannot be evaluated: {why}; steps that can: {ranges(known)}"
         )
-    steps = sorted(set(asked)) or known[-1:]
+    steps = sorted(set(requested)) or known[-1:]
     for step in steps:
         run.check(WayToStep(step, step, run.weights[step]))
     return steps
 
 
-def look_again(
+def compare_alternatives(
     run: RecordedRun, steps: Sequence[int], alternatives: Sequence[Alternative]
-) -> Iterator[StepFound]:
-    """Yield the outcomes of the run's own settings and of the alternatives at each of some steps.
+) -> Iterator[StepOutcomes]:
+    """Yield the outcomes of the run's own settings and of the alternatives at each of the steps.
 
     Args:
         steps: of `run.weights`, ascending.
-    Raises: Refusal for a model that is needed and missing, and for a step whose own gradient
-        norm is not the one that the run reported.
+    Raises: Refusal for a model that is missing, and for a step at which the run's settings do not
+        give the gradient norm that the run reported.
     """
-    everyone = [Alternative(AS_RUN, run.cfg, {}), *alternatives]
-    columns = _columns(run.cfg, everyone)
+    candidates = [Alternative(AS_RUN, run.cfg, {}), *alternatives]
+    columns = _columns(run.cfg, candidates)
     with tempfile.TemporaryDirectory() as folder:
-        cfg = alone(run.cfg, output_dir=folder, alternatives=everyone)
+        cfg = single_process_config(run.cfg, output_dir=folder, alternatives=candidates)
         launch_alone()
         world = World.start(cfg)
         try:
             replayer = Replayer(run, cfg, world, columns=columns)
             for step in steps:
                 batch = _load(run, step, replayer)
-                yield _found(run, step, batch, trainer=replayer.trainer, everyone=everyone)
+                yield _step_outcomes(
+                    run, step, batch, trainer=replayer.trainer, candidates=candidates
+                )
         finally:
             world.close()
 
 
-def alone(cfg: Config, *, output_dir: str, alternatives: Sequence[Alternative]) -> Config:
+def single_process_config(
+    cfg: Config, *, output_dir: str, alternatives: Sequence[Alternative]
+) -> Config:
     """Return a run's config for one process that trains on its recordings.
 
     Args:
         output_dir: for files of this process; nothing is written to the run's folder.
-        alternatives: the tokens of all of them are scored.
+        alternatives: all tokens that one of them trains on are scored.
     """
-    own = cfg.layout
     layout = LayoutSettings(
         placement="offline",
         world_size=1,
-        device="cpu" if own.device == "cpu" else "auto",
-        wait_timeout_s=own.wait_timeout_s,
-        startup_timeout_s=own.startup_timeout_s,
+        device="cpu" if cfg.layout.device == "cpu" else "auto",
+        wait_timeout_s=cfg.layout.wait_timeout_s,
+        startup_timeout_s=cfg.layout.startup_timeout_s,
     )
     # A truncated response must be scored if any alternative trains on it.
-    everywhere = all(other.cfg.algorithm.mask_truncated for other in alternatives)
+    mask_truncated = all(one.cfg.algorithm.mask_truncated for one in alternatives)
     return replace(
         cfg,
         output_dir=output_dir,
         layout=layout,
-        algorithm=replace(cfg.algorithm, mask_truncated=everywhere),
+        algorithm=replace(cfg.algorithm, mask_truncated=mask_truncated),
         evaluate=replace(cfg.evaluate, every_steps=0),
     )
 
 
-def _columns(cfg: Config, everyone: Sequence[Alternative]) -> set[str]:
-    """Return the columns that alternatives need and the run did not. Raises: Refusal for a column
-    of a model, or of greedy samples, that the run did not have."""
-    own = needed_columns(cfg)
-    found = set()
-    drawn = _asked(cfg)
-    for other in everyone:
-        asked = needed_columns(other.cfg) - own
-        if "greedy_rewards" in _asked(other.cfg) - drawn:
+def _columns(cfg: Config, candidates: Sequence[Alternative]) -> set[str]:
+    """Return the columns that alternatives need and the run's own settings do not.
+
+    Raises: Refusal for a column of a model, or of greedy samples, that the run did not have.
+    """
+    run_columns = needed_columns(cfg)
+    run_inputs = _advantage_inputs(cfg)
+    columns = set()
+    for other in candidates:
+        new_columns = needed_columns(other.cfg) - run_columns
+        if "greedy_rewards" in _advantage_inputs(other.cfg) - run_inputs:
             raise Refusal(
-                f"alternative {other.name}: asks for greedy_rewards, of a greedy sample of each "
+                f"alternative {other.name}: needs greedy_rewards, of a greedy sample of each "
                 f"prompt; the run drew none (its advantage is {cfg.algorithm.advantage})"
             )
-        for column, model in _TRAINED.items():
-            if column in asked:
+        for column, model in _MODEL_OF.items():
+            if column in new_columns:
                 raise Refusal(
-                    f"alternative {other.name}: asks for {column}, of a {model}; the run trained "
-                    f"none (its advantage is {cfg.algorithm.advantage}), so that no checkpoint "
-                    "has one"
+                    f"alternative {other.name}: needs {column}, of a {model}; the run trained "
+                    f"none (its advantage is {cfg.algorithm.advantage}), so no checkpoint has one"
                 )
-        if "ref_logprobs" in asked and cfg.model.reference.sync_every:
+        if "ref_logprobs" in new_columns and cfg.model.reference.sync_every:
             raise Refusal(
-                f"alternative {other.name}: asks for ref_logprobs, of a reference that follows the "
+                f"alternative {other.name}: needs ref_logprobs, of a reference that follows the "
                 f"policy (model.reference.sync_every: {cfg.model.reference.sync_every}); the run "
-                "used none, so that no checkpoint has it"
+                "used none, so no checkpoint has it"
             )
-        found |= asked
-    return found
+        columns |= new_columns
+    return columns
 
 
-def _asked(cfg: Config) -> set[str]:
+def _advantage_inputs(cfg: Config) -> set[str]:
     return registry.inputs_with_helpers(registry.get("advantage", cfg.algorithm.advantage))
 
 
@@ -203,40 +206,47 @@ def _load(run: RecordedRun, step: int, replayer: Replayer) -> Batch:
     checkpoint = run.weights[step]
     if checkpoint is not None:
         cfg = replayer.trainer.cfg
-        # The run's own settings, by which the checkpoint was written.
+        # The checkpoint was written under the run's own settings.
         cfg = replace(cfg, algorithm=run.cfg.algorithm, checkpoint=run.cfg.checkpoint)
         replayer.go_to(checkpoint, cfg)
     return replayer.batch(step)
 
 
-def _found(
-    run: RecordedRun, step: int, batch: Batch, *, trainer: Trainer, everyone: Sequence[Alternative]
-) -> StepFound:
-    own = probe(trainer, batch, everyone[0], step=step)
-    recorded, notes = _compared(run, step, own)
+def _step_outcomes(
+    run: RecordedRun,
+    step: int,
+    batch: Batch,
+    *,
+    trainer: Trainer,
+    candidates: Sequence[Alternative],
+) -> StepOutcomes:
+    own = probe(trainer, batch, candidates[0], step=step)
+    recorded, notes = _compare_with_run(run, step, own)
     outcomes = []
-    for other in everyone:
+    for other in candidates:
         with refusing(f"step {step}, alternative {other.name}", Refusal):
-            found = own if other is everyone[0] else probe(trainer, batch, other, step=step)
-        shown = vars(found) | {"gradients": {}}
-        angle = cosine(found.gradients, own.gradients)
-        outcomes.append(Outcome(**shown, alternative=other, cosine=angle))
+            result = own if other is candidates[0] else probe(trainer, batch, other, step=step)
+        fields = vars(result) | {"gradients": {}}
+        angle_cosine = cosine(result.gradients, own.gradients)
+        outcomes.append(Outcome(**fields, alternative=other, cosine=angle_cosine))
     checkpoint = run.weights[step]
     weights = run.cfg.model.path if checkpoint is None else str(checkpoint)
-    return StepFound(step, weights, batch.scalars, outcomes, recorded, notes)
+    return StepOutcomes(step, weights, batch.scalars, outcomes, recorded, notes)
 
 
-def _compared(run: RecordedRun, step: int, own: Probe) -> tuple[dict[str, float], list[str]]:
-    """Return the metrics that the run reported of its own gradient, and notes on them.
+def _compare_with_run(
+    run: RecordedRun, step: int, own: Probe
+) -> tuple[dict[str, float], list[str]]:
+    """Return the metrics of its own gradient that the run reported, and notes on them.
 
-    Raises: Refusal where the run reported another gradient norm: then this is not its step.
+    Raises: Refusal if the run reported another gradient norm: then this is not the same step.
     """
     row = _recorded_metrics(run, step)
     cfg = run.cfg
     if cfg.batch.optimizer_steps > 1:
         return {}, [
             f"the run took {cfg.batch.optimizer_steps} optimizer steps on this batch; this is the "
-            "gradient of the first, and what metrics.jsonl has is of all of them"
+            "gradient of the first, and metrics.jsonl combines all of them"
         ]
     known = {name: float(row[name]) for name in own.metrics if row.get(name) is not None}
     norm = "policy/grad_norm"
@@ -249,18 +259,18 @@ def _compared(run: RecordedRun, step: int, own: Probe) -> tuple[dict[str, float]
     if not math.isclose(here, there, rel_tol=bound, abs_tol=1e-9):
         raise Refusal(
             f"{run.folder}: step {step}: the run's own settings give a gradient norm of {here:.6g} "
-            f"on what was recorded, and metrics.jsonl has {there:.6g}, more than {bound:g} of it "
-            "apart: code, model, weights or recording are not what that step had. Was train.py "
-            "edited, or a file changed since?"
+            f"on the recorded rollouts, but metrics.jsonl has {there:.6g}; the difference is above "
+            f"{bound:g} of it. Code, model, weights or recording are not those of that step. Was "
+            "train.py edited, or a file changed since?"
         )
     return known, []
 
 
 def _recorded_metrics(run: RecordedRun, step: int) -> dict[str, Any]:
-    """Return the step's row of metrics.jsonl; {} where there is none."""
-    found: dict[str, Any] = {}
+    """Return the step's last row of metrics.jsonl; {} if there is none."""
+    last_row: dict[str, Any] = {}
     for row in Journal(run.folder / "metrics.jsonl").rows():
         # Other rows of the step, such as those of an evaluation, have no policy/lr.
         if row["step"] == step and "policy/lr" in row:
-            found = row
-    return found
+            last_row = row
+    return last_row

@@ -9,7 +9,7 @@ import torch
 
 from spmdrl.tools.rollouts.terminal import aligned
 from spmdrl.tools.what_if.measures import disagreement, push_shares
-from spmdrl.tools.what_if.run import Outcome, StepFound
+from spmdrl.tools.what_if.run import Outcome, StepOutcomes
 
 _NORM = "policy/grad_norm"
 COLUMNS = ("grad norm", "cosine", "clipped", "masked", "ESS", "up", "down")
@@ -17,17 +17,17 @@ Sample = dict[str, Any]
 """See `samples_of`."""
 
 
-def table(found: StepFound, *, limit: int) -> str:
+def table(result: StepOutcomes, *, limit: int) -> str:
     """Return a step's outcomes, one line each, and the samples on which they differ most.
 
     Args:
-        limit: of these samples.
+        limit: number of these samples.
     """
-    width = max(len(one.alternative.name) for one in found.outcomes)
+    width = max(len(one.alternative.name) for one in result.outcomes)
     rows = [["".ljust(width), *COLUMNS]]
-    rows += [[one.alternative.name.ljust(width), *row(one)] for one in found.outcomes]
-    lines = [about(found), *(f"  {line}" for line in aligned(rows))]
-    most = disputed(found, limit=limit)
+    rows += [[one.alternative.name.ljust(width), *row(one)] for one in result.outcomes]
+    lines = [about(result), *(f"  {line}" for line in aligned(rows))]
+    most = most_disputed(result, limit=limit)
     if most:
         lines.append("samples on which they differ most, by their share of each one's whole push:")
     for one in most:
@@ -38,17 +38,17 @@ def table(found: StepFound, *, limit: int) -> str:
     return "\n".join(lines)
 
 
-def about(found: StepFound) -> str:
+def about(result: StepOutcomes) -> str:
     """Return the source of a step's numbers, and compare its own gradient norm with the run's."""
-    lines = [f"step {found.step}: {len(found.scalars)} samples, weights of {found.weights}"]
-    if _NORM in found.recorded:
-        here = found.outcomes[0].metrics[_NORM]
-        there = found.recorded[_NORM]
+    lines = [f"step {result.step}: {len(result.scalars)} samples, weights of {result.weights}"]
+    if _NORM in result.recorded:
+        here = result.outcomes[0].metrics[_NORM]
+        there = result.recorded[_NORM]
         apart = abs(here - there) / there if there else 0.0
         lines.append(
             f"as run: gradient norm {here:.7g}, in metrics.jsonl {there:.7g} ({apart:.0e} apart)"
         )
-    return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
+    return "\n".join([*lines, *(f"note: {note}" for note in result.notes)])
 
 
 def row(one: Outcome) -> list[str]:
@@ -63,19 +63,18 @@ def row(one: Outcome) -> list[str]:
     ]
 
 
-def samples_of(found: StepFound) -> list[Sample]:
-    """Return every sample of a step as plain data, those first on which outcomes differ most.
+def samples_of(result: StepOutcomes) -> list[Sample]:
+    """Return every sample of a step as plain data, largest disagreement first.
 
-    Returns: of each `row` (in the batch), `group`, `sample`, `reward`, `amount` (see
-        measures.disagreement; 0 where a push is not known), `up` and `down` (names of the
-        alternatives that push up most, and down most) and, by name of the alternative, `pushes` and
-        `shares` of its whole push.
+    Returns: for each sample: `row` in the batch, `group`, `sample`, `reward`; `amount`, the
+        disagreement (see measures; 0 if a push is not known); `up` and `down`, the alternatives
+        with the largest and the smallest share; `pushes` and `shares` by name of the alternative.
     """
-    scalars = found.scalars
-    pushes = torch.stack([one.pushes for one in found.outcomes])
+    scalars = result.scalars
+    pushes = torch.stack([one.pushes for one in result.outcomes])
     shares = push_shares(torch.where(pushes.isfinite().all(0), pushes, 0.0))
     amounts, up, down = disagreement(shares)
-    names = [one.alternative.name for one in found.outcomes]
+    names = [one.alternative.name for one in result.outcomes]
     return [
         {
             "row": at,
@@ -92,25 +91,25 @@ def samples_of(found: StepFound) -> list[Sample]:
     ]
 
 
-def disputed(found: StepFound, *, limit: int) -> list[Sample]:
-    """Return the samples on which outcomes differ most, most first; none on which all agree."""
-    return [one for one in samples_of(found)[:limit] if one["amount"] > 0]
+def most_disputed(result: StepOutcomes, *, limit: int) -> list[Sample]:
+    """Return the samples with the largest disagreement, without those on which all agree."""
+    return [one for one in samples_of(result)[:limit] if one["amount"] > 0]
 
 
 def push_text(one: Sample, name: str) -> str:
-    """Return an alternative's push on a sample, and the share of its whole push, for people."""
+    """Return an alternative's push on a sample, and its share of all its pushes, as text."""
     return f"{name} {one['pushes'][name]:+.2e} ({one['shares'][name]:+.2%})"
 
 
-def plain(found: StepFound) -> dict[str, Any]:
-    """Return a step as JSON has it: NaN becomes null."""
+def as_plain_data(result: StepOutcomes) -> dict[str, Any]:
+    """Return a step's outcomes as plain data for JSON: None for numbers that are not finite."""
     return {
-        "step": found.step,
-        "weights": found.weights,
-        "notes": found.notes,
-        "recorded": found.recorded,
-        "alternatives": [_plain_outcome(one) for one in found.outcomes],
-        "samples": [one | {"pushes": _finite(one["pushes"])} for one in samples_of(found)],
+        "step": result.step,
+        "weights": result.weights,
+        "notes": result.notes,
+        "recorded": result.recorded,
+        "alternatives": [_plain_outcome(one) for one in result.outcomes],
+        "samples": [one | {"pushes": _finite(one["pushes"])} for one in samples_of(result)],
     }
 
 
