@@ -52,7 +52,7 @@ class StepLines(Mapping[int, Line]):
 
 
 @dataclass(frozen=True)
-class Certified:
+class RunCertificate:
     """A run's certificate."""
 
     run: Path
@@ -66,7 +66,7 @@ class Certified:
         return self.made_of[max(first for first in self.made_of if first <= step)]
 
 
-def read(run: Path) -> Certified:
+def read(run: Path) -> RunCertificate:
     """Read and check a run's certificate.
 
     Args:
@@ -79,7 +79,7 @@ def read(run: Path) -> Certified:
         places, made = _read(journal)
     if not places or not made:
         raise Refusal(f"{journal.path}: certifies no step")
-    found = Certified(run, StepLines(journal.path, places), made)
+    found = RunCertificate(run, StepLines(journal.path, places), made)
     _check_end(found, journal.path)
     return found
 
@@ -153,7 +153,7 @@ def is_due(step: int, *, every: int, steps: int) -> bool:
     return every > 0 and (step % every == 0 or step == steps - 1)
 
 
-def _check_end(found: Certified, path: Path) -> None:
+def _check_end(found: RunCertificate, path: Path) -> None:
     """Refuse a file that ends before the run did, by its metrics.jsonl."""
     last = max(found.steps)
     for row in Journal(found.run / "metrics.jsonl").rows():

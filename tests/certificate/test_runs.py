@@ -142,9 +142,9 @@ def test_what_a_step_lacks_to_be_taken_again_is_named(live, tmp_path):
     recorded = RecordedRun.open(left, cfg)
     assert [way.step for way in plan_ways(certified, recorded)] == [0, 1]
     with pytest.raises(ValueError, match="step 3 cannot be verified: .* steps 2 are not recorded"):
-        plan_ways(certified, recorded, asked=[3])
-    with pytest.raises(ValueError, match="step 7 cannot be .*: it is not certified; certified are"):
-        plan_ways(certified, recorded, asked=[0, 7])
+        plan_ways(certified, recorded, requested=[3])
+    with pytest.raises(ValueError, match="step 7 cannot be .*: it is not certified; the certified"):
+        plan_ways(certified, recorded, requested=[0, 7])
     config = left / "config.yaml"
     for was, now, says in (
         ("seed: 0", "seed: 1", "seed: 0 there, 1 now"),
@@ -154,10 +154,10 @@ def test_what_a_step_lacks_to_be_taken_again_is_named(live, tmp_path):
         text = config.read_text()
         config.write_text(text.replace(was, now, 1))
         with pytest.raises(ValueError, match=f"another config or layout .*{says}"):
-            plan_ways(certified, RecordedRun.open(left, load_yaml(config)), asked=[1])
+            plan_ways(certified, RecordedRun.open(left, load_yaml(config)), requested=[1])
         config.write_text(text)
     shutil.copytree(first / "rollouts", left / "rollouts", dirs_exist_ok=True)
     shutil.rmtree(left / "checkpoints" / "step_2")
     shutil.copytree(first / "checkpoints" / "step_4", left / "checkpoints" / "step_2")
     with pytest.raises(ValueError, match="is of step 4, and its folder is called step_2"):
-        plan_ways(certified, RecordedRun.open(left, cfg), asked=[3])
+        plan_ways(certified, RecordedRun.open(left, cfg), requested=[3])

@@ -179,7 +179,7 @@ def test_heads_that_vllm_has_not_on_the_cpu_are_refused_and_not_proved(tmp_path)
     assert f"engine.kind: vllm with a qwen3: {says}" in found and "transformers" in found
     on_gpus = changed(cfg, layout=dict(device="cuda"))
     assert not list(dry_run.problems(on_gpus))  # vLLM has more than one backend there
-    line = Proof(load_hf_config(str(narrow)), tmp_path / "proof")._streamed("vllm")
+    line = Proof(load_hf_config(str(narrow)), tmp_path / "proof")._engine_line("vllm")
     assert line.verdict == "refused" and says in line.note
 
 

@@ -19,7 +19,7 @@ import pytest
 from spmdrl import run_files
 from spmdrl.certificate.fingerprint_collector import SECTIONS
 from spmdrl.certificate.line_form import FORMAT
-from spmdrl.certificate.lines import NAME, Certified, journal_of, read
+from spmdrl.certificate.lines import NAME, RunCertificate, journal_of, read
 from spmdrl.checkpoint import manifest
 from spmdrl.checkpoint.manifest import read_manifest, write_manifest
 from spmdrl.config import Config, dump, flatten
@@ -29,7 +29,7 @@ from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.recorder import HEADER, Recorder, digest_line
 from spmdrl.rollout.recordings import find_recorded, read_header, read_rollouts
 from spmdrl.tools.certificates.replay import plan_ways
-from spmdrl.tools.certificates.report import compared
+from spmdrl.tools.certificates.report import compare_runs
 from spmdrl.tools.commands import view
 from spmdrl.tools.recorded_run import RecordedRun
 from tests.helpers.built import refused
@@ -108,13 +108,13 @@ def test_chained_certificates_of_odd_values_are_refused_or_compared(tmp_path):
         return run
 
     good, odd = write(tmp_path / "good", lines), tmp_path / "odd"
-    assert _reads(lambda: compared(read(good), read(good)).text())
+    assert _reads(lambda: compare_runs(read(good), read(good)).text())
     num_refused = 0
     for content in _mutants(lines, count=600, seed=0):
         if not all(isinstance(line, dict) for line in content):
             continue
         run = write(odd, content)
-        num_refused += not _reads(lambda: compared(read(good), read(run)).text())
+        num_refused += not _reads(lambda: compare_runs(read(good), read(run)).text())
     assert num_refused > 200
 
 
@@ -324,7 +324,7 @@ def test_a_far_certified_step_is_named_without_a_count_to_it(tmp_path):
     record(config_of(tmp_path), 0, range(1))
     record(config_of(tmp_path), 2, range(1))
     far = 10**15
-    certified = Certified(tmp_path, {far: {}}, {0: {}})
+    certified = RunCertificate(tmp_path, {far: {}}, {0: {}})
     run = RecordedRun(tmp_path, config_of(tmp_path), find_recorded(tmp_path), {0: None})
     with refused(f"steps 1, 3 to {far} are not recorded"):
-        plan_ways(certified, run, asked=[far])
+        plan_ways(certified, run, requested=[far])

@@ -26,7 +26,7 @@ from spmdrl.model.parallel.recompute import checkpoint
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, make_row
 from spmdrl.model.transformers_internals import rewritten_on_loading
-from spmdrl.tools.proof.jobs import ROWS, drawn_rows
+from spmdrl.tools.proof.jobs import ROWS, random_rows
 from spmdrl.tools.proof.prove import EXACT
 from spmdrl.tools.small_models.families import FAMILIES, family_config
 from spmdrl.tools.small_models.shrink import shrunk, tiny_model
@@ -176,7 +176,7 @@ def test_embeddings_of_places_in_the_row_are_refused(family, tmp_path):
 
 def assert_scored_as_plain(tmp_path: Path, vocabulary: int, *, chunk: int | None) -> None:
     """Compare packed and single rows of a folder's model, and gradients, with transformers'."""
-    rows = drawn_rows(vocabulary)
+    rows = random_rows(vocabulary)
     expected, plain = plain_gradients(tmp_path, rows)
     hf_model, scorer = plain_scorer(tmp_path)
     packed = scores(scorer, rows, chunk=chunk)
@@ -216,7 +216,7 @@ def test_a_recomputation_knows_the_sequences_of_its_own_row(family, tmp_path):
     # The model's code hands on to none of its layers, or not to attention, where they begin.
     small = shrunk(family_config(family))
     tiny_model(small, tmp_path)
-    rows = drawn_rows(small.vocab_size)
+    rows = random_rows(small.vocab_size)
     gradients = []
     for mode in ("none", "full"):
         hf_model, scorer = plain_scorer(tmp_path)

@@ -447,7 +447,7 @@ def test_the_viewer_lists_steps_groups_and_one_group(shown, capsys):
     # Leave one out: the rewards after shaping are -2 and 0.2.
     assert "sample 0, reward -2, before shaping -1, right -1, brief 0, advantage -2.2, " in out
     assert "right 0, brief 0.2, advantage 2.2, 3 tokens, cut, 2 turns" in out
-    assert "tokens are shown as ids: no tokenizer can be loaded from './somewhere'" in out
+    assert "tokens are printed as ids: no tokenizer can be loaded from './somewhere'" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["4", "2", "-2.0000", "1"] in lines and ["5", "9", "-", "-", "(not", "sampled)"] in lines
     assert viewer.main([str(shown), "--step", "0", "--group", "3"]) == 0
@@ -463,7 +463,7 @@ def test_the_viewer_writes_a_page(shown, capsys, tmp_path):
     assert "what is &lt;0&gt;?" in text and "<script" not in text and "http" not in text
     assert text.count("rgba(0, 150, 60, 0.600)") == 3 and text.count("rgba(210, 40, 40") == 1
     assert 'title="id 2, logprob -2.0000, version 1, advantage 2.2"' in text
-    assert text.count('<span class="other">') == 1 and "tokens are shown as ids" not in text
+    assert text.count('<span class="other">') == 1 and "tokens are printed as ids" not in text
     step = [str(shown), "--step", "1", "--html", str(page)]
     assert viewer.main(step) == 0
     of_step = page.read_text()
@@ -484,7 +484,7 @@ def test_the_viewer_writes_a_page(shown, capsys, tmp_path):
 def test_the_viewer_says_why_it_knows_no_advantages(shown, capsys):
     path, cfg = shown / "config.yaml", config.load_yaml(shown / "config.yaml")
     for algorithm, says in (
-        (dict(advantage="gae"), "gae gives each token its own, and they are not recorded"),
+        (dict(advantage="gae"), "gae computes one per token, and the columns it needs are not"),
         (dict(advantage="grpo", kl_coef=0.1, kl_in="reward"), "the KL in the rewards"),
         (dict(advantage="grp"), "grp"),
     ):

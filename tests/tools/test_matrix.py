@@ -57,11 +57,11 @@ def test_each_feature_by_itself_is_right(feature, device):
 def test_pairs_are_refused_by_the_rule_that_they_break(found):
     pair = found["lora", "muon"]
     assert (pair.verdict, pair.kind) == ("refused", "principle")
-    assert pair.says.startswith("optimizer.kind: muon with model.lora;")
+    assert pair.evidence.startswith("optimizer.kind: muon with model.lora;")
     pair = found["in_flight", "penalties"]
     assert (pair.verdict, pair.kind) == ("refused", "not built")
     pair = found["split", "colocated"]
-    assert pair.says == "layout.placement: split or colocated, not both"
+    assert pair.evidence == "layout.placement: split or colocated, not both"
 
 
 def test_no_test_proves_what_is_refused_and_all_name_features_that_exist(found):

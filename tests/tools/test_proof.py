@@ -47,7 +47,7 @@ KINDS = {"dense": DENSE, "mixture": MIXTURES, "other": OTHERS}
 TODAY = datetime.date.today().toordinal()
 
 
-def leaking(*args: str) -> jobs.Measured:
+def leaking(*args: str) -> jobs.Measurements:
     """Do a job with rows whose sequences are taken for one."""
     from spmdrl.model.parallel import row_slices
 
@@ -56,10 +56,10 @@ def leaking(*args: str) -> jobs.Measured:
 
     row_slices_packing = row_slices.make_packing
     with mock.patch.object(row_slices, "make_packing", whole):
-        return jobs.alone(*args)
+        return jobs.single_rank(*args)
 
 
-def still(cfg) -> jobs.Measured:
+def still(cfg) -> jobs.Measurements:
     """Do a job with a stream whose pushes move nothing."""
     from spmdrl.sync.in_place import TracedTensors
     from spmdrl.sync.stream import WeightStream
@@ -72,7 +72,7 @@ def still(cfg) -> jobs.Measured:
 
 
 def test_sequences_that_see_each_other_and_pushes_that_move_nothing_are_wrong(tmp_path):
-    with mock.patch.object(jobs, "alone", leaking), mock.patch.object(jobs, "engine", still):
+    with mock.patch.object(jobs, "single_rank", leaking), mock.patch.object(jobs, "engine", still):
         proof = Proof(family_config("qwen3"), tmp_path)
         lines = {line.name: line for line in proof.lines(engines=("transformers",))}
     packed, engine = lines["packed = single = plain"], lines["transformers engine"]
@@ -89,7 +89,7 @@ def test_a_model_that_is_not_served_is_refused_by_name(tmp_path):
     assert line.verdict == "refused" and "FalconForCausalLM" in line.note
 
 
-def sleeping(*args: str) -> jobs.Measured:
+def sleeping(*args: str) -> jobs.Measurements:
     """Do a job that takes longer than it is given."""
     time.sleep(600)
     return {}
@@ -99,7 +99,7 @@ def test_a_line_that_takes_too_long_is_not_finished_and_not_wrong(tmp_path):
     with mock.patch.object(jobs, "engine", sleeping):
         proof = Proof(family_config("qwen3"), tmp_path, timeout_s=1.0)
         proof._make()
-        line = proof._streamed("vllm")
+        line = proof._engine_line("vllm")
     assert line.verdict == "not finished" and "no answer in time from ranks [0]" in line.note
     assert line.seconds < 60, "it is not tried again in another dtype"
     found = known(*GOOD[:-1], line)
@@ -119,8 +119,8 @@ def test_a_model_of_which_no_small_one_can_be_made_is_refused_with_what_went_wro
 
 def test_a_mesh_of_more_ranks_than_a_machine_holds_is_refused(tmp_path):
     layout = LayoutSettings(placement="offline", world_size=1024, tp=8)
-    line = Proof(family_config("qwen3"), tmp_path, layout=layout)._mesh(layout)
-    assert line.verdict == "refused" and "1024 ranks train, more than the 16" in line.note
+    line = Proof(family_config("qwen3"), tmp_path, layout=layout)._layout_line(layout)
+    assert line.verdict == "refused" and "1024 ranks train, more than the limit of 16" in line.note
 
 
 def assert_whole(family: str, folder: Path) -> None:

@@ -253,7 +253,7 @@ def test_steps_that_cannot_be_evaluated_are_refused_with_those_that_can(made, tm
     with refused("is not of this run", "seed: 0 there, 1 now"):
         select_steps(open_run(run_folder), [0])
     (run_folder / "config.yaml").write_text(text.replace(str(made / "model"), str(made / "gone")))
-    with refused("no recorded step has a checkpoint of its first weights", "checkpoint.every_steps"):
+    with refused("no recorded step has a checkpoint of its first", "checkpoint.every_steps"):
         open_run(run_folder)
     shutil.rmtree(run_folder / "rollouts")
     with refused("holds no whole step of recorded rollouts", "rollout.record.every"):

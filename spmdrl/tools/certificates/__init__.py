@@ -1,1 +1,1 @@
-"""Reading a run's certificate, and taking its steps again."""
+"""Compare the certificates of two runs, and repeat certified steps."""

@@ -1,4 +1,4 @@
-"""The comparison of two certificates, for people."""
+"""Compare two certificates, and describe the result for people."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from spmdrl.certificate.compare import NumberDifference, SequencePlace, step_differences
-from spmdrl.certificate.lines import Certified, has_norms
+from spmdrl.certificate.lines import RunCertificate, has_norms
 from spmdrl.checkpoint.restore import may_change
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt
@@ -17,27 +17,27 @@ from spmdrl.rollout.recordings import find_recorded, ranges, read_table
 from spmdrl.same_run.differences import Difference, differences, is_among
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
-"""Up to which deviation two layouts count as equal, by model.compute_dtype: how far apart the same
-gradients are under another order of sums, with room; see docs/reproducibility.md."""
-_ROUNDS = (
+"""{model.compute_dtype: largest deviation at which two layouts count as equal}. It is above the
+differences that another order of sums gives; see docs/reproducibility.md."""
+_ROUNDING_FIELDS = (
     "layout.",
     "model.memory.",
     "batch.tokens_per_microbatch",
     "engine.max_num_seqs",
     "engine.max_batched_tokens",
 )
-"""Fields of the config that change the order of sums alone."""
-_ROUNDED = ("rollout_logprobs",)
-"""Rollouts that an engine computes; all others are drawn, counted or rewarded."""
-_PLACED = ("microbatches", "tokens_per_microbatch")
-"""Entries of the plan that another layout changes by itself."""
-_RECORDED = ("tokens", "rollout_logprobs")
-_SHOWN = 12
+"""Fields of the config that change only the order of sums."""
+_ROUNDED_COLUMNS = ("rollout_logprobs",)
+"""Columns of rollouts with numbers that an engine computes, and may round differently."""
+_LAYOUT_ENTRIES = ("microbatches", "tokens_per_microbatch")
+"""Entries of the plan that differ between layouts."""
+_RECORDED_COLUMNS = ("tokens", "rollout_logprobs")
+_NUM_ROWS = 12
 """Rows of the table of deviations."""
 
 
-def shapes(one: Difference, *, schedule: str) -> bool:
-    """Return whether what two runs are made of changes their result, by more than rounding.
+def changes_result(one: Difference, *, schedule: str) -> bool:
+    """Return whether a difference in what two runs are made of changes more than rounding.
 
     Args:
         schedule: optimizer.schedule of the runs.
@@ -47,21 +47,23 @@ def shapes(one: Difference, *, schedule: str) -> bool:
     return one.section != "machine"
 
 
-def rounds(one: Difference) -> bool:
-    """Return whether it changes the order of sums, or the kernels that add up, and no more."""
-    return one.section == "machine" or is_among(one.name, _ROUNDS)
+def changes_rounding(one: Difference) -> bool:
+    """Return whether a difference changes only the order of sums, or the kernels that add up."""
+    return one.section == "machine" or is_among(one.name, _ROUNDING_FIELDS)
 
 
 def is_rounding(one: NumberDifference, *, tolerance: float) -> bool:
-    """Return whether another layout explains a difference: by another order of sums, or because
-    it is one of the layout itself."""
-    if one.section == "before":  # the `after` of the step before says how far apart it is
+    """Return whether another layout explains a difference between numbers.
+
+    It does for sums in another order, and for entries that describe the layout.
+    """
+    if one.section == "before":  # the section `after` of the previous step has the deviation
         return True
     if one.section == "plan":
-        return one.name in _PLACED
-    if one.section == "rollouts" and one.name not in _ROUNDED:
+        return one.name in _LAYOUT_ENTRIES
+    if one.section == "rollouts" and one.name not in _ROUNDED_COLUMNS:
         return False
-    # Digests alone do not tell: the next step with norms says how far apart it is.
+    # Without norms the deviation is unknown; the next step with norms will have it.
     return one.deviation is None or one.deviation <= tolerance
 
 
@@ -70,36 +72,35 @@ class Comparison:
     """The differences of two runs."""
 
     steps: list[int]
-    """Certified in both, ascending."""
+    """Steps that both have certified, ascending."""
     causes: list[Difference]
-    """Of what the runs are made of: those that shape the result."""
+    """Differences in what the runs are made of that change more than rounding."""
     settings: list[Difference]
-    """Of what the runs are made of: those that change the order of sums alone."""
+    """Differences in what the runs are made of that change only the order of sums."""
     first: tuple[int, NumberDifference] | None = None
     """The first number that differs by more than rounding, and its step."""
     token: str = ""
-    """The first token of that number that differs, where recordings have it."""
+    """The first token of that number that differs, if there are recordings."""
     largest: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """{tensor: largest deviation and its step}, up to the first that differs."""
-    measured: list[int] = field(default_factory=list)
-    """Steps of which both have norms, ascending."""
+    """{tensor: largest deviation and its step}, before the first difference."""
+    with_norms: list[int] = field(default_factory=list)
+    """Steps for which both have norms, ascending."""
     is_rounded: bool = False
-    """Whether anything was explained by rounding."""
-    unmeasured: list[int] = field(default_factory=list)
-    """Steps in which digests differ and norms are missing, so nothing says how far apart they are;
-    ascending."""
+    """Whether rounding explained any difference."""
+    without_norms: list[int] = field(default_factory=list)
+    """Steps whose digests differ but that have no norms, so the deviation is unknown; ascending."""
 
     @property
     def are_equal(self) -> bool:
-        """Whether they are, at least to rounding."""
+        """Whether the runs are equal, or differ only by rounding."""
         return not self.first and not self.causes
 
-    def note(self, one: NumberDifference, step: int) -> None:
-        """Keep what rounding explains, where it is the tensor's largest deviation so far."""
+    def add_rounding(self, one: NumberDifference, step: int) -> None:
+        """Record a difference that rounding explains."""
         self.is_rounded = True
         apart = one.deviation
-        if apart is None and step not in self.unmeasured:
-            self.unmeasured.append(step)
+        if apart is None and step not in self.without_norms:
+            self.without_norms.append(step)
         if apart is None or apart == float("inf") or one.section in ("before", "plan"):
             return
         if apart > self.largest.get(one.what, (0.0, 0))[0]:
@@ -112,38 +113,38 @@ class Comparison:
     def _lines(self) -> Iterator[str]:
         count = f"{len(self.steps)} certified steps ({ranges(self.steps)})"
         how = "to rounding" if self.is_rounded else "bit for bit"
-        if self.is_rounded and self.measured != self.steps:
-            count += f", of which {ranges(self.measured) or 'none'} with norms"
+        if self.is_rounded and self.with_norms != self.steps:
+            count += f", of which {ranges(self.with_norms) or 'none'} with norms"
         if self.are_equal:
             yield f"equal {how}: {count}"
         else:
-            yield f"differ: {_pair(self.causes[0]) if self.causes else self._of_first()}"
-        yield from (f"  also: {_pair(one)}" for one in self.causes[1:])
+            yield f"differ: {_difference_text(self.causes[0]) if self.causes else self._of_first()}"
+        yield from (f"  also: {_difference_text(one)}" for one in self.causes[1:])
         if self.causes:
             equal = f"equal {how} in {count}"
             yield f"  the numbers: {self._of_first() if self.first else equal}"
-        yield from (f"  of rounding alone: {_pair(one)}" for one in self.settings)
-        if self.unmeasured:
+        yield from (f"  only rounding: {_difference_text(one)}" for one in self.settings)
+        if self.without_norms:
             yield (
-                f"  not compared: steps {ranges(self.unmeasured)}: digests differ there, and "
-                "without norms (report.certificate_norms) nothing says by how much; the steps with "
-                "norms agree but for rounding"
+                f"  not compared: steps {ranges(self.without_norms)}: digests differ there, and "
+                "without norms (report.certificate_norms) the deviation is unknown; the steps with "
+                "norms agree up to rounding"
             )
         if self.largest:
             yield from self._table()
 
-    def check_end(self, a: Certified, b: Certified) -> None:
-        """Raise Refusal for runs whose last compared steps differ by an unknown amount."""
-        last = max(self.measured, default=-1)
-        unknown = [step for step in self.unmeasured if step > last]
+    def check_end(self, a: RunCertificate, b: RunCertificate) -> None:
+        """Raise Refusal if the last steps differ and their deviation is unknown."""
+        last = max(self.with_norms, default=-1)
+        unknown = [step for step in self.without_norms if step > last]
         if self.first or not unknown:
             return
-        known = f"; up to step {last} they agree but for rounding" if self.measured else ""
-        causes = "; ".join(map(_pair, self.settings))
+        known = f"; to step {last} they agree up to rounding" if self.with_norms else ""
+        causes = "; ".join(map(_difference_text, self.settings))
         raise Refusal(
             f"{a.run} and {b.run} cannot be compared in steps {ranges(unknown)}{known}: digests "
-            f"differ there, which rounding may explain ({causes}), and the lines have no norms by "
-            "which to tell. Compare runs of one machine and layout, or certify with "
+            f"differ there. Rounding may explain it ({causes}), but the lines have no norms to "
+            "decide that. Compare runs of the same machine and layout, or certify with "
             "report.certificate_norms 1"
         )
 
@@ -153,34 +154,36 @@ class Comparison:
         before = [known for known in self.steps if known < step]
         gap = ""
         if before and before[-1] < step - 1:
-            gap = f"; steps {before[-1] + 1} to {step - 1} are not certified: it may begin there"
-        known = [known for known in self.measured if known < step]
+            gap = f"; steps {before[-1] + 1} to {step - 1} are not certified, it may begin there"
+        known = [known for known in self.with_norms if known < step]
         if self.is_rounded and one.deviation is not None and known and known[-1] < step - 1:
-            gap = f"; steps {known[-1] + 1} to {step - 1} have no norms: it may begin there"
+            gap = f"; steps {known[-1] + 1} to {step - 1} have no norms, it may begin there"
         token = f", {self.token}" if self.token else ""
         return f"step {step}: {one}{token}{gap}"
 
     def _table(self) -> Iterator[str]:
         rows = sorted(self.largest.items(), key=lambda row: -row[1][0])
-        width = max(len(what) for what, _ in rows[:_SHOWN])
+        width = max(len(what) for what, _ in rows[:_NUM_ROWS])
         yield f"  {'largest deviations, as a share of the norm':{width}}  step"
-        for what, (apart, step) in rows[:_SHOWN]:
+        for what, (apart, step) in rows[:_NUM_ROWS]:
             yield f"  {what:{width}}  {step:4}  {apart:.1e}"
-        if len(rows) > _SHOWN:
-            yield f"  and {len(rows) - _SHOWN} more"
+        if len(rows) > _NUM_ROWS:
+            yield f"  and {len(rows) - _NUM_ROWS} more"
 
 
-def _pair(one: Difference) -> str:
+def _difference_text(one: Difference) -> str:
     return f"{one.what}: {one.there} and {one.now}"
 
 
-def compared(a: Certified, b: Certified, *, rounding: float | None = None) -> Comparison:
+def compare_runs(
+    a: RunCertificate, b: RunCertificate, *, rounding: float | None = None
+) -> Comparison:
     """Compare two runs up to the first step in which numbers differ.
 
     Args:
         rounding: deviation up to which two layouts count as equal; None: by the compute dtype.
-    Raises: Refusal when no step is certified in both; when two machines or layouts differ in the
-        last steps, which have no norms.
+    Raises: Refusal if no step is certified in both, or if the runs are of two machines or layouts
+        and differ in the last steps, which have no norms.
     """
     steps = [step for step in a.steps if step in b.steps]
     if not steps:
@@ -194,26 +197,28 @@ def compared(a: Certified, b: Certified, *, rounding: float | None = None) -> Co
         for difference in differences(a.made_at(step), b.made_at(step)):
             made.setdefault(difference.what, difference)
     schedule = own["optimizer.schedule"]
-    causes = [one for one in made.values() if shapes(one, schedule=schedule)]
-    settings = [one for one in made.values() if one not in causes and rounds(one)]
-    found = Comparison(steps, causes, settings)
-    found.measured = [s for s in steps if has_norms(a.steps[s]) and has_norms(b.steps[s])]
+    causes = [one for one in made.values() if changes_result(one, schedule=schedule)]
+    settings = [one for one in made.values() if one not in causes and changes_rounding(one)]
+    comparison = Comparison(steps, causes, settings)
+    comparison.with_norms = [s for s in steps if has_norms(a.steps[s]) and has_norms(b.steps[s])]
     tolerance = ROUNDING[own["model.compute_dtype"]] if rounding is None else rounding
     for step in steps:
         for one in step_differences(a.steps[step], b.steps[step]):
-            if not (found.settings and is_rounding(one, tolerance=tolerance)):
-                found.first = step, one
-                found.token = first_token((a.run, b.run), one.place, step=step)
-                return found
-            found.note(one, step)
-    found.check_end(a, b)
-    return found
+            if not (comparison.settings and is_rounding(one, tolerance=tolerance)):
+                comparison.first = step, one
+                comparison.token = first_token((a.run, b.run), one.place, step=step)
+                return comparison
+            comparison.add_rounding(one, step)
+    comparison.check_end(a, b)
+    return comparison
 
 
 def first_token(runs: Sequence[Path], at: SequencePlace | None, *, step: int) -> str:
-    """Return the first token of a sequence in which two runs' recordings differ, for people; empty
-    where they have none of it."""
-    if at is None or at.column not in _RECORDED or len({*runs}) < 2:
+    """Return the first token of a sequence in which the recordings of two runs differ, as text.
+
+    Returns: empty if they have no recording of the sequence.
+    """
+    if at is None or at.column not in _RECORDED_COLUMNS or len({*runs}) < 2:
         return ""
     one, other = (attempt(partial(_recorded, run, at, step=step))[0] or [] for run in runs)
     if not one or not other:
@@ -225,7 +230,7 @@ def first_token(runs: Sequence[Path], at: SequencePlace | None, *, step: int) ->
 
 
 def _recorded(run: Path, at: SequencePlace, *, step: int) -> list[Any]:
-    """Return a column of a recorded sequence; [] where there is none."""
+    """Return a column of a recorded sequence; [] if it was not recorded."""
     for path in find_recorded(run).files_of(step):
         table = read_table(path, columns=["group", "sample", at.column], group=at.group)
         for row in table.to_pylist():

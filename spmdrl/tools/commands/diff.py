@@ -34,9 +34,9 @@ def diff(
     Raises: Refusal for a certificate that is not there, was edited or cut, or of other steps.
     """
     from spmdrl.certificate.lines import read
-    from spmdrl.tools.certificates.report import compared
+    from spmdrl.tools.certificates.report import compare_runs
 
-    found = compared(read(first), read(second), rounding=rounding)
+    found = compare_runs(read(first), read(second), rounding=rounding)
     return found.text(), 0 if found.are_equal else 1
 
 

@@ -40,8 +40,8 @@ def matrix(
     lines = []
     for pair in found:
         kind = f", {pair.kind}" if pair.kind else ""
-        says = f": {pair.says}" if pair.says else ""
-        lines.append(f"{pair.first} x {pair.second}: {pair.verdict}{kind}{says}")
+        evidence = f": {pair.evidence}" if pair.evidence else ""
+        lines.append(f"{pair.first} x {pair.second}: {pair.verdict}{kind}{evidence}")
     counts = Counter(pair.verdict for pair in found)
     total = ", ".join(f"{counts[name]} {name}" for name in ("proved", "refused", "untried"))
     lines.append(f"{len(found)} pairs: {total}. What depends on the model, --dry-run refuses.")

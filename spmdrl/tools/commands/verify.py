@@ -41,19 +41,19 @@ def verify(
     Raises: Refusal for what is not there, was changed, or is of another run, layout or model.
     """
     from spmdrl.certificate.lines import read
-    from spmdrl.tools.certificates.replay import plan_ways, replayed
-    from spmdrl.tools.certificates.report import compared
+    from spmdrl.tools.certificates.replay import plan_ways, replay_steps
+    from spmdrl.tools.certificates.report import compare_runs
     from spmdrl.tools.foreign_code import trusted_config
     from spmdrl.tools.recorded_run import RecordedRun
     from spmdrl.world.launch import launch_alone
 
-    certified = read(run)
+    certificate = read(run)
     cfg = trusted_config(run, trust_run=trust_run, trust_remote_code=trust_remote_code)
     recorded = RecordedRun.open(run, cfg)
-    ways = plan_ways(certified, recorded, asked=steps)
+    ways = plan_ways(certificate, recorded, requested=steps)
     launch_alone()
-    again = compared(certified, replayed(certified, recorded, ways), rounding=rounding)
-    left = sorted({*certified.steps} - {way.step for way in ways}) if not steps else []
+    again = compare_runs(certificate, replay_steps(certificate, recorded, ways), rounding=rounding)
+    left = sorted({*certificate.steps} - {way.step for way in ways}) if not steps else []
     lines = [again.text()]
     if left:
         lines.append(f"not taken again, for want of a checkpoint or recordings: steps {left}")

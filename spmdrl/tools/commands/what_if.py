@@ -45,7 +45,7 @@ def what_if(
 
     Args:
         run: output_dir of a run with recorded rollouts and checkpoints.
-        steps: recorded steps, as metrics.jsonl counts them; the newest that can be evaluated by default.
+        steps: recorded steps, as in metrics.jsonl; by default the newest that can be evaluated.
         loss: losses, by name or as file.py:function.
         advantage: advantage estimators.
         correction: corrections.

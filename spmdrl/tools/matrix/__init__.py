@@ -1,1 +1,1 @@
-"""Which features of a run go together: proved by a test, refused by a rule, or untried."""
+"""Which features of a run work together: proved by a test, refused by a rule, or untried."""

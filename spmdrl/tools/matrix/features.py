@@ -12,13 +12,13 @@ from spmdrl.config.tree import build, flatten
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a run may have."""
+    """An optional feature of a run."""
 
     name: str
-    """As the marker `proves` of a test has it."""
+    """As in the marker `proves` of tests."""
     about: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """{field: value} that switch it on; none for what the model or its files decide."""
+    """{field: value} that switch it on; {} for a feature of the model or its files."""
 
 
 _OFFLINE = {"layout.placement": "offline"}
@@ -29,7 +29,7 @@ _BASE = {
     "layout.world_size": 16,
     "layout.trainer_ranks": 8,
 }
-"""What every pair starts from: sampling and training on ranks of their own, eight each."""
+"""Settings of every pair: eight ranks that train and eight that generate."""
 
 FEATURES: tuple[Feature, ...] = (
     Feature("lora", "adapters train", {"model.lora.rank": 8}),
@@ -39,7 +39,7 @@ FEATURES: tuple[Feature, ...] = (
         {"model.lora.rank": 8} | {"model.lora.push": "adapter"},
     ),
     Feature("quantised", "weights of files are quantised"),
-    Feature("images", "the model sees"),
+    Feature("images", "the model takes images"),
     Feature("moe", "the model is a mixture of experts"),
     Feature("moe_replay", "routes are replayed", {"model.moe.replay": True}),
     Feature("moe_balance", "experts are balanced", {"model.moe.balance": "bias"}),
@@ -52,7 +52,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature("transformers", "engine.kind transformers", {"engine.kind": "transformers"}),
     Feature(
         "speculative",
-        "tokens are guessed first",
+        "tokens are drafted, then verified",
         {"engine.options": {"speculative_config": {"method": "ngram"}}},
     ),
     Feature("lag", "generation runs ahead", {"lag": 1}),
@@ -62,7 +62,7 @@ FEATURES: tuple[Feature, ...] = (
         {"lag": 1, "rollout.schedule.in_flight": True},
     ),
     Feature("steal", "replicas take over prompts", {"rollout.schedule.balance": "steal"}),
-    Feature("over_sample", "more groups under way", {"rollout.schedule.over_sample": 1.5}),
+    Feature("over_sample", "more groups than needed", {"rollout.schedule.over_sample": 1.5}),
     Feature("dynamic", "groups without spread are replaced", {"rollout.schedule.dynamic": 3}),
     Feature("curriculum", "solved prompts come less often", {"rollout.schedule.curriculum": 0.5}),
     Feature(
@@ -83,7 +83,7 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "online_preference",
-        "the best against the worst of a group",
+        "the best and the worst of a group",
         {"algorithm.objective": "online_preference", "algorithm.loss": "dpo"},
     ),
     Feature(
@@ -99,27 +99,27 @@ FEATURES: tuple[Feature, ...] = (
         "trainer and engine in float16",
         {"model.compute_dtype": "float16", "engine.dtype": "float16"},
     ),
-    Feature("offload", "the optimizer waits on the host", {"model.memory.offload": "optimizer"}),
-    Feature("record", "rollouts are kept", {"rollout.record.every": 1}),
-    Feature("replay", "kept rollouts train", {"rollout.record.replay": "run"} | _OFFLINE),
+    Feature("offload", "optimizer state on the host", {"model.memory.offload": "optimizer"}),
+    Feature("record", "rollouts are recorded", {"rollout.record.every": 1}),
+    Feature("replay", "recorded rollouts train", {"rollout.record.replay": "run"} | _OFFLINE),
     Feature(
         "replay_schedule",
-        "decisions of another run",
+        "the schedule of another run",
         {"rollout.replay_schedule": "run", "rollout.schedule.balance": "steal"},
     ),
 )
 
 
-def named(name: str) -> Feature:
+def feature_named(name: str) -> Feature:
     """Return a feature by its name. Raises: KeyError."""
     return {feature.name: feature for feature in FEATURES}[name]
 
 
 def config_of(*features: Feature, device: str) -> Config:
-    """Return the smallest config that has some features; where two set a field, the later does.
+    """Return the smallest config with these features. If two set the same field, the later wins.
 
     Args:
         device: layout.device.
     """
-    own = {key: value for feature in features for key, value in feature.settings.items()}
-    return build(flatten(Config()) | _BASE | {"layout.device": device} | own)
+    settings = {key: value for feature in features for key, value in feature.settings.items()}
+    return build(flatten(Config()) | _BASE | {"layout.device": device} | settings)

@@ -1,4 +1,4 @@
-"""What is known of each pair of features."""
+"""The verdict on each pair of features."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two features, and what is known of them together."""
+    """Two features, and the verdict on their combination."""
 
     first: str
     second: str
     verdict: Literal["proved", "refused", "untried"]
-    says: str = ""
-    """The test that proves it, or why it is refused."""
+    evidence: str = ""
+    """The test that proves it, or the reason why it is refused."""
     kind: RuleKind | None = None
-    """Of the rule that refuses it."""
+    """The kind of the rule that refuses it."""
 
 
 def pairs() -> list[Pair]:
@@ -51,7 +51,7 @@ def _pair(first: Feature, second: Feature, *, test: str) -> Pair:
 
 
 def _refusal(first: Feature, second: Feature) -> tuple[str, RuleKind] | None:
-    """Return why a config with both is refused, and of what kind that is; None where it is not."""
+    """Return why a config with both is refused, and the kind of the rule; None if it is not."""
     both = {*first.settings} & {*second.settings}
     for name in sorted(both):
         values = (first.settings[name], second.settings[name])
@@ -59,11 +59,11 @@ def _refusal(first: Feature, second: Feature) -> tuple[str, RuleKind] | None:
             return f"{name}: {as_flow(values[0])} or {as_flow(values[1])}, not both", "principle"
     for device in _DEVICES:
         cfg = config_of(first, second, device=device)
-        found = broken_rules(cfg)
+        rules = broken_rules(cfg)
         where = "" if device == _DEVICES[0] else f" (on {device})"
-        if found:
-            return found[0].problem(cfg) + where, found[0].kind
-        sizes = [*rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)]
-        if sizes:
-            return sizes[0] + where, "principle"
+        if rules:
+            return rules[0].problem(cfg) + where, rules[0].kind
+        layout_problems = [*rank_problems(axes_of(cfg), engine_kind=cfg.engine.kind)]
+        if layout_problems:
+            return layout_problems[0] + where, "principle"
     return None

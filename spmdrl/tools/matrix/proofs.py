@@ -1,4 +1,4 @@
-"""Which test proves which features together, as the tests' own marker `proves` says."""
+"""Which tests prove which features together, by the marker `proves` of the tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[3] / "tests"
 SHIPPED = Path(__file__).with_name("proofs.jsonl")
-"""The same where the tests are not there."""
+"""The same for an installation without the tests."""
 
 
 @dataclass(frozen=True)
@@ -23,22 +23,24 @@ class TestedFeatures:
 
 
 def proofs(tests: Path = TESTS) -> list[TestedFeatures]:
-    """Return what the tests prove, or what is shipped where there are none."""
+    """Return what the tests prove; without the tests, the content of the shipped file."""
     if tests.is_dir():
         files = sorted(tests.rglob("test_*.py"))
-        return [proof for file in files for proof in _of_file(file, file.relative_to(tests))]
+        return [proof for file in files for proof in _read_file(file, file.relative_to(tests))]
     lines = SHIPPED.read_text(encoding="utf-8").splitlines()
     return [TestedFeatures(own["test"], tuple(own["features"])) for own in map(json.loads, lines)]
 
 
-def as_lines(found: list[TestedFeatures]) -> str:
-    """Return proofs as the shipped file has them."""
-    return "".join(json.dumps(asdict(proof)) + "\n" for proof in found)
+def as_lines(proved: list[TestedFeatures]) -> str:
+    """Return proofs as text for the shipped file."""
+    return "".join(json.dumps(asdict(proof)) + "\n" for proof in proved)
 
 
-def _of_file(file: Path, name: Path) -> Iterator[TestedFeatures]:
-    """Yield the proofs of a file, without importing it: a marker stands above its test, or in the
-    cases of its parameters."""
+def _read_file(file: Path, name: Path) -> Iterator[TestedFeatures]:
+    """Yield the proofs of a file, without importing it.
+
+    A marker is a decorator of its test, or part of a case in the decorator `parametrize`.
+    """
     text = file.read_text(encoding="utf-8")
     if "mark.proves" not in text:
         return

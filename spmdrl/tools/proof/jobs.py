@@ -1,7 +1,7 @@
-"""The jobs of a proof: each runs parts of the program on ranks and returns what it measured.
+"""The jobs of a proof. Each runs parts of the program on ranks and returns measurements.
 
-Differences of logprobs are means over tokens, in nats. Differences of parameters after two updates
-are the largest of all elements, relative to the largest change by the updates.
+Differences of logprobs are mean and largest value over tokens, in nats. Differences of parameters
+after two updates are the largest of all elements, relative to the largest change by the updates.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from spmdrl.types import Batch, Microbatch, Scalars
 from spmdrl.world.world import World
 
 ROWS = (5, 70, 33, 2, 9, 40)
-"""Lengths of the scored sequences: some longer than every window and chunk of a small model, and
-several to a packed row."""
+"""Lengths of the sequences to score: some are longer than every window and chunk of a small model,
+and a packed row has several of them."""
 PACKED = 128  # tokens of a packed row
 _TRAINED = (9, 5, 30, 12, 7, 2, 24, 11)
-"""Lengths of the trained sequences; the first third of each is its prompt."""
-_FIRST = 3  # first id after those of padding, beginning and end
+"""Lengths of the sequences to train on; the first third of each is its prompt."""
+_FIRST = 3  # smaller ids are those of padding, beginning and end
 
 
 def _rows(trainer: Any) -> list[TokenIds]:
-    """Return the sequences that are scored."""
+    """Return the sequences to score."""
     hf_model = trainer.policy.model.hf_model
-    return showing(hf_model, drawn_rows(num_text_ids(hf_model)))
+    return with_images(hf_model, random_rows(num_text_ids(hf_model)))
 
 
-def showing(hf_model: nn.Module, rows: Iterable[Sequence[int]]) -> list[TokenIds]:
-    """For a vision model, put an image of noise into each sequence that has room for one."""
+def with_images(hf_model: nn.Module, rows: Iterable[Sequence[int]]) -> list[TokenIds]:
+    """Return the rows; for a vision model, with a noise image in each that has room for one."""
     return [with_noise_image(hf_model, row, seed=at) for at, row in enumerate(rows)]
 
 
-def drawn_rows(vocabulary: int) -> list[list[int]]:
-    """Return the ids of the sequences that are scored, the same each time."""
+def random_rows(vocabulary: int) -> list[list[int]]:
+    """Return the random ids of the sequences to score, the same in each call."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(_FIRST, vocabulary, (n,), generator=generator).tolist() for n in ROWS]
 
 
 def batch_of(world: Any, hf_model: nn.Module) -> tuple[Batch, Tensor]:
-    """Return this rank's part of one batch, and each sequence's advantage [S] float64.
+    """Return this rank's part of a batch, and each sequence's advantage [S] float64.
 
-    The batch is the same on every layout; a dp rank takes every dp_size-th sequence.
+    The batch is the same on every layout. A dp rank gets every dp_size-th sequence.
     """
     count = len(_TRAINED)
     own = list(range(world.dp_index(world.rank), count, world.dp_size))
     half = -(-len(own) // 2)
-    rows = showing(hf_model, (_sequence(i, num_text_ids(hf_model)) for i in range(count)))
+    rows = with_images(hf_model, (_sequence(i, num_text_ids(hf_model)) for i in range(count)))
     parts = tuple(_microbatch(part, rows) for part in (own[:half], own[half:]))
     advantages = torch.linspace(-1.0, 1.5, count).double()
     ids = torch.zeros(count, dtype=torch.int64)
@@ -115,13 +115,13 @@ def _generator(index: int) -> torch.Generator:
     return torch.Generator().manual_seed(100 + index)
 
 
-Measured = dict[str, Any]
+Measurements = dict[str, Any]
 UPDATES = 2
 _SAMPLED = 12  # tokens of each response that engines draw
 
 
 class NoSource:
-    """A source without rollouts made ahead, for a checkpoint."""
+    """A source without state, for a checkpoint."""
 
     def state_dict(self) -> None:
         """Return None."""
@@ -133,12 +133,12 @@ class NoSource:
         """Do nothing."""
 
 
-def alone(cfg: Config, export_to: str, reference: str) -> Measured:
-    """Compare one rank with plain transformers, train it, save, export.
+def single_rank(cfg: Config, export_to: str, reference: str) -> Measurements:
+    """Compare one rank with plain transformers, train it, save and export.
 
     Args:
         export_to: new folder for the trained weights.
-        reference: file that takes the parameters before and after the updates.
+        reference: file to which the parameters before and after the updates are saved.
     """
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
@@ -146,37 +146,39 @@ def alone(cfg: Config, export_to: str, reference: str) -> Measured:
     plain = _plain(cfg.model.path)
     packed = trainer.weights.score(rows)
     expected = [_plain_logprobs(plain, row).detach() for row in rows]
-    found = {
+    measured = {
         "packed": gap(packed, expected),
-        "single": gap(_singly(trainer, rows), expected),
+        "single": gap(_score_one_by_one(trainer, rows), expected),
         "gradients": _gradient_gap(trainer, plain, rows),
     }
-    before = _whole(trainer)
+    before = _full_parameters(trainer)
     saver = Checkpointer(cfg, world)
     for step in range(UPDATES):
         _update(trainer, step)
         saver.maybe_save(step + 1, trainer, NoSource())
-    torch.save((before, _whole(trainer)), reference)
-    found["export"] = _export_gap(trainer, cfg, export_to)
+    torch.save((before, _full_parameters(trainer)), reference)
+    measured["export"] = _export_gap(trainer, cfg, export_to)
     world.close()
-    return found
+    return measured
 
 
-def mesh(cfg: Config, reference: str) -> Measured:
-    """Compare two updates on a layout with those of one rank; after a checkpoint of another layout,
-    the remaining ones."""
+def mesh(cfg: Config, reference: str) -> Measurements:
+    """Compare two updates on a layout with those of one rank.
+
+    If the config resumes a checkpoint of another layout, only the remaining updates are taken.
+    """
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
     state = Checkpointer(cfg, world).restore(trainer, NoSource())
     for step in range(state.step, UPDATES):
         _update(trainer, step)
-    found = {"parameters": _parameter_gap(trainer, reference), "step": state.step}
+    measured = {"parameters": _parameter_gap(trainer, reference), "step": state.step}
     world.close()
-    return found
+    return measured
 
 
-def adapters(cfg: Config, export_to: str) -> Measured:
-    """Train adapters, and compare their logprobs with those of their merged export."""
+def adapters(cfg: Config, export_to: str) -> Measurements:
+    """Train adapters, and compare their logprobs with those of the export with merged adapters."""
     world = World.start(cfg)
     trainer: Any = make_trainer(cfg, world)
     rows = _rows(trainer)
@@ -187,48 +189,48 @@ def adapters(cfg: Config, export_to: str) -> Measured:
     for step in range(UPDATES):
         _update(trainer, step)
         saver.maybe_save(step + 1, trainer, NoSource())
-    found = {
+    measured = {
         "before": gap(first, expected),
         "moved": gap(trainer.weights.score(rows), first),
         "export": _export_gap(trainer, cfg, export_to),
     }
     world.close()
-    return found
+    return measured
 
 
-def engine(cfg: Config) -> Measured:
-    """Stream into an engine, train, stream again; compare the two each time."""
+def engine(cfg: Config) -> Measurements:
+    """Push weights into an engine, train, push again; compare engine and trainer each time."""
     warnings = _Warnings()
     world = World.start(cfg)
     generator = make_engine(cfg, world)
     trainer: Any = make_trainer(cfg, world)
     rows = _rows(trainer)
-    found: Measured = {"loaded": gap(generator.score(rows), trainer.weights.score(rows))}
+    measured: Measurements = {"loaded": gap(generator.score(rows), trainer.weights.score(rows))}
     stream = WeightStream(trainer.weights, generator, world)
-    found |= {
+    measured |= {
         "mode": stream.mode,
         "why": [line for line in warnings.lines if "falling back" in line],
     }
     stream.push(version=0)
     first = generator.score(rows)
-    found["before"] = gap(first, trainer.weights.score(rows))
+    measured["before"] = gap(first, trainer.weights.score(rows))
     for step in range(UPDATES):
         stream.lend_memory()
         _update(trainer, step)
         stream.push(version=step + 1)
     stream.verify(UPDATES)
     last = generator.score(rows)
-    found |= {"after": gap(last, trainer.weights.score(rows)), "moved": gap(last, first)}
-    found["sampled"] = _sampled_gap(generator, trainer, rows)
+    measured |= {"after": gap(last, trainer.weights.score(rows)), "moved": gap(last, first)}
+    measured["sampled"] = _sampled_gap(generator, trainer, rows)
     if cfg.engine.dtype == "bfloat16":
-        found["rounding"] = _rounding(cfg.model.path, rows)
+        measured["rounding"] = _rounding(cfg.model.path, rows)
     generator.close()
     world.close()
-    return found
+    return measured
 
 
 class _Warnings(logging.Handler):
-    """Collects the warnings of the program."""
+    """Collects the warnings of this program."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -236,15 +238,17 @@ class _Warnings(logging.Handler):
         logging.getLogger("spmdrl").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
+        """Store a line."""
         self.lines.append(record.getMessage())
 
 
 def gap(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[float, float]:
-    """Return mean and largest absolute difference of logprobs, without the first of each."""
-    pairs = [(a[1:].double(), b[1:].double()) for a, b in zip(ours, theirs, strict=True)]
-    apart = torch.cat([(a - b).abs() for a, b in pairs])
-    return float(apart.mean()), float(apart.max())
+    """Return mean and largest absolute difference of logprobs, without each sequence's first."""
+    differences = [
+        (a[1:].double() - b[1:].double()).abs() for a, b in zip(ours, theirs, strict=True)
+    ]
+    flat = torch.cat(differences)
+    return float(flat.mean()), float(flat.max())
 
 
 def _update(trainer: Any, step: int) -> None:
@@ -265,7 +269,7 @@ def _plain(folder: str) -> nn.Module:
 
 
 def _rounding(folder: str, rows: list[TokenIds]) -> float:
-    """Return the mean difference of plain transformers in bfloat16 from float32."""
+    """Return the mean difference between plain transformers in bfloat16 and in float32."""
     plain = _plain(folder)
     with torch.no_grad():
         exact = [_plain_logprobs(plain, row) for row in rows]
@@ -274,7 +278,7 @@ def _rounding(folder: str, rows: list[TokenIds]) -> float:
 
 
 def _plain_logprobs(model: nn.Module, row: Sequence[int]) -> Tensor:
-    """Return [len] float64 logprobs by a plain model, the first 0."""
+    """Return [len] float64 logprobs of a plain model; the first is 0."""
     tokens = torch.tensor(row)
     images = image_inputs(model, row, tokens.device)
     logits = model(input_ids=tokens[None], use_cache=False, **images).logits[0].double()
@@ -282,9 +286,12 @@ def _plain_logprobs(model: nn.Module, row: Sequence[int]) -> Tensor:
     return nn.functional.pad(logprobs, (1, 0))
 
 
-def _gradient_gap(trainer: Any, plain: nn.Module, rows: list[TokenIds]) -> Measured:
-    """Return the largest difference of gradients of a sum of logprobs, relative to the largest
-    element of each tensor, and the tensor that has it."""
+def _gradient_gap(trainer: Any, plain: nn.Module, rows: list[TokenIds]) -> Measurements:
+    """Compare the gradients of a sum of logprobs with those of plain transformers.
+
+    Returns: `gap`, the largest difference, relative to the largest element of its tensor; `tensor`,
+        its name; `tensors`, their number.
+    """
     model = trainer.policy.model
     lengths = [len(row) for row in rows]
     ids = concat_ids(rows)
@@ -315,19 +322,19 @@ def _full(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def _whole(trainer: Any) -> dict[str, Tensor]:
+def _full_parameters(trainer: Any) -> dict[str, Tensor]:
     shards: Mapping[str, Tensor] = trainer.weights.shards()
     return {name: _full(tensor).detach().clone() for name, tensor in shards.items()}
 
 
 def _parameter_gap(trainer: Any, reference: str) -> float:
     before, after = torch.load(reference)
-    own = _whole(trainer)
+    own = _full_parameters(trainer)
     if own.keys() != after.keys():
-        raise RuntimeError(f"other tensors: {sorted(own.keys() ^ after.keys())}")
+        raise RuntimeError(f"different tensors: {sorted(own.keys() ^ after.keys())}")
     change = max(float((after[n] - before[n]).abs().max()) for n in after if after[n].numel())
-    apart = max(float((own[n] - after[n]).abs().max()) for n in after if after[n].numel())
-    return apart / change
+    difference = max(float((own[n] - after[n]).abs().max()) for n in after if after[n].numel())
+    return difference / change
 
 
 def _export_gap(trainer: Any, cfg: Config, export_to: str) -> tuple[float, float]:
@@ -342,18 +349,18 @@ def _export_gap(trainer: Any, cfg: Config, export_to: str) -> tuple[float, float
     plain = _plain(export_to)
     with torch.no_grad():
         expected = [_plain_logprobs(plain, row) for row in rows]
-    # One at a time: packing is tested by another line.
-    return gap(_singly(trainer, rows), expected)
+    # Score one at a time: another line tests packing.
+    return gap(_score_one_by_one(trainer, rows), expected)
 
 
-def _singly(trainer: Any, rows: list[TokenIds]) -> list[Tensor]:
+def _score_one_by_one(trainer: Any, rows: list[TokenIds]) -> list[Tensor]:
     return [trainer.weights.score([row])[0] for row in rows]
 
 
 def _sampled_gap(
     generator: EngineProtocol, trainer: Any, rows: list[TokenIds]
 ) -> tuple[float, float]:
-    """Draw responses, several at once, and compare their logprobs with the trainer's."""
+    """Sample responses, several at once, and compare their logprobs with the trainer's."""
     prompts = {str(i): row for i, row in enumerate(rows)}
     for key, prompt in prompts.items():
         generator.add(Request(key, prompt, _SAMPLED, 1.0, int(key), stop_token_ids=()))
@@ -361,7 +368,7 @@ def _sampled_gap(
     while len(drawn) < len(prompts):
         drawn += generator.step()
     scored = trainer.weights.score([prompts[one.key] + one.tokens.tolist() for one in drawn])
-    # `gap` leaves out the first element, so one is added.
+    # `gap` skips the first element, so prepend one.
     ours = [nn.functional.pad(one.logprobs.float(), (1, 0)) for one in drawn]
     theirs = [nn.functional.pad(s[-len(d.tokens) :], (1, 0)) for s, d in zip(scored, drawn)]
     return gap(ours, theirs)

@@ -1,7 +1,7 @@
-"""Import what ranks import slowly, once for all ranks of a proof.
+"""Slow imports, done once for all ranks of a proof.
 
-`ranks.py` names this module to multiprocessing's fork server, so that ranks are forks of a process
-that has done these imports and nothing else.
+multiprocessing's fork server imports this module (`ranks.py`) and nothing else. The ranks are forks
+of it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import contextlib
 import os
 from unittest import mock
 
-# In this order: dynamo reads the variable below here, where a rank's model may be compiled ...
+# The order matters. This import loads dynamo while TORCHDYNAMO_DISABLE is not set, because a rank's
+# model may be compiled.
 import transformers.models.auto.modeling_auto  # noqa: F401
 
-# ... and vLLM's own helpers here, as engine/vllm/engine.py has it.
+# vLLM's helpers are loaded while it is set, as in engine/vllm/engine.py.
 with (
     mock.patch.dict(
         os.environ, TORCHDYNAMO_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1"

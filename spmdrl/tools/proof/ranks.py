@@ -1,4 +1,4 @@
-"""Run a function on real ranks on this machine: processes with gloo and a deadline."""
+"""Run a function on ranks on this machine: processes with gloo and a deadline."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SECRET = secrets.token_hex(32)
 
 @dataclass(frozen=True)
 class RankError(Exception):
-    """The exception of a rank, or that ranks did not answer."""
+    """A rank raised an exception or was killed, or ranks did not answer in time."""
 
     kind: str
-    """Name of the exception's class; `Timeout` or `Killed` where there was none."""
+    """Name of the exception's class; `Timeout` or `Killed` if there was no exception."""
     message: str
     text: str
-    """The whole traceback."""
+    """The traceback; empty if there was no exception."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message}"
@@ -49,15 +49,15 @@ class RankError(Exception):
 
 
 def start_rank(environment: dict[str, str], target: Callable[..., Any], *args: Any) -> BaseProcess:
-    """Start `target(*args)` in a process with this environment and with slow imports done.
+    """Start `target(*args)` in a process with this environment, in which slow imports are done.
 
-    It is a fork of a process that has only done these imports. A fresh process takes 5 s of a core
-    for the imports of a trainer, and 15 s for those of an engine.
+    The process is a fork of one that has only done these imports. They would take a new process 5 s
+    of a core for a trainer, and 15 s for an engine.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["spmdrl.tools.proof.preloaded"])
     root = str(Path(__file__).parents[3])
-    # An empty entry is the current folder, which may hold other modules.
+    # An empty entry would be the current folder, which may have other modules.
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment_of_server = {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
     with mock.patch.dict(os.environ, environment_of_server):
@@ -82,11 +82,11 @@ def on_ranks(
     log: Path | None = None,
     port: int | None = None,
 ) -> list[Any]:
-    """Return the results of `target(*args)` on `world_size` fresh ranks.
+    """Run `target(*args)` on `world_size` new ranks and return the results.
 
     Args:
         target: a function of a module, so that it can be pickled.
-        log: file for the output of the ranks; None: this process's own output.
+        log: file for the output of the ranks; None: the output of this process.
         port: TCP port of the rendezvous; None: a free one.
     Raises: RankError of the first rank that fails, after all processes have ended.
     """
@@ -115,21 +115,21 @@ def _gather(processes: list[BaseProcess], results: Any, *, deadline: float) -> l
             continue
         if error is not None:
             kind, message, text = error
-            raise RankError(kind, message, text + _killed(processes))
+            raise RankError(kind, message, text + _describe_dead_ranks(processes))
         values[rank] = value
     return [pickle.loads(values[rank]) for rank in range(len(processes))]
 
 
-def _killed(processes: list[BaseProcess]) -> str:
+def _describe_dead_ranks(processes: list[BaseProcess]) -> str:
     # A rank that raises ends with status 0.
-    found = [rank for rank, process in enumerate(processes) if process.exitcode]
-    return _say_dead(found, processes) if found else ""
+    dead = [rank for rank, process in enumerate(processes) if process.exitcode]
+    return _describe_deaths(dead, processes) if dead else ""
 
 
-def _say_dead(found: list[int], processes: list[BaseProcess]) -> str:
+def _describe_deaths(dead: list[int], processes: list[BaseProcess]) -> str:
     # Exit statuses distinguish a segmentation fault from a kill by a watchdog or the system.
-    ends = ", ".join(f"rank {rank}: {processes[rank].exitcode}" for rank in found)
-    return f"ranks {found} died without a result (exit status of {ends})"
+    statuses = ", ".join(f"rank {rank}: {processes[rank].exitcode}" for rank in dead)
+    return f"ranks {dead} died without a result (exit status of {statuses})"
 
 
 def _check_alive(
@@ -142,7 +142,7 @@ def _check_alive(
     if lost and results.empty():
         time.sleep(0.5)  # its result may still be in the pipe
         if results.empty():
-            raise RankError("Killed", _say_dead(lost, processes), "")
+            raise RankError("Killed", _describe_deaths(lost, processes), "")
 
 
 def _free_port() -> int:
@@ -172,7 +172,7 @@ def _be_rank(
         os.dup2(file, 1)
         os.dup2(file, 2)
     try:
-        # Plain pickle copies tensors; the queue would pass handles of a process that ends.
+        # Plain pickle copies tensors. The queue would pass handles, and this process ends.
         results.put((rank, pickle.dumps(target(*args)), None))
     except BaseException as error:
         text = traceback.format_exc()
@@ -181,8 +181,8 @@ def _be_rank(
     finally:
         results.close()
         results.join_thread()
-        # Wait until all have answered: the other ranks end when this process ends.
+        # Other ranks end when this process ends, so wait until the parent has all answers.
         parent = os.getppid()
         while os.getppid() == parent:
             time.sleep(0.2)
-        os._exit(0)  # leftover group threads of a failed rank must not keep the process
+        os._exit(0)  # a failed rank may have group threads, which would keep the process alive

@@ -19,20 +19,20 @@ _COLUMNS = {
     "transformers": "transformers engine",
     "export": "export",
 }
-"""{column: line}."""
+"""{column: name of the line}."""
 BEGIN = "<!-- by python -m spmdrl check --families all --table docs/models.md -->\n"
 END = "<!-- end -->\n"
-_SHORT = 280  # characters of a reason
+_MAX_REASON_CHARS = 280
 
 
 def page_with(records: Sequence[Record], page: str) -> str:
-    """Return a Markdown page with the table of records in the place of its old one."""
+    """Return a Markdown page in which the table of records replaces the old table."""
     before, _, rest = page.partition(BEGIN)
     return before + BEGIN + _text(records) + END + rest.partition(END)[2]
 
 
 def write(records: Sequence[Record], path: Path) -> None:
-    """Write the table into a page, which is made where there is none."""
+    """Write the table into a page. Create the page if it does not exist."""
     page = path.read_text() if path.is_file() else "# Models\n\n"
     path.write_text(page_with(records, page))
 
@@ -59,14 +59,15 @@ def _row(record: Record, reasons: list[str]) -> list[str]:
 
 
 def _cell(line: Line, reasons: list[str]) -> str:
-    """Return a verdict; what is not proved points to its reason below the table."""
+    """Return a verdict; if it is not `proved`, with the number of its reason below the table."""
     if line.verdict == "proved":
         return line.kind or "proved"
     if "which has no experts" in line.note:
         return "-"
     text = line.note.split(" (model.path ")[0].removeprefix("model.path ").strip()
     text = " ".join(word for word in text.split() if not word.startswith("/"))
-    reason = f"{line.name}: {text[:_SHORT]}{' ...' if len(text) > _SHORT else ''}"
+    is_long = len(text) > _MAX_REASON_CHARS
+    reason = f"{line.name}: {text[:_MAX_REASON_CHARS]}{' ...' if is_long else ''}"
     if reason not in reasons:
         reasons.append(reason)
     return f"{line.verdict} ({reasons.index(reason) + 1})"

@@ -1,4 +1,4 @@
-"""Groups of recorded rollouts as an HTML page without other files."""
+"""Groups of recorded rollouts as one HTML page without other files."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from spmdrl.tools.rollouts.view import Answer, View
 if TYPE_CHECKING:
     from spmdrl.data.attachments import Preview
 
-_FAINTEST_NATS = -5.0
-"""A token this unlikely, or less, has the strongest colour."""
+_STRONGEST_NATS = -5.0
+"""A token with this logprob, or a lower one, has the strongest colour."""
 UP = "0, 150, 60"
 DOWN = "210, 40, 40"
 UNLIKELY = "220, 120, 0"
 """Green, red and orange."""
 Paint = Callable[[int], tuple[str, float, str]]
-"""From a token's position to its colour, strength from 0 to 1, and a text to show with it."""
+"""Takes a token's position. Returns its colour, its strength from 0 to 1, and a note."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 60em; color: #222; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3em 0 1.2em; padding: .7em;
@@ -33,12 +33,13 @@ summary { font-weight: bold; overflow-wrap: anywhere; cursor: pointer; }
 
 
 def page(views: Sequence[View], *, color: str = "") -> str:
-    """Return groups of a step as a page: each token in its colour, with its numbers under the
-    pointer. Several groups are folded up, each under its number, rewards and prompt.
+    """Return groups of a step as a page of coloured tokens; the pointer shows a token's numbers.
+
+    If there are several groups, each can be opened below its number, rewards and prompt.
 
     Args:
-        color: `advantage` (green above 0, red below, by the group's largest) or `logprob` (the
-            less likely, the stronger); empty: by advantage where it is known.
+        color: `advantage` (green above 0, red below, relative to the group's largest) or `logprob`
+            (stronger for less likely tokens); empty: by advantage if it is known.
     Raises: Refusal for colours by an advantage that is not known.
     """
     step = f"step {views[0].step}"
@@ -55,7 +56,12 @@ def page(views: Sequence[View], *, color: str = "") -> str:
 
 
 def document(heading: str, body: Sequence[str]) -> str:
-    """Return a page with a title, which is text, and parts, which are HTML."""
+    """Return a page.
+
+    Args:
+        heading: text.
+        body: parts in HTML.
+    """
     heading = escape(heading)
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -73,15 +79,14 @@ def _summary(view: View) -> str:
 
 
 def _group(view: View, *, color: str) -> list[str]:
-    known = [abs(one.advantage) for one in view.sequences if one.advantage is not None]
-    if color == "advantage" and not known:
+    sizes = [abs(one.advantage) for one in view.sequences if one.advantage is not None]
+    if color == "advantage" and not sizes:
         raise Refusal(f"--color advantage: {'; '.join(view.notes)}; take --color logprob")
-    color = color or ("advantage" if known else "logprob")
-    legend = (
-        f"green: advantage above 0, red: below; strongest at {max(known):.4g}"
-        if color == "advantage"
-        else f"the less likely a token, the stronger; strongest at {_FAINTEST_NATS:g} nats"
-    )
+    color = color or ("advantage" if sizes else "logprob")
+    largest = max(sizes, default=0.0)
+    legend = f"stronger for less likely tokens; strongest at {_STRONGEST_NATS:g} nats"
+    if color == "advantage":
+        legend = f"green: advantage above 0, red: below; strongest at {largest:.4g}"
     first = view.sequences[0].row
     body = [
         f"<p>data row {first['row'] + 1}; {escape(legend)}; grey: not "
@@ -91,19 +96,19 @@ def _group(view: View, *, color: str) -> list[str]:
         prompt_part(view.sequences[0]),
     ]
     for one in view.sequences:
-        body += _response(one, view, color=color, largest=max(known, default=0.0))
+        body += _response(one, view, color=color, largest=largest)
     return body
 
 
 def _response(one: Answer, view: View, *, color: str, largest: float) -> list[str]:
     def paint(at: int) -> tuple[str, float, str]:
         if color == "logprob":
-            return UNLIKELY, one.row["rollout_logprobs"][at] / _FAINTEST_NATS, known
+            return UNLIKELY, one.row["rollout_logprobs"][at] / _STRONGEST_NATS, advantage_text
         advantage = one.advantage or 0.0
         strength = abs(advantage) / largest if largest else 0.0
-        return (DOWN if advantage < 0 else UP), strength, known
+        return (DOWN if advantage < 0 else UP), strength, advantage_text
 
-    known = "" if one.advantage is None else f"advantage {one.advantage:.4g}"
+    advantage_text = "" if one.advantage is None else f"advantage {one.advantage:.4g}"
     return [f"<h2>{escape(title(one, view.header['part_names']))}</h2>", tokens_part(one, paint)]
 
 
@@ -113,7 +118,7 @@ def prompt_part(one: Answer) -> str:
 
 
 def tokens_part(one: Answer, paint: Paint) -> str:
-    """Return a response; tokens that the policy sampled are in colour."""
+    """Return a response, with colours for the tokens that the policy sampled."""
     spans = [_token(one, at, paint) for at in range(one.start, len(one.row["tokens"]))]
     return f"<pre>{''.join(spans)}</pre>"
 
@@ -125,8 +130,8 @@ def _part(part: str | Preview) -> str:
 
 def _token(one: Answer, at: int, paint: Paint) -> str:
     row = one.row
-    if at in one.shows:
-        png = one.shows[at]
+    if at in one.images:
+        png = one.images[at]
         return "" if png is None else _part(png)
     text = escape(one.pieces[at] if one.pieces else f"{row['tokens'][at]} ")
     if not row["response_mask"][at]:

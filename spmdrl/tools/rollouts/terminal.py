@@ -23,7 +23,7 @@ _PROMPT_CHARS = 40
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table's rows as lines of equally wide columns; the last one is not padded."""
+    """Return a table's rows as lines with aligned columns; the last column is not padded."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for *cells, last in rows:
@@ -69,7 +69,11 @@ def groups_text(found: Sequence[Summary], *, sort: str, limit: int) -> str:
 
 
 def group_text(view: View, *, tokens: bool) -> str:
-    """Return a group with its responses, and token by token if `tokens`."""
+    """Return a group with its responses.
+
+    Args:
+        tokens: also list each token of the responses.
+    """
     first = view.sequences[0].row
     lines = [
         f"step {view.step}, group {view.group}, data row {first['row'] + 1}",
@@ -109,7 +113,7 @@ def _token_lines(sequence: Answer) -> list[str]:
     rows = [["at", "id", "logprob", "version", "token"]]
     for at in range(sequence.start, len(row["tokens"])):
         piece = repr(sequence.pieces[at]) if sequence.pieces else ""
-        item = sequence.shows.get(at)
+        item = sequence.images.get(at)
         piece += "" if item is None else _part(item)
         if row["response_mask"][at]:
             logprob = f"{row['rollout_logprobs'][at]:.4f}"

@@ -1,4 +1,4 @@
-"""Recorded rollouts for people: a summary of a step's groups, and one group in full."""
+"""Recorded rollouts for people: summaries of a step's groups, and whole groups."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _GROUP = itemgetter("group")
 
 @dataclass(frozen=True)
 class Answer:
-    """One recorded response, greedy or drawn."""
+    """One recorded response, greedy or sampled."""
 
     row: dict[str, Any]
-    """Its columns, those per token too."""
+    """All its columns, also those per token."""
     advantage: float | None
-    """None where it is not known, or the response is the greedy one."""
+    """None if it is not known, or for the greedy response."""
     pieces: list[str] | None
     """Text of each token; None without a tokenizer."""
-    shows: dict[int, Preview | None]
+    images: dict[int, Preview | None]
     """{position: image that begins there}, see `previews_of`."""
     prompt: list[str | Preview]
-    """Text, with the images in their places; in front of it without a tokenizer."""
+    """Text and images in order. Without a tokenizer, the images come first."""
 
     @property
     def start(self) -> int:
@@ -49,29 +49,29 @@ class Answer:
 
 @dataclass(frozen=True)
 class View:
-    """One group in full."""
+    """One group with all its responses."""
 
     step: int
     group: int
     header: dict[str, Any]
     sequences: list[Answer]
     notes: list[str]
-    """What is missing, and why."""
+    """Sentences on what is missing, and why."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One group in a list."""
+    """Numbers of one group, for a list of groups."""
 
     group: int
     row: int
     samples: int
     mean: float
-    """Of the rewards that did not fail, in the task's units; NaN where all failed."""
+    """Mean of the rewards that did not fail, task units; NaN if all failed."""
     spread: float
-    """Their standard deviation, population form."""
+    """Population standard deviation of these rewards."""
     length: float
-    """Mean sampled tokens."""
+    """Mean number of sampled tokens."""
     truncated: int
     prompt: str
 
@@ -80,12 +80,15 @@ class Summary:
 
 
 def summaries(recorded: RecordedSteps, step: int) -> list[Summary]:
-    """Return the groups of a step, by number. Raises: Refusal for a step that is not there."""
-    found = []
+    """Return summaries of the groups of a step, by number.
+
+    Raises: Refusal for a step that was not recorded.
+    """
+    result = []
     for number, group in groupby(_sequences(recorded, step).to_pylist(), key=_GROUP):
         rows = list(group)
         rewards = [row["reward"] for row in rows if row["is_valid"]]
-        found.append(
+        result.append(
             Summary(
                 number,
                 rows[0]["row"],
@@ -97,11 +100,11 @@ def summaries(recorded: RecordedSteps, step: int) -> list[Summary]:
                 rows[0]["prompt"],
             )
         )
-    return found
+    return result
 
 
 def _sequences(recorded: RecordedSteps, step: int) -> pyarrow.Table:
-    """Return the drawn sequences of a step in a batch's order, without the columns per token."""
+    """Return the sampled sequences of a step in a batch's order, without the columns per token."""
     import pyarrow
     import pyarrow.compute
 
@@ -119,12 +122,13 @@ def _sequences(recorded: RecordedSteps, step: int) -> pyarrow.Table:
 def advantages(
     recorded: RecordedSteps, step: int, cfg: Config, *, trusts: bool = False
 ) -> dict[tuple[int, int], float]:
-    """Recompute a step's advantages where they are one number per sequence.
+    """Compute a step's advantages again, if there is one number per sequence.
 
     Args:
-        cfg: of the run. trusts: run a user's function that it names.
+        cfg: of the run.
+        trusts: run a user's function that the config names.
     Returns: {(group, sample): advantage}.
-    Raises: Refusal saying why they cannot be known.
+    Raises: Refusal with the reason why they cannot be computed.
     """
     import torch
 
@@ -135,15 +139,17 @@ def advantages(
 
     chosen = cfg.algorithm
     if read_header(recorded.files_of(step)[0])["is_partial"]:
-        raise Refusal("the part of reward models, which trainers add, is not recorded")
+        raise Refusal("the rewards of reward models, which trainers add, are not recorded")
     if ":" in chosen.advantage and not trusts:
         raise Refusal(
-            f"the run's config.yaml names the code {chosen.advantage} for them; look at it, and "
-            "run it by --trust-run"
+            f"the run's config.yaml names the code {chosen.advantage} for them; look at it, then "
+            "run it with --trust-run"
         )
     method = registry.get("advantage", chosen.advantage)
     if registry.is_per_token(method):
-        raise Refusal(f"{chosen.advantage} gives each token its own, and they are not recorded")
+        raise Refusal(
+            f"{chosen.advantage} computes one per token, and the columns it needs are not recorded"
+        )
     if chosen.kl_coef and chosen.kl_in == "reward":
         raise Refusal("the KL in the rewards, which trainers add, is not recorded")
     scalars = scalars_of(_sequences(recorded, step))
@@ -166,16 +172,18 @@ def read_groups(
     trust_remote_code: bool = False,
     trust_run: bool = False,
 ) -> list[View]:
-    """Return one group of a step in full, or all by number.
+    """Return one group of a step with all its responses, or all groups by number.
+
+    Without the `trust` flags, code that the config names runs only for this user's own runs, see
+    `own_runs`.
 
     Args:
         group: its number; None for all.
-        tokenizer: folder or hub name; empty takes the run's own.
-        needs_text: give the text of each token, for which the tokenizer is loaded.
+        tokenizer: folder or hub name; empty: that of the run.
+        needs_text: load the tokenizer and decode each token.
         trust_remote_code: run Python code of the tokenizer's folder.
-        trust_run: run a user's advantage function that the run's config names. Without these
-            flags, code that the config names runs only for this user's own runs, see `own_runs`.
-    Raises: Refusal for a step or group that is not there, naming those that are.
+        trust_run: run a user's advantage function that the run's config names.
+    Raises: Refusal for a step or group that was not recorded, with those that were.
     """
     from spmdrl.rollout.recordings import ranges, read_header, read_table
 
@@ -197,18 +205,18 @@ def read_groups(
     notes = [f"advantages are not available: {error}"] if error else []
     header = read_header(files[0])
     if header["is_partial"]:
-        notes.append("rewards are without the part of reward models, and not shaped")
+        notes.append("rewards do not include those of reward models, and are not shaped")
     decode = None
     if needs_text:
         trusts = trust_remote_code
         if cfg and is_yours and not tokenizer:
             trusts |= cfg.model.trust_remote_code
         decode, error = attempt(lambda: _decoder(cfg, tokenizer, trusts=trusts))
-        notes += [f"tokens are shown as ids: {error}"] if error else []
+        notes += [f"tokens are printed as ids: {error}"] if error else []
     rows.sort(key=itemgetter("group", "sample"))
     return [
-        View(step, number, header, _answers(list(own), known or {}, decode), notes)
-        for number, own in groupby(rows, key=_GROUP)
+        View(step, number, header, _answers(list(group_rows), known or {}, decode), notes)
+        for number, group_rows in groupby(rows, key=_GROUP)
     ]
 
 
@@ -229,39 +237,41 @@ def _answers(
             row,
             known.get((row["group"], row["sample"])),
             [decode([token]) for token in row["tokens"]] if decode else None,
-            shows,
-            _prompt(row, shows, decode),
+            images,
+            _prompt(row, images, decode),
         )
-        for row, shows in zip(rows, previews_of(rows))
+        for row, images in zip(rows, previews_of(rows))
     ]
 
 
 def _prompt(
-    row: dict[str, Any], shows: dict[int, Preview | None], decode: Callable[[list[int]], str] | None
+    row: dict[str, Any],
+    images: dict[int, Preview | None],
+    decode: Callable[[list[int]], str] | None,
 ) -> list[str | Preview]:
     """Return a prompt's text and images, in their order."""
     mask = row["response_mask"]
     end = mask.index(True) if True in mask else len(mask)
-    images = {at: item for at, item in shows.items() if item is not None and at < end}
-    if decode is None or not images:
-        return [*images.values(), row["prompt"]]
+    prompt_images = {at: item for at, item in images.items() if item is not None and at < end}
+    if decode is None or not prompt_images:
+        return [*prompt_images.values(), row["prompt"]]
     parts: list[str | Preview] = []
     start = 0
-    for at, item in images.items():
+    for at, item in prompt_images.items():
         parts += [decode(row["tokens"][start:at]), item]
         start = at + 1
-        while start in shows and shows[start] is None:  # the rest of the image's tokens
+        while start in images and images[start] is None:  # the rest of the image's tokens
             start += 1
     return [*parts, decode(row["tokens"][start:end])]
 
 
 def _decoder(cfg: Config | None, name: str, *, trusts: bool) -> Callable[[list[int]], str]:
-    """Return a function from token ids to text. Raises: Refusal without a tokenizer."""
+    """Return a function from token ids to text. Raises: Refusal if no tokenizer can be loaded."""
     from spmdrl.data.tokenizer import read_tokenizer
 
     name = name or (cfg.model.tokenizer or cfg.model.path if cfg else "")
     if not name:
-        raise Refusal("there is no config, which names the tokenizer; give --tokenizer")
+        raise Refusal("there is no config.yaml that names the tokenizer; give --tokenizer")
     tokenizer, _error = attempt(
         lambda: read_tokenizer(name, local_files_only=True, trust_remote_code=trusts)
     )
