@@ -77,7 +77,7 @@ def work(folder: Path, flags: list[str]) -> int:
     from spmdrl.rollout.recorder import Recorder
 
     timed, rank = Timed(), os.environ["RANK"]
-    timed.wrap(FingerprintCollector, "_see", label="update")
+    timed.wrap(FingerprintCollector, "_add_update", label="update")
     timed.wrap(Recorder, "record", label="rollouts")
     timed.wrap(Certificate, "add", label="line", ends_step=True)
     sys.argv = ["train.py", *flags, "--output-dir", str(folder / "run")]

@@ -1,1 +1,1 @@
-"""A record of a run's numbers, by which two runs can be compared."""
+"""A record of a run's numbers, with which two runs can be compared."""

@@ -1,4 +1,4 @@
-"""In what two certified steps differ."""
+"""The differences of two certified steps."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class SequencePlace:
-    """The first sequence in which something differs."""
+    """The first sequence in which a column differs."""
 
     column: str
     group: int
     sample: int
     count: int
-    """Sequences that differ."""
+    """Number of sequences that differ."""
     values: tuple[Any, ...] = ()
-    """Both values, for rewards."""
+    """The two values, for rewards."""
 
     def __str__(self) -> str:
         others = f" and {self.count - 1} more" if self.count > 1 else ""
@@ -41,16 +41,16 @@ class SequencePlace:
 
 @dataclass(frozen=True)
 class NumberDifference:
-    """A number, or a tensor, in which a step of two runs differs."""
+    """A number or tensor that differs between two runs in one step."""
 
     what: str
-    """For people: `gradient of lm_head.weight`."""
+    """A description, e.g. `gradient of lm_head.weight`."""
     section: str
     name: str
     deviation: float | None = float("inf")
-    """As a share of the norm; inf where there is no number, None where only digests are known."""
+    """As a share of the norm; inf if it is not a number, None if only digests are known."""
     values: tuple[Any, ...] = ()
-    """Both values, if they are short."""
+    """The two values, if they are short."""
     place: SequencePlace | None = None
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class NumberDifference:
             return f"{what}: {values[0]} and {values[1]}"
         if self.deviation is None or self.deviation == float("inf"):
             return what
-        return f"{what}: {self.deviation:.1e} of its norm apart"
+        return f"{what}: differs by {self.deviation:.1e} of its norm"
 
 
 def step_differences(a: Line, b: Line) -> Iterator[NumberDifference]:
@@ -81,7 +81,7 @@ def step_differences(a: Line, b: Line) -> Iterator[NumberDifference]:
 
 
 def _are_alike(one: Any, other: Any) -> bool:
-    """Return whether two entries are equal. One may lack norms; then only digests are compared."""
+    """Return whether two entries are equal, by their digests alone: one may have no norms."""
     if isinstance(one, (list, str)) and isinstance(other, (list, str)):
         return digest_of(one) == digest_of(other)
     return one == other
@@ -92,16 +92,17 @@ def _difference(section: str, name: str, one: Any, other: Any) -> NumberDifferen
     if isinstance(one, (list, str)) and isinstance(other, (list, str)):
         return NumberDifference(what, section, name, deviation(one, other))
     if isinstance(one, float) and isinstance(other, float):
-        # A loss may be 0 but for rounding: its terms are of the size of an advantage.
-        apart = abs(one - other) / max(abs(one), abs(other), 1.0)
-        return NumberDifference(what, section, name, apart, (one, other))
+        # A loss may be near 0, and its rounding error is relative to its terms, which are of the
+        # size of an advantage. So divide by at least 1.
+        relative = abs(one - other) / max(abs(one), abs(other), 1.0)
+        return NumberDifference(what, section, name, relative, (one, other))
     if one is None or other is None:
-        what = f"{what}, which one of them has alone"
+        what = f"{what}, which only one of them has"
     return NumberDifference(what, section, name)
 
 
 def _describe(section: str, name: str) -> str:
-    """Return a name of a section in words, for messages."""
+    """Return a description of an entry, for messages."""
     if section in ("before", "after"):
         kind, _, rest = name.partition(".")
         known = {"model": f"weight {rest}", "optimizer": f"optimizer state {rest}"}
@@ -113,8 +114,7 @@ def _describe(section: str, name: str) -> str:
 
 
 def _place(a: Line, b: Line, *, section: str, name: str) -> SequencePlace | None:
-    """Return the first sequence in which two steps differ in a column; None if their lines do not
-    have it."""
+    """Return the first sequence in which a column of two steps differs; None without the column."""
     column = _COLUMNS.get((section, name), "")
     one = a.get("sequences", {})
     other = b.get("sequences", {})
@@ -122,8 +122,8 @@ def _place(a: Line, b: Line, *, section: str, name: str) -> SequencePlace | None
         return None
     ids = _ids(one)
     if not numpy.array_equal(ids, _ids(other)):
-        return None  # other sequences, in which all columns differ
-    # Rewards are float64 and are compared by their bits too: equal NaNs do not differ.
+        return None  # the sequences themselves differ
+    # Compare the bits of rewards (float64), so that two equal NaNs do not differ.
     numbers = [_decode(own[column], numpy.int64) for own in (one, other)]
     rows = numpy.flatnonzero(numbers[0] != numbers[1])
     if not len(rows):
@@ -137,7 +137,7 @@ def _place(a: Line, b: Line, *, section: str, name: str) -> SequencePlace | None
 
 
 def _ids(sequences: dict[str, Any]) -> numpy.ndarray:
-    """Return [S, 2], each sequence's group and sample."""
+    """Return [S, 2], the group and sample of each sequence."""
     if "group_size" in sequences:
         count = len(_decode(sequences["rewards"], numpy.float64))
         pair = numpy.divmod(numpy.arange(count), sequences["group_size"])

@@ -1,27 +1,27 @@
-"""Digests: one exact 64-bit number for a tensor, the same however it is sharded over ranks.
+"""Digests: one exact 64-bit number for a tensor, which does not depend on how it is sharded.
 
-The bits of an element are a signed or unsigned number x of at most 32 bits (64: see below), its
-index gives an odd 64-bit weight w, and the digest is the sum of x * w modulo 2**64. Sums modulo
-2**64 are exact in any order, so the digests of shards add up to that of the whole tensor.
+The bits of an element are a signed or unsigned number x of at most 32 bits (for 64 bits see below).
+Its index determines an odd 64-bit weight w. The digest is the sum of x * w modulo 2**64. Sums
+modulo 2**64 are exact in any order, so the digests of shards add up to that of the whole tensor.
 
-*Any change of one bit is seen.* Bit k < 32 of an element changes x by 2**k or -2**k, and the digest
-by 2**k * w. A weight is odd, so this is divisible by 2**k and by no higher power of 2: it is not 0
-modulo 2**64. Several changes stay unseen only by chance: their terms, each with a weight that looks
-random, must add up to 0. That happens in 1 of 2**26 cases at most, where only highest bits change,
-and in 1 of 2**50 or fewer where a low bit of any element does. Digests find accidents: a person who
-chooses the elements can make two tensors of one digest.
+*Every change of one bit changes the digest.* Bit k < 32 of an element changes x by 2**k or -2**k,
+and the digest by 2**k * w. Because w is odd, this is not 0 modulo 2**64. Several changes leave the
+digest the same only by chance: their terms, each with a pseudorandom weight, must add up to 0. The
+probability is at most 2**-26 if only highest bits change, and at most 2**-50 if a low bit of any
+element changes. So digests detect accidents. They do not detect an attack: a person who chooses the
+elements can make two tensors with the same digest.
 
-*It takes one pass over memory.* A tensor's elements, row-major, are read as 64-bit words X of
-m = 8 / itemsize elements, 64 words to a block, zeros where this rank holds nothing. The upper half
-of a word is added to it, shifted down: Y = X + (X >> 32). So an element in the lower half counts
-once, and one in the upper half 2**32 + 1 times, which is odd; an element at slot s of a half counts
-2**(8 * itemsize * s) times, and its highest bit stays below 2**32. Therefore one bit adds to Y a
-number that is divisible by 2**31 at most, and the odd weight of the word keeps it from being 0. The
-same holds for a float64 or int64, which is a whole word: bit k < 32 adds 2**k, a higher one
-2**(k - 32) * (2**32 + 1). The weight of a word is the product of an odd number for its index in the
-block and one for the block: one product for each word, and few weights to store. Elements of many
-tensors are joined into pieces that fit the processor's cache, so small tensors are as fast as large
-ones.
+*It takes one pass over memory.* The elements of a tensor, row-major, are read as 64-bit words X of
+8 / itemsize elements, with 64 words in a block; elements that this rank does not hold are zeros.
+The upper half of a word is added to the word: Y = X + (X >> 32). So an element in the lower half
+counts once, and an element in the upper half 2**32 + 1 times, which is odd. An element at slot s of
+a half counts 2**(8 * itemsize * s) times, and its highest bit is below 2**32. So one bit changes Y
+by an odd number times at most 2**31, and multiplied by the odd weight of the word this is not 0. It
+is the same for a float64 or int64, which is a whole word: bit k < 32 changes Y by 2**k, and a
+higher bit by 2**(k - 32) * (2**32 + 1). The weight of a word is the product of an odd number for
+its index in the block and an odd number for the block. So there is one product per word, and there
+are few weights to store. The elements of many tensors are concatenated into pieces that fit into
+the cache of the processor, so small tensors are as fast as large ones.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from spmdrl.algorithms.splitmix import mix
 from spmdrl.model.tensor_parts import Box
 
 _WORDS = 64
-"""In a block."""
+"""Words in a block."""
 _CHUNK = {"cpu": 2**17, "cuda": 2**21}
-"""Words at a time; on a CPU intermediate results then stay in its cache."""
+"""Words at a time. On a CPU, intermediate results of this size stay in its cache."""
 _CACHED_BLOCKS = 2**16
-"""With at most this many blocks the weights are computed once, else at each call."""
+"""With at most this many blocks the weights are computed once, otherwise at each call."""
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @lru_cache(maxsize=128)
 def odd_weights(first: int, count: int, *, dim: int, device: torch.device) -> Tensor:
-    """Return [count] int64, odd, for the indices from `first` on of a dim.
+    """Return [count] int64, odd weights for the indices `first`, `first` + 1, ... of a dim.
 
     Args:
         dim: counted from the last; 0: the index of words in a block.
     """
-    # Each dim has numbers of its own, 2**48 of them, so no two dims share a weight.
+    # Each dim has 2**48 keys of its own, so the weights of two dims are unrelated.
     at = torch.arange(first, first + count, device=device)
     return mix(at + (dim << 48)).bitwise_or_(1)
 
 
 def factor_of(number: int) -> int:
-    """Return an odd int64 for a number, 1 for 0: the factor of the number-th tensor of a name."""
+    """Return the factor for the number-th tensor of the same name: odd, int64, 1 for number 0."""
     return int(mix(torch.tensor(number))) | 1 if number else 1
 
 
@@ -68,36 +68,36 @@ class _Segment:
     """Some elements of a box, in rows; each row is contiguous in the whole tensor."""
 
     view: int  # index of the box's view
-    begin: int
-    end: int  # of the view's elements
+    begin: int  # first element of the view
+    end: int  # end of the elements of the view
     rows: int
-    leads: Tensor  # [rows], elements of a row's first block before the row begins
-    blocks: Tensor  # [rows] int64, first block of each row in the tensor
+    leads: Tensor  # [rows], number of elements in a row's first block before the row begins
+    blocks: Tensor  # [rows] int64, first block of each row in the whole tensor
     per_row: int  # blocks of a row
 
     @property
     def count(self) -> int:
-        """Blocks of all rows."""
+        """Number of blocks of all rows."""
         return self.rows * self.per_row
 
     def weights(self, device: torch.device) -> Tensor:
-        """Return [count] int64, odd, one for each block."""
+        """Return [count] int64, an odd weight for each block."""
         across = torch.arange(self.per_row, device=device)
         at = (self.blocks.to(device)[:, None] + across).flatten()
         return mix(at + (1 << 48)).bitwise_or_(1)
 
     def filled(self, view: Tensor, *, per_block: int, device: torch.device) -> list[Tensor]:
-        """Return its elements, filled with zeros to whole blocks, in pieces to concatenate."""
+        """Return its elements, padded with zeros to whole blocks, in pieces to concatenate."""
         own = view.reshape(-1)[self.begin : self.end].to(device)
         length = len(own) // self.rows
         width = self.per_row * per_block
         if length == width:
             return [own]
         lead = int(self.leads[0])
-        # Without a scatter, which would need an index for each element.
+        # A single row needs no scatter, which would need an index for each element.
         if self.rows == 1:
-            around = own.new_zeros(width - length)
-            return [around[:lead], own, around[lead:]]
+            zeros = own.new_zeros(width - length)
+            return [zeros[:lead], own, zeros[lead:]]
         # Rows may begin at different elements of their first block.
         filled = own.new_zeros(self.rows, width)
         at = self.leads.to(device)[:, None] + torch.arange(length, device=device)
@@ -105,12 +105,12 @@ class _Segment:
 
 
 class Digester:
-    """Digests of the boxes that this rank holds of some tensors; the layout is planned once.
+    """Computes digests of the boxes of tensors that this rank holds. It plans the layout once.
 
     Args:
         boxes: for every view: the index of its tensor, the box, the whole tensor's shape.
         itemsize: of all elements, bytes.
-        device: where digests are computed; other views are copied to it in pieces.
+        device: computes the digests; views on other devices are copied to it in pieces.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Digester:
         self._known = [self._weights(c) for c in self._chunks] if total <= _CACHED_BLOCKS else []
 
     def digests(self, views: Sequence[Tensor], *, count: int) -> Tensor:
-        """Return [count] int64, what these views add to the digest of each tensor."""
+        """Return [count] int64, the contribution of these views to the digest of each tensor."""
         found = torch.zeros(count, dtype=torch.int64, device=self._device)
         for number, chunk in enumerate(self._chunks):
             weights, tensors = self._known[number] if self._known else self._weights(chunk)
@@ -159,13 +159,13 @@ class Digester:
 def _segments(
     view: int, box: Box, shape: Sequence[int], *, per_block: int, most: int
 ) -> Iterator[_Segment]:
-    """Yield a box's elements, at most about `most` blocks at a time."""
+    """Yield the elements of a box in segments of about `most` blocks at most."""
     if not box.numel:
         return
     starts, length = _rows_of(box, shape)
     leads = starts % per_block
     blocks = starts // per_block
-    if len(starts) == 1:  # a row of any length, cut where blocks end
+    if len(starts) == 1:  # a row of any length, divided at the ends of blocks
         lead = int(leads)
         first = int(blocks)
         begin = 0
@@ -178,8 +178,8 @@ def _segments(
             begin = end
             lead = 0
         return
-    # Each row gets as many blocks as the row that begins latest in its block needs. The rest is
-    # zeros, which add nothing.
+    # Each row gets as many blocks as the row that begins latest in its block. The rest is filled
+    # with zeros, which do not change a digest.
     per_row = -(-(int(leads.max()) + length) // per_block)
     size = max(1, most // per_row)
     for row in range(0, len(starts), size):
@@ -191,13 +191,13 @@ def _segments(
 
 
 def _rows_of(box: Box, shape: Sequence[int]) -> tuple[Tensor, int]:
-    """Return where the contiguous rows of a box begin in the whole tensor, [n] int64, and their
-    length in elements."""
+    """Return the contiguous rows of a box in the whole tensor: [n] int64 starts, and the length."""
     starts = torch.zeros(1, dtype=torch.int64)
     inner = 1
     length = 1
     is_gapless = True
-    # From the last dim up to the first one that is cut, inclusive, elements are contiguous.
+    # Going up from the last dim, elements are contiguous up to and including the first dim that is
+    # cut.
     for at, own, size in reversed([*zip(box.start, box.shape, shape)]):
         if is_gapless:
             starts = starts + at * inner
@@ -211,7 +211,7 @@ def _rows_of(box: Box, shape: Sequence[int]) -> tuple[Tensor, int]:
 
 
 def _block_sums(pieces: Sequence[Tensor]) -> Tensor:
-    """Return [n] int64, the weighted sum of the words of each block."""
+    """Return [n] int64: for each block, the weighted sum of its words."""
     device = pieces[0].device
     size = sum(len(piece) for piece in pieces) * pieces[0].element_size() // 8
     room = _room(size, 0, device)
@@ -231,14 +231,14 @@ def _sums_by_numpy(words: Tensor, weights: Tensor, *, room: Tensor) -> Tensor:
 
 
 def _sums_by_torch(words: Tensor, weights: Tensor, *, room: Tensor) -> Tensor:
-    """Return the same on any device."""
+    """Return the same as `_sums_by_numpy`, on any device."""
     upper = torch.bitwise_right_shift(words, 32, out=room)
     return upper.add_(words).mul_(weights).sum(1)
 
 
 def _room(size: int, number: int, device: torch.device) -> Tensor:
-    """Return [size] int64, memory that is used again for each result of this number: touching new
-    pages would take longer than the computation."""
+    """Return [size] int64 memory, the same for each call with this number."""
+    # Touching new pages would take longer than the computation.
     known = _rooms(number, device)
     return known[:size] if size <= len(known) else known.new_empty(size)
 
@@ -254,11 +254,11 @@ def as_bits(values: Tensor) -> Tensor:
 
 
 class Sequences:
-    """Digests of a micro-batch's sequences, from columns of their tokens.
+    """Computes digests of a micro-batch's sequences, from columns of their tokens.
 
     Args:
         rows: [S] int64, row of each sequence in the whole batch; -1: a dummy, which is left out.
-        starts: [S+1] integers, where sequences begin among the tokens.
+        starts: [S+1] integers, the index of each sequence's first token; the last is their number.
     """
 
     def __init__(self, rows: Tensor, starts: Tensor):
@@ -269,17 +269,17 @@ class Sequences:
         self._inside -= self._starts[:-1].repeat_interleave(lengths)
         self._rows = rows.repeat_interleave(lengths)
         self.counts = self._rows >= 0
-        """[T] bool, tokens of sequences that count."""
+        """[T] bool, whether the token is of a sequence that counts, not of a dummy."""
         self.rows = rows[self._kept].cpu()
         """[S] int64, rows of these sequences in the batch, on the CPU."""
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
-        """Return the sequence's row and the position in it of each token that counts: [n] int64."""
+        """Return each counted token's sequence row, and its position there: [n] int64."""
         return self._rows[self.counts], self._inside[self.counts]
 
     def digests(self, columns: Sequence[Tensor]) -> Tensor:
-        """Return [C, S] int64, the digest of each sequence that counts in each column [T, ...]."""
+        """Return [C, S] int64, the digests of each sequence that counts, by column [T, ...]."""
         weights = odd_weights(0, int(self._inside.max()) + 1, dim=1, device=self._inside.device)
         terms = torch.stack([_of_tokens(column) for column in columns]) * weights[self._inside]
         # Differences of running sums are exact modulo 2**64.
@@ -288,7 +288,7 @@ class Sequences:
 
 
 def _of_tokens(column: Tensor) -> Tensor:
-    """Return [T] int64 for a column [T, ...]: Y of the module's docstring, one word an element."""
+    """Return [T] int64 for a column [T, ...]: Y of the module's docstring, one word per element."""
     bits = as_bits(column).long()
     if column.element_size() == 8:
         bits = bits + (bits >> 32)
@@ -299,7 +299,7 @@ def _of_tokens(column: Tensor) -> Tensor:
 
 
 def whole(digests: Tensor, rows: Tensor) -> Tensor:
-    """Return [C] int64, digests of whole columns from the [C, S] digests of their sequences.
+    """Return [C] int64, digests of whole columns, from the [C, S] digests of their sequences.
 
     Args:
         rows: [S] int64, rows of the sequences in the batch, on the CPU.

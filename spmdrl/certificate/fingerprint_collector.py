@@ -1,4 +1,4 @@
-"""The fingerprints of a step: each trainer rank adds its share, and all get the sums."""
+"""Collect the fingerprints of a step: each trainer rank adds its share, and all get the sums."""
 
 from __future__ import annotations
 
@@ -34,23 +34,22 @@ SECTIONS = (
     "norms",
     "after",
 )
-"""Sections of a step's line, each cause before its effects. `before` has the policy's
-weights, with its optimizer if a step takes several updates; `after` has all tensors that a
-checkpoint has."""
+"""Sections of a step's line, each cause before its effects. `before` has the weights of the policy,
+and its optimizer state if a step takes several updates. `after` has all tensors of a checkpoint."""
 SEQUENCES = {
     "tokens": "rollouts/tokens",
     "rollout_logprobs": "rollouts/rollout_logprobs",
     "advantages": "advantages/advantages",
 }
-"""{name in a line's `sequences`: column}. There each sequence has its own digest of these columns,
-and its reward, group and sample."""
+"""{name in a line's `sequences`: column}. For each sequence, a line has the digests of these
+columns, the reward, the group and the sample."""
 
 
 class State:
     """The tensors of a state on this rank, collected once and read at every step.
 
-    Building a state dict takes longer than reading its tensors. So tensors that share live storage
-    are held, as the optimizer holds them; the state is built again only for those that are copies.
+    Building a state dict takes longer than reading its tensors. So this keeps references to the
+    tensors that share live storage. The state dict is built again only if some tensors are copies.
 
     Args:
         read: returns the state, nested by name.
@@ -58,12 +57,12 @@ class State:
     """
 
     def __init__(
-        self, read: Callable[[], dict[str, Any]], world: World, *, section: str, is_near: bool
+        self, read: Callable[[], dict[str, Any]], world: World, *, section: str, with_norms: bool
     ):
         self._read = read
         self._world = world
         self._section = section
-        self._is_near = is_near
+        self._with_norms = with_norms
         self._live: list[tuple[TensorGroup, list[Tensor]]] | None = None
         self._copies: list[str] = []
 
@@ -72,7 +71,7 @@ class State:
         if self._live is None:
             first = tensor_leaves(self._read())
             second = tensor_leaves(self._read())
-            # Both are alive, so a copy in one has another address than that in the other.
+            # Both states are alive, so the copies of a tensor have different addresses in them.
             self._copies = [name for name in first if not _shares(first[name], second[name])]
             live = {name: own for name, own in first.items() if name not in self._copies}
             self._live = self._groups(live)
@@ -87,7 +86,7 @@ class State:
                 TensorGroup(
                     {f"{self._section}/{name}": tensor for name, tensor in own.items()},
                     self._world,
-                    is_near=self._is_near,
+                    with_norms=self._with_norms,
                 ),
                 [local_part(tensor) for tensor in own.values()],
             )
@@ -104,9 +103,9 @@ class FingerprintCollector:
 
     Args:
         world: of a trainer rank.
-        trainer: whose policy calls back with its gradients.
-        is_due: whether `content` will be called for a step.
-        is_near: whether the step's line has norms, by which layouts are compared.
+        trainer: its policy calls back with the gradients.
+        is_due: returns whether `content` will be called for a step.
+        with_norms: returns whether the step's line has norms, which comparing two layouts needs.
     """
 
     def __init__(
@@ -115,31 +114,34 @@ class FingerprintCollector:
         trainer: Any,
         *,
         is_due: Callable[[int], bool],
-        is_near: Callable[[int], bool],
+        with_norms: Callable[[int], bool],
     ):
         self._world = world
         self._is_due = is_due
-        self._is_near = is_near
+        self._with_norms = with_norms
         self._optimizer = trainer.policy.optimizer
         policy = trainer.policy
-        # After one update a changed moment shows in `after`; of several updates only `before` tells
-        # where the change began.
-        takes_several = trainer.cfg.batch.optimizer_steps > 1
-        begins = policy.state_dict if takes_several else partial(_weights, policy)
-        self._before = State(begins, world, section="before", is_near=False)
-        self._after = State(trainer.state_dict, world, section="after", is_near=True)
+        # With one update per step, `after` shows a changed moment. With several, `before` is needed
+        # to see in which step the change began.
+        has_several_updates = trainer.cfg.batch.optimizer_steps > 1
+        read = policy.state_dict if has_several_updates else partial(_weights, policy)
+        self._before = State(read, world, section="before", with_norms=False)
+        self._after = State(trainer.state_dict, world, section="after", with_norms=True)
         self._shapes: tuple = ()
         self._plain: list[TensorGroup] = []
         self._groups: dict[tuple[int, ...], list[TensorGroup]] = {}
-        self._tally = Tally(world, is_near=False)
-        trainer.policy.on_gradients = self._see
+        self._tally = Tally(world, with_norms=False)
+        trainer.policy.on_gradients = self._add_update
 
-    def _see(self, gradients: Mapping[str, Tensor], *, step: int, number: int) -> None:
-        """Add the gradients of one update, before they are clipped; and the state before it."""
+    def _add_update(self, gradients: Mapping[str, Tensor], *, step: int, number: int) -> None:
+        """Add the gradients of one update, before they are clipped.
+
+        Before the gradients of the first update, add the section `before`.
+        """
         if not self._is_due(step):
             return
-        if number == 0:  # a step that ended in an error may have left its tally
-            self._tally = Tally(self._world, is_near=self._is_near(step))
+        if number == 0:  # a new tally, because a step that ended in an error may have left one
+            self._tally = Tally(self._world, with_norms=self._with_norms(step))
             self._before.add_to(self._tally)
         for group, locals_ in self._of_gradients(gradients):
             self._tally.add(group, locals_, number=number)
@@ -147,7 +149,7 @@ class FingerprintCollector:
     def _of_gradients(
         self, gradients: Mapping[str, Tensor]
     ) -> Iterator[tuple[TensorGroup, list[Tensor]]]:
-        """Yield all gradients in their groups; zeros for a parameter without a gradient."""
+        """Yield all gradients in their groups, with zeros for parameters without a gradient."""
         parameters = self._optimizer.parameters
         own = {
             name: gradients[name].detach()
@@ -170,24 +172,24 @@ class FingerprintCollector:
     def content(
         self, step: int, batch: Batch, advantages: Advantages, updated: Sums
     ) -> dict[str, Any]:
-        """Return a step's fingerprints and numbers, by section and name; trainers meet.
+        """Return a step's fingerprints and numbers, by section and name. All trainers must call it.
 
         Args:
-            batch: annotated.
+            batch: with its columns.
             updated: sums that the update returned.
         """
         self._add_batch(batch, advantages)
         self._after.add_to(self._tally)
         tally = self._tally
-        # Not left to `_see`, which is not called in critic.warmup_steps: no update of the policy.
-        self._tally = Tally(self._world, is_near=False)
+        # `_add_update` also makes a new tally, but is not called during critic.warmup_steps.
+        self._tally = Tally(self._world, with_norms=False)
         with self._world.watch.wait("certificate", step):
             totals = tally.total()
         found: dict[str, Any] = {section: {} for section in SECTIONS}
-        for name in sorted(totals.rows, key=_place_in_line):
+        for name in sorted(totals.rows, key=_sort_key):
             section, _, own = name.partition("/")
             found[section][own] = totals.rows[name]
-        # JSON has no inf and nan, so these are written as text.
+        # JSON has no inf and nan, so write these as text.
         for section, end in (("losses", "/loss"), ("norms", "/grad_norm")):
             found[section] = {
                 name: float(sums[0]) if math.isfinite(sums[0]) else str(sums[0])
@@ -196,11 +198,11 @@ class FingerprintCollector:
             }
         found["plan"]["tokens_per_microbatch"] = self._world.tokens_per_microbatch
         found["sequences"] = {
-            name: packed(totals.sequences[column])
+            name: to_base64(totals.sequences[column])
             for name, column in SEQUENCES.items()
             if column in totals.sequences
         }
-        found["sequences"] |= _identified(batch)
+        found["sequences"] |= _sequence_ids(batch)
         return found | ({"differing_copies": totals.differing} if totals.differing else {})
 
     def _add_batch(self, batch: Batch, advantages: Advantages) -> None:
@@ -227,7 +229,7 @@ class FingerprintCollector:
                     columns,
                     sequences=one.sequence_ids,
                     starts=one.cu_seqlens,
-                    kept=SEQUENCES.values(),
+                    per_sequence=SEQUENCES.values(),
                     count=len(batch.scalars),
                 )
                 own_place = (self._world.dp_index(self._world.rank), update, number)
@@ -254,18 +256,23 @@ def _weights(policy: TrainedModel) -> dict[str, Any]:
     return {"model": policy.model.state_dict()}
 
 
-def _place_in_line(name: str) -> int:
-    """Return the sort key of a name within its section. Causes come before their effects; other
-    names keep the order in which they were added."""
+def _sort_key(name: str) -> int:
+    """Return the sort key of a name within its section: causes before their effects.
+
+    Names with the same key keep the order in which they were added.
+    """
     order = [f"rollouts/{own}" for own in (*TOKEN_COLUMNS, "routes", "lengths", "rewards")]
     if name in order:
         return order.index(name)
-    # A moment that was changed since the step before shows first, then in its weight.
+    # A change of a moment since the previous step is the cause of a change of its weight.
     return len(order) + (not name.startswith("after/optimizer."))
 
 
-def _identified(batch: Batch) -> dict[str, Any]:
-    """Return each sequence's reward, group and sample; the size alone if all groups are whole."""
+def _sequence_ids(batch: Batch) -> dict[str, Any]:
+    """Return each sequence's reward, group and sample, as in a line.
+
+    If all groups are whole, the group size stands for groups and samples.
+    """
     scalars = batch.scalars
     at = torch.arange(len(batch.scalars))
     groups = scalars.group_ids.cpu()
@@ -274,10 +281,10 @@ def _identified(batch: Batch) -> dict[str, Any]:
     is_whole = torch.equal(groups, at // size) and torch.equal(samples, at % size)
     ids: dict[str, Any] = {"group_size": size}
     if not is_whole:
-        ids = {"groups": packed(groups.int()), "samples": packed(samples.int())}
-    return {"rewards": packed(scalars.rewards.double()), **ids}
+        ids = {"groups": to_base64(groups.int()), "samples": to_base64(samples.int())}
+    return {"rewards": to_base64(scalars.rewards.double()), **ids}
 
 
-def packed(values: Tensor) -> str:
+def to_base64(values: Tensor) -> str:
     """Return the bytes of numbers, little-endian, in base64."""
     return base64.b64encode(values.cpu().contiguous().numpy().tobytes()).decode()

@@ -1,8 +1,9 @@
-"""Fingerprints of tensors, gathered over ranks: exact digests, and numbers that may be rounded.
+"""Fingerprints of tensors, gathered over ranks: exact digests, norms and sketches.
 
-With the exact digest (digests.py) a fingerprint can have the norm and a few sums with random signs
-(sketches), float64. Between layouts these differ only by rounding, and those of two tensors show
-how far the tensors are apart. They take several times as long as the digest.
+Each fingerprint has the exact digest (digests.py). It can also have the norm and a few sums with
+random signs (sketches), float64. Two layouts give the same norms and sketches up to rounding, and
+those of two tensors show how far the tensors are apart. They take several times as long to compute
+as the digest.
 """
 
 from __future__ import annotations
@@ -24,35 +25,35 @@ from spmdrl.model.tensor_parts import Box, held_boxes, local_part
 from spmdrl.world.world import World
 
 SKETCHES = 4
-"""Sums with random signs. For tensors that differ in one element each sum gives the size of the
-difference; if they differ in many, the mean square of the sums estimates the squared norm of the
-difference, up to about half of it."""
+"""Number of sums with random signs. If two tensors differ in one element, each sum differs by the
+size of the difference. If they differ in many, the mean square of the sums' differences estimates
+the squared norm of the difference, with an error of about half of it."""
 _CHUNK = {"cpu": 2**16, "cuda": 2**22}
 """Elements that are converted to float64 at a time."""
 _COUNT = to_int64(0xD1B54A32D192ED03)
-"""Weight of the number of elements, by which tensors of more or fewer zeros differ."""
+"""Weight of the number of elements, so that tensors of zeros of different sizes differ."""
 
 Row = str | list[str | float | None]
 """A fingerprint in a line: the hexadecimal digest; or a list of digest, norm and sketches, with
-None for numbers that are not finite."""
+None for a number that is not finite."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The boxes of a tensor that this rank holds, and how many ranks hold the same."""
+    """The boxes of a tensor that this rank holds, and how many ranks hold the same boxes."""
 
     boxes: tuple[Box, ...]
     strides: tuple[tuple[tuple[int, ...], int], ...]
     """(strides, offset in elements) of each box within this rank's local tensor; () for one box
     that is the whole local tensor."""
     copies: int
-    """Trainer ranks that hold the same."""
-    speaks: bool
-    """Whether this rank is the only one of these whose values are added up."""
+    """Number of trainer ranks that hold the same boxes."""
+    is_counted: bool
+    """Whether sums use this rank's values. This is true on exactly one of these ranks."""
 
     @classmethod
     def of(cls, name: str, tensor: Tensor, world: World) -> Layout:
-        """Return the layout of a DTensor of any mesh, or of a plain tensor, which all ranks hold.
+        """Return the layout of a DTensor of any mesh, or of a plain tensor, equal on all ranks.
 
         Args:
             name: for messages.
@@ -65,18 +66,18 @@ class Layout:
         local = local_part(tensor)
         parts = math.prod(axis.size for axis in cut.axes if axis.dim is not None)
         here = tensor.device_mesh.get_coordinate()
-        held = held_boxes(name, tensor)
+        boxes = held_boxes(name, tensor)
         assert here is not None
         copied = [at for axis, at in zip(cut.axes, here) if axis.dim is None]
-        # A mesh may have only some axes of the trainers, so there are several such meshes; the one
-        # with the first rank counts.
-        speaks = first in cut.ranks and not any(copied)
-        # A view's offset is in the storage, which the local tensor may share with others.
+        # A mesh may have only some axes of the trainers, so there are several such meshes. Count
+        # the one with the first rank.
+        is_counted = first in cut.ranks and not any(copied)
+        # A view's offset is relative to the storage, which the local tensor may share with others.
         begin = local.storage_offset()
         strides: tuple[tuple[tuple[int, ...], int], ...] = ()
-        if len(held) != 1 or held[0][1].shape != local.shape:
-            strides = tuple((view.stride(), view.storage_offset() - begin) for _, view in held)
-        return cls(tuple(box for box, _ in held), strides, trainers // parts, speaks)
+        if len(boxes) != 1 or boxes[0][1].shape != local.shape:
+            strides = tuple((view.stride(), view.storage_offset() - begin) for _, view in boxes)
+        return cls(tuple(box for box, _ in boxes), strides, trainers // parts, is_counted)
 
     def views(self, local: Tensor) -> list[Tensor]:
         """Return a view of each box in this rank's local tensor."""
@@ -90,19 +91,19 @@ class Layout:
 
 
 class TensorGroup:
-    """Tensors whose elements have one size, and this rank's layout of them.
+    """Tensors whose elements have the same size, and their layout on this rank.
 
     Args:
         tensors: DTensors of any mesh, or plain tensors, by name.
-        is_near: take norms and sketches of them in steps that have any.
+        with_norms: compute norms and sketches too, in steps that have norms.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], world: World, *, is_near: bool = True):
+    def __init__(self, tensors: Mapping[str, Tensor], world: World, *, with_norms: bool = True):
         self.names = list(tensors)
-        self.is_near = is_near
+        self.with_norms = with_norms
         self._layouts = [Layout.of(name, tensor, world) for name, tensor in tensors.items()]
-        self.held = [(layout.copies, layout.speaks) for layout in self._layouts]
-        """(copies, speaks) of each, see Layout."""
+        self.copies_and_counts = [(layout.copies, layout.is_counted) for layout in self._layouts]
+        """(copies, is_counted) of each tensor, see Layout."""
         sizes = {tensor.element_size() for tensor in tensors.values()}
         assert len(sizes) == 1, f"elements of {sizes} bytes in one group"
         boxes = [
@@ -114,28 +115,27 @@ class TensorGroup:
         elements = [sum(box.numel for box in layout.boxes) for layout in self._layouts]
         counts = [to_int64(count * _COUNT) for count in elements]
         self.counts = torch.tensor(counts, device=world.device)
-        """[n] int64, added to each digest for the number of elements."""
+        """[n] int64, added to each digest, for the number of elements."""
 
     def views(self, locals_: Sequence[Tensor]) -> list[tuple[str, bool, Box, Tensor]]:
-        """Return for each box the tensor's name, whether this rank counts it, the box, and its
-        view.
+        """Return for each box: its tensor's name, whether this rank is counted, box, and view.
 
         Args:
             locals_: this rank's local tensors, in the order of `names`.
         """
         return [
-            (name, layout.speaks, box, view)
+            (name, layout.is_counted, box, view)
             for name, layout, local in zip(self.names, self._layouts, locals_)
             for box, view in zip(layout.boxes, layout.views(local))
         ]
 
 
 def by_size(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return tensors in groups of one element size."""
-    found: dict[int, dict[str, Tensor]] = {}
+    """Return tensors in groups of equal element size."""
+    groups: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        found.setdefault(tensor.element_size(), {})[name] = tensor
-    return list(found.values())
+        groups.setdefault(tensor.element_size(), {})[name] = tensor
+    return list(groups.values())
 
 
 class Tally:
@@ -144,15 +144,15 @@ class Tally:
     All trainer ranks must add the same names in the same order.
 
     Args:
-        is_near: take norms and sketches too.
+        with_norms: compute norms and sketches too.
     """
 
-    def __init__(self, world: World, *, is_near: bool):
+    def __init__(self, world: World, *, with_norms: bool):
         self._world = world
-        self._is_near = is_near
+        self._with_norms = with_norms
         self._shares: list[tuple[Sequence[str], Tensor]] = []
-        self._held: dict[str, tuple[int, bool]] = {}  # copies, and whether this rank counts
-        self._near: dict[str, Tensor] = {}
+        self._copies: dict[str, tuple[int, bool]] = {}  # copies, and whether this rank is counted
+        self._sketches: dict[str, Tensor] = {}
         self._none = torch.zeros(1 + SKETCHES, dtype=torch.float64)
         self._sequences: dict[str, Tensor] = {}
 
@@ -160,22 +160,22 @@ class Tally:
         """Add this rank's parts of a group's tensors.
 
         Args:
-            number: index among tensors that share a name: each is added with another factor, so
-                their order matters.
+            number: index among the tensors with the same name. Each index has another factor, so
+                the order of these tensors changes the digest.
         """
         views = group.views(locals_)
         own = [view for *_, view in views]
         digests = group.digester.digests(own, count=len(group.names))
         self._shares.append((group.names, (digests + group.counts) * factor_of(number)))
-        self._held |= zip(group.names, group.held)
-        if not (self._is_near and group.is_near):
+        self._copies |= zip(group.names, group.copies_and_counts)
+        if not (self._with_norms and group.with_norms):
             return
-        # Ranks that do not count add zeros: all need the same names in the all-reduce.
-        self._near |= {name: self._none for name in group.names if name not in self._near}
-        for name, speaks, box, view in views:
-            if speaks:
-                near = _near(view, box, device=self._world.device)
-                self._near[name] = self._near[name] + near.cpu()
+        # All ranks need the same names in the all-reduce, so ranks that are not counted add zeros.
+        self._sketches |= {name: self._none for name in group.names if name not in self._sketches}
+        for name, is_counted, box, view in views:
+            if is_counted:
+                sketch = _sketch(view, box, device=self._world.device)
+                self._sketches[name] = self._sketches[name] + sketch.cpu()
 
     def add_tokens(
         self,
@@ -183,67 +183,69 @@ class Tally:
         *,
         sequences: Tensor,
         starts: Tensor,
-        kept: Iterable[str] = (),
+        per_sequence: Iterable[str] = (),
         count: int = 0,
     ) -> None:
         """Add columns [T, ...] of a micro-batch, {name: column}; equal on ranks of a dp index.
 
         Args:
             sequences: [S] int64, row of each sequence in the whole batch; -1: a dummy, left out.
-            starts: [S+1] integers, where sequences begin among the tokens.
-            kept: names of the columns whose digest of each sequence is returned too.
-            count: sequences in the batch.
+            starts: [S+1] integers, the index of each sequence's first token; the last is their
+                number.
+            per_sequence: names of columns for which the total has the digest of each sequence too.
+            count: number of sequences in the batch.
         """
         world = self._world
         names = list(columns)
         own = Sequences(sequences, starts)
         found = own.digests(list(columns.values()))
         self._shares.append((names, whole(found, own.rows)))
-        self._held |= dict.fromkeys(names, (world.ranks_per_dp, world.is_dp_leader))
+        self._copies |= dict.fromkeys(names, (world.ranks_per_dp, world.is_dp_leader))
         for name, row in zip(names, found):
-            if name in kept:
+            if name in per_sequence:
                 filled = self._sequences.setdefault(name, torch.zeros(count).long())
                 filled[own.rows] += row.cpu()
-        if self._is_near:
+        if self._with_norms:
             rows, inside = own.places
             most = [int(of.max()) + 1 if len(of) else 0 for of in (rows, inside)]
             signs = _signs(0, most[0], 2, rows.device)[rows]
             signs = signs * _signs(0, most[1], 1, rows.device)[inside]
             for name, column in columns.items():
-                near = _near_tokens(column[own.counts], signs)
-                near = near if world.is_dp_leader else self._none
-                self._near[name] = self._near.get(name, self._none) + near
+                sketch = _sketch_tokens(column[own.counts], signs)
+                sketch = sketch if world.is_dp_leader else self._none
+                self._sketches[name] = self._sketches.get(name, self._none) + sketch
 
     def total(self) -> TallyTotals:
-        """Return the sums over all trainers, which meet."""
-        names = sorted(self._held)  # ranks whose shards differ may add in another order
+        """Return the sums over all trainers. All trainers must call it."""
+        names = sorted(self._copies)  # ranks with different shards may add in another order
         at = {name: i for i, name in enumerate(names)}
         exact = torch.zeros(len(names)).long()
-        for device in {values.device for _, values in self._shares}:  # one copy to the CPU for each
+        # One copy to the CPU per device.
+        for device in {values.device for _, values in self._shares}:
             own = [share for share in self._shares if share[1].device == device]
             rows = torch.tensor([at[name] for some, _ in own for name in some])
             exact.index_add_(0, rows, torch.cat([values for _, values in own]).cpu())
-        copies, speaks = torch.tensor([self._held[name] for name in names]).T
-        kept = sorted(self._sequences)
-        sequences = [self._sequences[name] * self._world.is_dp_leader for name in kept]
-        flat = torch.cat([exact, exact * speaks, *sequences])
+        copies, is_counted = torch.tensor([self._copies[name] for name in names]).T
+        per_sequence = sorted(self._sequences)
+        sequences = [self._sequences[name] * self._world.is_dp_leader for name in per_sequence]
+        flat = torch.cat([exact, exact * is_counted, *sequences])
         # Sums of int64 wrap: they are exact modulo 2**64, in any order.
         dist.all_reduce(flat, group=self._world.trainer_control)
-        # Copies are equal if the sum over all ranks is `copies` times that of one rank of each.
+        # Copies are equal if the sum over all ranks is `copies` times the sum over counted ranks.
         every, counted, rest = flat.tensor_split([len(names), 2 * len(names)])
-        near = self._near_total()
+        sketch = self._sketch_total()
         digests = counted.tolist()
-        found = {name: _row(digests[at[name]], near.get(name)) for name in self._held}
+        found = {name: _row(digests[at[name]], sketch.get(name)) for name in self._copies}
         differ = (every != counted * copies).tolist()
         differing = [name for name, is_other in zip(names, differ) if is_other]
-        each = dict(zip(kept, rest.chunk(len(kept)))) if kept else {}
+        each = dict(zip(per_sequence, rest.chunk(len(per_sequence)))) if per_sequence else {}
         return TallyTotals(found, differing, each)
 
-    def _near_total(self) -> dict[str, list[float]]:
-        if not self._near:
+    def _sketch_total(self) -> dict[str, list[float]]:
+        if not self._sketches:
             return {}
-        names = sorted(self._near)
-        sums = torch.stack([self._near[name].cpu() for name in names])
+        names = sorted(self._sketches)
+        sums = torch.stack([self._sketches[name].cpu() for name in names])
         dist.all_reduce(sums, group=self._world.trainer_control)
         return dict(zip(names, sums.tolist()))
 
@@ -253,29 +255,30 @@ class TallyTotals:
     """Fingerprints of a step."""
 
     rows: dict[str, Row]
-    """By name, in the order in which this rank added them."""
+    """{name: fingerprint}, in the order in which this rank added the names."""
     differing: list[str]
     """Names of tensors whose copies on several ranks differ."""
     sequences: dict[str, Tensor]
-    """{name: [S] int64, digest of each sequence's tokens}."""
+    """{name of a column: [S] int64, digest of each sequence's tokens}."""
 
 
 @lru_cache(maxsize=128)
 def _signs(first: int, count: int, dim: int, device: torch.device) -> Tensor:
-    """Return [count, SKETCHES] float64, 1 or -1, for the indices from `first` on of a dim."""
-    # + 2**8: other numbers than those of the digests' weights.
+    """Return [count, SKETCHES] float64, 1 or -1, for indices `first`, `first` + 1, ... of a dim."""
+    # Add 2**8 to the dim, so that signs and the weights of digests are unrelated.
     drawn = mix(torch.arange(first, first + count, device=device) + ((dim + 2**8) << 48))
     # One bit of the drawn number for each sketch.
     bits = torch.arange(SKETCHES, device=device) + 40
     return (drawn[:, None] >> bits).bitwise_and_(1).double().mul_(2).sub_(1)
 
 
-def _near(view: Tensor, box: Box, *, device: torch.device) -> Tensor:
-    """Return [1 + SKETCHES] float64 for a box: the sum of squares, and the signed sums. The sign of
-    an element is a product of one sign for each dim, so all rows have the same signs inside."""
-    found = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=device)
+def _sketch(view: Tensor, box: Box, *, device: torch.device) -> Tensor:
+    """Return [1 + SKETCHES] float64 for a box: the sum of squares, and the signed sums."""
+    sums = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=device)
     if not box.numel:
-        return found
+        return sums
+    # The sign of an element is the product of one sign per dim, so the columns of all rows have the
+    # same signs.
     start = box.start or (0,)
     shape = box.shape or (1,)
     of_rows = torch.ones(1, SKETCHES, dtype=torch.float64, device=device)
@@ -287,13 +290,13 @@ def _near(view: Tensor, box: Box, *, device: torch.device) -> Tensor:
     size = max(1, _CHUNK[device.type] // shape[-1])
     for part, signs in zip(rows.split(size), of_rows.split(size)):
         values = part.to(device).double()
-        found[0] += values.square().sum()
-        found[1:] += (values @ of_columns).mul_(signs).sum(0)
-    return found
+        sums[0] += values.square().sum()
+        sums[1:] += (values @ of_columns).mul_(signs).sum(0)
+    return sums
 
 
-def _near_tokens(column: Tensor, signs: Tensor) -> Tensor:
-    """Return [1 + SKETCHES] float64 for a column [T, ...], with signs [T, SKETCHES] of tokens."""
+def _sketch_tokens(column: Tensor, signs: Tensor) -> Tensor:
+    """Return the same as `_sketch` for a column [T, ...] whose tokens have signs [T, SKETCHES]."""
     values = column.double()
     values = values.flatten(1) if values.dim() > 1 else values[:, None]
     across = _signs(0, values.shape[1], 0, values.device)
@@ -301,11 +304,11 @@ def _near_tokens(column: Tensor, signs: Tensor) -> Tensor:
     return torch.cat([values.square().sum()[None], signed_sums])
 
 
-def _row(digest: int, near: Sequence[float] | None) -> Row:
+def _row(digest: int, sketch: Sequence[float] | None) -> Row:
     text = f"{digest % 2**64:016x}"
-    if near is None:
+    if sketch is None:
         return text
-    square, *sketches = near
+    square, *sketches = sketch
     return [text, *(_short(value) for value in (square**0.5, *sketches))]
 
 
@@ -319,19 +322,20 @@ def digest_of(row: Row) -> str:
 
 
 def deviation(a: Row, b: Row) -> float | None:
-    """Estimate how far two tensors are apart, as a share of the larger norm.
+    """Estimate the norm of the difference of two tensors, as a share of the larger norm.
 
-    Returns: 0 for equal rows; inf where a norm is not finite; None where digests differ and a row
-        has no norm.
+    Returns: 0 for equal rows; inf if a norm is not finite; None if the digests differ and a row has
+        no norm.
     """
     if isinstance(a, str) or isinstance(b, str):
         return 0.0 if digest_of(a) == digest_of(b) else None
     if a == b:
         return 0.0
     numbers = [[math.nan if x is None else float(x) for x in row[1:]] for row in (a, b)]
-    (norm, *own), (other, *its) = numbers
-    apart = math.hypot(*(x - y for x, y in zip(own, its))) / math.sqrt(SKETCHES)
-    if apart == 0:
+    (norm_a, *sketches_a), (norm_b, *sketches_b) = numbers
+    differences = [x - y for x, y in zip(sketches_a, sketches_b)]
+    difference = math.hypot(*differences) / math.sqrt(SKETCHES)
+    if difference == 0:
         return 0.0
-    largest = max(norm, other)
-    return apart / largest if math.isfinite(apart) and largest > 0 else math.inf
+    norm = max(norm_a, norm_b)
+    return difference / norm if math.isfinite(difference) and norm > 0 else math.inf

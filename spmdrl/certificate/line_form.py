@@ -1,7 +1,7 @@
 """The form of a line of a certificate: its sections, and the type of each value.
 
 A seal shows that a line has not changed since it was sealed. It does not show who wrote the line,
-since anybody can compute a seal. So each line is also checked against this form before it is used.
+because anybody can compute a seal. So each line is also checked against this form.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def problem_of(line: Line) -> str:
-    """Return what is wrong with a line, with the field; empty for nothing."""
+    """Return the problem of a line, with the field; empty if there is none."""
     if line.get("format") != FORMAT:
         return (
             f"is of format {line.get('format', 'unknown')}, and this program reads {FORMAT}: "
-            "compare it by the version of the program that wrote it"
+            "compare it with the version of the program that wrote it"
         )
     _, error = attempt(lambda: _check(line))
     return str(error or "")
 
 
 def _check(line: Line) -> None:
-    """Raise Refusal for the first value that is missing or of another form."""
+    """Raise Refusal for the first value that is missing or has another form."""
     check_values(line, {"step": is_count})
     if "made_of" in line:
         check_values(line, {"made_of": is_object})
@@ -93,7 +93,9 @@ def _check_sequences(sequences: Mapping[str, Any]) -> None:
         text = sequences[name]
         data, _ = attempt(partial(base64.b64decode, text, validate=True), ValueError)
         if data is None or len(data) % width:
-            raise Refusal(f"{within}.{name} is {text!r:.60}, no base64 of {width} bytes each")
+            raise Refusal(
+                f"{within}.{name} is {text!r:.60}, which is not base64 of values of {width} bytes"
+            )
         counts[name] = len(data) // width
     if len({*counts.values()}) > 1:
         raise Refusal(f"{within} holds columns of different lengths: {counts}")

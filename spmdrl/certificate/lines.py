@@ -1,7 +1,7 @@
-"""certificate.jsonl: a sealed journal, with a line for each attempt's start and certified step.
+"""certificate.jsonl: a sealed journal with a line for each start of an attempt and certified step.
 
-Nothing in a line depends on time or place: two equal runs leave the same bytes, and so does one
-that was killed and resumed.
+Nothing in a line depends on time or place. So two equal runs write the same bytes, and so does a
+run that was killed and resumed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def journal_of(run: Path) -> Journal:
 
 
 class StepLines(Mapping[int, Line]):
-    """Lines of steps, read from the file at each access: those of a long run take gigabytes.
+    """Lines of steps, read from the file at each access, because all may take gigabytes.
 
     Args:
-        path: of a file that was checked.
-        places: {step: where its line begins}, ascending.
+        path: of a checked file.
+        places: {step: offset of its line, bytes}, ascending.
     """
 
     def __init__(self, path: Path, places: Mapping[int, int]):
@@ -59,7 +59,7 @@ class RunCertificate:
     steps: Mapping[int, Line]
     """{step: its line}, ascending."""
     made_of: dict[int, dict[str, Any]]
-    """{first step: what the run is made of from this step on}, ascending; see same_run.made_of."""
+    """{first step of an attempt: see same_run.made_of}, ascending."""
 
     def made_at(self, step: int) -> dict[str, Any]:
         """Return what the run was made of at a step."""
@@ -71,7 +71,7 @@ def read(run: Path) -> RunCertificate:
 
     Args:
         run: output_dir.
-    Raises: Refusal naming the first line that does not belong, or lines that are missing.
+    Raises: Refusal for the first line that is wrong or in a wrong place, or for missing lines.
     """
     journal = journal_of(run)
     hint = "; name the output_dir of a run that had report.certificate above 0"
@@ -85,7 +85,7 @@ def read(run: Path) -> RunCertificate:
 
 
 def _read(journal: Journal) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
-    """Return {step: place of its line in the file}, and {step: `made_of` from this step on}."""
+    """Return {step: offset of its line}, and {first step of an attempt: `made_of`}."""
     places: dict[int, int] = {}
     made: dict[int, dict[str, Any]] = {}
     order = _Order()
@@ -103,8 +103,12 @@ def _read(journal: Journal) -> tuple[dict[int, int], dict[int, dict[str, Any]]]:
 
 
 class _Order:
-    """The order of lines. The start of an attempt says which steps are due after it, and each of
-    them must have a line, in order. Only the last ones may be missing, since the run may go on."""
+    """Checks the order of lines.
+
+    The line of an attempt's start has the config, which determines the steps that are certified.
+    Each of them must have a line, in order. Only the last ones may be missing, because the run may
+    still continue.
+    """
 
     def __init__(self) -> None:
         self._config: dict[str, Any] = {}
@@ -112,28 +116,28 @@ class _Order:
         self._begin = 0
 
     def problem_with(self, line: Line) -> str:
-        """Return why a line cannot be the next one; empty where it can."""
+        """Return the reason why a line cannot be the next one; empty if it can."""
         step = line["step"]
         due = self._next_due()
         if "made_of" in line:
             if step <= self._attempt or step < self._begin:
-                return f"begins an attempt at step {step}, and lines before it are of later steps"
+                return f"begins an attempt at step {step}, but lines before it are of later steps"
             if due is not None and due < step:
-                return f"begins an attempt at step {step}, and the line of step {due} is missing"
+                return f"begins an attempt at step {step}, but the line of step {due} is missing"
             self._config = line["made_of"]["config"]
             self._attempt = self._begin = step
             return ""
         if not self._config:
-            return "is of a step, and no line before it says what the run was made of"
+            return "is of a step, but no line before it says what the run was made of"
         if due is None or step < due:
-            return f"is of step {step}, which is not due there: it was put in or moved"
+            return f"is of step {step}, which is not due there: it was inserted or moved"
         if step > due:
-            return f"is of step {step}, and the line of step {due} before it is missing"
+            return f"is of step {step}, but the line of step {due} before it is missing"
         self._begin = step + 1
         return ""
 
     def _next_due(self) -> int | None:
-        """Return the next step that must be certified; None where none is."""
+        """Return the next step that must be certified; None if there is none."""
         if not self._config or not self._config["report.certificate"]:
             return None
         every = self._config["report.certificate"]
@@ -144,17 +148,17 @@ class _Order:
 
 
 def has_norms(line: Line) -> bool:
-    """Return whether a step's line has norms, by which layouts are compared."""
+    """Return whether a step's line has norms, which comparing two layouts needs."""
     return any(not isinstance(row, str) for row in line["after"].values())
 
 
 def is_due(step: int, *, every: int, steps: int) -> bool:
-    """Return whether a step is certified: every N-th, and the last; none for 0."""
+    """Return whether a step is certified: every `every`-th and the last; none if `every` is 0."""
     return every > 0 and (step % every == 0 or step == steps - 1)
 
 
 def _check_end(found: RunCertificate, path: Path) -> None:
-    """Refuse a file that ends before the run did, by its metrics.jsonl."""
+    """Raise Refusal if metrics.jsonl has later steps that should have been certified."""
     last = max(found.steps)
     for row in Journal(found.run / "metrics.jsonl").rows():
         step = row["step"]
@@ -164,6 +168,6 @@ def _check_end(found: RunCertificate, path: Path) -> None:
         config = found.made_at(step)["config"]
         if is_due(step, every=config["report.certificate"], steps=config["steps"]):
             raise Refusal(
-                f"{path}: ends with step {last}, and metrics.jsonl has step {step}: lines were cut "
-                "off its end"
+                f"{path}: ends with step {last}, but metrics.jsonl has step {step}: lines at its "
+                "end were removed"
             )

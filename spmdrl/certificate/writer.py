@@ -1,4 +1,4 @@
-"""Writing a run's certificate, step after step, over kills and resumes."""
+"""Write a run's certificate, one line per step, also across kills and resumes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 
 
 class Certificate:
-    """Every rank makes one and calls it at every step; rank 0 writes output_dir/certificate.jsonl.
+    """Writes output_dir/certificate.jsonl on rank 0. Every rank constructs and calls it.
 
-    Lines of an earlier attempt from `step` on are moved to a file in `aside` and compared with
-    those that this attempt writes. If the file was edited, the lines from the edit on are moved
-    too.
+    An earlier attempt may have written lines of `step` and later steps. They are moved to a file
+    in `aside`, and compared with the lines that this attempt writes. If the file was edited, all
+    lines after the edit are moved as well.
 
     Args:
         trainer: of this rank.
-        step: steps already done.
+        step: number of steps that are done.
         aside: folder of this attempt's logs.
     """
 
@@ -41,28 +41,28 @@ class Certificate:
         self._cfg = cfg
         self._rank = world.rank
         self._journal = journal_of(Path(cfg.output_dir))
-        self._again = dict[int, Line]()
+        self._earlier_lines = dict[int, Line]()
         self._collector: FingerprintCollector | None = None
         every = cfg.report.certificate
         if world.is_trainer and every:
             self._collector = FingerprintCollector(
-                world, trainer, is_due=self._is_due, is_near=self._is_near
+                world, trainer, is_due=self._is_due, with_norms=self._has_norms
             )
-        # Without certificates too, lines of steps that are now done again are moved away.
+        # Also if this attempt writes none, move away the lines of steps that are repeated.
         if world.rank == 0 and (every or self._journal.path.exists()):
-            self._go_on(made_of(cfg, world), step=step, aside=aside / f"removed_{NAME}")
+            self._continue(made_of(cfg, world), step=step, aside=aside / f"removed_{NAME}")
 
     def _is_due(self, step: int) -> bool:
         return is_due(step, every=self._cfg.report.certificate, steps=self._cfg.steps)
 
-    def _is_near(self, step: int) -> bool:
+    def _has_norms(self, step: int) -> bool:
         return is_due(step, every=self._cfg.report.certificate_norms, steps=self._cfg.steps)
 
     def add(self, step: int, batch: Batch, advantages: Advantages, updated: Sums) -> None:
-        """Certify a step, if it is due, after its update; trainers meet.
+        """Certify a step after its update, if it is due. All trainers must call it.
 
         Args:
-            batch: annotated.
+            batch: with its columns.
             updated: sums that the update returned.
         """
         if self._collector is None or not self._is_due(step):
@@ -72,27 +72,27 @@ class Certificate:
             return
         if copies := content.get("differing_copies"):
             log.warning("step %d: ranks hold copies that differ, of %s", step, ", ".join(copies))
-        if step in self._again:
-            found = next(step_differences(self._again.pop(step), content), None)
-            if found:
-                log.warning("step %d does not repeat the earlier attempt's: %s", step, found)
+        if step in self._earlier_lines:
+            difference = next(step_differences(self._earlier_lines.pop(step), content), None)
+            if difference:
+                log.warning("step %d does not repeat the earlier attempt's: %s", step, difference)
         self._append({"step": step, **content})
 
     def _append(self, content: Line) -> None:
         self._journal.append({"format": FORMAT, **content})
 
-    def _go_on(self, made: dict[str, Any], *, step: int, aside: Path) -> None:
-        made_before: dict[str, Any] = {}
+    def _continue(self, run_parts: dict[str, Any], *, step: int, aside: Path) -> None:
+        known_parts: dict[str, Any] = {}
 
-        # Also collects the last `made_of` that stays: a resume with the same one needs no new line.
+        # `known_parts` becomes the last `made_of` that stays. An equal one needs no new line.
         def is_past(line: Line) -> bool:
             if problem_of(line) or line["step"] >= step:
                 return False
-            made_before.update(line.get("made_of", {}))
+            known_parts.update(line.get("made_of", {}))
             return True
 
         for line in self._journal.keep(is_past, removed=aside):
             if not problem_of(line) and "made_of" not in line:
-                self._again[line["step"]] = line
-        if made != made_before:
-            self._append({"step": step, "made_of": made})
+                self._earlier_lines[line["step"]] = line
+        if run_parts != known_parts:
+            self._append({"step": step, "made_of": run_parts})

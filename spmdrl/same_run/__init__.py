@@ -1,1 +1,1 @@
-"""Is this the same run? What a run is made of, and in what two runs differ."""
+"""Whether two runs are the same: what a run is made of, and how two runs differ."""

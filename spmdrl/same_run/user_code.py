@@ -1,5 +1,8 @@
-"""The user's own code in a run: the program that was started, the functions that its config names,
-and the files in the same folders that these import."""
+"""The user's code in a run.
+
+This is the program that was started, the files of functions that the config names, and the files
+that these import from their own folders.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +21,32 @@ from spmdrl.config import Config, flatten
 from spmdrl.imports import attempt
 
 PROGRAM = "program"
-"""Name of the started program, whose file may have any name."""
+"""Name of the program that was started, for any file name."""
 _NAMED = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):\w+")
 """`path/file.py:NAME` and `module:NAME`."""
 _PACKAGE = Path(spmdrl.__file__).resolve().parent
 
 
 def started_program() -> Path | None:
-    """Return the file that this process was started with; None if it was none, as under
-    `python -m spmdrl`."""
+    """Return the file of the program that this process runs; None under `python -m spmdrl`."""
     program = Path(sys.argv[0])
     return program.resolve() if program.is_file() else None
 
 
 def user_files(cfg: Config) -> dict[str, Path]:
-    """Return the files of a user's own code by their part in the run: `program`,
-    `rewards.functions: my_rewards.py`, and `program: helpers.py` for a file that it imports."""
+    """Return the files of a user's code by their role in the run.
+
+    Returns: e.g. {"program": ..., "rewards.functions: my_rewards.py": ...,
+        "program: helpers.py": ...}; the last is a file that the program imports.
+    """
     program = started_program()
-    roots = dict(_named(cfg)) | ({PROGRAM: program} if program else {})
+    roots = dict(_config_files(cfg)) | ({PROGRAM: program} if program else {})
     files: dict[str, Path] = {}
     for name, root in roots.items():
         if not root.is_file():
             continue
         files[name] = root
-        for path in _imported(root):
+        for path in _imported_files(root):
             files[f"{name}: {path.relative_to(root.parent)}"] = path
     return files
 
@@ -51,10 +56,11 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
-def _named(cfg: Config) -> Iterator[tuple[str, Path]]:
-    """Yield the files that a config names, under `field: name`."""
+def _config_files(cfg: Config) -> Iterator[tuple[str, Path]]:
+    """Yield (`field: name`, file) for the files that a config names."""
     for field, value in flatten(cfg).items():
-        # Quotes become line ends, which the pattern does not cross: a match is within one text.
+        # Replace quotes by line ends, which the pattern does not cross, so that a match is within
+        # one text.
         for place in _NAMED.findall(json.dumps(value).replace('"', "\n")):
             path = Path(place).expanduser()
             if not place.endswith(".py"):
@@ -66,9 +72,9 @@ def _named(cfg: Config) -> Iterator[tuple[str, Path]]:
                 yield f"{field}: {Path(place).name}", path.resolve()
 
 
-def _imported(root: Path) -> list[Path]:
-    """Return the files in a file's own folder that it imports, and those that they import."""
-    # Modules of other folders are not found, and no code is run.
+def _imported_files(root: Path) -> list[Path]:
+    """Return the files that a file imports from its folder, directly or indirectly."""
+    # This finds no modules of other folders, and runs no code.
     finder = ModuleFinder(path=[str(root.parent)], excludes=[_PACKAGE.name])
     attempt(lambda: finder.run_script(str(root)), (SyntaxError, ValueError, OSError))
     names = {getattr(module, "__file__", None) for module in finder.modules.values()}

@@ -18,7 +18,7 @@ from spmdrl.certificate import digests
 from spmdrl.certificate.compare import step_differences
 from spmdrl.certificate.digests import Digester
 from spmdrl.certificate.fingerprint_collector import SECTIONS, FingerprintCollector, _places, packed
-from spmdrl.certificate.fingerprints import _COUNT, _near, deviation
+from spmdrl.certificate.fingerprints import _COUNT, _sketch, deviation
 from spmdrl.certificate.line_form import FORMAT
 from spmdrl.certificate.lines import NAME, has_norms, journal_of, read
 from spmdrl.config import Config, flatten
@@ -150,7 +150,7 @@ def test_a_deviation_is_about_what_two_tensors_are_apart():
 
     def row(values: torch.Tensor) -> list:
         box, cpu = Box.whole((100, 200)), torch.device("cpu")
-        square, *signed = _near(values.view(100, 200), box, device=cpu).tolist()
+        square, *signed = _sketch(values.view(100, 200), box, device=cpu).tolist()
         return ["", square**0.5, *signed]
 
     found, one = [], torch.randn(20000, generator=generator)
@@ -170,7 +170,7 @@ def test_a_deviation_is_about_what_two_tensors_are_apart():
 def _content(trainer: Any, plant: str = "") -> dict[str, Any]:
     """Return what a step comes to, with one thing changed where `plant` says what."""
     always = [lambda step: True] * 2
-    collector = FingerprintCollector(trainer.world, trainer, is_due=always[0], is_near=always[1])
+    collector = FingerprintCollector(trainer.world, trainer, is_due=always[0], with_norms=always[1])
     state, rank = trainer.state_dict(), trainer.world.rank
     own = own_batch(trainer.world, rewards=scalars().lengths.double() / 7)
     first = own.microbatches[0]
@@ -317,12 +317,12 @@ def test_lines_that_are_chained_again_are_refused_where_one_is_missing_or_moved(
     zero, one, two = _steps(*[found["plain"]] * 3)
     off = {"step": 1, "made_of": _changed_made("config", "report.certificate", 0)}
     for lines, says in (
-        ([begin, zero, two], "line 3 is of step 2, and the line of step 1 before it is missing"),
-        ([begin, one, zero, two], "line 2 is of step 1, and the line of step 0 before it is"),
+        ([begin, zero, two], "line 3 is of step 2, but the line of step 1 before it is missing"),
+        ([begin, one, zero, two], "line 2 is of step 1, but the line of step 0 before it is"),
         ([begin, zero, one, one, two], "line 4 is of step 1, which is not due there"),
-        ([zero, one, two], "line 1 is of a step, and no line before it says what"),
-        ([begin, zero, {**begin, "step": 2}, two], "line 3 begins an attempt at step 2, and"),
-        ([begin, begin, zero], "line 2 begins an attempt at step 0, and lines before it"),
+        ([zero, one, two], "line 1 is of a step, but no line before it says what"),
+        ([begin, zero, {**begin, "step": 2}, two], "line 3 begins an attempt at step 2, but"),
+        ([begin, begin, zero], "line 2 begins an attempt at step 0, but lines before it"),
         ([begin, zero, off, one], "line 4 is of step 1, which is not due there"),
     ):
         _write_lines(run, lines)
@@ -348,7 +348,7 @@ ODD: tuple[tuple[tuple[str, ...], Any, str], ...] = (
     (("rollouts", "tokens"), [1, 2.0], "as rollouts.tokens, which must be a digest, or a list"),
     (("rollouts", "tokens"), ["0", "x", 1.0, 1.0, 1.0, 1.0], "as rollouts.tokens"),
     (("plan", "tokens_per_microbatch"), -1, "holds -1 as plan.tokens_per_microbatch"),
-    (("sequences", "tokens"), "%%%", "sequences.tokens is '%%%', no base64 of 8 bytes each"),
+    (("sequences", "tokens"), "%%%", "sequences.tokens is '%%%', which is not base64"),
     (("sequences", "group_size"), 0, "holds 0 as sequences.group_size"),
     (("sequences", "rewards"), "AAAAAAAAAAA=", "sequences holds columns of different lengths"),
     (("losses", "policy/loss"), {}, "holds {} as losses.policy/loss"),
@@ -407,7 +407,7 @@ def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path,
         "".join(lines)[:-40]: "line 4 breaks off",
         "".join(lines[:2] + lines[3:]): "line 3 does not follow from the lines",
         "".join([*lines[:2], foreign, *lines[3:]]): "line 3 does not follow from the lines",
-        "".join(lines[:3]): "ends with step 1, and metrics.jsonl has step 2: lines",
+        "".join(lines[:3]): "ends with step 1, but metrics.jsonl has step 2: lines",
         lines[0]: "certifies no step",
     }.items():
         (run / NAME).write_text(text)

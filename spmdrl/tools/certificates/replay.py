@@ -153,9 +153,12 @@ def _replay(
     """Yield each step and its numbers."""
     replayer = Replayer(run, cfg, world)
     wanted = {way.step for way in ways}
-    with_norms = {step for step in wanted if has_norms(certificate.steps[step])}
+    steps_with_norms = {step for step in wanted if has_norms(certificate.steps[step])}
     collector = FingerprintCollector(
-        world, replayer.trainer, is_due=wanted.__contains__, is_near=with_norms.__contains__
+        world,
+        replayer.trainer,
+        is_due=wanted.__contains__,
+        with_norms=steps_with_norms.__contains__,
     )
     at = 0
     for way in ways:

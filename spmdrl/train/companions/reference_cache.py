@@ -28,7 +28,7 @@ from spmdrl.model.load import hf_config_of, max_positions, model_folder
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded_model import ShardedModel, scoring_temperature
 from spmdrl.run_folder import remove
-from spmdrl.same_run.differences import Made
+from spmdrl.same_run.differences import RunParts
 from spmdrl.train.companions.reference_table import (
     Table,
     other_parts,
@@ -188,7 +188,7 @@ def _missing(cfg: Config, world: World, table: Table) -> tuple[list[Row], int]:
     return sorted(missing.values(), key=lambda s: (-len(s), s.key)), len(seen)
 
 
-def _log_start(file: Path, made: Made, *, problem: str, rows: int, lacking: int) -> None:
+def _log_start(file: Path, made: RunParts, *, problem: str, rows: int, lacking: int) -> None:
     if problem:
         log.warning("%s %s; its logprobs are computed again", file, problem)
     elif lacking == rows and (differing := other_parts(file, made)):
@@ -209,7 +209,7 @@ def _log_start(file: Path, made: Made, *, problem: str, rows: int, lacking: int)
 
 
 def _compute(
-    cfg: Config, world: World, own: Sequence[Row], *, path: str, file: Path, made: Made
+    cfg: Config, world: World, own: Sequence[Row], *, path: str, file: Path, made: RunParts
 ) -> Table:
     """Return the logprobs of all ranks' sequences on rank 0; other ranks return those they had.
 

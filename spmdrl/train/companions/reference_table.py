@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spmdrl.imports import parsed_json, refusing
 from spmdrl.run_folder import make_folder, rename, write_file
-from spmdrl.same_run.differences import Made, differences
+from spmdrl.same_run.differences import RunParts, differences
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.world import World
 
@@ -85,7 +85,7 @@ def sequence_key(tokens: Tensor, mask: Tensor) -> int:
     return int.from_bytes(found.digest(), "big", signed=True)
 
 
-def table_file(folder: Path, made: Made) -> Path:
+def table_file(folder: Path, made: RunParts) -> Path:
     """Return the file of one reference.
 
     Args:
@@ -95,11 +95,11 @@ def table_file(folder: Path, made: Made) -> Path:
     return folder / f"{digest[:16]}.safetensors"
 
 
-def _json_of(made: Made) -> str:
+def _json_of(made: RunParts) -> str:
     return json.dumps(made, sort_keys=True)
 
 
-def write_table(path: Path, table: Table, made: Made, *, within: Path) -> None:
+def write_table(path: Path, table: Table, made: RunParts, *, within: Path) -> None:
     """Write a table, by one rename.
 
     Args:
@@ -119,7 +119,7 @@ def write_table(path: Path, table: Table, made: Made, *, within: Path) -> None:
         rename(partial, path, within=within)
 
 
-def read_table(path: Path, made: Made) -> tuple[Table | None, str]:
+def read_table(path: Path, made: RunParts) -> tuple[Table | None, str]:
     """Return a table and ""; or None and what is wrong with its file, "" if there is none."""
     if not path.is_file():
         return None, ""
@@ -143,7 +143,7 @@ def _content(path: Path) -> tuple[Table | None, dict[str, str], str]:
         return None, {}, f"cannot be read: {error}"
 
 
-def other_parts(path: Path, made: Made) -> list[str]:
+def other_parts(path: Path, made: RunParts) -> list[str]:
     """Return the differences to the newest other table of the folder; [] if there is none."""
     others = sorted(
         (p for p in path.parent.glob("*.safetensors") if p != path), key=lambda p: p.stat().st_mtime
@@ -156,7 +156,7 @@ def other_parts(path: Path, made: Made) -> list[str]:
     return []
 
 
-def shared_table(path: Path, made: Made, world: World) -> tuple[Table, str]:
+def shared_table(path: Path, made: RunParts, world: World) -> tuple[Table, str]:
     """Return on every trainer rank the table that rank 0 finds, empty if it finds none.
 
     Ranks that see the same file read it themselves, and its pages are shared by those of one
