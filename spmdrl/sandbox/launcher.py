@@ -1,15 +1,16 @@
-"""The process between us and a program in the sandbox: builds the sandbox, starts, waits, kills.
+"""The process between us and a program: it builds the sandbox, starts, waits for and kills it.
 
     python -I -S -c "... import launcher; launcher.main(request_fd, status_fd, parent_pid)"
 
-Lines on the status pipe: `failed WHY`, `started`, `ended CODE` (negative: a signal). End of file
-there means that nothing of the program is left. _STOP ends the program and all it started.
+It writes lines to the status pipe: `failed WHY`, `started`, `ended CODE` (negative: a signal). At
+the end of file, no process of the program is left. The signal _STOP ends the program and all that
+it started.
 
-    with namespaces:   launcher -> init (pid 1 of them) -> program
-    without:           launcher -> program; orphans come back to the launcher, a subreaper
+    with namespaces:   launcher -> init (pid 1 in them) -> program
+    without:           launcher -> program; the launcher is a subreaper and gets its orphans
 
-It runs once per program, so it imports as little as it can: `_signal`, for one, since `signal`
-brings `enum` (3 ms).
+It runs once per program, so it imports little. For example, it uses `_signal` because `signal`
+imports `enum` (3 ms).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _REMOUNT = 32
 _BIND = 4096
 _REC = 16384
 _PRIVATE = 1 << 18
-_KEPT_FLAGS = 0xF | 0x400 | 0x800 | 0x200000  # which a user namespace may not take off a mount
+_LOCKED_FLAGS = 0xF | 0x400 | 0x800 | 0x200000  # flags that a user namespace may not clear
 _DETACH = 2
 _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
@@ -58,8 +59,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main(request_fd: int, status_fd: int, parent_pid: int) -> None:
-    """Run one program; see above. The descriptor `request_fd` holds `request.make_request`'s dict,
-    marshalled."""
+    """Run one program; see above.
+
+    Args:
+        request_fd: file with the marshalled result of `request.make_request`.
+        status_fd: pipe for status lines.
+        parent_pid: this process ends when the parent ends.
+    """
     for fd in (request_fd, status_fd):
         os.set_inheritable(fd, False)
     _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_STOP])
@@ -96,7 +102,7 @@ def _call(name: str, *args: object) -> int:
 def _die_with(parent_pid: int) -> None:
     _call("prctl", _PDEATHSIG, _signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
-        os._exit(1)  # it ended before the call above
+        os._exit(1)  # the parent ended before the call above
 
 
 # --------------------------------------------------------------------------- two ways to contain
@@ -115,7 +121,7 @@ def _run_in_namespaces(request: dict, status_fd: int, parent_pid: int) -> None:
         ):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
-    _die_with(parent_pid)  # here, because the change of user clears it
+    _die_with(parent_pid)  # only now, because the change of user clears this setting
     uid = _inner_uid(request)
     _build_root(request, uid)
     alive_read, alive_write = os.pipe()
@@ -127,9 +133,9 @@ def _run_in_namespaces(request: dict, status_fd: int, parent_pid: int) -> None:
             os._exit(1)
         code = _wait_for(_start(request, status_fd, uid))
         _report(status_fd, f"ended {code}")
-        os._exit(0)  # and the kernel ends all others in this namespace
+        os._exit(0)  # then the kernel ends all other processes in this namespace
     _signal.signal(_STOP, lambda *_: os.kill(init, _signal.SIGKILL))
-    os.waitpid(init, 0)  # returns when nothing is left inside
+    os.waitpid(init, 0)  # returns when no process is left inside
 
 
 def _run_as_reaper(request: dict, status_fd: int, parent_pid: int) -> None:
@@ -147,7 +153,7 @@ def _run_as_reaper(request: dict, status_fd: int, parent_pid: int) -> None:
 
     _signal.signal(_STOP, end)
     _report(status_fd, f"ended {_wait_for(program)}")
-    while True:  # after a child is killed, its children become ours
+    while True:  # when a child is killed, its children become ours
         end()
         try:
             os.wait()
@@ -163,8 +169,8 @@ def _wait_for(program: int) -> int:
 
 
 def _inner_uid(request: dict) -> int | None:
-    """Return the user to become; None to stay. The kernel counts processes by user, so that each
-    program gets a user of its own."""
+    """Return the user id that the program gets; None for no change."""
+    # The kernel counts processes per user, so each program gets its own user.
     if not request["drop_uid"]:
         return None
     uid = _FIRST_UID + os.getpid()
@@ -180,7 +186,7 @@ def _inner_uid(request: dict) -> int | None:
 
 
 def _build_root(request: dict, uid: int | None) -> None:
-    """Make a read-only root of the folders to read, and an empty /box; enter it."""
+    """Make a read-only root of the readable folders and an empty /box, and change to it."""
     _call("mount", None, b"/", None, _REC | _PRIVATE, None)
     sources = [(path, os.open(path, os.O_PATH)) for path in request["readable"]]
     base = request["base"]
@@ -215,7 +221,7 @@ def _bind(fd: int, target: str, *, is_device: bool) -> None:
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
-    # Through the descriptor: the path may lie below a folder that a mount covers now.
+    # Use the descriptor, because a mount may now cover the path.
     _call("mount", f"/proc/self/fd/{fd}".encode(), target.encode(), None, _BIND | _REC, None)
     os.close(fd)
     flags = _NOSUID | (0 if is_device else _NODEV)
@@ -233,12 +239,13 @@ def _bind(fd: int, target: str, *, is_device: bool) -> None:
     except OSError as error:
         if error.errno != errno.ENOSYS:  # before Linux 5.12
             raise
-        kept = os.statvfs(target).f_flag & _KEPT_FLAGS
-        _call("mount", None, target.encode(), None, _REMOUNT | _BIND | _RDONLY | flags | kept, None)
+        locked = os.statvfs(target).f_flag & _LOCKED_FLAGS
+        new_flags = _REMOUNT | _BIND | _RDONLY | flags | locked
+        _call("mount", None, target.encode(), None, new_flags, None)
 
 
 def _write_files(files: dict[str, bytes], uid: int | None) -> None:
-    """Write into the working directory, which is empty, and give it to the program's user."""
+    """Write files into the empty working directory, and make the program's user its owner."""
     for name, data in files.items():
         folder = os.path.dirname(name)
         if folder:
@@ -277,7 +284,7 @@ def _start(request: dict, status_fd: int, uid: int | None) -> int:
         _call("prctl", _NO_NEW_PRIVS, 1, 0, 0, 0)
         if request["seccomp"]:
             _filter_calls(request["seccomp"])
-        _report(status_fd, "started")  # and the pipe closes at exec
+        _report(status_fd, "started")  # the pipe closes at exec
         os.execve(request["argv"][0], request["argv"], request["env"])
     except BaseException as error:
         _report(status_fd, f"failed the last step before the program: {error}")
@@ -293,7 +300,7 @@ def _filter_calls(code: bytes) -> None:
 def _restrict_files(request: dict) -> None:
     """Allow reading the readable folders and writing the working directory, by Landlock."""
     version = _call("syscall", _LANDLOCK_CREATE, None, 0, 1)
-    # Bits of file access by version, then TCP (bind, connect), then scopes (sockets, signals).
+    # By version: the bits of file access, of TCP (bind, connect), of scopes (sockets, signals).
     files = (1 << (13, 14, 15, 15, 16)[min(version, 5) - 1]) - 1
     rules = struct.pack("<Q", files)
     if version >= 4:

@@ -17,12 +17,13 @@ class Way:
     namespaces: bool = False
     """Namespaces of processes, mounts, IPC and host name, and a root file system of its own."""
     new_user: bool = False
-    """A user namespace, which a user who is not root needs for the others."""
+    """A user namespace, which users other than root need for the other namespaces."""
     new_net: bool = False
+    """A network namespace."""
     drop_uid: bool = False
-    """Become another user, where this process is root."""
+    """Run as another user. This process must be root."""
     landlock: bool = False
-    """Confine file access by Landlock, where there are no namespaces."""
+    """Limit file access by Landlock, without namespaces."""
     seccomp: bytes = b""
     """A filter of system calls; empty for none."""
 
@@ -47,7 +48,7 @@ class Limits:
                 raise Refusal(f"{name}: must be above {least}, got {value!r}")
 
     def of_system(self, way: Way) -> dict[str, int]:
-        """Return {resource of setrlimit: value}, which hold for each process."""
+        """Return {resource of setrlimit: value}; each process has these limits."""
         return {
             "RLIMIT_CORE": 0,
             "RLIMIT_CPU": math.ceil(self.timeout_s) + 1,
@@ -55,6 +56,6 @@ class Limits:
             "RLIMIT_FSIZE": self.files_mb << 20,
             "RLIMIT_NOFILE": 64,
             "RLIMIT_MEMLOCK": 0,
-            # In a user namespace the launcher and its init count too.
+            # In a user namespace, the launcher and init count as well.
             "RLIMIT_NPROC": self.processes + (2 if way.new_user else 0),
         }

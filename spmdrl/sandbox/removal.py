@@ -1,4 +1,4 @@
-"""Temporary folders, and their removal whatever a program did in them or ended their owner."""
+"""Temporary folders that are removed even after a hostile program, or after a kill."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def own_folder(kind: str = "sandbox", *, base: str | None = None) -> Iterator[str]:
-    """Make an empty folder and remove it at the end.
+    """Make an empty folder, and remove it at the end.
 
     First remove folders of this kind whose processes were killed.
 
     Args:
-        kind: what it is for, part of its name.
-        base: the folder to make it in; None for the system's temporary folder.
+        kind: its purpose, part of its name.
+        base: parent folder; None for the system's temporary folder.
     """
     base = base or tempfile.gettempdir()
     prefix = f"spmdrl_{kind}_"
@@ -41,7 +41,7 @@ def own_folder(kind: str = "sandbox", *, base: str | None = None) -> Iterator[st
         try:
             remove_folder(folder)
         except OSError as error:
-            log.warning("%s: what a program left there cannot be removed: %s", folder, error)
+            log.warning("%s: files of a program there cannot be removed: %s", folder, error)
         os.close(held)
 
 
@@ -49,7 +49,8 @@ def own_folder(kind: str = "sandbox", *, base: str | None = None) -> Iterator[st
 def _sweep(base: str, prefix: str) -> None:
     """Remove this user's folders whose processes were killed, once per process.
 
-    A folder in use is locked by its owner, or so young that its owner may be about to lock it.
+    The owner of a folder that is in use has locked it; or the folder is so new that the owner may
+    still lock it.
     """
     for name in os.listdir(base):
         if name.startswith(prefix):
@@ -70,12 +71,12 @@ def _remove_unused(folder: str) -> None:
 
 
 def remove_folder(path: str) -> None:
-    """Remove a folder and all in it, when no other process uses it any more.
+    """Remove a folder and its content. No other process may use it.
 
-    Its content may be nested deeper than a path or a stack is long, be closed to its owner, or be a
-    link out of it, which is removed and not followed. `rm` handles all but closed folders.
+    The content may be nested deeper than a path or the stack allows, or have no permissions for its
+    owner. Links are removed and not followed. `rm` handles all of this but missing permissions.
 
-    Raises: OSError for what cannot be removed.
+    Raises: OSError if something cannot be removed.
     """
     remove = ["rm", "-rf", "--", path]
     if subprocess.run(remove, capture_output=True).returncode == 0:

@@ -28,15 +28,15 @@ _ENVIRONMENT = {
     "HOME": "/box",
     "TMPDIR": "/box",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # one response, one score
-    # By default each thread reserves an arena, and a few of them fill the address space.
+    "PYTHONHASHSEED": "0",  # so that a response always has the same score
+    # By default each thread reserves an arena, and a few arenas fill the limited address space.
     "MALLOC_ARENA_MAX": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 
-def _checked_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
+def _check_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
     checked = {}
     for name, content in files.items():
         path = PurePosixPath(name)
@@ -57,9 +57,9 @@ def make_request(
     files: Mapping[str, str | bytes],
     packages: Sequence[str],
 ) -> dict[str, Any]:
-    """Return what `launcher.main` reads: plain values, to be marshalled.
+    """Return the request that `launcher.main` reads, as plain values to marshal.
 
-    Raises: Refusal for files and packages.
+    Raises: Refusal for wrong files or packages.
     """
     python = os.path.realpath(sys.executable)
     packages = [os.path.realpath(p) for p in packages]
@@ -68,12 +68,12 @@ def make_request(
             raise Refusal(f"packages: {folder!r} is not a folder")
         if way.drop_uid and os.stat(folder).st_mode & 0o5 != 0o5:
             raise Refusal(
-                f"packages: {folder!r} is closed to other users, and programs run as "
-                "another; chmod o+rx it"
+                f"packages: {folder!r} cannot be read by other users, but programs run as another "
+                "user; chmod o+rx it"
             )
     env = _ENVIRONMENT | library_path() | ({"PYTHONPATH": ":".join(packages)} if packages else {})
     paths = sysconfig.get_paths()
-    wanted = [
+    candidates = [
         python,
         os.path.realpath(paths["stdlib"]),
         os.path.realpath(paths["platstdlib"]),
@@ -82,15 +82,15 @@ def make_request(
         *_DEVICES,
         *packages,
     ]
-    there = [p for p in dict.fromkeys(wanted) if os.path.exists(p)]
-    links = [(p, os.readlink(p)) for p in there if os.path.islink(p)]
-    real = [p for p in there if not os.path.islink(p)]
+    existing = [p for p in dict.fromkeys(candidates) if os.path.exists(p)]
+    links = [(p, os.readlink(p)) for p in existing if os.path.islink(p)]
+    real = [p for p in existing if not os.path.islink(p)]
     return asdict(way) | {
-        "files": _checked_files(files) | {"main.py": as_bytes(code)},
+        "files": _check_files(files) | {"main.py": as_bytes(code)},
         "files_mb": limits.files_mb,
         "limits": limits.of_system(way),
         "links": links,
-        # The new root is mounted over this folder, in a mount namespace of its own.
+        # The new root is mounted over this folder, in the program's mount namespace.
         "base": next(p for p in ("/tmp", "/mnt", "/var/tmp", "/home") if os.path.isdir(p)),
         "readable": [p for p in real if not any(p.startswith(q + "/") for q in real)],
         "argv": [python, "-S", "-s", "-B", "main.py"],
@@ -99,11 +99,11 @@ def make_request(
 
 
 def library_path() -> dict[str, str]:
-    """Return the variable that says where Python's own library is, if it is set."""
+    """Return the variable with folders of shared libraries, if set: Python may need it."""
     name = "LD_LIBRARY_PATH"
     return {name: os.environ[name]} if os.environ.get(name) else {}
 
 
 def as_bytes(text: str) -> bytes:
-    """Return a text as UTF-8, with the lone surrogates that a model may write."""
+    """Return a text as UTF-8, including the lone surrogates that a model may write."""
     return text.encode("utf-8", "surrogatepass")

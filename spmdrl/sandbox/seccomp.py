@@ -1,9 +1,9 @@
-"""A seccomp filter: which system calls a program in the sandbox is refused.
+"""A seccomp filter: the system calls that a program in the sandbox may not make.
 
-A list of what is refused, not of what is allowed: programs need hundreds of calls, and file
-access is not decided here. It takes away the network (no sockets but pairs), shared memory that
-no limit counts, tracing, other ways to signal than kill, mounting, new namespaces, and the parts
-of the kernel that most exploits came through. Refused calls fail with "operation not permitted".
+This is a list of forbidden calls, not of allowed ones, because programs need hundreds of calls. It
+does not restrict access to files. It forbids the network (all sockets but pairs), shared memory
+that no limit counts, tracing, ways to signal other than kill, mounts, new namespaces, and the parts
+of the kernel that most exploits use. A forbidden call fails with "operation not permitted".
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _FCNTL = (72, 25)
 _IOCTL = (16, 29)
 _PRLIMIT = (302, 261)
 _NEW_NAMESPACES = 0x7E020000
-# Descriptors can be made to signal any process of the same user.
+# With these, a descriptor can signal any process of the same user.
 _FCNTL_OWNER = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX
 _IOCTL_OWNER = (0x8901, 0x8902, 0x5412, 0x541C)  # FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX
 
@@ -104,11 +104,11 @@ _ENOSYS = 38
 
 
 def seccomp_filter(*, has_own_pids: bool) -> bytes:
-    """Return the filter as an array of `struct sock_filter`; b"" for processors not known here.
+    """Return the filter as an array of `struct sock_filter`; b"" for an unknown processor.
 
     Args:
-        has_own_pids: the program sees no processes but its own. Else it may not signal any but
-            its own process group.
+        has_own_pids: whether the program only sees its own processes. Otherwise the filter lets it
+            signal only its own process group.
     """
     machine = platform.machine()
     if machine not in _ARCH or sys.byteorder != "little":
@@ -120,7 +120,7 @@ def seccomp_filter(*, has_own_pids: bool) -> bytes:
         (_RETURN, 0, 0, _END_PROCESS),
         (_LOAD, 0, 0, 0),
     ]
-    if machine == "x86_64":  # the x32 calls, which no one uses
+    if machine == "x86_64":  # forbid the x32 calls, which no program uses
         code += [(_AT_LEAST, 0, 1, 0x40000000), _fail(_ENOSYS)]
     numbers = [pair[at] for pair in _REFUSED.values()]
     if not has_own_pids:
@@ -128,7 +128,8 @@ def seccomp_filter(*, has_own_pids: bool) -> bytes:
         code += _if_call(_KILL[at], argument=0, tests=[(_EQUAL, 1, 0, 0), _fail()])
     for number in numbers:
         code += [(_EQUAL, 0, 1, number), _fail()]
-    # Flags of clone3 are behind a pointer: without it, libraries use clone.
+    # A filter cannot read the flags of clone3, which are behind a pointer. If it fails, libraries
+    # use clone.
     code += [(_EQUAL, 0, 1, _CLONE3[at]), _fail(_ENOSYS)]
     code += _if_call(_CLONE[at], argument=0, tests=[(_ANY_BIT, 0, 1, _NEW_NAMESPACES), _fail()])
     code += _if_call(_PRLIMIT[at], argument=0, tests=[(_EQUAL, 1, 0, 0), _fail()])
@@ -144,6 +145,6 @@ def _fail(errno: int = _EPERM) -> tuple[int, int, int, int]:
 
 
 def _if_call(number: int, *, argument: int, tests: list[tuple]) -> list[tuple]:
-    """Test the low 32 bits of one argument of one call, then look at the call again."""
+    """Return code that tests the low 32 bits of one argument of a call, then reloads its number."""
     load = (_LOAD, 0, 0, 16 + 8 * argument)
     return [(_EQUAL, 0, len(tests) + 2, number), load, *tests, (_LOAD, 0, 0, 0)]

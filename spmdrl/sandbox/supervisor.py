@@ -1,4 +1,4 @@
-"""Start one program through the launcher, read its output, and have it killed at its deadline."""
+"""Start one program by the launcher, read its output, and stop it at its deadline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SETUP_S = 60.0  # a machine may be busy; the program's own time begins after th
 _GRACE_S = 10.0
 _READ_BYTES = 65536
 _STOP = 40  # a real-time signal, which no scheduler sends
-# Schedulers signal every process of a job. The launcher ignores that: this process decides.
+# Schedulers send these to every process of a job. The launcher ignores them: this process decides.
 _JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _START = (
     "import sys; sys.path.append(sys.argv[1]); import launcher; "
@@ -35,7 +35,7 @@ _START = (
 
 
 class LaunchError(RuntimeError):
-    """The program could not be started, so nothing is known of it."""
+    """The program could not be started, or its result is unknown."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class ProgramResult:
     """`ok`: exit status 0. `error`: another exit status (an exception has 1). `signal`: a crash, or
     a limit that kills. `timeout`: killed at its deadline. `output`: killed for too much output."""
     exit_code: int
-    """Exit status; negative: the signal; -9 when it was killed."""
+    """Exit status; if negative, the signal; -9 if it was killed."""
     stdout: str
-    """Its output, cut at the limit; bytes that are not UTF-8 are replaced."""
+    """Its output up to the limit; bytes that are not UTF-8 are replaced."""
     stderr: str
     seconds: float
     """Wall-clock time from its first instruction to its end."""
@@ -63,9 +63,11 @@ def launch(
     files: Mapping[str, str | bytes] | None = None,
     packages: Sequence[str] = (),
 ) -> ProgramResult:
-    """Run a program in this way; see `run_python` for the arguments.
+    """Run a program; see `run_python` for the arguments.
 
-    Raises: LaunchError when it cannot be started; Refusal for files and packages.
+    Args:
+        way: how to contain it.
+    Raises: LaunchError if it cannot be started; Refusal for wrong files or packages.
     """
     request = make_request(code, way=way, limits=limits, files=files or {}, packages=packages)
     with contextlib.ExitStack() as stack:
@@ -73,13 +75,15 @@ def launch(
             folder = stack.enter_context(own_folder())
             request["workdir"] = folder
             request["env"] |= {"HOME": folder, "TMPDIR": folder}
-        running = stack.enter_context(_Running(request, limits=limits, stdin=as_bytes(stdin)))
+        running = stack.enter_context(
+            _RunningProgram(request, limits=limits, stdin=as_bytes(stdin))
+        )
         running.watch()
         return running.result()
 
 
-class _Running:
-    """A launcher, its pipes, and what they have delivered so far."""
+class _RunningProgram:
+    """A launcher process, its pipes, and the data read from them so far."""
 
     def __init__(self, request: dict[str, Any], *, limits: Limits, stdin: bytes):
         self._limits = limits
@@ -89,7 +93,7 @@ class _Running:
             memory = [_in_memory(data) for data in (marshal.dumps(request), stdin)]
             for fd in (*memory, write):
                 ours.callback(os.close, fd)
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)  # which it inherits
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)  # the launcher inherits
             ours.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
             arguments = [Path(__file__).parent, memory[0], write, os.getpid()]
             self.process = subprocess.Popen(
@@ -113,11 +117,11 @@ class _Running:
         self._ended: float | None = None
         self._deadline = time.monotonic() + _SETUP_S
 
-    def __enter__(self) -> _Running:
+    def __enter__(self) -> _RunningProgram:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Make sure that nothing is left, whatever happened."""
+        """Make sure that no process is left."""
         if self.process.poll() is None:
             self.process.send_signal(_STOP)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -129,7 +133,7 @@ class _Running:
             pipe.close()
 
     def watch(self) -> None:
-        """Read until nothing is left of the program; stop it when it is late."""
+        """Read until all processes of the program have ended; stop it at its deadline."""
         poller = select.poll()
         for fd in self._pipes:
             poller.register(fd, select.POLLIN)
@@ -176,7 +180,7 @@ class _Running:
             self._deadline = now + _GRACE_S
 
     def result(self) -> ProgramResult:
-        """Return the program's result. Raises: LaunchError when nothing is known of it."""
+        """Return the program's result. Raises: LaunchError if it is unknown."""
         status, *texts = self._read.values()
         lines = status.decode("utf-8", "replace").splitlines()
         failure = next((line for line in lines if line.startswith("failed ")), "")

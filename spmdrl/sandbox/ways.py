@@ -1,4 +1,4 @@
-"""Which way to contain programs this machine permits: a program tries each of them, once."""
+"""Find the best way to contain programs that this machine permits, by a program that probes it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from spmdrl.sandbox.supervisor import LaunchError, launch
 log = logging.getLogger(__name__)
 
 _PROBE_S = 20.0
-# It tries what it should not be able to do and prints what worked.
+# This program tries what it should not be able to do, and prints what worked.
 _PROBE = """
 import os, socket, sys, time
 from contextlib import suppress
-planted, processes, parent = sys.stdin.read().splitlines()
+secret, processes, parent = sys.stdin.read().splitlines()
 can = []
 with suppress(OSError):
-    open(planted).close()
+    open(secret).close()
     can.append("files")
 with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
     one.connect(("127.0.0.1", 9))
@@ -46,56 +46,59 @@ print(",".join(can))
 class Protection:
     """What a program in the sandbox cannot do on this machine.
 
-    It always ends at its deadline, with all that it started, and its processor time, memory, file
-    size and open files are limited for each process.
+    In any case it ends at its deadline with all processes that it started, and each process has
+    limits of processor time, memory, file size and open files.
     """
 
     no_network: bool = False
     """It has no sockets."""
     no_files: bool = False
-    """It reads nothing but the Python installation and its own folder."""
+    """It can read only the Python installation and its own folder."""
     no_signals: bool = False
     """It cannot signal a process outside."""
     process_limit: bool = False
-    """The number of its processes is limited too."""
+    """The number of its processes is limited."""
     text: str
-    """The name of the way; or what is missing, and how to get it."""
+    """Name of the way; or what is missing, and how to change that."""
 
     @property
     def is_enough(self) -> bool:
-        """Whether code that nobody has read may run."""
+        """Whether it is safe to run code that nobody has read."""
         return self.no_network and self.no_files and self.no_signals
 
 
 def protection() -> Protection:
-    """Return what this machine permits. The first call tries it, in about 0.1 s."""
-    return chosen_way()[1]
+    """Return the protection on this machine. The first call runs a probe, in about 0.1 s."""
+    return choose_way()[1]
 
 
 @functools.cache
-def chosen_way() -> tuple[Way, Protection]:
-    """Return the first way that is enough and limits processes; if there is none, the first that is
-    enough; if there is none, the way that protects most."""
+def choose_way() -> tuple[Way, Protection]:
+    """Return a way to contain programs, and its protection.
+
+    This is the first way that is enough and limits processes. If there is none, it is the first
+    that is enough; and if there is none, the way that protects most.
+    """
     if sys.platform != "linux":
         return Way(), Protection(text=f"the sandbox needs Linux, this is {sys.platform}")
-    failed = []
+    problems = []
     enough: list[tuple[Way, Protection]] = []
     for name, way in ways():
-        found, error = attempt(functools.partial(tried, way, name=name), LaunchError)
-        if found and found.is_enough:
-            if found.process_limit:
-                return way, found
-            enough.append((way, found))
+        result, error = attempt(functools.partial(probe_way, way, name=name), LaunchError)
+        if result and result.is_enough:
+            if result.process_limit:
+                return way, result
+            enough.append((way, result))
             continue
         reason = str(error)
-        if found:
-            reason = f"works, but a program in it can still use {_open_doors(found)}"
-        failed.append(f"{name}: {reason}")
+        if result:
+            reason = f"works, but a program can still use {_not_blocked(result)}"
+        problems.append(f"{name}: {reason}")
     if not enough:
-        return _weakest("; ".join(failed))
+        return _weakest("; ".join(problems))
     log.warning(
-        "the sandbox cannot limit here how many processes a program starts (%s as root, and the "
-        "kernel does not count processes of root); time, memory and files of each are limited. Run "
+        "here the sandbox cannot limit how many processes a program starts (%s as root, and the "
+        "kernel does not count processes of root); it limits time, memory and files of each. Run "
         "as another user, or in a container with the capability SYS_ADMIN",
         enough[0][1].text,
     )
@@ -103,19 +106,19 @@ def chosen_way() -> tuple[Way, Protection]:
 
 
 def ways() -> list[tuple[str, Way]]:
-    """Return (name, way) of the ways that may be enough, the best first."""
+    """Return (name, way) of the ways that may be enough, best first."""
     own_pids = seccomp_filter(has_own_pids=True)
     shared_pids = seccomp_filter(has_own_pids=False)
     is_root = os.geteuid() == 0
-    found = [
+    result = [
         ("user namespaces", Way(namespaces=True, new_user=True, new_net=True, seccomp=own_pids)),
         ("user namespaces without seccomp", Way(namespaces=True, new_user=True, new_net=True)),
         ("Landlock and seccomp", Way(drop_uid=is_root, landlock=True, seccomp=shared_pids)),
     ]
     if is_root:
         as_root = Way(namespaces=True, new_net=True, drop_uid=True, seccomp=own_pids)
-        found.insert(0, ("namespaces of root", as_root))
-    return found
+        result.insert(0, ("namespaces of root", as_root))
+    return result
 
 
 def _weakest(reasons: str) -> tuple[Way, Protection]:
@@ -134,18 +137,18 @@ def _weakest(reasons: str) -> tuple[Way, Protection]:
         Way(seccomp=shared_pids),
         Way(),
     ):
-        found, _ = attempt(functools.partial(tried, way, name=text), LaunchError)
-        if found:
-            return way, found
+        result, _ = attempt(functools.partial(probe_way, way, name=text), LaunchError)
+        if result:
+            return way, result
     return Way(), Protection(text=text)
 
 
-def tried(way: Way, *, name: str) -> Protection:
-    """Return what a program in this way cannot do: one tries it. Raises: LaunchError."""
+def probe_way(way: Way, *, name: str) -> Protection:
+    """Run a program in this way and return what it cannot do. Raises: LaunchError."""
     processes = 2
-    with tempfile.NamedTemporaryFile("w", prefix="spmdrl_probe_") as planted:
-        os.chmod(planted.name, 0o644)
-        stdin = f"{planted.name}\n{processes}\n{os.getpid()}\n"
+    with tempfile.NamedTemporaryFile("w", prefix="spmdrl_probe_") as secret:
+        os.chmod(secret.name, 0o644)
+        stdin = f"{secret.name}\n{processes}\n{os.getpid()}\n"
         limits = Limits(_PROBE_S, processes=processes)
         done = launch(_PROBE, way=way, limits=limits, stdin=stdin)
     if done.status != "ok":
@@ -153,7 +156,7 @@ def tried(way: Way, *, name: str) -> Protection:
             f"the probe ended with {done.status} {done.exit_code}: {done.stderr.strip()[-300:]}"
         )
     can = done.stdout.strip().split(",")
-    # A try may have failed for another reason, so the way must have the means too.
+    # An attempt may have failed for another reason, so also check that the way prevents it.
     return Protection(
         no_network="network" not in can and (way.new_net or bool(way.seccomp)),
         no_files="files" not in can and (way.namespaces or way.landlock),
@@ -163,6 +166,6 @@ def tried(way: Way, *, name: str) -> Protection:
     )
 
 
-def _open_doors(found: Protection) -> str:
-    shut = {"network": found.no_network, "files": found.no_files, "signals": found.no_signals}
-    return ", ".join(name for name, is_shut in shut.items() if not is_shut)
+def _not_blocked(result: Protection) -> str:
+    blocked = {"network": result.no_network, "files": result.no_files, "signals": result.no_signals}
+    return ", ".join(name for name, is_blocked in blocked.items() if not is_blocked)

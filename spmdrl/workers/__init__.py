@@ -1,1 +1,1 @@
-"""Processes that run what users wrote: rewards, environments."""
+"""Processes that run users' code: rewards and environments."""

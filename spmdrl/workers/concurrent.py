@@ -1,9 +1,9 @@
-"""Several samples at once in one worker, for functions that wait (for a judge, say).
+"""Score several samples at once in one worker, for functions that wait, e.g. for a judge.
 
-The main thread takes jobs in order and runs what must run one at a time. What may run beside other
-calls goes to one event loop in a thread: `async def` functions as they are, others in a thread of
-their own. Deadlines are kept here, for each sample: a late call is cancelled, or its thread is left
-alone, and no other sample notices. If the whole process stands still, the parent ends it.
+The main thread takes jobs in order and calls the functions that run one at a time. All other
+functions run in an event loop in another thread: `async def` functions directly, others each in a
+thread. This module checks the deadline of each sample. A late call is cancelled, or its thread is
+abandoned, without an effect on other samples. If the whole process hangs, the parent kills it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def serve_concurrently(
 
     Args:
         scorer: does the jobs of rewards.
-        serve: does any other job, see `Server.serve`.
-        take: waits for the next (id, work), None at the end.
+        serve: does all other jobs, see `Server.serve`.
+        take: waits for the next (id, work); returns None at the end.
         write: sends a report; any thread may call it.
     """
     loop = asyncio.new_event_loop()
@@ -60,21 +60,21 @@ def serve_concurrently(
 
 
 async def _finish(scorer: RewardScorer, partial: PartialScore) -> Done:
-    """Call the functions that are left of a sample, within its deadline."""
+    """Call the remaining functions of a sample, within its deadline."""
     task = asyncio.ensure_future(_call(scorer, partial))
     left_s = partial.began + scorer.timeout_s - time.monotonic()
     done, _ = await asyncio.wait({task}, timeout=max(0.0, min(left_s, 1e6)))
     if done:
         return scorer.result(partial)
-    task.cancel()  # without waiting for it: it may ignore that
-    called = " or ".join(f"{name}{reward.place}" for name, reward in scorer.left(partial))
+    task.cancel()  # do not wait for the task, which may ignore the cancellation
+    called = " or ".join(f"{name}{reward.place}" for name, reward in scorer.remaining(partial))
     partial.failure = "timeout"
     partial.message = no_result(scorer.timeout_s, called=called)
     return partial.done(None)
 
 
 async def _call(scorer: RewardScorer, partial: PartialScore) -> None:
-    for name, reward in scorer.left(partial):
+    for name, reward in scorer.remaining(partial):
         if reward.is_async:
             await partial.call_async(name, reward)
         else:
@@ -84,10 +84,10 @@ async def _call(scorer: RewardScorer, partial: PartialScore) -> None:
 
 
 async def _in_thread(work: Callable[..., None], *args: Any) -> None:
-    """Wait for work, which does not raise, in a thread of its own.
+    """Run work, which must not raise, in a new thread and wait for it.
 
-    asyncio's pool will not do: a call that hangs would keep a thread of it, and the process would
-    wait for that thread at its end.
+    This does not use asyncio's thread pool: a call that hangs would block one of its threads, and
+    at its end the process would wait for that thread.
     """
     loop = asyncio.get_running_loop()
     is_done = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Jobs of environments, inside a worker: unpack an environment, play one turn, pack it again."""
+"""Environment jobs, inside a worker: unpack an environment, play one turn, pack it again."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ BUILT_IN = {
     "gym": f"{_HERE}adapters:GymEnvironment",
     "verifiers": f"{_HERE}verifiers:VerifiersEnvironment",
 }
-"""Environments that come with the program, by their short names."""
-_RESERVED = ("name", "rewrites")  # `rewrites` is for the conversation
+"""{short name of a built-in environment: its class}."""
+_RESERVED = ("name", "rewrites")  # not options of the environment; the conversation uses `rewrites`
 _MAX_BYTES = 16 * 2**20
-"""Largest packed environment. It is sent twice in every turn: a run would wait for the pipes."""
+"""Largest size of a packed environment. It is sent twice in every turn, so larger ones are slow."""
 _ROLES = ("user", "tool", "system")
 _DEPTH = 4
 
@@ -36,13 +36,13 @@ _DEPTH = 4
 def check_environment(
     options: Mapping[str, Any], row: dict, *, field: str = FIELD, rows: str = "data.train"
 ) -> dict[str, Any]:
-    """Load an environment and open one episode here, as a worker will.
+    """Load an environment and open one episode in this process, as a worker does.
 
     Args:
         options, field: see `EnvironmentServer`.
         rows: the config field of the rows, for messages.
     Returns: `EnvironmentServer.facts`.
-    Raises: Refusal when that fails.
+    Raises: Refusal if this fails.
     """
     server = EnvironmentServer(options, field=field)
     what = f"{field}: {options['name']} cannot open the first row of {rows}"
@@ -55,9 +55,9 @@ class EnvironmentServer:
     """Opens episodes of one environment and plays their turns.
 
     Args:
-        options: `name`, `rewrites` (see `conversation`), and the keyword options of its
-            constructor. The name is one of BUILT_IN, `module:Class` or `path/file.py:Class`.
-        field: of the config, in which these options are.
+        options: `name`, `rewrites` (see `conversation`), and keyword arguments of the constructor.
+            The name is one of BUILT_IN, `module:Class` or `path/file.py:Class`.
+        field: the config field of these options.
     Raises (on construction): Refusal for an unknown name or option, an environment without
         `reset` and `step`, or one that cannot be pickled.
     """
@@ -102,8 +102,8 @@ class EnvironmentServer:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What conversations need: the tools, the format of their calls, and which part of the
-        environment is not plain data."""
+        """What conversations need: the tools, the format of their calls, and the part of the
+        environment that is not plain data."""
         return {"tools": self.tools, "tool_parser": self.tool_parser, "not_plain": self.not_plain}
 
     def called(self, method: str) -> str:
@@ -114,9 +114,9 @@ class EnvironmentServer:
     def open(self, row: dict, *, seed: int) -> tuple[bytes, Turn, int]:
         """Begin an episode.
 
-        Returns: the packed environment, a turn with the opening messages, and the number of its
-            state: the same for equal states in any process, -1 where it has no `state`.
-        Raises: BadValue, or whatever the environment raises.
+        Returns: the packed environment, a turn with the opening messages, and a hash of its state:
+            equal for equal states in any process, -1 if it has no method `state`.
+        Raises: BadValue, or any exception of the environment.
         """
         environment = self._make(**self._options)
         options = {"seed": seed} if self._wants_seed else {}
@@ -127,9 +127,9 @@ class EnvironmentServer:
     def turn(self, environment: bytes, response: Response) -> tuple[bytes, Turn, int]:
         """Play one turn.
 
-        Returns: the packed environment, empty when the episode is done; its turn; and the number
-            of its state, as in `open`.
-        Raises: BadValue, or whatever the environment raises.
+        Returns: the packed environment, empty if the episode is done; its turn; and a hash of its
+            state, as in `open`.
+        Raises: BadValue, or any exception of the environment.
         """
         live = self._unpack(environment)
         turn = checked_turn(resolve(live.step(response)))
@@ -142,11 +142,11 @@ class EnvironmentServer:
         data = environment[1:]
         if form == PLAIN:
             return environment_of(data.decode(), self._kind, lambda: self._make(**self._options))
-        return pickle.loads(data)  # made by this run, or from a checkpoint, which is trusted
+        return pickle.loads(data)  # from this run or a checkpoint, both of which are trusted
 
 
 def _state_of(environment: Any) -> int:
-    """Return a hash of `state()` of 48 bits, which float64 holds exactly."""
+    """Return a 48-bit hash of `state()`, which float64 represents exactly."""
     state = getattr(environment, "state", None)
     if not callable(state):
         return -1
@@ -157,24 +157,25 @@ def pack(environment: Any, *, kind: type | None = None) -> bytes:
     """Return an environment as bytes: as plain data if possible, otherwise pickled.
 
     Args:
-        kind: the class of environments that may be packed as plain data; None: any.
-    Raises: BadValue naming the attribute that cannot be pickled, or the largest one above 16 MiB.
+        kind: the class whose instances may be packed as plain data; None: any class.
+    Raises: BadValue with the attribute that cannot be pickled; or above 16 MiB, with the largest
+        attribute.
     """
     name = type(environment).__name__
     data = _plain_or_pickled(environment, kind)
     if isinstance(data, Exception):
         place = _culprit(environment, name, depth=_DEPTH)
         raise BadValue(
-            f"{place} cannot be pickled ({type(data).__name__}: {data}), and an "
-            "environment travels with every turn; keep such things in a module "
-            "variable or make them again when used"
+            f"{place} cannot be pickled ({type(data).__name__}: {data}), but an "
+            "environment is sent with every turn; keep such objects in a module "
+            "variable, or create them again when they are used"
         )
     if len(data) > _MAX_BYTES:
         sizes = {name: len(pickle.dumps(value)) for name, value in _parts(environment).items()}
         raise BadValue(
             f"{name} takes {len(data)} bytes, above {_MAX_BYTES}; most of it is "
-            f"{max(sizes, key=sizes.__getitem__, default='')!r}. It travels with every turn: keep "
-            "large constant things in a module variable, filled by `prepare`"
+            f"{max(sizes, key=sizes.__getitem__, default='')!r}. It is sent with every turn: keep "
+            "large constant objects in a module variable that `prepare` fills"
         )
     return data
 
@@ -196,7 +197,7 @@ def _pickled(value: Any) -> bytes | Exception:
 
 
 def _culprit(value: Any, place: str, *, depth: int) -> str:
-    """Return the innermost attribute that cannot be pickled, e.g. `Game.client._lock`."""
+    """Return the path of the innermost attribute that cannot be pickled: `Game.client._lock`."""
     for name, part in _parts(value).items() if depth else ():
         if isinstance(_pickled(part), Exception):
             is_attribute = isinstance(name, str) and not isinstance(value, Mapping)
@@ -216,9 +217,9 @@ def _parts(value: Any) -> dict[Any, Any]:
 
 
 def checked_turn(turn: Any) -> Turn:
-    """Return a turn with its fields checked and converted.
+    """Return a turn with its fields converted to plain types.
 
-    Raises: BadValue naming a wrong one.
+    Raises: BadValue for a wrong field.
     """
     if not isinstance(turn, Turn):
         raise BadValue(f"`step` must return a Turn, got {turn!r:.100} ({type(turn).__name__})")
@@ -252,11 +253,11 @@ def _checked_messages(messages: Any, *, roles: tuple[str, ...]) -> list[Message]
 
 
 def _plain(value: Any, *, what: str) -> Any:
-    """Return a value without the user's types, which other processes do not import.
+    """Return a value in plain types: other processes do not import the user's types.
 
     Args:
-        what: the message of the error.
-    Raises: BadValue.
+        what: beginning of the error message.
+    Raises: BadValue for a value that cannot be converted.
     """
     with refusing(what, TypeError, ValueError, RecursionError, kind=BadValue):
         plain = json.loads(json.dumps(value))

@@ -1,14 +1,14 @@
-"""A queue of jobs over worker processes: every job ends, and harms no other.
+"""A queue of jobs over worker processes. Every job ends, and none can harm another.
 
-Every job ends in exactly one Done. A job that raises, exits, crashes, hangs or returns nonsense
-fails alone: its worker is replaced, and the jobs after it go to another worker.
+Every job ends in exactly one Done. If a job raises, exits, crashes, hangs or returns a wrong value,
+only this job fails: its worker is replaced, and the jobs after it go to another worker.
 
-A job that runs alone in its worker is killed with the worker at its deadline. Where jobs run beside
-each other (`concurrent`), the worker keeps their deadlines itself, and is killed only if it does
-not. A job is late also when its worker answers after the deadline, before anyone has looked.
+A job that runs alone in its worker is killed with the worker at its deadline. If a worker runs
+several jobs at once (`concurrent`), it checks their deadlines itself, and is killed only if it does
+not. A job whose result comes after the deadline is late, even if this process had not yet looked.
 
-A worker is stuck when its job takes much longer than jobs take on average. It gives back the jobs
-after that one, and another worker stands in for it until the job is done or killed.
+A worker is stuck if its job takes much longer than the average job. It returns the jobs after that
+one, and another worker replaces it until the job is done or killed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from spmdrl.workers.messages import Done, Failure, Setup, no_result, pack_messag
 from spmdrl.workers.worker_process import QueuedJob, WorkerProcess
 
 _SPARE_SHARE = 0.5
-"""Workers that are started before they are needed, once one was replaced, as a share of all."""
+"""After the first worker was replaced: number of spare workers, as a share of all workers."""
 _MOST_DEATHS = 2
-_START_TIMEOUT_S = 300.0  # importing a user's module; may bring a large package from a slow disk
+_START_TIMEOUT_S = 300.0  # a user's module may import a large package from a slow disk
 _STUCK_TIMES = 4.0
 _STUCK_S = 0.2
-"""A job is stuck that runs longer than this many times the mean, and than this many seconds."""
-_SILENT_S = 1.0  # a worker that keeps deadlines itself reports within this time after one
+"""A job is stuck if it takes longer than this multiple of the mean, and this many seconds."""
+_REPORT_S = 1.0  # a worker that checks deadlines itself must report this soon after a deadline
 
 
 class JobQueue:
-    """Worker processes and the jobs that wait for them. For one thread. Only `start` and `wait`
-    block, and both are bounded.
+    """Worker processes and the jobs that wait for them. Not thread-safe.
+
+    Only `start` and `wait` block, and not forever.
 
     Args:
         setup: what each worker loads.
@@ -58,22 +59,22 @@ class JobQueue:
         self._num_spares = 0
         self._is_closed = False
         self.facts: dict[str, Any] = {}
-        """What the workers have loaded, see `Server.facts`; empty before `start`."""
+        """Facts about the loaded setup, see `Server.facts`; empty before `start`."""
 
     def __len__(self) -> int:
-        """Return how many jobs are submitted and not done yet."""
+        """Return the number of jobs that are submitted and not done."""
         return len(self._waiting) + sum(len(worker.jobs) for worker in self._workers)
 
     def start(self) -> None:
         """Start the workers and wait until they have loaded the setup.
 
-        Raises: Refusal when something cannot be loaded.
+        Raises: Refusal if something cannot be loaded.
         """
         self._replenish(self._num_workers)
-        self._pump()
+        self._advance()
         while not all(worker.is_ready for worker in self._workers):
             self.wait()
-            self._pump()
+            self._advance()
         if self._workers:
             self.facts = self._workers[0].facts
 
@@ -82,8 +83,8 @@ class JobQueue:
 
         Args:
             key: returned with the result.
-            work: what a worker's `Server` can do.
-        Raises: pickle.PicklingError, TypeError or AttributeError when it cannot be sent.
+            work: for `Server.serve`.
+        Raises: pickle.PicklingError, TypeError or AttributeError if it cannot be sent.
         """
         id = secrets.randbits(62)
         frame = pack_message((id, work))
@@ -91,18 +92,18 @@ class JobQueue:
         self._submitted += 1
 
     def take(self) -> list[tuple[QueuedJob, Done]]:
-        """Return what is done, in the order of submission, without waiting.
+        """Return the jobs that are done, in the order of submission, without waiting.
 
-        Raises: Refusal as `start`; RuntimeError when workers cannot be started again.
+        Raises: Refusal as `start`; RuntimeError if workers cannot be started again.
         """
-        self._pump()
+        self._advance()
         done = self._done
         self._done = []
         return sorted(done, key=lambda pair: pair[0].number)
 
     def wait(self) -> None:
-        """Sleep until a worker has something for us, or a deadline may have passed."""
-        self._hand_out()  # otherwise a job that was put after the last look would wait too
+        """Sleep until a worker has written something, or a deadline may have passed."""
+        self._hand_out()  # otherwise jobs that were put after the last round would wait too
         poller = select.poll()  # not select(), which fails for descriptors above 1023
         for worker in self._workers:
             poller.register(worker.stdout, select.POLLIN)
@@ -123,7 +124,7 @@ class JobQueue:
 
     def _kill_after_s(self, worker: WorkerProcess) -> float:
         """Return how long a job may run before its worker is killed, seconds."""
-        return self._timeout_s + (_SILENT_S if worker.concurrency > 1 else 0.0)
+        return self._timeout_s + (_REPORT_S if worker.concurrency > 1 else 0.0)
 
     def _stuck_after_s(self, worker: WorkerProcess) -> float:
         """Return how long a worker's first job may run before the worker is stuck, seconds."""
@@ -137,7 +138,7 @@ class JobQueue:
         return worker.running_s() > self._stuck_after_s(worker)
 
     def _left_s(self, worker: WorkerProcess) -> float:
-        """Return the seconds until a worker may be stuck or late; may be in the past."""
+        """Return the seconds until a worker may be stuck or late; negative if it is."""
         if not worker.jobs:
             return float("inf")
         limit = self._kill_after_s(worker)
@@ -146,10 +147,10 @@ class JobQueue:
         return limit - worker.running_s()
 
     def _judge(self, job: QueuedJob, done: Done, *, called: str) -> Done:
-        """Return a result, or a failure if it is late. Update the mean time of jobs.
+        """Return a result, or a failure if it is late. Also update the mean time of jobs.
 
         Args:
-            called: the user's functions that the job called, for messages.
+            called: names of the user's functions that the job called, for messages.
         """
         if done.seconds > self._timeout_s and done.failure != "timeout":
             limit = f"rewards.timeout_s = {self._timeout_s:g}"
@@ -162,7 +163,7 @@ class JobQueue:
 
     # ---------------------------------------------------------------- one round
 
-    def _pump(self) -> None:
+    def _advance(self) -> None:
         assert not self._is_closed, "the pool is closed"
         for worker in list(self._workers):
             self._collect(worker)
@@ -171,13 +172,13 @@ class JobQueue:
         self._hand_out()
 
     def _replenish(self, count: int) -> None:
-        """Have `count` workers that are not stuck, but no more than that many for stuck ones."""
+        """Start workers until `count` are not stuck, with a limit for many stuck ones."""
         count += min(sum(map(self._is_stuck, self._workers)), self._num_workers)
         while len(self._workers) < count:
             self._workers.append(WorkerProcess(self._setup))
 
     def _collect(self, worker: WorkerProcess) -> None:
-        looked = time.monotonic()  # what `_take` does not find was not done at this time
+        looked = time.monotonic()  # a job that `_take` does not return was not done at this time
         worker.flush()
         self._take(worker)
         self._check_start(worker)
@@ -185,15 +186,15 @@ class JobQueue:
             self._expect_faults()
             worker.recall()
         if worker.fault:
-            message = f"the worker process wrote what is no result: {worker.fault}"
+            message = f"the worker process wrote something that is not a result: {worker.fault}"
             self._replace(worker, failure="error", message=message)
         elif worker.running_s(looked) > self._kill_after_s(worker):
             message = no_result(self._timeout_s, called=worker.called(worker.suspects()[0]))
             self._replace(worker, failure="timeout", message=message)
         elif worker.has_ended():
-            self._take(worker)  # what it wrote between our look and its end
+            self._take(worker)  # it may have written something between `_take` and its end
             self._check_start(worker)
-            self._replace(worker, failure="error", message=worker.death())
+            self._replace(worker, failure="error", message=worker.describe_end())
 
     def _take(self, worker: WorkerProcess) -> None:
         for job, done in worker.receive():
@@ -235,7 +236,7 @@ class JobQueue:
         self._waiting.extendleft(reversed(worker.jobs.values()))
 
     def _expect_faults(self) -> None:
-        """Keep spare workers from now on."""
+        """Have spare workers from now on."""
         self._num_spares = math.ceil(_SPARE_SHARE * self._num_workers)
 
     def _hand_out(self) -> None:
@@ -247,8 +248,8 @@ class JobQueue:
             if not free:
                 break
             self._waiting.popleft()
-            # A job at which a worker ended goes to a worker that has done nothing yet if there is
-            # one: if that one ends too, no earlier job is to blame.
+            # A job during which a worker ended goes to a worker that has done no job yet, if there
+            # is one. If that one ends too, no earlier job can be to blame.
             if job.deaths:
                 free.sort(key=lambda worker: worker.num_done)
             min(free, key=lambda worker: len(worker.jobs)).add(job)
@@ -257,9 +258,9 @@ class JobQueue:
 
 
 def _is_to_blame(job: QueuedJob, worker: WorkerProcess, *, failure: Failure) -> bool:
-    """Return whether the job that a worker was doing is why it ended.
+    """Return whether a worker ended because of the job that it was doing.
 
-    An earlier job may have left a thread or a process that ends the worker later. Then this job is
-    innocent, and is done again in another worker.
+    An earlier job may have left a thread or a process that ends the worker later. So the job is
+    repeated in another worker before it gets the blame.
     """
     return failure == "timeout" or worker.num_done == 0 or job.deaths >= _MOST_DEATHS

@@ -1,4 +1,4 @@
-"""The reward of a sample from several calls: for it alone, for its group, for its step."""
+"""Join the results of several calls to the reward of a sample: for it, its group, its step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from spmdrl.workers.messages import Done, ListResult, RewardResult
 
 @dataclass(frozen=True)
 class Call:
-    """What one job scores."""
+    """The samples that one job scores."""
 
     scope: Scope
     keys: tuple[Hashable, ...]
-    """Of the samples, in order."""
+    """Keys of the samples, in order."""
     what: str
-    """Where the samples are from, for messages: `data row 3`."""
+    """Origin of the samples, for messages: `data row 3`."""
 
 
 @dataclass
 class _PartialReward:
-    """A sample whose calls are not all done."""
+    """A sample with calls that are not done."""
 
     sample: RewardSample
     what: str
@@ -30,12 +30,13 @@ class _PartialReward:
     results: dict[Scope, RewardResult] = field(default_factory=dict)
 
 
-class Joining:
-    """The samples of a pool that wait for results.
+class ResultJoiner:
+    """Collects the results for the samples of a pool, and joins them.
 
     Args:
-        otherwise_scored: sources whose samples get their reward from a model or an environment too.
-            If no function applies to such a sample, it has 0 of them; elsewhere that is a failure.
+        otherwise_scored: sources whose samples also get a reward from a model or an environment. If
+            no function applies to such a sample, the functions give it 0. For a sample of any other
+            source, this is a failure.
     """
 
     def __init__(self, *, otherwise_scored: Collection[int] = ()):
@@ -49,7 +50,7 @@ class Joining:
         """Add a sample and return the call that scores it alone.
 
         Args:
-            group: to be closed later; None where no function scores groups.
+            group: to be closed later; None if no function scores groups.
             position: its place in the group.
         """
         self._partial[key] = _PartialReward(sample, what, position)
@@ -58,8 +59,11 @@ class Joining:
         return Call("sample", (key,), what)
 
     def close(self, group: Hashable) -> tuple[Call, RewardList] | None:
-        """Return the call that scores a group's samples together, by their positions: they were
-        added in the order in which they finished, the short ones first. None for no samples."""
+        """Return the call that scores the samples of a group together; None without samples.
+
+        The samples are in the order of their positions, not that in which they were added: short
+        ones finish first.
+        """
         keys = self._groups.pop(group, [])
         if not keys:
             return None
@@ -71,11 +75,12 @@ class Joining:
     def add_result(
         self, call: Call, done: Done, *, scopes: Collection[Scope], awaits_step: bool = False
     ) -> list[RewardResult]:
-        """Note the result of a call; return the rewards that are complete now.
+        """Add the result of a call, and return the rewards that are complete now.
 
         Args:
-            scopes: in which each sample is scored.
-            awaits_step: functions of whole steps follow: that none applied is no failure yet.
+            scopes: of the calls that each sample needs.
+            awaits_step: whether functions of whole steps follow. Then it is not yet a failure if no
+                function applied.
         """
         rewards = []
         for key, result in zip(call.keys, _results_of(call, done)):
@@ -97,7 +102,7 @@ class Joining:
         rewards: Mapping[str, RewardResult],
         sources: Mapping[str, int],
     ) -> dict[str, RewardResult]:
-        """Return rewards together with the result of a call for their whole step.
+        """Return rewards joined with the result of a call for their whole step.
 
         Args:
             sources: of the samples.
@@ -105,19 +110,23 @@ class Joining:
         joined = {}
         for key, result in zip(map(str, call.keys), _results_of(call, done)):
             reward = rewards[key]
-            if not reward.parts:  # its 0 says that no function applied
+            if not reward.parts:  # no function applied, so its value 0 is no reward
                 reward = replace(reward, value=None)
             whole = _join([reward, result], least=self._least(sources[key]))
             joined[key] = replace(whole, key=reward.key)
         return joined
 
     def _least(self, source: int) -> float | None:
-        """Return the reward of a sample to which no function applies; None: that is a failure."""
+        """Return the reward of a sample to which no function applies; None if that is a failure."""
         return 0.0 if source in self._otherwise_scored else None
 
 
 def _join(results: Sequence[RewardResult], *, least: float | None) -> RewardResult:
-    """Return the sum of results, or the first failure. `least`: as `_least`."""
+    """Return the sum of results, or the first failure.
+
+    Args:
+        least: see `_least`.
+    """
     seconds = sum(result.seconds for result in results)
     retries = sum(result.retries for result in results)
     for result in results:
@@ -153,7 +162,7 @@ def _results_of(call: Call, done: Done) -> list[RewardResult]:
         failed = RewardResult(None, seconds=done.seconds, failure=failure, message=message)
         found = [failed] * count
     else:
-        seconds = done.seconds / count  # of the call, shared by its samples
+        seconds = done.seconds / count  # the samples share the time of the call
         found = [replace(r, seconds=seconds) for r in results if isinstance(r, RewardResult)]
     found[0] = replace(found[0], retries=done.retries)
     return found

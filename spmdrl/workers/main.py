@@ -1,10 +1,10 @@
-"""The worker: reads jobs from stdin, writes one result each to stdout.
+"""The worker: it reads jobs from stdin, and writes one result for each to stdout.
 
-It scores samples, and opens and plays episodes of the run's environments. The first message is a
-Setup; the first report is Ready or Refused. Then jobs (id, work) come in, and a Done goes out for
-each: one by one in order, or, where functions allow several at once (`concurrent`), in any order,
-with a Began before each. The message RECALL asks for the jobs that have not begun; they go back as
-Returned. The process is light (no torch) and ends with its parent: see `subreaper`.
+It scores samples, and plays episodes of the run's environments. The first message is a Setup; the
+first report is Ready or Refused. Then the worker gets jobs (id, work) and sends a Done for each. It
+does them one by one in order; or, if functions allow several at once (`concurrent`), in any order,
+with a Began before each. On the message RECALL it returns the jobs that have not begun in a
+Returned. It does not load torch, and it ends with its parent (`subreaper`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from spmdrl.workers.subreaper import Strays, become_worker
 
 _METHODS = {"Open": "reset", "Respond": "step"}
 """{job: method of an environment that it calls}."""
-# `_signal.getsignal`: that of `signal` makes an enum member of each handler, at ten times the cost.
+# This module uses `_signal.getsignal`, because `signal.getsignal` makes enum members and takes ten
+# times as long.
 _SIGNALS = [n for n in range(1, 32) if n not in (signal.SIGKILL, signal.SIGSTOP)]
 
 
@@ -50,11 +51,11 @@ def main(life_fd: int, memory_bytes: int) -> None:
     """Serve until stdin closes.
 
     Args:
-        life_fd: socket whose other end only the parent holds.
-        memory_bytes: limit for the worker and the processes it starts; 0 for none.
+        life_fd: socket; only the parent has the other end.
+        memory_bytes: limit for the worker and the processes that it starts; 0 for none.
     """
-    # Schedulers signal every process of a job; the parent decides what to do about it. Not SIG_IGN,
-    # which programs started by reward functions would inherit.
+    # Schedulers signal every process of a job. The parent reacts to that, so ignore it here, but
+    # not by SIG_IGN, which programs that reward functions start would inherit.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     become_worker(life_fd, memory_bytes=memory_bytes)
@@ -67,7 +68,8 @@ def main(life_fd: int, memory_bytes: int) -> None:
         return
     write(Ready(time.monotonic(), server.facts))
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    # The main thread runs the user's code, which may want signals: Python sends them there only.
+    # The user's code may use signals, which Python handles in the main thread. So another thread
+    # reads.
     threading.Thread(target=_read_ahead, args=(source, inbox, write), daemon=True).start()
     if server.scorer.concurrency > 1:
         from spmdrl.workers.concurrent import serve_concurrently
@@ -88,7 +90,7 @@ def main(life_fd: int, memory_bytes: int) -> None:
 class Server:
     """Loads a setup, and does jobs with it.
 
-    Raises (on construction): Refusal for what cannot be loaded.
+    Raises (on construction): Refusal for something that cannot be loaded.
     """
 
     def __init__(self, setup: Setup):
@@ -99,8 +101,7 @@ class Server:
         self.scorer = RewardScorer(replace(setup, sources=tuple(map(self._graded, setup.sources))))
 
     def _graded(self, source: SourceSetup) -> SourceSetup:
-        """Return a source without its task's grader where the task only makes the rows of an
-        environment that gives the rewards itself."""
+        """Return a source without the grader of its task, if an environment gives the rewards."""
         environment = self._environments.get(source.environment)
         if environment is None or environment.is_graded:
             return source
@@ -108,7 +109,7 @@ class Server:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return what the parent needs to know of what was loaded."""
+        """Return facts about the loaded setup for the parent."""
         scorer = self.scorer
         environments = self._environments
         called = {
@@ -126,13 +127,13 @@ class Server:
         }
 
     def serve(self, id: int, work: Work) -> Done:
-        """Do a job. Whatever the user's code does becomes part of the result."""
+        """Do a job. Errors of the user's code become part of the result."""
         if isinstance(work, RewardSample | RewardList):
             return self.scorer.score(id, work)
         environment = self._environments[work.environment]
         job = RunningJob(id=id)
         result = None
-        with job.blaming():
+        with job.blame_user_code():
             if isinstance(work, Open):
                 packed, turn, state = environment.open(work.row, seed=work.seed)
             else:
@@ -147,8 +148,11 @@ class Server:
 
 
 class ProcessState:
-    """Working directory, umask, signals, timers, recursion limit, and the entries of environment,
-    modules and builtins, as they are when this is made. Used in the main thread."""
+    """The state of the process when this is constructed, to be restored after jobs.
+
+    This is the working directory, umask, signal handlers, timers, recursion limit, and the entries
+    of environment, modules and builtins. Only for the main thread.
+    """
 
     def __init__(self) -> None:
         self._folder = os.getcwd()
@@ -158,7 +162,7 @@ class ProcessState:
         self._recursion = sys.getrecursionlimit()
         self._trace = sys.gettrace()
         self._streams = {name: getattr(sys, name) for name in ("stdin", "stdout", "stderr")}
-        # Entries that are added later stay: a function may import at its first call.
+        # Entries that are added later are not removed: a function may import at its first call.
         self._kept: list[tuple[MutableMapping, dict]] = [
             (shared, dict(shared)) for shared in (sys.modules, vars(builtins))
         ]
@@ -167,15 +171,15 @@ class ProcessState:
         self._blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
     def restore(self) -> None:
-        """Restore what a job has changed, and stop its timers."""
-        with contextlib.suppress(OSError):  # the folder is gone
+        """Undo the changes of a job, and stop its timers."""
+        with contextlib.suppress(OSError):  # the folder may have been removed
             os.chdir(self._folder)
         os.umask(self._umask)
         for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
             signal.setitimer(timer, 0)
         for number, handler in self._handlers.items():
             if handler is not None and _signal.getsignal(number) is not handler:
-                with contextlib.suppress(OSError):  # one of the C library's own
+                with contextlib.suppress(OSError):  # the C library uses this signal itself
                     signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked)
         sys.setrecursionlimit(self._recursion)
@@ -191,9 +195,10 @@ class ProcessState:
 
 
 def _changed(shared: MutableMapping[Any, Any], kept: dict[Any, Any]) -> list[Any]:
-    """Return the names that have another value now, or none."""
+    """Return the names that have another value now, or that are missing."""
+    # `map` takes 30 ns per entry, and there may be thousands of modules.
     is_same = list(map(operator.is_, map(shared.get, kept), kept.values()))
-    if all(is_same):  # 30 ns each, and there may be thousands of modules
+    if all(is_same):
         return []
     return [name for name, same in zip(kept, is_same) if not same]
 
@@ -204,7 +209,7 @@ def _changed(shared: MutableMapping[Any, Any], kept: dict[Any, Any]) -> list[Any
 def _read_ahead(
     source: BinaryIO, inbox: queue.SimpleQueue, write: Callable[[Report], None]
 ) -> None:
-    """Put jobs into the inbox, None at the end of file, and an error of reading as it is."""
+    """Put jobs into the inbox, then None at the end of file, or the exception of a failed read."""
     try:
         while (message := read_message(source)) is not None:
             if message != RECALL:
@@ -212,12 +217,12 @@ def _read_ahead(
                 continue
             write(Returned(tuple(_take_ids(inbox))))
         inbox.put(None)
-    except BaseException as error:  # if a row cannot be unpickled here, its job is to blame
+    except BaseException as error:  # e.g. a row that cannot be unpickled; its job gets the blame
         inbox.put(error)
 
 
 def _take_ids(inbox: queue.SimpleQueue) -> Iterator[int]:
-    """Take the jobs that are in the inbox, and yield their ids."""
+    """Remove all jobs from the inbox, and yield their ids."""
     with contextlib.suppress(queue.Empty):
         while True:
             yield inbox.get_nowait()[0]
@@ -231,8 +236,10 @@ def _next(inbox: queue.SimpleQueue) -> Any:
 
 
 def _take_pipes() -> tuple[BinaryIO, Callable[[Report], None]]:
-    """Move the protocol's pipes to descriptors of our own, so that what user code prints goes to
-    stderr. Return the source of messages, and a function that writes reports."""
+    """Move the protocol's pipes to other descriptors, so that users' output goes to stderr.
+
+    Returns: the source of messages, and a function that writes reports.
+    """
     source = os.fdopen(os.dup(0), "rb", buffering=1 << 18)
     sink = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -242,7 +249,7 @@ def _take_pipes() -> tuple[BinaryIO, Callable[[Report], None]]:
     sys.stdout.reconfigure(line_buffering=True)
     is_free = threading.Lock()
     worker = os.getpid()
-    # User code may replace these functions of `os`: keep the originals.
+    # User code may replace these functions of `os`, so keep the originals.
     pid = os.getpid
     leave = os._exit
     put = os.write
@@ -250,7 +257,7 @@ def _take_pipes() -> tuple[BinaryIO, Callable[[Report], None]]:
     os.register_at_fork(after_in_child=lambda: _close(sink, source.fileno()))
 
     def write(report: Report) -> None:
-        if pid() != worker:  # a forked process has returned from the user's code
+        if pid() != worker:  # this is a fork that returned from the user's code
             leave(0)
         view = memoryview(pack_report(report))
         try:

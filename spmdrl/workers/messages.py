@@ -1,6 +1,6 @@
-"""The messages between the pool and its workers; `main` says which of them come when.
+"""The messages between the pool and its workers; `main` describes their order.
 
-A message to a worker is a 4-byte little-endian length and a pickle. A worker trusts its parent: it
+A message to a worker is a 4-byte little-endian length and a pickle. A worker trusts its parent, and
 loads the code that the parent names. A worker's reports are plain data, see `reports`.
 """
 
@@ -18,9 +18,9 @@ from spmdrl.rewards.samples import RewardList, RewardSample
 _HEADER = struct.Struct("<I")
 Failure = Literal["timeout", "error", "bad_value", "overlong"]
 OVERLONG: Failure = "overlong"
-"""The environment's opening was too long: none of the user's code failed."""
+"""The opening messages of the environment were too long; no code of the user failed."""
 RECALL = "recall"
-"""A message to a worker that is stuck in a job: give back the jobs after it."""
+"""A message to a worker that is stuck in a job: return the jobs after it."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class SourceSetup:
     """How the rows of one source are scored and played."""
 
     task: str = ""
-    """The generated task that makes the rows; empty for none."""
+    """The task that generates the rows; empty for none."""
     task_options: dict[str, Any] = field(default_factory=dict)
     """Keyword options of the task."""
     is_own_grader: bool = False
-    """The task grades the rows, because no functions do."""
+    """Whether the task grades the rows, because no function does."""
     applies: tuple[str, ...] | None = None
-    """Names of the functions that score its rows; None: all do."""
+    """Names of the functions that score its rows; None for all functions."""
     environment: str = ""
-    """The config field of the environment that its rows are played with; empty for none."""
+    """The config field of the environment that plays its rows; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Setup:
     """What a worker loads."""
 
     functions: dict[str, str]
-    """{name: `module:function`, `path/file.py:function`, or a generated task for its grader}."""
+    """{name: `module:function`, `path/file.py:function`, or a generated task, whose grader is
+    used}."""
     weights: tuple[float, ...]
     """One per function."""
     sources: tuple[SourceSetup, ...] = ()
@@ -60,7 +61,7 @@ class Setup:
     timeout_s: float = float("inf")
     """Deadline of a job."""
     memory_gib: float = 0.0
-    """Limit for a worker and the processes it starts, GiB; 0 for none."""
+    """Limit for a worker and the processes that it starts, GiB; 0 for none."""
 
     def options_of(self, spec: str) -> dict[str, Any]:
         """Return the options of a generated task among the functions."""
@@ -68,7 +69,7 @@ class Setup:
 
     @property
     def names(self) -> list[str]:
-        """Names of what is loaded, for messages."""
+        """Names of the functions, tasks and environments, for messages."""
         tasks = [source.task for source in self.sources if source.is_own_grader]
         environments = [options.get("name") for options in self.environments.values()]
         return [*self.functions.values(), *dict.fromkeys(filter(None, [*tasks, *environments]))]
@@ -91,7 +92,7 @@ class Respond:
     environment: str
     """The config field of the environment."""
     packed: bytes
-    """The packed environment, as the last turn left it."""
+    """The packed environment after the last turn."""
     response: Response
 
 
@@ -105,8 +106,8 @@ class _Result:
     key: Hashable = field(default=None, kw_only=False)
     seconds: float = 0.0
     failure: Failure | None = None
-    """Why there is no result. An episode that fails cannot go on, and its rewards so far should not
-    count."""
+    """Why there is no result. An episode that fails cannot continue, and its rewards so far should
+    not count."""
     message: str = ""
 
 
@@ -115,8 +116,8 @@ class RewardResult(_Result):
     """The reward of one sample."""
 
     value: float | None = None
-    """Weighted sum of the functions, without reward models; None when it failed, or when no
-    function of the scope applies."""
+    """Weighted sum of the functions, without reward models; None if it failed, or if no function of
+    the scope applies."""
     parts: dict[str, float] = field(default_factory=dict)
     """Unweighted value of each function that applies."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class RewardResult(_Result):
     extras: dict[str, str] = field(default_factory=dict)
     """Texts that the functions reported."""
     retries: int = 0
-    """Calls that were repeated for it; those for several samples count with the first."""
+    """Number of repeated calls. A call for several samples counts only for the first of them."""
 
 
 @dataclass(frozen=True)
@@ -140,16 +141,16 @@ class TurnResult(_Result):
     """The result of one `open` or `turn`."""
 
     environment: bytes = b""
-    """The packed environment, for the next `turn`; empty when the episode is done, or failed."""
+    """The packed environment, for the next `turn`; empty if the episode is done or failed."""
     messages: tuple[Message, ...] = ()
-    """To append to the conversation; empty when the episode is done, or failed."""
+    """Messages to append to the conversation; empty if the episode is done or failed."""
     is_done: bool = False
     reward: float = 0.0
-    """Reward of this turn; an episode's reward is the sum of them."""
+    """Reward of this turn; the reward of an episode is the sum over its turns."""
     info: dict[str, float] = field(default_factory=dict)
     """Numbers for metrics."""
     state: int = -1
-    """Number of the episode's current state; -1 where the environment names none."""
+    """Hash of the environment's current state; -1 if it has no method `state`."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +164,17 @@ class Done:
     failure: Failure | None = None
     message: str = ""
     result: RewardResult | ListResult | TurnResult | None = None
-    """Without a key; None when the job failed."""
+    """Without a key; None if the job failed."""
     retries: int = 0
-    """Calls of functions that were repeated."""
+    """Number of repeated calls of functions."""
 
 
 def no_result(timeout_s: float, *, called: str) -> str:
-    """Return the message of a job that passed its deadline. `called`: the user's functions that it
-    called."""
+    """Return the message for a job without a result at its deadline.
+
+    Args:
+        called: names of the user's functions that it called.
+    """
     return f"no result of {called} within rewards.timeout_s = {timeout_s:g} s"
 
 

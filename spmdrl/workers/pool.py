@@ -1,8 +1,7 @@
-"""Scores responses and plays environments in worker processes, so that no user code can stall us.
+"""Score responses and play environments in worker processes: users' code cannot block a run.
 
-Every call ends in exactly one RewardResult or TurnResult, see `messages`. User code that raises,
-exits, crashes, hangs or returns nonsense fails its own sample or episode and no other: see
-`job_queue`.
+Every call ends in exactly one RewardResult or TurnResult, see `messages`. If user code raises,
+exits, crashes, hangs or returns a wrong value, only its sample or episode fails, see `job_queue`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from spmdrl.rewards.samples import SCOPES, RewardList, RewardSample, Scope, Trai
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.types import Prompt
 from spmdrl.workers.job_queue import JobQueue
-from spmdrl.workers.joining import Call, Joining
+from spmdrl.workers.joining import Call, ResultJoiner
 from spmdrl.workers.messages import (
     Done,
     Open,
@@ -37,16 +36,18 @@ from spmdrl.workers.worker_process import QueuedJob
 
 
 class RewardPool(JobQueue):
-    """The worker processes of one engine replica. For one thread. Only `start` and `wait` block,
-    and both are bounded.
+    """The worker processes of one engine replica. Not thread-safe.
 
-    Where the only rewards are those of models or of an environment, no function scores a sample,
-    and its value is 0. If no environment is played either, there are no workers.
+    Only `start`, `wait` and `score_step` block, and not forever.
+
+    If all rewards come from models or from an environment, no function scores a sample, and its
+    value is 0. If there is no environment either, there are no workers.
 
     Args:
-        cfg: rewards.*, environments, and data.* for its sources and the graders of generated tasks.
-        steps_per_epoch: part of the TrainerState that functions may ask for.
-    Raises (on construction): Refusal when there is nothing to score with.
+        cfg: its rewards.*, environments, and data.* (for sources and graders of generated tasks)
+            are used.
+        steps_per_epoch: part of the TrainerState that functions may take.
+    Raises (on construction): Refusal if nothing scores the samples of a source.
     """
 
     def __init__(self, cfg: Config, *, steps_per_epoch: float = math.inf):
@@ -76,9 +77,9 @@ class RewardPool(JobQueue):
         self._unpolled: list[RewardResult | TurnResult] = []
         self._max_steps = cfg.steps
         self._steps_per_epoch = steps_per_epoch
-        # Where models or an environment score a sample, no function needs to apply to it.
+        # No function needs to apply to a sample that a model or an environment scores.
         scored = [i for i, source in enumerate(sources) if models or source.environment]
-        self._joining = Joining(otherwise_scored=scored)
+        self._joiner = ResultJoiner(otherwise_scored=scored)
 
     def __enter__(self) -> RewardPool:
         return self
@@ -93,7 +94,7 @@ class RewardPool(JobQueue):
 
     @property
     def scopes(self) -> tuple[Scope, ...]:
-        """The scopes in which functions score samples. Starts the workers, which know them."""
+        """The scopes in which functions score samples. This starts the workers, which know them."""
         if not self._num_workers:
             return ()
         if not self.facts:
@@ -120,11 +121,11 @@ class RewardPool(JobQueue):
         """Submit one response; `poll` returns its RewardResult with this `key`.
 
         Args:
-            group: name of its group, which is scored after `close_group`; None: the response is a
-                group of its own.
+            group: name of its group, which is scored after `close_group`; None: the group has only
+                this response.
             position: its place in the group; functions of groups get samples in this order.
             step: of its prompt.
-        Raises: Refusal when the data row cannot be sent to another process.
+        Raises: Refusal if the data row cannot be sent to another process.
         """
         if not self._own_scopes:
             self._unpolled.append(RewardResult(key, 0.0))
@@ -138,18 +139,18 @@ class RewardPool(JobQueue):
             group = None
         elif is_alone:
             group = ("alone", key)
-        call = self._joining.add(key, sample, group=group, what=prompt.origin, position=position)
+        call = self._joiner.add(key, sample, group=group, what=prompt.origin, position=position)
         if "sample" in self.scopes:
             self._send(call, sample, what=call.what)
         if is_alone:
             self.close_group(group)
 
     def close_group(self, group: Hashable) -> None:
-        """Score a group, all of whose responses are submitted.
+        """Score a group. All its responses must be submitted.
 
         Raises: Refusal as `submit`.
         """
-        if "group" in self.scopes and (found := self._joining.close(group)) is not None:
+        if "group" in self.scopes and (found := self._joiner.close(group)) is not None:
             call, samples = found
             self._send(call, samples, what=call.what)
 
@@ -157,14 +158,15 @@ class RewardPool(JobQueue):
         self, samples: Mapping[str, RewardSample], rewards: Mapping[str, RewardResult], *, what: str
     ) -> dict[str, RewardResult]:
         """Score a step's samples in one call of the functions of whole steps, and wait for it.
-        Other results can be polled later.
+
+        Results of other calls that arrive meanwhile can be polled later.
 
         Args:
             samples: of the step, by key.
-            rewards: of them so far.
-            what: where they are from, for messages.
-        Returns: the rewards, with what these functions add.
-        Raises: Refusal as `submit`; as `poll`.
+            rewards: their rewards so far, by key.
+            what: their origin, for messages.
+        Returns: the rewards, including those of these functions.
+        Raises: Refusal as `submit` and `poll`; RuntimeError as `poll`.
         """
         call = Call("step", tuple(samples), what)
         self._send(call, RewardList("step", tuple(samples.values())), what=what)
@@ -172,7 +174,7 @@ class RewardPool(JobQueue):
             for job, done in self.take():
                 if job.key is call:
                     sources = {key: sample.source for key, sample in samples.items()}
-                    return self._joining.with_step(call, done, rewards=rewards, sources=sources)
+                    return self._joiner.with_step(call, done, rewards=rewards, sources=sources)
                 self._unpolled += self._read(job, done)
             super().wait()
 
@@ -183,7 +185,7 @@ class RewardPool(JobQueue):
             row: the data row.
             seed: of the episode's randomness, for environments that ask for it.
             source: of the row, see `Prompt`; it says which environment to play.
-        Raises: Refusal when the data row cannot be sent to another process.
+        Raises: Refusal if the data row cannot be sent to another process.
         """
         field = self._setup.sources[source].environment
         assert field, f"source {source} has no environment"
@@ -203,15 +205,15 @@ class RewardPool(JobQueue):
         self._send(key, Respond(field, environment, response), what="a response")
 
     def poll(self) -> list[RewardResult | TurnResult]:
-        """Return the results that are there, without waiting.
+        """Return the available results, without waiting.
 
-        Raises: Refusal as `start`; RuntimeError when workers cannot be started again.
+        Raises: Refusal as `start`; RuntimeError if workers cannot be started again.
         """
-        found = self._unpolled
+        results = self._unpolled
         self._unpolled = []
         for job, done in self.take():
-            found += self._read(job, done)
-        return found
+            results += self._read(job, done)
+        return results
 
     def wait(self) -> None:
         """Wait as JobQueue does, but not if there is something to poll."""
@@ -221,7 +223,7 @@ class RewardPool(JobQueue):
     def _read(self, job: QueuedJob, done: Done) -> Sequence[RewardResult | TurnResult]:
         if not isinstance(job.key, Call):  # of an episode
             return [_turn_result(job, done)]
-        return self._joining.add_result(
+        return self._joiner.add_result(
             job.key, done, scopes=self._own_scopes, awaits_step="step" in self.scopes
         )
 
@@ -241,7 +243,7 @@ def _source_setups(cfg: Config, names: Sequence[str]) -> tuple[SourceSetup, ...]
 
     Args:
         names: of the reward functions.
-    Raises: Refusal where nothing scores the rows of a source.
+    Raises: Refusal if nothing scores the rows of a source.
     """
     by_spec = dict(zip(cfg.reward_functions, names))
     sources = cfg.data.all_sources()

@@ -1,9 +1,8 @@
-"""What a worker reports to its parent: plain data, which the parent does not trust.
+"""The reports of a worker to its parent: plain data, which the parent does not trust.
 
-The worker's process runs users' code, which may also change what the process writes. So nothing
-that it writes is unpickled. A report is a mark, two lengths, JSON, and the bytes of an environment.
-Every field is checked against its type in the dataclass. Anything else raises BadReport, and the
-worker is killed.
+The worker's process runs users' code, which may change what the process writes. So the parent does
+not unpickle anything. A report is a mark, two lengths, JSON, and the bytes of an environment. Every
+field must have its type in the dataclass. Otherwise BadReport is raised, and the worker is killed.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _MARK = b"spmd"
 _HEADER = struct.Struct("<4sII")  # mark, bytes of JSON, bytes after it
 _MAX_BYTES = 64 * 2**20
 _NOT_IN_JSON = {"key", "environment"}
-"""The parent knows the key, and the environment's bytes follow the JSON."""
-_TOO_LARGE = (RecursionError, OverflowError)  # lists too deep, integers too large for a float
+"""The parent knows the key, and the bytes of the environment follow the JSON."""
+_TOO_LARGE = (RecursionError, OverflowError)  # too deep a list, too large an integer for a float
 
 
 class BadReport(Exception):
@@ -61,7 +60,7 @@ class Began:
 
 @dataclass(frozen=True)
 class Returned:
-    """Jobs that have not begun and are given back."""
+    """Jobs that have not begun, which the worker returns."""
 
     ids: tuple[int, ...]
 
@@ -75,9 +74,9 @@ _KINDS: dict[str, type] = {
 
 
 def pack_report(report: Report) -> bytes:
-    """Return the bytes of a report. A result that cannot be packed is a failure of its job.
+    """Return the bytes of a report. If a result cannot be packed, report a failure of its job.
 
-    Raises: ValueError or TypeError for another report that cannot be packed.
+    Raises: ValueError or TypeError for any other report that cannot be packed.
     """
     try:
         return _pack(report)
@@ -110,16 +109,16 @@ def _types(kind: type) -> dict[str, Any]:
     return {name: own for name, own in get_type_hints(kind).items() if name not in _NOT_IN_JSON}
 
 
-# Bound here: user code may replace json.dumps.
+# Keep a reference to this method, because user code may replace json.dumps.
 _encode = json.JSONEncoder(allow_nan=False, default=_to_json).encode
 
 # --------------------------------------------------------------------------- in the parent
 
 
 def take_reports(buffer: bytearray) -> Iterator[Report]:
-    """Remove whole reports from the front of `buffer`, one by one.
+    """Remove whole reports from the front of `buffer` and yield them, one by one.
 
-    Raises: BadReport where there is something else.
+    Raises: BadReport if there is something else.
     """
     while len(buffer) >= _HEADER.size:
         mark, size, more = _HEADER.unpack_from(buffer)
@@ -164,7 +163,10 @@ def _from_json(value: Any, kinds: tuple[type, ...]) -> Any:
 
 
 def _of_type(value: Any, kind: Any) -> Any:
-    """Return a value as this type of a field. `true` is not an integer."""
+    """Return a value as the type of its field; raise ValueError for another type.
+
+    `true` is not an integer.
+    """
     origin = get_origin(kind)
     inner = get_args(kind)
     if kind is Any:
@@ -191,7 +193,7 @@ def _of_type(value: Any, kind: Any) -> Any:
 
 
 def _check_values(kind: type, fields: dict[str, Any]) -> None:
-    """Raise ValueError for values that the types do not rule out."""
+    """Raise ValueError for wrong values of the right type."""
     if kind is Done and fields["failure"] is None and fields["result"] is None:
         raise ValueError("neither a result nor a failure")
     for name in ("seconds", "retries"):

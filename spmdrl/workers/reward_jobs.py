@@ -1,6 +1,6 @@
-"""Jobs of rewards, inside a worker: it scores samples by calling the functions of a run.
+"""Reward jobs, inside a worker: score samples by calling the functions of a run.
 
-`job_queue` ends a job at rewards.timeout_s; `concurrent` does so for jobs that share a worker.
+`job_queue` ends a job after rewards.timeout_s; `concurrent` does this for jobs that share a worker.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class RunningJob:
     message: str = ""
 
     @contextlib.contextmanager
-    def blaming(self, *, returned: str = "", raised: str = "") -> Iterator[None]:
-        """Make what the user's code raises the failure of the job.
+    def blame_user_code(self, *, returned: str = "", raised: str = "") -> Iterator[None]:
+        """If the user's code raises, make this the failure of the job.
 
         Args:
-            returned: goes before the message about a bad value.
-            raised: goes before the message about any other error.
+            returned: prefix of the message about a bad value.
+            raised: prefix of the message about any other error.
         """
         try:
             yield
@@ -54,20 +54,20 @@ class RunningJob:
             self.message = f"{raised}{describe_error(error)}"
 
     def done(self, result: RewardResult | ListResult | TurnResult | None) -> Done:
-        """Return its report, with the time that it took."""
+        """Return the report on this job, with the time that it took."""
         now = monotonic()
         message = self.message[:_MAX_MESSAGE_CHARS]
         return Done(self.id, now, now - self.began, self.failure, message, result, self.num_retries)
 
     @property
     def num_retries(self) -> int:
-        """Return how many calls were repeated."""
+        """Return the number of repeated calls."""
         return 0
 
 
 @dataclass(kw_only=True)
 class PartialScore(RunningJob):
-    """A sample, or a list of them, while it is scored."""
+    """A sample or a list of samples while it is scored."""
 
     work: RewardSample | RewardList
     retries: Retries
@@ -80,29 +80,29 @@ class PartialScore(RunningJob):
         return self.work.samples if isinstance(self.work, RewardList) else (self.work,)
 
     def call(self, name: str, reward: Reward) -> None:
-        """Call a function in this thread. What it raises is part of the score."""
-        with self._blaming(name, reward):
+        """Call a function in this thread. If it raises, this is the failure of the job."""
+        with self._blame_function(name, reward):
             self.scores[name] = self.retries.call(
                 lambda: reward(self.samples), transient=reward.transient
             )
 
     async def call_async(self, name: str, reward: Reward) -> None:
         """Call an `async def` function, as `call` does."""
-        with self._blaming(name, reward):
+        with self._blame_function(name, reward):
             self.scores[name] = await self.retries.call_async(
                 lambda: reward.awaited(self.samples), transient=reward.transient
             )
 
     @property
     def num_retries(self) -> int:
-        """Return how many calls were repeated."""
+        """Return the number of repeated calls."""
         return self.retries.count
 
     @contextlib.contextmanager
-    def _blaming(self, name: str, reward: Reward) -> Iterator[None]:
-        """Make what the calls of a function raise the failure of the job."""
+    def _blame_function(self, name: str, reward: Reward) -> Iterator[None]:
+        """If the calls of a function raise, make this the failure of the job."""
         before = self.retries.count
-        with self.blaming(returned=f"{name}{reward.place}: ", raised=f"{name}: "):
+        with self.blame_user_code(returned=f"{name}{reward.place}: ", raised=f"{name}: "):
             yield
         count = self.retries.count - before
         if self.failure and count:
@@ -110,7 +110,7 @@ class PartialScore(RunningJob):
 
 
 class RewardScorer:
-    """Scores samples with the functions of a Setup, of one scope at a time.
+    """Scores samples with the functions of a Setup; each job calls the functions of one scope.
 
     Raises (on construction): Refusal for a function or task that cannot be used.
     """
@@ -142,20 +142,20 @@ class RewardScorer:
 
     @property
     def concurrency(self) -> int:
-        """Return how many jobs may be under way: as many as each function that allows more
-        than one allows; 1 where none does."""
+        """Return how many jobs may run at once: the smallest number that is allowed by a function
+        that allows more than one; 1 if none does."""
         return min((r.concurrency for r in self._rewards.values() if r.concurrency > 1), default=1)
 
     @property
     def scopes(self) -> list[str]:
-        """Return the scopes in which there are functions to call."""
+        """Return the scopes of the functions."""
         scopes = [reward.scope for reward in self._rewards.values()]
         if self._tasks:
             scopes.append("sample")
         return list(dict.fromkeys(scopes))
 
     def called(self, *, is_list: bool) -> str:
-        """Return the functions that a job may call, with their lines, for messages."""
+        """Return the names and lines of the functions that a job may call, for messages."""
         names = []
         for name, reward in (*self._rewards.items(), *self._tasks.values()):
             if (reward.scope != "sample") == is_list:
@@ -163,22 +163,22 @@ class RewardScorer:
         return " or ".join(dict.fromkeys(names))
 
     def score(self, id: int, work: RewardSample | RewardList) -> Done:
-        """Do one job. Whatever the functions do becomes part of its result."""
+        """Do one job. Errors of the functions become part of its result."""
         return self.result(self.begin(id, work, calls_all=True))
 
     def begin(
         self, id: int, work: RewardSample | RewardList, *, calls_all: bool = False
     ) -> PartialScore:
-        """Begin a job and call the functions that run one at a time, or all functions."""
+        """Begin a job: call the functions that run one at a time, or all functions."""
         began = monotonic()
         retries = Retries(self._retries, end=began + self.timeout_s)
         partial = PartialScore(id=id, began=began, work=work, retries=retries)
-        for name, reward in self.left(partial):
+        for name, reward in self.remaining(partial):
             if (calls_all or reward.concurrency == 1) and not partial.failure:
                 partial.call(name, reward)
         return partial
 
-    def left(self, partial: PartialScore) -> list[tuple[str, Reward]]:
+    def remaining(self, partial: PartialScore) -> list[tuple[str, Reward]]:
         """Return the functions that are still to be called for a job."""
         if partial.failure:
             return []
@@ -186,7 +186,7 @@ class RewardScorer:
         return [(name, reward) for name, _, reward in applicable if name not in partial.scores]
 
     def result(self, partial: PartialScore) -> Done:
-        """Return the report of a job whose functions are done."""
+        """Return the report on a job whose functions are done."""
         if partial.failure:
             return partial.done(None)
         results = [self._sum(partial, index) for index in range(len(partial.samples))]
@@ -197,7 +197,7 @@ class RewardScorer:
         return partial.done(replace(results[0], failure=None))
 
     def _sum(self, partial: PartialScore, index: int) -> RewardResult:
-        """Return the weighted sum of one sample's scores; no value where no function applies."""
+        """Return the weighted sum of one sample's scores; its value is None if none applies."""
         parts = {}
         total = Score()
         applicable = self._applicable(partial.work)
@@ -223,7 +223,7 @@ class RewardScorer:
         task = make_task(spec, options)
 
         def graded(answer: str, entry: dict) -> dict[str, Any]:
-            # A task takes the whole response as the answer.
+            # The whole response is the answer.
             return reported(task.score_answer(answer, entry), pred=answer.strip())
 
         return adapt(graded, spec=spec)
@@ -235,7 +235,7 @@ class RewardScorer:
             name, reward = self._tasks[source]
             return [(name, 1.0, reward)]
         names = self._applies.get(source, self._rewards)
-        if scope == "step":  # its samples are of all sources
+        if scope == "step":  # samples of a step come from all sources
             names = self._rewards
         applicable = []
         for (name, reward), weight in zip(self._rewards.items(), self._weights):
@@ -245,11 +245,11 @@ class RewardScorer:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return what was raised and where, in one line. The error's own text may raise too."""
+    """Return an exception and where it was raised, in one line."""
     error.__traceback__ = _last_frames(error.__traceback__)
     try:
         text = error_text(error)
-    except BaseException as other:  # the user's code makes the text
+    except BaseException as other:  # `__str__` may be user code, which may raise too
         text = f"{type(error).__name__}: its text raises {type(other).__name__}"
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
@@ -258,7 +258,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def _last_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Return the last frames of a traceback: a deep recursion has a million."""
+    """Return the last frames of a traceback; a deep recursion may have a million."""
     frames = deque([trace], maxlen=_MOST_FRAMES)
     while trace is not None:
         frames.append(trace)

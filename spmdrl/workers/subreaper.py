@@ -1,10 +1,11 @@
-"""The process between the pool and a worker, which ends everything that the worker has started.
+"""The process between the pool and a worker. It kills all processes that the worker has started.
 
-    pool -> subreaper -> worker -> whatever a user's functions start
+    pool -> subreaper -> worker -> processes that a user's functions start
 
-Orphans become children of the subreaper, whatever session or group they have moved to. When the
-worker ends, the pool closes its end of the life socket, or the pool's process is killed, the
-subreaper kills all processes below it and ends with the worker's status. It imports little.
+Orphans become children of the subreaper, also if they have moved to another session or group. The
+subreaper waits until the worker ends, the pool closes its end of the life socket, or the pool's
+process is killed. Then it kills all processes below it, and ends with the worker's status. It
+imports little.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def become_worker(life: int, *, memory_bytes: int) -> None:
     """Fork: this process becomes the subreaper, and the fork returns as the worker.
 
     Args:
-        life: socket whose other end only the parent holds. The subreaper writes to it how many
-            bytes it ended the worker for.
-        memory_bytes: limit for the worker and all processes it starts; 0 for none.
+        life: socket; only the parent has the other end. If the subreaper ends the worker because of
+            its memory, it writes the number of bytes to the socket.
+        memory_bytes: limit for the worker and all processes that it starts; 0 for none.
     """
     os.set_inheritable(life, False)
     _prctl(_SUBREAPER, 1)
@@ -49,25 +50,25 @@ def become_worker(life: int, *, memory_bytes: int) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(_OOM_SCORE)
     if memory_bytes:
-        # Of private memory that is written to: RLIMIT_AS would count what torch only reserves.
+        # Limits private writable memory. RLIMIT_AS would count memory that torch only reserves.
         resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
 
 class Strays:
-    """Orphans that jobs leave behind, as the worker sees them. Children of the worker itself are
-    none: a later job may need them."""
+    """Kills orphans of jobs, from the worker. Children of the worker itself are not orphans: later
+    jobs may need them."""
 
     def __init__(self) -> None:
         subreaper = os.getppid()
         self._own = b"%d" % os.getpid()
-        # It stays open, because it is read after each job. Some kernels do not have it; there
-        # orphans are ended with the worker.
+        # The file stays open, because it is read after each job. Some kernels do not have it:
+        # orphans are then killed only when the worker ends.
         self._children = -1
         with contextlib.suppress(OSError):
             self._children = os.open(f"/proc/{subreaper}/task/{subreaper}/children", os.O_RDONLY)
 
     def end(self) -> None:
-        """Kill them. To be called between jobs: the current job may need its processes."""
+        """Kill the orphans. Call this between jobs, because a job may need its processes."""
         children = b"" if self._children < 0 else os.pread(self._children, 65536, 0)
         for child in children.split():
             if child != self._own:
@@ -93,9 +94,9 @@ def _watch(worker: int, life: int, memory_bytes: int) -> None:
         poll_ms = _SHORT_MS
     while not poller.poll(poll_ms) and not _has_ended(worker):
         _reap(worker)
-        if memory_bytes and (held := _held(memory_bytes)):
+        if memory_bytes and (used_bytes := _memory_above(memory_bytes)):
             with contextlib.suppress(OSError):
-                os.write(life, b"%d" % held)
+                os.write(life, b"%d" % used_bytes)
             break
     status = _end_all(worker)
     _end_like(os.waitstatus_to_exitcode(status))
@@ -121,7 +122,7 @@ def _end_all(worker: int) -> int:
         for pid in _tree(os.getpid())[1:]:
             _kill(pid)
         try:
-            pid, status = os.waitpid(-1, 0)  # then the children of `pid` are ours
+            pid, status = os.waitpid(-1, 0)  # then the children of `pid` are our children
         except ChildProcessError:
             return worker_status
         if pid == worker:
@@ -159,13 +160,13 @@ def _tree(pid: int) -> list[int]:
     return found
 
 
-def _held(limit: int) -> int:
-    """Return the bytes of memory of all processes below this one; 0 where that is allowed."""
-    own = _tree(os.getpid())[1:]
-    if sum(map(_resident_bytes, own)) <= limit:
+def _memory_above(limit: int) -> int:
+    """Return the bytes of memory of all processes below this one; 0 within the limit."""
+    pids = _tree(os.getpid())[1:]
+    if sum(map(_resident_bytes, pids)) <= limit:
         return 0
-    held = sum(map(_proportional_bytes, own))  # slower, but counts what forks share once
-    return held if held > limit else 0
+    used_bytes = sum(map(_proportional_bytes, pids))  # slower, but counts shared pages once
+    return used_bytes if used_bytes > limit else 0
 
 
 def _resident_bytes(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""One worker process as its parent sees it: its pipes, its jobs, and its end."""
+"""One worker process, as seen by its parent: its pipes, its jobs, and its end."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from spmdrl.workers.messages import (
 )
 from spmdrl.workers.reports import BadReport, Began, Ready, Refused, Report, Returned, take_reports
 
-# The child imports from the same places as we do, from any working directory. By -P it does not
-# import from that directory itself.
+# The child imports from the same places as this process, in any working directory. With -P it does
+# not import from the working directory.
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from spmdrl.workers.main import main; main(*map(int, sys.argv[2:]))"
@@ -51,28 +51,28 @@ class QueuedJob:
     number: int
     """Order of submission."""
     id: int
-    """Its name in messages, random: so a job cannot answer for later jobs."""
+    """Its name in messages. It is random, so that a job cannot answer for later jobs."""
     key: Hashable
     kind: type
     """RewardSample, RewardList, Open or Respond."""
     frame: bytes
     """The message to the worker."""
     sent: float | None = None
-    """When its last byte went into the pipe, time.monotonic()."""
+    """When its last byte was written to the pipe, time.monotonic()."""
     began: float | None = None
-    """When a worker that does several at once began it, time.monotonic()."""
+    """When a worker that does several jobs at once began it, time.monotonic()."""
     is_alone: bool = False
-    """It ran beside other jobs when their worker ended. To find the one to blame, each of them is
-    done again in a worker that does nothing else."""
+    """Whether a worker ended while it ran this and other jobs. To find the job to blame, each of
+    them is repeated alone in a worker."""
     deaths: int = 0
-    """Workers that ended at it, perhaps because of an earlier job."""
+    """Number of workers that ended during it, perhaps because of an earlier job."""
 
 
 class WorkerProcess:
-    """A child that does jobs: in order, or several at once where its functions allow it.
+    """A child process that does jobs in order, or several at once if its functions allow it.
 
-    The child is a subreaper, and the worker is its child. So killing it kills also what the jobs
-    started, see `subreaper`.
+    The child is a subreaper, and the worker is the subreaper's child. So killing the child also
+    kills all processes that the jobs have started, see `subreaper`.
     """
 
     def __init__(self, setup: Setup):
@@ -94,7 +94,7 @@ class WorkerProcess:
         self.stdout = self.process.stdout
         for pipe in (self.stdin, self.stdout):
             os.set_blocking(pipe.fileno(), False)
-            with contextlib.suppress(OSError):  # the system may limit pipes: that is only slower
+            with contextlib.suppress(OSError):  # the system may limit pipes, which is only slower
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._pipe_bytes = fcntl.fcntl(self.stdout.fileno(), fcntl.F_GETPIPE_SZ)
         self.started = time.monotonic()
@@ -103,9 +103,9 @@ class WorkerProcess:
         self.facts: dict[str, Any] = {}  # see Server.facts; empty until it is ready
         self.jobs: dict[int, QueuedJob] = {}  # by id, in the order in which they were added
         self.num_done = 0
-        self._held = ""  # the bytes of memory for which the subreaper ended it
-        self.fault = ""  # what it wrote that is no report; then it can only be killed
-        self.returned: list[QueuedJob] = []  # jobs that it gave back
+        self._memory_at_kill = ""  # the bytes of memory for which the subreaper ended it
+        self.fault = ""  # output that is not a report; then it can only be killed
+        self.returned: list[QueuedJob] = []  # jobs that it returned
         self._unsent: deque[tuple[QueuedJob | None, memoryview]] = deque()
         self._inbox = bytearray()
         self._begin = 0.0  # the first job cannot have begun earlier
@@ -116,17 +116,17 @@ class WorkerProcess:
 
     @property
     def concurrency(self) -> int:
-        """How many jobs it does at once, known when it is ready."""
+        """Number of jobs that it does at once; known when it is ready."""
         return self.facts.get("concurrency", 1)
 
     def called(self, job: QueuedJob) -> str:
-        """Return the user's functions that a job calls, with file and line."""
+        """Return the names of the user's functions that a job calls, with file and line."""
         return self.facts["called"].get(job.kind.__name__) or "the function"
 
     @property
     def window(self) -> int:
-        """How many jobs it may have: as many as take a quarter of a second. So jobs do not wait
-        for a slow function of one worker while others are free."""
+        """Largest number of its jobs: as many as take a quarter of a second. With more, jobs would
+        wait for a slow function of one worker while other workers are free."""
         mean_s = _WINDOW_S / 16 if self._mean_s is None else self._mean_s
         count = int(_WINDOW_S * self.concurrency / max(mean_s, 1e-6))
         return max(_MIN_WINDOW * self.concurrency, min(_MAX_WINDOW, count))
@@ -138,7 +138,7 @@ class WorkerProcess:
         return len(self.jobs) < self.window
 
     def suspects(self) -> list[QueuedJob]:
-        """Return the jobs that may be to blame when it ends or stands still: those begun."""
+        """Return the jobs that may be to blame if it ends or hangs: those that have begun."""
         begun = [job for job in self.jobs.values() if job.began is not None]
         return begun if begun else list(self.jobs.values())[:1]
 
@@ -150,7 +150,7 @@ class WorkerProcess:
         self._unsent.append((job, memoryview(job.frame)))
 
     def recall(self) -> None:
-        """Ask once for the jobs after the one that it is stuck in; see `returned`.
+        """Ask once for the jobs after the one in which it is stuck; see `returned`.
 
         It answers unless that job holds the interpreter lock.
         """
@@ -160,11 +160,11 @@ class WorkerProcess:
             self.flush()
 
     def flush(self) -> None:
-        """Write as much as the pipe takes."""
+        """Write as much as the pipe accepts."""
         with contextlib.suppress(BrokenPipeError):
             while self._unsent:
                 job, view = self._unsent[0]
-                written = self.stdin.write(view) or 0  # None: there is no room
+                written = self.stdin.write(view) or 0  # None if the pipe is full
                 if written < len(view):
                     self._unsent[0] = (job, view[written:])
                     return
@@ -185,8 +185,8 @@ class WorkerProcess:
         if not self.fault:
             self._read(results)
         if taken >= self._pipe_bytes // 2:
-            # The pipe was so full that the child may have waited to write. The next job is not to
-            # blame for that time.
+            # The pipe was so full that the child may have waited to write. That time does not count
+            # for the next job.
             self._begin = time.monotonic()
         return results
 
@@ -201,7 +201,7 @@ class WorkerProcess:
             self.fault = str(error)
 
     def _finish(self, done: Done) -> QueuedJob:
-        """Remove the job that is done, which must be a current one, and return it."""
+        """Remove and return the job that is done. It must be one that may be running."""
         current = self.suspects() if self.concurrency == 1 else self.jobs.values()
         job = next((job for job in current if job.id == done.id), None)
         if job is None:
@@ -231,10 +231,10 @@ class WorkerProcess:
             raise BadReport(f"out of turn: {report!r:.80}")
 
     def running_s(self, at: float | None = None) -> float:
-        """Return how long the job that began first has been running, seconds; 0 for none.
+        """Return how long the job that began first has been running, seconds; 0 without a job.
 
         Args:
-            at: the time to look at, time.monotonic(); now by default.
+            at: end of that time, time.monotonic(); now by default.
         """
         if not self.jobs:
             return 0.0
@@ -250,13 +250,13 @@ class WorkerProcess:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether bytes wait for room in the pipe."""
+        """Whether bytes are waiting to be written to the pipe."""
         return bool(self._unsent)
 
     def has_ended(self) -> bool:
-        """Return whether the child has ended.
+        """Return whether the child has ended, without reaping it.
 
-        It is reaped only by `kill`, so that no other process can have its id before.
+        Only `kill` reaps it, so that until then no other process can get its id.
         """
         if self.process.returncode is not None:
             return True
@@ -269,7 +269,7 @@ class WorkerProcess:
         return self.process.returncode
 
     def kill(self) -> None:
-        """End the child and everything that it started."""
+        """Kill the child and all processes that it started."""
         if self.process.returncode is not None:
             return
         with contextlib.suppress(OSError):
@@ -279,17 +279,18 @@ class WorkerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)  # the subreaper itself may hang
         self.process.wait()
         with contextlib.suppress(OSError):
-            self._held = self._life.recv(100).decode("ascii", "replace")
+            self._memory_at_kill = self._life.recv(100).decode("ascii", "replace")
         for pipe in (self.stdin, self.stdout, self._life):
             pipe.close()
 
-    def death(self) -> str:
-        """Return how a child that has ended came to its end."""
+    def describe_end(self) -> str:
+        """Return a sentence on how a child ended."""
         code = self.exit_code()
-        if self._held.isdigit():
+        if self._memory_at_kill.isdigit():
             return (
-                f"the worker process and what it started held {int(self._held) / 2**30:.2f} GiB, "
-                f"above rewards.worker_memory_gib = {self._memory_bytes / 2**30:g}"
+                "the worker process and the processes that it started used "
+                f"{int(self._memory_at_kill) / 2**30:.2f} GiB, above rewards.worker_memory_gib = "
+                f"{self._memory_bytes / 2**30:g}"
             )
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         return f"the worker process ended with {how} at work"

@@ -179,10 +179,10 @@ def test_a_way_without_a_limit_of_processes_comes_last_and_is_named(has_other, m
     ways_of_here = [("user namespaces", Way(new_user=True)), ("another", Way(landlock=True))]
     monkeypatch.setattr(ways, "ways", lambda: ways_of_here)
     limited = {"user namespaces": False, "another": has_other}
-    monkeypatch.setattr(ways, "tried", lambda way, *, name: _found(process_limit=limited[name]))
-    way, found = ways.chosen_way.__wrapped__()
+    monkeypatch.setattr(ways, "probe_way", lambda way, *, name: _found(process_limit=limited[name]))
+    way, found = ways.choose_way.__wrapped__()
     assert way.landlock == has_other and found.process_limit == has_other
-    assert ("cannot limit here how many processes" in caplog.text) == (not has_other)
+    assert ("the sandbox cannot limit how many processes" in caplog.text) == (not has_other)
 
 
 def test_what_cannot_be_removed_is_said(tmp_path, monkeypatch, caplog):
@@ -194,7 +194,7 @@ def test_what_cannot_be_removed_is_said(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(removal, "remove_folder", busy)
     with removal.own_folder() as folder:
         pass
-    assert f"{folder}: what a program left there cannot be removed" in caplog.text
+    assert f"{folder}: files of a program there cannot be removed" in caplog.text
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -231,9 +231,9 @@ MARK_BYTES = MARK_MB << 20
 def test_sixty_hostile_programs_are_contained_and_nothing_is_left(number, tmp_path, monkeypatch):
     """In the way that is chosen here; nightly in each."""
     assert len(PROGRAMS) >= 60
-    name, way = ways.ways()[number] if number else ("chosen", ways.chosen_way()[0])
+    name, way = ways.ways()[number] if number else ("chosen", ways.choose_way()[0])
     try:
-        ways.tried(way, name=name)
+        ways.probe_way(way, name=name)
     except LaunchError as error:
         pytest.skip(f"{name} is not permitted here: {error}")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # folders of programs, where there are

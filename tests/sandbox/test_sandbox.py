@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not protection().is_enough, reason=protection().text),
 ]
-needs_filter = pytest.mark.skipif(not ways.chosen_way()[0].seccomp, reason="needs seccomp")
+needs_filter = pytest.mark.skipif(not ways.choose_way()[0].seccomp, reason="needs seccomp")
 SLACK_S = 40.0  # the machine may be busy; a program that escapes would sleep for 60
 
 
@@ -287,7 +287,7 @@ def test_neither_we_nor_other_processes_can_be_signalled():
     assert got.stdout == "tried\n"
 
 
-@pytest.mark.skipif(not ways.chosen_way()[0].namespaces, reason="needs a pid namespace")
+@pytest.mark.skipif(not ways.choose_way()[0].namespaces, reason="needs a pid namespace")
 def test_killing_everyone_kills_only_itself():
     other = subprocess.Popen(["sleep", "60"])
     try:
@@ -489,7 +489,7 @@ def test_new_namespaces_and_other_doors_of_the_kernel_are_shut():
 def test_each_way_that_works_here_keeps_what_it_says(name, way, tmp_path):
     """As root some cannot work: another user may have no right to read this Python."""
     try:
-        found = ways.tried(way, name=name)
+        found = ways.probe_way(way, name=name)
     except LaunchError as error:
         pytest.skip(f"{name} is not permitted here: {error}")
     assert found.is_enough, found

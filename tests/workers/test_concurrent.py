@@ -129,7 +129,7 @@ def test_a_failing_sample_costs_only_itself_whoever_was_under_way(place, name, b
 
 
 def test_every_call_that_hangs_is_a_timeout_and_they_pass_at_once(place, monkeypatch):
-    monkeypatch.setattr(job_queue, "_SILENT_S", 20.0)  # a busy machine may keep the worker waiting
+    monkeypatch.setattr(job_queue, "_REPORT_S", 20.0)  # a busy machine may keep the worker waiting
     with pool_of(f"{place}:waits", timeout_s=4.0) as pool:
         pool.start()
         keeper, began = pool._workers[0].process.pid, time.monotonic()

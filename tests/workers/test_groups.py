@@ -19,7 +19,7 @@ from spmdrl.rollout.sampled_source import group_hints
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import step_sums
 from spmdrl.types import Prompt
-from spmdrl.workers.joining import Call, Joining
+from spmdrl.workers.joining import Call, ResultJoiner
 from spmdrl.workers.messages import Done, ListResult, RewardResult
 from spmdrl.workers.pool import RewardPool
 from tests.helpers.built import small_model
@@ -132,7 +132,7 @@ def test_rewards_of_samples_and_of_groups_add_up_in_order(place):
     with pool_of(*functions, weights=(1.0, 10.0, 0.1)) as pool:
         found = scored(pool, a=["x y", "x"], b=["alone", "x"])
     assert found["a", 0].value == pytest.approx(1.0 + 0.3 + 0.2)
-    assert not pool._joining._groups and not pool._joining._partial
+    assert not pool._joiner._groups and not pool._joiner._partial
     assert list(found["a", 0].parts.items()) == [("chars", 0.03), ("longest", 1.0), ("waits", 2.0)]
     assert found["a", 0].metrics["chars/letters"] == 3.0
     # A sample that fails by itself was in its group all the same, and costs the others nothing.
@@ -143,7 +143,7 @@ def test_rewards_of_samples_and_of_groups_add_up_in_order(place):
 def test_the_scope_sample_gives_lists_of_one_and_none_for_all_is_a_failure(place):
     with pool_of(f"{place}:longest", scope="sample") as pool:
         found = scored(pool, a=["a", "a b"], b=["raise", "a"])
-        assert not pool._joining._groups and not pool._joining._partial
+        assert not pool._joiner._groups and not pool._joiner._partial
     assert [r.value for r in found.values()] == [1.0, 1.0, None, 1.0]
     with pool_of(f"{place}:none", f"{place}:longest") as pool:
         assert [r.value for r in scored(pool, a=["a", "b c"]).values()] == [0.0, 1.0]
@@ -152,7 +152,7 @@ def test_the_scope_sample_gives_lists_of_one_and_none_for_all_is_a_failure(place
 
 
 def test_a_worker_that_answers_for_too_few_samples_is_not_believed():
-    joining = Joining()
+    joining = ResultJoiner()
     for i in range(2):
         joining.add(i, RewardSample({}, "", [], False), group="g", what="data row 0")
     call, work = joining.close("g")
@@ -164,7 +164,7 @@ def test_a_worker_that_answers_for_too_few_samples_is_not_believed():
 
 @pytest.mark.parametrize("failure", [None, "error"])
 def test_calls_of_a_group_that_were_made_again_count_once(failure):
-    joining = Joining()
+    joining = ResultJoiner()
     for i in range(2):
         joining.add(i, RewardSample({}, "", [], False), group="g", what="data row 0")
     alone = Done(1, 0.0, 1.0, result=RewardResult(None, 1.0), retries=1)
@@ -197,7 +197,7 @@ def test_the_loop_scores_a_group_when_its_last_sample_is_drawn(place):
 
 
 def test_a_group_is_scored_in_the_order_of_its_samples_whichever_ended_first(place):
-    joining = Joining()
+    joining = ResultJoiner()
     for i in (2, 10, 0, 1):
         sample = RewardSample({}, f"said {i}", [], False)
         joining.add(f"train-0-0-{i}", sample, group="g", what="a row", position=i)
