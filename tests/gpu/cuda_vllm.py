@@ -263,12 +263,27 @@ def _threads_after_engine(model: Path) -> int:
     return torch.get_num_threads()
 
 
+def _prints_tuning() -> bool:
+    """Return whether vLLM has Triton print what it tunes, in the whole process."""
+    import vllm.utils.jit_monitor as monitor
+
+    triton = ModuleType("triton")
+    triton.knobs = SimpleNamespace(autotuning=SimpleNamespace(print=False))
+    with (
+        mock.patch.object(monitor, "HAS_TRITON", True),
+        mock.patch.dict(sys.modules, {"triton": triton}),
+    ):
+        monitor._setup_triton_autotuning_print()
+    return triton.knobs.autotuning.print
+
+
 def facts(folder: Path) -> dict[str, Any]:
     """Return what vLLM decides on GPUs, for the arguments and groups of this program."""
     from spmdrl.engine.vllm.internals import prepare_process
 
     believe_in_gpus()
     os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="3", VLLM_SKIP_P2P_CHECK="0")
+    os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "1"
     prepare_process(on_cpu=False, compiles=True)
     threads = _threads()
     have_vllm_believe()
@@ -278,6 +293,7 @@ def facts(folder: Path) -> dict[str, Any]:
         "threads": threads | {"torch": _threads_after_engine(folder / "qwen3")},
         "configurations": configurations,
         "groups": {str(c): _groups(layout, has_custom=c) for c in (True, False)},
+        "prints_tuning": _prints_tuning(),
     }
 
 

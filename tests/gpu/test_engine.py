@@ -112,6 +112,10 @@ def test_every_rank_makes_vllms_groups_and_only_engines_open_communicators(on_gp
         assert {"pynccl", "symm_mem"} <= set(rank["opened"])
 
 
+def test_vllm_does_not_have_triton_print_what_the_trainer_tunes(on_gpus):
+    assert on_gpus["prints_tuning"] is False
+
+
 def test_threads_are_as_many_as_before_vllm(on_gpus):
     assert on_gpus["threads"] == {"asked": "3", "compile": 3, "torch": 5}
 

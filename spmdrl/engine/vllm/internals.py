@@ -67,6 +67,10 @@ def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine core stays in this process
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # It splits the job's own group, which is not bound to a device.
+    os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "0"
+    # vLLM would have Triton print each kernel that it tunes, also those of the trainer.
+    os.environ.setdefault("TRITON_PRINT_AUTOTUNING", "0")
     if on_cpu:
         os.environ["VLLM_DIST_IDENT"] = f"spmdrl-{os.environ['MASTER_PORT']}"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
