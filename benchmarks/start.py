@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import platform
+import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -15,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import tyro
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,22 +26,77 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def torchrun(ranks: int, program: Path | str, *arguments: str, timeout_s: float) -> str:
     """Run a program under torchrun to its end, one thread to a rank, in this checkout, and return
-    what it printed.
-
-    Raises: RuntimeError with the end of what it printed, when it fails.
-    """
+    what it printed; see `output_of`."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, str(ranks), str(program), *arguments],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
-    return done.stdout
+    words = [sys.executable, "-m", *launcher, str(ranks), str(program), *arguments]
+    # Before what is there already: packages may be found only by it.
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    return output_of(words, timeout_s=timeout_s, variables=own)
+
+
+def output_of(
+    words: list[str], *, timeout_s: float, variables: Mapping[str, str] | None = None
+) -> str:
+    """Run a program to its end, in this checkout, and return what it printed to stdout.
+
+    What it started ends with it: ranks that a killed launcher leaves behind would hold their GPU.
+
+    Args:
+        variables: of the environment, beside this process's own.
+    Raises: RuntimeError when it fails or does not end in time. Its first line holds the last words
+        of the program, the lines after it all that the program printed.
+    """
+    problem = ""
+    # Files, since a pipe would stay open where a process that left the tree holds it.
+    with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
+        job = subprocess.Popen(
+            words, cwd=ROOT, env=os.environ | (variables or {}), stdout=printed, stderr=errors
+        )
+        try:
+            job.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            problem = f"no end in {timeout_s:.0f} s; last words: "
+            end_tree(job.pid)
+            job.wait()
+        printed.seek(0)
+        errors.seek(0)
+        found = printed.read()
+        everything = f"{found}\n{errors.read()}"
+    if job.returncode or problem:
+        raise RuntimeError(f"{problem}{last_words(everything)}\n{everything}")
+    return found
+
+
+def end_tree(pid: int) -> None:
+    """Kill a process, and all that it started and that they started; wait until these are gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        first = psutil.Process(pid)
+        others = first.children(recursive=True)
+        for process in (first, *others):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(others, timeout=5)  # then their GPUs are free
+
+
+# Of torchrun, after the ranks' own words.
+_LAUNCHER = ("ChildFailedError", "torch/distributed/", "torch.distributed.elastic", "error_file")
+
+
+def last_words(printed: str) -> str:
+    """Return the end of what a failed process printed: its error, in most cases."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    own = [line for line in lines if not any(word in line for word in _LAUNCHER)]
+    errors = [line for line in own if re.search(r"Error\b|Refusal\b|\berror:", line)]
+    return (errors or own or lines or ["nothing printed"])[-1].removeprefix("traceback : ")[:300]
+
+
+def quick_folder(nbytes: float) -> str | None:
+    """Return a folder in memory with room for so many bytes, of temporary files; None where there
+    is none. In containers it is often too small."""
+    shm = Path("/dev/shm")
+    has_room = shm.is_dir() and shutil.disk_usage(shm).free > 1.2 * nbytes
+    return str(shm) if has_room else None
 
 
 def as_flags(fields: Mapping[str, object]) -> list[str]:
