@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 import tyro
-from start import say_commit
+from start import quick_folder, say_commit
 
 from spmdrl import config
 from spmdrl.config import Config, StreamSettings
@@ -59,6 +59,12 @@ class Options:
     """Bytes of one bucket; 0 has it chosen."""
     dtype: str = "bfloat16"
     """Dtype of the engine; masters are float32."""
+    hidden: int = 768
+    """Width of the model; its layers follow from the size."""
+    engine_frac: float = config.EngineSettings.gpu_memory_frac
+    """Share of a GPU's memory for the engine."""
+    eager: bool = False
+    """Start the engine without compilation and CUDA graphs, which a push does not need."""
     rounds: int = 9
     """Timed rounds; the median counts."""
 
@@ -78,28 +84,44 @@ def make_config(options: Options, *, world_size: int, folder: Path) -> Config:
         data=config.DataSettings(train="task:addition", size=1, max_prompt_tokens=64),
         sampling=config.SamplingSettings(max_response_tokens=64),
         engine=config.EngineSettings(
-            dtype=options.dtype, cpu_kv_cache_gib=0.1, max_num_seqs=4, max_batched_tokens=128
+            dtype=options.dtype,
+            cpu_kv_cache_gib=0.1,
+            gpu_memory_frac=options.engine_frac,
+            max_num_seqs=4,
+            max_batched_tokens=128,
+            options={"enforce_eager": True} if options.eager else {},
         ),
         stream=StreamSettings(bucket_bytes=options.bucket_bytes, mode="traced"),
     )
 
 
-def make_model(folder: Path, *, megabytes: int, itemsize: int) -> None:
-    """Write a Qwen3 of about the asked size."""
+def layers_of(options: Options) -> int:
+    """Return the number of layers that make about the asked size."""
+    hidden = options.hidden
+    block = 2.5 * hidden**2 + 3 * hidden * _intermediate(hidden)  # a quarter as many kv heads
+    itemsize = getattr(torch, options.dtype).itemsize
+    return max(1, round(options.megabytes * 1e6 / itemsize / block))
+
+
+def _intermediate(hidden: int) -> int:
+    return hidden * 8 // 3 // 64 * 64
+
+
+def make_model(folder: Path, options: Options, *, device: torch.device) -> None:
+    """Write a Qwen3 of about the asked size, made on the device: for a CPU it takes long."""
     from spmdrl.tools.commands.create_model import create_model
 
-    hidden, intermediate = 768, 2048
-    block = 2.5 * hidden**2 + 3 * hidden * intermediate  # half as many kv heads
-    layers = max(1, round(megabytes * 1e6 / itemsize / block))
-    create_model(
-        folder,
-        architecture="qwen3",
-        hidden_size=hidden,
-        layers=layers,
-        heads=12,
-        kv_heads=3,
-        intermediate=intermediate,
-    )
+    heads = options.hidden // (128 if options.hidden >= 2048 else 64)
+    with device:
+        create_model(
+            folder,
+            architecture="qwen3",
+            hidden_size=options.hidden,
+            layers=layers_of(options),
+            heads=heads,
+            kv_heads=heads // 4,
+            intermediate=_intermediate(options.hidden),
+        )
 
 
 def seconds_of(run: object, world: World) -> float:
@@ -161,9 +183,7 @@ def measure(options: Options, cfg: Config, *, folder: Path) -> dict:
 
     world = World.start(cfg)
     if world.rank == 0:
-        make_model(
-            folder, megabytes=options.megabytes, itemsize=getattr(torch, options.dtype).itemsize
-        )
+        make_model(folder, options, device=world.device)
     dist.barrier(group=world.control)
     engine, trainer = VllmEngine(cfg, world), make_trainer(cfg, world)
     stream = WeightStream(trainer.weights, engine, world)
@@ -205,7 +225,9 @@ def main() -> None:
     """Measure and print."""
     options = tyro.cli(Options)
     launch = read_launch()
-    folder = Path(tempfile.gettempdir()) / f"spmdrl-stream-{launch.port}"
+    float32_bytes = 4 * options.megabytes * 1e6 / getattr(torch, options.dtype).itemsize
+    base = quick_folder(float32_bytes) or tempfile.gettempdir()
+    folder = Path(base) / f"spmdrl-stream-{launch.port}"
     if launch.rank == 0:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     cfg = make_config(options, world_size=launch.world_size, folder=folder)
