@@ -79,7 +79,8 @@ kill: venv
 GPU_PYTHON ?= $(firstword $(wildcard $(BIN)/python) python3)
 
 gpu:
-	$(GPU_PYTHON) -m benchmarks.gpu $(if $(PARTS),--parts $(PARTS))
+	$(GPU_PYTHON) -m benchmarks.gpu $(if $(MINUTES),--minutes $(MINUTES)) \
+	  $(if $(PARTS),--parts $(PARTS))
 
 # For the tests of model.memory.optimizer_dtype int8. Beside the environment, not in it, since
 # transformers imports torchao wherever it is found, with warnings, in each rank of each run.

@@ -37,6 +37,8 @@ class Options:
     device: Literal["cpu", "cuda"] = "cuda"
     rounds: int = 8
     """Calls that count, after three that do not."""
+    limit_s: float = 60.0
+    """Seconds of this process, which starts no other."""
 
 
 @dataclass(frozen=True)

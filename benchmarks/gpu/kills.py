@@ -6,7 +6,6 @@ python -m benchmarks.gpu.kills --device cpu                   # a rehearsal
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -18,14 +17,16 @@ from pathlib import Path
 import psutil
 import tyro
 
-from benchmarks.gpu.rows import attempt, judged, last_words
-from benchmarks.gpu.train_runs import CASES, flags_of
+from benchmarks.gpu.rows import Clock, attempt, judged
+from benchmarks.gpu.train_runs import CASES, EAGER, flags_of
 from benchmarks.gpu.train_runs import Options as RunOptions
-from benchmarks.start import ROOT, as_flags
+from benchmarks.start import ROOT, as_flags, end_tree, last_words
 from spmdrl.tools.commands.create_model import create_model
 
 _AIM_S = 60.0  # the deadline of a wait below, and what torchrun takes to end the ranks
 _WAIT_S = 30
+_NEEDS_S = 80.0  # of one kill: to start a job, and for what comes after the kill
+_AFTER_S = 45.0  # the wait, and what ends the other ranks and torchrun
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,23 @@ class Options:
     """What to run."""
 
     device: str = "cuda"
-    timeout_s: float = 150.0
+    limit_s: float = 280.0
+    """Seconds of this process; see `rows.Clock`."""
 
 
-def kill(rank: int, options: Options, scratch: Path) -> None:
-    """Start a split job of two ranks, kill one in its third step, and tell how the job ends."""
+def kill(rank: int, options: Options, scratch: Path, *, timeout_s: float) -> None:
+    """Start a split job of two ranks, kill one in its third step, and tell how the job ends.
+
+    Args:
+        timeout_s: for all of it.
+    """
+    deadline = time.monotonic() + timeout_s
     model = create_model(scratch / "model", hidden_size=256, heads=4, initializer_std=256**-0.5)
     out, printed = scratch / f"run_{rank}", scratch / f"printed_{rank}"
     flags = flags_of(
         CASES["split"], RunOptions("split", options.device, 1000), model=model, out=out
     )
-    flags |= {"layout.wait-timeout-s": _WAIT_S}
+    flags |= {"layout.wait-timeout-s": _WAIT_S, "engine.options": EAGER}
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     with printed.open("w") as file:
         job = subprocess.Popen(
@@ -51,10 +58,11 @@ def kill(rank: int, options: Options, scratch: Path) -> None:
             stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     try:
-        metrics, deadline = out / "metrics.jsonl", time.monotonic() + options.timeout_s
+        metrics = out / "metrics.jsonl"
         while not metrics.exists() or metrics.read_text().count("policy/loss") < 3:
-            assert job.poll() is None, last_words(printed.read_text())
-            assert time.monotonic() < deadline, "three steps took too long"
+            printed_now = printed.read_text()
+            assert job.poll() is None, f"{last_words(printed_now)}\n{printed_now}"
+            assert time.monotonic() < deadline - _AFTER_S, f"no three steps yet\n{printed_now}"
             time.sleep(0.1)
         victim = next(
             p for p in psutil.Process(job.pid).children(recursive=True)
@@ -62,8 +70,9 @@ def kill(rank: int, options: Options, scratch: Path) -> None:
         )  # fmt: skip
         victim.kill()
         began = time.monotonic()
-        job.wait(timeout=options.timeout_s)
-        seconds, said = time.monotonic() - began, printed.read_text()
+        job.wait(timeout=max(1.0, deadline - began))
+        seconds = time.monotonic() - began
+        said = printed.read_text()
         named = [line for line in said.splitlines() if "peer" in line or "missing" in line]
         judged(
             f"{'an engine' if rank else 'a trainer'} killed in step 3: the job ends",
@@ -75,18 +84,21 @@ def kill(rank: int, options: Options, scratch: Path) -> None:
             said=said[-2000:],
         ).tell()
     finally:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in [*psutil.Process(job.pid).children(recursive=True)]:
-                process.kill()
-        job.kill()
-        job.wait()
+        if job.poll() is None:
+            end_tree(job.pid)
+            job.wait()
 
 
 def main(options: Options) -> None:
     """Kill a trainer, then an engine."""
+    clock = Clock(options.limit_s)
     for rank in (0, 1):
-        with tempfile.TemporaryDirectory() as scratch, attempt(f"rank {rank} of 2 killed"):
-            kill(rank, options, Path(scratch))
+        what = f"rank {rank} of 2 killed"
+        if not clock.has(_NEEDS_S, what=what):
+            continue
+        timeout_s = clock.left_s / (2 - rank)
+        with tempfile.TemporaryDirectory() as scratch, attempt(what):
+            kill(rank, options, Path(scratch), timeout_s=timeout_s)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ import torch
 import tyro
 
 from benchmarks.gpu import parity
-from benchmarks.gpu.rows import attempt, read_rows
+from benchmarks.gpu.rows import Clock, attempt, read_rows
 from benchmarks.start import torchrun
 from spmdrl.tools.commands.create_model import create_model
 from spmdrl.world.launch import read_launch
+
+_NEEDS_S, _MOST_S = 25.0, 90.0  # of one mesh
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Options:
     folder: Path = Path()
     only: tuple[str, ...] = ()
     """Names of meshes; empty: all."""
-    timeout_s: float = 90.0
+    limit_s: float = 300.0
+    """Seconds of this process; see `rows.Clock`."""
 
 
 def meshes(ranks: int) -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -81,6 +84,7 @@ def main(options: Options) -> None:
     """Compute the references, then every mesh."""
     if options.mesh:
         return child(options)
+    clock = Clock(options.limit_s)
     with tempfile.TemporaryDirectory() as scratch:
         for architecture in ("qwen3", "qwen3_moe"):
             folder = create_model(
@@ -92,10 +96,13 @@ def main(options: Options) -> None:
                 parity.update(parity.config_of(folder, "cpu", plain)), folder.with_suffix(".pt")
             )
         for mesh in options.only or meshes(options.ranks):
-            with attempt(f"{mesh} of {options.ranks} ranks"):
+            what = f"{mesh} of {options.ranks} ranks"
+            if not clock.has(_NEEDS_S, what=what):
+                continue
+            with attempt(what):
                 words = ("-m", "benchmarks.gpu.meshes", "--mesh", mesh, "--folder", scratch)
                 words += ("--ranks", str(options.ranks), "--device", options.device)
-                printed = torchrun(options.ranks, *words, timeout_s=options.timeout_s)
+                printed = torchrun(options.ranks, *words, timeout_s=min(_MOST_S, clock.left_s))
                 for row in read_rows(printed):
                     row.tell()
 

@@ -20,7 +20,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from benchmarks.gpu.rows import Row, attempt, judged
+from benchmarks.gpu.rows import Clock, Row, attempt, judged
 from benchmarks.start import scalars_of
 from spmdrl import config
 from spmdrl.config import Config
@@ -35,6 +35,9 @@ from spmdrl.world.world import World
 LENGTHS = (37, 128, 3, 250, 90, 64, 199, 5)
 _BF16_ANGLE, _BF16_LENGTH = 0.995, 0.02  # least cosine, most relative difference in bfloat16
 _F32_ANGLE, _F32_LENGTH = 0.9999, 1e-3
+
+
+_VARIANT_S, _COMPILED_S = 2.0, 20.0  # that a variant takes at least
 
 
 def _kernels(**how: Any) -> dict[str, Any]:
@@ -71,6 +74,8 @@ class Options:
 
     device: str = "cuda"
     variants: tuple[str, ...] = field(default_factory=lambda: (*VARIANTS,))
+    limit_s: float = 60.0
+    """Seconds of this process; see `rows.Clock`."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,7 @@ def tell(name: str, found: Updated, reference: Updated, *, is_float32: bool) -> 
 
 def main(options: Options) -> None:
     """Compute the reference, then every variant."""
+    clock = Clock(options.limit_s)
     with tempfile.TemporaryDirectory() as scratch:
         path = create_model(
             Path(scratch) / "model", hidden_size=256, heads=4, kv_heads=2, intermediate=512,
@@ -183,10 +189,13 @@ def main(options: Options) -> None:
         )  # fmt: skip
         reference = update(config_of(path, "cpu", PLAIN | {"compute_dtype": "float32"}))
         for name in options.variants:
-            with attempt(f"update, {name}"):
+            what = f"update, {name}"
+            if not clock.has(_COMPILED_S if name == "compile" else _VARIANT_S, what=what):
+                continue
+            with attempt(what):
                 cfg = config_of(path, options.device, VARIANTS[name])
                 if lacking := _lacking(name, options.device):
-                    Row(f"update, {name}", lacking, verdict="not run").tell()
+                    Row(what, lacking, verdict="not run").tell()
                     continue
                 is_float32 = cfg.model.compute_dtype == "float32"
                 tell(name, update(cfg), reference, is_float32=is_float32)

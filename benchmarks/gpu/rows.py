@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import psutil
 
 _MARK = "ROW "
 Verdict = Literal["met", "missed", "measured", "failed", "not run"]
@@ -45,21 +50,52 @@ def read_rows(printed: str) -> Iterator[Row]:
             yield Row(**json.loads(line.removeprefix(_MARK)))
 
 
-def last_words(printed: str) -> str:
-    """Return the end of what a failed process printed: its error, in most cases."""
-    lines = [line.strip() for line in printed.splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line or "error:" in line]
-    return (errors or lines or ["nothing printed"])[-1][-300:]
-
-
 @contextmanager
 def attempt(what: str) -> Iterator[None]:
-    """Tell a failure inside as a row of its own, and go on: the other rows are worth having."""
+    """Tell a failure inside as a row of its own, and go on: the other rows are worth having. The
+    traceback goes to stderr, and so into the part's log."""
     try:
         yield
     except Exception as error:
-        first = str(error).strip().split("\n")
-        Row(what, f"{type(error).__name__}: {' '.join(first)[:300]}", verdict="failed").tell()
+        traceback.print_exc()
+        # What a process that failed says, `output_of` writes into the first line.
+        first = (str(error).strip() or "no message").split("\n")[0]
+        Row(what, f"{type(error).__name__}: {first[:300]}", verdict="failed").tell()
+
+
+_MARGIN_S = 8.0
+"""What is left, at the end of a part, for ending its processes and telling their rows."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The time that a part has.
+
+    What a part starts gets `left_s` as its own limit. So it ends, and its row is told, before the
+    whole part is ended from outside.
+    """
+
+    limit_s: float
+    """Seconds of the part, from the start of its process."""
+    began: float = field(default_factory=lambda: psutil.Process().create_time())
+    """By `time.time()`."""
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that something may take which starts now; 1 at least."""
+        return max(1.0, self.began + self.limit_s - _MARGIN_S - time.time())
+
+    def has(self, needs_s: float, *, what: str) -> bool:
+        """Return whether there are so many seconds left; tell a row where there are not."""
+        if self.left_s >= needs_s:
+            return True
+        Row(what, lacking_time(self.left_s, needs_s), verdict="not run").tell()
+        return False
+
+
+def lacking_time(left_s: float, needs_s: float) -> str:
+    """Return why something was not run."""
+    return f"{left_s:.0f} s left, needs {needs_s:.0f}"
 
 
 def median_seconds(step: Callable[[], object], *, warm: int, rounds: int, wait: Any) -> float:
@@ -68,9 +104,6 @@ def median_seconds(step: Callable[[], object], *, warm: int, rounds: int, wait: 
     Args:
         warm: calls before those that count. wait: returns when the device has nothing to do.
     """
-    import statistics
-    import time
-
     took = []
     for turn in range(warm + rounds):
         wait()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.parts import PARTS
 from spmdrl.checkpoint.state import rng_state, set_rng_state
 from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.provenance import describe_environment

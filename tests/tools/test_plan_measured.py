@@ -10,7 +10,7 @@ import pytest
 from spmdrl.tools.commands.plan import main
 from spmdrl.tools.plan.run import FORMULA_RATES
 
-gpu = pytest.importorskip("benchmarks.gpu.__main__")
+table = pytest.importorskip("benchmarks.gpu.table")
 from benchmarks.gpu import engine  # noqa: E402
 from benchmarks.gpu.push import link_row  # noqa: E402
 from benchmarks.gpu.rows import Row  # noqa: E402
@@ -28,12 +28,9 @@ def written(tmp_path, monkeypatch):
 
     def write(*numbers, device="NVIDIA H200"):
         about = {"GPU": f"1 x {device}", "torch": "2"}
-        monkeypatch.setattr(gpu, "RESULTS", tmp_path)
-        monkeypatch.setattr(gpu, "ROOT", tmp_path)
-        monkeypatch.setattr(gpu, "machine", lambda: about)
-        gpu.keep([("part", Row("what", "found", numbers=own)) for own in numbers])
-        (path,) = tmp_path.glob("*.json")
-        return path
+        monkeypatch.setattr(table, "RESULTS", tmp_path)
+        rows = [("part", Row("what", "found", numbers=own)) for own in numbers]
+        return table.keep(rows, about, command="make gpu").with_suffix(".json")
 
     return write
 
@@ -124,7 +121,7 @@ def test_rates_are_the_best_of_the_rows_of_each_kind():
         ("engine_1b", Row("b", "", numbers={"kind": "engine_step_s", "engine_step_s": 0.004})),
         ("engine_1b", Row("c", "", numbers={"seconds": 3})),
     ]
-    assert gpu.rates_of(rows, {"GPU": "8 x NVIDIA H100 80GB HBM3"}) == {
+    assert table.rates_of(rows, {"GPU": "8 x NVIDIA H100 80GB HBM3"}) == {
         "gpu": "8 x NVIDIA H100 80GB HBM3",
         "matmul_frac": 0.4,
         "link_frac": pytest.approx(0.6),
