@@ -33,10 +33,8 @@ class AllToAll:
     num_arriving: Sequence[int]  # [R], tokens
     dp_of_rank: Sequence[int]  # [R], data-parallel index; -1 for ranks that do not train
     dp_of_sequence: Tensor  # [S] int64, data-parallel index that trains on the sequence
-    wire: torch.device
-    """The device on which the backend takes tensors."""
-    device: torch.device
-    """The device for received tensors."""
+    group: dist.ProcessGroup | None
+    """gloo group of all ranks. Rollouts are made on the host, and packed there too."""
 
     def send(
         self,
@@ -45,17 +43,32 @@ class AllToAll:
         num_leaving: Sequence[int] | None = None,
         num_arriving: Sequence[int] | None = None,
     ) -> Tensor:
-        """Send rows and return the rows received, on `device`.
+        """Send rows and return the rows received. A single rank's are returned as they are.
 
         Args:
+            rows: on the host.
             num_leaving, num_arriving: rows per rank; by default one for each token.
         """
         leaving = [*(self.num_leaving if num_leaving is None else num_leaving)]
         arriving = [*(self.num_arriving if num_arriving is None else num_arriving)]
-        rows = rows.to(self.wire)
+        if len(leaving) == 1:
+            return rows
         received = rows.new_empty(sum(arriving), *rows.shape[1:])
-        dist.all_to_all_single(received, rows, arriving, leaving)
-        return received.to(self.device)
+        dist.all_to_all_single(received, rows, arriving, leaving, group=self.group)
+        return received
+
+
+def to_device(tensor: Tensor, device: torch.device | str, *, non_blocking: bool = True) -> Tensor:
+    """Return a tensor on a device.
+
+    Args:
+        non_blocking: a copy may still be under way when this returns. From the host to a GPU it
+            goes through pinned memory: from other memory, it would wait for all that is launched.
+    """
+    device = torch.device(device)
+    if non_blocking and device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=non_blocking)
 
 
 class TokenColumn(ABC):
@@ -233,7 +246,7 @@ class RowColumn(TokenColumn):
         return cls(torch.cat([part.rows for part in parts]))
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Self:
-        return type(self)(self.rows.to(device, non_blocking=non_blocking))
+        return type(self)(to_device(self.rows, device, non_blocking=non_blocking))
 
     def exchange(self, numbers: Sequence[Tensor], all_to_all: AllToAll) -> Self:
         flat = self.rows.flatten(1).contiguous()

@@ -82,7 +82,8 @@ def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
         rollouts: this rank's finished sequences, possibly none. Exactly one rank must hold each
             (group, sample).
         step: for the names of the waits.
-    Returns: the Batch, with micro-batches on world.device and scalars on the CPU.
+    Returns: the Batch, with micro-batches on world.device, which remember those on the host that
+        they are copies of, and scalars on the CPU.
     Raises, on all ranks: RuntimeError if two ranks hold the same (group, sample) or if there is no
         sequence; RewardFailed if no sequence is valid; Refusal for a valid reward that is not
         finite, a sequence without tokens, or one longer than batch.tokens_per_microbatch.
@@ -235,8 +236,7 @@ def _move(
         num_arriving=[int(lengths[rows].sum()) for rows in from_rank],
         dp_of_rank=dp_of_rank,
         dp_of_sequence=dp_ids,
-        wire=world.wire,
-        device=world.device,
+        group=world.control,
     )
     with world.watch.wait("exchange tokens", step):
         received = _send(rollouts, table.columns, order=order, all_to_all=all_to_all)
@@ -296,29 +296,27 @@ def _cut(
     lengths = table.scalars.lengths
     of_dummy = {key: column.of_dummy() for key, column in table.columns.items()}
     extra = {key: column for key, column in of_dummy.items() if column is not None}
-    dummy = replace(dummy_microbatch(world.device), extra_columns=extra).to(world.device)
+    dummy = replace(dummy_microbatch(torch.device("cpu")), extra_columns=extra)
     updates = []
     for update, num_microbatches in enumerate(plan.num_microbatches):
         microbatches = []
         for i in range(num_microbatches):
             rows = plan.rows(dp_id, update=update, microbatch=i)
             is_dummy = len(rows) == 0
-            microbatches.append(
-                dummy if is_dummy else _microbatch(received, rows, starts, lengths=lengths)
-            )
+            own = dummy if is_dummy else _microbatch(received, rows, starts, lengths=lengths)
+            microbatches.append(own.to(world.device))
         updates.append(tuple(microbatches))
     return tuple(updates)
 
 
 def _microbatch(received: Tokens, rows: Tensor, starts: Tensor, *, lengths: Tensor) -> Microbatch:
     """Pack the sequences `rows` [s], at least one, in this order."""
-    device = received.tokens.device
     own = lengths[rows]
     return Microbatch(
-        **received.at(_ranges(starts[rows], own).to(device)).token_fields(),
-        position_ids=_ranges(torch.zeros_like(own), own).to(device),
-        cu_seqlens=torch.nn.functional.pad(own.cumsum(0), (1, 0)).int().to(device),
-        sequence_ids=rows.to(device),
+        **received.at(_ranges(starts[rows], own)).token_fields(),
+        position_ids=_ranges(torch.zeros_like(own), own),
+        cu_seqlens=torch.nn.functional.pad(own.cumsum(0), (1, 0)).int(),
+        sequence_ids=rows,
     )
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import torch
 from torch import Tensor
 
-from spmdrl.columns import AllToAll, TokenColumn, register
+from spmdrl.columns import AllToAll, TokenColumn, register, to_device
 from spmdrl.run_files import json_object
 
 if TYPE_CHECKING:
@@ -197,7 +197,8 @@ class MultimodalItems(TokenColumn):
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MultimodalItems:
         """Return the column with its places on a device. Features are large and stay on the host
         until a tower reads them."""
-        return MultimodalItems(self.places.to(device, non_blocking=non_blocking), self.items)
+        places = to_device(self.places, device, non_blocking=non_blocking)
+        return MultimodalItems(places, self.items)
 
     # ---------------------------------------------------------------- exchange between ranks
 
@@ -362,8 +363,7 @@ class _BatchItems(MultimodalItems):
         numbers_received = [i for part in arriving for i in part]
         # Items that were not received stay on meta: no token of this rank uses them.
         items = [*self.items]
-        # On the host, where rows are made of them.
-        parts = received.cpu().split([sizes[i] for i in numbers_received])
+        parts = received.split([sizes[i] for i in numbers_received])
         for i, data in zip(numbers_received, parts, strict=True):
             items[i] = self.items[i].with_bytes(data)
         return MultimodalItems(numbers[0].long(), tuple(items))

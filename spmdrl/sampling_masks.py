@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from spmdrl.columns import AllToAll, TokenColumn, register
+from spmdrl.columns import AllToAll, TokenColumn, register, to_device
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -109,7 +109,8 @@ class SamplingMasks(TokenColumn):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> SamplingMasks:
         """Return the masks on a device."""
-        sizes, data = (t.to(device, non_blocking=non_blocking) for t in (self.sizes, self.data))
+        sizes = to_device(self.sizes, device, non_blocking=non_blocking)
+        data = to_device(self.data, device, non_blocking=non_blocking)
         return SamplingMasks(self.vocab, sizes, data)
 
     def numbers(self) -> list[Tensor]:
@@ -120,7 +121,7 @@ class SamplingMasks(TokenColumn):
         """Send the masks and return the received ones."""
         sizes = numbers[0].contiguous()
         leaving = self.sizes.split([*all_to_all.num_leaving])
-        arriving = sizes.cpu().split([*all_to_all.num_arriving])
+        arriving = sizes.split([*all_to_all.num_arriving])
         data = all_to_all.send(
             self.data,
             num_leaving=[int(part.sum()) for part in leaving],

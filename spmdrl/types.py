@@ -17,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from spmdrl.columns import Columns, column_class, concat_columns
+from spmdrl.columns import Columns, column_class, concat_columns, to_device
 from spmdrl.model_inputs import TokenIds
 
 Sums = dict[str, tuple[float, float]]
@@ -283,6 +283,14 @@ class Microbatch(Tokens):
     position_ids: Tensor  # [T] int64, restarting at 0 in every sequence
     cu_seqlens: Tensor  # [S+1] int32
     sequence_ids: Tensor  # [S] int64, row of each sequence in the batch's Scalars; -1 dummy
+    host: Microbatch | None = field(default=None, repr=False)
+    """The micro-batch that this one is a copy of, if it is not on the host itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all fields by name; see Tokens."""
+        state = super().state_dict()
+        del state["host"]
+        return state
 
     def to(self, device: torch.device, *, non_blocking: bool = True) -> Microbatch:
         """Return the same micro-batch on `device`.
@@ -291,15 +299,17 @@ class Microbatch(Tokens):
             non_blocking: copies may still be under way when this returns.
         """
         moved = {
-            name: value.to(device, non_blocking=non_blocking)
+            name: to_device(value, device, non_blocking=non_blocking)
             for name, value in vars(self).items()
-            if name != "extra_columns"
+            if isinstance(value, Tensor)
         }
         extra = {
             key: column.to(device, non_blocking=non_blocking)
             for key, column in self.extra_columns.items()
         }
-        return Microbatch(**moved, extra_columns=extra)
+        was_on_host = self.tokens.device.type == "cpu"
+        host = self if was_on_host and device.type != "cpu" else self.host
+        return Microbatch(**moved, extra_columns=extra, host=host)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spmdrl.columns import Columns
+from spmdrl.columns import Columns, to_device
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import base_of, blocks, name_of, replaced_forward
 from spmdrl.model.files.reader import some
@@ -222,7 +222,7 @@ def make_row(
         device=device,
     )
     own = make_slice(tokens, lengths, scored=scored, slicing=slicing, columns=columns, rules=rules)
-    return ScoredRow(tokens.to(device), tuple(lengths), scored.to(device), own)
+    return ScoredRow(to_device(tokens, device), tuple(lengths), to_device(scored, device), own)
 
 
 class Scorer(nn.Module):

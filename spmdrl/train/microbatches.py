@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.algorithms import reduce
+from spmdrl.columns import to_device
 from spmdrl.config import Config
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded_model import ShardedModel
@@ -95,11 +96,11 @@ def prepare(
                         columns=host.extra_columns,
                         drawn=host.response_mask if has_penalties else None,
                     ),
-                    loss_mask=loss_mask.to(device),
-                    weights=weights.to(device),
+                    loss_mask=to_device(loss_mask, device),
+                    weights=to_device(weights, device),
                     num_tokens=int(sizes[host.sequence_ids >= 0].sum()),
                     update_counts=counts,
-                    columns={name: column.to(device) for name, column in columns.items()},
+                    columns={name: to_device(column, device) for name, column in columns.items()},
                 )
             )
     return updates
@@ -107,5 +108,7 @@ def prepare(
 
 def on_host(microbatch: Microbatch) -> Microbatch:
     """Return a micro-batch on the CPU, after its values have arrived."""
+    if microbatch.host is not None:
+        return microbatch.host
     # A non-blocking copy from a GPU would arrive after this returns.
     return microbatch.to(torch.device("cpu"), non_blocking=False)

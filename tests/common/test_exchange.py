@@ -153,7 +153,7 @@ def test_every_sequence_arrives_whole_at_one_dp_index(layout, sizes):
         check_delivery([(batches[i], dp) for batches, dp in results], cfg)
     for (spread, single), _ in results:  # the batch does not depend on who generated what
         for one, other in zip(sum(spread.updates, ()), sum(single.updates, ()), strict=True):
-            own, others = dict(vars(one)), dict(vars(other))
+            own, others = one.state_dict(), other.state_dict()
             assert own.pop("extra_columns") == others.pop("extra_columns") == {}
             assert all(torch.equal(a, b) for a, b in zip(own.values(), others.values()))
 

@@ -28,10 +28,9 @@ def never(*args, **options):
 class Stuck(dist.Work):
     wait = never
 
-cpu = torch.device("cpu")
 def exchange():
     tables = dict(num_leaving=[0, 3], num_arriving=[0, 3], dp_of_rank=[0, 1])
-    own = AllToAll(rank=0, **tables, dp_of_sequence=None, wire=cpu, device=cpu)
+    own = AllToAll(rank=0, **tables, dp_of_sequence=None, group=None)
     with mock.patch.object(dist, "all_to_all_single", never), watch.wait("exchange tokens", 7):
         own.send(torch.ones(3))
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.columns import Columns, RouterRoutes
+from spmdrl.columns import Columns, RouterRoutes, to_device
 from spmdrl.model.attention.packing import Packing, make_packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
@@ -171,16 +171,16 @@ def make_slice(
     routes = RouterRoutes.of(columns)
     if routes is not None:
         # Only of the tokens that this rank's routers get.
-        routes = routes.cat([routes, routes.unknown(missing)])[kept].to(device)
+        routes = routes.cat([routes, routes.unknown(missing)])[kept].to(device, non_blocking=True)
     return RowSlice(
-        tokens=row[rows].to(device),
-        position_ids=position_ids[..., rows].to(device),
+        tokens=to_device(row[rows], device),
+        position_ids=to_device(position_ids[..., rows], device),
         packing=packing,
-        rows=rows.to(device),
-        kept=kept.to(device),
-        before=place[own].to(device),
-        scored=own.to(device),
-        targets=row[scored[own]].to(device),
+        rows=to_device(rows, device),
+        kept=to_device(kept, device),
+        before=to_device(place[own], device),
+        scored=to_device(own, device),
+        targets=to_device(row[scored[own]], device),
         row_length=len(row),
         group=slicing.group,
         routes=None if routes is None else routes.rows,
