@@ -143,13 +143,22 @@ class RouterReplay:
         scorer: whose first argument, a ScoredRow, has the routes.
         routers: of its L layers with experts, first to last.
         model_type: the family.
+        experts: of these layers, under expert parallelism; they get their Room in each pass.
     Raises: Refusal for a family whose routers are not known.
     """
 
-    def __init__(self, scorer: nn.Module, routers: Sequence[nn.Module | None], *, model_type: str):
+    def __init__(
+        self,
+        scorer: nn.Module,
+        routers: Sequence[nn.Module | None],
+        *,
+        model_type: str,
+        experts: Sequence[nn.Module] = (),
+    ):
         if model_type not in WEIGHTS or None in routers:
             raise Refusal(unknown_router(model_type))
         self._weigh = WEIGHTS[model_type]
+        self._experts = experts
         self._routes: Tensor | None = None
         self.seen: list[Tensor] | None = None
         """If it is a list, each layer appends [2] float64: how many tokens the router would have
@@ -161,7 +170,10 @@ class RouterReplay:
 
     def _begin(self, scorer: nn.Module, args: tuple[ScoredRow, Any]) -> None:
         # Kept after the forward pass: the backward pass may repeat blocks.
-        self._routes = args[0].own.routes
+        own = args[0].own
+        self._routes = own.routes
+        for layer, experts in enumerate(self._experts):
+            experts.room = own.room[layer] if own.room else None
 
     def _choose(
         self, layer: int, router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]

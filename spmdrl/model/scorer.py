@@ -172,7 +172,7 @@ class ScoredRow:
 
     def without_routes(self) -> ScoredRow:
         """Return the same row without routes, so that the model's own routers choose experts."""
-        return replace(self, own=replace(self.own, routes=None))
+        return replace(self, own=replace(self.own, routes=None, room=None))
 
     def join_tokens(self, values: Tensor) -> Tensor:
         """Return [T, ...] of all tokens from [t, ...] of the slice's."""

@@ -6,7 +6,7 @@ the same way, and loaded without any rank holding a whole model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -111,6 +111,8 @@ class ShardedModel:
         self.slicing = self._set_attention(model, support)
         self.row = partial(make_row, slicing=self.slicing)
         """Prepares a packed row for this model; see make_row."""
+        self.give_room: Callable[[Sequence[ScoredRow]], Sequence[ScoredRow]] = list
+        """Returns rows of a step with all that their passes need; trainer ranks meet in it."""
         reader = CheckpointReader(model_folder(path), part=model.part)
         copies = check_weights(reader, hf_model, self.parts, is_scalar=is_scalar)
         self.scorer, self.whole = lay_out(

@@ -14,6 +14,7 @@ has_towers, class_of  sub_configs, by which parts are known   once configs tell 
 quiet              utils.logging's progress bars and verbosity   never: documented
 is_experts, activated  experts modules' _apply_gate         once their functions' contract is public
 grouped_experts, grouped_linear  integrations.moe           once they are documented
+HAS_EMPTY_ROWS     _is_expert_parallel of experts           as grouped_experts
 zero_idle_experts  integrations.moe._grouped_mm (patched)  once torch zeroes them on Blackwell
 router_class       PreTrainedModel._can_record_outputs      once a model tells its routers in public
 attention_implementation  config._attn_implementation_internal   once masks can be asked for
@@ -37,6 +38,10 @@ from spmdrl.model.parallel.collectives import same, with_gradient
 from spmdrl.world.torch_internals import TorchDispatchMode, storage_id
 
 log = logging.getLogger(__name__)
+
+HAS_EMPTY_ROWS = "_is_expert_parallel"
+"""Attribute of experts: whether some rows are of no expert. Their index is the number of experts,
+and products skip them."""
 
 
 def block_kinds(hf_model: nn.Module) -> set[str]:

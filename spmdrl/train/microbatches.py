@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -103,7 +103,8 @@ def prepare(
                     columns={name: to_device(column, device) for name, column in columns.items()},
                 )
             )
-    return updates
+    rows = iter(model.give_room([one.row for update in updates for one in update]))
+    return [[replace(one, row=next(rows)) for one in update] for update in updates]
 
 
 def on_host(microbatch: Microbatch) -> Microbatch:

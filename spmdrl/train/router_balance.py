@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from spmdrl.config import MoeSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.lora.expert_adapters import counts
+from spmdrl.model.parallel.expert_room import plan_room
 from spmdrl.model.routers import RoutedLayer, RouterReplay, check_balance, routed_layers
+from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.microbatches import PreparedMicrobatch
 from spmdrl.types import Sums
@@ -53,16 +56,18 @@ class Routers:
             )
         if self._layers:
             check_balance(hf_model, balance=self._balance)
+        self._replay: RouterReplay | None = None
         # A value model's experts are not those that the engine chose from.
-        self._replay = (
-            RouterReplay(
+        if options.replay and name == "policy":
+            has_room = model.cfg.layout.ep > 1
+            self._replay = RouterReplay(
                 model.scorer,
                 [layer.router for layer in self._layers],
                 model_type=hf_model.config.model_type,
+                experts=[layer.experts for layer in self._layers] if has_room else (),
             )
-            if options.replay and name == "policy"
-            else None
-        )
+            if has_room:
+                model.give_room = self._give_room
         self._is_real: Tensor  # [t] bool, of the forward pass that is watched
         self._is_watching = False
         self._shares: Tensor | None = None  # [L, E] float64, under `aux`
@@ -81,6 +86,19 @@ class Routers:
         # Entropy, balancing loss, tokens, those with other experts than the router's own choice
         # and those with recorded ones, each summed over tokens and layers.
         self._sums = zeros.new_zeros(5)
+
+    def _give_room(self, rows: Sequence[ScoredRow]) -> list[ScoredRow]:
+        """Return rows with the room of their exchanges; see plan_room."""
+        assert self._world.experts is not None
+        found = plan_room(
+            [row.own.routes for row in rows],
+            [len(row.own.kept) for row in rows],
+            num_layers=len(self._layers),
+            num_experts=self._layers[0].experts.num_experts,
+            group=self._world.experts["ep"].get_group(),
+            device=self._world.device,
+        )
+        return [replace(row, own=replace(row.own, room=room)) for row, room in zip(rows, found)]
 
     # ---------------------------------------------------------------- looking on
 

@@ -18,7 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spmdrl.model.transformers_internals import activated, grouped_experts, grouped_linear
+from spmdrl.model.transformers_internals import (
+    HAS_EMPTY_ROWS,
+    activated,
+    grouped_experts,
+    grouped_linear,
+)
 
 EXPERT_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 """Weights of fused experts, in the order of the modules, in which PEFT nests adapters too."""
@@ -89,12 +94,23 @@ def _with_adapters(
     ids, order = torch.sort(top_k_index.reshape(-1))
     offsets = torch.cumsum(counts(ids, experts.num_experts), dim=0, dtype=torch.int32)
     first = "gate_up_proj" if experts.has_gate else "up_proj"
-    rows = _linear(experts, first, hidden_states[order // shape[1]], ids=ids, offsets=offsets)
+    # Products leave rows of no expert undefined, and the gradients of these rows too.
+    is_empty = None
+    if getattr(experts, HAS_EMPTY_ROWS, False):
+        is_empty = (ids >= experts.num_experts)[:, None]
+        ids = ids.clamp(max=experts.num_experts - 1)
+    rows = _without(is_empty, hidden_states[order // shape[1]])
+    rows = _without(is_empty, _linear(experts, first, rows, ids=ids, offsets=offsets))
     rows = activated(experts, rows)
-    rows = _linear(experts, "down_proj", rows, ids=ids, offsets=offsets)
+    rows = _without(is_empty, _linear(experts, "down_proj", rows, ids=ids, offsets=offsets))
     rows = rows * top_k_weights.reshape(-1)[order][:, None]
     rows = rows[torch.sort(order).indices]
     return rows.view(shape).sum(dim=1).to(hidden_states.dtype)
+
+
+def _without(is_empty: Tensor | None, rows: Tensor) -> Tensor:
+    """Return rows with zeros where `is_empty` [S, 1]."""
+    return rows if is_empty is None else rows.masked_fill(is_empty, 0.0)
 
 
 def _linear(experts: Any, key: str, x: Tensor, *, ids: Tensor, offsets: Tensor) -> Tensor:

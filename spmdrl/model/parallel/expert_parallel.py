@@ -6,6 +6,10 @@ the forward pass each copy of a token is sent to the rank that has its expert, a
 sent back, by two all-to-alls whose sizes are exchanged first. No token is dropped. Tokens are
 sorted by expert, so that the same tokens always give the same sums.
 
+The host must know the sizes. It waits for the device in each layer, unless routes are replayed:
+then there is room for the rows that may come (expert_room.py), and rows without a token are of no
+expert.
+
 Shape letters: T tokens of this rank, K experts per token, E experts, R ranks of the ep group, S
 rows that this rank's experts compute, H hidden.
 """
@@ -22,10 +26,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from spmdrl.columns import to_device
 from spmdrl.model.blocks import experts_modules
 from spmdrl.model.lora.expert_adapters import compute_experts, counts
 from spmdrl.model.parallel.collectives import with_gradient
 from spmdrl.model.tensor_parts import to_local
+from spmdrl.model.transformers_internals import HAS_EMPTY_ROWS
 
 
 def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
@@ -43,6 +49,7 @@ def apply_ep(hf_model: nn.Module, mesh: DeviceMesh) -> None:
             sharded = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
             setattr(experts, key, nn.Parameter(sharded, requires_grad=whole.requires_grad))
         experts.forward = partial(_forward, experts, group=mesh.get_group())
+        experts.room = None
 
 
 def replicated(mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -83,10 +90,15 @@ def expert_dim(shape: Sequence[int], *, count: int, shards: int) -> int:
 
 
 class _LocalExperts:
-    """This rank's part of an experts module, with the attributes that transformers reads."""
+    """This rank's part of an experts module, with the attributes that transformers reads.
 
-    def __init__(self, experts: nn.Module, ranks: int):
+    Args:
+        has_empty_rows: see HAS_EMPTY_ROWS.
+    """
+
+    def __init__(self, experts: nn.Module, ranks: int, *, has_empty_rows: bool):
         self._experts = experts
+        setattr(self, HAS_EMPTY_ROWS, has_empty_rows)
         self.num_experts = experts.num_experts // ranks
 
     def __getattr__(self, name: str) -> Any:
@@ -110,29 +122,56 @@ def _forward(
     """
     num_tokens, num_chosen = top_k_index.shape
     ranks = dist.get_world_size(group)
-    local = experts.num_experts // dist.get_world_size(group)
+    local = experts.num_experts // ranks
     chosen = top_k_index.reshape(-1)  # [T * K]
     order = torch.sort(chosen, stable=True).indices
     sent = counts(chosen, experts.num_experts).long().view(ranks, local)
     received = torch.empty_like(sent)  # [R, E / R]: rows by the rank they come from, and expert
     dist.all_to_all_single(received, sent, group=group)
-    here, there = torch.stack(
-        [received.sum(1), sent.sum(1)]
-    ).tolist()  # the only wait for the device
-    # Received rows are ordered by rank, then by expert.
-    own = torch.arange(local, device=chosen.device).repeat(ranks)
-    index = own.repeat_interleave(received.flatten(), output_size=sum(here))[:, None]  # [S, 1]
-    rows = _travel(hidden_states[order // num_chosen], here=here, there=there, group=group)
+    room = experts.room
+    if room is None:
+        sizes = torch.stack([received.sum(1), sent.sum(1)])
+        here, there = sizes.tolist()  # the only wait for the device
+        token = order // num_chosen
+    else:
+        here = room.received
+        there = room.sent
+        is_row = _is_row(sent, there)
+        # Empty rows have the values of others, and get no gradient.
+        token = order[(is_row.cumsum(0) - 1).clamp(min=0)] // num_chosen
+    # Received rows are ordered by rank, then by expert. Empty rows come last, of no expert.
+    index = _filled(received, here)[:, None]  # [S, 1]
+    rows = _travel(hidden_states[token], here=here, there=there, group=group)
     # The rank that has the token multiplies by the router's weights, so the experts get ones.
     ones = rows.new_ones(index.shape)
-    rows = compute_experts(_LocalExperts(experts, ranks), rows, index, ones)
+    own = _LocalExperts(experts, ranks, has_empty_rows=room is not None)
+    rows = compute_experts(own, rows, index, ones)
     rows = _travel(rows, here=there, there=here, group=group)
-    rows = rows[torch.sort(order).indices]  # back from the order of experts to that of tokens
-    weighted = rows.view(num_tokens, num_chosen, -1) * top_k_weights[..., None]
+    back = torch.sort(order).indices  # from the order of experts to that of tokens
+    if room is not None:
+        back = torch.sort(~is_row, stable=True).indices[back]
+    weighted = rows[back].view(num_tokens, num_chosen, -1) * top_k_weights[..., None]
     return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
-def _travel(rows: Tensor, *, here: list[int], there: list[int], group: dist.ProcessGroup) -> Tensor:
+def _filled(sizes: Tensor, room: Sequence[int]) -> Tensor:
+    """Return [sum(room)], for each row its place in the second dim of sizes [R, n] of rows; n for
+    rows that are left over. `room` is the number of rows of each rank."""
+    ranks, number = sizes.shape
+    left = to_device(torch.tensor(room, dtype=sizes.dtype), sizes.device) - sizes.sum(1)
+    sizes = torch.cat([sizes, left[:, None]], dim=1)
+    places = torch.arange(number + 1, device=sizes.device).repeat(ranks)
+    return places.repeat_interleave(sizes.flatten(), output_size=sum(room))
+
+
+def _is_row(sizes: Tensor, room: Sequence[int]) -> Tensor:
+    """Return [sum(room)] bool: which rows are filled by sizes [R, n]."""
+    return _filled(sizes.sum(1, keepdim=True), room) == 0
+
+
+def _travel(
+    rows: Tensor, *, here: Sequence[int], there: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
     """Exchange rows; the backward pass sends gradients back."""
     return with_gradient(
         partial(_exchanged, here=here, there=there), partial(_exchanged, here=there, there=here)
@@ -140,9 +179,9 @@ def _travel(rows: Tensor, *, here: list[int], there: list[int], group: dist.Proc
 
 
 def _exchanged(
-    rows: Tensor, group: dist.ProcessGroup, *, here: list[int], there: list[int]
+    rows: Tensor, group: dist.ProcessGroup, *, here: Sequence[int], there: Sequence[int]
 ) -> Tensor:
     """Return [sum(here), H]: `here` rows from each rank, for `there` rows to each."""
     received = rows.new_empty(sum(here), rows.shape[1])
-    dist.all_to_all_single(received, rows.contiguous(), here, there, group=group)
+    dist.all_to_all_single(received, rows.contiguous(), [*here], [*there], group=group)
     return received

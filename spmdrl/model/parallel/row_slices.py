@@ -24,6 +24,7 @@ from spmdrl.columns import Columns, RouterRoutes, to_device
 from spmdrl.model.attention.packing import Packing, make_packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
+from spmdrl.model.parallel.expert_room import Room
 from spmdrl.model.sampling_rules import SamplingRules
 from spmdrl.model.vision.layout import SliceImages, VisionLayout
 from spmdrl.model_inputs import MultimodalItems
@@ -96,6 +97,8 @@ class RowSlice:
     routes: Tensor | None = None
     """[t / R, L, K], experts of the `kept` tokens to replay, -1 where routers choose; None: they
     always choose."""
+    room: Sequence[Room] | None = None
+    """For each layer with experts, the rows that ranks send each other; None: found in the pass."""
     rules: SamplingRules | None = None
     """How the `targets` were sampled; None: by temperature alone."""
     multimodal: SliceImages | None = None
