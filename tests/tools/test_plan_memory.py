@@ -321,4 +321,9 @@ def test_options_of_memory_spare_what_they_say():
         for mode in ("none", "selective", "full")
     ]
     assert modes[0] > 1.2 * modes[1] and modes[1] > 2 * modes[2]
-    assert planned(offload="activations")["activations"] < modes[2]
+    away = [
+        planned(activation_checkpointing=mode, offload="activations")["activations"]
+        for mode in ("none", "full")
+    ]
+    # The device holds what two of the eight blocks save.
+    assert away[0] < 0.5 * modes[0] and away[1] < modes[2]

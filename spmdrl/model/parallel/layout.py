@@ -25,6 +25,7 @@ from spmdrl.model.blocks import base_of, blocks, experts_modules
 from spmdrl.model.head import HeadOptions, check_fused_head, head_chunk_tokens
 from spmdrl.model.parallel import recompute, tensor_parallel
 from spmdrl.model.parallel.expert_parallel import apply_ep, replicated, shard_experts
+from spmdrl.model.parallel.on_host import keep_on_host
 from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import Scorer, Valuer
 from spmdrl.model.transformers_internals import apply_liger, zero_idle_experts
@@ -111,7 +112,7 @@ def _wrapped_blocks(hf_model: nn.Module, cfg: Config) -> list[nn.Module]:
         for name in names:
             hf_model.get_submodule(name).compile(dynamic=True)  # rows are packed to any length
     if recompute.has(spared.offload, "activations"):
-        recompute.keep_on_host(hf_model, names)
+        keep_on_host(hf_model, names)
     return [hf_model.get_submodule(name) for name in names]
 
 

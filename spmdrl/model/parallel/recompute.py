@@ -1,37 +1,23 @@
-"""Save the memory of activations: recompute them in the backward pass, or keep them on the host.
+"""Save the memory of activations: recompute them in the backward pass.
 
-Both wrap blocks and change no value. A block ends up as FSDP2(on the host(compiled(
+This and on_host.py wrap blocks and change no value. A block ends up as FSDP2(on the host(compiled(
 checkpointed(block)))): compile knows which products checkpointing keeps, and the hooks of FSDP2,
 which gather and free weights, run neither in a recomputation nor under the hooks that move tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks
-from spmdrl.model.tensor_parts import local_part
 from spmdrl.model.vision.families import vision_blocks
-from spmdrl.world.torch_internals import (
-    CheckpointImpl,
-    Wrapper,
-    checkpoint_wrapper,
-    operation_name,
-    storage_id,
-    tree_leaves,
-    write_count,
-)
+from spmdrl.world.torch_internals import CheckpointImpl, checkpoint_wrapper, operation_name
 from spmdrl.world.world import World
 
 KEPT = frozenset(
@@ -56,9 +42,6 @@ Collectives write in place and run again, and so does all of ring attention, who
 part of one function.
 """
 
-_LEAST_BYTES = 1024
-"""Tensors below this stay on the device: a copy costs more than it frees."""
-
 
 def checkpoint(hf_model: nn.Module, mode: str) -> None:
     """Wrap every block, also of towers, so that activations are recomputed in the backward pass.
@@ -81,17 +64,6 @@ def checkpoint(hf_model: nn.Module, mode: str) -> None:
 def _policy(context: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
     is_kept = operation_name(operation) in KEPT
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def keep_on_host(hf_model: nn.Module, names: Iterable[str]) -> None:
-    """Wrap blocks so that tensors saved by autograd are kept on the host until the backward pass.
-
-    Weights stay on the device, and so do keyword arguments, which all blocks share. With full
-    checkpointing only a block's input moves. Copies run on the compute stream: they need no
-    synchronization, and their time adds to the step.
-    """
-    for name in names:
-        hf_model.set_submodule(name, _OnHost(hf_model.get_submodule(name)))
 
 
 def has(offload: str, what: str) -> bool:
@@ -145,73 +117,3 @@ def move_buffers(root: nn.Module, device: torch.device) -> None:
     for module in root.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, torch.empty_like(buffer, device=device))
-
-
-class _OnHost(Wrapper):
-    """A block whose saved tensors are kept on the host."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block."""
-        with _saving_to_host(self, shared=tree_leaves(kwargs)):
-            return self.block(*args, **kwargs)
-
-
-@dataclass(frozen=True)
-class _Away:
-    """A view of a storage on the host. It keeps its strides: with others, kernels may add up in
-    another order."""
-
-    storage: Tensor  # [bytes] uint8, on the host
-    device: torch.device
-    dtype: torch.dtype
-    view: tuple[int, torch.Size, tuple[int, ...]]  # offset, size, stride
-
-    def back(self) -> Tensor:
-        """Return the tensor, on its device."""
-        is_cuda = self.device.type == "cuda"
-        storage = self.storage.to(self.device, non_blocking=is_cuda).untyped_storage()
-        return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, *self.view)
-
-
-@contextmanager
-def _saving_to_host(block: nn.Module, *, shared: Sequence[Any]) -> Iterator[None]:
-    stays = {_storage(value) for value in shared if isinstance(value, Tensor)}
-    # A storage that several tensors share is copied once. It is kept until the block has run, so
-    # that no other storage gets its identity.
-    seen: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    @torch.compiler.disable
-    def pack(tensor: Tensor) -> Tensor | _Away:
-        if isinstance(tensor, DTensor) or tensor.nbytes < _LEAST_BYTES:
-            return tensor
-        place = _storage(tensor)
-        key = (place, write_count(tensor))
-        if key not in seen:
-            # Looked up each time: experts are gathered inside the block, by a unit of their own.
-            if place in stays or any(_storage(p) == place for p in block.parameters()):
-                return tensor
-            seen[key] = (tensor, _to_host(tensor))
-        view = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        return _Away(seen[key][1], tensor.device, tensor.dtype, view)
-
-    with saved_tensors_hooks(pack, _back):
-        yield
-    seen.clear()
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return the identity of a storage, valid while it exists; FSDP2 frees and reuses memory."""
-    return storage_id(local_part(tensor))
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """Return a copy of the tensor's whole storage on the host, [bytes] uint8."""
-    is_cuda = tensor.is_cuda  # pinned: else the copy would wait for all launched kernels
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    host = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=is_cuda)
-    return host.copy_(whole, non_blocking=is_cuda)
-
-
-@torch.compiler.disable
-def _back(saved: Tensor | _Away) -> Tensor:
-    return saved.back() if isinstance(saved, _Away) else saved

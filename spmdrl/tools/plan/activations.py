@@ -93,8 +93,10 @@ def saved_bytes(shape: ModelShape, work: RowPart, *, num_scored: int) -> SavedBy
     norm = tokens * _norm_bytes(shape.hidden, kernels, is_gemma=shape.has_gemma_norms) // tp
     rest = tables + norm + num_scored * (c * shape.hidden + 24)  # 24: indices, log total, entropy
     largest = max(size for size, _ in each)
-    if kernels.on_host:  # a block's activations come back when its backward pass begins
-        return SavedBytes(0, largest, rest)
+    if kernels.on_host:  # while a block computes, what another one saved is on its way
+        keeps_input = kernels.recomputes or kernels.is_selective
+        way = tokens * shape.hidden * c // tp if keeps_input else largest
+        return SavedBytes(way, largest, rest)
     if not kernels.recomputes and not kernels.is_selective:
         return SavedBytes(sum(size * count for size, count in each), 0, rest)
     inputs = len(shape.blocks) * tokens * shape.hidden * c // tp
