@@ -18,6 +18,7 @@ from spmdrl.engine.transformers.engine import TransformersEngine
 from spmdrl.engine.transformers.runner import ModelRunner
 from spmdrl.engine.vllm.arguments import engine_arguments
 from spmdrl.errors import Refusal
+from spmdrl.model import head
 from spmdrl.model.attention.kernels import KERNELS
 from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.attention.packing import make_packing
@@ -61,6 +62,18 @@ def test_experts_are_counted_as_integers_off_the_cpu() -> None:
     with mock.patch.object(torch, "histc", lambda x, **_: x):
         assert counts(chosen, 4).dtype == torch.int32
         assert counts(torch.tensor([1]), 4).dtype == torch.float32
+
+
+@pytest.mark.parametrize("device, is_one", [(META, True), (CPU, False)])
+def test_16_bit_products_are_added_in_float32_by_one_kernel_on_gpus(device, is_one) -> None:
+    total = torch.zeros(4, 3, device=device)
+    left, right = (
+        torch.ones(*shape, dtype=torch.bfloat16, device=device) for shape in ((4, 2), (2, 3))
+    )
+    with mock.patch.object(torch, "addmm") as addmm:
+        head._add_product(total, left, right)
+    options = dict(out_dtype=torch.float32, out=total)
+    assert addmm.call_args_list == [mock.call(total, left, right, **options)] * is_one
 
 
 # --------------------------------------------------------------------------- engines
