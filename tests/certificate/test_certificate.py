@@ -17,7 +17,12 @@ from hypothesis import strategies as st
 from spmdrl.certificate import digests
 from spmdrl.certificate.compare import step_differences
 from spmdrl.certificate.digests import Digester
-from spmdrl.certificate.fingerprint_collector import SECTIONS, FingerprintCollector, _places, packed
+from spmdrl.certificate.fingerprint_collector import (
+    SECTIONS,
+    FingerprintCollector,
+    _places,
+    to_base64,
+)
 from spmdrl.certificate.fingerprints import _COUNT, _sketch, deviation
 from spmdrl.certificate.line_form import FORMAT
 from spmdrl.certificate.lines import NAME, has_norms, journal_of, read
@@ -509,4 +514,4 @@ def test_a_line_without_norms_repeats_bits_and_leaves_rounding_to_the_next_with(
 def _packed_but(text: str, row: int) -> str:
     values = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float64).clone()
     values[row] = 0.5
-    return packed(values)
+    return to_base64(values)
