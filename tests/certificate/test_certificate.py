@@ -455,7 +455,7 @@ def test_two_layouts_are_equal_to_rounding_or_differ_beyond_it(alone, tmp_path, 
     row[0], row[2] = "00", row[2] + 1e-5 * row[1]
     same = _write(tmp_path / "near", near)
     assert diff.main([str(first), str(same)]) == 1  # one layout repeats the bits
-    assert "differ: step 0: gradient of lm_head.weight: 5.0e-06 of its" in capsys.readouterr().out
+    assert "gradient of lm_head.weight: differs by 5.0e-06 of its" in capsys.readouterr().out
     layout = _changed_made("config", "layout.world_size", 8)
     other = _write(tmp_path / "other", near, layout)
     assert diff.main([str(first), str(other)]) == 0
