@@ -41,6 +41,12 @@ def config_sizes(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
         pairs["engine rounds per step"] = (
             f"{rounds}: {sequences / axes.replicas:.0f} sequences, "
             f"{cfg.engine.max_num_seqs} at a time"
+            + (
+                f"; engine.max_num_seqs {-(-sequences // axes.replicas)} would decode them at "
+                "once, if its KV cache holds them (python -m spmdrl plan)"
+                if rounds > 1
+                else ""
+            )
         )
     return pairs
 

@@ -393,7 +393,14 @@ def test_derived_numbers_are_whole():
         layout=dict(world_size=8, trainer_ranks=6),
         batch=dict(prompts_per_step=128, group_size=8),
     )
-    assert config_sizes(cfg)["sequences per dp rank"] == "1024 / 6 = about 171"
+    sizes = config_sizes(cfg)
+    assert sizes["sequences per dp rank"] == "1024 / 6 = about 171"
+    assert sizes["engine rounds per step"] == (
+        "2: 512 sequences, 256 at a time; engine.max_num_seqs 512 would decode them at once, if "
+        "its KV cache holds them (python -m spmdrl plan)"
+    )
+    sizes = config_sizes(changed(cfg, engine={"max_num_seqs": 512}))
+    assert sizes["engine rounds per step"] == "1: 512 sequences, 512 at a time"
     sft = made(
         data=dict(train="task:addition"),
         layout=dict(placement="offline"),
