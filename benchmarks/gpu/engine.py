@@ -181,7 +181,7 @@ def tell_step(options: Options, model: str, *, tokens_per_s: float) -> None:
     # A rate of 0 or less says that the formula's share of the memory bandwidth is too small.
     numbers = {"kind": "engine_step_s", "engine_step_s": found} if found > 0 else {}
     what = f"host's part of an engine step at {options.shape}"
-    Row(what, f"{1000 * found:.2f} ms", beside="3 ms planned", numbers=numbers).tell()
+    Row(what, f"{1000 * found:.2f} ms", beside="3 to 12 ms planned", numbers=numbers).tell()
 
 
 def one_side(options: Options) -> None:

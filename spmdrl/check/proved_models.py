@@ -123,6 +123,16 @@ def unchecked_policy(cfg: Config) -> str:
     return f"{reason}: python -m spmdrl check {cfg.model.path}" if reason else ""
 
 
+def pushed_by(model_type: str, *, engine_kind: str) -> str:
+    """Return how weights of a family reach an engine by the shipped records: traced or reload;
+    empty where there is no record."""
+    for record in read(SHIPPED):
+        for line in record.lines:
+            if record.model_type == model_type and line.name == f"{engine_kind} engine":
+                return line.kind
+    return ""
+
+
 def unchecked(model_type: str, records: Sequence[Record]) -> str:
     """Return why a model's code does not count as proved with the installed versions; empty if it
     does."""

@@ -18,7 +18,7 @@ from spmdrl.data.rows import ground_truth_of, prompt_of, read_rows
 from spmdrl.model.model_shape import SHAPES, with_known_shape
 from spmdrl.report.config_sizes import config_sizes
 from spmdrl.rewards import graders
-from spmdrl.tools.commands import fetch_problems
+from spmdrl.tools.commands import fetch_problems, plan
 from spmdrl.tools.commands.plan_examples import renewed
 from tests.helpers.runs import ROOT
 
@@ -76,6 +76,15 @@ def test_the_head_of_a_recipe_says_what_the_planner_says_and_that_it_fits(name):
     assert float(held) <= float(room) < 80
     assert renewed(text.replace("#     fits", "#     is far too large")) == text
     assert "What to expect of the reward" in text and "arXiv" in text
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_decodes_all_sequences_of_a_step_at_once(name, capsys):
+    assert config_sizes(_recipe(name))["engine rounds per step"].startswith("1: ")
+    command = ["--config", f"configs/{name}", "--top", "0"]
+    assert plan.main(command) == 0 and "would decode" not in capsys.readouterr().out
+    assert plan.main([*command, "--engine.max-num-seqs", "8"]) == 0
+    assert "engine.max_num_seqs" in capsys.readouterr().out.partition("would decode")[0]
 
 
 def test_every_recipe_is_in_the_readme():

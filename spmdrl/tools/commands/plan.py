@@ -15,7 +15,9 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import tyro
+from torch import nn
 
 from spmdrl import config
 from spmdrl.check.fit import policy_problems
@@ -27,10 +29,12 @@ from spmdrl.model.load import build_meta_model
 from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.model_shape import SHAPES, model_shape, with_known_shape
+from spmdrl.tools.plan.measured_run import read_run
 from spmdrl.tools.plan.run import Rates, Run, rates_of, read_measured, run_of
 from spmdrl.tools.plan.search import Plan, best_plans, distinct, make_plan, remedies
 from spmdrl.tools.plan.text import as_dict, brief, layout_text, page, rates_dict
 from spmdrl.world.axes import axes_of
+from spmdrl.world.machine.host_memory import host_memory
 
 _RATES = {
     "gpu_memory_gib": ("memory_gib", 1.0),
@@ -60,7 +64,8 @@ class PlanFlags:
     gpu: str = ""
     """Of the table, e.g. H200; left out: that of --measured, else H100."""
     measured: str = ""
-    """Rates from the .json that python -m benchmarks.gpu writes, instead of the formula's."""
+    """Rates from the .json that python -m benchmarks.gpu writes, or the seconds of a run's phases
+    from its output_dir, instead of the formula's."""
     gpu_memory_gib: float = 0.0
     """GiB of a GPU, instead of the table's."""
     tflops: float = 0.0
@@ -73,8 +78,11 @@ class PlanFlags:
     """Between nodes, per GPU and direction, instead of the table's."""
     gpus_per_node: int = 8
     """GPUs of a node."""
+    host_memory_gib: float = 0.0
+    """GiB of host memory of a node; left out: this machine's, if it has GPUs or the plan is for
+    CPUs, else it is not compared."""
     matmul_frac: float | None = None
-    """Of the peak that is reached; left out: that of --measured, else 0.5."""
+    """Of the peak that is reached; left out: that of --measured, else 0.31 to 0.45."""
     prompt_tokens: float = 0.0
     """Mean; left out: half of the longest."""
     response_tokens: float = 0.0
@@ -127,19 +135,67 @@ def _read_run(own: PlanFlags, rest: list[str]) -> tuple[Run, Rates]:
     _refuse(validate(cfg), has_layout=not own.gpus)
     hf_model = build_meta_model(cfg.model)
     _refuse(policy_problems(cfg, hf_model), has_layout=not own.gpus)
-    shape = model_shape(hf_model, name=Path(cfg.model.path).name)
+    run = _run_of(cfg, hf_model, (own.prompt_tokens, own.response_tokens))
+    rates = replace(rates, host_memory_bytes=_host_memory(own, on_gpu=run.on_gpu))
+    if own.measured and Path(own.measured).is_dir():
+        run, rates = _by_run(own, run, rates)
+    return run, rates
+
+
+def _run_of(cfg: config.Config, hf_model: nn.Module, means: tuple[float, float]) -> Run:
+    """Return what a config asks for. `means`: of prompt and response tokens; 0 for the default."""
     lora = cfg.model.lora
     on_gpu = cfg.layout.device != "cpu"
-    run = run_of(
+    return run_of(
         cfg,
-        shape,
+        model_shape(hf_model, name=Path(cfg.model.path).name),
         on_gpu=on_gpu,
-        prompt_tokens=own.prompt_tokens,
-        response_tokens=own.response_tokens,
+        prompt_tokens=means[0],
+        response_tokens=means[1],
         lora_numel=adapter_numel(hf_model, lora_form(lora)) if lora.is_on else 0,
         chunk_tokens=head_chunk_tokens(cfg, hf_model, on_gpu=on_gpu),
+        family=hf_model.config.model_type,
     )
+
+
+def _by_run(own: PlanFlags, run: Run, rates: Rates) -> tuple[Run, Rates]:
+    """Return the run with the lengths of a measured one, unless flags give them, and its rates.
+
+    Raises: Refusal for a run on another kind of device.
+    """
+    measured = read_run(Path(own.measured))
+    had = measured.gpu or "the CPU"
+    if bool(measured.gpu) != run.on_gpu or (own.gpu and own.gpu != measured.gpu):
+        plans = rates.gpu.name if run.on_gpu else "the CPU"
+        raise Refusal(
+            f"--measured {own.measured}: the run was on {had}, and this plan is for {plans}; its "
+            "seconds say nothing of that; leave --measured out, or set layout.device and --gpu"
+        )
+    if measured.gpu:
+        rates = replace(rates, gpu=rates_of(measured.gpu, **_of_gpu(own)).gpu)
+    cfg = with_known_shape(measured.cfg)
+    means = (measured.prompt_tokens, measured.response_tokens)
+    before = _run_of(cfg, build_meta_model(cfg.model), means)
+    planned = make_plan(before, axes_of(cfg), rates=rates).seconds
+    rates = rates.by_run(measured.scales(planned), source=f"measured: {own.measured}")
+    if means[0] and not own.prompt_tokens:
+        run = replace(run, prompt_tokens=min(means[0], run.cfg.data.max_prompt_tokens))
+    if means[1] and not own.response_tokens:
+        run = replace(run, response_tokens=min(means[1], run.cfg.sampling.max_response_tokens))
     return run, rates
+
+
+def _of_gpu(own: PlanFlags) -> dict[str, float]:
+    """Return the fields of a GPU that flags replace."""
+    return {field: getattr(own, flag) * unit for flag, (field, unit) in _RATES.items()}
+
+
+def _host_memory(own: PlanFlags, *, on_gpu: bool) -> int:
+    """Return the bytes of host memory of a node; 0 where they are not known."""
+    if own.host_memory_gib:
+        return int(own.host_memory_gib * 2**30)
+    is_node = torch.cuda.is_available() if on_gpu else True
+    return host_memory().total if is_node else 0
 
 
 def _rates(own: PlanFlags) -> Rates:
@@ -147,9 +203,11 @@ def _rates(own: PlanFlags) -> Rates:
 
     Raises: Refusal for a GPU that is not in the table, or is another than the measured one.
     """
-    gpu, measured = read_measured(own.measured) if own.measured else ("", {})
-    changed = {field: getattr(own, flag) * unit for flag, (field, unit) in _RATES.items()}
-    rates = rates_of(own.gpu or gpu or "H100", **changed)
+    gpu = ""
+    measured: dict[str, float] = {}
+    if own.measured and not Path(own.measured).is_dir():
+        gpu, measured = read_measured(own.measured)
+    rates = rates_of(own.gpu or gpu or "H100", **_of_gpu(own))
     rates = replace(rates, gpus_per_node=own.gpus_per_node)
     if gpu and rates.gpu.name != gpu:
         raise Refusal(
@@ -170,11 +228,9 @@ def _check_flags(own: PlanFlags, cfg: config.Config) -> None:
         )
     if own.matmul_frac is not None and not 0 < own.matmul_frac <= 1:
         raise Refusal(f"--matmul-frac {own.matmul_frac:g}: expected a fraction, in (0, 1]")
-    for flag in _RATES:
+    for flag in (*_RATES, "host_memory_gib"):
         if not 0 <= (value := getattr(own, flag)) < math.inf:
-            raise Refusal(
-                f"{_text(flag)} {value:g}: expected a number above 0, or 0 for the table's"
-            )
+            raise Refusal(f"{_text(flag)} {value:g}: expected a number above 0, or leave it out")
     for flag, field in _MEANS.items():
         mean = getattr(own, flag)
         most = operator.attrgetter(field)(cfg)

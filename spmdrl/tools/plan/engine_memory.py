@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from spmdrl.model.divisibility import engine_rows
 from spmdrl.model.model_shape import Block, Weight
+from spmdrl.sync.buckets import LARGEST
 from spmdrl.tools.plan.memory import CUDA_CONTEXT, Memory, bucket_count
 from spmdrl.tools.plan.run import Run
 from spmdrl.world.axes import Axes
 
 CUDA_GRAPHS = 2**30
 """Bytes of vLLM's CUDA graphs and other buffers, assumed."""
+
+_MOST_SEQUENCES = 1024  # vLLM's own max_num_seqs on an H100
 
 
 def engine_weight_bytes(run: Run, axes: Axes) -> int:
@@ -31,6 +35,18 @@ def engine_weight_bytes(run: Run, axes: Axes) -> int:
     for block, count in shape.kinds:
         numel += count * sum(_engine_numel(w, block, tp=tp) for w in block.weights)
     return numel * run.engine_bytes
+
+
+def reload_bytes(run: Run) -> int:
+    """Return the bytes of all whole tensors, as a reload sends them: in float32."""
+    return 4 * run.shape.numel
+
+
+def _whole_tensors(run: Run) -> int:
+    """Return the bytes of the tensors that wait in a reload: those of one message, and those of a
+    block, which vLLM keeps until the block is complete."""
+    message = min(run.cfg.stream.bucket_bytes or LARGEST, reload_bytes(run))
+    return message + 4 * max(block.numel for block, _ in run.shape.kinds)
 
 
 # Suffixes of names: norms, routers, latent projections, and biases that are added after a
@@ -96,7 +112,11 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     per_token = cache_bytes_per_token(run, axes)
     used, sequences, width = _cache(max(0, room), run, per_token=per_token)
     causes["KV cache"] = used
-    if axes.roles.has_engines:
+    if axes.roles.has_engines and run.reloads:
+        # An engine that sleeps has no cache yet when tensors arrive.
+        free = used if run.engine_sleeps and axes.roles.shares_devices else 0
+        causes["whole tensors of a reload"] = max(0, _whole_tensors(run) - free)
+    elif axes.roles.has_engines:
         causes["stream buckets"] = 2 * weights // bucket_count(run, axes, nbytes=weights)
     resting = sum(causes.values())
     # An engine that sleeps frees its cache, and some kinds free their weights too.
@@ -105,6 +125,19 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     elif run.engine_sleeps:
         resting -= used
     return Memory(causes, "while it generates", sequences, width, resting)
+
+
+def best_num_seqs(run: Run, axes: Axes, *, memory_bytes: int) -> int:
+    """Return the `engine.max_num_seqs` at which an engine decodes all its sequences of a step at
+    once, or as many of mean length as its KV cache holds beside their logits.
+
+    Args:
+        memory_bytes: of its GPU.
+    """
+    each = math.ceil(run.sequences * run.cfg.rollout.schedule.over_sample / axes.replicas)
+    wanted = replace(run, engine=replace(run.engine, max_num_seqs=min(each, _MOST_SEQUENCES)))
+    held = engine_memory(wanted, axes, memory_bytes=memory_bytes).width
+    return held if held == wanted.engine.max_num_seqs else held // 8 * 8 or held
 
 
 def _cache(room: int, run: Run, *, per_token: int) -> tuple[int, int, int]:

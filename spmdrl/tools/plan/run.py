@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from spmdrl.check.proved_models import pushed_by
 from spmdrl.config import Config, EngineSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
@@ -20,6 +21,7 @@ from spmdrl.run_files import SMALL, json_of, read_bytes
 from spmdrl.tools.plan.activations import Kernels
 from spmdrl.train.objectives.objective_loss import needed_columns
 from spmdrl.value_forms import is_number
+from spmdrl.world.axes import Axes
 from spmdrl.world.machine.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu, known_gpu
 
 
@@ -43,12 +45,24 @@ class Run:
     lora_numel: int  # elements of all adapters; 0 trains all weights
     chunk_tokens: int  # positions whose logits exist at once
     engine_sleeps: bool  # its memory is lent to the update, colocated
+    reloads: str  # why engines reload whole tensors in a push; empty where slices are written
     engine_bytes: int  # of one element of its weights and cache
 
     @property
     def tokens(self) -> float:
         """Of a step, prompts and responses."""
         return self.sequences * (self.prompt_tokens + self.response_tokens)
+
+    def keeps_weights(self, axes: Axes) -> bool:
+        """Return whether a sleeping engine keeps its weights, in pinned host memory: where a push
+        does not write all of them (see WeightStream.lend_memory)."""
+        writes_all_weights = not (
+            self.reloads
+            or self.cfg.model.lora.pushes_adapter
+            or "speculative_config" in self.engine.options
+        )
+        sleeps = self.on_gpu and self.engine_sleeps and self.engine.traits.frees_weights
+        return axes.roles.shares_devices and sleeps and not writes_all_weights
 
 
 def run_of(
@@ -60,6 +74,7 @@ def run_of(
     prompt_tokens: float,
     response_tokens: float,
     lora_numel: int = 0,
+    family: str = "",
 ) -> Run:
     """Return what a config asks for.
 
@@ -69,6 +84,7 @@ def run_of(
         chunk_tokens: positions whose logits exist at once, see model/head.py.
         prompt_tokens, response_tokens: means; 0 takes half of the longest that may come.
         lora_numel: elements of all adapters, see model/lora/layers.py.
+        family: the policy's `model_type`, by which records say how weights reach an engine.
     Raises: Refusal for an unknown method.
     """
     memory = cfg.model.memory
@@ -85,8 +101,8 @@ def run_of(
         engine=cfg.engine,
         kernels=_kernels(cfg, on_gpu=on_gpu),
         on_gpu=on_gpu,
-        master_bytes=0 if has_none else _item_bytes(memory.master_dtype),
-        moment_bytes=0 if is_away else 2 * _moment_bytes(memory.optimizer_dtype),
+        master_bytes=0 if has_none else item_bytes(memory.master_dtype),
+        moment_bytes=0 if is_away else 2 * moment_bytes(memory.optimizer_dtype),
         sequences=cfg.batch.prompts_per_step * group,
         prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
         response_tokens=response_tokens or cfg.sampling.max_response_tokens / 2,
@@ -96,18 +112,31 @@ def run_of(
         lora_numel=lora_numel,
         chunk_tokens=chunk_tokens,
         engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
-        engine_bytes=_item_bytes(cfg.engine.dtype),
+        reloads=_reloads(cfg, family),
+        engine_bytes=item_bytes(cfg.engine.dtype),
     )
 
 
-def _item_bytes(dtype: str) -> int:
+def _reloads(cfg: Config, family: str) -> str:
+    """Return why engines reload whole tensors in a push; empty where slices are written."""
+    if cfg.stream.mode == "reload":
+        return "stream.mode is reload"
+    if cfg.engine.options.get("quantization"):
+        return f"engine.options quantization is {cfg.engine.options['quantization']}"
+    if family and pushed_by(family, engine_kind=cfg.engine.kind) == "reload":
+        return f"{cfg.engine.kind}'s code for {family} changes weights as it loads them"
+    return ""
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the bytes of an element of a torch dtype."""
     return getattr(torch, dtype).itemsize
 
 
-def _moment_bytes(dtype: str) -> float:
+def moment_bytes(dtype: str) -> float:
     """Return the bytes of an element of AdamW's moments; in 8 bits with its share of the block's
     scale."""
-    return _item_bytes(dtype) + (4 / 256 if dtype == "int8" else 0)
+    return item_bytes(dtype) + (4 / 256 if dtype == "int8" else 0)
 
 
 def _engine_sleeps(cfg: Config, *, on_gpu: bool) -> bool:
@@ -126,7 +155,7 @@ _PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_lo
 def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
     kernels = cfg.model.kernels
     memory = cfg.model.memory
-    c = _item_bytes(cfg.model.compute_dtype)
+    c = item_bytes(cfg.model.compute_dtype)
     is_padded = kernels.attention == "padded" or not (on_gpu and c == 2)
     mode = memory.activation_checkpointing
     return Kernels(
@@ -140,24 +169,49 @@ def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
     )
 
 
+_SLOW = {"matmul_frac": 0.31, "engine_step_s": 0.012}
+"""Where a range begins: 1.7 B parameters, recomputed in full; 256 sequences in one Python thread.
+The other ends, in Rates, are 8 B parameters with selective checkpointing and an idle host."""
+
+
 @dataclass(frozen=True)
 class Rates:
-    """Rates that a GPU and its links reach in practice. Bandwidths are per GPU and direction."""
+    """Rates that a GPU and its links reach in practice. Bandwidths are per GPU and direction.
+
+    Nobody has measured them: `slow` has the other end of those that are known least.
+    """
 
     gpu: Gpu
     gpus_per_node: int = 8
-    matmul_frac: float = 0.5  # of the peak, in training and prefill
+    host_memory_bytes: int = 0  # of a node; 0: unknown
+    matmul_frac: float = 0.45  # of the peak, in training and prefill
     memory_frac: float = MEMORY_FRAC
     link_frac: float = LINK_FRAC
     engine_step_s: float = 0.003  # an engine step's work on the host
     collective_s: float = 20e-6  # before a collective's first byte
+    slow: Mapping[str, float] = field(default_factory=lambda: dict(_SLOW))
+    """{field: its value if a GPU does worst}."""
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """{phase, or `step`: how many times longer it took in a measured run}."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """{field: source, as pages show it} of rates that are not the formula's."""
 
     def known(self, rates: Mapping[str, float], *, source: str) -> Rates:
         """Return these rates with some replaced, which come from `source`."""
         sources = {**self.sources, **dict.fromkeys(rates, source)}
-        changed: dict[str, Any] = {**rates, "sources": sources}
+        slow = {name: value for name, value in self.slow.items() if name not in rates}
+        changed: dict[str, Any] = {**rates, "sources": sources, "slow": slow}
+        return replace(self, **changed)
+
+    def by_run(self, scales: Mapping[str, float], *, source: str) -> Rates:
+        """Return these rates for phases that are `scales` times longer than they say."""
+        sources = dict.fromkeys(FORMULA_RATES, source)
+        return replace(self, slow={}, scales=scales, sources=sources)
+
+    @property
+    def slowest(self) -> Rates:
+        """The rates if a GPU does worst."""
+        changed: dict[str, Any] = {**self.slow, "slow": {}}
         return replace(self, **changed)
 
     def source(self, name: str) -> str:
@@ -179,6 +233,11 @@ class Rates:
         is_within = span <= self.gpus_per_node
         own = self.gpu.node_bytes_per_s if is_within else self.gpu.network_bytes_per_s
         return own * self.link_frac
+
+    @property
+    def host_link(self) -> float:
+        """Bandwidth between a GPU and its host's memory."""
+        return self.gpu.host_bytes_per_s * self.link_frac
 
 
 FORMULA_RATES = ("matmul_frac", "memory_frac", "link_frac", "engine_step_s", "collective_s")

@@ -10,6 +10,7 @@ from typing import Any
 from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.model.divisibility import misfits
 from spmdrl.tools.plan.engine_memory import engine_memory
+from spmdrl.tools.plan.host_memory import host_memory
 from spmdrl.tools.plan.memory import USABLE_FRAC, Memory
 from spmdrl.tools.plan.run import Rates, Run
 from spmdrl.tools.plan.seconds import Seconds, step_seconds
@@ -33,8 +34,20 @@ class Plan:
     room: int  # bytes that a rank may use
     engine_frac: float  # engine.gpu_memory_frac
     flows: tuple[Flow, ...]
-    seconds: Seconds
-    problems: tuple[str, ...]  # reasons why it cannot run
+    seconds: Seconds  # by the best rates
+    slow_seconds: Seconds  # by the worst
+    host: Mapping[str, int]  # bytes of host memory of the fullest node, by cause
+    problems: tuple[str, ...]  # why it cannot run
+
+    @property
+    def middle(self) -> float:
+        """Seconds of a step in the middle of the range."""
+        return (self.seconds.step + self.slow_seconds.step) / 2
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the ranks of the fullest node hold together."""
+        return sum(self.host.values())
 
     @property
     def rank_bytes(self) -> int:
@@ -69,17 +82,35 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, tokens: int = 0) -> Plan:
     most_useful = min(max(most, least_tokens(run.cfg)), filled)
     tokens = tokens or run.cfg.batch.tokens_per_microbatch or most_useful
     trainer = trainer_memory(run, trainer_axes, tokens=tokens)
-    seconds = step_seconds(
-        run, axes, rates=rates, tokens=tokens, slots=engine.width if engine else 0
-    )
+    slots = engine.width if engine else 0
+    seconds = step_seconds(run, axes, rates=rates, tokens=tokens, slots=slots)
+    slow = step_seconds(run, axes, rates=rates.slowest, tokens=tokens, slots=slots)
     flows = (
         *trainer_flows(run, axes, tokens=tokens),
         *push_flows(run, axes),
         *([exchange_flow(run, axes)] if axes.engines else []),
     )
     frac = run.engine.gpu_memory_frac
-    plan = Plan(axes, tokens, most, trainer, engine, room, frac, flows, seconds, ())
-    return replace(plan, problems=tuple(_memory_problems(plan, run, trainer_room=trainer_room)))
+    host = host_memory(
+        run, axes, tokens=tokens, gpus_per_node=rates.gpus_per_node, trainer=trainer, engine=engine
+    )
+    plan = Plan(axes, tokens, most, trainer, engine, room, frac, flows, seconds, slow, host, ())
+    problems = [
+        *_memory_problems(plan, run, trainer_room=trainer_room),
+        *_host_problems(plan, rates),
+    ]
+    return replace(plan, problems=tuple(problems))
+
+
+def _host_problems(plan: Plan, rates: Rates) -> Iterator[str]:
+    room = rates.host_memory_bytes
+    if room and plan.host_bytes > room:
+        cause = max(plan.host, key=lambda name: plan.host[name])
+        yield (
+            f"the ranks of a node hold {_gib(plan.host_bytes)} of host memory, "
+            f"{_gib(plan.host_bytes - room)} more than the node's {_gib(room)} "
+            f"(--host-memory-gib); most of it is {cause} ({_gib(plan.host[cause])})"
+        )
 
 
 def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str]:
@@ -95,14 +126,16 @@ def _memory_problems(plan: Plan, run: Run, *, trainer_room: int) -> Iterator[str
         )
     if plan.engine is None:
         return
-    left = max(0, plan.room - plan.trainer.resting)
+    is_shared = plan.axes.roles.shares_devices
+    left = max(0, plan.room - plan.trainer.resting) if is_shared else plan.room
     short = plan.engine.total - left
-    is_short = plan.axes.roles.shares_devices and run.on_gpu and short > 0
+    is_short = run.on_gpu and short > 0
     if is_short:
         remedy = "; lower engine.gpu_memory_frac" if plan.engine.sequences and left else ""
+        whose = "that the trainer's weights and optimizer state leave it"
         yield (
             f"an engine rank needs {_gib(plan.engine.total)}, {_gib(short)} more than the "
-            f"{_gib(left)} that the trainer's weights and optimizer state leave it{remedy}"
+            f"{_gib(left)} {whose if is_shared else 'it may use'}{remedy}"
         )
     if not plan.engine.sequences:
         setting = "engine.gpu_memory_frac" if run.on_gpu else "engine.cpu_kv_cache_gib"
@@ -119,7 +152,7 @@ def _gib(size: float) -> str:
 
 def remedies(run: Run, plan: Plan, *, rates: Rates) -> list[str]:
     """Return changes of a config with which the layout fits: single ones, or else pairs."""
-    changes = list(_changes(run, plan))
+    changes = list(_changes(run, plan, gpus_per_node=rates.gpus_per_node))
     recomputing = replace(run, kernels=replace(run.kernels, recomputes=True))
 
     def fits(*chosen: _Change) -> bool:
@@ -149,7 +182,7 @@ class _Change:
     tokens: int = 0
 
 
-def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
+def _changes(run: Run, plan: Plan, *, gpus_per_node: int) -> Iterator[_Change]:
     """Yield changes of a config; for each field, the smallest change first."""
     axes = plan.axes
     if plan.tokens > (least := least_tokens(run.cfg)):
@@ -159,8 +192,9 @@ def _changes(run: Run, plan: Plan) -> Iterator[_Change]:
         yield _Change("model.memory.activation_checkpointing", "full", recomputes=True)
     for name in ("tp", "cp", "ep", "inference_tp"):
         # Only larger sizes help, because more ranks then share the memory.
+        most = gpus_per_node if name in ("tp", "inference_tp") else _POWERS[-1]
         for size in _POWERS[1:]:
-            if size > getattr(axes, name):
+            if getattr(axes, name) < size <= most:
                 yield _Change(f"layout.{name}", str(size), sizes={name: size})
     if axes.dp_replicate > 1:
         yield _Change("layout.dp_replicate", "1", sizes={"dp_replicate": 1})
@@ -192,12 +226,11 @@ def is_possible(axes: Axes, run: Run) -> bool:
 def layouts(run: Run, *, gpus: int, gpus_per_node: int) -> Iterator[Axes]:
     """Yield the layouts of `gpus` GPUs that the model and this program allow.
 
-    The tensor parallelism of trainers stays within a node, that of an engine within four nodes.
-    Each replica of the shards has whole nodes.
+    Tensor parallelism of trainers and engines stays within a node. Each replica of the shards has
+    whole nodes.
     """
     tps = [n for n in _POWERS if n <= min(gpus_per_node, gpus)]
-    most = min(4 * gpus_per_node, gpus) if run.cfg.objective.samples else 1
-    engine_tps = [n for n in _POWERS if n <= most]
+    engine_tps = tps if run.cfg.objective.samples else [1]
     eps = [n for n in _POWERS if n <= gpus] if run.shape.counts.experts else [1]
     cps = [n for n in _POWERS if n == 1 or run.cfg.longest_sequence // n >= 2048]
     for placement, trainers in _splits(run, gpus=gpus, gpus_per_node=gpus_per_node):
@@ -265,7 +298,7 @@ def best_plans(run: Run, *, gpus: int, rates: Rates) -> tuple[list[Plan], Plan |
     # Of equally fast layouts, the simpler one comes first.
     fitting.sort(
         key=lambda p: (
-            round(p.seconds.step, 2),
+            round(p.middle, 2),
             p.axes.tp * p.axes.cp * p.axes.ep,
             p.axes.dp_replicate,
             p.axes.inference_tp,

@@ -5,7 +5,8 @@ Estimates to compare layouts with: work is taken as evenly spread, and the rates
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,13 +30,26 @@ class Seconds:
     push: float
     overlaps: bool  # generate and update
     limits: dict[str, str]  # of each phase
+    step_scale: float = 1.0  # of the step, by its phases
 
     @property
     def step(self) -> float:
         """The whole step."""
         if self.overlaps:
-            return max(self.generate, self.update) + self.push
-        return self.generate + self.update + self.push
+            work = max(self.generate, self.update) + self.push
+        else:
+            work = self.generate + self.update + self.push
+        return work * self.step_scale
+
+    def scaled(self, scales: Mapping[str, float]) -> Seconds:
+        """Return these seconds, each times what a run measured: see measured_run.py."""
+        return replace(
+            self,
+            generate=self.generate * scales.get("generate", 1.0),
+            update=self.update * scales.get("update", 1.0),
+            push=self.push * scales.get("push", 1.0),
+            step_scale=scales.get("step", 1.0),
+        )
 
     @property
     def limit(self) -> str:
@@ -56,7 +70,7 @@ def step_seconds(run: Run, axes: Axes, *, rates: Rates, tokens: int, slots: int)
     update, of_update = _update(run, axes, rates=rates, tokens=tokens)
     push = {flow.name: flow.seconds(rates) for flow in push_flows(run, axes)}
     generate += exchange_flow(run, axes).seconds(rates) if axes.engines else 0.0
-    return Seconds(
+    found = Seconds(
         generate,
         update,
         sum(push.values()),
@@ -67,6 +81,7 @@ def step_seconds(run: Run, axes: Axes, *, rates: Rates, tokens: int, slots: int)
             "push": max(push, key=lambda name: push[name]) if push else "nothing",
         },
     )
+    return found.scaled(rates.scales)
 
 
 def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spmdrl.config.fields import useful_tokens
+from spmdrl.tools.plan.engine_memory import best_num_seqs
 from spmdrl.tools.plan.memory import Memory
 from spmdrl.tools.plan.run import FORMULA_RATES, Rates, Run
 from spmdrl.tools.plan.search import Plan
@@ -16,7 +18,12 @@ _GIB = 2**30
 
 def page(plan: Plan, best: Sequence[Plan], *, run: Run, rates: Rates) -> Iterator[str]:
     """Yield the lines of a plan and of the layouts to compare it with."""
-    parts = [_head(run, rates), [f"Layout: {layout_text(plan.axes)}"], _memory_lines(plan, run)]
+    parts = [
+        _head(run, rates),
+        [f"Layout: {layout_text(plan.axes)}"],
+        _memory_lines(plan, run, rates),
+        _host_lines(plan, rates),
+    ]
     if not plan.problems:
         parts += [_flow_lines(plan, rates), _second_lines(plan, run)]
         parts += [_best_lines(best)] if best else []
@@ -43,6 +50,11 @@ def _head(run: Run, rates: Rates) -> Iterator[str]:
         )
     yield f"rates: {'; '.join(_rate_texts(rates))}"
     yield f"step: {_step_text(run)}"
+    if run.cfg.layout.roles.has_engines:
+        pushed = "slices, written in place"
+        if run.reloads:
+            pushed = f"whole float32 tensors to each engine rank, because {run.reloads}"
+        yield f"push: {pushed}"
 
 
 def _step_text(run: Run) -> str:
@@ -59,8 +71,24 @@ def _step_text(run: Run) -> str:
 def _rate_texts(rates: Rates) -> Iterator[str]:
     """Yield for each source its rates, and the source."""
     for source in dict.fromkeys(map(rates.source, FORMULA_RATES)):
-        names = [name for name in FORMULA_RATES if rates.source(name) == source]
-        yield ", ".join(f"{name} {getattr(rates, name):g}" for name in names) + f" ({source})"
+        if rates.scales and source != "formula":
+            times = ", ".join(f"{name} {scale:.3g}" for name, scale in rates.scales.items())
+            yield f"times the formula's seconds: {times} ({source})"
+            continue
+        own = [name for name in FORMULA_RATES if rates.source(name) == source]
+        yield ", ".join(f"{name} {_rate(rates, name)}" for name in own) + f" ({source})"
+
+
+def _rate(rates: Rates, name: str) -> str:
+    """Return a rate, or its range from the smaller to the larger value."""
+    ends = {getattr(rates, name), rates.slow.get(name, getattr(rates, name))}
+    return " to ".join(f"{value:g}" for value in sorted(ends))
+
+
+def _range(plan: Plan, name: str, digits: int) -> str:
+    """Return the seconds of a phase by the best and by the worst rates."""
+    ends = (getattr(plan.seconds, name), getattr(plan.slow_seconds, name))
+    return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in ends))
 
 
 def layout_text(axes: Axes) -> str:
@@ -81,19 +109,19 @@ def brief(plan: Plan, *, run: Run, rates: Rates) -> Iterator[str]:
     verdict = "does not fit" if plan.problems else "fits"
     yield (
         f"{verdict}: the fullest rank holds {plan.rank_bytes / _GIB:.1f} of {plan.room / _GIB:.1f} "
-        f"GiB on {rates.gpu.name} (trainer {plan.trainer.total / _GIB:.1f}{engine})"
+        f"GiB on {rates.gpu.name} (trainer {plan.trainer.total / _GIB:.1f}{engine}); a node's "
+        f"host memory {plan.host_bytes / _GIB:.0f} GiB"
     )
-    own = plan.seconds
-    phases = ", ".join(f"{n} {getattr(own, n):.1f}" for n in ("generate", "update", "push"))
+    phases = ", ".join(f"{n} {_range(plan, n, 1)}" for n in ("generate", "update", "push"))
     sources = sorted(set(map(rates.source, FORMULA_RATES)))
-    yield f"step: {own.step:.1f} s ({phases}; rates: {', '.join(sources)})"
+    yield f"step: {_range(plan, 'step', 1)} s ({phases}; rates: {', '.join(sources)})"
     yield f"of {_step_text(run)}"
 
 
 # --------------------------------------------------------------------------- parts
 
 
-def _memory_lines(plan: Plan, run: Run) -> Iterator[str]:
+def _memory_lines(plan: Plan, run: Run, rates: Rates) -> Iterator[str]:
     yield f"Memory of a rank, GiB (of {plan.room / _GIB:.1f} that it may use)"
     auto = "" if run.cfg.batch.tokens_per_microbatch else " (auto)"
     own = f"trainer, {plan.trainer.moment}, micro-batch of {plan.tokens} tokens{auto}"
@@ -104,6 +132,7 @@ def _memory_lines(plan: Plan, run: Run) -> Iterator[str]:
             f"    the cache holds {plan.engine.sequences} of the longest sequences "
             f"(engine.max_num_seqs {run.engine.max_num_seqs})"
         )
+        yield from _waves(plan, run, rates)
     most = str(plan.most_tokens)
     if plan.most_tokens == 0:
         most = "none: not even the longest sequence"
@@ -112,9 +141,29 @@ def _memory_lines(plan: Plan, run: Run) -> Iterator[str]:
     yield f"  largest tokens_per_microbatch that fits: {most}"
 
 
+def _waves(plan: Plan, run: Run, rates: Rates) -> Iterator[str]:
+    """Yield which engine.max_num_seqs would be better, if one would."""
+    own = replace(run, engine=replace(run.engine, gpu_memory_frac=plan.engine_frac))
+    best = best_num_seqs(own, plan.axes, memory_bytes=rates.memory_bytes)
+    each = -(-run.sequences // plan.axes.replicas)
+    if best > run.engine.max_num_seqs < each:
+        yield (
+            f"    engine.max_num_seqs {best} would decode {best} of an engine's {each} sequences "
+            f"of a step at once"
+        )
+
+
 def _cause_lines(title: str, memory: Memory) -> Iterator[str]:
     yield f"  {title:<66} {memory.total / _GIB:9.2f}"
     for name, size in memory.causes.items():
+        yield f"    {name:<30} {size / _GIB:9.2f}"
+
+
+def _host_lines(plan: Plan, rates: Rates) -> Iterator[str]:
+    room = rates.host_memory_bytes
+    has = f"of {room / _GIB:.1f}" if room else "give --host-memory-gib to compare"
+    yield f"{f'Host memory of a node, GiB ({has})':<68} {plan.host_bytes / _GIB:9.2f}"
+    for name, size in plan.host.items():
         yield f"    {name:<30} {size / _GIB:9.2f}"
 
 
@@ -122,33 +171,40 @@ def _flow_lines(plan: Plan, rates: Rates) -> Iterator[str]:
     yield "A rank sends in a step, GB             node  network   seconds"
     for flow in plan.flows:
         gigabytes = f"{flow.bytes / 1e9:9.3f}"
-        is_within_node = flow.span <= rates.gpus_per_node
-        cells = gigabytes + " " * 9 if is_within_node else " " * 9 + gigabytes
-        hides = "  during matmuls" if flow.hides else ""
-        yield f"  {flow.name:<31} {cells} {flow.seconds(rates):9.3f}{hides}"
+        is_network = flow.link(rates) == "network"
+        cells = " " * 9 + gigabytes if is_network else gigabytes + " " * 9
+        where = "  during matmuls" if flow.hides else "  over PCIe" if flow.is_to_host else ""
+        yield f"  {flow.name:<31} {cells} {flow.seconds(rates):9.3f}{where}"
 
 
 def _second_lines(plan: Plan, run: Run) -> Iterator[str]:
-    own = plan.seconds
+    own = plan.slow_seconds
     yield "Seconds of a step (estimate)"
     for name in ("generate", "update", "push"):
         if getattr(own, name):
-            yield f"  {name:<10} {getattr(own, name):9.2f}  limited by {own.limits[name]}"
+            yield f"  {name:<10} {_range(plan, name, 2):>18}  limited by {own.limits[name]}"
     beside = "  (generate beside update)" if own.overlaps else ""
-    rate = run.sequences * run.response_tokens / own.step if own.step else 0.0
-    what = f", {rate:,.0f} sampled tokens/s" if run.cfg.objective.samples else ""
-    yield f"  step       {own.step:9.2f}{beside}{what}"
+    what = ""
+    if run.cfg.objective.samples and own.step:
+        tokens = run.sequences * run.response_tokens
+        ends = (f"{tokens / seconds.step:,.0f}" for seconds in (own, plan.seconds))
+        what = f", {' to '.join(dict.fromkeys(ends))} sampled tokens/s"
+    yield f"  step       {_range(plan, 'step', 2):>18}{beside}{what}"
 
 
 def _best_lines(best: Sequence[Plan]) -> Iterator[str]:
-    yield "Best layouts by estimated seconds"
+    yield "Best layouts by estimated seconds, in the middle of their ranges"
     yield (
         "  placement  train replicate shard  cp  tp  ep  engine tp  frac  micro-batch   GiB"
         "  gen s  upd s push s step s  limited by"
     )
     for plan in best:
         axes = plan.axes
-        own = plan.seconds
+        own = plan.slow_seconds
+        gen, upd, push = (
+            (getattr(plan.seconds, name) + getattr(own, name)) / 2
+            for name in ("generate", "update", "push")
+        )
         engine = (
             f"{axes.inference_tp:>9} {plan.engine_frac:>5.2f}"
             if axes.engines
@@ -157,8 +213,8 @@ def _best_lines(best: Sequence[Plan]) -> Iterator[str]:
         yield (
             f"  {axes.placement:<10} {axes.trainers:>5} {axes.dp_replicate:>9} "
             f"{axes.dp_shard:>5} {axes.cp:>3} {axes.tp:>3} {axes.ep:>3}  {engine} "
-            f"{plan.tokens:>12} {plan.rank_bytes / _GIB:5.1f} {own.generate:6.1f} "
-            f"{own.update:6.1f} {own.push:6.2f} {own.step:6.1f}  {own.limit}"
+            f"{plan.tokens:>12} {plan.rank_bytes / _GIB:5.1f} {gen:6.1f} "
+            f"{upd:6.1f} {push:6.2f} {plan.middle:6.1f}  {own.limit}"
         )
 
 
@@ -166,17 +222,19 @@ def _best_lines(best: Sequence[Plan]) -> Iterator[str]:
 
 
 def rates_dict(rates: Rates) -> dict[str, Any]:
-    """Return {rate that can be measured: its value and its source}."""
-    return {
-        name: {"value": getattr(rates, name), "source": rates.source(name)}
-        for name in FORMULA_RATES
-    }
+    """Return each rate that can be measured, at its best and at its worst, and its source."""
+    found: dict[str, Any] = {}
+    for name in FORMULA_RATES:
+        best = getattr(rates, name)
+        worst = rates.slow.get(name, best)
+        found[name] = {"best": best, "worst": worst, "source": rates.source(name)}
+    return found | ({"scales": dict(rates.scales)} if rates.scales else {})
 
 
 def as_dict(plan: Plan, *, rates: Rates) -> dict[str, Any]:
     """Return a plan as plain values: bytes, seconds, tokens."""
-    own = plan.seconds
     axes = plan.axes
+    names = ("generate", "update", "push", "step")
     return {
         "layout": vars(axes) | {"dp_shard": axes.dp_shard, "engines": axes.engines},
         "problems": list(plan.problems),
@@ -186,15 +244,13 @@ def as_dict(plan: Plan, *, rates: Rates) -> dict[str, Any]:
         "trainer_bytes": dict(plan.trainer.causes),
         "trainer_moment": plan.trainer.moment,
         "engine_bytes": dict(plan.engine.causes) if plan.engine else {},
+        "host_bytes": dict(plan.host),
         "cache_sequences": plan.engine.sequences if plan.engine else 0,
         "sent_bytes": {
-            f.name: {
-                "bytes": f.bytes,
-                "seconds": f.seconds(rates),
-                "link": "node" if f.span <= rates.gpus_per_node else "network",
-            }
+            f.name: {"bytes": f.bytes, "seconds": f.seconds(rates), "link": f.link(rates)}
             for f in plan.flows
         },
-        "seconds": {name: getattr(own, name) for name in ("generate", "update", "push", "step")},
-        "limits": own.limits,
+        "seconds": {name: getattr(plan.seconds, name) for name in names},
+        "slow_seconds": {name: getattr(plan.slow_seconds, name) for name in names},
+        "limits": plan.slow_seconds.limits,
     }

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spmdrl.model.model_shape import ModelShape
-from spmdrl.tools.plan.engine_memory import engine_weight_bytes
+from spmdrl.sync.buckets import LARGEST
+from spmdrl.tools.plan.engine_memory import engine_weight_bytes, reload_bytes
 from spmdrl.tools.plan.memory import (
     bucket_count,
     expert_shards_numel,
@@ -32,10 +33,18 @@ class Flow:
     span: int  # neighbouring ranks that its group reaches over
     hides: bool = False  # overlaps with computation
     rounds_s: float = 0.0  # seconds of the rounds in which it travels
+    is_to_host: bool = False  # between a GPU and its host's memory
+
+    def link(self, rates: Rates) -> str:
+        """Return which link it is on."""
+        if self.is_to_host:
+            return "host"
+        return "node" if self.span <= rates.gpus_per_node else "network"
 
     def seconds(self, rates: Rates) -> float:
         """Return the time it takes on its link, if nothing else is on it."""
-        return self.bytes / rates.link(self.span) + self.calls * rates.collective_s + self.rounds_s
+        bandwidth = rates.host_link if self.is_to_host else rates.link(self.span)
+        return self.bytes / bandwidth + self.calls * rates.collective_s + self.rounds_s
 
 
 def microbatches(run: Run, axes: Axes, *, tokens: int) -> int:
@@ -126,11 +135,21 @@ def _context_width(run: Run, axes: Axes) -> float:
 
 
 def push_flows(run: Run, axes: Axes) -> list[Flow]:
-    """Return what a rank sends in a push of the weights: a trainer its part of a copy for each
-    tp rank of an engine (or what an engine rank takes, where that is more), an engine rank its
-    part to the other replicas."""
+    """Return what a rank sends in a push of the weights, and what a sleeping engine stores on its
+    host and fetches again."""
     if not axes.engines:
         return []
+    flows = _reload_flows(run, axes) if run.reloads else _slice_flows(run, axes)
+    if run.keeps_weights(axes):
+        both_ways = 2 * engine_weight_bytes(run, axes)
+        flows.append(Flow("engine weights to and from host", both_ways, 0, 1, is_to_host=True))
+    return flows
+
+
+def _slice_flows(run: Run, axes: Axes) -> list[Flow]:
+    """Return the flows of slices that are written in place: a trainer sends its part of a copy for
+    each tp rank of an engine (or what an engine rank takes, where that is more), an engine rank its
+    part to the other replicas."""
     whole = engine_weight_bytes(run, axes)
     if run.cfg.model.lora.pushes_adapter:  # of a layer that tp cuts, every rank has one whole
         whole = run.engine_bytes * run.lora_numel
@@ -143,6 +162,21 @@ def push_flows(run: Run, axes: Axes) -> list[Flow]:
         share = (axes.replicas - 1) / axes.replicas
         buckets = bucket_count(run, axes, nbytes=whole)
         flows.append(Flow("stream among replicas", whole * share, buckets, axes.engines))
+    return flows
+
+
+def _reload_flows(run: Run, axes: Axes) -> list[Flow]:
+    """Return the flows of whole tensors: every engine rank gets all of them. Each of them leaves
+    the trainers once, and engine ranks gather their parts."""
+    whole = reload_bytes(run)
+    count = max(1, math.ceil(whole / (run.cfg.stream.bucket_bytes or LARGEST)))
+    flows = []
+    if axes.roles.overlaps:
+        busiest = whole * max(1 / axes.trainers, 1 / axes.engines)
+        flows.append(Flow("whole tensors", busiest, count, axes.world_size))
+    if axes.engines > 1:
+        share = (axes.engines - 1) / axes.engines
+        flows.append(Flow("whole tensors among engines", whole * share, count, axes.engines))
     return flows
 
 

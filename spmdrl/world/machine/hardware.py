@@ -17,15 +17,16 @@ class Gpu:
     memory_bytes_per_s: float
     node_bytes_per_s: float  # to the other GPUs of its node (NVLink)
     network_bytes_per_s: float  # to other nodes
+    host_bytes_per_s: float  # to its host's memory (PCIe)
 
 
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        Gpu("A100", 79.0, 312e12, 2.04e12, 300e9, 25e9),  # SXM 80 GB, 8 x 200 Gb/s
-        Gpu("H100", 79.0, 989e12, 3.35e12, 450e9, 50e9),  # SXM 80 GB, 8 x 400 Gb/s
-        Gpu("H200", 139.0, 989e12, 4.8e12, 450e9, 50e9),  # SXM 141 GB, 8 x 400 Gb/s
-        Gpu("B200", 178.0, 2250e12, 8.0e12, 900e9, 50e9),  # SXM 180 GB, 8 x 400 Gb/s
+        Gpu("A100", 79.0, 312e12, 2.04e12, 300e9, 25e9, 32e9),  # SXM 80 GB, 8 x 200 Gb/s
+        Gpu("H100", 79.0, 989e12, 3.35e12, 450e9, 50e9, 64e9),  # SXM 80 GB, 8 x 400 Gb/s
+        Gpu("H200", 139.0, 989e12, 4.8e12, 450e9, 50e9, 64e9),  # SXM 141 GB, 8 x 400 Gb/s
+        Gpu("B200", 178.0, 2250e12, 8.0e12, 900e9, 50e9, 64e9),  # SXM 180 GB, 8 x 400 Gb/s
     )
 }
 
