@@ -22,6 +22,7 @@ from spmdrl.sync.verify import (
     checksum,
     flip_bits,
     gather_lines,
+    on_host,
     parameter_checksums,
     sent_checksums,
 )
@@ -52,7 +53,7 @@ class ReloadedTensors:
         self._engine = engine
         self._live = live
         # Checksums of the tensors that arrived, during `differences`.
-        self._arrived: list[int] | None = None
+        self._arrived: list[Tensor] | None = None
         changed = _changed_by_reload(engine, names, world) if world.is_inference else []
         problems = gather_problems(changed, group=world.control)
         if problems:
@@ -128,7 +129,7 @@ class ReloadedTensors:
                     f"engine of rank {self._world.rank}: {name} has checksum {before[name]:016x}, "
                     f"and {after[name]:016x} when the trainers' tensors are loaded again"
                 )
-        problems += self._altered_on_the_way(self._arrived)
+        problems += self._altered_on_the_way(on_host(self._arrived))
         self._arrived = None
         return gather_lines(problems, self._world)
 

@@ -22,7 +22,9 @@ from spmdrl.world.comm import gather_objects
 from spmdrl.world.world import World
 
 _MOST_PROBLEMS = 8  # spelled out in a message
-_ELEMENTS_AT_ONCE = 2**20  # bounds the int64 temporaries of a checksum: 8 MB each
+_ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
+"""Bounds the int64 temporaries of a checksum: 8 MB each, and 128 MB on GPUs, where a smaller strip
+takes as long as the launches of its kernels."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """{bytes of an element: the integer dtype that shows its bits}."""
 
@@ -85,9 +87,9 @@ def differences(
     """
     counts = gather_objects(len(copies), group=world.control)
     sent = sent_checksums(plan, live, most=max(counts), world=world)
+    sums = [checksum(c.view, c.box, shape=live.parts[c.name].shape) for c in copies]
     problems = []
-    for copy, of_trainers in zip(copies, sent):
-        of_engine = checksum(copy.view, copy.box, shape=live.parts[copy.name].shape)
+    for copy, of_engine, of_trainers in zip(copies, on_host(sums), sent):
         if of_engine != of_trainers:
             problems.append(
                 f"engine of rank {world.rank}: {copy.name} has checksum {of_engine:016x}, "
@@ -114,12 +116,16 @@ def sent_checksums(plan: StreamPlan, live: LiveShards, *, most: int, world: Worl
     for index, ranks in enumerate(plan.traffic.receivers):
         for rank in ranks:
             receiver_of[rank] = index
-    totals = [[0] * most for _ in plan.traffic.receivers]
+    places = []
+    parts = []
     for piece in pieces_of(plan.from_this_rank, live.table):
         value = live.held.value(piece.name, piece.box).read().to(piece.dtype)
         shape = live.parts[piece.name].shape
-        receiver = receiver_of[piece.target]
-        totals[receiver][piece.want] += checksum(value, piece.box, shape=shape)
+        places.append((receiver_of[piece.target], piece.want))
+        parts.append(checksum(value, piece.box, shape=shape))
+    totals = [[0] * most for _ in plan.traffic.receivers]
+    for (receiver, want), part in zip(places, on_host(parts)):
+        totals[receiver][want] += part
     sums = torch.tensor([[to_int64(total) for total in wants] for wants in totals])
     dist.all_reduce(sums, group=world.control)
     own = sums[receiver_of.get(world.rank, 0)]  # read only where this rank wants something
@@ -129,8 +135,9 @@ def sent_checksums(plan: StreamPlan, live: LiveShards, *, most: int, world: Worl
 # --------------------------------------------------------------------------- checksums
 
 
-def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
-    """Return a hash of the bits in `view`, additive over disjoint boxes mod 2^64.
+def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> Tensor:
+    """Return a hash of the bits in `view`, additive over disjoint boxes mod 2^64: [] int64 on the
+    device of the view, for `on_host`.
 
     Each element is mixed with its position in the whole tensor before it is added, so the sum
     does not depend on how the tensor is cut or where its parts lie, but does on their order.
@@ -140,7 +147,7 @@ def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
         box: the part of the checkpoint tensor that it shows.
         shape: of the whole checkpoint tensor.
     """
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=view.device)
     strides = torch.empty(tuple(shape), device="meta").stride()
     for part, values in _strips(view, box):
         integer = _INTEGERS[values.element_size()]
@@ -150,17 +157,25 @@ def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> int:
             index = torch.arange(part.shape[dim], device=view.device) + part.start[dim]
             later_dims = [1] * (len(shape) - dim - 1)
             position = position + (index * stride).view([-1, *later_dims])
-        total += int(mix(mix(position) + bits).sum())
-    return total % 2**64
+        total += mix(mix(position) + bits).sum()
+    return total
+
+
+def on_host(sums: Sequence[Tensor]) -> list[int]:
+    """Return checksums as numbers in [0, 2^64), by one copy to the host for all of them."""
+    if not sums:
+        return []
+    # Shards may be on the host, and buffers beside them on the device.
+    devices = [one.device for one in sums if one.device.type != "cpu"]
+    device = devices[0] if devices else torch.device("cpu")
+    return [total % 2**64 for total in torch.stack([one.to(device) for one in sums]).tolist()]
 
 
 def parameter_checksums(model: nn.Module) -> dict[str, int]:
     """Return a checksum of each parameter and persistent buffer of an engine's model."""
-    sums = {}
-    for name, tensor in live_tensors(model).items():
-        shape = tensor.shape
-        sums[name] = checksum(tensor.detach(), Box.whole(shape), shape=shape)
-    return sums
+    tensors = live_tensors(model)
+    sums = [checksum(t.detach(), Box.whole(t.shape), shape=t.shape) for t in tensors.values()]
+    return dict(zip(tensors, on_host(sums)))
 
 
 def flip_bits(model: nn.Module, names: Collection[str]) -> None:
@@ -182,7 +197,7 @@ def _strips(view: Tensor, box: Box) -> Iterator[tuple[Box, Tensor]]:
     if not box.shape or not box.numel:
         yield box, view
         return
-    rows = max(1, _ELEMENTS_AT_ONCE * box.shape[0] // box.numel)
+    rows = max(1, _ELEMENTS_AT_ONCE[view.device.type] * box.shape[0] // box.numel)
     for first in range(0, box.shape[0], rows):
         values = view[first : first + rows]
         start = (box.start[0] + first, *box.start[1:])

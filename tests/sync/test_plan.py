@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from spmdrl.model.cuts import CutAxis, TensorCut
 from spmdrl.model.tensor_parts import Box, Part
+from spmdrl.sync import verify
 from spmdrl.sync.buckets import LARGEST, Traffic, best_count, choose_buckets, overhead_s, pieces_of
 from spmdrl.sync.tables import DTYPES, FileTable, Want
-from spmdrl.sync.verify import checksum
+from spmdrl.sync.verify import checksum, on_host
 from spmdrl.world.machine.hardware import CPU_LINK, GPUS, gpu_link
+from spmdrl.world.torch_internals import LOCAL_SCALAR, TorchDispatchMode
 from tests.sync.gathered_plan import gathered_plan
 from tests.sync.planned import (
     at,
@@ -191,16 +193,43 @@ def test_checksums_add_up_over_any_cut_and_see_an_exchange_of_elements(seed):
     shape = (rng.randrange(2, 30), rng.randrange(1, 30))
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
     box = Box((0, 0), shape)
-    total = checksum(whole, box, shape=shape)
     parts = cut_at_random(box, rng, cuts=4)
     views = [
         whole[p.start[0] : p.start[0] + p.shape[0], p.start[1] : p.start[1] + p.shape[1]]
         for p in parts
     ]
-    assert sum(checksum(v, p, shape=shape) for v, p in zip(views, parts)) % 2**64 == total
-    assert checksum(whole.t().contiguous().t(), box, shape=shape) == total
+    turned = whole.t().contiguous().t()
     swapped = whole.flip(0)
-    assert torch.equal(swapped, whole) or checksum(swapped, box, shape=shape) != total
+    total, of_turned, of_swapped, *sums = on_host(
+        [checksum(t, box, shape=shape) for t in (whole, turned, swapped)]
+        + [checksum(v, p, shape=shape) for v, p in zip(views, parts)]
+    )
+    assert sum(sums) % 2**64 == of_turned == total
+    assert torch.equal(swapped, whole) or of_swapped != total
+
+
+class _HostReads(TorchDispatchMode):
+    """Counts what waits for a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is LOCAL_SCALAR
+        return func(*args, **(kwargs or {}))
+
+
+def test_checksums_do_not_wait_for_the_device(monkeypatch):
+    monkeypatch.setitem(verify._ELEMENTS_AT_ONCE, "cpu", 100)  # strips of 5 rows
+    box = Box((2, 3), (30, 17))
+    with _HostReads() as reads:
+        sums = []
+        for dtype in (torch.bfloat16, torch.float32, torch.uint8, torch.int64):
+            values = torch.arange(30 * 17).view(30, 17).to(dtype)
+            sums.append(checksum(values, box, shape=(40, 40)))
+        known = on_host(sums)
+    assert reads.count == 0
+    assert known == [0xB0CEC96B429226ED, 0xA81831027460B687, 0x385EBD133FA455CC, 0xA90416E903AF9670]
+    assert on_host([]) == []
 
 
 @BOUNDED
