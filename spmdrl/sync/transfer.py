@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -197,26 +198,34 @@ class _Message:
 
 
 class _Copies:
-    """Tensors to write, and the values to write into them, of the same shapes."""
+    """Tensors to write, and the values to write into them, of the same shapes.
+
+    Live values are copied in groups, in which all pairs have the same dtypes and devices, and are
+    contiguous or not. One pair that differs would make `copy_all` launch a kernel for each tensor
+    of its list; before torch 2.13 it would copy mixed dtypes wrong.
+    """
 
     def __init__(self) -> None:
-        self._targets: list[Tensor] = []
-        self._sources: list[Tensor] = []
+        self._groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
         self._computed: list[tuple[Tensor, Value]] = []
 
     def add(self, targets: Sequence[Tensor], values: Sequence[Value]) -> None:
         for target, value in zip(targets, values, strict=True):
-            if value.is_live:
-                self._targets.append(target)
-                self._sources.append(value.live)
-            else:
+            if not value.is_live:
                 self._computed.append((target, value))
+                continue
+            source = value.live
+            is_dense = target.is_contiguous() and source.is_contiguous()
+            kind = (target.dtype, source.dtype, target.device, source.device, is_dense)
+            targets_of_kind, sources = self._groups.setdefault(kind, ([], []))
+            targets_of_kind.append(target)
+            sources.append(source)
 
     def run(self) -> None:
-        if self._targets:
+        for targets, sources in self._groups.values():
             # One call for the list: per-tensor copy_ from Python cost 3 us each on the CPU,
             # and a kernel launch each on CUDA.
-            copy_all(self._targets, self._sources)
+            copy_all(targets, sources)
         for target, value in self._computed:
             target.copy_(value.read())
 

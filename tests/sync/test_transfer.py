@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from spmdrl.model.cuts import TensorCut
 from spmdrl.model.tensor_parts import Box, Part, Value
-from spmdrl.sync import stream
+from spmdrl.sync import stream, transfer
 from spmdrl.sync.tables import FileTable, Want
 from spmdrl.sync.transfer import Transfer
 from tests.helpers.ranks import run_ranks
@@ -95,3 +95,31 @@ def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.Monke
         "sync/seconds": (3.0, 1.0),
         "sync/gb_per_s": (6.0, 3.0),
     }
+
+
+def test_copies_of_one_call_have_the_same_dtypes_and_are_dense_or_not(monkeypatch):
+    calls = []
+
+    def recorded(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        kinds = [(t.dtype, s.dtype, t.is_contiguous()) for t, s in zip(targets, sources)]
+        calls.append(kinds)
+        torch._foreach_copy_(targets, sources)
+
+    monkeypatch.setattr(transfer, "copy_all", recorded)
+    source = torch.arange(12.0).view(3, 4)
+    engine = torch.zeros(3, 8, dtype=torch.bfloat16)
+    pairs = [
+        (torch.zeros(3, 4, dtype=torch.bfloat16), source),
+        (torch.zeros(3, 4), source + 1),
+        (engine[:, 2:6], source + 2),
+        (torch.zeros(3, 4, dtype=torch.bfloat16), source + 3),
+        (torch.zeros(3, 4, dtype=torch.bfloat16), source.bfloat16()),
+    ]
+    copies = transfer._Copies()
+    for target, value in pairs:
+        copies.add([target], [Value(value)])
+    copies.run()
+    assert all(torch.equal(target.float(), value.float()) for target, value in pairs)
+    assert [len(kinds) for kinds in calls] == [2, 1, 1, 1]
+    assert all(len(set(kinds)) == 1 for kinds in calls)
+    assert not engine[:, :2].any() and not engine[:, 6:].any()
