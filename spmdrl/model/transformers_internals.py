@@ -18,16 +18,18 @@ HAS_EMPTY_ROWS     _is_expert_parallel of experts           as grouped_experts
 zero_idle_experts  integrations.moe._grouped_mm (patched)  once torch zeroes them on Blackwell
 router_class       PreTrainedModel._can_record_outputs      once a model tells its routers in public
 attention_implementation  config._attn_implementation_internal   once masks can be asked for
-apply_liger        liger_kernel's _apply_liger_kernel_to_instance   once it is public
+apply_liger, own_layers  liger_kernel's _apply_liger_kernel_to_instance   once it is public
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -304,12 +306,51 @@ def apply_liger(hf_model: nn.Module, base: nn.Module, *, has_rope: bool, is_dens
         cross_entropy=False,
         fused_linear_cross_entropy=False,
     )
+    before = {name: dict(vars(module)) for name, module in _modeling_modules()}
     for part in (hf_model, base):  # liger knows only the base of some models
         _, error = attempt(partial(put, model=part), TypeError)
         if error is None:
+            _note_replaced(before)
             return True
     log.warning("%s goes without liger's kernels: %s", type(hf_model).__name__, error)
     return False
+
+
+def _modeling_modules() -> Iterator[tuple[str, ModuleType]]:
+    """Yield the modules of transformers' models that are imported."""
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("transformers.models.") and ".modeling_" in name:
+            yield name, module
+
+
+_replaced: dict[tuple[str, str], Any] = {}
+"""{(modeling module, name in it): transformers' own}, where apply_liger replaced it."""
+
+
+def _note_replaced(before: Mapping[str, Mapping[str, Any]]) -> None:
+    for module_name, module in _modeling_modules():
+        for name, own in before.get(module_name, {}).items():
+            if getattr(module, name, own) is not own:
+                _replaced.setdefault((module_name, name), own)
+
+
+@contextmanager
+def own_layers() -> Iterator[None]:
+    """Have transformers build and run models of its own layers inside a `with` block.
+
+    liger replaces classes and functions in the modules of transformers' models, so that a model
+    built later is no longer transformers' own.
+    """
+    by_liger = {}
+    for module_name, name in _replaced:
+        by_liger[module_name, name] = getattr(sys.modules[module_name], name)
+    for (module_name, name), own in _replaced.items():
+        setattr(sys.modules[module_name], name, own)
+    try:
+        yield
+    finally:
+        for (module_name, name), other in by_liger.items():
+            setattr(sys.modules[module_name], name, other)
 
 
 @contextmanager

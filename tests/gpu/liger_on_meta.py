@@ -35,11 +35,11 @@ MORE = {
 
 
 def main() -> dict[str, list[str]]:
-    """Return {family and kind: names of what computes its norms}."""
+    """Return {family and kind: names of what computes its norms}, and what own_layers gives."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from spmdrl.model.blocks import base_of, experts_modules
-    from spmdrl.model.transformers_internals import apply_liger
+    from spmdrl.model.transformers_internals import apply_liger, own_layers
 
     FAMILIES.update(MORE)
     autos = {"causal": AutoModelForCausalLM, "scalar": AutoModelForSequenceClassification}
@@ -56,6 +56,16 @@ def main() -> dict[str, list[str]]:
         is_done = apply_liger(model, base_of(model)[1], has_rope=True, is_dense=is_dense)
         assert is_done, name
         found[name] = sorted({norm.forward.__qualname__ for norm in norms})
+    config = tiny_config("qwen3", num_labels=1)
+    with torch.device("meta"):
+        built = {"qwen3 built later": AutoModelForCausalLM.from_config(config)}
+        with own_layers():
+            built["qwen3 of its own layers"] = AutoModelForCausalLM.from_config(config)
+            rope = sys.modules[type(built["qwen3 built later"]).__module__].apply_rotary_pos_emb
+    for name, model in built.items():
+        norms = [m for n, m in model.named_modules() if n.endswith("layernorm")]
+        found[name] = sorted({norm.forward.__qualname__ for norm in norms})
+    found["rope"] = [rope.__module__]
     return found
 
 

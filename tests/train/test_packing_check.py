@@ -14,11 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.models.qwen3 import modeling_qwen3
 
+from spmdrl.model import transformers_internals
 from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.load import load_whole_model
 from spmdrl.train import packing_check
-from spmdrl.train.packing_check import _plain_gaps, check_packing, lengths_of
+from spmdrl.train.packing_check import _least_gap, _plain_gaps, check_packing, lengths_of
 from tests.helpers.built import made, small_model, training
 from tests.helpers.ranks import run_ranks
 
@@ -94,7 +96,7 @@ def said(tiny_model: Path) -> dict[str, Any]:
 
 def test_rows_that_are_right_are_told_by_numbers(said):
     found = said["right"]
-    names = ("leak", "packed_gap", "plain_gap", "loaded_gap")
+    names = ("leak", "packed_gap", "plain_gap", "loaded_gap", "rounding")
     assert found.keys() == {f"proof/{name}" for name in names}
     assert found["proof/loaded_gap"][0] < 1e-6
     assert found["proof/leak"] == (0.0, 1.0)
@@ -102,8 +104,8 @@ def test_rows_that_are_right_are_told_by_numbers(said):
 
 
 def test_what_is_wrong_is_told_apart(said):
-    assert "other tokens in one sequence change another's logprobs, by" in said["leak"]
-    assert "rows of several sequences and of one differ in logprobs, by" in said["row"]
+    assert "other tokens in one sequence change another's logprobs" in said["leak"]
+    assert "rows of several sequences and of one differ in logprobs" in said["row"]
     assert "disagree with transformers' own forward pass" in said["narrow"]
     assert "not those that transformers' own from_pretrained loads" in said["loaded"]
     assert not any("limit" in said[name] for name in ("leak", "row", "narrow"))
@@ -124,8 +126,8 @@ def test_plain_transformers_caps_logits_and_loads_the_same_weights(architecture,
         sampling=dict(max_response_tokens=16),
     )
     world: Any = SimpleNamespace(device=torch.device("cpu"))
-    found = _plain_gaps(cfg, world)
-    assert found["proof/loaded_gap"][0] < 1e-6 and found["proof/plain_gap"][0] < 1e-5
+    found = {gap.name: gap.value for gap in _plain_gaps(cfg, world)}
+    assert found["loaded_gap"] < 1e-6 and found["plain_gap"] < 1e-5
 
 
 def test_a_folder_that_transformers_cannot_load_is_not_compared_and_the_log_says_what_it_means(
@@ -143,6 +145,99 @@ def test_a_folder_that_transformers_cannot_load_is_not_compared_and_the_log_says
         sampling=dict(max_response_tokens=16),
     )
     world: Any = SimpleNamespace(device=torch.device("cpu"))
-    assert _plain_gaps(cfg, world).keys() == {"proof/plain_gap"}
+    assert [gap.name for gap in _plain_gaps(cfg, world)] == ["plain_gap"]
     (said,) = [r.getMessage() for r in caplog.records if "from_pretrained" in r.getMessage()]
     assert "KeyError: 'metadata'" in said and "is not checked. The run goes on" in said
+
+
+# ------------------------------------------------------------------ rounding
+
+
+def _linear_by_rows(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply in blocks whose number and order depend on the number of rows, as the kernels of
+    GPUs do, with a rounding after each block."""
+    rows = states.numel() // states.shape[-1]
+    size = -(-states.shape[-1] // (2 + rows % 7))
+    blocks = [linear(a, b) for a, b in zip(states.split(size, -1), weight.split(size, -1))]
+    at = rows % len(blocks)
+    total = torch.stack(blocks[at:] + blocks[:at]).cumsum(0, dtype=states.dtype)[-1]
+    return total if bias is None else total + bias
+
+
+linear = nn.functional.linear
+
+
+def _joined(row: Callable[..., Any]) -> Callable[..., Any]:
+    """Have attention go over the boundaries of sequences."""
+    return lambda tokens, lengths, **options: row(tokens, [sum(lengths)], **options)
+
+
+def _checked(path: str, dtype: str) -> dict[str, Any]:
+    """Return what the check finds where matrix products depend on the rows' number, and what it
+    says where attention also leaks."""
+    cfg = made(
+        model=dict(path=path, compute_dtype=dtype),
+        data=dict(train="task:addition", size=10, max_prompt_tokens=64),
+        sampling=dict(max_response_tokens=64),
+        layout=dict(world_size=1, trainer_ranks=1, device="cpu", placement="colocated"),
+        batch=dict(tokens_per_microbatch=256),
+    )
+    with training(cfg) as (world, trainer):
+        model = trainer.policy.model
+        with mock.patch.object(nn.functional, "linear", _linear_by_rows):
+            found = check_packing(model, cfg, world)
+            model.row = _joined(model.row)
+            with pytest.raises(RuntimeError) as error:
+                check_packing(model, cfg, world)
+    return {"found": found, "leak": str(error.value)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture, layers, std", [("qwen3", 48, 0.2), ("qwen3_moe", 16, 0.1)])
+def test_rounding_passes_and_a_leak_does_not(architecture, layers, std, dtype, tmp_path):
+    sizes = dict(architecture=architecture, layers=layers, initializer_std=std)
+    folder = small_model(tmp_path / "m", **sizes)
+    (found,) = run_ranks(1, _checked, str(folder), dtype)
+    gap = found["found"]["proof/packed_gap"][0]
+    low, high = (0.02, 0.2) if dtype == "bfloat16" else (1e-8, 1e-4)
+    assert low < gap < high
+    assert "packed sequences see each other" in found["leak"]
+
+
+def test_a_difference_that_other_tokens_do_not_show_is_none():
+    tie = [torch.ones(2), torch.zeros(2)]
+    same = [torch.zeros(2), torch.zeros(2)]
+    options: dict[str, Any] = dict(limits=[0.1, 0.1], fault="")
+    for ours, is_fault in (([tie, same], False), ([same, tie], False), ([tie, tie], True)):
+        assert _least_gap("gap", ours, [same, same], **options).is_fault == is_fault
+    nan = [torch.full((2,), torch.nan)] * 2
+    assert _least_gap("gap", [nan, nan], [same, same], **options).is_fault
+
+
+def _ropes(path: str) -> list[bool]:
+    """Return whether plain transformers rotates by its own function after liger replaced it."""
+    cfg = made(
+        model=dict(path=path, compute_dtype="float32"),
+        data=dict(train="task:addition", size=10, max_prompt_tokens=24),
+        sampling=dict(max_response_tokens=24),
+        layout=dict(world_size=1, trainer_ranks=1, device="cpu", placement="colocated"),
+        batch=dict(tokens_per_microbatch=64),
+    )
+    own = modeling_qwen3.apply_rotary_pos_emb
+    seen = []
+
+    def compared(*_: Any) -> list[Any]:
+        seen.append(modeling_qwen3.apply_rotary_pos_emb is own)
+        return []
+
+    with training(cfg) as (world, trainer):
+        before = {modeling_qwen3.__name__: dict(vars(modeling_qwen3))}
+        modeling_qwen3.apply_rotary_pos_emb = lambda *args: own(*args)  # as liger does
+        transformers_internals._note_replaced(before)
+        with mock.patch.object(packing_check, "_plain_gaps", compared):
+            check_packing(trainer.policy.model, cfg, world)
+    return [*seen, modeling_qwen3.apply_rotary_pos_emb is own]
+
+
+def test_plain_transformers_is_without_liger(tiny_model):
+    assert run_ranks(1, _ropes, str(tiny_model)) == [[True, False]]
