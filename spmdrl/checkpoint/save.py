@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import spmdrl.checkpoint.keep as keep
 import spmdrl.checkpoint.manifest as disk
@@ -79,6 +80,7 @@ class Checkpointer:
         """Whether all ranks agreed to end the run before its last step."""
         self._pending: _Pending | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="spmdrl-checkpoint")
+        self._stager: DefaultStager | None = None
 
     def restore(self, policy: Saved, source: SavedSource) -> TrainState:
         """Fill policy and source from the checkpoint of `checkpoint.resume`; see `restore`."""
@@ -154,6 +156,27 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until the save under way is complete. Raises: as `maybe_save` for the last one."""
         self._settle(wait=True, must_succeed=True)
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+    def _staging(self) -> DefaultStager:
+        """Return what copies tensors to the host before they are written.
+
+        It keeps its memory from save to save, as much as this rank's part of the state; on CUDA
+        this is pinned. It returns when all is copied, so that a save is of the state at its call.
+        Only one save is under way, so that no memory is written into while it is saved.
+        """
+        if self._stager is None:
+            on_gpu = self.world.device.type == "cuda"
+            options = StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_gpu,
+            )
+            self._stager = DefaultStager(options)
+        return self._stager
 
     def _begin(
         self,
@@ -184,6 +207,7 @@ class Checkpointer:
                     tensor_leaves(policy.state_dict()),
                     storage_writer=_TensorWriter(partial / disk.POLICY),
                     process_group=self.world.saving,
+                    async_stager=self._staging(),
                 )
         written = self._writer.submit(
             _write, partial, self.world.rank, tensors=tensors, extra=extra

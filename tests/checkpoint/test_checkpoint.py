@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from spmdrl.checkpoint import Checkpointer
 from spmdrl.checkpoint import manifest as disk
+from spmdrl.checkpoint import save as save_module
+from spmdrl.model.tensor_parts import local_part
 from tests.helpers.checkpoint_runs import (
     Job,
     config,
@@ -141,6 +148,51 @@ def test_saving_does_not_block_and_later_updates_do_not_reach_the_file(tmp_path)
     assert after[0][2] == after[1][2] == results[0]
     states, step = after[0][3]
     assert step == 1 and states[0]["ahead"][3]["tokens"].tolist() == [20, 21, 22, 23, 24]
+
+
+def _saves_twice(job: Job) -> tuple[list[str], list[dict[str, int]]]:
+    _, trainer, source, checkpointer = job
+    addresses: list[dict[str, int]] = []
+    stage = DefaultStager.stage
+
+    def watched(self: DefaultStager, state: dict[str, Any]) -> Any:
+        staged = stage(self, state)
+        addresses.append({name: local_part(t).data_ptr() for name, t in staged.items()})
+        return staged
+
+    digests = []
+    with mock.patch.object(DefaultStager, "stage", watched):
+        for step in (1, 2):
+            trainer.update()
+            digests.append(trainer.digest())
+            checkpointer.maybe_save(step, trainer, source)
+            trainer.update(3)
+        checkpointer.finish()
+    return digests, addresses
+
+
+def test_a_second_save_takes_the_memory_of_the_first_and_both_are_right(tmp_path):
+    layout = dict(world_size=2)
+    results = on_ranks(config(tmp_path, **layout), _saves_twice)
+    for _, (first, second) in results:
+        assert first == second and len(first) > 8
+    for at, step in ((1, "step_2"), (0, "step_1")):
+        after = restored(config(tmp_path, **layout))
+        assert [(rank[1], rank[2]) for rank in after] == [(step, results[0][0][at])] * 2
+        shutil.rmtree(disk.checkpoints_folder(tmp_path) / step)
+
+
+def test_memory_is_pinned_on_gpus_and_a_save_waits_for_its_copies(monkeypatch):
+    found: list[StagingOptions] = []
+    monkeypatch.setattr(save_module, "DefaultStager", found.append)
+    for kind in ("cpu", "cuda"):
+        own = Checkpointer.__new__(Checkpointer)
+        own._stager = None
+        own.world = SimpleNamespace(device=torch.device(kind))
+        own._staging()
+    assert [one.use_pinned_memory for one in found] == [False, True]
+    assert [one.use_non_blocking_copy for one in found] == [False, True]
+    assert not any(one.use_async_staging or one.use_shared_memory for one in found)
 
 
 # ------------------------------------------------------------------ pending rollouts
