@@ -383,8 +383,9 @@ def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) 
     elif counts.experts:  # on the CPU there is no Triton, and the path is not proved on CUDA
         yield (
             f"model.lora.push: adapter with a {counts.model_type}: with LoRA of "
-            "its own vLLM computes experts by Triton kernels only; take merged "
-            f"(model.path {cfg.model.path})"
+            "its own vLLM computes experts by Triton kernels only, or on Blackwell by "
+            "TrtLlmBf16LoRAExperts, which shuffles weights, so that none could be written in "
+            f"place; take merged (model.path {cfg.model.path})"
         )
 
 
