@@ -6,7 +6,8 @@ import faulthandler
 import json
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -286,6 +287,18 @@ def _check_same_config(world: World) -> None:
                 f"rank {rank} has {name} = {other[name]!r}, rank 0 has {configs[0][name]!r}; "
                 "every rank must be started with the same config file and flags"
             )
+
+
+@contextmanager
+def any_algorithms() -> Iterator[None]:
+    """Let torch take algorithms that do not repeat to the last bit, inside a `with` block."""
+    is_on = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(is_on, warn_only=warns)
 
 
 def is_on_cpu(cfg: Config) -> bool:

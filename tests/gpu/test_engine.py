@@ -198,3 +198,39 @@ def test_options_that_would_hang_or_crash_on_gpus_are_refused():
     assert pair not in problems({}, replay=True, inference_tp=2, device="cpu")
     assert pair not in problems({}, replay=True)
     assert "is set by model.moe.replay" in problems({"enable_return_routed_experts": True})
+
+
+# --------------------------------------------------------------------------- determinism
+
+
+def test_deterministic_algorithms_are_off_in_vllm_alone(monkeypatch):
+    seen = []
+
+    def step(*_: Any) -> list[Any]:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        if len(seen) == 3:
+            raise RuntimeError("a step fails")
+        return []
+
+    engine: Any = VllmEngine.__new__(VllmEngine)
+    engine.version = 0
+    engine._outputs = SimpleNamespace(step=step)
+    monkeypatch.setattr(internals, "reload_weights", step)
+    engine._llm = None
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for kind in ("cpu", "cuda"):
+            engine.world = SimpleNamespace(device=torch.device(kind))
+            engine.step()
+            assert torch.are_deterministic_algorithms_enabled()
+        with pytest.raises(RuntimeError):
+            engine.reload_weights([])
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    assert seen == [True, False, False]

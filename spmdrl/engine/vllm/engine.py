@@ -26,7 +26,7 @@ from spmdrl.engine.vllm.outputs import Outputs
 from spmdrl.engine.vllm.requests import sampling_params, scoring_params
 from spmdrl.world.comm import agree
 from spmdrl.world.machine.live_bytes import device_bytes
-from spmdrl.world.world import World
+from spmdrl.world.world import World, any_algorithms
 
 
 class VllmEngine:
@@ -78,7 +78,7 @@ class VllmEngine:
                     **model_arguments(cfg),
                     **engine_arguments(cfg, on_cpu=on_cpu),
                 }
-                with _generators_restored(), refusing_models(cfg):
+                with self._algorithms(), _generators_restored(), refusing_models(cfg):
                     self._build(arguments, on_cpu=on_cpu)
 
     def _build(self, arguments: dict[str, Any], *, on_cpu: bool) -> None:
@@ -95,6 +95,12 @@ class VllmEngine:
         if cfg.model.lora.pushes_adapter:
             self._slot = AdapterSlot(self._runner)
         self._outputs = Outputs(self._llm, cfg, on_cpu=on_cpu)
+
+    def _algorithms(self) -> contextlib.AbstractContextManager:
+        """Return a context for vLLM's own work: on GPUs torch's deterministic algorithms are off,
+        which are slow, and which vLLM's own kernels do not heed."""
+        on_gpu = self.world.device.type == "cuda"
+        return any_algorithms() if on_gpu else contextlib.nullcontext()
 
     # ---------------------------------------------------------------- generation
 
@@ -114,7 +120,8 @@ class VllmEngine:
 
     def step(self) -> list[Completion]:
         """Run one scheduling step and return what finished in it."""
-        return self._outputs.step(self.version)
+        with self._algorithms():
+            return self._outputs.step(self.version)
 
     def unfinished(self) -> list[Completion]:
         """Return what was drawn so far for unfinished requests, is_truncated False."""
@@ -142,7 +149,9 @@ class VllmEngine:
             self._llm.add_request(f"score-{i}", prompt, params, lora_request=self._lora)
         scored: dict[str, Tensor] = {}
         while self.is_busy:
-            for output in self._llm.step():
+            with self._algorithms():
+                outputs = self._llm.step()
+            for output in outputs:
                 if output.finished:
                     pairs = zip(output.prompt_token_ids, output.prompt_logprobs)
                     # The first token has no logprobs.
@@ -198,7 +207,8 @@ class VllmEngine:
 
     def reload_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole tensors by checkpoint name through vLLM's layerwise reloading."""
-        internals.reload_weights(self._llm, weights)
+        with self._algorithms():
+            internals.reload_weights(self._llm, weights)
 
     # ---------------------------------------------------------------- sleep
 
