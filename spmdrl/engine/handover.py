@@ -8,7 +8,11 @@ found in the step that keeps it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
+from torch import Tensor
+
+from spmdrl.engine.kept_tensors import KeptTensors
 from spmdrl.engine.protocol import EngineProtocol
 from spmdrl.types import Sums
 from spmdrl.world.world import World
@@ -29,9 +33,10 @@ class Handover:
         engine: of this rank.
         world: the job. The engine sleeps only with colocated placement, and without over-sampling,
             which leaves requests unfinished from step to step.
+        constants: parts of its weights that no push writes.
     """
 
-    def __init__(self, engine: EngineProtocol, world: World):
+    def __init__(self, engine: EngineProtocol, world: World, *, constants: Sequence[Tensor] = ()):
         self._engine = engine
         self._sleeps = (
             world.cfg.layout.roles.shares_devices and world.is_inference and engine.can_sleep
@@ -42,6 +47,7 @@ class Handover:
                 "rollout.schedule.over_sample leaves requests unfinished"
             )
             self._sleeps = False
+        self._constants = KeptTensors(constants if self._sleeps else [])
         self._is_asleep = False
         self._freed = 0
         self._wakes = 0
@@ -71,6 +77,7 @@ class Handover:
         """Allocate the weights' memory at the addresses that it had. A push must write them."""
         if self._is_asleep:
             self._engine.wake("weights")
+            self._constants.restore()
 
     def wake_cache(self) -> Sums:
         """Allocate the KV cache's memory, and compare the memory in use with earlier steps.

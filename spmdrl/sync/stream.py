@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from spmdrl.engine.handover import Handover
 from spmdrl.engine.protocol import AdapterEngine, EngineProtocol
@@ -56,12 +57,13 @@ class WeightStream:
         self.mode = "idle"
         """idle (no engines), traced or reload."""
         self._probed: Sequence[Sequence[int]] = ()
+        self._constants: Sequence[Tensor] = ()
         if not world.inference_ranks:
             return
         with world.watch.wait("plan stream", -1):
             self._plan()
         self._pointers = self._engine_pointers()
-        self._handover = Handover(engine, world)
+        self._handover = Handover(engine, world, constants=self._constants)
         engine.lend_memory = self.lend_memory
         self.lend_memory()
 
@@ -84,8 +86,8 @@ class WeightStream:
 
         Called at construction, and by the source when nothing is generated until the next push.
         """
-        # A traced push writes every weight that counts (not the padding of a vocabulary). It does
-        # not write the weights under adapters that are pushed separately, nor a draft model's.
+        # A traced push writes every weight but constants of the loader, which the handover keeps.
+        # It does not write those under adapters that are pushed separately, nor a draft model's.
         writes_all_weights = (
             self.mode == "traced"
             and self._sent.adapter is None
@@ -237,6 +239,7 @@ class WeightStream:
         trace = trace_loader(self._engine.model, self._sent.names, load=self._engine.load_weights)
         if trace.reasons:
             return [], trace.reasons
+        self._constants = trace.constants
         model = self._world.cfg.model
         reader = CheckpointReader(model_folder(model.path), part=model.part)
         return trace.copies, layout_problems(trace.copies, reader)

@@ -9,7 +9,7 @@ tensor-parallel rank, without a table of fused layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spmdrl.imports import attempt
 from spmdrl.model.files.file_tensors import live_tensors
-from spmdrl.model.tensor_parts import Box, box_within, extent
+from spmdrl.model.tensor_parts import Box, box_within, extent, narrow
 from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.torch_internals import (
     LOCAL_SCALAR,
@@ -46,6 +46,8 @@ class Trace:
     """What the loader did. Use the copies only when there are no reasons against it."""
 
     copies: list[Copy] = field(default_factory=list)
+    constants: list[Tensor] = field(default_factory=list)
+    """Live views of what the loader set to a constant, and no copy writes."""
     reasons: list[str] = field(default_factory=list)
     """Why these copies would not give the whole model; each names an engine parameter."""
 
@@ -78,6 +80,7 @@ def trace_loader(
             f"{watcher.last}: {first_line(error)}"
         )
     else:
+        watcher.trace.constants = watcher.constants()
         watcher.trace.reasons += watcher.replaced_parameters(model)
         watcher.trace.reasons += watcher.unwritten_parameters()
         watcher.trace.reasons += derived_tensors(model)
@@ -283,6 +286,16 @@ class _Watcher(TorchDispatchMode):
                 self._computed.setdefault(storage_id(leaf), made_by)
                 self._alive.append(leaf)
 
+    def constants(self) -> list[Tensor]:
+        """Return the views of what was set to a constant, and not written later."""
+        views = []
+        for name, filled in self._filled.items():
+            parameter = self._by_name[name]
+            whole = Box.whole(parameter.shape)
+            for box in _minus(filled, self._written.get(name, [])):
+                views.append(narrow(parameter, outer=whole, part=box))
+        return views
+
     def replaced_parameters(self, model: nn.Module) -> list[str]:
         """Name the parameters that are other tensors than before the load."""
         reasons = []
@@ -297,12 +310,8 @@ class _Watcher(TorchDispatchMode):
         for name, parameter in self._by_name.items():
             if name not in self._must_be_written or self._is_view(name):
                 continue
-            rest = [Box.whole(parameter.shape)]
-            for written in self._written.get(name, []) + self._filled.get(name, []):
-                remaining = []
-                for box in rest:
-                    remaining += box.minus(written)
-                rest = remaining
+            known = self._written.get(name, []) + self._filled.get(name, [])
+            rest = _minus([Box.whole(parameter.shape)], known)
             count = sum(box.numel for box in rest)
             if count:
                 reasons.append(
@@ -325,3 +334,14 @@ class _Watcher(TorchDispatchMode):
             if other != name and other in self._written and is_dense and is_inside:
                 return True
         return False
+
+
+def _minus(boxes: Sequence[Box], holes: Sequence[Box]) -> list[Box]:
+    """Return boxes that cover what is in some of `boxes` and in none of `holes`."""
+    rest = list(boxes)
+    for hole in holes:
+        remaining = []
+        for box in rest:
+            remaining += box.minus(hole)
+        rest = remaining
+    return rest

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from spmdrl.config import Config
+from spmdrl.engine.handover import Handover
 from spmdrl.engine.protocol import Request
 from tests.helpers.built import changed, generating, made, small_model
 from tests.helpers.policy_runs import batch, update
@@ -162,12 +164,53 @@ def test_a_run_logs_what_its_engine_freed(tmp_path):
     assert len({row["mem/after_wake_gib"] for row in rows}) == 1
 
 
+# ------------------------------------------------------------------ what is measured and kept
+
+
+class _Sleeper:
+    """An engine whose sleep drops the weights."""
+
+    can_sleep = True
+    is_busy = False
+    sleep_hint = ""
+
+    def __init__(self) -> None:
+        with torch.inference_mode():
+            self.weights = torch.ones(4, 3)
+        self.measured = 0
+        self._held = 10
+
+    def held_bytes(self) -> int:
+        self.measured += 1
+        return self._held
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        self._held = 0
+        with torch.inference_mode():
+            self.weights.fill_(torch.nan)
+
+    def wake(self, part: str) -> None:
+        self._held = 10
+
+
+def _handover(engine: _Sleeper, constants: list[torch.Tensor]) -> Handover:
+    cfg = made(layout=dict(placement="colocated"))
+    return Handover(engine, SimpleNamespace(cfg=cfg, is_inference=True), constants=constants)
+
+
+def test_constants_of_the_loader_are_written_again():
+    engine = _Sleeper()
+    own = _handover(engine, [engine.weights[3:]])
+    own.release(keeps_weights=False)
+    own.wake_weights()
+    assert engine.weights.isnan().sum(1).tolist() == [3, 3, 3, 0]
+    assert engine.weights[3].tolist() == [1, 1, 1]
+
+
 # ------------------------------------------------------------------ vLLM
 
 
 def _vllm(cfg: Config) -> dict:
-    from spmdrl.engine.handover import Handover
-
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())

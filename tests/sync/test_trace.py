@@ -143,6 +143,24 @@ def test_a_parameter_in_the_memory_of_a_written_one_is_written_too():
     ]
 
 
+def test_what_stays_constant_after_loading_is_known_by_its_place():
+    def load(p, w):
+        p["bias"].data.zero_()
+        p["table"].data.fill_(1)
+        p["table"].data[1:3, 1:].copy_(w["table"])
+        p["scale"].data.fill_(2)
+
+    model = Loader(load, table=(4, 2), bias=(3,), scale=())
+    trace = trace_loader(model, {"table": ((2, 1), F32)}, load=model.load_weights)
+    assert trace.reasons == []
+    for view in trace.constants:
+        view.fill_(5)
+    written = torch.zeros(4, 2, dtype=torch.bool)
+    written[1:3, 1] = True
+    assert torch.equal(model.table.data == 5, ~written)
+    assert bool((model.bias == 5).all()) and model.scale.item() == 5
+
+
 def reasons_of(load: Any, **shapes: tuple[int, ...]) -> str:
     """Return why a loader of one or two parameters cannot be traced."""
     model = Loader(load, **shapes)

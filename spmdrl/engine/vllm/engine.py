@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config
+from spmdrl.engine.kept_tensors import KeptTensors
 from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm import internals, patches
 from spmdrl.engine.vllm.adapter import AdapterSlot
@@ -57,7 +58,7 @@ class VllmEngine:
         self.lend_memory: Callable[[], None] = lambda: None
         self._llm: Any = None
         self._slot: AdapterSlot | None = None
-        self._unregistered: list[tuple[Tensor, Tensor]] = []  # (live, its copy while it sleeps)
+        self._unregistered = KeptTensors([])  # while it sleeps
         self._seeds: random.Random | None = None  # for requests without a seed
         self._has_groups = bool(world.inference_ranks)
         if not self._has_groups:
@@ -224,20 +225,16 @@ class VllmEngine:
         much pinned memory and goes over the bus twice in each step. At level 2 vLLM keeps the
         buffers itself; tensors that modules hold without registering them are copied here.
         """
-        self._unregistered = []
         if not keeps_weights:
-            for tensor in internals.unregistered_tensors(self.model):
-                self._unregistered.append((tensor, tensor.to("cpu", copy=True)))
+            self._unregistered = KeptTensors(internals.unregistered_tensors(self.model))
         self._llm.sleep(1 if keeps_weights else 2)
 
     def wake(self, part: Literal["weights", "cache"]) -> None:
         """Map memory to the weights, and then to the KV cache."""
         self._llm.wake_up(["weights" if part == "weights" else "kv_cache"])
         if part == "weights":
-            with torch.inference_mode():  # vLLM's forward pass makes some, which only it may write
-                for tensor, copy in self._unregistered:
-                    tensor.copy_(copy)
-            self._unregistered = []
+            self._unregistered.restore()
+            self._unregistered = KeptTensors([])
 
     def held_bytes(self) -> int:
         """Return the bytes in use, see EngineProtocol."""
