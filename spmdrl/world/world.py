@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import socket
 import sys
@@ -228,7 +229,13 @@ class World(WorldGroups):
     # ---------------------------------------------------------------- life
 
     def started(self) -> None:
-        """End start-up: from now on waits have the short deadline, and a signal saves first."""
+        """End start-up: from now on waits have the short deadline, and a signal saves first.
+
+        Python's garbage collector leaves out what exists now, until `close`: vLLM has it collect
+        whenever an engine sleeps or wakes.
+        """
+        gc.collect()
+        gc.freeze()
         self.watch.timeout_s = self.cfg.layout.wait_timeout_s
         self.is_started = True
 
@@ -244,6 +251,7 @@ class World(WorldGroups):
 
     def close(self) -> None:
         """Leave the job together with all other ranks. Close the engines first."""
+        gc.unfreeze()
         self.watch.announce_leaving()
         self.meet(wait="leave")
         self.watch.close()

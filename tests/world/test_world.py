@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -22,6 +23,7 @@ from spmdrl.world import launch as launch_module
 from spmdrl.world.comm import agree, gather_objects, gather_problems
 from spmdrl.world.launch import Launch, find_launch, first_host, read_launch
 from spmdrl.world.world import World, pick_backend, pick_device
+from tests.helpers.built import made, started
 from tests.helpers.ranks import free_port, run_ranks
 from tests.helpers.worlds import in_world
 
@@ -367,3 +369,16 @@ def test_a_crash_of_native_code_says_where_python_stood(tmp_path):
         on_ranks(1, crashes, cfg, timeout_s=200, log=tmp_path / "log", port=free_port())
     said = (tmp_path / "log").read_text()
     assert "Segmentation fault" in said and f'"{__file__}", line' in said and "in crashes" in said
+
+
+def _frozen() -> list[int]:
+    before = gc.get_freeze_count()
+    with started(made(layout=dict(world_size=1, trainer_ranks=1, device="cpu"))) as world:
+        world.started()
+        during = gc.get_freeze_count()
+    return [before, during, gc.get_freeze_count()]
+
+
+def test_the_garbage_collector_leaves_out_what_exists_before_the_loop():
+    ((before, during, after),) = run_ranks(1, _frozen)
+    assert during > before + 10_000 and after == 0
