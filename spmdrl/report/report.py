@@ -122,16 +122,15 @@ class Report:
             if "sync/gb_per_s" in values:
                 line += f", {values['sync/gb_per_s']:.3f} GB/s"
             self.console.line(line)
-        probe = {k: v for k, v in values.items() if k.startswith("sync/probe")}
+        probe = {k: v for k, v in values.items() if k.startswith("sync/probe_gap")}
         if probe:
+            limit = values["sync/probe_limit"]
             gaps = ", ".join(
                 f"{k.removeprefix('sync/')} {v:.{'4f' if v >= 1e-3 else '1e'}}"
                 for k, v in probe.items()
             )
-            self._line(
-                f"engine against trainer, nats: {gaps} "
-                f"(mean allowed: {self.cfg.stream.max_logprob_gap})"
-            )
+            self._line(f"engine against trainer, nats: {gaps} (mean allowed: {limit:.3g})")
+            probe["sync/probe_limit"] = limit
         proved = {k: v for k, v in values.items() if k.startswith("proof/")}
         if proved or probe:
             self._write(step, proved | probe)

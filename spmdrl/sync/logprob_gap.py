@@ -3,50 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from spmdrl.config import Config
+from spmdrl.model.rounding import MOST, allowed_gap
 from spmdrl.types import Sums
 from spmdrl.world.comm import gather_objects
 from spmdrl.world.world import World
 
+LEAST = 0.1
+"""Nats, half of what losses clip: what may be allowed however small the rounding is."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one rank's engine or model makes of some sequences; empty where there is none.
+
+    Args:
+        whole: per sequence [len] float32 logprobs, the first 0.
+        halves: the same of their first halves, see first_halves; [] if rounding is not asked for.
+    """
+
+    whole: Sequence[Tensor] = ()
+    halves: Sequence[Tensor] = ()
+
+    @property
+    def rounding(self) -> float:
+        """Return the mean difference of the tokens that were scored twice, in nats."""
+        gaps = [torch.empty(0)]
+        for whole, half in zip(self.whole, self.halves):
+            if len(half) < len(whole):
+                gaps.append((whole[1 : len(half)] - half[1:]).abs().float().cpu())
+        found = torch.cat(gaps)
+        return float(found.mean()) if len(found) else 0.0
+
 
 def probe_gap(
-    of_engine: Sequence[Tensor],
-    of_trainer: Sequence[Tensor],
-    *,
-    limit: float,
-    version: int,
-    gap_cause: str,
-    world: World,
+    engine: Scores, trainer: Scores, *, limit: float, version: int, gap_cause: str, world: World
 ) -> Sums:
     """Compare engines' logprobs of some sequences with the trainers'; every rank calls.
 
     Args:
-        of_engine, of_trainer: per sequence [len] float32, first 0, of this rank's engine and model;
-            empty where there is none.
-        limit: stream.max_logprob_gap, in nats.
+        engine, trainer: of this rank.
+        limit: stream.max_logprob_gap, in nats; 0 chooses one by the rounding of the two.
         version: of the weights, for messages.
         gap_cause: of the engine, see EngineProtocol.
-    Returns: sync/probe_gap: (sum of |engine - trainer| in nats, tokens), over all replicas.
+    Returns: sync/probe_gap: (sum of |engine - trainer| in nats, tokens), over all replicas;
+        sync/probe_limit: (the mean that is allowed, 1).
     Raises: RuntimeError on every rank when the mean is above the limit or not a number.
     """
-    scores = gather_objects((_flat(of_engine), _flat(of_trainer)), group=world.control)
-    engines = [engine for engine, _ in scores if len(engine)]
-    trainer = next(trainer for _, trainer in scores if len(trainer))
-    gaps = torch.stack([(engine - trainer).abs() for engine in engines]).double()
+    scores = gather_objects(
+        (_flat(engine.whole), _flat(trainer.whole), engine.rounding, trainer.rounding),
+        group=world.control,
+    )
+    of_engines = [own[0] for own in scores if len(own[0])]
+    of_trainer = next(own[1] for own in scores if len(own[1]))
+    rounding = max(own[2] for own in scores) + max(own[3] for own in scores)
+    allowed = limit or _chosen(world.cfg, of_trainer, rounding=rounding)
+    gaps = torch.stack([(own - of_trainer).abs() for own in of_engines]).double()
     mean = float(gaps.mean())
-    if not mean <= limit:  # a mean that is not a number fails too
+    if not mean <= allowed:  # a mean that is not a number fails too
         raise RuntimeError(
-            f"probe at version {version}: engine and trainer logprobs differ by {mean:.4g} "
-            f"nats on average (largest {float(gaps.max()):.4g}), more than "
-            f"stream.max_logprob_gap {limit:g}; mean logprob {float(engines[0].mean()):.4f} by "
-            f"the engine, {float(trainer.mean()):.4f} by the trainer, whose rows "
-            f"were found right, so look at the engine: {_suspects(world.cfg, gap_cause)}"
+            f"probe at version {version}: engine and trainer logprobs differ by {mean:.4g} nats on "
+            f"average (largest {float(gaps.max()):.4g}), more than the {allowed:.3g} of "
+            f"stream.max_logprob_gap {limit:g}, where each of them rounds by {rounding / 2:.2g}; "
+            f"mean logprob {float(of_engines[0].mean()):.4f} by the engine, "
+            f"{float(of_trainer.mean()):.4f} by the trainer, whose rows were found right, so look "
+            f"at the engine: {_suspects(world.cfg, gap_cause)}"
         )
-    return {"sync/probe_gap": (float(gaps.sum()), float(gaps.numel()))}
+    return {
+        "sync/probe_gap": (float(gaps.sum()), float(gaps.numel())),
+        "sync/probe_limit": (allowed, 1.0),
+    }
+
+
+def _chosen(cfg: Config, scores: Tensor, *, rounding: float) -> float:
+    """Return the mean gap that rounding may make, in nats.
+
+    Args:
+        scores: of the trainer.
+        rounding: what rounding does in engine and trainer together.
+    """
+    dtypes = [getattr(torch, name) for name in (cfg.engine.dtype, cfg.model.compute_dtype)]
+    coarser = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return min(MOST, max(LEAST, allowed_gap(rounding, [scores], dtype=coarser)))
 
 
 def _flat(scores: Sequence[Tensor]) -> Tensor:

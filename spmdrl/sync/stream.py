@@ -18,10 +18,11 @@ from spmdrl.engine.protocol import AdapterEngine, EngineProtocol
 from spmdrl.errors import Refusal
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
+from spmdrl.model.rounding import first_halves
 from spmdrl.model.sharded_model import SentWeights
 from spmdrl.sync.buckets import StreamPlan
 from spmdrl.sync.in_place import TracedTensors, trace_adapter
-from spmdrl.sync.logprob_gap import probe_gap
+from spmdrl.sync.logprob_gap import Scores, probe_gap
 from spmdrl.sync.reload import ReloadedTensors
 from spmdrl.sync.tables import LiveShards
 from spmdrl.sync.trace import Copy, trace_loader
@@ -167,18 +168,25 @@ class WeightStream:
             sequences: token ids, the same on every rank; TokenIds where they show something.
             version: of the weights, for messages.
         Returns: sync/probe_gap: (sum of |engine - trainer| logprob in nats, tokens), over all
-            replicas; equal on every rank.
-        Raises: RuntimeError on every rank when the mean is above `stream.max_logprob_gap` or
-            not a number.
+            replicas; sync/probe_limit: (the mean that is allowed, 1); equal on every rank.
+        Raises: RuntimeError on every rank when the mean is above what `stream.max_logprob_gap`
+            allows, or not a number.
         """
         if self.mode == "idle" or not sequences:
             return {}
         world = self._world
         self._probed = sequences
         with world.watch.wait("probe", version):
+            halves = [] if self._cfg.max_logprob_gap else first_halves(sequences)
+            engine = Scores()
+            trainer = Scores()
+            if world.is_inference:
+                engine = Scores(self._engine.score(sequences), self._engine.score(halves))
+            if world.is_trainer:
+                trainer = Scores(self._sent.score(sequences), self._sent.score(halves))
             return probe_gap(
-                self._engine.score(sequences) if world.is_inference else [],
-                self._sent.score(sequences) if world.is_trainer else [],
+                engine,
+                trainer,
                 limit=self._cfg.max_logprob_gap,
                 version=version,
                 gap_cause=self._engine.gap_cause,

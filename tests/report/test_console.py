@@ -202,13 +202,14 @@ def test_the_probe_of_engine_against_trainer_is_printed_and_recorded(tmp_path, c
         "sync/gb_per_s": (1.5, 1),
         "sync/probe_gap": (0.016, 10),
         "sync/probe_gap_max": (1.2e-6, 1),
+        "sync/probe_limit": (0.12345, 1),
         "proof/plain_gap": (3e-7, 1),
     }
     with reporting(cfg, sums=sums):
         pass
     out = capsys.readouterr().out
     assert "first push of the weights: 4,000,000 bytes, 1.500 GB/s" in out
-    assert "probe_gap 0.0016, probe_gap_max 1.2e-06 (mean allowed: 0.1)" in " ".join(out.split())
+    assert "probe_gap 0.0016, probe_gap_max 1.2e-06 (mean allowed: 0.123)" in " ".join(out.split())
     (row,) = read_rows(tmp_path / "metrics.jsonl")
     assert row["sync/probe_gap"] == pytest.approx(0.0016) and row["proof/plain_gap"] == 3e-7
 
