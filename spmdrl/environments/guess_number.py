@@ -45,7 +45,7 @@ class GuessNumber:
         self.turn_cost = turn_cost
         self.secret = low
         self.turns = 0
-        self.bounds = (low, high)  # of the secret, as far as the answers tell
+        self.bounds = (low, high)  # of the secret, from the answers so far
 
     def reset(self, row: dict) -> list[Message]:
         """Choose the secret and open with the row's prompt."""

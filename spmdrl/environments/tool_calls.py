@@ -27,7 +27,7 @@ _OBJECT = re.compile(r'\{\s*+"')
 # The search for calls reads a response at most this many times. Without a limit, a response of many
 # unclosed braces would be read once for each of them, while the whole engine waits.
 _MAX_READINGS = 16
-_COUNTED_AT_ONCE = 256  # an error counts the lines of so many characters in the time to parse one
+_COUNTED_AT_ONCE = 256  # an error counts line feeds 256 times as fast as the parser reads
 _PYTHON_TAG = "<|python_tag|>"
 _VLLM = "vllm:"
 
