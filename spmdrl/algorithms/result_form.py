@@ -43,7 +43,7 @@ def form_problem(kind: str, result: Any, *, name: str, is_per_token: bool) -> st
         return f"{name} returned {tensor.tolist()} for {count} {each}s: every value must be finite"
     if kind in _WITH_GRADIENT and not tensor.requires_grad:
         return (
-            f"{name} returns terms without a gradient, so that nothing would be learned: they must "
+            f"{name} returns terms without a gradient, so that nothing would be learnt: they must "
             "depend on outputs of the model (logprobs, entropy, logps, scores or logits), "
             "without detach(), item() or torch.no_grad()"
         )
