@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from spmdrl.model.cuts import CutAxis, TensorCut
 from spmdrl.model.model_shape import Block, ModelShape, Weight
 from spmdrl.model.parallel.expert_parallel import expert_dim
 from spmdrl.sync.buckets import best_count, overhead_s
@@ -42,21 +43,15 @@ class Memory:
 
 
 def shard_numel(weight: Weight, axes: Axes, *, index: int = 0) -> int:
-    """Return the elements of a weight that rank `index` of its replica holds.
-
-    FSDP2 cuts the first dim into equal ranges, the last of which may be shorter or empty. If there
-    are fewer experts than ranks, it cuts the second dim of experts (see expert_parallel.py).
-    """
+    """Return the elements of a weight that rank `index` of its replica holds."""
     shape, group = local_shape(weight, axes)
     is_apart = weight.is_expert and axes.ep * axes.tp > 1
     # tp, for experts ep, is the innermost axis. What is left is the place among the ranks that
     # shard this weight.
     index //= axes.ep if is_apart else axes.tp
-    if is_apart and expert_dim(shape, count=shape[0], shards=group) == 1:
-        return math.prod(shape) // group
-    each = -(-shape[0] // group)
-    rows = max(0, min(each, shape[0] - each * index))
-    return rows * math.prod(shape[1:])
+    dim = expert_dim(shape, count=shape[0], shards=group) if is_apart else 0
+    own = TensorCut(tuple(shape), axes=(CutAxis(group, dim),)).runs(dim)[index]
+    return sum(length for _, length in own) * math.prod(shape) // shape[dim]
 
 
 def local_shape(weight: Weight, axes: Axes) -> tuple[list[int], int]:
