@@ -81,6 +81,8 @@ class Manifest:
     """{metric: value} of the evaluation of these weights; empty where none was due."""
     found_tokens: int = 0
     """Tokens of a micro-batch that the run chose under batch.tokens_per_microbatch 0; else 0."""
+    data: dict[str, str] = field(default_factory=dict)
+    """What the files of data.train held when the run started, see `data_digests`."""
 
 
 def checkpoints_folder(output_dir: str | Path) -> Path:
@@ -168,8 +170,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _manifest_of(body: dict[str, Any]) -> Manifest:
     """Return a manifest of plain values. Raises: Refusal, TypeError for others."""
-    # These two fields have defaults, so a manifest may lack them.
-    check_values({"evaluated": {}, "found_tokens": 0, **body}, _FORMS)
+    # These fields have defaults, so a manifest may lack them.
+    check_values({"evaluated": {}, "found_tokens": 0, "data": {}, **body}, _FORMS)
     for name, entry in body["files"].items():
         check_values(entry, {"size": is_count, "sha256": is_text}, within=f"files.{name}")
         if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
@@ -181,6 +183,11 @@ def _manifest_of(body: dict[str, Any]) -> Manifest:
 def _are_numbers(value: Any) -> bool:
     """an object of numbers"""
     return is_object(value) and all(map(is_number, value.values()))
+
+
+def _are_texts(value: Any) -> bool:
+    """an object of texts"""
+    return is_object(value) and all(map(is_text, value.values()))
 
 
 def _are_entries(value: Any) -> bool:
@@ -197,6 +204,7 @@ _FORMS: dict[str, Form] = {
     "files": _are_entries,
     "evaluated": _are_numbers,
     "found_tokens": is_count,
+    "data": _are_texts,
 }
 
 

@@ -18,6 +18,7 @@ from spmdrl.checkpoint.state import Saved, SavedSource, set_rng_state, tensor_le
 from spmdrl.config import Config
 from spmdrl.errors import Refusal, say
 from spmdrl.imports import attempt, refusing
+from spmdrl.same_run.data_files import data_digests
 from spmdrl.same_run.differences import Difference, config_of, differences, is_among
 from spmdrl.world.comm import gather_objects, gather_problems
 from spmdrl.world.world import World
@@ -188,7 +189,7 @@ def candidate_folders(cfg: Config) -> tuple[list[Path], str]:
 
 def resume_problems(cfg: Config) -> list[str]:
     """Return why a run could not resume from its checkpoints. This reads their manifests, the sizes
-    of their files and their indices of tensors, but no contents."""
+    of their files and their indices of tensors, but no contents; and digests of data.train."""
     folders, problem = candidate_folders(cfg)
     if problem:
         return [problem]
@@ -202,6 +203,10 @@ def resume_problems(cfg: Config) -> list[str]:
         text = _difference_text(content, cfg, folder=folder)
         if text and not cfg.checkpoint.allow_config_change:
             return [f"{text}\n{_advice()}"]
+        if text := _data_text(content, cfg, folder=folder):
+            if not cfg.checkpoint.allow_config_change:
+                return [text]
+            log.warning("%s\nallowed by checkpoint.allow_config_change", text)
         _, error = attempt(disk.TensorReader(folder / disk.POLICY).read_metadata)
         return [str(error)] if error else []
     return [_none_usable(damaged)] if damaged else []
@@ -267,6 +272,22 @@ def _difference_text(content: disk.Manifest, cfg: Config, *, folder: Path) -> st
     found = config_differences(content.config, cfg)
     lines = [f"the config differs from that of {folder}:", *(f"  {one}" for one in found)]
     return "\n".join(lines) if found else ""
+
+
+def _data_text(content: disk.Manifest, cfg: Config, *, folder: Path) -> str:
+    """Return which files of data.train hold other rows than when a checkpoint was saved, or why
+    one cannot be read."""
+    now, error = attempt(lambda: data_digests(cfg))
+    if now is None:
+        return str(error)
+    found = differences({"data": content.data}, {"data": now})
+    if not found:
+        return ""
+    return (
+        f"{'; '.join(map(str, found))}: by its sha256 the file is not that of {folder}, so later "
+        "steps would take other rows; put the old file back, or continue with the new one by "
+        "--checkpoint.allow-config-change"
+    )
 
 
 def _advice() -> str:

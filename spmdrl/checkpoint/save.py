@@ -31,6 +31,7 @@ from spmdrl.errors import RunFailed
 from spmdrl.imports import attempt
 from spmdrl.plain import record
 from spmdrl.report.glossary import values_of
+from spmdrl.same_run.data_files import data_digests
 from spmdrl.same_run.differences import config_of
 from spmdrl.types import Sums
 from spmdrl.world.world import World
@@ -76,6 +77,8 @@ class Checkpointer:
         self.cfg = cfg
         self.world = world
         self.root = disk.checkpoints_folder(cfg.output_dir)
+        # Now, since a file that is replaced later may be in memory.
+        self._data = data_digests(cfg) if world.rank == 0 else {}
         self.is_stopped = False
         """Whether all ranks agreed to end the run before its last step."""
         self._pending: _Pending | None = None
@@ -270,6 +273,7 @@ class Checkpointer:
             files=files,
             evaluated=pending.evaluated,
             found_tokens=self.world.found_tokens,
+            data=self._data,
         )
         missing = disk.damages(partial, content, digests=False)
         if missing:

@@ -17,6 +17,7 @@ RunParts = Mapping[str, Mapping[str, Any]]
 _PREFIXES = {
     "packages": "version of package",
     "code": "code of",
+    "data": "content of",
     "machine": "machine's",
     "model": "model's",
 }

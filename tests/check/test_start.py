@@ -22,6 +22,7 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import in_child
 from spmdrl.rewards.columns import function_problems, row_kinds
 from spmdrl.rollout import make_source
+from spmdrl.same_run.data_files import data_digests
 from spmdrl.same_run.differences import config_of
 from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 from spmdrl.workers.environment_jobs import check_environment
@@ -127,7 +128,7 @@ def base(tiny_model, tmp_path_factory) -> Config:
     step = disk.step_folder(disk.checkpoints_folder(cfg.output_dir), 5)
     step.mkdir(parents=True)
     own = config_of(cfg)
-    disk.write_manifest(step, disk.Manifest(5, own, "m", "m", (), {}))
+    disk.write_manifest(step, disk.Manifest(5, own, "m", "m", (), {}, data=data_digests(cfg)))
     return cfg
 
 

@@ -14,6 +14,7 @@ from spmdrl.check.settings import validate
 from spmdrl.checkpoint import manifest as disk
 from spmdrl.checkpoint.keep import named
 from spmdrl.config import Config, KeepSettings
+from spmdrl.same_run.data_files import data_digests
 from tests.checkpoint.test_checkpoint import names
 from tests.helpers.checkpoint_runs import Job, config, dies, on_ranks, restored, save_steps
 from tests.helpers.policy_runs import VALID, changed
@@ -58,8 +59,11 @@ def _goes_on(job: Job, rewards: dict[int, float]) -> list[str]:
 
 
 def test_a_resumed_run_knows_the_best_and_finds_new_ones_between_the_due_steps(tmp_path):
-    cfg = config(tmp_path, world_size=2, every=0, keep=BEST)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1="}\n')
+    cfg = changed(config(tmp_path, world_size=2, every=0, keep=BEST), data={"train": str(rows)})
     save_steps(cfg, 4, {1: 0.2, 2: 0.6, 3: 0.4})
+    assert disk.read_manifest(named(tmp_path, "best")).data == data_digests(cfg) != {}
     assert names(tmp_path) == ["best", "step_2"]
     for found in on_ranks(cfg, _goes_on, {5: 0.5, 6: 0.8, 7: 0.7}):
         assert found == ["step_2", "step_6", "step_6"]

@@ -34,9 +34,11 @@ from spmdrl.checkpoint.restore import (
     config_differences,
     resume_problems,
 )
-from spmdrl.config import Config, flatten
+from spmdrl.config import Config, DataSettings, SourceSettings, flatten
 from spmdrl.errors import RunFailed
 from spmdrl.imports import attempt
+from spmdrl.same_run import data_files
+from spmdrl.same_run.data_files import data_digests
 from spmdrl.same_run.differences import config_of
 from spmdrl.world.world import World
 from tests.helpers.built import refused
@@ -345,7 +347,7 @@ def test_files_that_a_manifest_calls_whole_are_refused_by_name_or_read(tmp_path)
             assert error is None or str(path) in str(error)
         path.write_bytes(data)
     text = (folder / disk.NAME).read_text()
-    may_lack = {"evaluated", "found_tokens"}
+    may_lack = {"evaluated", "found_tokens", "data"}
     for key in json.loads(text):
         for change in (
             lambda body, key=key: body.pop(key),
@@ -399,6 +401,41 @@ def test_a_dry_run_refuses_the_checkpoints_that_the_run_refuses(tmp_path):
     assert resume_problems(cfg) == [], "the run takes the one before"
     (older / disk.NAME).unlink()
     assert f"{older / disk.NAME} is missing" in resume_problems(cfg)[0]
+
+
+def test_a_dry_run_refuses_other_rows_than_those_of_the_checkpoint(tmp_path, caplog):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1="}\n')
+    sources = (SourceSettings("task:addition", size=9), SourceSettings(str(rows)))
+    cfg = changed(config(tmp_path), data={"train": sources})
+    folder = whole(tmp_path / "checkpoints" / "step_1")
+    own = {"config": config_of(cfg), "data": data_digests(cfg)}
+    sign(folder, lambda body: body.update(own))
+    assert own["data"].keys() == {"data.train[1]"} and resume_problems(cfg) == []
+    rows.write_text('{"prompt": "1+2="}\n')  # as many rows, as many bytes
+    (problem,) = resume_problems(cfg)
+    assert problem.startswith("content of data.train[1]: ") and str(folder) in problem
+    assert "--checkpoint.allow-config-change" in problem and not caplog.messages
+    assert resume_problems(changed(cfg, checkpoint=dict(allow_config_change=True))) == []
+    assert "content of data.train[1]" in caplog.text
+
+
+def test_of_a_large_file_parts_up_to_its_end_are_compared(tmp_path, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b"x" * 5 * 2**20)
+    cfg = Config(data=DataSettings(train=str(rows)))
+    monkeypatch.setattr(data_files, "_MOST_PARTS", 5)
+    every = data_digests(cfg)
+    monkeypatch.setattr(data_files, "_MOST_PARTS", 4)
+    some = data_digests(cfg)
+    for at in (0, 5 * 2**20 - 1):
+        with rows.open("rb+") as file:
+            file.seek(at)
+            file.write(b"y")
+        assert data_digests(cfg) != some != every
+        rows.write_bytes(b"x" * 5 * 2**20)
+    rows.write_bytes(b"x" * (5 * 2**20 + 1))
+    assert data_digests(cfg) != some
 
 
 def test_a_dry_run_refuses_an_index_of_tensors_that_names_more_than_is_there(tmp_path):
