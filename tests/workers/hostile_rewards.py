@@ -254,7 +254,7 @@ def breaks_builtins():
 @kind
 def leaves_a_thread_that_exits():
     def end():
-        time.sleep(0.05)
+        time.sleep(0.5)  # after its own result has left, also on a busy machine
         os._exit(9)
 
     threading.Thread(target=end, daemon=True).start()
