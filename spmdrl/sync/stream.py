@@ -88,12 +88,8 @@ class WeightStream:
         Called at construction, and by the source when nothing is generated until the next push.
         """
         # A traced push writes every weight but constants of the loader, which the handover keeps.
-        # It does not write those under adapters that are pushed separately, nor a draft model's.
-        writes_all_weights = (
-            self.mode == "traced"
-            and self._sent.adapter is None
-            and "speculative_config" not in self._world.cfg.engine.options
-        )
+        # It does not write the weights under adapters that are pushed separately.
+        writes_all_weights = self.mode == "traced" and self._sent.adapter is None
         self._handover.release(keeps_weights=not writes_all_weights)
 
     def push(self, version: int) -> Sums:

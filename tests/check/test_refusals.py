@@ -178,6 +178,7 @@ REFUSED = {
             "did you mean enforce_eager?",
         ),
         (dict(max_num_seqs=4), "max_num_seqs: is set by engine.max_num_seqs"),
+        (dict(speculative_config=dict(method="ngram")), "of some are not those of the model"),
         (dict(load_format="dummy"), "load_format: cannot be changed"),
     ],
     ("engine.options", "transformers"): [

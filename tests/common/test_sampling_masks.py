@@ -224,8 +224,6 @@ def test_engines_that_cannot_say_what_they_kept_are_refused(monkeypatch):
 
     cut = dict(sampling=dict(top_p=0.9), layout=dict(device="cpu"))
     assert validate(good(**cut)) == []
-    (found,) = validate(good(**cut, engine=dict(options=dict(speculative_config={"model": "m"}))))
-    assert "speculative_config out" in found
     monkeypatch.setattr("spmdrl.world.world.is_on_cpu", lambda cfg: False)
     monkeypatch.setattr(engine_options, "build_problems", list)
     gpus = dict(sampling=dict(min_p=0.1))

@@ -46,18 +46,6 @@ def _option(cfg: Config, name: str) -> object:
     return isinstance(options, dict) and options.get(own)
 
 
-def _truncating(cfg: Config) -> list[str]:
-    """Return the settings that let tokens be drawn among a part of the vocabulary."""
-    own = cfg.sampling
-    is_on = {
-        "top_p": own.top_p < 1,
-        "top_k": own.top_k > 0,
-        "min_p": own.min_p > 0,
-        "column": bool(own.column),
-    }
-    return [name for name, is_used in is_on.items() if is_used]
-
-
 def _gloo_over_axis(name: str) -> Rule:
     return Rule(
         ("layout.backend", f"layout.{name}", "layout.device"),
@@ -82,23 +70,6 @@ def _tuning_of_all_ranks(name: str) -> Rule:
         ),
         "vLLM tunes in a group of all ranks, and those that train would never come",
         "take it out",
-        "not built",
-    )
-
-
-def _mask_of_guesses(name: str) -> Rule:
-    return Rule(
-        (f"sampling.{name}", "engine.options.speculative_config"),
-        lambda cfg: (
-            cfg.engine.traits.has_options
-            # Only the first one that is on, so that a config breaks one of these rules.
-            and name in _truncating(cfg)[:1]
-            and cfg.engine.options.get("speculative_config")
-            and _is_on_cpu(cfg)
-        ),
-        "the trainer must know which ids each token was drawn among, and on the CPU vLLM does "
-        "not say so of tokens that were guessed first",
-        "leave engine.options.speculative_config out",
         "not built",
     )
 
@@ -158,7 +129,6 @@ _ENGINES = [
         "set it to 1, or model.moe.replay to false",
         "not built",
     ),
-    *(_mask_of_guesses(name) for name in ("top_p", "top_k", "min_p", "column")),
 ]
 
 

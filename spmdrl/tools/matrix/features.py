@@ -50,11 +50,6 @@ FEATURES: tuple[Feature, ...] = (
     Feature("split", "ranks train or generate", {"layout.placement": "split"}),
     Feature("colocated", "ranks do both in turns", {"layout.placement": "colocated"}),
     Feature("transformers", "engine.kind transformers", {"engine.kind": "transformers"}),
-    Feature(
-        "speculative",
-        "tokens are drafted, then verified",
-        {"engine.options": {"speculative_config": {"method": "ngram"}}},
-    ),
     Feature("lag", "generation runs ahead", {"lag": 1}),
     Feature(
         "in_flight",
