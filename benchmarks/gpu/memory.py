@@ -161,7 +161,7 @@ def main(options: Options) -> None:
         tell(what, peak, plan_of(cfg, options, gpu), steps_of=scratch / "run", is_judged=is_cuda)
 
 
-_HOST = Gpu("CPU", 16.0, 1e12, 1e10, 1e10, 1e10)
+_HOST = Gpu("CPU", 16.0, 1e12, 1e10, 1e10, 1e10, 1e10)
 
 
 def tell(what: str, peak: Peak, plan: Plan, *, steps_of: Path, is_judged: bool) -> None:
