@@ -132,7 +132,7 @@ def plan_of(cfg: Config, options: Options, gpu: Gpu) -> Plan:
         cfg,
         model_shape(hf_model),
         on_gpu=options.device == "cuda",
-        chunk_tokens=head_chunk_tokens(cfg.model, hf_model),
+        chunk_tokens=head_chunk_tokens(cfg, hf_model, on_gpu=options.device == "cuda"),
         prompt_tokens=_PROMPT,
         response_tokens=cfg.sampling.max_response_tokens,
     )
