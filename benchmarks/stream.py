@@ -171,7 +171,7 @@ def planned_seconds(cfg: Config) -> float:
         response_tokens=0,
     )
     link = CPU_LINK.bytes_per_s
-    rates = Rates(Gpu("CPU", 0.0, 0.0, 0.0, link, link, link, link), link_frac=1.0)
+    rates = Rates(Gpu("CPU", 0.0, 0.0, 0.0, link, link, link), link_frac=1.0)
     return sum(flow.seconds(rates) for flow in push_flows(run, axes_of(cfg)))
 
 
