@@ -213,7 +213,7 @@ class Tally:
             for name, column in columns.items():
                 sketch = _sketch_tokens(column[own.counts], signs)
                 sketch = sketch if world.is_dp_leader else self._none
-                self._sketches[name] = self._sketches.get(name, self._none) + sketch
+                self._sketches[name] = self._sketches.get(name, self._none) + sketch.cpu()
 
     def total(self) -> TallyTotals:
         """Return the sums over all trainers. All trainers must call it."""
