@@ -230,7 +230,8 @@ def test_functions_combine_by_weight_and_none_leaves_one_out(tmp_path):
 
     got = scored("a", "b", "none", weights=(1.0, 0.5, 9.0)).result
     assert (got.value, got.parts, got.metrics) == (3.5, {"a": 2.0, "b": 3.0}, {"b/m": 1.0})
-    assert scored("none", weights=(1.0,)).result == RewardResult(None)
+    nothing = f"none ({tmp_path}/r.py:5) returned None"
+    assert scored("none", weights=(1.0,)).result == RewardResult(None, message=nothing)
     assert scored("huge", "huge", weights=(1.0, 1.0)).failure == "bad_value"
     assert scored("a", "a", weights=(1.0, 1.0)).result.parts == {"a_0": 2.0, "a_1": 2.0}
 
