@@ -44,7 +44,7 @@ def test_it_is_read_in_one_sitting_and_in_this_order():
         "Measured",
     ]
     first_screen = "\n".join(README.splitlines()[:15])
-    assert "Not yet run: anything on CUDA or NCCL." in first_screen
+    assert "NCCL between GPUs has never run." in first_screen
 
 
 def test_what_it_names_of_the_loop_stands_in_train_py():
