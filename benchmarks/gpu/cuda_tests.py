@@ -16,6 +16,7 @@ from benchmarks.start import output_of
 
 FILES = (
     "tests/algorithms/test_token_advantages.py",
+    "tests/gpu/test_head_kernels.py",
     "tests/model/test_context_parallel.py",
     "tests/model/test_sinks.py",
 )
