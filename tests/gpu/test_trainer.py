@@ -241,7 +241,7 @@ def test_a_save_that_is_waited_for_has_its_own_deadline() -> None:
         raise Waited
 
     watch = SimpleNamespace(wait=wait)
-    saver = Checkpointer(cfg, SimpleNamespace(watch=watch, gather=gather))
+    saver = Checkpointer(cfg, SimpleNamespace(watch=watch, gather=gather, rank=1))
     saver._pending = SimpleNamespace(step=4, written=Future())
     saver._pending.written.set_result({})
     for settle in (saver.finish, saver._settle):
