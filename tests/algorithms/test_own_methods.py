@@ -77,7 +77,7 @@ def asks_for_more(logprobs, reward):
 @pytest.mark.parametrize(
     "function, said",
     [
-        (detached, "returns terms without a gradient, so that nothing would be learned"),
+        (detached, "returns terms without a gradient, so that nothing would be learnt"),
         (without_gradient, "returns terms without a gradient"),
         (of_numbers, "the statistic 'mine' must be (sum, count), two tensors of one number"),
         (of_one_number, "the statistic 'mine' must be (sum, count)"),
