@@ -112,8 +112,9 @@ def _encode_array(value: Any, buffers: list[bytes]) -> list:
 
 
 def _encode_tensor(value: torch.Tensor, buffers: list[bytes]) -> list:
-    flat = value.detach().contiguous().flatten().view(torch.uint8)
-    buffers.append(flat.numpy().tobytes())
+    # A tensor of one element is contiguous with any stride, but views of bytes need a stride of 1.
+    flat = value.detach().contiguous().as_strided((value.numel(),), (1,))
+    buffers.append(flat.view(torch.uint8).numpy().tobytes())
     return [str(value.dtype).removeprefix("torch."), list(value.shape)]
 
 
