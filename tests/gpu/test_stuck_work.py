@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,5 +87,5 @@ def test_the_watch_ends_a_run_whose_work_never_completes(tmp_path: Path) -> None
         assert status == 13, shown
         assert seconds < DEADLINE_S + SLACK_S, where
         assert "[rank 0] deadline of 1 s passed" in shown
-        assert f"rank 0 waited 1 s in '{name}' at step 7" in shown
+        assert re.search(rf"rank 0 waited \d+ s in '{name}' at step 7", shown)
         assert "rank 1 is missing" in shown
