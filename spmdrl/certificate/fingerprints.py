@@ -153,7 +153,7 @@ class Tally:
         self._shares: list[tuple[Sequence[str], Tensor]] = []
         self._copies: dict[str, tuple[int, bool]] = {}  # copies, and whether this rank is counted
         self._sketches: dict[str, Tensor] = {}
-        self._none = torch.zeros(1 + SKETCHES, dtype=torch.float64)
+        self._none = torch.zeros(1 + SKETCHES, dtype=torch.float64, device=world.device)
         self._sequences: dict[str, Tensor] = {}
 
     def add(self, group: TensorGroup, locals_: Sequence[Tensor], *, number: int = 0) -> None:
@@ -175,7 +175,7 @@ class Tally:
         for name, is_counted, box, view in views:
             if is_counted:
                 sketch = _sketch(view, box, device=self._world.device)
-                self._sketches[name] = self._sketches[name] + sketch.cpu()
+                self._sketches[name] = self._sketches[name] + sketch
 
     def add_tokens(
         self,
@@ -213,7 +213,7 @@ class Tally:
             for name, column in columns.items():
                 sketch = _sketch_tokens(column[own.counts], signs)
                 sketch = sketch if world.is_dp_leader else self._none
-                self._sketches[name] = self._sketches.get(name, self._none) + sketch.cpu()
+                self._sketches[name] = self._sketches.get(name, self._none) + sketch
 
     def total(self) -> TallyTotals:
         """Return the sums over all trainers. All trainers must call it."""
@@ -245,7 +245,7 @@ class Tally:
         if not self._sketches:
             return {}
         names = sorted(self._sketches)
-        sums = torch.stack([self._sketches[name].cpu() for name in names])
+        sums = torch.stack([self._sketches[name] for name in names]).cpu()
         dist.all_reduce(sums, group=self._world.trainer_control)
         return dict(zip(names, sums.tolist()))
 
