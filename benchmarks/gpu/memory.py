@@ -29,11 +29,9 @@ from benchmarks.gpu.train_runs import Options as RunOptions
 from benchmarks.start import as_flags, quick_folder, torchrun
 from spmdrl.config import Config
 from spmdrl.config.read import read
-from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.model_shape import model_shape
 from spmdrl.tools.commands.create_model import create_model
-from spmdrl.tools.plan.run import Rates, run_of
+from spmdrl.tools.plan.run import Rates, run_of_model
 from spmdrl.tools.plan.search import Plan, make_plan
 from spmdrl.world.axes import axes_of
 from spmdrl.world.machine.hardware import Gpu, known_gpu
@@ -127,12 +125,9 @@ def flags_for(options: Options, scratch: Path, model: str) -> dict[str, Any]:
 
 def plan_of(cfg: Config, options: Options, gpu: Gpu) -> Plan:
     """Return what the planner says of the run."""
-    hf_model = build_meta_model(cfg.model)
-    run = run_of(
+    run = run_of_model(
         cfg,
-        model_shape(hf_model),
-        on_gpu=options.device == "cuda",
-        chunk_tokens=head_chunk_tokens(cfg, hf_model, on_gpu=options.device == "cuda"),
+        build_meta_model(cfg.model),
         prompt_tokens=_PROMPT,
         response_tokens=cfg.sampling.max_response_tokens,
     )

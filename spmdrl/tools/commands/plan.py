@@ -17,20 +17,16 @@ from pathlib import Path
 
 import torch
 import tyro
-from torch import nn
 
 from spmdrl import config
 from spmdrl.check.fit import policy_problems
 from spmdrl.check.settings import validate
 from spmdrl.config.read import read
 from spmdrl.errors import Refusal, say
-from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.load import build_meta_model
-from spmdrl.model.lora.layers import lora_form
-from spmdrl.model.lora.targets import adapter_numel
-from spmdrl.model.model_shape import SHAPES, model_shape, with_known_shape
+from spmdrl.model.model_shape import SHAPES, with_known_shape
 from spmdrl.tools.plan.measured_run import read_run
-from spmdrl.tools.plan.run import Rates, Run, rates_of, read_measured, run_of
+from spmdrl.tools.plan.run import Rates, Run, rates_of, read_measured, run_of_model
 from spmdrl.tools.plan.search import Plan, best_plans, distinct, make_plan, remedies
 from spmdrl.tools.plan.text import as_dict, brief, layout_text, page, rates_dict
 from spmdrl.world.axes import axes_of
@@ -135,27 +131,13 @@ def _read_run(own: PlanFlags, rest: list[str]) -> tuple[Run, Rates]:
     _refuse(validate(cfg), has_layout=not own.gpus)
     hf_model = build_meta_model(cfg.model)
     _refuse(policy_problems(cfg, hf_model), has_layout=not own.gpus)
-    run = _run_of(cfg, hf_model, (own.prompt_tokens, own.response_tokens))
+    run = run_of_model(
+        cfg, hf_model, prompt_tokens=own.prompt_tokens, response_tokens=own.response_tokens
+    )
     rates = replace(rates, host_memory_bytes=_host_memory(own, on_gpu=run.on_gpu))
     if own.measured and Path(own.measured).is_dir():
         run, rates = _by_run(own, run, rates)
     return run, rates
-
-
-def _run_of(cfg: config.Config, hf_model: nn.Module, means: tuple[float, float]) -> Run:
-    """Return what a config asks for. `means`: of prompt and response tokens; 0 for the default."""
-    lora = cfg.model.lora
-    on_gpu = cfg.layout.device != "cpu"
-    return run_of(
-        cfg,
-        model_shape(hf_model, name=Path(cfg.model.path).name),
-        on_gpu=on_gpu,
-        prompt_tokens=means[0],
-        response_tokens=means[1],
-        lora_numel=adapter_numel(hf_model, lora_form(lora)) if lora.is_on else 0,
-        chunk_tokens=head_chunk_tokens(cfg, hf_model, on_gpu=on_gpu),
-        family=hf_model.config.model_type,
-    )
 
 
 def _by_run(own: PlanFlags, run: Run, rates: Rates) -> tuple[Run, Rates]:
@@ -174,14 +156,16 @@ def _by_run(own: PlanFlags, run: Run, rates: Rates) -> tuple[Run, Rates]:
     if measured.gpu:
         rates = replace(rates, gpu=rates_of(measured.gpu, **_of_gpu(own)).gpu)
     cfg = with_known_shape(measured.cfg)
-    means = (measured.prompt_tokens, measured.response_tokens)
-    before = _run_of(cfg, build_meta_model(cfg.model), means)
+    prompt = measured.prompt_tokens
+    response = measured.response_tokens
+    hf_model = build_meta_model(cfg.model)
+    before = run_of_model(cfg, hf_model, prompt_tokens=prompt, response_tokens=response)
     planned = make_plan(before, axes_of(cfg), rates=rates).seconds
     rates = rates.by_run(measured.scales(planned), source=f"measured: {own.measured}")
-    if means[0] and not own.prompt_tokens:
-        run = replace(run, prompt_tokens=min(means[0], run.cfg.data.max_prompt_tokens))
-    if means[1] and not own.response_tokens:
-        run = replace(run, response_tokens=min(means[1], run.cfg.sampling.max_response_tokens))
+    if prompt and not own.prompt_tokens:
+        run = replace(run, prompt_tokens=min(prompt, run.cfg.data.max_prompt_tokens))
+    if response and not own.response_tokens:
+        run = replace(run, response_tokens=min(response, run.cfg.sampling.max_response_tokens))
     return run, rates
 
 

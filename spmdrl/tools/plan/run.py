@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from spmdrl.check.proved_models import pushed_by
 from spmdrl.config import Config, EngineSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model.model_shape import ModelShape
+from spmdrl.model.head import head_chunk_tokens
+from spmdrl.model.lora.layers import lora_form
+from spmdrl.model.lora.targets import adapter_numel
+from spmdrl.model.model_shape import ModelShape, model_shape
 from spmdrl.model.parallel.recompute import has
 from spmdrl.run_files import SMALL, json_of, read_bytes
 from spmdrl.tools.plan.activations import Kernels
@@ -56,13 +60,33 @@ class Run:
     def keeps_weights(self, axes: Axes) -> bool:
         """Return whether a sleeping engine keeps its weights, in pinned host memory: where a push
         does not write all of them (see WeightStream.lend_memory)."""
-        writes_all_weights = not (
-            self.reloads
-            or self.cfg.model.lora.pushes_adapter
-            or "speculative_config" in self.engine.options
-        )
+        writes_all_weights = not self.reloads and not self.cfg.model.lora.pushes_adapter
         sleeps = self.on_gpu and self.engine_sleeps and self.engine.traits.frees_weights
         return axes.roles.shares_devices and sleeps and not writes_all_weights
+
+
+def run_of_model(
+    cfg: Config, hf_model: nn.Module, *, prompt_tokens: float, response_tokens: float
+) -> Run:
+    """Return what a config asks for, with all that the policy itself decides.
+
+    Args:
+        hf_model: the policy, as transformers builds it; may be on meta.
+        prompt_tokens, response_tokens: see `run_of`.
+    Raises: Refusal for an unknown method.
+    """
+    lora = cfg.model.lora
+    on_gpu = cfg.layout.device != "cpu"
+    return run_of(
+        cfg,
+        model_shape(hf_model, name=Path(cfg.model.path).name),
+        on_gpu=on_gpu,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        lora_numel=adapter_numel(hf_model, lora_form(lora)) if lora.is_on else 0,
+        chunk_tokens=head_chunk_tokens(cfg, hf_model, on_gpu=on_gpu),
+        family=hf_model.config.model_type,
+    )
 
 
 def run_of(
