@@ -81,6 +81,28 @@ def _tanh(x):
 
 
 @triton.jit
+def _load_logits(
+    products,
+    dropped,
+    at,
+    mask,
+    scale,
+    softcap,
+    inverse_temperature,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_DROPPED: tl.constexpr,
+):
+    """Return the float32 logits of the ids `at` of a row, NEVER if they are masked out."""
+    z = tl.load(products + at, mask=mask, other=0.0).to(tl.float32) * scale
+    if HAS_SOFTCAP:
+        z = softcap * _tanh(z / softcap)
+    z = z * inverse_temperature
+    if HAS_DROPPED:
+        z = tl.where(tl.load(dropped + at, mask=mask, other=0) != 0, _NEVER, z)
+    return z
+
+
+@triton.jit
 def _summarize(
     products,
     dropped,
@@ -111,12 +133,17 @@ def _summarize(
     for begin in range(0, width, BLOCK):
         at = begin + lanes
         inside = at < width
-        z = tl.load(products + at, mask=inside, other=0.0).to(tl.float32) * scale
-        if HAS_SOFTCAP:
-            z = softcap * _tanh(z / softcap)
-        z = z * inverse_temperature
-        if HAS_DROPPED:
-            z = tl.where(tl.load(dropped + at, mask=inside, other=0) != 0, _NEVER, z)
+        z = _load_logits(
+            products,
+            dropped,
+            at,
+            inside,
+            scale,
+            softcap,
+            inverse_temperature,
+            HAS_SOFTCAP,
+            HAS_DROPPED,
+        )
         # Below NEVER, so that they count for nothing in a row whose ids are all masked out.
         z = tl.where(inside, z, 2 * _NEVER)
         # What is summed so far is relative to the old top.
@@ -138,12 +165,17 @@ def _summarize(
         tl.store(sums + 4 * sums_stride, tl.sum(square, axis=0))
     target = tl.load(targets + row)
     is_own = (target >= 0) & (target < width)
-    chosen = tl.load(products + target, mask=is_own, other=0.0).to(tl.float32) * scale
-    if HAS_SOFTCAP:
-        chosen = softcap * _tanh(chosen / softcap)
-    chosen = chosen * inverse_temperature
-    if HAS_DROPPED:
-        chosen = tl.where(tl.load(dropped + target, mask=is_own, other=0) != 0, _NEVER, chosen)
+    chosen = _load_logits(
+        products,
+        dropped,
+        target,
+        is_own,
+        scale,
+        softcap,
+        inverse_temperature,
+        HAS_SOFTCAP,
+        HAS_DROPPED,
+    )
     tl.store(sums + 3 * sums_stride, chosen)
 
 
