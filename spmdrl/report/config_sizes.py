@@ -38,16 +38,16 @@ def config_sizes(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
         )
         pairs["prompts per engine replica"] = _share(batch.prompts_per_step, axes.replicas)
         rounds = -(-sequences // (axes.replicas * cfg.engine.max_num_seqs))
-        pairs["engine rounds per step"] = (
+        text = (
             f"{rounds}: {sequences / axes.replicas:.0f} sequences, "
             f"{cfg.engine.max_num_seqs} at a time"
-            + (
+        )
+        if rounds > 1:
+            text += (
                 f"; engine.max_num_seqs {-(-sequences // axes.replicas)} would decode them at "
                 "once, if its KV cache holds them (python -m spmdrl plan)"
-                if rounds > 1
-                else ""
             )
-        )
+        pairs["engine rounds per step"] = text
     return pairs
 
 

@@ -173,7 +173,11 @@ def _flow_lines(plan: Plan, rates: Rates) -> Iterator[str]:
         gigabytes = f"{flow.bytes / 1e9:9.3f}"
         is_network = flow.link(rates) == "network"
         cells = " " * 9 + gigabytes if is_network else gigabytes + " " * 9
-        where = "  during matmuls" if flow.hides else "  over PCIe" if flow.is_to_host else ""
+        where = ""
+        if flow.hides:
+            where = "  during matmuls"
+        elif flow.is_to_host:
+            where = "  over PCIe"
         yield f"  {flow.name:<31} {cells} {flow.seconds(rates):9.3f}{where}"
 
 
