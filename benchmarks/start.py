@@ -40,7 +40,8 @@ def output_of(
 ) -> str:
     """Run a program to its end, in this checkout, and return what it printed to stdout.
 
-    What it started ends with it: ranks that a killed launcher leaves behind would hold their GPU.
+    If it does not end in time, its children are killed too: ranks that outlive their launcher would
+    hold a GPU.
 
     Args:
         variables: of the environment, beside this process's own.

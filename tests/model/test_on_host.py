@@ -139,7 +139,7 @@ class Stream:
 
 
 def streamed(monkeypatch: pytest.MonkeyPatch, log: list[str]) -> Beside:
-    """Return what copies of a GPU run on, whose streams note what they are told."""
+    """Return the copies of a stand-in GPU, whose streams record their calls."""
     device = torch.device("cuda", 0)
 
     @contextmanager

@@ -7,34 +7,30 @@ and, where the newest weights sample, agree with its engine about log-probabilit
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from spmdrl.tools.commands.create_model import create_model
 from tests.helpers.quantised_files import quantise
 from tests.helpers.runs import TINY, metrics, run
+from tests.program.test_see_objectives import reward_model
 
 sys.path.append(str(Path(sys.prefix) / "torchao"))  # where `make test` puts it; ranks inherit it
 STEPS = 3
 REWARD = """
 def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]
 """
-SIZES = {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 2, "initializer_std": 0.1}
+SIZES = {"hidden_size": 128, "layers": 2, "heads": 2, "kv_heads": 2, "initializer_std": 0.1}
 FLAGS: dict[str, dict[str, Any]] = {
     "lora": {"model.lora.rank": 4},
     "lora_push": {"model.lora.rank": 4, "model.lora.push": "adapter"},
     "moe_replay": {"model.moe.replay": "true"},
     "moe_balance": {"model.moe.balance": "aux"},
     "lag": {"lag": 1},
-    "in_flight": {"lag": 1, "rollout.schedule.in-flight": "true"},
     "steal": {"rollout.schedule.balance": "steal"},
-    "over_sample": {"rollout.schedule.over-sample": 1.5},
     "dynamic": {"rollout.schedule.dynamic": 30},
     "curriculum": {"rollout.schedule.curriculum": 0.5},
     "truncated": {"sampling.top-p": 0.9},
@@ -47,11 +43,6 @@ FLAGS: dict[str, dict[str, Any]] = {
         "algorithm.loss": "divergence",
         "algorithm.loss-options": "{}",
     },
-    "online_preference": {
-        "algorithm.objective": "online_preference",
-        "algorithm.loss": "dpo",
-        "algorithm.loss-options": "{}",
-    },
     "muon": {"optimizer.kind": "muon"},
     "int8_optimizer": {"model.memory.optimizer-dtype": "int8"},
     # A factor that three steps do not have to find by halving.
@@ -60,7 +51,6 @@ FLAGS: dict[str, dict[str, Any]] = {
         "engine.dtype": "float16",
         "optimizer.loss-scale.initial": 16,
     },
-    "offload": {"model.memory.offload": "optimizer"},
     "record": {"rollout.record.every": 1},
 }
 AXES = {"tp": 2, "cp": 2, "ep": 2, "inference_tp": 2}
@@ -85,20 +75,8 @@ def layout(features: set[str]) -> dict[str, Any]:
 
 def model_of(folder: Path, features: set[str]) -> Path:
     architecture = "qwen3_moe" if "moe" in features else "qwen3"
-    sizes = SIZES | {"hidden_size": 64 if "transformers" in features else 128}
-    path = create_model(folder, architecture=architecture, **sizes)
+    path = create_model(folder, architecture=architecture, **SIZES)
     return quantise(path, kind="compressed") if "quantised" in features else path
-
-
-def scorer(folder: Path, of: Path) -> Path:
-    """Write a reward model of another model's weights and a scalar head."""
-    shutil.copytree(of, folder)
-    weights = load_file(of / "model.safetensors")
-    width = weights.pop("lm_head.weight").shape[1]
-    head = torch.randn(1, width, generator=torch.Generator().manual_seed(1))
-    weights["score.weight"] = head
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def flags_of(where: Path, features: set[str]) -> dict[str, Any]:
@@ -108,7 +86,6 @@ def flags_of(where: Path, features: set[str]) -> dict[str, Any]:
     flags = TINY["rl"] | {
         "model.path": model,
         "output-dir": where / "run",
-        "engine.kind": "transformers" if "transformers" in features else "vllm",
         "rewards.functions": f"{where / 'r.py'}:varied",
         "optimizer.lr": 1e-3,
         "optimizer.warmup-steps": 0,
@@ -118,13 +95,10 @@ def flags_of(where: Path, features: set[str]) -> dict[str, Any]:
         "steps": STEPS,
     }
     if "reward_model" in features:
-        plain = features - {"quantised", "moe"}
-        own = model_of(where / "plain", plain)
-        flags["rewards.functions"] = f"model:{scorer(where / 'scorer', own)}"
+        reward_model(where / "scorer", create_model(where / "plain", **SIZES))
+        flags["rewards.functions"] = f"model:{where / 'scorer'}"
     if "distillation" in features:
-        teacher = {"initializer_std": 0.2, "seed": 3}
-        width = 64 if "transformers" in features else 128
-        sizes = SIZES | {"hidden_size": width} | teacher
+        sizes = SIZES | {"initializer_std": 0.2, "seed": 3}
         flags["model.teacher"] = create_model(where / "teacher", **sizes)
     for name in FLAGS:
         if name in features:
@@ -142,7 +116,7 @@ def check(rows: list[dict], features: set[str]) -> None:
     limit = 1e-6
     if "float16" in features or ("moe" in features and "moe_replay" not in features):
         limit = 1e-3
-    if not features & {"distillation", "online_preference"}:
+    if "distillation" not in features:
         fresh = [row["policy/mismatch_k3"] for row in rows if not row.get("policy/staleness")]
         assert fresh and max(fresh) < limit
     if "critic" in features:

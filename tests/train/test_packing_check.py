@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.models.qwen3 import modeling_qwen3
 
+from spmdrl.config import Config
 from spmdrl.model import transformers_internals
 from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.load import load_whole_model
@@ -64,15 +65,20 @@ def _with_another_head(*args: Any, **options: Any) -> Any:
     return hf_model
 
 
+def _config(path: str, dtype: str, *, tokens: int, budget: int) -> Config:
+    """Return a config of one rank. `tokens`: of a prompt and of a response; `budget`: of a row."""
+    return made(
+        model=dict(path=path, compute_dtype=dtype),
+        data=dict(train="task:addition", size=10, max_prompt_tokens=tokens),
+        sampling=dict(max_response_tokens=tokens),
+        layout=dict(world_size=1, trainer_ranks=1, device="cpu", placement="colocated"),
+        batch=dict(tokens_per_microbatch=budget),
+    )
+
+
 def _said(path: str) -> dict[str, Any]:
     """Return what the check finds of a model as it is, and what it says of one that is changed."""
-    cfg = made(
-        model=dict(path=path, compute_dtype="float32"),
-        data=dict(train="task:addition", size=10, max_prompt_tokens=24),
-        sampling=dict(max_response_tokens=24),
-        layout=dict(world_size=1, trainer_ranks=1, device="cpu", placement="colocated"),
-        batch=dict(tokens_per_microbatch=64),
-    )
+    cfg = _config(path, "float32", tokens=24, budget=64)
     with training(cfg) as (world, trainer):
         model = trainer.policy.model
         found: dict[str, Any] = {"right": check_packing(model, cfg, world)}
@@ -175,13 +181,7 @@ def _joined(row: Callable[..., Any]) -> Callable[..., Any]:
 def _checked(path: str, dtype: str) -> dict[str, Any]:
     """Return what the check finds where matrix products depend on the rows' number, and what it
     says where attention also leaks."""
-    cfg = made(
-        model=dict(path=path, compute_dtype=dtype),
-        data=dict(train="task:addition", size=10, max_prompt_tokens=64),
-        sampling=dict(max_response_tokens=64),
-        layout=dict(world_size=1, trainer_ranks=1, device="cpu", placement="colocated"),
-        batch=dict(tokens_per_microbatch=256),
-    )
+    cfg = _config(path, dtype, tokens=64, budget=256)
     with training(cfg) as (world, trainer):
         model = trainer.policy.model
         with mock.patch.object(nn.functional, "linear", _linear_by_rows):
@@ -216,13 +216,7 @@ def test_a_difference_that_other_tokens_do_not_show_is_none():
 
 def _ropes(path: str) -> list[bool]:
     """Return whether plain transformers rotates by its own function after liger replaced it."""
-    cfg = made(
-        model=dict(path=path, compute_dtype="float32"),
-        data=dict(train="task:addition", size=10, max_prompt_tokens=24),
-        sampling=dict(max_response_tokens=24),
-        layout=dict(world_size=1, trainer_ranks=1, device="cpu", placement="colocated"),
-        batch=dict(tokens_per_microbatch=64),
-    )
+    cfg = _config(path, "float32", tokens=24, budget=64)
     own = modeling_qwen3.apply_rotary_pos_emb
     seen = []
 
