@@ -212,3 +212,9 @@ def test_the_architecture_names_files_that_are_there() -> None:
     named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
     there = {path.relative_to(ROOT / "spmdrl").as_posix() for path in FILES} | {"train.py"}
     assert named and not {*named} - there
+
+
+def test_no_file_has_the_marks_of_an_unfinished_merge() -> None:
+    command = ["git", "grep", "-nE", "^(<{7}|>{7}) "]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 1, found.stdout + found.stderr
