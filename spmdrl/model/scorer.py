@@ -294,7 +294,7 @@ def _states(base: nn.Module, own: RowSlice, vision: nn.Module | None) -> Tensor:
         attention_mask=None,
         use_cache=False,
         packing=own.packing,
-    ).last_hidden_state[0]
+    ).last_hidden_state.squeeze(0)
 
 
 class Valuer(nn.Module):

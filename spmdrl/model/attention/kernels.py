@@ -94,7 +94,7 @@ def _kernel(
     check_supported(module, attention_mask, asked)
     if (temperature := getattr(module, "temperature", None)) is not None:
         query = temperature.applied(query, packing.places(query.shape[2]))
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     pattern = mask_pattern_of(module)
     packing = packing.in_chunks if pattern.chunk else packing
     how = Weighing(scaling, pattern.window, softcap, to_local(s_aux))

@@ -472,7 +472,7 @@ def _by_rows(
 
     def padded_rows(value: Any) -> Any:
         is_of_tokens = isinstance(value, Tensor) and value.shape[:2] == (1, length)
-        return pad(value[0], packing) if is_of_tokens else value
+        return pad(value.squeeze(0), packing) if is_of_tokens else value
 
     biases = {name: kwargs.pop(name) for name in (attention.biases if attention else ())}
     whole = padded_rows(hidden_states)

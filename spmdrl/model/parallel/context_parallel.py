@@ -120,12 +120,13 @@ def _ulysses(
     copies = math.lcm(key.shape[1], size) // key.shape[1]
     key, value = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (key, value))
     q, k, v = (
-        in_row_order(_swap(x[0].unflatten(0, (size, -1)), group))[None] for x in (query, key, value)
+        in_row_order(_swap(x.squeeze(0).unflatten(0, (size, -1)), group))[None]
+        for x in (query, key, value)
     )
     sinks = attend.sinks
     if sinks is not None:
         sinks = sinks.unflatten(0, (size, -1))[dist.get_rank(group)]
-    slices = by_rank(attend(q, k, v, packing.whole, sinks)[0].transpose(0, 1), size=size)
+    slices = by_rank(attend(q, k, v, packing.whole, sinks).squeeze(0).transpose(0, 1), size=size)
     return _swap(slices, group).flatten(0, 1).transpose(0, 1)[None]
 
 
@@ -167,7 +168,7 @@ def _gathered_heads(
     packing: SlicedPacking,
     attend: Attend,
 ) -> Tensor:
-    keys, values = (in_row_order(_gather(x[0], packing.group))[None] for x in (key, value))
+    keys, values = (in_row_order(_gather(x.squeeze(0), packing.group))[None] for x in (key, value))
     outputs = []
     for own, chunk in zip(query.chunk(2, dim=2), packing.chunks):
         seen = slice(chunk.first_key, chunk.end)
@@ -190,7 +191,7 @@ def _ring(
     check_supported(attend.module, attend.attention_mask, options)
     scaling = options.get("scaling")
     out = ring.Ring.apply(
-        *(x[0].transpose(0, 1).contiguous() for x in (query, key, value)),
+        *(x.squeeze(0).transpose(0, 1).contiguous() for x in (query, key, value)),
         packing.rounds,
         packing.group,
         ring.DENSE if attend.kernel is KERNELS["padded"] else ring.FLASH,

@@ -27,12 +27,12 @@ _PARTS = ("self_attn", "mlp")
 
 def _all_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[1, T/R, H] of each rank to [1, T, H]."""
-    return gathered(x[0], group).flatten(0, 1)[None]
+    return gathered(x.squeeze(0), group).flatten(0, 1)[None]
 
 
 def _added_own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[1, T, H] of each rank to the sum over ranks of own tokens, [1, T/R, H]."""
-    return scattered_sum(x[0].unflatten(0, (dist.get_world_size(group), -1)), group)[None]
+    return scattered_sum(x.squeeze(0).unflatten(0, (dist.get_world_size(group), -1)), group)[None]
 
 
 def _own_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
