@@ -27,7 +27,7 @@ from spmdrl.world.launch import Launch, ask_cublas_to_repeat, find_launch, is_or
 from spmdrl.world.leaving import handle_signals
 from spmdrl.world.lost_peers.watch import Watch, store_timeout
 from spmdrl.world.machine.gpus import check_driver, check_memory, check_own_gpus, warn_of_detours
-from spmdrl.world.machine.host_memory import MemoryWatch
+from spmdrl.world.machine.host_memory import MemoryWatch, keep_freed_memory
 from spmdrl.world.sealed_store import SealedStore, WatchedKeys
 
 T = TypeVar("T")
@@ -75,6 +75,8 @@ class World(WorldGroups):
             warn_of_detours(launch)
             # With gloo, ranks of higher local ranks share its GPU.
             launch = replace(launch, local_rank=device.index)
+        else:
+            keep_freed_memory()
         timeout = store_timeout(
             max(
                 cfg.layout.wait_timeout_s,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -82,3 +83,29 @@ def test_a_bad_end_says_that_the_kernel_killed(monkeypatch):
     assert watch.tell_kills() == ""
     killed[0] = 5
     assert "killed 2 processes of this host" in watch.tell_kills()
+
+
+ROUNDS = """
+import resource, sys
+import numpy
+from spmdrl.world.machine.host_memory import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+for _ in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    arrays = [numpy.full(2**20, 1.0) for _ in range(4)]  # 32 MiB
+    del arrays
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="another malloc than glibc's"
+)
+def test_memory_that_is_freed_and_taken_again_is_kept():
+    found = {
+        name: int(subprocess.check_output([sys.executable, "-c", ROUNDS, name], timeout=120))
+        for name in ("kept", "default")
+    }
+    # 32 MiB are 8192 pages.
+    assert found["kept"] < 1000 < found["default"], found

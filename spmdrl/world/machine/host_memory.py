@@ -6,6 +6,7 @@ When it is full, the kernel kills the largest process silently. A warning comes 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import sys
 import threading
@@ -30,6 +31,10 @@ _LOW = 0.05  # of the host's memory: warn when less is free
 _FINE = 0.10  # of the host's memory: the warning ends when more is free
 _NAMED = 3
 _GIB = 2**30
+_TRIM_THRESHOLD = -1  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
+_MMAP_THRESHOLD = -3
+_KEPT_BYTES = 2**28
+_LARGE_BYTES = 2**25  # the highest to which glibc itself raises its threshold
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,18 @@ class HostMemory:
     free: int
     """Bytes that all processes together can still allocate."""
     total: int
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep up to 256 MiB that this process has freed; only with glibc.
+
+    By default it returns the end of the heap to the kernel after each backward pass on a CPU. The
+    next forward pass then takes a page fault for every 4 KiB: 10 ms of a step of 0.7 s.
+    """
+    if hasattr(libc := ctypes.CDLL(None), "gnu_get_libc_version"):
+        # To set one ends glibc's own adjustment of both.
+        libc.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def host_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
