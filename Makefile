@@ -103,6 +103,12 @@ gpu:
 	$(LOCKED) --target $@ -r requirements/triton.txt
 	touch $@
 
+# For benchmarks/duel.py. Its other packages are in the environment.
+.venv/trl: .venv/installed requirements/trl.txt
+	rm -rf $@
+	$(LOCKED) --target $@ -r requirements/trl.txt
+	touch $@
+
 # For vLLM's models that see, which import it: beside the environment, where only their tests and
 # demos look. The file that follows says why its own does not do.
 .venv/torchvision: .venv/installed requirements/torchvision.txt requirements/torchvision_ops.py

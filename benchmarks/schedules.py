@@ -77,7 +77,7 @@ def main(options: Options) -> None:
     found: dict[str, list[dict]] = {name: [] for name in SCHEDULES if options.only in name}
     for _ in range(options.rounds):
         for name in found:
-            found[name].append(_run(options, SCHEDULES[name]))
+            found[name].append(measured(options, SCHEDULES[name]))
             last = found[name][-1]
             print(f"{name}: {last['sequences_per_s']:.1f} sequences/s", file=sys.stderr)
     check(options, found)
@@ -104,7 +104,7 @@ def main(options: Options) -> None:
         )
 
 
-def check(options: Options, found: dict[str, list[dict]]) -> None:
+def check(options: Workload, found: dict[str, list[dict]]) -> None:
     """Raise AssertionError unless all schedules trained on as many tokens, see above."""
     lengths = [
         options.length(f"train-{step}-{slot}-{sample}")
@@ -120,8 +120,14 @@ def check(options: Options, found: dict[str, list[dict]]) -> None:
             assert gap <= tolerance, f"{name}: mean length {own['length']}, expected {expected}"
 
 
-def _run(options: Options, flags: dict[str, str]) -> dict[str, float]:
-    workload = dataclasses.asdict(options) | {"model": str(options.model.resolve())}
+def measured(options: Workload, flags: dict[str, str]) -> dict[str, float]:
+    """Train by one schedule; return means over the steps from the first that counts.
+
+    Args:
+        flags: of the schedule, for train.py.
+    """
+    workload = {field.name: getattr(options, field.name) for field in dataclasses.fields(Workload)}
+    workload |= {"model": str(options.model.resolve())}
     metrics = in_ranks(2, __file__, workload, flags, found="metrics.jsonl")
     _, mean = steps_of(metrics, first=options.first)
     per_step = options.prompts * options.group_size
@@ -140,7 +146,7 @@ def work(folder: Path, workload: dict, flags: dict[str, str]) -> int:
     import spmdrl.engine.vllm.engine as vllm_engine
     from spmdrl.engine.protocol import Request
 
-    options = Options(**workload)
+    options = Workload(**workload)
 
     class LongTailed(vllm_engine.VllmEngine):
         """Draws to a length of its own choice, and stops for nothing else."""
