@@ -342,10 +342,15 @@ def _outcome(written: Future[_Files]) -> _Outcome | None:
 
 
 class _TensorWriter(dcp.FileSystemWriter):
-    """DCP's writer, which lets the disk's own error through.
+    """DCP's writer for tensors on the host, which lets the disk's own error through.
 
     On a full disk torch.save reports a broken zip file, with the OSError only as its context.
     """
+
+    def __init__(self, folder: Path):
+        # To copy ahead from GPUs, it would call CUDA. Its thread's device is the first GPU of the
+        # node, where each rank would take some hundred MB.
+        super().__init__(folder, per_thread_copy_ahead=0)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write this rank's tensors. Raises: OSError as the disk gave it."""

@@ -13,6 +13,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+import torch
+import torch.distributed.checkpoint as dcp
+
+from spmdrl.checkpoint.save import _TensorWriter
+
 ROOT = Path(__file__).parents[2]
 IN_WORKERS = ("sandbox/", "workers/", "rewards/", "environments/", "tools/")
 """Threads of other processes than ranks, or of no run."""
@@ -164,3 +169,12 @@ def test_no_thread_but_the_main_one_reaches_cuda():
 def test_a_thread_that_calls_cuda_would_be_found():
     assert any(uses_cuda(*one) for one in reached("world/world.py", "start"))
     assert any(uses_cuda(*one) for one in reached("sync/stream.py", "push"))
+
+
+def test_the_thread_that_writes_tensors_calls_no_cuda(gpu, tmp_path):
+    written = {"weight": torch.arange(3 * 2**20).float()}
+    dcp.save(written, storage_writer=_TensorWriter(tmp_path), no_dist=True)
+    assert "current_stream" not in gpu.called
+    read = {"weight": torch.zeros_like(written["weight"])}
+    dcp.load(read, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
+    assert torch.equal(read["weight"], written["weight"])
