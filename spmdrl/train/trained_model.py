@@ -17,6 +17,7 @@ from spmdrl.train.gradient_norm import copies, square_sum
 from spmdrl.train.loss_scale import LossScale
 from spmdrl.train.make_optimizer import make_optimizer
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch
+from spmdrl.train.repeatable_attention import repeat_attention
 from spmdrl.train.router_balance import Routers
 from spmdrl.train.schedule import learning_rate
 from spmdrl.train.step import GlobalTotals, Totals, dump_skipped, exchange_totals
@@ -143,7 +144,9 @@ class TrainedModel:
             self._reduce(is_last=index == len(microbatches) - 1)
             with self.routers.watching(microbatch):
                 loss, stats = loss_of(microbatch)
-            ((loss + self.routers.take()) * (self._averaged * self.loss_scale.value)).backward()
+            total = (loss + self.routers.take()) * (self._averaged * self.loss_scale.value)
+            repeat_attention(total)
+            total.backward()
             totals.add(microbatch, loss, stats)
         return totals
 
