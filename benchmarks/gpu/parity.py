@@ -5,7 +5,8 @@
 The same ragged rows, the same random model; the reference is float32 on the CPU. AdamW gets a large
 epsilon, with which its first step is the gradient times the learning rate: so the change of the
 weights shows gradients, whatever memory and kernels were asked for. Tells per variant the loss, the
-length of the change and its angle to the reference's.
+length of the change and its angle to the reference's; and whether an update of longer rows repeats
+to the last bit.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from spmdrl.world.launch import launch_alone
 from spmdrl.world.world import World
 
 LENGTHS = (37, 128, 3, 250, 90, 64, 199, 5)
+LONG = (1500, 600, 40)
+"""Attention adds up gradients over so many blocks of keys that another order of them shows."""
 _BF16_ANGLE, _BF16_LENGTH = 0.995, 0.02  # least cosine, most relative difference in bfloat16
 _F32_ANGLE, _F32_LENGTH = 0.9999, 1e-3
 
 
-_VARIANT_S, _COMPILED_S = 2.0, 20.0  # that a variant takes at least
+_VARIANT_S, _COMPILED_S = 3.0, 20.0  # that a variant takes at least
 
 
 def _kernels(**how: Any) -> dict[str, Any]:
@@ -66,6 +69,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16 moments": _memory(optimizer_dtype="bfloat16"),
 }
 """{name: fields of the model's settings}, in bfloat16 unless said otherwise."""
+
+_REPEATED = ("no liger", "no liger, padded", "plain")
+"""Variants of which an update is taken twice."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +137,14 @@ def config_of(path: Path, device: str, model: dict[str, Any], **layout: Any) -> 
     )
 
 
-def update(cfg: Config) -> Updated:
+def update(cfg: Config, lengths: tuple[int, ...] = LENGTHS) -> Updated:
     """Take one update, in a world of this process alone if nobody launched it with others."""
     launch_alone()
     world = World.start(cfg)
     try:
         trainer = make_trainer(cfg, world)
         before = _whole(trainer)
-        batch, advantages = batch_of(LENGTHS)
+        batch, advantages = batch_of(lengths)
         batch = trainer.annotate(replace(batch, updates=_on(world, batch)), step=0)
         sums = trainer.update(batch, per_token(batch, advantages), step=0)
         after = _whole(trainer)
@@ -179,6 +185,14 @@ def tell(name: str, found: Updated, reference: Updated, *, is_float32: bool) -> 
     ).tell()
 
 
+def tell_repeated(name: str, cfg: Config) -> None:
+    """Take one update twice and print whether the two are equal."""
+    first, second = update(cfg, LONG).flat, update(cfg, LONG).flat
+    count = int((first != second).sum())
+    found = f"{count} of {len(first)} weights differ" if count else "equal"
+    judged(f"update, {name}: bits of two", found, met=not count, aim="equal").tell()
+
+
 def main(options: Options) -> None:
     """Compute the reference, then every variant."""
     clock = Clock(options.limit_s)
@@ -199,6 +213,8 @@ def main(options: Options) -> None:
                     continue
                 is_float32 = cfg.model.compute_dtype == "float32"
                 tell(name, update(cfg), reference, is_float32=is_float32)
+                if name in _REPEATED:
+                    tell_repeated(name, cfg)
 
 
 def _lacking(name: str, device: str) -> str:
