@@ -62,11 +62,21 @@ def test_the_rings_flash_kernels_attend_and_differentiate() -> None:
         assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
-@pytest.mark.parametrize("dtype, is_grouped", [(torch.float32, False), (torch.bfloat16, True)])
-def test_float32_groups_are_spread_for_the_kernel_that_holds_no_scores(dtype, is_grouped) -> None:
+@pytest.mark.parametrize(
+    "dtype, dim, window, is_grouped",
+    [
+        (torch.bfloat16, 64, None, True),
+        (torch.float32, 64, None, False),
+        (torch.bfloat16, 64, 6, False),
+        (torch.bfloat16, 512, None, False),
+    ],
+)
+def test_groups_are_spread_where_flash_attention_cannot_be_used(
+    dtype, dim, window, is_grouped
+) -> None:
     long = kernels.SHORT + 1
-    q = torch.empty(2, long, 4, 64, dtype=dtype, device=META)
-    k = v = torch.empty(2, long, 2, 64, dtype=dtype, device=META)
+    q = torch.empty(2, long, 4, dim, dtype=dtype, device=META)
+    k = v = torch.empty(2, long, 2, dim, dtype=dtype, device=META)
     seen = {}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
@@ -74,5 +84,5 @@ def test_float32_groups_are_spread_for_the_kernel_that_holds_no_scores(dtype, is
         return q
 
     with mock.patch.object(kernels.F, "scaled_dot_product_attention", attend):
-        kernels._attend(q, k, v, Weighing(None, None, None))
+        kernels._attend(q, k, v, Weighing(None, window, None))
     assert (seen["heads"], seen["enable_gqa"]) == ((2, True) if is_grouped else (4, False))

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.config import ModelSettings
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.attention.packing_support import enable_packing
-from spmdrl.model.attention.pick import pick_attention
+from spmdrl.model.attention.pick import head_sizes, pick_attention
 from spmdrl.model.head import HeadOptions
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.scorer import ScoredRow, Scorer, make_row
@@ -121,9 +121,22 @@ def test_kernels_are_refused_where_they_cannot_run():
     ):
         with pytest.raises(ValueError, match="model.kernels.attention"):
             pick_attention(wanted, device=device, dtype=dtype, has_softcap=softcap)
+    on_gpu = dict(device=cuda, dtype=bf16, has_softcap=False)
+    assert pick_attention("auto", **on_gpu, sizes={128, 256}) == "varlen"
+    for sizes in ({256, 512}, {100}):
+        assert pick_attention("auto", **on_gpu, sizes=sizes) == "padded"
+        with pytest.raises(ValueError, match=rf"has heads of {max(sizes)}; set it to auto"):
+            pick_attention("varlen", **on_gpu, sizes=sizes)
     both = dict(device=cpu, dtype=bf16, has_softcap=True, bidirectional_images=True)
     with pytest.raises(ValueError, match="caps its logits .* does both; take another model, or so"):
         pick_attention("auto", **both, otherwise=", or so")
+
+
+def test_the_large_heads_of_some_layers_are_found():
+    config = AutoConfig.for_model("gemma4_text")
+    assert head_sizes(config) == {256, 512}
+    config = AutoConfig.for_model("gpt2", n_embd=300, n_head=3)
+    assert head_sizes(config) == {100}
 
 
 def test_a_first_token_cannot_be_scored():

@@ -18,6 +18,7 @@ from spmdrl.engine.vllm.images import missing_for_vision, vision_arguments
 from spmdrl.engine.vllm.sources import cpu_head_sizes, own_classes
 from spmdrl.errors import Refusal
 from spmdrl.imports import versions
+from spmdrl.model.attention.pick import head_sizes
 from spmdrl.model.load import hf_config_of
 from spmdrl.world.lost_peers.watch import first_line
 from spmdrl.world.world import is_on_cpu
@@ -136,7 +137,7 @@ def head_size_problem(config: Any) -> str:
         config: the transformers config of the whole model, or of its text part.
     """
     known = cpu_head_sizes()
-    wrong = [str(size) for size in sorted(_head_sizes(config)) if known and size not in known]
+    wrong = [str(size) for size in sorted(head_sizes(config)) if known and size not in known]
     if not wrong:
         return ""
     return (
@@ -147,27 +148,11 @@ def head_size_problem(config: Any) -> str:
 
 def _lacking_for_fp8(config: Any) -> str:
     """Return what vLLM's 8-bit caches on the CPU need and do not have; empty for nothing."""
-    if odd := [str(size) for size in sorted(_head_sizes(config)) if size % 32]:
+    if odd := [str(size) for size in sorted(head_sizes(config)) if size % 32]:
         return f"for heads of multiples of 32 elements alone, and these have {' and '.join(odd)}"
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
         return "by AVX-512 or AMX alone, which this processor does not have"
     return ""
-
-
-def _head_sizes(config: Any) -> set[int]:
-    """Return the sizes of heads of softmax attention, those of single layers too. Latent attention,
-    which makes its heads in another way, and models without attention have none."""
-    text = config.get_text_config()
-    fields = text.to_dict()
-    fields |= {name: fields.get(other) for name, other in text.attribute_map.items()}
-    heads = fields.get("num_attention_heads")
-    hidden = fields.get("hidden_size")
-    if not isinstance(heads, int) or not heads or fields.get("kv_lora_rank"):
-        return set()
-    sizes = {fields.get("head_dim") or hidden // heads, fields.get("global_head_dim")}
-    layers = (fields.get("per_layer_config") or {}).values()
-    sizes |= {layer.get("head_dim") for layer in layers}
-    return {size for size in sizes if size}
 
 
 def check_mixers(hf_model: Any, mixers: Collection[str]) -> None:

@@ -25,6 +25,8 @@ from spmdrl.model.attention.sinks import FlashWithSinks, with_sink_keys, with_si
 from spmdrl.model.tensor_parts import to_local
 from spmdrl.world.torch_internals import varlen
 
+LARGEST_HEAD = 256
+"""Elements of the largest heads that FlashAttention takes."""
 CHOOSING = ("indices", "block_indices", "position_bias")
 """Keyword arguments, other than the mask, by which models choose or weigh keys."""
 
@@ -196,8 +198,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, how: Weighing, spans: Tensor | None
     elif window is not None or length != keys:
         mask = _is_visible(length, keys, window=window, device=q.device)
     shared = q.shape[2] // k.shape[2]
-    if shared > 1 and q.device.type != "cpu" and q.dtype == torch.float32:
-        # The only float32 kernel that does not hold all scores [B, Hq, L, K] has no grouped heads.
+    fits_flash = q.dtype != torch.float32 and mask is None and q.shape[3] <= LARGEST_HEAD
+    if shared > 1 and q.device.type != "cpu" and not fits_flash:
+        # The only other kernel that does not hold all scores [B, Hq, L, K] has no grouped heads.
         k, v = (x.repeat_interleave(shared, dim=2) for x in (k, v))
     scale = how.scale_of(q)
     if how.sinks is not None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from spmdrl.errors import Refusal
+from spmdrl.model.attention.kernels import LARGEST_HEAD
 from spmdrl.model.files.reader import instead
 from spmdrl.model.vision.families import has_bidirectional_images
+
+_MULTIPLE = 8
+"""FlashAttention takes heads of multiples of so many elements."""
 
 
 def kernel_of(
@@ -29,9 +34,30 @@ def kernel_of(
         device=torch.device(device),
         dtype=dtype,
         has_softcap=getattr(config, "attn_logit_softcapping", None) is not None,
+        sizes=head_sizes(config),
         bidirectional_images=bidirectional_images,
         otherwise=instead(path) if bidirectional_images else "",
     )
+
+
+def head_sizes(config: Any) -> set[int]:
+    """Return the sizes of heads of softmax attention, those of single layers too. Latent attention,
+    which makes its heads in another way, and models without attention have none.
+
+    Args:
+        config: the transformers config of the whole model, or of its text part.
+    """
+    text = config.get_text_config()
+    fields = text.to_dict()
+    fields |= {name: fields.get(other) for name, other in text.attribute_map.items()}
+    heads = fields.get("num_attention_heads")
+    hidden = fields.get("hidden_size")
+    if not isinstance(heads, int) or not heads or fields.get("kv_lora_rank"):
+        return set()
+    sizes = {fields.get("head_dim") or hidden // heads, fields.get("global_head_dim")}
+    layers = (fields.get("per_layer_config") or {}).values()
+    sizes |= {layer.get("head_dim") for layer in layers}
+    return {size for size in sizes if size}
 
 
 def pick_attention(
@@ -40,12 +66,14 @@ def pick_attention(
     device: torch.device,
     dtype: torch.dtype,
     has_softcap: bool,
+    sizes: Collection[int] = (),
     bidirectional_images: bool = False,
     otherwise: str = "",
 ) -> str:
     """Return the kernel for `model.kernels.attention`: padded, varlen or flash.
 
     Args:
+        sizes: of heads, in elements.
         bidirectional_images: the tokens of an image attend to each other in both directions, which
             only the padded kernel can do.
         otherwise: what a refusal of the model ends with, see files/reader.py:instead.
@@ -65,6 +93,15 @@ def pick_attention(
             )
         return "padded"
     fits_kernels = device.type == "cuda" and dtype == torch.bfloat16
+    odd = [str(size) for size in sorted(sizes) if size > LARGEST_HEAD or size % _MULTIPLE]
+    if fits_kernels and odd and wanted != "padded":
+        if wanted != "auto":
+            raise Refusal(
+                f"model.kernels.attention: {wanted} takes heads of multiples of {_MULTIPLE} "
+                f"elements, up to {LARGEST_HEAD}, and this model has heads of "
+                f"{' and '.join(odd)}; set it to auto or padded"
+            )
+        return "padded"
     if wanted == "auto" and fits_kernels and has_softcap and find_spec("flash_attn") is not None:
         return "flash"
     if wanted == "auto":
