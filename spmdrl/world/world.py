@@ -73,6 +73,9 @@ class World(WorldGroups):
         if device.type == "cuda":
             check_memory(cfg, launch, device)
             warn_of_detours(launch)
+            # An import of vLLM does this too. A run and its verification, which has no engine,
+            # would else take other kernels.
+            torch.backends.cuda.enable_cudnn_sdp(False)
             # With gloo, ranks of higher local ranks share its GPU.
             launch = replace(launch, local_rank=device.index)
         else:

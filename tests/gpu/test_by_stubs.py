@@ -263,9 +263,12 @@ def test_a_gpu_is_checked_before_the_ranks_meet(monkeypatch) -> None:
     monkeypatch.setattr(world, "check_memory", lambda cfg, own, device: seen.append("memory"))
     monkeypatch.setattr(world, "warn_of_detours", lambda own: seen.append("detours"))
     monkeypatch.setattr(world, "_join", join)
+    switch = mock.Mock()
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switch)
     with pytest.raises(Reached):
         world.World.start(made())
     assert seen == ["driver", "memory", "detours", 1]  # with gloo, local rank 5 shares GPU 1
+    assert switch.call_args_list == [mock.call(False)]
 
 
 @pytest.mark.parametrize("backend, checks", [("nccl", ["own gpus"]), ("gloo", [])])
