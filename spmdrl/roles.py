@@ -5,6 +5,7 @@ A rank that does not train imports nothing of spmdrl.train.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,15 @@ from spmdrl.config import Config
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.sharded_model import SentWeights
 from spmdrl.types import Batch
-from spmdrl.world.comm import agree
+from spmdrl.world.comm import agree, gather_objects
 from spmdrl.world.microbatch_tokens import agree_on_tokens
 from spmdrl.world.world import World
 
 if TYPE_CHECKING:
     from spmdrl.train.trainer import Trainer
+
+
+log = logging.getLogger(__name__)
 
 
 class NullTrainer:
@@ -84,4 +88,16 @@ def make_trainer(
         else:
             trainer = NullTrainer(world, weights=weights)
     trainer.joined()
+    if cfg.batch.share_prefixes == "auto":
+        _agree_on_prefixes(world)
     return trainer
+
+
+def _agree_on_prefixes(world: World) -> None:
+    """Tell every rank which models of the trainers cannot share prefixes."""
+    with world.watch.wait("agree on prefixes", -1):
+        found = gather_objects(world.unshared, group=world.control)
+    world.unshared = found[world.trainer_ranks[0]]
+    if world.rank == 0:
+        for path, why in world.unshared.items():
+            log.info("prefixes are not shared (batch.share_prefixes auto): %s: %s", path, why)

@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "engine.max_num_seqs",
     "engine.max_batched_tokens",
     "model.memory.",
+    "batch.share_prefixes",
     "batch.tokens_per_microbatch",
     "rollout.record.every",
 )

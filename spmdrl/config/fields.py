@@ -91,6 +91,11 @@ class BatchSettings:
     found before the first step, by forward and backward passes over growing rows, so that a tenth
     of the free memory is left; a resumed run finds it again for the same layout and model. Not for
     a vision model."""
+    share_prefixes: Literal["auto", "never"] = "auto"
+    """Compute a prefix that sequences of a micro-batch have in common once, forward and backward:
+    the prompt of a group, or the turns of episodes that branch. `auto` shares prefixes of at least
+    16 tokens, unless a model of the run cannot; the log says which. `never` computes each sequence
+    whole."""
     updates_per_step: Annotated[int, within(1, 10**6)] = 1
     """Optimizer steps per batch (mini-batches). Above 1, old logprobs take a forward pass; at 1
     they are the current ones, and the ratio is exactly 1."""

@@ -39,20 +39,26 @@ class Flops:
         return self.blocks + self.attention + self.head
 
 
-def forward_flops(shape: ModelShape, *, lengths: Tensor, num_scored: int) -> Flops:
+def forward_flops(
+    shape: ModelShape, *, lengths: Tensor, num_scored: int, before: Tensor | None = None
+) -> Flops:
     """Count a forward pass over sequences.
 
     Args:
         shape: of the model.
         lengths: [S] tokens of each sequence, prompt and response.
         num_scored: positions whose logits are computed, over all sequences.
+        before: [S], how many of these tokens are computed with another sequence; None: none.
     """
-    tokens = int(lengths.sum())
+    before = torch.zeros_like(lengths) if before is None else before
+    tokens = int((lengths - before).sum())
     attention = 0.0
     for block, count in shape.kinds:
         own = block.attention
         per_pair = 2 * own.heads * (own.qk_dim + own.v_dim)
-        attention += count * per_pair * visible_pairs(lengths, window=own.window)
+        pairs = visible_pairs(lengths, window=own.window)
+        pairs -= visible_pairs(before, window=own.window)
+        attention += count * per_pair * pairs
     return Flops(
         blocks=2.0 * tokens * sum(count * block.matmul_numel for block, count in shape.kinds),
         attention=attention,
@@ -75,18 +81,23 @@ def visible_pairs(lengths: Tensor, *, window: int | None) -> float:
 
 
 def training_flops(
-    shape: ModelShape, *, lengths: Tensor, num_scored: int, trains_weights: bool = True
+    shape: ModelShape,
+    *,
+    lengths: Tensor,
+    num_scored: int,
+    before: Tensor | None = None,
+    trains_weights: bool = True,
 ) -> float:
     """Count a forward and a backward pass over sequences.
 
     A backward pass costs two forward passes: one for gradients of inputs, one for those of weights.
 
     Args:
-        lengths, num_scored: as of `forward_flops`.
+        lengths, num_scored, before: as of `forward_flops`.
         trains_weights: False with adapters, where weights get no gradient. The few operations of
             adapters are not counted.
     """
-    own = forward_flops(shape, lengths=lengths, num_scored=num_scored)
+    own = forward_flops(shape, lengths=lengths, num_scored=num_scored, before=before)
     # Both factors of attention's products are activations, so both always get gradients.
     times = 3 if trains_weights else 2
     return times * (own.blocks + own.head) + 3 * own.attention
@@ -104,7 +115,12 @@ def countable_shape(hf_model: nn.Module) -> ModelShape | None:
 
 
 def trained_flops(
-    shape: ModelShape | None, *, lengths: Tensor, num_scored: int, cfg: Config
+    shape: ModelShape | None,
+    *,
+    lengths: Tensor,
+    num_scored: int,
+    cfg: Config,
+    before: Tensor | None = None,
 ) -> Sums:
     """Return perf/trainer_flops of a step: every sequence forward and backward, once per epoch.
 
@@ -112,6 +128,7 @@ def trained_flops(
         shape: None where the model cannot be counted.
         lengths: [S] tokens, of the whole batch, all ranks.
         num_scored: loss tokens; the cost of a scalar head is ignored.
+        before: see `forward_flops`.
     """
     if shape is None:
         return {}
@@ -119,6 +136,7 @@ def trained_flops(
         shape,
         lengths=lengths,
         num_scored=0 if cfg.objective.is_scalar else num_scored,
+        before=before,
         trains_weights=not cfg.model.lora.is_on,
     )
     return {"perf/trainer_flops": (flops * cfg.batch.epochs, 1.0)}

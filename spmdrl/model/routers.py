@@ -160,6 +160,7 @@ class RouterReplay:
         self._weigh = WEIGHTS[model_type]
         self._experts = experts
         self._routes: Tensor | None = None
+        self._uses: Tensor  # of the row, see RowSlice
         self.seen: list[Tensor] | None = None
         """If it is a list, each layer appends [2] float64: how many tokens the router would have
         sent to other experts, and how many have a recorded route."""
@@ -172,6 +173,7 @@ class RouterReplay:
         # Kept after the forward pass: the backward pass may repeat blocks.
         own = args[0].own
         self._routes = own.routes
+        self._uses = own.uses
         for layer, experts in enumerate(self._experts):
             experts.room = own.room[layer] if own.room else None
 
@@ -188,8 +190,8 @@ class RouterReplay:
         if self.seen is not None:
             # Sorted: the order of a token's experts does not matter.
             is_other = (recorded.sort(dim=1).values != own.sort(dim=1).values).any(dim=1)
-            known = is_recorded[:, 0]
-            self.seen.append(torch.stack([(is_other & known).sum(), known.sum()]).double())
+            known = is_recorded[:, 0] * self._uses
+            self.seen.append(torch.stack([(is_other * known).sum(), known.sum()]).double())
         return logits, self._weigh(router, logits, chosen).to(weights.dtype), chosen
 
 

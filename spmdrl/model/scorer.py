@@ -176,7 +176,10 @@ class ScoredRow:
 
     def join_tokens(self, values: Tensor) -> Tensor:
         """Return [T, ...] of all tokens from [t, ...] of the slice's."""
-        whole = self.own.join(values, self.own.rows, count=self.own.row_length)
+        own = self.own
+        whole = own.join(values, own.rows, count=own.row_length)
+        if own.places is not None:
+            return own.places.of(whole)
         return whole[: len(self.tokens)]  # without padding
 
     def spread(self, values: Tensor) -> Tensor:
@@ -257,7 +260,7 @@ class Scorer(nn.Module):
         weight = to_local(rows.weight)
         bias = to_local(getattr(self.lm_head, "bias", None))
         head = head or partial(logprobs_and_entropy, options=self.head_options, rules=own.rules)
-        return head(hidden.index_select(0, own.before), weight, bias, targets=own.targets)
+        return head(own.before.of(hidden), weight, bias, targets=own.targets)
 
 
 def _own_part(head: nn.Module) -> nn.Module | None:

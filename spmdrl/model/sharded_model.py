@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from spmdrl.columns import Columns
 from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.attention.flash_3 import choose_flash
@@ -43,7 +45,12 @@ from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.parallel.tensor_parallel import sum_replicated_gradients
 from spmdrl.model.scorer import Head, ScoredRow, Valuer, make_row, scorer_prefixes
 from spmdrl.model.tensor_parts import Delta, local_part, write
-from spmdrl.model.vision.families import freeze_vision, set_attention, vision_parameters
+from spmdrl.model.vision.families import (
+    freeze_vision,
+    has_vision_tower,
+    set_attention,
+    vision_parameters,
+)
 from spmdrl.model.vision.layout import vision_layout_of
 from spmdrl.model_inputs import concat_ids
 from spmdrl.world.axes import axes_of
@@ -89,6 +96,8 @@ class ShardedModel:
         if problems := list(found):
             raise Refusal("\n".join(problems))
         support = enable_packing(hf_model)
+        if why := unshared(hf_model, support):
+            world.unshared[path] = why
         # Before adapters are added: the model's files have none.
         self._names = list(live_tensors(hf_model))
         self.parts = file_tensors(hf_model)
@@ -109,8 +118,6 @@ class ShardedModel:
         self._experts = experts_parameters(hf_model)
         self._prefixes = scorer_prefixes(hf_model)
         self.slicing = self._set_attention(model, support)
-        self.row = partial(make_row, slicing=self.slicing)
-        """Prepares a packed row for this model; see make_row."""
         self.give_room: Callable[[Sequence[ScoredRow]], Sequence[ScoredRow]] = list
         """Returns rows of a step with all that their passes need; trainer ranks meet in it."""
         reader = CheckpointReader(model_folder(path), part=model.part)
@@ -145,6 +152,19 @@ class ShardedModel:
             method = "_" + context_method(model.kernels.context, heads=heads, cp=slicing.size)
         set_attention(self.hf_model, f"spmdrl_{attention}{method}")
         return replace(slicing, vision=vision_layout_of(self.hf_model, device=world.device))
+
+    def row(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        *,
+        mask: Tensor,
+        columns: Columns = MappingProxyType({}),
+        drawn: Tensor | None = None,
+    ) -> ScoredRow:
+        """Prepare a packed row for this model, and for all others of the run; see make_row."""
+        slicing = replace(self.slicing, shares_prefixes=self.world.shares_prefixes)
+        return make_row(tokens, lengths, mask=mask, slicing=slicing, columns=columns, drawn=drawn)
 
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
         """Complete the gradients of FSDP2 to those of the sum over all ranks, in place.
@@ -262,6 +282,13 @@ class ShardedModel:
 def scoring_temperature(cfg: Config) -> float:
     """Return the temperature of the distribution that is scored: that of the samples, or 1."""
     return cfg.sampling.temperature if cfg.objective.samples else 1.0
+
+
+def unshared(hf_model: nn.Module, support: PackingSupport) -> str:
+    """Return why rows of a model cannot share prefixes; empty if they can."""
+    if has_vision_tower(hf_model):
+        return "it reads images, whose places are found sequence by sequence"
+    return support.unshared
 
 
 class SentWeights:

@@ -4,6 +4,7 @@ It takes random sequences of the lengths that the run will see, and compares:
 
 - packed rows before and after every second sequence gets other tokens: the rest must not change;
 - packed rows with rows of one sequence;
+- a row of two sequences that share a prefix with these sequences alone;
 - packed rows of the first layers, in float32 on one rank, with transformers' own forward pass over
   each sequence;
 - that forward pass with the same one over weights loaded by transformers' own from_pretrained.
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from spmdrl.config import Config, ModelSettings
+from spmdrl.data.prefix_tree import LEAST
 from spmdrl.imports import attempt
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import packs
@@ -100,9 +102,9 @@ def lengths_of(longest: int) -> list[int]:
 def check_packing(model: ShardedModel, cfg: Config, world: World) -> Sums:
     """Compare the ways to compute a model; trainer ranks call it together.
 
-    Returns: proof/leak, proof/packed_gap, proof/rounding and, on rank 0, proof/plain_gap and
-        proof/loaded_gap: (largest mean over the first 16 tokens of a sequence, 1), in nats, or
-        units of a scalar head.
+    Returns: proof/leak, proof/packed_gap, proof/shared_gap, proof/rounding and, on rank 0,
+        proof/plain_gap and proof/loaded_gap: (largest mean over the first 16 tokens of a sequence,
+        of shared_gap after the prefix, 1), in nats, or units of a scalar head.
     Raises: RuntimeError on all trainer ranks where two differ by more than rounding.
     """
     gaps: list[_Gap] = []
@@ -170,8 +172,26 @@ def _gaps(model: ShardedModel, cfg: Config, *, seed: int) -> list[_Gap]:
             limit,
             f"rows of several sequences and of one differ in {scores}: {end}",
         ),
+        *_shared_gaps(model, longest=longest, seed=seed, limit=limit),
         _Gap("rounding", noise, math.inf, f"{scores} are no numbers"),
     ]
+
+
+def _shared_gaps(model: ShardedModel, *, longest: int, seed: int, limit: float) -> list[_Gap]:
+    """Compare two sequences that share a prefix with each alone; [] where none is shared."""
+    common = max(LEAST, longest // 4)
+    own = max(1, longest // 2 - common)
+    if not model.world.shares_prefixes or common + own > longest // 2:
+        return []
+    prefix, *ends = drawn([common, own, own], vocabulary=_vocabulary(model.hf_model), seed=seed)
+    pair = [prefix + end for end in ends]
+    together = [scores[common:] for scores in model.score(pair)]
+    single = [scores[common:] for scores in model.score(pair, row_tokens=1)]
+    fault = (
+        "two sequences whose common prefix is computed once have other scores than each alone; set "
+        "batch.share_prefixes to never"
+    )
+    return [_Gap("shared_gap", worst(together, single), limit, fault)]
 
 
 def _vocabulary(hf_model: nn.Module) -> int:

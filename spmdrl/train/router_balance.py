@@ -1,8 +1,8 @@
 """What the routers of a mixture of experts do in training: counted, and kept in balance.
 
 The model's own routers choose, unless the engine's choices are replayed (model/routers.py); hooks
-look on. A token counts once per layer, on the rank that computes it; what pads a row counts
-nowhere. No token is dropped, whatever the load.
+look on. A token counts once per layer, on the rank that computes it, and a token of a shared prefix
+once for each sequence; what pads a row counts nowhere. No token is dropped, whatever the load.
 
 Shape letters: L layers with experts, E experts of each, t tokens of a row that this rank keeps
 between layers, K experts per token.
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from spmdrl.config import MoeSettings
 from spmdrl.errors import Refusal
-from spmdrl.model.lora.expert_adapters import counts
 from spmdrl.model.parallel.expert_room import plan_room
 from spmdrl.model.routers import RoutedLayer, RouterReplay, check_balance, routed_layers
 from spmdrl.model.scorer import ScoredRow
@@ -68,7 +67,7 @@ class Routers:
             )
             if has_room:
                 model.give_room = self._give_room
-        self._is_real: Tensor  # [t] bool, of the forward pass that is watched
+        self._uses: Tensor  # [t] float64, of the forward pass that is watched; see RowSlice
         self._is_watching = False
         self._shares: Tensor | None = None  # [L, E] float64, under `aux`
         self._num_tokens = 1.0  # of the update, in the whole world
@@ -107,8 +106,8 @@ class Routers:
         """Record what the routers choose while a forward pass over a micro-batch runs. Passes
         outside, such as those that activation checkpointing repeats, are not counted."""
         # A dummy micro-batch has one token, which nobody sampled.
-        num_real = len(microbatch.row.tokens) if microbatch.num_tokens else 0
-        self._is_real = microbatch.row.own.kept < num_real
+        uses = microbatch.row.own.uses.double()
+        self._uses = uses if microbatch.num_tokens else torch.zeros_like(uses)
         self._is_watching = True
         for layer in self._layers:
             layer.counts = []
@@ -126,9 +125,9 @@ class Routers:
         if not self._is_watching:
             return
         index = args[1] if len(args) > 1 else kwargs["top_k_index"]  # [t, K]
-        number = module.num_experts
-        chosen = torch.where(self._is_real[:, None], index, number)  # out of range: nowhere
-        layer.counts.append(counts(chosen, number).double())
+        none = self._uses.new_zeros(module.num_experts)
+        uses = self._uses[:, None].expand(index.shape).flatten()
+        layer.counts.append(none.index_add(0, index.flatten(), uses))
 
     def _keep(self, layer: RoutedLayer, module: nn.Module, args: tuple, output: tuple) -> None:
         # Nothing is computed here: activation checkpointing must see the same operations when it
@@ -160,7 +159,7 @@ class Routers:
                 with self.watching(microbatch):
                     forward(microbatch)
                 self._counts += self._watched_counts()
-                self._sums[2] += self._is_real.sum()
+                self._sums[2] += self._uses.sum()
         counts, sums = self._over_ranks()
         self._shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
         self._num_tokens = max(1.0, float(sums[2]))
@@ -180,16 +179,17 @@ class Routers:
         if not self._layers:
             return 0.0
         self._counts += self._watched_counts()
-        self._sums[2] += self._is_real.sum() * len(self._layers)
+        self._sums[2] += self._uses.sum() * len(self._layers)
         for pair in self._replayed:
             self._sums[3:] += pair
         loss = self._sums.new_zeros(())
         for index, layer in enumerate(self._layers):
             for logits in layer.logits:
-                probs = layer.probs(logits) * self._is_real[:, None]
-                self._sums[0] += torch.special.entr(probs.detach()).sum()
+                probs = layer.probs(logits)
+                uses = self._uses[:, None]
+                self._sums[0] += (torch.special.entr(probs.detach()) * uses).sum()
                 if self._shares is not None:
-                    loss = loss + (probs.sum(0) * self._shares[index]).sum()
+                    loss = loss + ((probs * uses).sum(0) * self._shares[index]).sum()
             layer.counts = []
             layer.logits = []
         loss = loss * self._counts.shape[1]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from spmdrl.algorithms.registry import Method
@@ -226,14 +227,25 @@ class Trainer:
             if not (warms_up and any(companion.is_trained for companion in companions)):
                 loss_of = self._loss.of_updates(updates, self.policy.model, step=step)
                 sums |= self.policy.update(ordered(epochs=epochs), loss_of, step=step)
-                sums |= trained_flops(
-                    self._shape,
-                    lengths=batch.scalars.lengths,
-                    num_scored=sum(update[0].update_counts[0] for update in updates),
-                    cfg=self.cfg,
-                )
+                sums |= self._work(updates, batch)
                 sums |= self.coefficients.move(sums, num_samples=len(batch.scalars))
             for companion in companions:
                 companion.follow(self.policy.model, step=step)
         self.world.announce_updated(step)  # engines that sample ahead pause for the new weights
         return sums
+
+    def _work(self, updates: Sequence[Sequence[PreparedMicrobatch]], batch: Batch) -> Sums:
+        """Return what an epoch over a batch took: perf/trainer_flops and perf/computed_frac."""
+        count = partial(trained_flops, self._shape, cfg=self.cfg)
+        lengths = batch.scalars.lengths
+        if not self.world.shares_prefixes:
+            num_scored = sum(update[0].update_counts[0] for update in updates)
+            return count(lengths=lengths, num_scored=num_scored)
+        real = [one.row for update in updates for one in update if one.num_tokens]
+        spans = [span for row in real for span in row.own.computed]
+        before, ends = torch.tensor(spans, dtype=torch.int64).view(-1, 2).T
+        own = count(lengths=ends, before=before, num_scored=sum(len(row.scored) for row in real))
+        computed = torch.tensor([(ends - before).sum(), *(flops for flops, _ in own.values())])
+        tokens, *flops = self.world.sum_over_trainers(computed.double()).tolist()
+        found = {name: (total, 1.0) for name, total in zip(own, flops)}
+        return found | {"perf/computed_frac": (tokens, float(lengths.sum()))}

@@ -56,6 +56,10 @@ class World(WorldGroups):
     found_tokens: int = field(default=0)
     """Token budget that was measured for batch.tokens_per_microbatch 0; 0 until then."""
 
+    unshared: dict[str, str] = field(default_factory=dict)
+    """{model of the run: why its rows cannot share prefixes}; every rank knows it once the models
+    are built."""
+
     def __post_init__(self) -> None:
         self.updated = WatchedKeys(self.store)
 
@@ -174,6 +178,11 @@ class World(WorldGroups):
         """Token budget of a micro-batch: the config's; if that is 0 the measured one; and the least
         possible one before it is measured."""
         return self.cfg.batch.tokens_per_microbatch or self.found_tokens or least_tokens(self.cfg)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a prefix that sequences of a micro-batch have in common is computed once."""
+        return self.cfg.batch.share_prefixes == "auto" and not self.unshared
 
     @property
     def is_dp_leader(self) -> bool:

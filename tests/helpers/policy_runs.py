@@ -124,6 +124,32 @@ def microbatch(ids: list[int]) -> Microbatch:
     )
 
 
+def with_prompts(own: Microbatch, count: int) -> Microbatch:
+    """Prepend `count` tokens to each sequence, the same to both of a pair; the dummy stays."""
+    if int(own.sequence_ids[0]) < 0:
+        return own
+    sizes = own.cu_seqlens.diff().tolist()
+
+    def prepended(column: Tensor, prompts: list[Tensor]) -> Tensor:
+        parts = zip(prompts, column.split(sizes))
+        return torch.cat([part.to(column.dtype) for pair in parts for part in pair])
+
+    pairs = [index // 2 for index in own.sequence_ids.tolist()]
+    generators = [torch.Generator().manual_seed(200 + pair) for pair in pairs]
+    prompts = [torch.randint(8, VOCABULARY, (count,), generator=g) for g in generators]
+    nothing = [torch.zeros(count)] * len(sizes)
+    lengths = torch.tensor(sizes) + count
+    return replace(
+        own,
+        tokens=prepended(own.tokens, prompts),
+        position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()]),
+        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+        response_mask=prepended(own.response_mask, nothing),
+        rollout_logprobs=prepended(own.rollout_logprobs, nothing),
+        policy_versions=prepended(own.policy_versions, [x - 1 for x in nothing]),
+    )
+
+
 def batch(dp_index: int, dp_size: int, *, updates: int = 1) -> Batch:
     """This dp rank's part of the batch, packed in another order for each dp size.
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from spmdrl.data.prefix_tree import separate
 from spmdrl.model.attention.kernels import KERNELS
 from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.attention.packing import make_packing
@@ -79,7 +80,7 @@ def test_slices_hold_each_token_and_each_scored_one_once(lengths, size, multiple
     assert tokens.tolist() == [*range(1, sum(lengths) + 1), *[0] * (total - sum(lengths))]
     assert sorted(torch.cat([p.scored for p in parts]).tolist()) == list(range(len(scored)))
     for part in parts:
-        assert torch.equal(part.rows[part.before] + 1, scored[part.scored])
+        assert torch.equal(part.rows[part.before.index] + 1, scored[part.scored])
         assert torch.equal(part.targets, scored[part.scored] + 1)  # tokens count from 1
 
 
@@ -270,13 +271,10 @@ def test_scores_under_cp_are_those_of_plain_transformers(found, tiny_model):
 
 def _rounds(lengths: tuple[int, ...], size: int) -> list[tuple[tuple[Tile, ...], ...]]:
     total = sum(lengths)
+    paths = separate(lengths).paths()
     return [
         plan_rounds(
-            lengths,
-            lambda r: chunk_spans(total, rank=r, size=size),
-            rank=rank,
-            size=size,
-            device=CPU,
+            paths, lambda r: chunk_spans(total, rank=r, size=size), rank=rank, size=size, device=CPU
         )
         for rank in range(size)
     ]
@@ -322,7 +320,11 @@ def test_a_tile_of_the_ring_by_flash_attention_is_that_by_matrix_products():
         for heads, dim in ((4, 32), (2, 32), (2, 16), (4, 16))
     )
     rounds = plan_rounds(
-        (30, 70, 92), lambda r: chunk_spans(192, rank=r, size=2), rank=1, size=2, device=device
+        separate((30, 70, 92)).paths(),
+        lambda r: chunk_spans(192, rank=r, size=2),
+        rank=1,
+        size=2,
+        device=device,
     )
     for tile in (tile for tiles in rounds for tile in tiles):
         parts = q[tile.queries], k[tile.keys], v[tile.keys]

@@ -101,6 +101,7 @@ def test_windows_and_chunks_are_those_that_the_model_asks_for(family):
     assert list(found.mask_patterns.values()) == spans
     scaled = ["model.layers.1.self_attn"] if family == "llama4_text" else []
     assert list(found.temperatures) == scaled
+    assert bool(found.unshared) == any(own.chunk for own in spans)
     # The model is as it was.
     assert [vars(module).get("forward") for module in model.modules()] == forwards
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -115,6 +116,7 @@ def test_layers_that_are_no_attention_compute_one_sequence_per_row(family):
     assert not found.reasons
     names = [name for own in found.mixers.values() for name in own]
     assert [type(model.get_submodule(name)).__name__ for name in names] == kinds
+    assert found.unshared == f"{names[0]} computes one sequence per row"
 
 
 def test_attention_by_code_of_its_own_is_given_the_mask_and_biases_that_its_model_makes():

@@ -20,6 +20,7 @@ from spmdrl.config import Config
 from spmdrl.model import transformers_internals
 from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.load import load_whole_model
+from spmdrl.model.parallel import row_slices
 from spmdrl.train import packing_check
 from spmdrl.train.packing_check import _least_gap, _plain_gaps, check_packing, lengths_of
 from tests.helpers.built import made, small_model, training
@@ -45,6 +46,11 @@ def _plus(model: Any, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     )
     yield
     hook.remove()
+
+
+def _from_its_own_start(path: Any) -> tuple[int, int]:
+    """Return the positions of what follows a shared prefix as if it were a sequence."""
+    return 0, path[-1][1] - path[-1][0]
 
 
 def _narrow(hf_model: nn.Module) -> Any:
@@ -78,13 +84,14 @@ def _config(path: str, dtype: str, *, tokens: int, budget: int) -> Config:
 
 def _said(path: str) -> dict[str, Any]:
     """Return what the check finds of a model as it is, and what it says of one that is changed."""
-    cfg = _config(path, "float32", tokens=24, budget=64)
+    cfg = _config(path, "float32", tokens=48, budget=128)
     with training(cfg) as (world, trainer):
         model = trainer.policy.model
         found: dict[str, Any] = {"right": check_packing(model, cfg, world)}
         changes = {
             "leak": _plus(model, _mean_so_far),
             "row": _plus(model, _place_in_row),
+            "shared": mock.patch.object(row_slices, "_span", _from_its_own_start),
             "narrow": mock.patch.object(packing_check, "enable_packing", _narrow),
             "loaded": mock.patch.object(packing_check, "load_whole_model", _with_another_head),
         }
@@ -102,16 +109,18 @@ def said(tiny_model: Path) -> dict[str, Any]:
 
 def test_rows_that_are_right_are_told_by_numbers(said):
     found = said["right"]
-    names = ("leak", "packed_gap", "plain_gap", "loaded_gap", "rounding")
+    names = ("leak", "packed_gap", "shared_gap", "plain_gap", "loaded_gap", "rounding")
     assert found.keys() == {f"proof/{name}" for name in names}
     assert found["proof/loaded_gap"][0] < 1e-6
     assert found["proof/leak"] == (0.0, 1.0)
+    assert 0 <= found["proof/shared_gap"][0] < 1e-5
     assert 0 <= found["proof/packed_gap"][0] < 1e-5 and found["proof/plain_gap"][0] < 1e-5
 
 
 def test_what_is_wrong_is_told_apart(said):
     assert "other tokens in one sequence change another's logprobs" in said["leak"]
     assert "rows of several sequences and of one differ in logprobs" in said["row"]
+    assert "whose common prefix is computed once have other scores than each" in said["shared"]
     assert "disagree with transformers' own forward pass" in said["narrow"]
     assert "not those that transformers' own from_pretrained loads" in said["loaded"]
     assert not any("limit" in said[name] for name in ("leak", "row", "narrow"))
@@ -216,7 +225,7 @@ def test_a_difference_that_other_tokens_do_not_show_is_none():
 
 def _ropes(path: str) -> list[bool]:
     """Return whether plain transformers rotates by its own function after liger replaced it."""
-    cfg = _config(path, "float32", tokens=24, budget=64)
+    cfg = _config(path, "float32", tokens=48, budget=128)
     own = modeling_qwen3.apply_rotary_pos_emb
     seen = []
 

@@ -107,7 +107,7 @@ def _kernel(
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
     """Attend with sequences padded inside this call; any device."""
     queries = pad(q, packing)
-    keys, values = (pad(x, packing.of_keys) for x in (k, v))
+    keys, values = (packing.padded_keys(x) for x in (k, v))
     outputs = []
     for group in packing.groups:
         rows = _rows(queries, group.start, group.length, count=group.count)
@@ -127,7 +127,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) ->
     assert how.softcap is None, "pick_attention never pairs varlen with softcap"
     assert packing.spans is None, "pick_attention never pairs varlen with spans"
     ends, longest = _bounds(packing)
-    wide = widened(v, q)
+    k = packing.keys_in_order(k)
+    wide = widened(packing.keys_in_order(v), q)
     if how.sinks is None:
         out = varlen(q, k, wide, ends=ends, longest=longest, scale=how.scale, window=how.window)
     else:
@@ -146,8 +147,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> 
     ends, longest = _bounds(packing)
     out = flash_attn_varlen_func(
         q,
-        k,
-        widened(v, q),
+        packing.keys_in_order(k),
+        widened(packing.keys_in_order(v), q),
         *ends,
         *longest,
         softmax_scale=how.scale,

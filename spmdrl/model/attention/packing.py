@@ -35,6 +35,60 @@ class PaddedGroup:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Rows of a tensor, each possibly several times.
+
+    The backward pass adds up the gradients of a row's copies in float32 and in one order. Unlike
+    that of index_select, it is deterministic on every device.
+    """
+
+    index: Tensor  # [K] int64, the row that each copy is of
+    alike: tuple[tuple[Tensor, Tensor], ...]
+    """For rows with equally many copies m: the n rows [n], and their copies [n, m], int64."""
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return [K, ...] of [C, ...]."""
+        return _copy(x, (self, len(x)))
+
+
+def _copied(x: Tensor, how: tuple[Copies, int]) -> Tensor:
+    return x.index_select(0, how[0].index)
+
+
+def _summed(grad: Tensor, how: tuple[Copies, int]) -> Tensor:
+    copies, count = how
+    total = grad.new_zeros(count, *grad.shape[1:])
+    for rows, at in copies.alike:
+        own = grad.index_select(0, at.flatten())
+        if at.shape[1] > 1:
+            own = own.unflatten(0, at.shape).sum(1, dtype=torch.float32).to(grad.dtype)
+        total.index_copy_(0, rows, own)
+    return total
+
+
+_copy = with_gradient(_copied, _summed)
+
+
+def make_copies(index: Tensor, device: torch.device | str, *, real: Tensor | None = None) -> Copies:
+    """Return the copies of the rows `index` [K] int64, which is on the CPU.
+
+    Args:
+        real: [k] int64, the copies that may have a gradient; None: all.
+    """
+    at = torch.arange(len(index)) if real is None else real
+    rows, order = index[at].sort(stable=True)
+    at = at[order]
+    found, counts = rows.unique_consecutive(return_counts=True)
+    starts = counts.cumsum(0) - counts
+    alike = []
+    for count in counts.unique().tolist():
+        which = counts == count
+        places = at[starts[which][:, None] + torch.arange(count)]
+        alike.append((found[which].to(device), places.to(device)))
+    return Copies(index.to(device), tuple(alike))
+
+
+@dataclass(frozen=True)
 class Packing:
     """Where sequences begin in a packed row, and how attention pads them."""
 
@@ -45,6 +99,9 @@ class Packing:
     groups: tuple[PaddedGroup, ...]
     keys: Packing | None = None
     """Of the keys, where they are not the queries' own tokens. Its groups are not used."""
+    key_copies: Copies | None = None
+    """Where sequences share keys: from the keys to those of each sequence, one after another, or
+    in padded order."""
     chunked: Packing | None = None
     """The same tokens, with each chunk as a sequence."""
     spans: Tensor | None = None
@@ -58,10 +115,28 @@ class Packing:
 
     def places(self, count: int) -> Tensor:
         """Return the position of each of the T = count tokens in its sequence, [T] int64."""
-        assert self.keys is None, "positions of a slice are not known"
         lengths = self.cu_seqlens.diff()
-        starts = self.cu_seqlens[:-1].repeat_interleave(lengths, output_size=count)
+        # Longer keys begin before the queries.
+        firsts = self.cu_seqlens[1:] - self.of_keys.cu_seqlens.diff()
+        starts = firsts.repeat_interleave(lengths, output_size=count)
         return torch.arange(count, device=starts.device) - starts
+
+    def to(self, device: torch.device | str) -> Packing:
+        """Return the packing of one row of queries or keys on a device."""
+        return replace(
+            self,
+            cu_seqlens=self.cu_seqlens.to(device),
+            pad_index=self.pad_index.to(device),
+            unpad_index=self.unpad_index.to(device),
+        )
+
+    def padded_keys(self, x: Tensor) -> Tensor:
+        """Return keys or values in padded order."""
+        return pad(x, self.of_keys) if self.key_copies is None else self.key_copies.of(x)
+
+    def keys_in_order(self, x: Tensor) -> Tensor:
+        """Return keys or values of each sequence, one after another."""
+        return x if self.key_copies is None else self.key_copies.of(x)
 
     @property
     def in_chunks(self) -> Packing:
@@ -76,6 +151,7 @@ def make_packing(
     *,
     padded: bool,
     key_lengths: Sequence[int] | None = None,
+    key_index: Tensor | None = None,
     chunk: int | None = None,
     spans: Tensor | None = None,
 ) -> Packing:
@@ -87,6 +163,8 @@ def make_packing(
         padded: make the padded layout, which varlen kernels do not need.
         key_lengths: tokens of each sequence's keys, the last of which are its queries; None where
             keys and queries are the same tokens.
+        key_index: [K] int64 on the CPU, where each sequence's keys are, if sequences share some;
+            None: they lie one after another.
         chunk: length of the chunks that some layers attend within, in tokens; None: no chunks.
         spans: [T] int64 on the CPU, see Packing.spans; only with `padded`.
     """
@@ -98,52 +176,96 @@ def make_packing(
         chunked = make_packing(parts, device, padded=padded)
     count = torch.tensor(lengths, dtype=torch.int64)
     others = count if key_lengths is None else torch.tensor(key_lengths, dtype=torch.int64)
-    members = _alike(count, others) if padded else []
-    starts, packing = _pack(count, members, device=device)
-    key_starts, keys = (
-        (starts, None) if key_lengths is None else _pack(others, members, device=device)
-    )
+    queries = count if key_index is None else _with_others_queries(count, others, key_index)
+    members = _alike(queries, others - queries) if padded else []
+    starts, packing = _pack(queries, members)
+    key_starts = starts
+    keys = key_copies = None
+    if key_lengths is not None:
+        key_starts, keys = _pack(others, members)
+    if key_index is not None and keys is not None:
+        if queries is not count:
+            # All keys of a sequence are its queries too, or only its own.
+            tokens = key_index[_last(others, queries)]
+            packing = replace(
+                packing,
+                cu_seqlens=_bounds(count),
+                max_seqlen=int(count.max()),
+                pad_index=tokens[packing.pad_index] if padded else packing.pad_index,
+                unpad_index=packing.unpad_index[_last(queries, count)]
+                if padded
+                else packing.unpad_index,
+            )
+        if padded:
+            key_copies = make_copies(key_index[keys.pad_index], device, real=keys.unpad_index)
+        else:
+            key_copies = make_copies(key_index, device)
     groups = tuple(
         PaddedGroup(
             len(own),
             start=start,
-            length=int(count[own].max()),
+            length=int(queries[own].max()),
             key_start=key_start,
             key_length=int(others[own].max()),
         )
         for own, start, key_start in zip(members, starts, key_starts)
     )
+    packing = packing.to(device)
     if spans is not None:
         spans = spans.to(device)
         none = torch.full_like(packing.pad_index, -1)
         spans = none.index_copy(0, packing.unpad_index, spans)
-    return replace(packing, groups=groups, keys=keys, chunked=chunked, spans=spans)
+    keys = None if keys is None else keys.to(device)
+    return replace(
+        packing, groups=groups, keys=keys, key_copies=key_copies, chunked=chunked, spans=spans
+    )
 
 
-def _alike(lengths: Tensor, key_lengths: Tensor) -> list[Tensor]:
-    """Return groups of sequences of similar length. One with longer keys is a group of its own."""
+def _with_others_queries(lengths: Tensor, key_lengths: Tensor, key_index: Tensor) -> Tensor:
+    """Return the queries that padded attention computes for each sequence: [S] int64.
+
+    With as many queries as keys, a causal kernel skips half of the pairs and needs no mask. So
+    where most keys are a sequence's own, the tokens before are its queries too, and what these
+    find is left out.
+    """
+    is_better = (2 * lengths > key_lengths) & (key_lengths > SHORT)
+    lacks_queries = int(lengths.sum()) <= int(key_index.max())  # of a slice
+    if lacks_queries or not is_better.any():
+        return lengths
+    return torch.where(is_better, key_lengths, lengths)
+
+
+def _last(lengths: Tensor, counts: Tensor) -> Tensor:
+    """Return which tokens of sequences are among the last `counts` of theirs: [T] bool."""
+    ends = lengths.cumsum(0).repeat_interleave(lengths)
+    left = ends - torch.arange(len(ends))
+    return left <= counts.repeat_interleave(lengths)
+
+
+def _alike(lengths: Tensor, before: Tensor) -> list[Tensor]:
+    """Return groups of sequences of similar length, and with equally many keys before them."""
+    groups = []
     order = torch.argsort(lengths, descending=True, stable=True)
-    is_own = (lengths == key_lengths)[order]
-    groups = [*order[~is_own][:, None]]
-    order = order[is_own]
-    begin = 0
-    ordered = lengths[order].tolist()
-    while begin < len(ordered):
-        # Padding adds at most a third to a sequence, but short ones all share a group; see SHORT.
-        shortest = 1 if ordered[begin] <= SHORT // 2 else 0.75 * ordered[begin]
-        end = begin
-        while end < len(ordered) and ordered[end] >= shortest:
-            end += 1
-        groups.append(order[begin:end])
-        begin = end
+    for same in before.unique(sorted=True).tolist():
+        members = order[before[order] == same]
+        ordered = lengths[members].tolist()
+        begin = 0
+        while begin < len(ordered):
+            # Padding adds at most a third to a sequence, but short ones all share a group; see
+            # SHORT.
+            shortest = 1 if ordered[begin] <= SHORT // 2 else 0.75 * ordered[begin]
+            end = begin
+            while end < len(ordered) and ordered[end] >= shortest:
+                end += 1
+            groups.append(members[begin:end])
+            begin = end
     return groups
 
 
-def _pack(
-    lengths: Tensor, groups: Sequence[Tensor], *, device: torch.device
-) -> tuple[list[int], Packing]:
-    """Return where each group's padded rows start, and the packing without its groups."""
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+def _pack(lengths: Tensor, groups: Sequence[Tensor]) -> tuple[list[int], Packing]:
+    """Return where each group's padded rows start, and the packing without its groups, on the
+    CPU."""
+    cu_seqlens = _bounds(lengths)
     starts = []
     row = 0
     empty = torch.empty(0, dtype=torch.int64)
@@ -162,12 +284,16 @@ def _pack(
         starts.append(row)
         row += packed.numel()
     return starts, Packing(
-        cu_seqlens=cu_seqlens.to(torch.int32).to(device),
+        cu_seqlens=cu_seqlens,
         max_seqlen=int(lengths.max()),
-        pad_index=torch.cat(pads).to(device),
-        unpad_index=rows_of.to(device),
+        pad_index=torch.cat(pads),
+        unpad_index=rows_of,
         groups=(),
     )
+
+
+def _bounds(lengths: Tensor) -> Tensor:
+    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _padded(x: Tensor, packing: Packing) -> Tensor:

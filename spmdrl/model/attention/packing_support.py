@@ -110,6 +110,16 @@ class PackingSupport:
         """Return the length of the chunks that some layers attend within, in tokens; or None."""
         return next((own.chunk for own in self.mask_patterns.values() if own.chunk), None)
 
+    @property
+    def unshared(self) -> str:
+        """Return why sequences that begin alike must all be computed whole; empty if their common
+        prefix can be computed once."""
+        for names in self.mixers.values():
+            return f"{names[0]} computes one sequence per row"
+        if self.chunk is not None:
+            return f"layers attend within chunks of {self.chunk} tokens"
+        return ""
+
 
 def packing_support(hf_model: nn.Module) -> PackingSupport:
     """Find out how the layers of a model keep packed sequences apart.
@@ -463,7 +473,7 @@ def _by_rows(
     """
     arguments = mixer.packing_arguments
     packing = arguments["packing"] if "packing" in arguments else arguments["work"].packing
-    assert isinstance(packing, Packing)
+    assert isinstance(packing, Packing) and packing.keys is None, "a state begins with its sequence"
     # Without self and hidden_states.
     names = [*inspect.signature(type(mixer).forward).parameters][2:]
     kwargs |= dict(zip(names, args))

@@ -7,8 +7,9 @@ at their rank after R rounds. A rank holds at most two slices of keys and values
 number of heads.
 
 A tile is a part of a slice's queries and keys. Either all keys are visible to all queries: both are
-of one sequence, and the keys come first. Or queries and keys are the same tokens of several
-sequences, under a causal mask. With zigzag slices all ranks have equal work in each round.
+of one sequence, or the keys are of a prefix that the queries' sequences share, and the keys come
+first. Or queries and keys are the same tokens of several sequences, under a causal mask. With
+zigzag slices all ranks have equal work in each round.
 
 Source: arXiv 2310.01889, section 3; merging: 2205.14135, section 3.1.
 
@@ -18,16 +19,15 @@ query and Hkv key heads, G = Hq / Hkv; D head dim of queries and keys, Dv of val
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmdrl.data.prefix_tree import Path
 from spmdrl.model.attention.kernels import widened
 from spmdrl.model.attention.sinks import sink_gradient
 from spmdrl.world.torch_internals import FLASH_BACKWARD, FLASH_FORWARD
@@ -62,74 +62,86 @@ Rounds = tuple[tuple[Tile, ...], ...]
 
 
 def plan_rounds(
-    lengths: Sequence[int],
+    paths: Sequence[Path],
     spans_of: Callable[[int], Spans],
     *,
     rank: int,
     size: int,
-    device: torch.device,
+    device: torch.device | str,
 ) -> Rounds:
     """Return the tiles of each round. In round i, keys are those of rank (rank - i) % size.
 
     Args:
-        lengths: tokens of a row's sequences, in order.
+        paths: what each part of a row attends to, its own tokens last; see PrefixTree.paths.
         spans_of: returns the chunks of a rank's slice.
         device: of the index tensors.
     """
-    ends = list(accumulate(lengths))
+    reach = {path[-1]: path[-1][1] for path in paths}
+    for path in paths:
+        for span in path:
+            reach[span] = max(reach[span], path[-1][1])
     rounds = []
     for turn in range(size):
         theirs = spans_of((rank - turn) % size)
-        found = (
-            _tile(own, keys, at=(i, j), ends=ends, device=device)
-            for i, own in enumerate(spans_of(rank))
-            for j, keys in enumerate(theirs)
+        rounds.append(
+            tuple(
+                tile
+                for i, own in enumerate(spans_of(rank))
+                for j, keys in enumerate(theirs)
+                for tile in _tiles(own, keys, at=(i, j), reach=reach, device=device)
+            )
         )
-        rounds.append(tuple(tile for tile in found if tile is not None))
     return tuple(rounds)
 
 
-def _tile(
+def _tiles(
     own: tuple[int, int],
     keys: tuple[int, int],
     *,
     at: tuple[int, int],
-    ends: Sequence[int],
-    device: torch.device,
-) -> Tile | None:
-    """Return the tile of two chunks, number at[0] and at[1] of their slices, if there is one.
+    reach: Mapping[tuple[int, int], int],
+    device: torch.device | str,
+) -> Iterator[Tile]:
+    """Yield the tiles of two chunks, number at[0] and at[1] of their slices.
 
-    If the keys' chunk is before the queries', at most one sequence has tokens in both.
+    Args:
+        reach: {span of a part of the row: where the tokens end that attend to it}. They follow it.
     """
-    chunk = own[1] - own[0]
-    first = bisect_right(ends, own[0])  # the sequence of the first query
+    if keys[0] > own[0]:
+        return
+    inside = [
+        (max(begin, keys[0]), min(end, keys[1]), until)
+        for (begin, end), until in reach.items()
+        if begin < keys[1] and end > keys[0]
+    ]
     if own == keys:
-        inside = [end - own[0] for end in ends[first:] if end < own[1]] + [chunk]
-        sizes = [b - a for a, b in zip([0, *inside], inside)]
-        begin = keys[0]
-        num_queries = chunk
-    else:
-        begin = max(keys[0], ends[first - 1] if first else 0)
-        # The keys are of earlier sequences only, or come after the queries.
-        if begin >= keys[1] or keys[0] > own[0]:
-            return None
-        # Queries of later sequences see none of these keys.
-        num_queries = min(own[1], ends[first]) - own[0]
-        sizes = [num_queries]
-    num_keys = keys[1] - begin
-    of_queries = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32).to(device)
-    of_keys = (
-        of_queries if own == keys else torch.tensor([0, num_keys], dtype=torch.int32).to(device)
-    )
-    # The first queries of their chunk, and the last keys of theirs.
-    rows = slice(at[0] * chunk, at[0] * chunk + num_queries)
-    return Tile(
-        rows,
-        slice((at[1] + 1) * chunk - num_keys, (at[1] + 1) * chunk),
-        own == keys,
-        (of_queries, of_keys),
-        (max(sizes), max(sizes) if own == keys else num_keys),
-    )
+        bounds = [keys[0], *(end for _, end, _ in inside)]
+        chunk = slice(at[0] * (own[1] - own[0]), (at[0] + 1) * (own[1] - own[0]))
+        longest = max(b - a for a, b in zip(bounds, bounds[1:]))
+        of_both = torch.tensor(bounds, dtype=torch.int32).to(device) - keys[0]
+        yield Tile(chunk, chunk, True, (of_both, of_both), (longest, longest))
+    for begin, end, until in inside:
+        # Own keys of the same chunk are in the tile above.
+        first = end if own == keys else own[0]
+        last = min(until, own[1])
+        if last > first:
+            of_queries, of_keys = (
+                torch.tensor([0, count], dtype=torch.int32).to(device)
+                for count in (last - first, end - begin)
+            )
+            yield Tile(
+                _within(own, at[0], first, last),
+                _within(keys, at[1], begin, end),
+                False,
+                (of_queries, of_keys),
+                (last - first, end - begin),
+            )
+
+
+def _within(chunk: tuple[int, int], number: int, begin: int, end: int) -> slice:
+    """Return where tokens [begin, end) of a row are in a slice whose chunk they lie in."""
+    offset = number * (chunk[1] - chunk[0]) - chunk[0]
+    return slice(begin + offset, end + offset)
 
 
 # --------------------------------------------------------------------------- one tile

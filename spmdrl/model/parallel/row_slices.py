@@ -4,8 +4,11 @@ A row is padded to 2 * size chunks by a sequence that is in no loss. Rank r gets
 2 * size - 1 - r, so that under a causal mask all ranks have about the same work. All layers but
 attention work on tokens one by one; for attention see context_parallel.py.
 
-Shape letters: T tokens of the padded row, t of a slice, R tensor-parallel ranks, N scored tokens
-of the row, n of those whose state before is in the slice.
+Where sequences begin with the same tokens, the row that ranks compute has these once: its tokens
+are those of a prefix tree (data/prefix_tree.py).
+
+Shape letters: T tokens of the computed and padded row, t of a slice, R tensor-parallel ranks, N
+scored tokens of the row, n of those whose state before is in the slice.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spmdrl.columns import Columns, RouterRoutes, to_device
-from spmdrl.model.attention.packing import Packing, make_packing
+from spmdrl.data.prefix_tree import Path, prefix_tree, separate
+from spmdrl.model.attention.packing import Copies, Packing, make_copies, make_packing
 from spmdrl.model.parallel import ring_attention as ring
 from spmdrl.model.parallel.collectives import added, with_gradient
 from spmdrl.model.parallel.expert_room import Room
@@ -51,6 +55,8 @@ class Slicing:
     """Of the slice."""
     vision: VisionLayout | None = None
     """None for a model without a vision tower."""
+    shares_prefixes: bool = False
+    """Whether a prefix that sequences have in common is computed once."""
 
     @property
     def unit(self) -> int:
@@ -88,10 +94,17 @@ class RowSlice:
     packing: Packing | SlicedPacking
     rows: Tensor  # [t] int64, positions of the tokens in the row
     kept: Tensor  # [t / R] int64, the part of `rows` that a tp rank keeps between layers
-    before: Tensor  # [n] int64, positions in the slice whose next token is scored
+    before: Copies  # the n positions in the slice whose next token is scored
     scored: Tensor  # [n] int64, which of the N scored tokens those are
     targets: Tensor  # [n] int64, these tokens
     row_length: int  # T
+    uses: Tensor
+    """[t / R] int64, how many tokens of the sequences each of the `kept` stands for; 0: padding."""
+    computed: tuple[tuple[int, int], ...]
+    """What all ranks compute of the row: the positions [begin, end) in their sequences."""
+    places: Copies | None
+    """For each token of the sequences, the one of the row that stands for it; None if these are
+    the same."""
     group: dist.ProcessGroup | None
     """Ranks that have the other slices; None if there are none."""
     routes: Tensor | None = None
@@ -145,46 +158,53 @@ def make_slice(
         columns: of the tokens, on the CPU: router routes to replay, images.
         rules: returns how scored tokens were sampled, from their positions.
     """
-    missing = -len(tokens) % slicing.unit
     device = slicing.device
-    if missing:
-        lengths = [*lengths, missing]
-    position_ids = torch.cat([torch.arange(length) for length in lengths])
-    spans = None
-    row = F.pad(tokens, (0, missing))
-    rows = torch.arange(len(row))
     multimodal = MultimodalItems.of(columns)
+    routes = RouterRoutes.of(columns)
+    tree = separate(lengths)
+    if slicing.shares_prefixes and multimodal is None:
+        tree = prefix_tree(tokens, lengths, also=() if routes is None else (routes.rows,))
+    missing = -len(tree.sources) % slicing.unit
+    row = F.pad(tokens[tree.sources], (0, missing))
+    rows = torch.arange(len(row))
+    paths = tree.paths()
+    if missing:
+        paths.append([(len(row) - missing, len(row))])
+    position_ids = torch.cat([torch.arange(*_span(path)) for path in paths])
+    spans = None
     if multimodal is not None:
         assert slicing.vision is not None, "only a vision model's rows have images"
-        layout = slicing.vision.row(row, lengths, multimodal)
+        layout = slicing.vision.row(row, [end - begin for ((begin, end),) in paths], multimodal)
         position_ids = layout.position_ids
         spans = layout.spans
-    whole = make_packing(
-        lengths, device, padded=slicing.is_padded, chunk=slicing.chunk, spans=spans
-    )
+    whole = _packing(paths, slicing, spans=spans)
     packing: Packing | SlicedPacking = whole
     if slicing.group is not None:
         chunks = chunk_spans(len(row), rank=slicing.rank, size=slicing.size)
         rows = torch.cat([torch.arange(begin, end) for begin, end in chunks])
-        packing = _sliced(whole, lengths, slicing)
+        packing = _sliced(whole, paths, slicing)
     # A token is scored from the state before it; -1 where another rank has that state.
-    place = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))[scored - 1]
+    in_slice = torch.full((len(row),), -1).index_copy(0, rows, torch.arange(len(rows)))
+    place = in_slice[tree.places[scored - 1]]
     own = (place >= 0).nonzero()[:, 0]
     kept = rows.chunk(slicing.multiple)[slicing.part]
-    routes = RouterRoutes.of(columns)
     if routes is not None:
         # Only of the tokens that this rank's routers get.
-        routes = routes.cat([routes, routes.unknown(missing)])[kept].to(device, non_blocking=True)
+        routes = routes.cat([routes[tree.sources], routes.unknown(missing)])[kept]
+        routes = routes.to(device, non_blocking=True)
     return RowSlice(
         tokens=to_device(row[rows], device),
         position_ids=to_device(position_ids[..., rows], device),
         packing=packing,
         rows=to_device(rows, device),
         kept=to_device(kept, device),
-        before=to_device(place[own], device),
+        before=make_copies(place[own], device),
         scored=to_device(own, device),
-        targets=to_device(row[scored[own]], device),
+        targets=to_device(tokens[scored[own]], device),
         row_length=len(row),
+        uses=to_device(torch.bincount(tree.places, minlength=len(row))[kept], device),
+        computed=tuple(map(_span, tree.paths())),
+        places=make_copies(tree.places, device) if tree.is_shared else None,
         group=slicing.group,
         routes=None if routes is None else routes.rows,
         rules=rules(scored[own]),
@@ -192,17 +212,47 @@ def make_slice(
     )
 
 
-def _sliced(whole: Packing, lengths: Sequence[int], slicing: Slicing) -> SlicedPacking:
-    row = sum(lengths)
+def _span(path: Path) -> tuple[int, int]:
+    """Return the positions [begin, end) of a node's tokens in their sequence."""
+    end = _length(path)
+    return end - (path[-1][1] - path[-1][0]), end
+
+
+def _length(path: Path) -> int:
+    return sum(end - begin for begin, end in path)
+
+
+def _packing(paths: Sequence[Path], slicing: Slicing, *, spans: Tensor | None) -> Packing:
+    """Return the packing of a whole row.
+
+    Args:
+        paths: of all nodes, in order. spans: see Packing.
+    """
+    lengths = [path[-1][1] - path[-1][0] for path in paths]
+    if all(len(path) == 1 for path in paths):
+        return make_packing(
+            lengths, slicing.device, padded=slicing.is_padded, chunk=slicing.chunk, spans=spans
+        )
+    return make_packing(
+        lengths,
+        slicing.device,
+        padded=slicing.is_padded,
+        key_lengths=[_length(path) for path in paths],
+        key_index=_key_index(paths, 0),
+    )
+
+
+def _sliced(whole: Packing, paths: Sequence[Path], slicing: Slicing) -> SlicedPacking:
+    row = paths[-1][-1][1]
     rank = slicing.rank
     size = slicing.size
     first, second = chunk_spans(row, rank=rank, size=size)
     return SlicedPacking(
         slicing.group,
         whole,
-        (_chunk(first, lengths, slicing), _chunk(second, lengths, slicing)),
+        (_chunk(first, paths, slicing), _chunk(second, paths, slicing)),
         ring.plan_rounds(
-            lengths,
+            paths,
             lambda other: chunk_spans(row, rank=other, size=size),
             rank=rank,
             size=size,
@@ -218,21 +268,32 @@ def chunk_spans(length: int, *, rank: int, size: int) -> tuple[tuple[int, int], 
     return first, second
 
 
-def _chunk(span: tuple[int, int], lengths: Sequence[int], slicing: Slicing) -> Chunk:
+def _chunk(span: tuple[int, int], paths: Sequence[Path], slicing: Slicing) -> Chunk:
     begin, end = span
     queries = []
     keys = []
-    first_key = begin
-    at = 0
-    for length in lengths:
-        inside = min(end, at + length) - max(begin, at)
-        if inside > 0:
-            queries.append(inside)
-            keys.append(min(end, at + length) - at)  # back to where the sequence begins
-            first_key = min(first_key, at)
-        at += length
-    packing = make_packing(queries, slicing.device, padded=slicing.is_padded, key_lengths=keys)
+    for path in paths:
+        *before, (first, stop) = path
+        if first < end and stop > begin:
+            queries.append(min(end, stop) - max(begin, first))
+            keys.append([*before, (first, min(end, stop))])  # back to where the sequence begins
+    first_key = min(path[0][0] for path in keys)
+    lengths = [_length(path) for path in keys]
+    is_shared = any(len(path) > 1 for path in keys)
+    packing = make_packing(
+        queries,
+        slicing.device,
+        padded=slicing.is_padded,
+        key_lengths=lengths,
+        key_index=_key_index(keys, first_key) if is_shared else None,
+    )
     return Chunk(begin, end, first_key, packing)
+
+
+def _key_index(paths: Sequence[Path], first_key: int) -> Tensor:
+    """Return the keys of each path, counted from the row's first key, one after another."""
+    spans = (torch.arange(*span) for path in paths for span in path)
+    return torch.cat([*spans]) - first_key
 
 
 def _join(values: Tensor, at: Tensor, *, count: int, group: dist.ProcessGroup) -> Tensor:

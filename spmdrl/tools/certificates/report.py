@@ -22,6 +22,7 @@ differences that another order of sums gives; see docs/reproducibility.md."""
 _ROUNDING_FIELDS = (
     "layout.",
     "model.memory.",
+    "batch.share_prefixes",
     "batch.tokens_per_microbatch",
     "engine.max_num_seqs",
     "engine.max_batched_tokens",

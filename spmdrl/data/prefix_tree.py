@@ -1,0 +1,172 @@
+"""The common prefixes of packed sequences, as a tree whose nodes are computed once.
+
+The samples of a group begin with the same prompt, and episodes that branch with the same turns. In
+a causal model the state of a token depends on that token and those before it, so that equal
+prefixes have equal states.
+
+Shape letters: T tokens of a packed row, S sequences, C tokens of the tree, N nodes, K keys of all
+nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+LEAST = 16
+"""Tokens of the shortest prefix that is shared. A node costs attention a kernel of its own, and
+below about this many tokens the linear layers save less than that."""
+
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+
+Path: TypeAlias = list[tuple[int, int]]
+"""Nodes one after another, each as the span [begin, end) of the tree's tokens."""
+
+
+@dataclass(frozen=True)
+class PrefixTree:
+    """Tokens of the tree lie node after node, each node before those that continue it."""
+
+    sources: Tensor  # [C] int64, for each token of the tree one in the row that it stands for
+    places: Tensor  # [T] int64, for each token of the row the one in the tree
+    lengths: tuple[int, ...]  # [N], tokens of each node
+    parents: tuple[int, ...]  # [N], the node that each continues; -1 for none
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether a token of the tree stands for several of the row."""
+        return len(self.sources) < len(self.places)
+
+    def paths(self) -> list[Path]:
+        """Return the path from a root to each node, with that node."""
+        found: list[Path] = []
+        begin = 0
+        for length, parent in zip(self.lengths, self.parents):
+            before = found[parent] if parent >= 0 else []
+            found.append([*before, (begin, begin + length)])
+            begin += length
+        return found
+
+
+def separate(lengths: Sequence[int]) -> PrefixTree:
+    """Return the tree in which each sequence is a node of its own."""
+    tokens = torch.arange(sum(lengths))
+    return PrefixTree(tokens, tokens, tuple(lengths), (-1,) * len(lengths))
+
+
+def prefix_tree(
+    tokens: Tensor, lengths: Sequence[int], *, also: Sequence[Tensor] = (), least: int = LEAST
+) -> PrefixTree:
+    """Return the tree of the common prefixes of packed sequences.
+
+    Args:
+        tokens: [T] int64 on the CPU. lengths: [S], tokens per sequence.
+        also: [T, ...] on the CPU, what else must be equal for two tokens to have equal states.
+        least: tokens of the shortest prefix that is shared.
+    """
+    if len(lengths) < 2:
+        return separate(lengths)
+    values = np.concatenate([_as_bytes(own) for own in (tokens, *also)], axis=1)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    own = [values[begin:end] for begin, end in zip(starts, starts[1:])]
+    order = sorted(range(len(own)), key=lambda i: own[i].tobytes())
+    common = [_common(own[a], own[b]) for a, b in zip(order, order[1:])]
+    if max(common) < least:
+        return separate(lengths)
+    return _Growing(starts, order, common, least).tree()
+
+
+def common_lengths(sequences: Sequence[Tensor]) -> list[int]:
+    """Return for each sequence [n] int64 how many tokens it has in common with the one before."""
+    own = [_as_bytes(one) for one in sequences]
+    return [0, *(_common(a, b) for a, b in zip(own, own[1:]))][: len(own)]
+
+
+def _as_bytes(values: Tensor) -> _Bytes:
+    """Return [T, ...] as the bytes of each token, [T, n]."""
+    flat = np.ascontiguousarray(values.numpy()).reshape(len(values), -1)
+    return flat.view(np.uint8)
+
+
+def _common(one: _Bytes, other: _Bytes) -> int:
+    """Return the number of first tokens that are equal."""
+    count = min(len(one), len(other))
+    differs = (one[:count] != other[:count]).any(axis=1)
+    return int(differs.argmax()) if differs.any() else count
+
+
+class _Growing:
+    """A tree while its nodes are found.
+
+    Args:
+        starts: [S + 1], where each sequence begins in the row.
+        order: [S], the sequences so that those with a common prefix are neighbours.
+        common: [S - 1], tokens that each has in common with the next.
+        least: see `prefix_tree`.
+    """
+
+    def __init__(
+        self, starts: npt.NDArray[np.int64], order: list[int], common: list[int], least: int
+    ):
+        self._starts = starts
+        self._order = order
+        self._common = common
+        self._least = least
+        self._sources: list[npt.NDArray[np.int64]] = []
+        self._places = np.empty(starts[-1], np.int64)
+        self._lengths: list[int] = []
+        self._parents: list[int] = []
+        self._size = 0
+
+    def tree(self) -> PrefixTree:
+        """Return the tree of all sequences."""
+        # (first, end) of sequences in order, which share `depth` tokens that end with `parent`.
+        waiting = [(0, len(self._order), 0, -1)]
+        while waiting:
+            first, end, depth, parent = waiting.pop()
+            parts = self._parts(first, end, depth)
+            if len(parts) > 1:
+                waiting += [(*part, depth, parent) for part in reversed(parts)]
+                continue
+            if end - first == 1:
+                own = self._order[first]
+                until = int(self._starts[own + 1] - self._starts[own])
+                self._add(first, end, depth, until, parent)
+                continue
+            until = min(self._common[first : end - 1])
+            node = self._add(first, end, depth, until, parent)
+            waiting += [(*part, until, node) for part in reversed(self._parts(first, end, until))]
+        return PrefixTree(
+            torch.from_numpy(np.concatenate(self._sources)),
+            torch.from_numpy(self._places),
+            tuple(self._lengths),
+            tuple(self._parents),
+        )
+
+    def _parts(self, first: int, end: int, depth: int) -> list[tuple[int, int]]:
+        """Return the spans of neighbours that share enough tokens after the first `depth`."""
+        borders = [at + 1 for at in range(first, end - 1) if self._common[at] < depth + self._least]
+        return list(zip([first, *borders], [*borders, end]))
+
+    def _add(self, first: int, end: int, depth: int, until: int, parent: int) -> int:
+        """Add the tokens [depth, until) of sequences as a node; return it, or its parent if there
+        are none."""
+        if until == depth:
+            return parent
+        starts = [self._starts[self._order[at]] for at in range(first, end)]
+        self._sources.append(np.arange(starts[0] + depth, starts[0] + until))
+        for start in starts:
+            self._places[start + depth : start + until] = np.arange(
+                self._size, self._size + until - depth
+            )
+        self._size += until - depth
+        self._lengths.append(until - depth)
+        self._parents.append(parent)
+        return len(self._lengths) - 1
