@@ -11,9 +11,16 @@ from spmdrl.config import Config, MemorySettings
 from spmdrl.config.fields import useful_tokens
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import LoraForm, adapter_numel
-from spmdrl.model.model_shape import ModelShape, model_shape
+from spmdrl.model.model_shape import Attention, ModelShape, model_shape
 from spmdrl.tools.plan import trainer_memory as trainer_memory_module
-from spmdrl.tools.plan.activations import Kernels, RowPart, padded_groups, saved_bytes
+from spmdrl.tools.plan.activations import (
+    Cut,
+    Kernels,
+    RowPart,
+    flash_backward_bytes,
+    padded_groups,
+    saved_bytes,
+)
 from spmdrl.tools.plan.engine_memory import (
     cache_bytes_per_token,
     engine_memory,
@@ -201,6 +208,22 @@ def test_short_padded_rows_save_no_scores_on_a_gpu():
         assert cpu.total - gpu.total == 2 * (scores - 70 * (64 * c + 4 * 4 + repeated))
 
 
+def test_flash_attention_takes_the_memory_that_its_source_says():
+    # By hand, with 16 query heads and 8 others of 128 elements: gradients of queries in float32, in
+    # 3 parts for 4 sequences on 148 multiprocessors; bfloat16 ones of 16 keys and values.
+    own = Attention(16, 8, 128, 128, window=None, has_softcap=False, has_qk_norm=False)
+    kernels = Kernels(2, is_padded=False, has_liger=True, recomputes=True, on_gpu=True)
+    work = RowPart(kernels, 16384, sequences=4)
+    queries, others = 4 * (16384 + 4 * 128) * 16 * 128, 2 * 2 * 16384 * 16 * 128
+    assert flash_backward_bytes(own, work) == queries + others
+    repeated = replace(work, kernels=replace(kernels, is_deterministic=True))
+    assert flash_backward_bytes(own, repeated) == 3 * queries + others
+    # As many tokens of half as many heads, in twice as many parts.
+    shared = replace(repeated, tokens=8192, cut=Cut(cp=2, method="ulysses"))
+    assert flash_backward_bytes(own, shared) == 5 * queries // 2 + others // 2
+    assert flash_backward_bytes(own, replace(work, kernels=replace(kernels, on_gpu=False))) == 0
+
+
 def test_a_plan_for_gpus_counts_with_the_kernels_of_gpus():
     assert _gpu_run(run_config("m", "o", world_size=2), _shape("llama")).kernels.on_gpu
 
@@ -302,7 +325,7 @@ def test_no_microbatch_is_tried_that_an_update_cannot_fill(monkeypatch):
 def test_options_of_memory_spare_what_they_say():
     def planned(**memory: object) -> dict[str, int]:
         cfg = run_config("m", "o", world_size=4, dtype="bfloat16")
-        cfg = changed(cfg, model={"memory": MemorySettings(**memory)})
+        cfg = changed(cfg, model={"memory": MemorySettings(**memory)}, deterministic=False)
         return dict(trainer_memory(_gpu_run(cfg, shape), Axes("colocated", 4, 4)).causes)
 
     shape = _shape("llama", num_hidden_layers=8)

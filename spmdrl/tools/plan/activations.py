@@ -17,9 +17,13 @@ from functools import lru_cache
 
 import torch
 
-from spmdrl.model.attention.kernels import is_by_matmul
+from spmdrl.model.attention.kernels import LARGEST_HEAD, is_by_matmul
 from spmdrl.model.attention.packing import PaddedGroup, make_packing
 from spmdrl.model.model_shape import Attention, Block, ModelShape
+
+_MULTIPROCESSORS = 148
+"""Of a B200. Other GPUs have fewer, and need less memory."""
+_ROWS_BETWEEN = 128  # two sequences, in FlashAttention's gradients of queries
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class Kernels:
     is_selective: bool = False  # `selective`: also its matrix products and attention
     on_host: bool = False  # saved activations are moved to host memory
     on_gpu: bool = False
+    is_deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class RowPart:
     tokens: int  # of this rank
     cut: Cut = Cut()
     groups: tuple[PaddedGroup, ...] = ()  # of the whole row; needed if the kernels pad
+    sequences: int = 1  # of the whole row, at least
 
     def heads(self, own: Attention) -> tuple[int, int]:
         """Return the numbers of query heads and of key/value heads of the rank under tp."""
@@ -228,6 +234,30 @@ def exchange_bytes(own: Attention, work: RowPart) -> int:
     return 0
 
 
+def flash_backward_bytes(own: Attention, work: RowPart) -> int:
+    """Return the work memory of FlashAttention's backward pass.
+
+    Gradients of queries are added up in float32, by deterministic kernels in as many parts as it
+    takes to occupy the GPU. Where query heads share keys and values, each has gradients of its own.
+    Source: flash-attn 2, mha_varlen_bwd in csrc/flash_attn/flash_api.cpp.
+    """
+    kernels = work.kernels
+    if kernels.is_padded or not kernels.on_gpu:
+        return 0
+    heads, kv_heads = work.heads(own)
+    tokens = work.tokens
+    if work.cut.method == "ulysses":
+        tokens = tokens * work.cut.cp
+        heads = max(1, heads // work.cut.cp)
+        kv_heads = max(1, kv_heads // work.cut.cp)
+    busy = work.sequences * heads
+    parts = -(-_MULTIPROCESSORS // busy) if kernels.is_deterministic else 1
+    rows = tokens + _ROWS_BETWEEN * work.sequences
+    of_queries = 4 * parts * rows * heads * own.qk_dim
+    of_others = 2 * kernels.compute_bytes * tokens * heads * own.qk_dim
+    return of_queries + (of_others if heads > kv_heads else 0)
+
+
 def ulysses_extra_bytes(own: Attention, work: RowPart) -> int:
     """Return the bytes that ulysses holds right after its kernel, in addition to saved tensors.
 
@@ -254,8 +284,9 @@ def _group_bytes(
     has_window = own.window is not None and own.window < length
     # Plain matmuls save the scores; SDPA's kernel does not.
     has_scores = is_by_matmul(length, has_softcap=own.has_softcap, on_gpu=kernels.on_gpu)
-    if kernels.on_gpu and c == 4 and not has_scores:
-        kv_heads = heads  # the only float32 kernel has no grouped heads: they are repeated
+    fits_flash = c == 2 and not has_window and own.qk_dim <= LARGEST_HEAD
+    if kernels.on_gpu and not has_scores and not fits_flash:
+        kv_heads = heads  # the only other kernel has no grouped heads: they are repeated
     operands = rows * c * (heads * own.qk_dim + kv_heads * (own.qk_dim + own.v_dim))
     if has_scores:
         scores = group.count * heads * length * length

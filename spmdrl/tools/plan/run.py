@@ -190,6 +190,7 @@ def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
         is_selective=mode == "selective",
         on_host=on_gpu and memory.offload in ("activations", "all"),
         on_gpu=on_gpu,
+        is_deterministic=cfg.deterministic,
     )
 
 

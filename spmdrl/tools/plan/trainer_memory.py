@@ -14,6 +14,7 @@ from spmdrl.tools.plan.activations import (
     RowPart,
     SavedBytes,
     exchange_bytes,
+    flash_backward_bytes,
     mlp_bytes,
     padded_groups,
     saved_bytes,
@@ -119,12 +120,12 @@ def _unreduced_bytes(run: Run, axes: Axes) -> int:
 
 def _row_part(run: Run, axes: Axes, *, tokens: int) -> RowPart:
     groups: tuple[PaddedGroup, ...] = ()
+    row = tokens * axes.cp
+    longest = min(run.cfg.longest_sequence, row)
     if run.kernels.is_padded:
-        row = tokens * axes.cp
-        longest = min(run.cfg.longest_sequence, row)
         lengths = [longest] * (row // longest) + [row % longest] * (row % longest > 0)
         groups = padded_groups(lengths)
-    return RowPart(run.kernels, tokens, cut_of(run, axes), groups)
+    return RowPart(run.kernels, tokens, cut_of(run, axes), groups, sequences=row // longest)
 
 
 def cut_of(run: Run, axes: Axes) -> Cut:
@@ -232,7 +233,8 @@ def _working(shape: ModelShape, work: RowPart) -> int:
     """Return the work memory of a block's backward pass.
 
     At first these are the gradients of the MLP's product, of its factors and of the residual
-    stream. Later, when the MLP's activations are freed, it is what attention exchanges over cp.
+    stream. Later, when the MLP's activations are freed, it is that of attention's kernel, and what
+    attention exchanges over cp.
     """
     c = work.kernels.compute_bytes
     tokens = work.tokens
@@ -242,11 +244,13 @@ def _working(shape: ModelShape, work: RowPart) -> int:
         for b, _ in shape.kinds
     ]
     stream = tokens * (4 + c) * shape.hidden
-    exchanged = max(
-        exchange_bytes(b.attention, work) - mlp_bytes(b, work, hidden=shape.hidden)
+    attention = max(
+        exchange_bytes(b.attention, work)
+        + flash_backward_bytes(b.attention, work)
+        - mlp_bytes(b, work, hidden=shape.hidden)
         for b, _ in shape.kinds
     )
-    return stream + max(tokens * 2 * c * max(widths), exchanged)
+    return stream + max(tokens * 2 * c * max(widths), attention)
 
 
 def _at_end(run: Run, axes: Axes) -> dict[str, int]:
