@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from spmdrl.world.machine.host_memory import host_memory
 from spmdrl.world.torch_internals import TorchDispatchMode, tree_leaves
@@ -19,20 +20,30 @@ from spmdrl.world.torch_internals import TorchDispatchMode, tree_leaves
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of host storages that operations made and that are still alive.
 
+    Memory that tensors had when it was made is not counted, though operations return views of it.
     It looks at every operation, which is slow: it is for models that a CPU can train.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, weakref.ref] = {}
+        tensors = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
+        storages = [t.untyped_storage() for t in tensors if t.device.type == "cpu"]
+        self._before = {id(s): weakref.ref(s) for s in storages if s.nbytes()}
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
+            if isinstance(tensor, DTensor):
+                # Its own storage has no memory, but a size: where its part of the whole ends.
+                with torch.no_grad():
+                    tensor = tensor.to_local()
             if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
-                self._storages[id(storage)] = weakref.ref(storage)
+                known = self._before.get(id(storage))
+                if known is None or known() is not storage:
+                    self._storages[id(storage)] = weakref.ref(storage)
         self.peak = max(self.peak, self.now())
         return result
 
