@@ -110,7 +110,11 @@ def _wrapped_blocks(hf_model: nn.Module, cfg: Config) -> list[nn.Module]:
     recompute.checkpoint(hf_model, spared.activation_checkpointing)
     if cfg.model.kernels.compile:
         for name in names:
-            hf_model.get_submodule(name).compile(dynamic=True)  # rows are packed to any length
+            # Rows are packed to any length. Only sizes that were seen to vary become symbols, so
+            # the second length compiles once more. With dynamic=True the width would be a symbol
+            # too, and torch 2.11 cannot trace liger's norms, which compute from it the size of a
+            # Triton block.
+            hf_model.get_submodule(name).compile()
     if recompute.has(spared.offload, "activations"):
         keep_on_host(hf_model, names)
     return [hf_model.get_submodule(name) for name in names]
