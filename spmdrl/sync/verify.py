@@ -19,6 +19,7 @@ from spmdrl.sync.buckets import StreamPlan, pieces_of
 from spmdrl.sync.tables import LiveShards
 from spmdrl.sync.trace import Copy
 from spmdrl.world.comm import gather_objects
+from spmdrl.world.torch_internals import storage_id
 from spmdrl.world.world import World
 
 _MOST_PROBLEMS = 8  # spelled out in a message
@@ -180,16 +181,24 @@ def parameter_checksums(model: nn.Module) -> dict[str, int]:
 
 def flip_bits(model: nn.Module, names: Collection[str]) -> None:
     """Invert every bit of some parameters and persistent buffers; a second time undoes it."""
-    flipped: set[int] = set()
+    views_of: dict[int, list[Tensor]] = {}
     for name, tensor in live_tensors(model).items():
-        # Tied tensors share their memory, and are flipped once.
-        if name not in names or not tensor.numel() or tensor.data_ptr() in flipped:
+        if name in names and tensor.numel():
+            views_of.setdefault(storage_id(tensor), []).append(_bits(tensor))
+    for views in views_of.values():
+        if len(views) == 1:
+            torch.bitwise_not(views[0], out=views[0])
             continue
-        flipped.add(tensor.data_ptr())
-        bits = tensor.detach()
-        if bits.dtype != torch.bool:
-            bits = bits.view(_INTEGERS[bits.itemsize])
-        torch.bitwise_not(bits, out=bits)
+        # Tied tensors, or a part that has a name too: what they share must be inverted once.
+        inverted = [torch.bitwise_not(view) for view in views]
+        for view, bits in zip(views, inverted):
+            view.copy_(bits)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor that `bitwise_not` takes."""
+    bits = tensor.detach()
+    return bits if bits.dtype == torch.bool else bits.view(_INTEGERS[bits.itemsize])
 
 
 def _strips(view: Tensor, box: Box) -> Iterator[tuple[Box, Tensor]]:

@@ -6,12 +6,34 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import torch
+from torch import nn
+
 from spmdrl.config import LayoutSettings, StreamSettings
 from spmdrl.sync import reload as reload_module
+from spmdrl.sync.verify import flip_bits
 from tests.helpers.worlds import WeightStream, with_engine
 from tests.sync.test_engine import PROMPTS, change, make_config, make_folder
 
 DAMAGED = "model.layers.1.mlp.down_proj.weight"
+
+
+def test_memory_that_has_several_names_is_flipped_once() -> None:
+    # As in MLA: a part of a weight, transposed, is a buffer.
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(6, 4))
+    model.tied = nn.Parameter(model.weight.data)
+    model.register_buffer("part", model.weight.data[2:].T)
+    model.register_buffer("own", torch.tensor([True, False]))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    names = ["weight", "tied", "part", "own"]
+    flip_bits(model, names)
+    for name, tensor in model.state_dict().items():
+        bits = tensor if name == "own" else tensor.view(torch.int32)
+        kept = before[name] if name == "own" else before[name].view(torch.int32)
+        assert torch.equal(bits, ~kept), name
+    flip_bits(model, names)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def _damaged(act: Callable[[], object], kind: type[Exception] = RuntimeError) -> str:
