@@ -209,8 +209,8 @@ def _beat(index: int, port: int, ranks: int, seconds: float) -> tuple[int, int, 
     ]
     half = len(watches) // 2
     for watch in watches[:half]:
-        long_ago = time.time() - 100  # after a minute a rank that waits looks for dead ones
-        watch._place = watch._place._replace(waits=True, since=long_ago)
+        long_ago = time.monotonic() - 100  # after a minute a rank that waits looks for dead ones
+        watch.place = watch.place._replace(waits=True, since=long_ago)
     time.sleep(3)
     store.set(f"ready/{index}", "")
     store.wait(["go"])
@@ -224,7 +224,7 @@ def _beat(index: int, port: int, ranks: int, seconds: float) -> tuple[int, int, 
     asked = CountedStore.asked
     store.set(f"done/{index}", "")
     num_beats = asked["check"] - asked["multi_get"]  # each beat has a check, each look another
-    return asked.total(), entered, num_beats * watches[0]._beat_s
+    return asked.total(), entered, num_beats * watches[0].beat_s
 
 
 # --------------------------------------------------------------------------- announcements

@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from spmdrl.world.lost_peers import watch as watch_module
-from spmdrl.world.lost_peers.local_ranks import LocalRanks
+from spmdrl.world.lost_peers.local_ranks import LocalRanks, own_process
+from spmdrl.world.lost_peers.silence import Silence
 from spmdrl.world.lost_peers.watch import Watch
 from spmdrl.world.sealed_store import WatchedKeys
 
@@ -38,10 +39,12 @@ class CountedStore:
         return Counter(asked)
 
     def place(self, ranks, *, phase: str, silent_s: float = 0.0, waits: bool = True) -> None:
-        now = time.time() - silent_s
+        now = time.monotonic() - silent_s
         place = dict(phase=phase, step=7, since=now, waits=waits)
+        state = own_process() | {"place": place, "beat": now}
+        del state["host"]
         for rank in ranks:
-            self._store.set(f"watch/{rank}", json.dumps({"place": place, "beat": now}))
+            self._store.set(f"watch/{rank}", json.dumps(state))
 
 
 def make_watch(store: CountedStore, *, rank: int = 0, world_size: int) -> Watch:
@@ -131,7 +134,7 @@ def test_ranks_that_wait_long_look_for_dead_ones_in_turns(monkeypatch) -> None:
     store.place(range(1024), phase="exchange", silent_s=-100)
     watches = [make_watch(store, rank=rank, world_size=1024) for rank in range(64)]
     for watch in watches:
-        watch.place = watch.place._replace(waits=True, since=time.time() - 10)
+        watch.place = watch.place._replace(waits=True, since=time.monotonic() - 10)
     until(lambda: len(store.asked) > 2 * 2 * 64)  # two requests to a beat, two beats of each
     asked = store.take()
     assert asked["set"] > 64
@@ -142,11 +145,46 @@ def test_ranks_that_wait_long_look_for_dead_ones_in_turns(monkeypatch) -> None:
     assert not left
     store.place([700], phase="generate", silent_s=20)
     watch = make_watch(store, rank=31, world_size=1024)  # whose turn is at its first beat
-    watch.place = watch.place._replace(waits=True, since=time.time() - 10)
+    watch.place = watch.place._replace(waits=True, since=time.monotonic() - 10)
     until(lambda: left)
     watch.close()
     rank, text = left[0]
     assert rank == 31 and "rank 700 is missing: no sign of life" in text
+
+
+def test_ranks_of_hosts_with_other_clocks_are_silent_only_when_they_are(monkeypatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(watch_module.time, "monotonic", lambda: now)
+    silence = Silence("here")
+    ahead = {"beat": now + 3600.0, "machine": "there"}
+    behind = {"beat": now - 3601.0, "machine": "elsewhere"}
+    assert silence.seconds(1, ahead) == silence.seconds(2, behind) == 0.0
+    assert silence.seconds(3, {"beat": now - 5.0, "machine": "here"}) == 5.0
+    now += 20.0
+    assert silence.seconds(1, ahead) == 20.0  # it has not beaten again
+    assert silence.seconds(2, behind | {"beat": now - 3600.0}) == 0.0
+    now += 2.0
+    assert silence.seconds(2, behind | {"beat": now - 3601.5}) == 1.5
+
+
+def test_a_host_whose_clock_is_behind_does_not_end_the_others(monkeypatch) -> None:
+    monkeypatch.setattr(watch_module, "_DEAD_AFTER_S", 3.0)
+    left: list[str] = []
+    monkeypatch.setattr(Watch, "leave", lambda self, text, **_: left.append(text))
+    store = CountedStore()
+    watch = make_watch(store, world_size=2)
+    watch.place = watch.place._replace(waits=True, since=time.monotonic() - 10)
+    turns = watch.turns
+    while watch.turns < turns + 4:
+        beat = time.monotonic() - 3600
+        place = dict(phase="generate", step=7, since=beat, waits=False)
+        state = {"place": place, "beat": beat, "machine": "there", "pid": 1, "born": "1"}
+        store.set("watch/1", json.dumps(state))
+        time.sleep(0.05)
+    assert not left
+    until(lambda: left)  # now it is silent
+    watch.close()
+    assert "rank 1 is missing: no sign of life for" in left[0]
 
 
 def test_a_store_that_does_not_answer_ends_the_rank(monkeypatch) -> None:

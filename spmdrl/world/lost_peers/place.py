@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import NamedTuple
 
+from spmdrl.world.lost_peers.silence import Silence
+
 WAIT: ContextVar[tuple[str, int]] = ContextVar("WAIT", default=("", -1))
 """Name and step of the wait that this thread is in."""
 
@@ -27,7 +29,7 @@ class Place(NamedTuple):
 
     phase: str
     step: int
-    since: float  # seconds since the epoch
+    since: float  # of this process's time.monotonic()
     waits: bool
     timeout_s: float | None = None  # of this wait; None is the watch's
 
@@ -39,36 +41,43 @@ def place_after(left: Place, before: Place) -> Place:
     """Return the place after one is left: the one around it, or `after NAME` if there is none."""
     if before.phase != "start" and not before.phase.startswith("after "):
         return before
-    return Place(f"after {left.phase}", left.step, time.time(), False)
+    return Place(f"after {left.phase}", left.step, time.monotonic(), False)
 
 
-def state_text(state: dict | None, *, own: Place, beat_s: float, now: float) -> str:
+def state_text(state: dict | None, *, own: Place, beat_s: float, silent_s: float) -> str:
     """Describe where a rank is.
 
     Args:
         state: what it wrote last; None for nothing.
         own: place of the rank that asks.
+        silent_s: since it wrote that.
     """
     if state is None:
         return "is missing: it never reported, or the store is gone"
     if "error" in state:
         return f"ended with {state['error']}"
     place = Place(**state["place"])
-    silent = now - state["beat"]
     host = f" on {state['host']}" if "host" in state else ""
-    if silent > 2.5 * beat_s:
+    if silent_s > 2.5 * beat_s:
         return (
-            f"is missing: no sign of life for {silent:.0f} s{host}, "
+            f"is missing: no sign of life for {silent_s:.0f} s{host}, "
             f"last seen in {place} (killed, or its process stopped)"
         )
     line = f" ({state['line']})" if state.get("line") else ""
     if str(place) != str(own):
-        return f"is missing: {now - place.since:.0f} s in {place}{host}{line}"
+        inside_s = state["beat"] - place.since + silent_s
+        return f"is missing: {inside_s:.0f} s in {place}{host}{line}"
     return f"waits in {place} too{line}"
 
 
 def report_text(
-    states: Sequence[dict | None], *, rank: int, own: Place, beat_s: float, dead: Mapping[int, str]
+    states: Sequence[dict | None],
+    *,
+    rank: int,
+    own: Place,
+    beat_s: float,
+    dead: Mapping[int, str],
+    silence: Silence,
 ) -> str:
     """Describe where every rank is; ranks with the same description share a line.
 
@@ -76,17 +85,18 @@ def report_text(
         states: what each rank wrote last; None for nothing.
         rank, own: the rank that asks, and its place.
         dead: `death_text` of ranks whose processes are known to have ended.
+        silence: of the rank that asks.
     """
-    now = time.time()
     ranks_of: dict[str, list[int]] = {}
     for other, state in enumerate(states):
         if other != rank:
             text = dead.get(other, "") if "error" not in (state or {}) else ""
-            text = text or state_text(state, own=own, beat_s=beat_s, now=now)
+            silent_s = silence.seconds(other, state) if state else 0.0
+            text = text or state_text(state, own=own, beat_s=beat_s, silent_s=silent_s)
             ranks_of.setdefault(text.removeprefix(f"rank {other} "), []).append(other)
     line = (states[rank] or {}).get("line")
     at = f" ({line})" if line else ""
-    lines = [f"rank {rank} waited {now - own.since:.0f} s in {own}{at}"]
+    lines = [f"rank {rank} waited {time.monotonic() - own.since:.0f} s in {own}{at}"]
     lines += [f"  {names_of(ranks)} {text}" for text, ranks in ranks_of.items()]
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from spmdrl.world.lost_peers.board import Board
 from spmdrl.world.lost_peers.last_collectives import leave_record
 from spmdrl.world.lost_peers.local_ranks import LocalRanks, own_process
 from spmdrl.world.lost_peers.place import Place, death_text, in_wait, place_after, report_text
+from spmdrl.world.lost_peers.silence import Silence
 from spmdrl.world.sealed_store import SealedStore
 
 Ending = Literal["stopped", "failed"]
@@ -87,11 +88,11 @@ class Watch:
         self._process = own_process()
         self._main = threading.get_ident()
         self._local_ranks = LocalRanks(self._process)
+        self._silence = Silence(self._process["machine"])
         self._dead: dict[int, str] = {}  # `death_text` of dead ranks on this machine
         self._ending = threading.Lock()  # taken once, by the thread that ends the process
-        self.place = Place(
-            "start", -1, time.time(), False
-        )  # replaced as a whole: the thread reads it
+        # Replaced as a whole: the thread reads it.
+        self.place = Place("start", -1, time.monotonic(), False)
         self.beat_s = max(_LEAST_BEAT_S, world_size / _BEATS_PER_S)
         self._spacing_s = 0.0 if world_size <= _FEW_RANKS else self.beat_s
         self._beat_at = 0.0
@@ -137,7 +138,7 @@ class Watch:
         self, name: str, step: int, *, waits: bool, timeout_s: float | None = None
     ) -> Iterator[None]:
         before = self.place
-        began = time.time()
+        began = time.monotonic()
         self.place = Place(name, step, began, waits, timeout_s)
         if began - self._beat_at >= self._spacing_s:  # else the thread writes it with its next beat
             self._beat()
@@ -147,7 +148,7 @@ class Watch:
         finally:
             self.place = place_after(self.place, before)
             for seconds in (self.seconds, self.totals):
-                seconds[name] = seconds.get(name, 0.0) + time.time() - began
+                seconds[name] = seconds.get(name, 0.0) + time.monotonic() - began
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of each phase and wait since the last call, and reset them."""
@@ -159,7 +160,12 @@ class Watch:
         """Describe where every rank is: who waits, who is missing, whose heartbeat stopped."""
         states = self.board.read(range(self.world_size))
         return report_text(
-            states, rank=self.rank, own=self.place, beat_s=self.beat_s, dead=self._dead
+            states,
+            rank=self.rank,
+            own=self.place,
+            beat_s=self.beat_s,
+            dead=self._dead,
+            silence=self._silence,
         )
 
     def close(self) -> None:
@@ -223,7 +229,7 @@ class Watch:
 
     def _find_missing(self) -> str:
         """Return who is missing after a collective failed. The thread may end the process first."""
-        for _ in range(3):  # let a dying peer's last heartbeat grow old
+        for _ in range(4):  # let a dying peer's last heartbeat grow old; see Silence
             time.sleep(self.beat_s)
             if not self.board.has_store:
                 return self.board.lost_text()
@@ -242,12 +248,13 @@ class Watch:
             beats = beats + 1
             self.turns = self.turns + 1
             place = self.place
-            waited = time.time() - place.since if place.waits else 0.0
-            states: list[dict | None] = []
+            waited = time.monotonic() - place.since if place.waits else 0.0
+            is_peer_silent = False
             if not beats % self._beats_per_look:
                 if waited > _DEAD_AFTER_S or not self._local_ranks.are_known:
                     states = self.board.read(range(self.world_size))
                     self._local_ranks.update(states)
+                    is_peer_silent = self._has_silent_rank(states)
             self.report_dead_neighbours()
             self.board.read_store_rank(again=self.world_size <= _FEW_RANKS)
             cause = self.board.cause()
@@ -258,8 +265,14 @@ class Watch:
             deadline = self.timeout_s if place.timeout_s is None else place.timeout_s
             if waited > deadline:
                 self._die(f"deadline of {deadline:.0f} s passed")
-            elif waited > _DEAD_AFTER_S and any(map(_is_silent, states)):
+            elif waited > _DEAD_AFTER_S and is_peer_silent:
                 self._die("a peer is dead")
+
+    def _has_silent_rank(self, states: Sequence[dict | None]) -> bool:
+        """Return whether some rank has written a state, but none for long."""
+        # Of every rank: the first states that are seen tell how the clocks of hosts differ.
+        silent = [self._silence.seconds(rank, state) for rank, state in enumerate(states) if state]
+        return max(silent, default=0.0) > _DEAD_AFTER_S
 
     def _die(self, why: str) -> None:
         self.leave(f"[rank {self.rank}] {why}\n{self.report()}\n{self.last_line()}")
@@ -291,7 +304,7 @@ class Watch:
 
     def _beat(self) -> None:
         if not self.is_ending:
-            self._beat_at = time.time()
+            self._beat_at = time.monotonic()
             self.board.write(self._state())
 
     def _state(self) -> dict[str, Any]:
@@ -352,11 +365,6 @@ def is_peer_error(error: Exception) -> bool:
     text = str(error).lower()
     is_local = any(words in text for words in _LOCAL_TEXTS)
     return not is_local and any(words in text for words in _PEER_TEXTS)
-
-
-def _is_silent(state: dict | None) -> bool:
-    """Return whether a rank has written a state, but none for long."""
-    return state is not None and time.time() - state.get("beat", 0.0) > _DEAD_AFTER_S
 
 
 def first_line(error: BaseException) -> str:
