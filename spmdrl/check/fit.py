@@ -22,6 +22,7 @@ from spmdrl.model.blocks import experts_modules, uneven_experts, unshardable
 from spmdrl.model.divisibility import misfits
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.reader import CheckpointReader, check_files, has_weights, instead, some
+from spmdrl.model.head import check_fused_head
 from spmdrl.model.load import build_meta_model, check_buffers, check_weights
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.layers import adapted_weights, lora_form
@@ -30,7 +31,7 @@ from spmdrl.model.model_shape import ModelCounts, counts_of
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.routers import WEIGHTS, check_balance, unknown_router
 from spmdrl.model.scorer import head_form
-from spmdrl.model.transformers_internals import rewritten_on_loading
+from spmdrl.model.transformers_internals import check_liger, rewritten_on_loading
 from spmdrl.model.vision.families import has_vision_tower, vision_parameters
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.world.axes import axes_of
@@ -126,6 +127,8 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     if is_on_cpu(cfg):
         offload = cfg.model.memory.offload
         problems += refusal(lambda: check_offload(offload, torch.device("cpu")))
+    elif torch.cuda.device_count():
+        problems += _lacking_kernels(cfg, hf_model)
     problems += refusal(
         lambda: kernel_of(
             hf_model,
@@ -136,6 +139,17 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
         )
     )
     return problems
+
+
+def _lacking_kernels(cfg: Config, hf_model: nn.Module) -> list[str]:
+    """Return which of the trainer's kernels for CUDA cannot be imported."""
+    kernels = cfg.model.kernels
+    lacking = []
+    if kernels.liger and not has_vision_tower(hf_model):
+        lacking += refusal(check_liger)
+    if kernels.fused_head and not hasattr(hf_model, "score"):
+        lacking += refusal(check_fused_head)
+    return lacking
 
 
 def refusal(check: Callable[[], object]) -> list[str]:

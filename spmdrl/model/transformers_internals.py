@@ -280,6 +280,13 @@ _without_idle = with_gradient(same, _zeroed)
 """Weights [E, ...]; the backward pass zeroes the gradients of experts without rows, by offs [E]."""
 
 
+def check_liger() -> None:
+    """Raises: Refusal when liger-kernel cannot be imported."""
+    hint = "; install it or set liger to false"
+    with refusing("model.kernels.liger: cannot import liger-kernel", ImportError, hint=hint):
+        import liger_kernel.transformers  # noqa: F401
+
+
 def apply_liger(hf_model: nn.Module, base: nn.Module, *, has_rope: bool, is_dense: bool) -> bool:
     """Put liger's RMSNorm, RoPE and gated-MLP kernels into the model (CUDA only).
 
@@ -292,11 +299,11 @@ def apply_liger(hf_model: nn.Module, base: nn.Module, *, has_rope: bool, is_dens
             selective checkpointing keeps, so that they would be rotated twice.
         is_dense: without experts.
     Returns: whether it did. A model that liger refuses keeps transformers' own layers.
-    Raises: Refusal when liger-kernel is not installed.
+    Raises: as check_liger.
     """
-    hint = "; install it or set liger to false"
-    with refusing("model.kernels.liger: cannot import liger-kernel", ImportError, hint=hint):
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    check_liger()
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
     put = partial(
         _apply_liger_kernel_to_instance,
         rope=has_rope,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,25 @@ def test_attention_of_gpus_is_refused_on_the_cpu(attention, tiny_model, tmp_path
     cfg = changed(cfg, model=dict(kernels=dict(attention=attention)))
     (found,) = dry_run.problems(cfg)
     assert f"model.kernels.attention: {attention} needs CUDA" in found
+
+
+def test_kernels_that_cannot_be_imported_are_refused_where_gpus_are(
+    tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    monkeypatch.delitem(sys.modules, "spmdrl.model.logit_kernels", raising=False)
+    cfg = config(tiny_model, tmp_path)
+    assert not list(dry_run.problems(cfg))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(dry_run, "check_driver", lambda cfg: None)
+    on_gpu = changed(cfg, layout=dict(device="cuda"))
+    liger, head = dry_run.problems(on_gpu)
+    assert liger.startswith("model.kernels.liger: cannot import liger-kernel")
+    assert head.startswith("model.kernels.fused_head: cannot import triton")
+    assert head.endswith("; install it or set fused_head to false")
+    plain = dict(kernels=dict(liger=False, fused_head=False))
+    assert not list(dry_run.problems(changed(on_gpu, model=plain)))
 
 
 # --------------------------------------------------------------------------- files
