@@ -171,13 +171,12 @@ def _flow_lines(plan: Plan, rates: Rates) -> Iterator[str]:
     yield "A rank sends in a step, GB             node  network   seconds"
     for flow in plan.flows:
         gigabytes = f"{flow.bytes / 1e9:9.3f}"
-        is_network = flow.link(rates) == "network"
-        cells = " " * 9 + gigabytes if is_network else gigabytes + " " * 9
+        cells = " " * 9 + gigabytes if flow.leaves_node(rates) else gigabytes + " " * 9
         where = ""
         if flow.hides:
             where = "  during matmuls"
-        elif flow.is_to_host:
-            where = "  over PCIe"
+        elif flow.over:
+            where = {"host": "  over PCIe", "gloo": "  by gloo"}[flow.over]
         yield f"  {flow.name:<31} {cells} {flow.seconds(rates):9.3f}{where}"
 
 

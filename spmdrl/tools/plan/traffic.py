@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from spmdrl.model.model_shape import ModelShape
 from spmdrl.sync.buckets import LARGEST
@@ -19,6 +20,7 @@ from spmdrl.tools.plan.memory import (
 from spmdrl.tools.plan.run import Rates, Run
 from spmdrl.tools.plan.trainer_memory import cut_of
 from spmdrl.world.axes import Axes
+from spmdrl.world.machine.hardware import CPU_LINK
 
 _TOKEN_BYTES = 12  # id, marks and logprob, see exchange.py
 
@@ -33,17 +35,23 @@ class Flow:
     span: int  # neighbouring ranks that its group reaches over
     hides: bool = False  # overlaps with computation
     rounds_s: float = 0.0  # seconds of the rounds in which it travels
-    is_to_host: bool = False  # between a GPU and its host's memory
+    over: Literal["", "host", "gloo"] = ""
+    """`host`: between a GPU and its host's memory; `gloo`: between processes, through their hosts'
+    memory; else between GPUs."""
 
     def link(self, rates: Rates) -> str:
         """Return which link it is on."""
-        if self.is_to_host:
-            return "host"
-        return "node" if self.span <= rates.gpus_per_node else "network"
+        return self.over or ("network" if self.leaves_node(rates) else "node")
+
+    def leaves_node(self, rates: Rates) -> bool:
+        """Return whether its group reaches over several nodes."""
+        return self.span > rates.gpus_per_node
 
     def seconds(self, rates: Rates) -> float:
         """Return the time it takes on its link, if nothing else is on it."""
-        bandwidth = rates.host_link if self.is_to_host else rates.link(self.span)
+        if self.over == "gloo":
+            return self.bytes / CPU_LINK.bytes_per_s + self.calls * CPU_LINK.round_s
+        bandwidth = rates.host_link if self.over == "host" else rates.link(self.span)
         return self.bytes / bandwidth + self.calls * rates.collective_s + self.rounds_s
 
 
@@ -142,7 +150,7 @@ def push_flows(run: Run, axes: Axes) -> list[Flow]:
     flows = _reload_flows(run, axes) if run.reloads else _slice_flows(run, axes)
     if run.keeps_weights(axes):
         both_ways = 2 * engine_weight_bytes(run, axes)
-        flows.append(Flow("engine weights to and from host", both_ways, 0, 1, is_to_host=True))
+        flows.append(Flow("engine weights to and from host", both_ways, 0, 1, over="host"))
     return flows
 
 
@@ -184,4 +192,4 @@ def exchange_flow(run: Run, axes: Axes) -> Flow:
     """Return what an engine rank sends of its rollouts to the trainers."""
     copies = axes.cp * axes.tp
     sent = run.tokens * _TOKEN_BYTES * copies / max(1, axes.replicas)
-    return Flow("rollouts", sent if axes.engines else 0, 1, axes.world_size)
+    return Flow("rollouts", sent if axes.engines else 0, 1, axes.world_size, over="gloo")
