@@ -169,19 +169,21 @@ def _kept_weights(cfg: Config) -> list[Any]:
     """Sleep and wake an engine whose weights no push will write."""
     from spmdrl.engine.handover import Handover
 
-    with pytest.MonkeyPatch.context() as patch, _on_gpu(cfg, patch) as (world, engine, llm, _):
+    with pytest.MonkeyPatch.context() as patch, _on_gpu(cfg, patch) as (world, engine, llm, gpu):
         before = _weights(engine)
         handover = Handover(engine, world)
         handover.release(keeps_weights=True)
+        gpu.called.clear()
         handover.wake_weights()
+        is_emptied = gpu.called == ["empty_cache"]
         handover.wake_cache()
         is_same = all(map(torch.equal, before, _weights(engine)))
-        return [is_same, *llm.calls]
+        return [is_emptied, is_same, *llm.calls]
 
 
 def test_weights_that_no_push_writes_are_kept_while_it_sleeps(tmp_path):
     (found,) = run_ranks(1, _kept_weights, _config(tmp_path))
-    assert found == [True, "sleep 1", "wake_up weights", "wake_up kv_cache"]
+    assert found == [True, True, "sleep 1", "wake_up weights", "wake_up kv_cache"]
 
 
 # --------------------------------------------------------------------------- what it returns

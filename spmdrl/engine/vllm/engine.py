@@ -6,6 +6,7 @@ How that is done, and which versions it serves, stands in internals.py.
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -231,6 +232,9 @@ class VllmEngine:
 
     def wake(self, part: Literal["weights", "cache"]) -> None:
         """Map memory to the weights, and then to the KV cache."""
+        # Memory that the update has freed is still torch's. vLLM 0.24 does not empty its cache.
+        gc.collect()
+        torch.cuda.empty_cache()
         self._llm.wake_up(["weights" if part == "weights" else "kv_cache"])
         if part == "weights":
             self._unregistered.restore()
