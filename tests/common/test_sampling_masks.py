@@ -258,6 +258,7 @@ def test_sets_that_vllm_returns_are_taken_for_truncated_requests_alone():
     from types import SimpleNamespace
 
     from spmdrl.engine.protocol import Request
+    from spmdrl.engine.vllm.core_loop import Drawn
     from spmdrl.engine.vllm.records import make_mask_recorder
 
     config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 900))
@@ -266,33 +267,30 @@ def test_sets_that_vllm_returns_are_taken_for_truncated_requests_alone():
     )
     llm = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
     source = make_mask_recorder(llm, on_cpu=False)
-    cut = Request("cut", (1,), 3, 1.0, 1, (), Truncation(top_p=0.9))
-    for request in (
-        cut,
+    requests = (
+        Request("cut", (1,), 3, 1.0, 1, (), Truncation(top_p=0.9)),
         Request("whole", (1,), 3, 1.0, 1, ()),
         Request("greedy", (1,), 3, 0, 1, ()),
-    ):
-        source.add(request, "id")
+    )
+    drawn = {request.key: Drawn(request.key, f"{request.key}-0", 1) for request in requests}
+    for request in requests:
+        source.add(request, drawn[request.key])
     ids = [[3, 800], list(range(100, 200)), list(range(900))]
     tokens = torch.tensor([800, 150, 5])
     chunks = [SimpleNamespace(to_nested_list=lambda own=own: own) for own in (ids[:1], ids[1:])]
 
-    def under_way(key: str, masks: list) -> SimpleNamespace:
-        return SimpleNamespace(key=key, masks=masks)
-
-    half = source.unfinished(under_way("cut", chunks[:1]), tokens[:1])
-    assert half.sizes.tolist() == [8]
-    assert source.unfinished(under_way("cut", []), tokens[:0]) is None
-
-    def output(found: list) -> SimpleNamespace:
-        mask = SimpleNamespace(token_ids=found)
-        return SimpleNamespace(outputs=[SimpleNamespace(sampling_mask=mask)])
-
-    for key in ("whole", "greedy"):
-        assert source.finished(key, output(ids), tokens) is None
-    with pytest.raises(RuntimeError, match="request cut: sampling masks of 2 tokens, where 3 are"):
-        source.finished("cut", output(ids[:2]), tokens)
+    cut = drawn["cut"]
+    assert source.unfinished(cut, tokens[:0]) is None
     with pytest.raises(RuntimeError, match="no sampling mask of its 3 tokens"):
-        source.finished("cut", output([]), tokens)
-    assert source.finished("cut", output(ids), tokens).sizes.tolist() == [8, 113, 0]
-    assert source.finished("cut", output(ids), tokens) is None  # it is known no more
+        source.finished(cut, tokens)
+    cut.masks.append(chunks[0])
+    assert source.unfinished(cut, tokens[:1]).sizes.tolist() == [8]
+    with pytest.raises(RuntimeError, match="request cut: sampling masks of 1 tokens, where 3 are"):
+        source.finished(cut, tokens)
+    for one in drawn.values():
+        one.masks[:] = chunks
+    for key in ("whole", "greedy"):
+        assert source.finished(drawn[key], tokens) is None
+    assert source.finished(cut, tokens).sizes.tolist() == [8, 113, 0]
+    source.drop(cut)
+    assert source.finished(cut, tokens) is None  # it is known no more

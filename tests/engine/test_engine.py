@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +19,13 @@ from transformers import AutoModelForCausalLM
 from spmdrl import config
 from spmdrl.check.engine_options import engine_argument_names
 from spmdrl.config import Config, LayoutSettings
-from spmdrl.engine.protocol import Request
+from spmdrl.engine.protocol import UNTRUNCATED, Request, Truncation
 from tests.helpers.drawn import finished, plain
 from tests.helpers.policy_runs import changed
 from tests.helpers.worlds import in_world, make_engine
 
 PROMPTS = ((5, 6, 7, 8), (9, 10, 11, 12, 13), (5, 6, 7, 8))
+SAMPLINGS = ((0.0, UNTRUNCATED), (0.7, UNTRUNCATED), (1.0, Truncation(top_p=0.9, top_k=20)))
 LONG = tuple(tuple(range(5 + i, 45 + i)) for i in range(6))  # one and a half fit into a step
 
 
@@ -95,7 +97,58 @@ def vllm_details(engine) -> dict:
 
     names = {f.name for f in dataclasses.fields(EngineArgs) if not f.name.startswith("_")}
     assert set(engine_argument_names()) == names
-    return {"caches": engine._llm.vllm_config.cache_config.enable_prefix_caching}
+    caches = engine._llm.vllm_config.cache_config.enable_prefix_caching
+    return {"caches": caches, "generated": by_both_loops(engine)}
+
+
+def by_both_loops(engine) -> tuple[list, list, int]:
+    """Draw by this engine's loop, and by `LLM.generate` around the same engine core; also return
+    how many requests were validated by vLLM in this engine's loop."""
+    from vllm import LLM, SamplingParams
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    requests = []
+    for i, prompt in enumerate(PROMPTS):
+        for temperature, truncation in SAMPLINGS:
+            for k in range(2):
+                key, seed = f"{i} {temperature} {truncation} {k}", 1000 * i + k
+                requests.append(Request(key, prompt, 8, temperature, seed, (9, 30), truncation))
+    engine.weights_changed(engine.version)
+    processor = engine._llm.input_processor
+    with mock.patch.object(processor, "process_inputs", wraps=processor.process_inputs) as validate:
+        for request in requests:
+            engine.add(request)
+    done = finished(engine)
+    engine.weights_changed(engine.version)
+    with mock.patch.object(LLMEngine, "from_engine_args", lambda *_, **__: engine._llm):
+        llm = LLM(engine.cfg.model.path, skip_tokenizer_init=True)
+    outputs = llm.generate(
+        [{"prompt_token_ids": [*request.prompt]} for request in requests],
+        [
+            SamplingParams(
+                temperature=request.temperature,
+                top_p=request.truncation.top_p,
+                top_k=request.truncation.top_k,
+                max_tokens=request.max_tokens,
+                seed=request.seed,
+                stop_token_ids=[*request.stop_token_ids],
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+            )
+            for request in requests
+        ],
+        use_tqdm=False,
+    )
+    generated = []
+    for output in outputs:
+        (sample,) = output.outputs
+        tokens = tuple(sample.token_ids)
+        logprobs = [known[token].logprob for token, known in zip(tokens, sample.logprobs)]
+        generated.append((tokens, logprobs, sample.finish_reason == "length"))
+    own = [done[request.key] for request in requests]
+    by_loop = [(c.tokens, list(c.logprobs), c.is_truncated) for c in own]
+    return by_loop, generated, validate.call_count
 
 
 def on_engine(world, other: str = "") -> dict | None:
@@ -189,6 +242,14 @@ def test_samples_do_not_depend_on_what_else_is_drawn(found):
             assert other.logprobs == pytest.approx(completion.logprobs, abs=1e-5)
     # different seeds of the same prompt differ
     assert found["forward"]["0"].tokens != found["forward"]["3"].tokens
+
+
+def test_the_loop_draws_to_the_bit_what_vllms_own_loop_draws(vllm_found):
+    by_loop, generated, num_validated = vllm_found["generated"]
+    assert by_loop == generated
+    assert {is_truncated for _, _, is_truncated in by_loop} == {False, True}
+    assert len({tokens for tokens, _, _ in by_loop}) > 2 * len(SAMPLINGS)
+    assert num_validated == len(PROMPTS) * len(SAMPLINGS) == len(by_loop) / 2
 
 
 def test_nothing_but_stop_ids_ends_a_response_not_even_the_models_own_eos(found):

@@ -77,14 +77,16 @@ def differing(
 
 def watch_cache(engine: Any) -> list[int]:
     """Note how many tokens of each finished request vLLM found in its cache."""
-    step, found = engine._llm.step, []
+    client = engine._llm.engine_core
+    step, found = client.get_output, []
 
-    def watched() -> list[Any]:
+    def watched() -> Any:
         outputs = step()
-        found.extend(output.num_cached_tokens for output in outputs if output.finished)
+        stats = [output.prefill_stats for output in outputs.outputs]
+        found.extend(own.num_cached_tokens for own in stats if own is not None)
         return outputs
 
-    engine._llm.step = watched
+    client.get_output = watched
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,7 @@ SINCE_32 = {  # what the adapter asks for by hasattr, or on the CPU alone, or wo
     "distributed/aux_output_connector/worker.py: AuxOutputWorkerConnector.begin_step",
     "model_executor/layers/fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.apply",
     "model_executor/layers/fused_moe/routed_experts_capturer.py: bind_routed_experts_capturer",
+    "v1/engine/__init__.py: EngineCoreOutput.new_sampling_mask",
     "v1/engine/core_client.py: InprocClient._finalizer",
     "v1/executor/abstract.py: SLEEP_TAGS",
 }
@@ -38,15 +40,32 @@ PASSED = {  # what the adapters hand over, by position up to the bar and by name
     "model_executor/layers/utils.py: dispatch_cpu_unquantized_gemm": "layer remove_weight |",
     "sampling_params.py: SamplingParams": (
         "| temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty "
-        "logit_bias max_tokens seed stop_token_ids ignore_eos logprobs flat_logprobs "
-        "detokenize output_kind prompt_logprobs"
+        "logit_bias max_tokens seed stop_token_ids ignore_eos logprobs prompt_logprobs"
     ),
-    "v1/engine/llm_engine.py: LLMEngine.add_request": "request_id prompt params | lora_request",
+    "v1/engine/core_client.py: InprocClient.abort_requests": "request_ids |",
+    "v1/engine/core_client.py: InprocClient.add_request": "request |",
+    "v1/engine/input_processor.py: InputProcessor.process_inputs": (
+        "request_id prompt params | supported_tasks lora_request"
+    ),
     "v1/engine/llm_engine.py: LLMEngine.reset_prefix_cache": "| reset_running_requests",
     "v1/engine/llm_engine.py: LLMEngine.sleep": "level |",
     "v1/engine/llm_engine.py: LLMEngine.wake_up": "tags |",
     "v1/worker/gpu_model_runner.py: GPUModelRunner.reload_weights": "| weights_iterator",
 }
+FIELDS = {
+    "v1/engine/__init__.py: EngineCoreRequest": (
+        "request_id external_req_id prompt_token_ids sampling_params"
+    ),
+    "v1/engine/__init__.py: EngineCoreOutput": (
+        "request_id new_token_ids new_logprobs new_prompt_logprobs_tensors finish_reason "
+        "routed_experts"
+    ),
+    "v1/engine/__init__.py: EngineCoreOutputs": "outputs",
+    "v1/outputs.py: LogprobsLists": "logprobs",
+    "v1/outputs.py: LogprobsTensors": "logprobs",
+    "sampling_params.py: SamplingParams": "seed",
+}
+REASONS = "v1/engine/__init__.py: FINISH_REASON_STRINGS"
 
 
 def test_the_table_is_that_of_the_installed_version():
@@ -71,6 +90,14 @@ def test_every_version_takes_what_the_adapters_hand_over(version):
         positional, named = (part.split() for part in passed.split("|"))
         assert found[: len(positional)] == positional, name
         assert set(named) <= set(found), name
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_has_the_fields_that_the_loop_sets_and_reads(version):
+    names = TABLE[version]["names"]
+    for name, used in FIELDS.items():
+        assert set(used.split()) <= set(names[name]), name
+    assert {"stop", "length"} <= set(ast.literal_eval(names[REASONS]))
 
 
 @pytest.mark.parametrize("version", VERSIONS)

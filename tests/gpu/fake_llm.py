@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
 
 LAYERS = 5  # of the model; some have no experts
 EXPERTS = 8
@@ -53,8 +55,83 @@ class FakeModel(nn.Module):
                 own[name].data.copy_(tensor)
 
 
+def validated(
+    name: str, prompt: Any, params: Any, *, supported_tasks: Any, lora_request: Any
+) -> EngineCoreRequest:
+    """Return a request of the core, as vLLM's input processor does."""
+    assert "generate" in supported_tasks
+    return EngineCoreRequest(
+        request_id=name,
+        prompt_token_ids=prompt["prompt_token_ids"],
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=lora_request,
+        cache_salt=prompt["cache_salt"],
+        data_parallel_rank=None,
+    )
+
+
+class FakeCore:
+    """Its engine core, which runs `max_tokens` steps per request.
+
+    Args:
+        has_routes: it returns the experts of each token that it computed.
+    """
+
+    def __init__(self, *, has_routes: bool):
+        self.calls: list[str] = []
+        self.loses_routes = False
+        self.awake = {"weights", "kv_cache"}
+        self.requests: dict[str, tuple[EngineCoreRequest, list[int]]] = {}
+        """{name: (request, tokens drawn)}"""
+        self._has_routes = has_routes
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Queue a request."""
+        self.requests[request.request_id] = (request, [])
+
+    def abort_requests(self, names: list[str]) -> None:
+        """Forget requests."""
+        self.calls.append(f"abort {names}")
+        for name in names:
+            del self.requests[name]
+
+    def get_output(self) -> EngineCoreOutputs:
+        """Draw a token for each request."""
+        assert self.awake == {"weights", "kv_cache"}, f"a step while only {self.awake} is mapped"
+        outputs = [self._draw(*found) for found in self.requests.values()]
+        for output in outputs:
+            if output.finished:
+                del self.requests[output.request_id]
+        return EngineCoreOutputs(outputs=outputs)
+
+    def _draw(self, request: EngineCoreRequest, tokens: list[int]) -> EngineCoreOutput:
+        prompt, params = request.prompt_token_ids, request.sampling_params
+        computed = len(prompt) + len(tokens)
+        rows = range(computed - 1 if tokens else 0, computed)
+        is_first = not tokens
+        tokens.append(drawn(prompt, len(tokens)))
+        values = np.array([[-0.25 * len(tokens)]], np.float32)
+        output = EngineCoreOutput(
+            request_id=request.request_id,
+            new_token_ids=tokens[-1:],
+            new_logprobs=LogprobsLists(np.array([tokens[-1:]]), values, np.array([1])),
+            new_sampling_mask=SamplingMaskLists(np.array(sorted({tokens[-1], 1, 2}))),
+        )
+        if is_first and params.prompt_logprobs is not None:
+            scores = -0.5 * torch.tensor(prompt[1:])[:, None]
+            output.new_prompt_logprobs_tensors = LogprobsTensors(scores, scores, scores)
+        if self._has_routes and not self.loses_routes:
+            output.routed_experts = np.stack([route(position) for position in rows])
+        if len(tokens) == params.max_tokens:
+            output.finish_reason = FinishReason.LENGTH
+        return output
+
+
 class FakeLlm:
-    """An engine with `max_tokens` steps per request.
+    """An engine.
 
     Args:
         model: that it serves.
@@ -63,18 +140,16 @@ class FakeLlm:
     """
 
     def __init__(self, model: nn.Module, *, can_sleep: bool = True, has_routes: bool = False):
-        self.calls: list[str] = []
+        self.engine_core = FakeCore(has_routes=has_routes)
+        self.input_processor = SimpleNamespace(process_inputs=validated)
+        self.calls = self.engine_core.calls
         self.leaks = 0
         """Bytes that stay in use at each wake."""
         self.frees = True
         """Whether a sleep frees memory."""
-        self.loses_routes = False
         self.taken = WEIGHTS + CACHE + OTHERS
         self._model = model
-        self._has_routes = has_routes
         self._kept: dict[str, Tensor] = {}
-        self._awake = {"weights", "kv_cache"}
-        self.output_processor = SimpleNamespace(request_states={})
         config = SimpleNamespace(
             enable_sleep_mode=can_sleep,
             get_num_experts=lambda: EXPERTS,
@@ -88,79 +163,9 @@ class FakeLlm:
         worker = SimpleNamespace(model_runner=runner, use_v2_model_runner=True)
         self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
 
-    # ---------------------------------------------------------------- requests
-
-    @property
-    def _states(self) -> dict[str, Any]:
-        return self.output_processor.request_states
-
-    def add_request(self, key: str, prompt: Any, params: Any, *, lora_request: Any = None) -> str:
-        """Queue a request; return the engine's own name for it."""
-        ids = prompt["prompt_token_ids"]
-        self._states[f"0-{key}"] = SimpleNamespace(
-            external_req_id=key,
-            prompt_len=len(ids),
-            prompt=ids,
-            params=params,
-            salt=prompt["cache_salt"],
-            detokenizer=SimpleNamespace(output_token_ids=[]),
-            logprobs_processor=SimpleNamespace(logprobs=SimpleNamespace(logprobs=[])),
-            routed_experts_chunks=[],
-            sampling_mask_chunks=[],
-        )
-        return f"0-{key}"
-
-    def abort_request(self, keys: list[str]) -> None:
-        """Forget requests."""
-        self.calls.append(f"abort {keys}")
-        for name in [n for n, state in self._states.items() if state.external_req_id in keys]:
-            del self._states[name]
-
-    def has_unfinished_requests(self) -> bool:
-        """Return whether any is left."""
-        return bool(self._states)
-
-    def step(self) -> list[Any]:
-        """Draw a token for each request, and return what finished."""
-        assert self._awake == {"weights", "kv_cache"}, f"a step while only {self._awake} is mapped"
-        outputs = []
-        for name, state in [*self._states.items()]:
-            self._draw(state)
-            if len(state.detokenizer.output_token_ids) == state.params.max_tokens:
-                outputs.append(self._output(state))
-                del self._states[name]
-        return outputs
-
-    def _draw(self, state: Any) -> None:
-        tokens = state.detokenizer.output_token_ids
-        computed = len(state.prompt) + len(tokens)
-        first = computed - 1 if tokens else 0
-        if self._has_routes and not self.loses_routes:
-            rows = [route(position) for position in range(first, computed)]
-            state.routed_experts_chunks.append(np.stack(rows))
-        token = drawn(state.prompt, len(tokens))
-        tokens.append(token)
-        state.logprobs_processor.logprobs.logprobs.append(-0.25 * len(tokens))
-        mask = [sorted({token, 1, 2})]
-        state.sampling_mask_chunks.append(SimpleNamespace(to_nested_list=lambda: mask))
-
-    def _output(self, state: Any) -> Any:
-        chunks = state.routed_experts_chunks
-        masks = [ids for chunk in state.sampling_mask_chunks for ids in chunk.to_nested_list()]
-        sample = SimpleNamespace(
-            token_ids=state.detokenizer.output_token_ids,
-            logprobs=state.logprobs_processor.logprobs,
-            finish_reason="length",
-            routed_experts=np.concatenate(chunks) if chunks else None,
-            sampling_mask=SimpleNamespace(token_ids=masks),
-        )
-        return SimpleNamespace(
-            request_id=state.external_req_id,
-            finished=True,
-            prompt_token_ids=state.prompt,
-            prompt_logprobs=_prompt_logprobs(state.prompt),
-            outputs=[sample],
-        )
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Return what it can do."""
+        return ("generate",)
 
     # ---------------------------------------------------------------- memory
 
@@ -171,9 +176,9 @@ class FakeLlm:
 
     def sleep(self, level: int) -> None:
         """Unmap weights and cache."""
-        assert not self._states, "vLLM aborts requests when it sleeps"
+        assert not self.engine_core.requests, "vLLM aborts requests when it sleeps"
         self.calls.append(f"sleep {level}")
-        self._awake = set()
+        self.engine_core.awake = set()
         if level == 1:
             self._kept = {name: p.detach().clone() for name, p in self._model.named_parameters()}
         else:
@@ -190,8 +195,8 @@ class FakeLlm:
         """Map one of them."""
         (tag,) = tags
         self.calls.append(f"wake_up {tag}")
-        assert tag not in self._awake, f"{tag} is mapped already"
-        self._awake.add(tag)
+        assert tag not in self.engine_core.awake, f"{tag} is mapped already"
+        self.engine_core.awake.add(tag)
         if self.frees:
             self.taken += {"weights": WEIGHTS, "kv_cache": CACHE}[tag]
         self.taken += self.leaks
@@ -201,8 +206,3 @@ class FakeLlm:
                     if name in self._kept:
                         parameter.copy_(self._kept[name])
             self._kept = {}
-
-
-def _prompt_logprobs(prompt: Sequence[int]) -> list[Any]:
-    values = [{token: SimpleNamespace(logprob=-0.5 * token)} for token in prompt]
-    return [None, *values[1:]]

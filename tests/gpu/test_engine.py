@@ -24,6 +24,7 @@ from spmdrl.engine.protocol import Request
 from spmdrl.engine.vllm import internals
 from spmdrl.engine.vllm.engine import VllmEngine
 from tests.engine.test_engine import PROMPTS, draw, engine_config
+from tests.gpu.fake_llm import FakeLlm
 from tests.helpers.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -122,14 +123,8 @@ def test_threads_are_as_many_as_before_vllm(on_gpus):
 
 def _drawn_seeds(monkeypatch, path: Path, *, seed: int, replica: int) -> list[int | None]:
     """Return the seeds with which an engine that seeds by numpy is asked for three samples."""
-    asked: list[Request] = []
-    llm = SimpleNamespace(
-        add_request=lambda key, prompt, params, **_: asked.append(params),
-        vllm_config=SimpleNamespace(model_config=None),  # asked for by prompts with pictures alone
-    )
+    llm = FakeLlm(torch.nn.Module())
     monkeypatch.setattr(internals, "make_llm", lambda arguments: llm)
-    monkeypatch.setattr(internals, "seeds_by_numpy", lambda llm: True)
-    monkeypatch.setattr("spmdrl.engine.vllm.engine.sampling_params", lambda request, **_: request)
     engine = object.__new__(VllmEngine)
     engine.cfg = Config(seed=seed, model=ModelSettings(path=str(path)))
     engine.world = SimpleNamespace(replica=replica)
@@ -137,7 +132,7 @@ def _drawn_seeds(monkeypatch, path: Path, *, seed: int, replica: int) -> list[in
     engine._build({}, on_cpu=False)
     for own in (None, 7, None):
         engine.add(Request("k", (1, 2), max_tokens=3, temperature=1.0, seed=own, stop_token_ids=()))
-    return [request.seed for request in asked]
+    return [request.sampling_params.seed for request, _ in llm.engine_core.requests.values()]
 
 
 def test_requests_without_a_seed_get_one_that_the_ranks_share(monkeypatch, tiny_model):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,8 +21,10 @@ from spmdrl.config import Config
 from spmdrl.engine import handover
 from spmdrl.engine.protocol import Request, Truncation
 from spmdrl.engine.vllm import internals, patches, records
+from spmdrl.engine.vllm.core_loop import CoreLoop
 from spmdrl.engine.vllm.engine import VllmEngine
 from spmdrl.engine.vllm.outputs import Outputs
+from spmdrl.engine.vllm.requests import GroupRequests
 from spmdrl.sampling_masks import SamplingMasks
 from tests.gpu.fake_cuda import DEVICE, FakeCuda
 from tests.gpu.fake_llm import CACHE, CHOICES, LAYERS, WEIGHTS, FakeLlm, FakeModel, drawn, route
@@ -63,8 +64,6 @@ def _on_gpu(cfg: Config, patch: pytest.MonkeyPatch) -> Any:
     """Yield the world, an engine that believes in a GPU, vLLM's stand-in and the stub of CUDA."""
     from transformers import AutoModelForCausalLM
 
-    from spmdrl.engine.vllm import engine
-
     model = FakeModel(AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=torch.float32))
     cuda = FakeCuda()
     made_with: dict[str, Any] = {}
@@ -85,7 +84,6 @@ def _on_gpu(cfg: Config, patch: pytest.MonkeyPatch) -> Any:
         patch.setattr(internals, "make_llm", make_llm)
         patch.setattr(internals, "unregistered_tensors", unregistered)
         patch.setattr(patches, "patch_models", lambda: None)
-        patch.setattr(engine, "scoring_params", lambda **_: SimpleNamespace(max_tokens=1))
         cuda.install(patch)
         own = VllmEngine(changed(cfg, layout=dict(device="cuda")), replace(world, device=DEVICE))
         llm = own._llm
@@ -204,13 +202,12 @@ def outputs(monkeypatch):
         layers.append(layer)
     llm = FakeLlm(layers, has_routes=True)
     cfg = made(model=dict(moe=dict(replay=True)), sampling=dict(top_p=0.9))
-    return Outputs(llm, cfg, on_cpu=False), llm
+    return Outputs(CoreLoop(llm), llm, cfg, on_cpu=False), llm
 
 
-def _add(outputs: Outputs, llm: FakeLlm, request: Request) -> None:
-    prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": "0"}
-    params = SimpleNamespace(max_tokens=request.max_tokens)
-    outputs.add(request, llm.add_request(request.key, prompt, params))
+def _add(outputs: Outputs, request: Request) -> None:
+    samples = GroupRequests(outputs._loop, model_config=None, returns_masks=True)
+    outputs.add(request, samples.add(request, salt="0", lora=None))
 
 
 def _routes(count: int) -> list[Any]:
@@ -222,10 +219,9 @@ CUT = {"truncation": Truncation(top_p=0.9)}
 
 
 def test_returned_routes_and_masks_become_columns(outputs):
-    own, llm = outputs
-    assert own.returns_masks
-    _add(own, llm, _request("cut", max_tokens=3, **CUT))
-    _add(own, llm, _request("whole", max_tokens=2))
+    own, _ = outputs
+    _add(own, _request("cut", max_tokens=3, **CUT))
+    _add(own, _request("whole", max_tokens=2))
     done = {c.key: c for _ in range(3) for c in own.step(4)}
     for key, count in (("cut", 3), ("whole", 2)):
         routes = RouterRoutes.of(done[key].extra_columns).rows
@@ -239,8 +235,8 @@ def test_returned_routes_and_masks_become_columns(outputs):
 
 def test_unfinished_requests_have_the_columns_of_what_was_computed(outputs):
     own, llm = outputs
-    _add(own, llm, _request("a", max_tokens=9, **CUT))
-    _add(own, llm, _request("b", max_tokens=9))
+    _add(own, _request("a", max_tokens=9, **CUT))
+    _add(own, _request("b", max_tokens=9))
     own.step(0)
     own.weights_replaced(0)
     own.step(1)
@@ -252,15 +248,15 @@ def test_unfinished_requests_have_the_columns_of_what_was_computed(outputs):
     assert len(SamplingMasks.of(a.extra_columns)) == 2
     assert SamplingMasks.of(b.extra_columns) is None
     assert [c.key for c in own.abort_all(1)] == ["a", "b"]
-    assert not llm.has_unfinished_requests()
-    _add(own, llm, _request("new", max_tokens=9))
+    assert not llm.engine_core.requests
+    _add(own, _request("new", max_tokens=9))
     assert RouterRoutes.of(own.unfinished(1)[0].extra_columns) is None, "nothing was computed yet"
 
 
 def test_missing_routes_are_an_error_that_names_the_request(outputs):
     own, llm = outputs
-    llm.loses_routes = True
-    _add(own, llm, _request("lost", max_tokens=1))
+    llm.engine_core.loses_routes = True
+    _add(own, _request("lost", max_tokens=1))
     with pytest.raises(RuntimeError, match=r"request lost: .* for 0 of its 4 tokens"):
         own.step(0)
 
@@ -269,4 +265,9 @@ def test_the_hooks_of_the_cpu_build_are_not_used(outputs, monkeypatch):
     _, llm = outputs
     for name in ("watch_routers", "watch_sampler", "SlotCache"):
         monkeypatch.setattr(records, name, None)  # a call would fail
-    Outputs(llm, made(model=dict(moe=dict(replay=True)), sampling=dict(top_k=4)), on_cpu=False)
+    Outputs(
+        CoreLoop(llm),
+        llm,
+        made(model=dict(moe=dict(replay=True)), sampling=dict(top_k=4)),
+        on_cpu=False,
+    )

@@ -22,10 +22,11 @@ from spmdrl.engine.protocol import Completion, Request
 from spmdrl.engine.vllm import internals, patches
 from spmdrl.engine.vllm.adapter import AdapterSlot
 from spmdrl.engine.vllm.arguments import engine_arguments, with_plain_weights
+from spmdrl.engine.vllm.core_loop import CoreLoop
 from spmdrl.engine.vllm.families import model_arguments, refusing_models, try_engine
 from spmdrl.engine.vllm.images import make_prompt, reset_encoder_cache
 from spmdrl.engine.vllm.outputs import Outputs
-from spmdrl.engine.vllm.requests import sampling_params, scoring_params
+from spmdrl.engine.vllm.requests import GroupRequests, scoring_params
 from spmdrl.world.comm import agree
 from spmdrl.world.machine.live_bytes import device_bytes
 from spmdrl.world.world import World, any_algorithms
@@ -89,14 +90,21 @@ class VllmEngine:
         if on_cpu:
             patches.patch_cpu_build()
         self._llm = internals.make_llm(with_plain_weights(cfg, arguments))
+        self._loop = CoreLoop(self._llm)
         if on_cpu:  # its build lacks some kernels
-            try_engine(self._llm, params=scoring_params(max_tokens=2))
+            try_engine(self._loop, params=scoring_params(max_tokens=2))
+            self._llm.reset_prefix_cache()
         if internals.seeds_by_numpy(self._llm):
             # The ranks of a replica must draw the same, and replicas must not.
             self._seeds = random.Random(f"{cfg.seed} {self.world.replica}")
         if cfg.model.lora.pushes_adapter:
             self._slot = AdapterSlot(self._runner)
-        self._outputs = Outputs(self._llm, cfg, on_cpu=on_cpu)
+        self._outputs = Outputs(self._loop, self._llm, cfg, on_cpu=on_cpu)
+        self._returns_masks = cfg.sampling.truncates and not on_cpu  # see sampling_params
+        model_config = self._llm.vllm_config.model_config
+        self._requests = GroupRequests(
+            self._loop, model_config=model_config, returns_masks=self._returns_masks
+        )
 
     def _algorithms(self) -> contextlib.AbstractContextManager:
         """Return a context for vLLM's own work: on GPUs torch's deterministic algorithms are off,
@@ -110,15 +118,13 @@ class VllmEngine:
         """Queue a request."""
         if request.seed is None and self._seeds is not None:
             request = replace(request, seed=self._seeds.getrandbits(63))
-        params = sampling_params(request, returns_masks=self._outputs.returns_masks)
-        prompt = self._prompt(request.prompt)
-        request_id = self._llm.add_request(request.key, prompt, params, lora_request=self._lora)
-        self._outputs.add(request, request_id)
+        drawn = self._requests.add(request, salt=self._salt, lora=self._lora)
+        self._outputs.add(request, drawn)
 
-    def _prompt(self, tokens: Sequence[int]) -> dict[str, Any]:
-        # The salt keeps it from sharing what older weights computed for unfinished requests.
-        model_config = self._llm.vllm_config.model_config
-        return make_prompt(tokens, salt=str(self.version), model_config=model_config)
+    @property
+    def _salt(self) -> str:
+        # It keeps a prompt from sharing what older weights computed for unfinished requests.
+        return str(self.version)
 
     def step(self) -> list[Completion]:
         """Run one scheduling step and return what finished in it."""
@@ -136,7 +142,7 @@ class VllmEngine:
     @property
     def is_busy(self) -> bool:
         """Whether requests are unfinished."""
-        return self._llm.has_unfinished_requests()
+        return bool(self._loop.unfinished)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Return per sequence [len] float32 natural logprobs at temperature 1; first is 0.
@@ -145,21 +151,18 @@ class VllmEngine:
         """
         if self.is_busy:
             raise RuntimeError("score() while requests are unfinished; finish them first")
-        params = scoring_params(returns_masks=self._outputs.returns_masks)
+        params = scoring_params(returns_masks=self._returns_masks)
+        model_config = self._llm.vllm_config.model_config
+        requests = []
         for i, tokens in enumerate(sequences):
-            prompt = self._prompt(tokens)
-            self._llm.add_request(f"score-{i}", prompt, params, lora_request=self._lora)
-        scored: dict[str, Tensor] = {}
+            prompt = make_prompt(tokens, salt=self._salt, model_config=model_config)
+            validated = self._loop.validate(prompt, params, lora=self._lora)
+            requests.append(self._loop.add(f"score-{i}", validated, seed=None))
         while self.is_busy:
             with self._algorithms():
-                outputs = self._llm.step()
-            for output in outputs:
-                if output.finished:
-                    pairs = zip(output.prompt_token_ids, output.prompt_logprobs)
-                    # The first token has no logprobs.
-                    values = [known[token].logprob if known else 0.0 for token, known in pairs]
-                    scored[output.request_id] = torch.tensor(values, dtype=torch.float32)
-        return [scored[f"score-{i}"] for i in range(len(sequences))]
+                self._loop.step()
+        first = torch.zeros(1)  # the first token has no logprobs
+        return [torch.cat([first, *drawn.prompt_logprobs]) for drawn in requests]
 
     # ---------------------------------------------------------------- weights
 
@@ -255,7 +258,7 @@ class VllmEngine:
         if self._llm is not None:
             internals.close_llm(self._llm)
             self._llm = self._slot = None
-            del self._outputs  # it holds the engine too
+            del self._loop, self._outputs, self._requests  # they hold the engine too
         internals.destroy_groups()
         self.world.meet(wait="close engines")
         self._sockets.close()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from spmdrl.config import Config
+from spmdrl.engine.vllm.core_loop import CoreLoop
 from spmdrl.engine.vllm.images import missing_for_vision, vision_arguments
 from spmdrl.engine.vllm.sources import cpu_head_sizes, own_classes
 from spmdrl.errors import Refusal
@@ -199,17 +200,17 @@ def refusing_models(cfg: Config) -> Iterator[None]:
         ) from error
 
 
-def try_engine(llm: Any, *, params: Any) -> None:
+def try_engine(loop: CoreLoop, *, params: Any) -> None:
     """Score and continue a few tokens: a kernel that a build lacks is missed only when it runs.
 
     Args:
         params: of a request that scores its prompt and draws at least one token.
     Raises: whatever a kernel raises, or its absence.
     """
-    llm.add_request("trial", {"prompt_token_ids": [*_TRIAL_TOKENS]}, params)
-    while llm.has_unfinished_requests():
-        llm.step()
-    llm.reset_prefix_cache()
+    trial = loop.validate({"prompt_token_ids": [*_TRIAL_TOKENS]}, params, lora=None)
+    loop.add("trial", trial, seed=None)
+    while loop.unfinished:
+        loop.step()
 
 
 def _describe(error: Exception, architectures: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ close_llm           InprocClient._finalizer, EngineCore         once closing it 
 reload_weights      Worker.reload_weights                   never: documented
 seeds_by_numpy      Worker.use_v2_model_runner              once V1 is gone
 model_runner        LLMEngine.model_executor ... model_runner   once an engine gives its model
+sampling_mask_of    EngineCoreOutput.new_sampling_mask (0.32, 0.33)   with core_loop.py
 unregistered_tensors  attributes of layers                  once sleep level 2 keeps them
 lora_rank, register_adapter  config.lora, lora_manager     once LoRA weights may be set (0.32, 0.33)
 name_in_engine      hf_to_vllm_mapper.orig_to_new_prefix    as LoRA weights
@@ -200,6 +201,11 @@ def reload_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     worker = llm.model_executor.driver_worker.worker
     with set_current_vllm_config(worker.vllm_config):  # 0.24 does not set it
         worker.reload_weights(weights_iterator=weights)
+
+
+def sampling_mask_of(output: Any) -> Any:
+    """Return the chunk of sampling masks of a core's output; None where it has none."""
+    return getattr(output, "new_sampling_mask", None)  # 0.24 has no such field
 
 
 def seeds_by_numpy(llm: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spmdrl.columns import RouterRoutes, TokenColumn
 from spmdrl.engine.protocol import MaskRows, Request, check_masks, masks_of_rows, route_dtype
+from spmdrl.engine.vllm.core_loop import Drawn
 from spmdrl.engine.vllm.internals import (
     SlotCache,
     model_runner,
@@ -24,29 +25,30 @@ from spmdrl.engine.vllm.internals import (
     num_experts,
     watch_routers,
 )
-from spmdrl.engine.vllm.requests import Unfinished, vocab_size, watch_sampler
+from spmdrl.engine.vllm.requests import vocab_size, watch_sampler
 from spmdrl.sampling_masks import SamplingMasks
 
 
 class TokenRecorder:
     """Records a column of completions: routes, or sampling masks."""
 
-    def add(self, request: Request, request_id: str) -> None:
-        """Start to record a request. `request_id`: vLLM's name for it."""
+    def add(self, request: Request, drawn: Drawn) -> None:
+        """Start to record a request."""
 
-    def finished(self, key: str, output: Any, tokens: Tensor) -> TokenColumn | None:
-        """Return the column of a request that finished in this step with tokens [n] int64."""
+    def unfinished(self, drawn: Drawn, tokens: Tensor) -> TokenColumn | None:
+        """Return the column of an unfinished request that has these tokens [n] int64; None if
+        unknown."""
         raise NotImplementedError
 
-    def unfinished(self, request: Unfinished, tokens: Tensor) -> TokenColumn | None:
-        """Return the column of an unfinished request that has these tokens; None if unknown."""
-        raise NotImplementedError
+    def finished(self, drawn: Drawn, tokens: Tensor) -> TokenColumn | None:
+        """Return the column of a request that finished in this step."""
+        return self.unfinished(drawn, tokens)
 
-    def save(self, request: Unfinished) -> None:
+    def save(self, drawn: Drawn) -> None:
         """Copy what the KV cache holds of a request, which may lose its place there."""
 
-    def drop(self, key: str) -> None:
-        """Forget a request that was aborted."""
+    def drop(self, drawn: Drawn) -> None:
+        """Forget a request that is finished or was aborted."""
 
 
 # --------------------------------------------------------------------------- routes
@@ -75,8 +77,7 @@ class _SlotRoutes(TokenRecorder):
         number, top_k = num_experts(runner)
         shape = (self._cache.num_slots, len(layers), top_k)
         self._chosen = torch.full(shape, -1, dtype=route_dtype(number))
-        self._ids: dict[str, str] = {}  # {key: vLLM's name}
-        self._saved: dict[str, Tensor] = {}  # by key
+        self._saved: dict[str, Tensor] = {}  # by vLLM's name
         watch_routers(runner.get_model(), self)
 
     def capture(self, layer_id: int, topk_ids: Tensor) -> None:
@@ -89,40 +90,33 @@ class _SlotRoutes(TokenRecorder):
         chosen = topk_ids[is_real].to(self._chosen.dtype)
         self._chosen[slots[is_real], self._index[layer_id]] = chosen
 
-    def add(self, request: Request, request_id: str) -> None:
-        self._ids[request.key] = request_id
+    def finished(self, drawn: Drawn, tokens: Tensor) -> RouterRoutes:
+        return _check_routes(drawn, self._first(drawn, _num_computed(drawn)))
 
-    def finished(self, key: str, output: Any, tokens: Tensor) -> RouterRoutes:
-        count = _num_computed(output)
-        routes = self._first(key, count)
-        self.drop(key)
-        return _check_routes(key, routes, count=count)
-
-    def unfinished(self, request: Unfinished, tokens: Tensor) -> RouterRoutes | None:
-        routes = self._of(request)
+    def unfinished(self, drawn: Drawn, tokens: Tensor) -> RouterRoutes | None:
+        routes = self._of(drawn)
         return None if routes is None else RouterRoutes(routes)
 
-    def _of(self, request: Unfinished) -> Tensor | None:
-        if not request.tokens:  # it has not begun: prompts are computed whole here
-            return self._saved.get(request.key)
-        return self._first(request.key, request.prompt_length + len(request.tokens) - 1)
+    def _of(self, drawn: Drawn) -> Tensor | None:
+        if not drawn.tokens:  # it has not begun: prompts are computed whole here
+            return self._saved.get(drawn.name)
+        return self._first(drawn, _num_computed(drawn))
 
-    def save(self, request: Unfinished) -> None:
-        routes = self._of(request)
+    def save(self, drawn: Drawn) -> None:
+        routes = self._of(drawn)
         if routes is not None:
-            self._saved[request.key] = routes
+            self._saved[drawn.name] = routes
 
-    def drop(self, key: str) -> None:
-        del self._ids[key]
-        self._saved.pop(key, None)
+    def drop(self, drawn: Drawn) -> None:
+        self._saved.pop(drawn.name, None)
 
-    def _first(self, key: str, count: int) -> Tensor | None:
+    def _first(self, drawn: Drawn, count: int) -> Tensor | None:
         """Return the routes of the first `count` tokens: the saved ones, then the cache's."""
-        saved = self._saved.get(key)
+        saved = self._saved.get(drawn.name)
         num_saved = 0 if saved is None else len(saved)
         if num_saved >= count:
             return saved
-        slots = self._cache.of_request(self._ids[key], range(num_saved, count))
+        slots = self._cache.of_request(drawn.name, range(num_saved, count))
         if slots is None:
             return saved
         routes = self._chosen[slots]
@@ -136,33 +130,35 @@ class _ReturnedRoutes(TokenRecorder):
         self._layers = layers
         self._dtype = dtype
 
-    def finished(self, key: str, output: Any, tokens: Tensor) -> RouterRoutes:
-        returned = output.outputs[0].routed_experts
-        routes = None if returned is None else self._join([returned])
-        return _check_routes(key, routes, count=_num_computed(output))
+    def finished(self, drawn: Drawn, tokens: Tensor) -> RouterRoutes:
+        return _check_routes(drawn, self._of(drawn))
 
-    def unfinished(self, request: Unfinished, tokens: Tensor) -> RouterRoutes | None:
-        return RouterRoutes(self._join(request.routes)) if request.routes else None
+    def unfinished(self, drawn: Drawn, tokens: Tensor) -> RouterRoutes | None:
+        routes = self._of(drawn)
+        return None if routes is None else RouterRoutes(routes)
 
-    def _join(self, chunks: Any) -> Tensor:
-        parts = [torch.from_numpy(chunk[:, self._layers].astype("int32")) for chunk in chunks]
+    def _of(self, drawn: Drawn) -> Tensor | None:
+        if not drawn.routes:
+            return None
+        parts = [torch.from_numpy(part[:, self._layers].astype("int32")) for part in drawn.routes]
         return torch.cat(parts).to(self._dtype)
 
 
-def _num_computed(output: Any) -> int:
-    """Return how many tokens of a finished request the engine has read: all but the last."""
-    return len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
+def _num_computed(drawn: Drawn) -> int:
+    """Return how many tokens of a request the engine has read: all but the last."""
+    return drawn.prompt_length + len(drawn.tokens) - 1
 
 
-def _check_routes(key: str, routes: Tensor | None, *, count: int) -> RouterRoutes:
-    """Return routes of `count` tokens.
+def _check_routes(drawn: Drawn, routes: Tensor | None) -> RouterRoutes:
+    """Return the routes of a finished request.
 
     Raises: RuntimeError when some are missing.
     """
+    count = _num_computed(drawn)
     if routes is None or len(routes) != count or bool((routes < 0).any()):
         known = 0 if routes is None else int((routes >= 0).flatten(1).all(dim=1).sum())
         raise RuntimeError(
-            f"request {key}: vLLM's routers were seen to choose experts for "
+            f"request {drawn.key}: vLLM's routers were seen to choose experts for "
             f"{known} of its {count} tokens; set model.moe.replay to false"
         )
     return RouterRoutes(routes)
@@ -186,8 +182,8 @@ class _WatchedMasks(TokenRecorder):
     """Sampling masks read off the sampler."""
 
     def __init__(self, runner: Any):
-        self._ids: dict[str, str] = {}  # {key of a request that is truncated: vLLM's name}
-        self._rows: dict[str, MaskRows] = {}  # by vLLM's name
+        # By vLLM's name, of requests that are truncated.
+        self._rows: dict[str, MaskRows] = {}
         watch_sampler(runner, self._take)
 
     def _take(self, request_ids: list[str], logprobs: Tensor) -> None:
@@ -197,27 +193,16 @@ class _WatchedMasks(TokenRecorder):
             if request_id in self._rows:
                 self._rows[request_id].append((masks, row))
 
-    def add(self, request: Request, request_id: str) -> None:
+    def add(self, request: Request, drawn: Drawn) -> None:
         if request.is_cut:
-            self._ids[request.key] = request_id
-            self._rows[request_id] = []
+            self._rows[drawn.name] = []
 
-    def finished(self, key: str, output: Any, tokens: Tensor) -> SamplingMasks | None:
-        masks = self._masks(key, tokens)
-        self.drop(key)
-        return masks
+    def unfinished(self, drawn: Drawn, tokens: Tensor) -> SamplingMasks | None:
+        rows = self._rows.get(drawn.name)
+        return None if rows is None else masks_of_rows(rows, tokens, key=drawn.key)
 
-    def unfinished(self, request: Unfinished, tokens: Tensor) -> SamplingMasks | None:
-        return self._masks(request.key, tokens)
-
-    def drop(self, key: str) -> None:
-        if key in self._ids:
-            del self._rows[self._ids.pop(key)]
-
-    def _masks(self, key: str, tokens: Tensor) -> SamplingMasks | None:
-        if key not in self._ids:
-            return None
-        return masks_of_rows(self._rows[self._ids[key]], tokens, key=key)
+    def drop(self, drawn: Drawn) -> None:
+        self._rows.pop(drawn.name, None)
 
 
 class _ReturnedMasks(TokenRecorder):
@@ -225,27 +210,18 @@ class _ReturnedMasks(TokenRecorder):
 
     def __init__(self, vocab: int):
         self._vocab = vocab
-        self._keys: set[str] = set()  # of requests that are truncated
+        self._names: set[str] = set()  # vLLM's, of requests that are truncated
 
-    def add(self, request: Request, request_id: str) -> None:
+    def add(self, request: Request, drawn: Drawn) -> None:
         if request.is_cut:
-            self._keys.add(request.key)
+            self._names.add(drawn.name)
 
-    def finished(self, key: str, output: Any, tokens: Tensor) -> SamplingMasks | None:
-        returned = output.outputs[0].sampling_mask
-        masks = self._masks(key, [] if returned is None else returned.token_ids, tokens)
-        self._keys.discard(key)
-        return masks
-
-    def unfinished(self, request: Unfinished, tokens: Tensor) -> SamplingMasks | None:
-        ids = [own for chunk in request.masks for own in chunk.to_nested_list()]
-        return self._masks(request.key, ids, tokens)
-
-    def drop(self, key: str) -> None:
-        self._keys.discard(key)
-
-    def _masks(self, key: str, ids: list[list[int]], tokens: Tensor) -> SamplingMasks | None:
-        if key not in self._keys:
+    def unfinished(self, drawn: Drawn, tokens: Tensor) -> SamplingMasks | None:
+        if drawn.name not in self._names:
             return None
+        ids = [own for chunk in drawn.masks for own in chunk.to_nested_list()]
         masks = SamplingMasks.from_ids(ids, vocab=self._vocab) if ids else None
-        return check_masks(masks, tokens, key=key)
+        return check_masks(masks, tokens, key=drawn.key)
+
+    def drop(self, drawn: Drawn) -> None:
+        self._names.discard(drawn.name)

@@ -1,10 +1,9 @@
-"""What vLLM is asked for a request, and what is read of a request before it is finished.
+"""What vLLM is asked for a request, and what of its sampler is watched.
 
 Serves the versions that internals.py serves. Per line: the name here, vLLM's own, and when it can
 go.
 
 sampling_params, scoring_params  SamplingParams             never: documented
-unfinished, Unfinished  output_processor.request_states         once outputs can be asked for
 vocab_size          ModelConfig.get_vocab_size              never
 watch_sampler       Sampler.topk_topp_sampler (0.32, 0.33, CPU alone)
                                                             once the CPU too returns sampling masks
@@ -12,13 +11,16 @@ watch_sampler       Sampler.topk_topp_sampler (0.32, 0.33, CPU alone)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from spmdrl.engine.protocol import Request
+from spmdrl.engine.vllm.core_loop import CoreLoop, Drawn
+from spmdrl.engine.vllm.images import make_prompt
+from spmdrl.model_inputs import multimodal_of
 
 _ALL_TOKENS = 2**31 - 1
 
@@ -32,7 +34,6 @@ def sampling_params(request: Request, *, returns_masks: bool = False) -> Any:
             vocabulary for none.
     """
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
 
     temperature = request.temperature
     top_k = request.truncation.top_k
@@ -55,9 +56,6 @@ def sampling_params(request: Request, *, returns_masks: bool = False) -> Any:
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=True,  # otherwise the model's own id ends a response that did not ask for it
         logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
@@ -74,35 +72,42 @@ def scoring_params(max_tokens: int = 1, *, returns_masks: bool = False) -> Any:
         temperature=1.0 if returns_masks else 0.0,
         top_k=1 if returns_masks else 0,
         prompt_logprobs=0,
-        detokenize=False,
     )
 
 
-@dataclass(frozen=True)
-class Unfinished:
-    """A request that is not finished."""
+class GroupRequests:
+    """Makes requests of vLLM's core: the first sample of a prompt is validated, and those that
+    follow are copies with seeds of their own.
 
-    key: str
-    prompt_length: int
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    routes: Sequence[Any]
-    """Arrays [n, layers, K] of consecutive tokens, where the engine returns them."""
-    masks: Sequence[Any]
-    """Chunks of sampling masks with `to_nested_list`, where the engine returns them."""
+    Args:
+        loop: of the engine.
+        model_config: vLLM's.
+        returns_masks: see `sampling_params`.
+    """
 
+    def __init__(self, loop: CoreLoop, *, model_config: Any, returns_masks: bool):
+        self._loop = loop
+        self._model_config = model_config
+        self._returns_masks = returns_masks
+        self._last: tuple[Any, ...] = ()
+        self._validated: Any = None
 
-def unfinished(llm: Any) -> Iterator[Unfinished]:
-    """Yield the unfinished requests of an engine."""
-    for state in llm.output_processor.request_states.values():
-        yield Unfinished(
-            state.external_req_id,
-            state.prompt_len,
-            state.detokenizer.output_token_ids,
-            state.logprobs_processor.logprobs.logprobs,
-            getattr(state, "routed_experts_chunks", ()),
-            getattr(state, "sampling_mask_chunks", ()),
-        )
+    def add(self, request: Request, *, salt: str, lora: Any) -> Drawn:
+        """Queue a request.
+
+        Args:
+            salt: prompts of different salts share neither keys and values nor encoded images.
+            lora: vLLM's request for an adapter, or None.
+        """
+        group = replace(request, key="", seed=None if request.seed is None else 0)
+        images = multimodal_of(request.prompt)
+        asked = (group, images.items if images else (), salt, lora)
+        if asked != self._last:
+            params = sampling_params(request, returns_masks=self._returns_masks)
+            prompt = make_prompt(request.prompt, salt=salt, model_config=self._model_config)
+            self._validated = self._loop.validate(prompt, params, lora=lora)
+            self._last = asked
+        return self._loop.add(request.key, self._validated, seed=request.seed)
 
 
 def vocab_size(runner: Any) -> int:
