@@ -34,7 +34,8 @@ from tests.helpers.policy_runs import own_batch, update
 from tests.helpers.ranks import run_ranks
 
 PROMPT = (7, 8, 9, 10)
-SLEEPS = ["sleep 2", "wake_up weights", "wake_up kv_cache", "reset_prefix_cache"]
+SLEEPS = ["sleep 2", "wake_up weights", "wake_up kv_cache"]
+"""Without reset_prefix_cache: vLLM empties that cache when it sleeps."""
 
 
 def _request(key: str = "a", *, max_tokens: int = 3, **options: Any) -> Request:
@@ -129,6 +130,13 @@ def _loop(cfg: Config) -> dict[str, Any]:
             own = dict(engine.model.inner.named_parameters())
             assert len(sent) == len(own)
             found["same"].append(all(torch.equal(own[name], sent[name]) for name in sent))
+        engine.add(_request("cached"))
+        while engine.is_busy:
+            engine.step()
+        for version in (5, 5, 6):
+            engine.weights_changed(version)
+        found["resets"] = [*llm.calls]
+        llm.calls.clear()
         engine.add(_request("left"))
         engine.lend_memory()
         found["stays"] = [*llm.calls]
@@ -156,6 +164,7 @@ def test_a_sleeping_engine_gets_its_weights_and_unregistered_tensors_back(tmp_pa
     for sums in found["sums"]:
         assert sums["mem/engine_freed_gib"] == ((WEIGHTS + CACHE) / 2**30, 1.0)
     assert found["drawn"] == [[drawn(PROMPT, i) for i in range(3)]] * 2
+    assert found["resets"] == ["reset_prefix_cache"]  # the first time, since a request came
     assert found["stays"] == [], "with a request under way it stays awake"
     assert found["scores"] == [[0.0, -4.0, -4.5, -5.0]]
     assert found["grown"].startswith("memory grows: "), found["grown"]
