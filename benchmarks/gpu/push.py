@@ -22,7 +22,7 @@ ENGINE_FRAC = 0.4
     engine           31.6 GiB   0.4 of 79
     trainer          11.2 GiB   12 bytes a weight: masters and two moments, in float32
     plain copy        3.7 GiB   its two buffers
-    two buckets       1.0 GiB   512 MiB each at most
+    two buckets       1.0 GiB   512 MiB each at most; on one GPU none
     CUDA, workspace   3.0 GiB
     all              50.5 GiB
 

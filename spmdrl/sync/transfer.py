@@ -3,7 +3,8 @@
 All copies and messages are listed once, when the transfer is built. A large piece is a message of
 its own. Where the live memory of a piece already is the message (contiguous, in the engine's
 dtype), a rank sends from it or receives into it; small pieces, casts and strided views go through
-a buffer. While bucket k travels, bucket k + 1 is packed and queued after it; while k + 1 travels, k
+a buffer. What a rank keeps for itself goes from shards to the engine at once, unless replicas
+gather. While bucket k travels, bucket k + 1 is packed and queued after it; while k + 1 travels, k
 is unpacked. There are two send and two receive buffers.
 """
 
@@ -61,11 +62,15 @@ class Transfer:
         self._gather_group = gathers.get(plan.replicas)
         self._targets = targets
         send_bytes, receive_bytes = plan.bucket_bytes
+        # Where all that this rank takes is its own, and nobody gathers it, nothing is received: the
+        # places of messages in a bucket are only counted.
+        is_own = self._gather_group is None and bool((plan.received.source == plan.rank).all())
+        receives_on = torch.device("meta") if is_own else world.wire
         self._send_buffers: list[Tensor] = []
         self._receive_buffers: list[Tensor] = []
         for _ in range(min(2, plan.num_buckets)):
             self._send_buffers.append(_new_buffer(send_bytes, world.wire))
-            self._receive_buffers.append(_new_buffer(receive_bytes, world.wire))
+            self._receive_buffers.append(_new_buffer(receive_bytes, receives_on))
         self._buckets = [self._build_bucket(index) for index in range(plan.num_buckets)]
 
     def run(self) -> None:

@@ -67,6 +67,39 @@ def test_any_mixture_of_live_and_computed_values_arrives():
         assert len(found) == 24 and not any(found.values()), found
 
 
+def test_a_rank_alone_copies_from_shards_to_the_engine_without_a_bucket(monkeypatch):
+    # A kind of copy for each dtype of the engine, so at most two calls for a bucket.
+    calls = []
+
+    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        calls.append(len(targets))
+        torch._foreach_copy_(targets, sources)
+
+    monkeypatch.setattr(transfer, "copy_all", counted)
+    boxes = {name: Box.whole(shape) for name, shape in SHAPES.items()}
+    dtypes = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}
+    held = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    parts = {name: Part.whole(name, shape) for name, shape in SHAPES.items()}
+    wants = [Want(name, box, dtypes[name]) for name, box in boxes.items()]
+    cuts = {name: TensorCut(shape) for name, shape in SHAPES.items()}
+    (plan,) = plan_all([cuts], [wants], parts, bucket_bytes=64)
+
+    def source(name: str, box: Box) -> Value:
+        return Value(held[name][tuple(slice(s, s + n) for s, n in zip(box.start, box.shape))])
+
+    live = SimpleNamespace(table=FileTable(parts), held=SimpleNamespace(value=source))
+    targets = [(want.box, torch.empty(want.box.shape, dtype=want.dtype)) for want in wants]
+    world = SimpleNamespace(wire=torch.device("cpu"))
+    own = Transfer(plan, live, world, targets=targets, gathers={})
+    buffers = [*own._send_buffers, *own._receive_buffers]
+    assert plan.num_buckets > 1 and plan.bucket_bytes[1] > 0
+    assert all(buffer.is_meta or not buffer.numel() for buffer in buffers)
+    own.run()
+    for want, (_, got) in zip(wants, targets):
+        assert torch.equal(got, held[want.name].to(want.dtype)), want.name
+    assert len(calls) <= 2 * plan.num_buckets
+
+
 def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.accumulate(itertools.repeat(1.0))  # each event takes a second
     monkeypatch.setattr(stream, "time", SimpleNamespace(perf_counter=lambda: next(clock)))

@@ -116,7 +116,7 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
         # An engine that sleeps has no cache yet when tensors arrive.
         free = used if run.engine_sleeps and axes.roles.shares_devices else 0
         causes["whole tensors of a reload"] = max(0, _whole_tensors(run) - free)
-    elif axes.roles.has_engines:
+    elif axes.roles.has_engines and axes.world_size > 1:  # one rank copies from shard to engine
         causes["stream buckets"] = 2 * weights // bucket_count(run, axes, nbytes=weights)
     resting = sum(causes.values())
     # An engine that sleeps frees its cache, and some kinds free their weights too.
