@@ -26,11 +26,13 @@ from spmdrl.model.model_shape import with_known_shape
 from spmdrl.report.config_sizes import config_sizes
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.sync.buckets import LARGEST
+from spmdrl.sync.change_choice import why_not
 from spmdrl.world.axes import axes_of
 from spmdrl.world.folder_lock import folder_problems
 from spmdrl.world.machine.gpus import check_driver
+from spmdrl.world.machine.hardware import CPU_LINK
 from spmdrl.world.mesh import MESH_AXES, mesh_shape
-from spmdrl.world.world import device_problem
+from spmdrl.world.world import device_problem, pick_backend
 
 _FEW_RANKS = 8
 
@@ -199,4 +201,27 @@ def stream_size(cfg: Config) -> dict[str, str]:
         buckets = f"about {-(-into_each // most)} of {most:,} bytes"
     else:
         buckets = f"1 (they may hold {most:,} bytes)"
+    pairs["later pushes"] = _later_pushes(cfg, into_each)
     return pairs | {"buckets": buckets}
+
+
+def _later_pushes(cfg: Config, into_each: int) -> str:
+    """Return whether pushes after the first send everything, or what changed, for people."""
+    everything = "everything, as the first"
+    if cfg.layout.roles.shares_devices:
+        return f"{everything}: engines drop their weights while they sleep"
+    if cfg.stream.mode == "reload":
+        return f"{everything}: stream.mode is reload"
+    if cfg.model.lora.pushes_adapter:
+        return "all adapters"
+    against = why_not(
+        cfg.stream,
+        CPU_LINK.at(cfg.stream.gbit_per_s),  # used on CPUs alone
+        busiest=into_each,
+        itemsize=getattr(torch, cfg.engine.dtype).itemsize,
+        is_on_gpu=pick_backend(cfg) == "nccl",
+    )
+    if against:
+        return f"{everything}: {against}"
+    every = f"every {cfg.stream.full_every} pushes" if cfg.stream.full_every else "never again"
+    return f"what changed since the push before, everything {every}"

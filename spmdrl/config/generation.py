@@ -65,6 +65,16 @@ class StreamSettings:
     mode: Literal["auto", "traced", "reload"] = "auto"
     """`traced` writes slices in place and refuses what it cannot prove; `reload` sends whole
     tensors through the engine's own loader; `auto` traces, and says why when it has to reload."""
+    delta: Literal["auto", "always", "never"] = "auto"
+    """Send only the elements that changed since the last push, in their new bits. Each trainer
+    keeps a copy of what it sent, in the engine's dtype. `auto`: on CPUs, where `gbit_per_s` is so
+    low that it saves time; see docs/stream.md."""
+    full_every: Natural = 100
+    """With `delta`, send everything every N pushes; 0 means at the first push, and where a checksum
+    differs."""
+    gbit_per_s: Annotated[float, within(1e-3, 1e5, zero="for that of the hardware")] = 0.0
+    """What a rank can send over its slowest link, where that is not what the hardware's data sheet
+    says. Sizes of buckets and `delta: auto` follow from it."""
     verify_every: Natural = 0
     """Compare per-chunk checksums every N pushes; 0 means after the first push only."""
     max_logprob_gap: Annotated[float, within(1e-9, 1000, zero="to have it chosen")] = 0.0

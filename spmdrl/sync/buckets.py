@@ -359,8 +359,12 @@ class Piece(NamedTuple):
     nbytes: int  # on the wire
 
 
-def pieces_of(slices: Slices, table: FileTable) -> Iterator[Piece]:
-    """Yield the boxes of each row, in order; a row whose elements are no box gives several."""
+def pieces_of(slices: Slices, table: FileTable, *, longest: int | None = None) -> Iterator[Piece]:
+    """Yield the boxes of each row, in order; a row whose elements are no box gives several.
+
+    Args:
+        longest: bytes; a box of more is cut at rows of its first dim.
+    """
     # Python integers: reading numpy scalars, or torch.dtype.itemsize (50 us), would take longer.
     itemsizes = ITEMSIZES.tolist()
     slots = zip(slices.source.tolist(), slices.target.tolist(), slices.offset.tolist())
@@ -368,7 +372,8 @@ def pieces_of(slices: Slices, table: FileTable) -> Iterator[Piece]:
     spans = zip(slices.first.tolist(), slices.last.tolist())
     rows = zip(slots, cells, spans, slices.want.tolist(), slices.dtype.tolist())
     for (source, target, offset), (file, start, shape), (first, last), want, dtype in rows:
-        for box in table.box(file, start, shape).span(first, last):
+        itemsize = itemsizes[dtype]
+        for box in _cut(table.box(file, start, shape).span(first, last), longest, itemsize):
             yield Piece(
                 source=source,
                 target=target,
@@ -377,5 +382,19 @@ def pieces_of(slices: Slices, table: FileTable) -> Iterator[Piece]:
                 name=table.names[file],
                 box=box,
                 dtype=DTYPES[dtype],
-                nbytes=box.numel * itemsizes[dtype],
+                nbytes=box.numel * itemsize,
             )
+
+
+def _cut(boxes: Iterator[Box], longest: int | None, itemsize: int) -> Iterator[Box]:
+    """Yield boxes of at most `longest` bytes, or of one row if that is more."""
+    for box in boxes:
+        nbytes = box.numel * itemsize
+        if longest is None or nbytes <= longest:
+            yield box
+            continue
+        row = nbytes // box.shape[0]
+        rows = max(1, longest // row)
+        for first in range(0, box.shape[0], rows):
+            count = min(rows, box.shape[0] - first)
+            yield Box((box.start[0] + first, *box.start[1:]), (count, *box.shape[1:]))

@@ -231,7 +231,7 @@ def _gather_digests(table: FileTable, held: bytes, wanted: bytes, world: World) 
 
     Raises: Refusal on every rank when they have different file tensors.
     """
-    own = _Digests(table.digest(), _digest(held), _digest(wanted), _link(world))
+    own = _Digests(table.digest(), _digest(held), _digest(wanted), link_of(world))
     digests = gather_objects(own, group=world.control)
     for rank, other in enumerate(digests):
         if other.table != digests[0].table:
@@ -262,15 +262,17 @@ def _gather_descriptions(
     return [(ranks, bytes_from(ranks[0], own, group=world.control)) for ranks in groups]
 
 
-def _link(world: World) -> LinkCost:
+def link_of(world: World) -> LinkCost:
     """Return what messages over this rank's links cost.
 
     A GPU that is not in the table of hardware counts as an A100, a careful guess.
     """
     if world.wire.type == "cpu":
-        return CPU_LINK
-    gpu = known_gpu(torch.cuda.get_device_name(world.device)) or GPUS["A100"]
-    return gpu_link(gpu, is_one_node=world.world_size <= torch.cuda.device_count())
+        link = CPU_LINK
+    else:
+        gpu = known_gpu(torch.cuda.get_device_name(world.device)) or GPUS["A100"]
+        link = gpu_link(gpu, is_one_node=world.world_size <= torch.cuda.device_count())
+    return link.at(world.cfg.stream.gbit_per_s)
 
 
 def _gather_traffic(

@@ -14,6 +14,7 @@ from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.load import model_folder
 from spmdrl.model.tensor_parts import Box
 from spmdrl.sync.buckets import LARGEST
+from spmdrl.sync.change_choice import Moved
 from spmdrl.sync.negotiation import make_plans
 from spmdrl.sync.tables import LiveShards, Want
 from spmdrl.sync.transfer import Transfer, make_gather_groups
@@ -71,9 +72,11 @@ class ReloadedTensors:
     def release(self) -> None:
         """Do nothing: no buffers stay after `move`."""
 
-    def move(self) -> None:
+    def move(self, *, is_full: bool = True) -> Moved:
         """Let every engine load every tensor's current value.
 
+        Args:
+            is_full: has no effect: everything is sent.
         Raises: RuntimeError on every rank when an engine cannot.
         """
         self._live.refresh()
@@ -89,6 +92,7 @@ class ReloadedTensors:
                 raise RuntimeError(
                     f"vLLM could not reload the weights: {type(error).__name__}: {error}"
                 ) from error
+        return Moved(sum(plan.nbytes for plan in self.plans))
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor whole (on inference ranks), those of one plan at a time."""

@@ -98,6 +98,7 @@ class WeightStream:
         Args:
             version: of the policy. The engines learn it, and drop their cached prefixes.
         Returns: the sums of Handover.wake_cache; sync/bytes, which leave all trainers together;
+            sync/changed_frac, if only what changed was sent: elements that did, of all;
             sync/seconds and sync/gb_per_s (1e9 bytes), by this rank's clock, from when all ranks
             have arrived.
         Raises: RuntimeError on every rank when a checksum differs, or an engine's loader fails.
@@ -111,8 +112,9 @@ class WeightStream:
         with self._world.watch.wait("push", version):
             began = time.perf_counter()
             self._handover.wake_weights()
+            moved = []
             for tensors in pushed:
-                tensors.move()
+                moved.append(tensors.move())
                 if tensors not in self._later:
                     tensors.release()
             if self.mode == "traced":
@@ -122,13 +124,17 @@ class WeightStream:
             if self._world.device.type == "cuda":
                 torch.cuda.synchronize(self._world.device)
         seconds = time.perf_counter() - began
-        nbytes = _nbytes(pushed)
+        nbytes = sum(own.nbytes for own in moved)
+        changed = sum(own.changed for own in moved)
+        compared = sum(own.compared for own in moved)
         if self._world.is_inference:
             self._engine.weights_changed(version)
         self._pushes += 1
         every = self._cfg.verify_every
         if is_first or (every and self._pushes % every == 0):
-            self.verify(version)
+            self._prove(version, may_push_again=compared > 0)
+        if compared:
+            woken["sync/changed_frac"] = (float(changed), float(compared))
         return woken | {
             "sync/bytes": (float(nbytes), 1.0),
             "sync/seconds": (seconds, 1.0),
@@ -144,10 +150,22 @@ class WeightStream:
 
         Raises: RuntimeError on every rank, naming engine, tensor and both sums.
         """
-        with self._world.watch.wait("verify push", version):
-            problems = []
-            for tensors in self._first:
-                problems += tensors.differences()
+        self._prove(version, may_push_again=False)
+
+    def _prove(self, version: int, *, may_push_again: bool) -> None:
+        """Verify a push. Args: may_push_again: where sums differ, send everything once more."""
+        problems = self._differences(version)
+        if problems and may_push_again:
+            log.warning(
+                "push %d: after a push of what changed, engine weights differ from the trainers'; "
+                "everything is sent again\n%s",
+                version,
+                bullet_list(problems),
+            )
+            with self._world.watch.wait("push", version):
+                for tensors in self._later:
+                    tensors.move(is_full=True)
+            problems = self._differences(version)
         if problems:
             raise RuntimeError(
                 f"push {version}: engine weights differ from the trainers'\n{bullet_list(problems)}"
@@ -156,6 +174,14 @@ class WeightStream:
             if self._world.is_inference:
                 self._engine.weights_changed(version)
             self.probe(self._probed, version=version)
+
+    def _differences(self, version: int) -> list[str]:
+        """Return what differs, on every rank."""
+        with self._world.watch.wait("verify push", version):
+            problems = []
+            for tensors in self._first:
+                problems += tensors.differences()
+        return problems
 
     def probe(self, sequences: Sequence[Sequence[int]], *, version: int = 0) -> Sums:
         """Score token sequences by engines and trainers and compare.
@@ -209,16 +235,29 @@ class WeightStream:
                 bullet_list(problems),
             )
         self.mode = "reload" if self._cfg.mode == "reload" or problems else "traced"
+        if self.mode == "reload" and self._cfg.delta == "always":
+            raise Refusal(
+                "stream.delta: always, but this engine's weights cannot be written in place (the "
+                "log says why), and its own loader takes whole tensors; take auto or never"
+            )
         if self.mode == "reload" and sent.adapter is not None:
             raise Refusal(
                 "model.lora.push: adapter, but this engine's weights cannot be "
                 "written in place (the log says why); push merged"
             )
+        # An engine that shares its devices drops its weights while it sleeps.
+        may_send_changes = not world.cfg.layout.roles.shares_devices
         self._weights: TracedTensors | ReloadedTensors
         if self.mode == "reload":
             self._weights = ReloadedTensors(world, names=sent.names, engine=self._engine, live=live)
         else:
-            self._weights = TracedTensors(world, kind="weights", copies=copies, live=live)
+            self._weights = TracedTensors(
+                world,
+                kind="weights",
+                copies=copies,
+                live=live,
+                may_send_changes=may_send_changes and not sent.frozen and sent.adapter is None,
+            )
         # What the first push moves, and what later ones do.
         self._first: list[TracedTensors | ReloadedTensors] = [self._weights]
         self._later = self._first
@@ -230,11 +269,18 @@ class WeightStream:
         elif (
             self.mode == "traced"
             and sent.frozen
-            # An engine that shares its devices drops all weights while it sleeps, also frozen ones.
-            and not world.cfg.layout.roles.shares_devices
+            and may_send_changes  # else frozen weights are dropped too
         ):
             changing = [copy for copy in copies if copy.name not in sent.frozen]
-            self._later = [TracedTensors(world, kind="changing", copies=changing, live=live)]
+            self._later = [
+                TracedTensors(
+                    world,
+                    kind="changing",
+                    copies=changing,
+                    live=live,
+                    may_send_changes=may_send_changes,
+                )
+            ]
 
     def _trace(self) -> tuple[list[Copy], list[str]]:
         """Return the loader's copies on this rank, and the reasons against writing in place."""

@@ -202,7 +202,7 @@ class _Message:
         return self._buffer[self._begin : self.end]
 
 
-class _Copies:
+class CopyList:
     """Tensors to write, and the values to write into them, of the same shapes.
 
     Live values are copied in groups, in which all pairs have the same dtypes and devices, and are
@@ -239,9 +239,9 @@ class _Copies:
 class _Bucket:
     """What one rank does for one bucket."""
 
-    pack: _Copies = field(default_factory=_Copies)
+    pack: CopyList = field(default_factory=CopyList)
     operations: list[dist.P2POp] = field(default_factory=list)
-    unpack: _Copies = field(default_factory=_Copies)
+    unpack: CopyList = field(default_factory=CopyList)
 
     def start(self) -> Sequence[dist.Work]:
         if not self.operations:

@@ -26,7 +26,7 @@ _MOST_PROBLEMS = 8  # spelled out in a message
 _ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
 """Bounds the int64 temporaries of a checksum: 8 MB each, and 128 MB on GPUs, where a smaller strip
 takes as long as the launches of its kernels."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """{bytes of an element: the integer dtype that shows its bits}."""
 
 
@@ -70,7 +70,7 @@ def layout_problems(copies: Sequence[Copy], reader: CheckpointReader) -> list[st
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    integer = _INTEGERS[b.element_size()]
+    integer = INTEGERS[b.element_size()]
     return torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
@@ -151,7 +151,7 @@ def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=view.device)
     strides = torch.empty(tuple(shape), device="meta").stride()
     for part, values in _strips(view, box):
-        integer = _INTEGERS[values.element_size()]
+        integer = INTEGERS[values.element_size()]
         bits = values.contiguous().view(integer).to(torch.int64)
         position = torch.zeros((), dtype=torch.int64, device=view.device)
         for dim, stride in enumerate(strides):
@@ -198,7 +198,7 @@ def flip_bits(model: nn.Module, names: Collection[str]) -> None:
 def _bits(tensor: Tensor) -> Tensor:
     """Return a view of a tensor that `bitwise_not` takes."""
     bits = tensor.detach()
-    return bits if bits.dtype == torch.bool else bits.view(_INTEGERS[bits.itemsize])
+    return bits if bits.dtype == torch.bool else bits.view(INTEGERS[bits.itemsize])
 
 
 def _strips(view: Tensor, box: Box) -> Iterator[tuple[Box, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -169,6 +170,7 @@ def test_a_folder_without_weights_can_be_planned_with_and_is_named(tiny_model, t
     (folder / "model.safetensors").unlink()
     status, out, err = shown(config(folder, tmp_path), capsys)
     assert status == 3 and "bytes per push" in out
+    assert re.search("later pushes +everything, as the first: over links of 16 Gbit/s", out)
     assert f"here the run would stop: model.path: {folder} has no files of weights" in err
 
 

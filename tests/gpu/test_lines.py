@@ -10,10 +10,11 @@ import torch
 
 from benchmarks.gpu.parts import PARTS
 from spmdrl.checkpoint.state import rng_state, set_rng_state
+from spmdrl.config import Config
 from spmdrl.model.flops import device_peak_flops
 from spmdrl.report.provenance import describe_environment
 from spmdrl.same_run.made_of import device_name
-from spmdrl.sync.negotiation import _link
+from spmdrl.sync.negotiation import link_of
 from spmdrl.world.machine.live_bytes import free_bytes, peak_bytes
 from tests.gpu.cuda_lines import BY_NATURE, functions, places, table
 from tests.gpu.fake_cuda import DEVICE, NAME
@@ -71,11 +72,11 @@ def test_memory_is_asked_of_the_device_when_it_is_done(gpu):
 def test_rates_of_a_known_gpu_are_taken(gpu, monkeypatch):
     assert device_peak_flops(DEVICE, dtype="bfloat16") == 989e12
     assert device_peak_flops(DEVICE, dtype="float32") is None
-    world = SimpleNamespace(wire=DEVICE, device=DEVICE, world_size=1)
-    h100 = _link(world)
+    world = SimpleNamespace(wire=DEVICE, device=DEVICE, world_size=1, cfg=Config())
+    h100 = link_of(world)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA L4")
     assert device_peak_flops(DEVICE, dtype="bfloat16") is None
-    a100 = _link(world)  # the careful guess for what is not listed
+    a100 = link_of(world)  # the careful guess for what is not listed
     assert a100 != h100
 
 

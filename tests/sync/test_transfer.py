@@ -13,6 +13,7 @@ import torch.distributed as dist
 from spmdrl.model.cuts import TensorCut
 from spmdrl.model.tensor_parts import Box, Part, Value
 from spmdrl.sync import stream, transfer
+from spmdrl.sync.change_choice import Moved
 from spmdrl.sync.tables import FileTable, Want
 from spmdrl.sync.transfer import Transfer
 from tests.helpers.ranks import run_ranks
@@ -105,8 +106,11 @@ def test_a_push_is_timed_from_when_all_ranks_are_there(monkeypatch: pytest.Monke
     monkeypatch.setattr(stream, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(stream, "await_all", lambda group: [next(clock) for _ in range(100)])
 
-    plan = SimpleNamespace(nbytes=6 * 10**9)
-    weights = SimpleNamespace(move=lambda: next(clock), plans=[plan])
+    def move() -> Moved:
+        next(clock)
+        return Moved(6 * 10**9)
+
+    weights = SimpleNamespace(move=move)
     pushing = object.__new__(stream.WeightStream)
     vars(pushing).update(
         mode="traced",
@@ -148,7 +152,7 @@ def test_copies_of_one_call_have_the_same_dtypes_and_are_dense_or_not(monkeypatc
         (torch.zeros(3, 4, dtype=torch.bfloat16), source + 3),
         (torch.zeros(3, 4, dtype=torch.bfloat16), source.bfloat16()),
     ]
-    copies = transfer._Copies()
+    copies = transfer.CopyList()
     for target, value in pairs:
         copies.add([target], [Value(value)])
     copies.run()

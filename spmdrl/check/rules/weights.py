@@ -157,6 +157,32 @@ WEIGHTS: list[Rule] = [
         "take auto, or push merged",
         "not built",
     ),
+    # ------------------------------------------------------------------ pushes of what changed
+    Rule(
+        ("stream.delta", "layout.placement"),
+        lambda cfg: cfg.stream.delta == "always" and cfg.layout.roles.shares_devices,
+        "engines drop their weights while they sleep",
+        "take auto or never",
+        "not built",
+    ),
+    Rule(
+        ("stream.delta", "stream.mode"),
+        lambda cfg: cfg.stream.delta == "always" and cfg.stream.mode == "reload",
+        "the engine's own loader takes whole tensors",
+        "take auto or never",
+    ),
+    Rule(
+        ("stream.delta", "model.lora.push"),
+        lambda cfg: cfg.stream.delta == "always" and cfg.model.lora.pushes_adapter,
+        "adapters are small, and all of them changes in each step",
+        "take auto or never",
+    ),
+    *unused(
+        ["stream.full_every"],
+        "stream.delta",
+        lambda cfg: cfg.stream.delta == "never",
+        "take auto or always, or leave it out",
+    ),
     # ------------------------------------------------------------------ routers
     Rule(
         ("model.moe.balance", "model.lora"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spmdrl.plain import record
 
@@ -40,6 +40,12 @@ class LinkCost:
     round_s: float  # before the first byte of messages that start together
     message_s: float  # each of them
     copy_bytes_per_s: float  # from memory to memory of one device
+
+    def at(self, gbit_per_s: float) -> LinkCost:
+        """Return the same with another rate in 1e9 bits/s; 0 for none."""
+        if not gbit_per_s:
+            return self
+        return replace(self, bytes_per_s=gbit_per_s * 1e9 / 8)
 
 
 CPU_LINK = LinkCost(2e9, 1e-3, 50e-6, 4e9)
