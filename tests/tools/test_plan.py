@@ -24,6 +24,7 @@ from spmdrl.tools.plan.engine_memory import (
 from spmdrl.tools.plan.run import Run, rates_of, run_of
 from spmdrl.tools.plan.search import best_plans, layouts, make_plan
 from spmdrl.tools.plan.seconds import step_seconds
+from spmdrl.tools.plan.slower_links import push_lines
 from spmdrl.tools.plan.traffic import Flow, push_flows, trainer_flows
 from spmdrl.world.axes import Axes, rank_problems
 from tests.helpers.runs import ROOT
@@ -229,6 +230,18 @@ def test_a_push_leaves_the_trainers_once_for_all_replicas(shapes):
     flows = {f.name: f.bytes for f in push_flows(_run(shape), Axes("split", 8, 4))}
     assert flows["stream"] == pytest.approx(2 * shape.numel / 4, rel=1e-3)
     assert flows["stream among replicas"] == pytest.approx(2 * shape.numel * 3 / 4, rel=1e-3)
+
+
+def test_a_push_over_slower_links_is_planned_with_everything_and_with_what_changed(shapes):
+    run = _run(shapes["qwen3-8b"])
+    lines = list(push_lines(run, Axes("split", 8, 4)))
+    rows = [list(map(float, line.split())) for line in lines[2:]]
+    assert [row[0] for row in rows] == [400, 25, 1]
+    for _, everything, changed in rows:
+        assert 0 < changed < everything
+    _, everything, changed = rows[-1]
+    assert changed / everything == pytest.approx(0.075, rel=0.05)  # 3 bytes for 5% of the elements
+    assert rows[-1][1] > 15 * rows[-2][1]
 
 
 def test_a_reload_brings_whole_tensors_to_each_engine_rank(shapes):

@@ -117,7 +117,7 @@ def bucket_count(run: Run, axes: Axes, *, nbytes: float) -> int:
         return max(1, math.ceil(nbytes / run.cfg.stream.bucket_bytes))
     own = _messages(axes)
     is_gathered = axes.replicas > 1
-    return best_count(nbytes, _link(run, axes), messages=own, is_gathered=is_gathered)
+    return best_count(nbytes, link_of(run, axes), messages=own, is_gathered=is_gathered)
 
 
 def rounds_s(run: Run, axes: Axes, *, nbytes: float) -> float:
@@ -125,10 +125,10 @@ def rounds_s(run: Run, axes: Axes, *, nbytes: float) -> float:
     own = _messages(axes)
     is_gathered = axes.replicas > 1
     count = bucket_count(run, axes, nbytes=nbytes)
-    return overhead_s(nbytes, count, _link(run, axes), messages=own, is_gathered=is_gathered)
+    return overhead_s(nbytes, count, link_of(run, axes), messages=own, is_gathered=is_gathered)
 
 
-def _link(run: Run, axes: Axes) -> LinkCost:
+def link_of(run: Run, axes: Axes) -> LinkCost:
     """Return the links of an H100: the overhead hardly depends on the kind of GPU."""
     return gpu_link(GPUS["H100"], is_one_node=axes.world_size <= 8) if run.on_gpu else CPU_LINK
 

@@ -11,6 +11,7 @@ from spmdrl.tools.plan.engine_memory import best_num_seqs
 from spmdrl.tools.plan.memory import Memory
 from spmdrl.tools.plan.run import FORMULA_RATES, Rates, Run
 from spmdrl.tools.plan.search import Plan
+from spmdrl.tools.plan.slower_links import push_lines
 from spmdrl.world.axes import Axes
 
 _GIB = 2**30
@@ -26,6 +27,8 @@ def page(plan: Plan, best: Sequence[Plan], *, run: Run, rates: Rates) -> Iterato
     ]
     if not plan.problems:
         parts += [_flow_lines(plan, rates), _second_lines(plan, run)]
+        slower = list(push_lines(run, plan.axes))
+        parts += [slower] if slower else []
         parts += [_best_lines(best)] if best else []
     for at, lines in enumerate(parts):
         yield from [""] if at else []

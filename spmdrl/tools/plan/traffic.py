@@ -158,12 +158,9 @@ def _slice_flows(run: Run, axes: Axes) -> list[Flow]:
     """Return the flows of slices that are written in place: a trainer sends its part of a copy for
     each tp rank of an engine (or what an engine rank takes, where that is more), an engine rank its
     part to the other replicas."""
-    whole = engine_weight_bytes(run, axes)
-    if run.cfg.model.lora.pushes_adapter:  # of a layer that tp cuts, every rank has one whole
-        whole = run.engine_bytes * run.lora_numel
+    whole, busiest = busiest_bytes(run, axes)
     flows = []
     if axes.roles.overlaps:
-        busiest = whole * max(axes.inference_tp / axes.trainers, 1 / axes.replicas)
         rounds = rounds_s(run, axes, nbytes=whole)
         flows.append(Flow("stream", busiest, 0, axes.world_size, rounds_s=rounds))
     if axes.replicas > 1:
@@ -171,6 +168,15 @@ def _slice_flows(run: Run, axes: Axes) -> list[Flow]:
         buckets = bucket_count(run, axes, nbytes=whole)
         flows.append(Flow("stream among replicas", whole * share, buckets, axes.engines))
     return flows
+
+
+def busiest_bytes(run: Run, axes: Axes) -> tuple[float, float]:
+    """Return the bytes that an engine rank takes, and those that the busiest rank sends or receives
+    between trainers and engines."""
+    whole = engine_weight_bytes(run, axes)
+    if run.cfg.model.lora.pushes_adapter:  # of a layer that tp cuts, every rank has one whole
+        whole = run.engine_bytes * run.lora_numel
+    return whole, whole * max(axes.inference_tp / axes.trainers, 1 / axes.replicas)
 
 
 def _reload_flows(run: Run, axes: Axes) -> list[Flow]:

@@ -78,6 +78,8 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
         sent = state * run.engine_bytes
         whole = run.shape.numel * run.engine_bytes
         causes["stream buckets"] = 2 * sent // bucket_count(run, axes, nbytes=whole)
+        if run.cfg.stream.delta == "always":
+            causes["copy of the last push"] = sent
     if run.on_gpu:
         causes["CUDA context"] = CUDA_CONTEXT
     resting = sum(causes[name] for name in ("weights", "optimizer", "other models"))
