@@ -18,6 +18,7 @@ FILES = (
     "tests/algorithms/test_token_advantages.py",
     "tests/gpu/test_head_kernels.py",
     "tests/model/test_context_parallel.py",
+    "tests/model/test_expert_room.py",
     "tests/model/test_sinks.py",
 )
 """Those with tests that are marked gpu. To collect the whole suite for them takes a minute."""

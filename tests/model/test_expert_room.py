@@ -20,6 +20,7 @@ from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import LoraForm
 from spmdrl.model.parallel import expert_parallel, expert_room
 from spmdrl.model.parallel.expert_room import Room
+from spmdrl.model.transformers_internals import grouped_linear
 from spmdrl.train.microbatches import prepare
 from tests.helpers.built import changed, training
 from tests.helpers.ranks import run_ranks
@@ -207,3 +208,15 @@ def test_rows_with_few_routes_have_no_room_on_any_rank(num_tokens: int, has_room
     for rank in (0, 1):
         room = expert_room._room(ranks, rank=rank, num_layers=1, copies=2)
         assert (room is not None) == has_room
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_experts_of_a_rank_that_gets_no_row_have_zero_gradients(device) -> None:
+    # Not None: ranks that have the same experts wait for each other to reduce their gradients.
+    rows = torch.empty(0, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weight = torch.ones(4, 32, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    offsets = torch.zeros(4, dtype=torch.int32, device=device)
+    out = grouped_linear(rows * 1, weight, offsets)
+    assert out.shape == (0, 32)
+    (out * out.new_ones(0, 1)).sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
