@@ -143,16 +143,21 @@ def steps_of(metrics: str, *, first: int) -> tuple[int, dict[str, float]]:
     return len(rows), {n: statistics.fmean(row.get(n, 0.0) for row in rows) for n in names}
 
 
-def draw_all(engine: Any, asked: list[Any]) -> float:
-    """Return the seconds that an engine takes for requests, each drawn to its full length."""
-    began, tokens = time.perf_counter(), 0
+def draw_all(engine: Any, asked: list[Any]) -> tuple[float, list[list[int]]]:
+    """Return the seconds that an engine takes for requests, each drawn to its full length, and the
+    tokens of each."""
+    done: dict[str, Any] = {}
+    began = time.perf_counter()
     for request in asked:
         engine.add(request)
     while engine.is_busy:
-        tokens += sum(len(done.tokens) for done in engine.step())
+        for completion in engine.step():
+            done[completion.key] = completion.tokens
     seconds = time.perf_counter() - began
-    assert tokens == sum(request.max_tokens for request in asked), f"{tokens} tokens were drawn"
-    return seconds
+    tokens = [done[request.key].tolist() for request in asked]
+    lengths = [len(own) for own in tokens]
+    assert lengths == [request.max_tokens for request in asked], f"{sum(lengths)} tokens were drawn"
+    return seconds, tokens
 
 
 def scalars_of(lengths: Any, response_lengths: Any) -> Any:

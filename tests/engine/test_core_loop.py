@@ -19,6 +19,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.outputs import LogprobsLists
 
 from spmdrl.engine.protocol import Request, Truncation
+from spmdrl.engine.vllm import patches
 from spmdrl.engine.vllm.core_loop import CoreLoop, Drawn
 from spmdrl.engine.vllm.requests import GroupRequests
 from spmdrl.model_inputs import MultimodalItem, MultimodalItems, TokenIds
@@ -207,3 +208,36 @@ def test_asynchronous_scheduling_prepares_a_step_while_the_last_one_runs(llm):
     order = pipeline.events.index
     for step in range(1, 4):
         assert order(f"schedule {step + 1}") < order(f"wait {step}")
+
+
+# --------------------------------------------------------------------------- random numbers
+
+
+def test_numbers_that_are_drawn_ahead_are_those_that_vllm_draws_one_by_one():
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    patches.draw_numbers_ahead()
+    patched = TopKTopPSampler.forward_cpu
+    patches.draw_numbers_ahead()
+    assert TopKTopPSampler.forward_cpu is patched, "a second call changes nothing"
+    plain = patched.__wrapped__
+    sampler = TopKTopPSampler("processed_logprobs")
+
+    def run(draw: Any) -> list[list[float]]:
+        """Draw 80 steps of rows that come, go and move, some without a generator."""
+        torch.manual_seed(0)
+        noise = torch.Generator().manual_seed(1)
+        generators = {row: torch.Generator().manual_seed(2**62 + row) for row in (0, 2, 3)}
+        found = []
+        for step in range(80):
+            if step == 30:
+                generators[1] = generators.pop(3)
+            if step == 50:
+                del generators[0]
+            logits = torch.randn(5, 40, generator=noise)
+            cut = torch.full((5,), 0.8) if step % 3 == 0 else None
+            tokens, logprobs = draw(sampler, logits, generators, None, cut)
+            found.append([*tokens.tolist(), *logprobs.flatten().tolist()])
+        return found
+
+    assert run(patched) == run(plain)

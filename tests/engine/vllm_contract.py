@@ -88,6 +88,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("v1/executor/uniproc_executor.py", "UniProcExecutor.shutdown"),
     ("v1/executor/uniproc_executor.py", "UniProcExecutor.driver_worker"),
     ("v1/kv_cache_interface.py", "FullAttentionSpec"),
+    ("v1/sample/ops/topk_topp_sampler.py", "TopKTopPSampler.forward_cpu"),
     ("v1/worker/gpu_worker.py", "Worker.reload_weights"),
     ("v1/worker/gpu_worker.py", "Worker.use_v2_model_runner"),
     *((file, "GPUModelRunner.get_model") for file in _RUNNERS),
@@ -113,6 +114,10 @@ TEXTS = {
     "asynchronous scheduling has a queue of steps": (
         "v1/engine/core.py",
         "self.step if self.batch_queue is None else self.step_with_batch_queue",
+    ),
+    "the sampler takes one number per request": (
+        "v1/sample/ops/topk_topp_sampler.py",
+        "            seeds[i] = torch.randint(\n                0, 2**31, (1,), generator=gen",
     ),
     "requests without a seed draw one": ("v1/worker/gpu/sample/states.py", "np.random.randint"),
     "reloads know their configuration": (

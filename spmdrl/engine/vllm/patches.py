@@ -10,7 +10,7 @@ keep_transformers_classes  models.transformers.base.Base, support_torch_compile
 keep_head_bias             ParallelLMHead._register_bias   once a second loading keeps the bias
 count_own_ranks            models.gpt_oss.MLPBlock         once it asks no rank but its engine's
 add_phimoe_head_bias       models.phimoe.PhiMoEForCausalLM.compute_logits   once it adds the bias
-patch_cpu_build            applies the next six
+patch_cpu_build            applies the next seven
 inspect_models_here        model_executor.models.registry._run_in_subprocess
                                                     once that is an option
 keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_gemm
@@ -22,6 +22,8 @@ route_in_one_group         fused_moe.router.cpu_router.CPURouter (0.32, 0.33)
                                                     once it knows such routers
 keep_expert_weights_live   fused_moe.experts.cpu_moe.CPUUnquantizedExperts (0.32, 0.33)
                                                     once CPU experts may stay unpacked
+draw_numbers_ahead         sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu (0.32, 0.33)
+                                                    once it makes no call per request
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from collections.abc import Callable
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+_NUMBERS_AHEAD = 32
 _ADDED = ("__init__", "__call__", "save_aot_compiled_function", "_ignore_compile_vllm")
 
 
@@ -175,6 +179,7 @@ def patch_cpu_build() -> None:
     rotate_every_head()
     route_in_one_group()
     keep_expert_weights_live()
+    draw_numbers_ahead()
 
 
 def inspect_models_here() -> None:
@@ -349,3 +354,48 @@ def _activate(activation: Any, output: Tensor, rows: Tensor) -> None:
         output.copy_(SwigluOAIAndMul.forward_native(numbers, rows))  # type: ignore[arg-type]
     else:
         apply_moe_activation(activation, output, rows)
+
+
+def draw_numbers_ahead() -> None:
+    """Have the sampler take each request's random numbers from its generator many at a time.
+
+    vLLM takes one number per request and step, by several calls of torch: for 64 requests that is a
+    twentieth of a step of a small model. A generator yields the same numbers either way, so the
+    same tokens are drawn.
+    """
+    from vllm import _custom_ops  # noqa: F401, it loads the kernels
+    from vllm.v1.sample.ops import topk_topp_sampler as sampler
+
+    draw = sampler.TopKTopPSampler.forward_cpu
+    has_kernel = hasattr(torch.ops._C, "fused_gumbel_argmax")  # 0.24 draws otherwise
+    if hasattr(draw, "__wrapped__") or not has_kernel:
+        return
+    ahead: WeakKeyDictionary[torch.Generator, list[int]] = WeakKeyDictionary()
+
+    def next_number(generator: torch.Generator) -> int:
+        numbers = ahead.setdefault(generator, [])
+        if not numbers:
+            drawn = torch.randint(0, 2**31, (_NUMBERS_AHEAD,), generator=generator)
+            numbers.extend(reversed(drawn.tolist()))
+        return numbers.pop()
+
+    @wraps(draw)
+    def forward(
+        self: Any,
+        logits: Tensor,
+        generators: dict[int, torch.Generator],
+        k: Tensor | None,
+        p: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """logits: [N, V]; generators: by row."""
+        if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
+            return draw(self, logits, generators, k, p)
+        logits = sampler.apply_top_k_top_p(logits, k, p)
+        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        numbers = torch.randint(0, 2**31, (len(logits),))
+        if generators:
+            own = [next_number(generator) for generator in generators.values()]
+            numbers[[*generators]] = torch.tensor(own)
+        return torch.ops._C.fused_gumbel_argmax(logits.float(), numbers), logprobs
+
+    sampler.TopKTopPSampler.forward_cpu = forward
