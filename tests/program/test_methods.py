@@ -219,7 +219,7 @@ class _World(World):
 
 
 class _Engines:
-    """Stands where make_engine finds `Engine`: gives every run the same real engine, as built.
+    """Stands where make_engine finds `VllmEngine`: gives every run the same real engine, as built.
 
     Building it is 10 s of each start. The first push of a run writes that run's weights into it,
     and the loop's own proofs compare them.
@@ -248,10 +248,10 @@ class _Engines:
 def _run_all(configs: dict[str, Config]) -> dict[str, str]:
     """Run each config by `train.train`; return the traceback of each that raised."""
     import train
-    from spmdrl.engine import vllm
+    from spmdrl.engine.vllm import engine as vllm_engine
     from spmdrl.report import report
 
-    vllm.VllmEngine = engines = _Engines()
+    vllm_engine.VllmEngine = engines = _Engines()
     report.draw = lambda *runs, **options: False  # the picture at the end: half of a run's time
     world, failures = _World.start(next(iter(configs.values()))), {}
     for name, cfg in configs.items():
@@ -259,6 +259,7 @@ def _run_all(configs: dict[str, Config]) -> dict[str, str]:
             train.train(cfg, dataclasses.replace(world, cfg=cfg))
         except Exception:
             failures[name] = traceback.format_exc()
+    assert engines._engine is not None, "the runs have not shared one engine"
     engines.close()
     World.close(world)
     return failures
