@@ -14,8 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spmdrl.columns import AllToAll, TokenColumn, column_class
+from spmdrl.columns import AllToAll, RouterRoutes, TokenColumn, column_class
 from spmdrl.data.microbatch_plan import Partition, partition
+from spmdrl.data.prefix_tree import surely_shared
 from spmdrl.errors import Refusal, RewardFailed
 from spmdrl.plain import pack, unpack
 from spmdrl.types import Batch, Microbatch, Rollouts, Scalars, Sums, Tokens, join_sums, round_sums
@@ -34,6 +35,8 @@ class _GatheredBatch:
     samples: tuple[dict, ...]
     columns: dict[str, TokenColumn]
     """This rank's extra columns, with the keys of all ranks."""
+    shared: Tensor
+    """[S] int64, tokens that a sequence surely shares with the one before it, of its group."""
 
     @property
     def added_cost(self) -> Tensor | None:
@@ -100,6 +103,7 @@ def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
         num_updates=cfg.updates_per_step,
         whole_groups=world.cfg.objective.trains_on_pairs,
         added=table.added_cost,
+        shared=table.shared,
     )
     received, starts = _move(rollouts, table, plan=plan, world=world, step=step)
     return Batch(
@@ -120,28 +124,60 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _GatheredBatch:
         key: column.describe(rollouts.scalars.lengths)
         for key, column in rollouts.extra_columns.items()
     }
-    payload = pack((vars(rollouts.scalars), rollouts.sums, rollouts.samples, described))
+    shared = _shared_tokens(rollouts) if world.shares_prefixes else [0] * len(rollouts.scalars)
+    payload = pack((vars(rollouts.scalars), rollouts.sums, rollouts.samples, described, shared))
     # The sizes arrive when every rank has its rollouts, so this is the wait for the other role.
     with world.watch.wait("await rollouts", step):
         sizes = gather_sizes(payload, group=world.control)
     with world.watch.wait("exchange scalars", step):
         payloads = gather_bytes(payload, sizes, group=world.control)
-    of_ranks, sums, samples, descriptions = zip(*map(unpack, payloads))
+    of_ranks, sums, samples, descriptions, shares = zip(*map(unpack, payloads))
     parts = [Scalars(**own) for own in of_ranks]
     scalars = Scalars.concat(parts)
     # Sort by (group, sample), so that the batch does not depend on where sequences were sampled.
     num_samples = int(scalars.sample_ids.max()) + 1 if len(scalars) else 1
-    order = torch.argsort(scalars.group_ids * num_samples + scalars.sample_ids, stable=True)
+    order = _by_group(scalars, num_samples=num_samples)
     counts = torch.tensor([len(part) for part in parts])
     rows = torch.empty_like(order).index_copy(0, order, torch.arange(len(order)))
+    sources = torch.arange(len(parts)).repeat_interleave(counts)[order]
+    groups = scalars.group_ids[order]
+    # Sequences of two ranks are not compared.
+    is_compared = torch.zeros(len(order), dtype=torch.bool)
+    is_compared[1:] = (groups.diff() == 0) & (sources.diff() == 0)
+    own_shares = torch.tensor([count for own in shares for count in own], dtype=torch.int64)
     return _GatheredBatch(
         scalars=Scalars(**{name: column[order] for name, column in vars(scalars).items()}),
-        sources=torch.arange(len(parts)).repeat_interleave(counts)[order],
+        sources=sources,
+        shared=torch.where(is_compared, own_shares[order], 0),
         positions=_ranges(torch.zeros_like(counts), counts)[order],
         sums=round_sums(join_sums(*sums)),
         samples=tuple(sample for part in samples for sample in part),
         columns=_agree_on_columns(rollouts, descriptions, rows.split(counts.tolist())),
     )
+
+
+def _by_group(scalars: Scalars, *, num_samples: int) -> Tensor:
+    return torch.argsort(scalars.group_ids * num_samples + scalars.sample_ids, stable=True)
+
+
+def _shared_tokens(rollouts: Rollouts) -> list[int]:
+    """Return for each sequence of this rank the tokens that it surely shares with the one before it
+    in the order of groups and samples."""
+    scalars = rollouts.scalars
+    if not len(scalars):
+        return []
+    order = _by_group(scalars, num_samples=int(scalars.sample_ids.max()) + 1).tolist()
+    ends = rollouts.cu_seqlens.tolist()
+    routes = RouterRoutes.of(rollouts.extra_columns)
+    found = surely_shared(
+        rollouts.tokens,
+        [(ends[at], ends[at + 1]) for at in order],
+        also=() if routes is None else (routes.rows,),
+    )
+    own = [0] * len(order)
+    for at, count in zip(order, found):
+        own[at] = count
+    return own
 
 
 def _agree_on_columns(

@@ -10,6 +10,7 @@ nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -83,16 +84,26 @@ def prefix_tree(
     return _Growing(starts, order, common, least).tree()
 
 
-def common_lengths(sequences: Sequence[Tensor]) -> list[int]:
-    """Return for each sequence [n] int64 how many tokens it has in common with the one before."""
-    own = [_as_bytes(one) for one in sequences]
-    return [0, *(_common(a, b) for a, b in zip(own, own[1:]))][: len(own)]
+def surely_shared(
+    tokens: Tensor, spans: Sequence[tuple[int, int]], *, also: Sequence[Tensor] = ()
+) -> list[int]:
+    """Return for each sequence how many tokens are computed with the one before it, at least, if
+    both are in one row: 0 for the first.
+
+    Args:
+        tokens, also: see `prefix_tree`. spans: [begin, end) of each sequence.
+    """
+    values = np.concatenate([_as_bytes(own) for own in (tokens, *also)], axis=1)
+    own = [values[begin:end] for begin, end in spans]
+    # Near where others branch, fewer than LEAST tokens are not worth a node.
+    found = [max(0, _common(a, b) - LEAST + 1) for a, b in zip(own, own[1:])]
+    return [0, *found][: len(own)]
 
 
 def _as_bytes(values: Tensor) -> _Bytes:
     """Return [T, ...] as the bytes of each token, [T, n]."""
-    flat = np.ascontiguousarray(values.numpy()).reshape(len(values), -1)
-    return flat.view(np.uint8)
+    flat = np.ascontiguousarray(values.numpy())
+    return flat.reshape(len(values), math.prod(values.shape[1:])).view(np.uint8)
 
 
 def _common(one: _Bytes, other: _Bytes) -> int:

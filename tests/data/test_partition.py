@@ -307,3 +307,30 @@ def test_a_batch_of_many_sequences_is_planned_in_well_under_a_step() -> None:
         (load,) = loads(plan, lengths, dp_size=dp_size)
         assert busiest(load) < 1.02 and lockstep(load) < 1.02
         assert plan.num_microbatches == (-(-int(lengths.sum()) // (32768 * dp_size)),)
+
+
+def test_a_group_that_shares_its_prompt_stays_together_if_ranks_are_still_equal():
+    ids = torch.arange(4).repeat_interleave(8)
+    lengths = torch.full((32,), 1088)
+    shared = torch.where(torch.arange(32) % 8 > 0, 1000, 0)
+    options = dict(group_ids=ids, tokens_per_microbatch=4096, shared=shared)
+    for dp_size, pieces in ((1, 1), (4, 1), (8, 2)):
+        plan = partition(lengths, dp_size=dp_size, **options)
+        where = plan.dp_ids * 100 + plan.microbatch_ids
+        assert all(len(where[ids == group].unique()) == pieces for group in range(4))
+        assert len(where.unique()) == 4 * pieces
+    # Alone a sequence takes its length; after another one what it adds, and copies of keys.
+    tight = partition(lengths, dp_size=1, **{**options, "tokens_per_microbatch": 1700})
+    _, counts = (ids * 100 + tight.microbatch_ids).unique(return_counts=True)
+    assert counts.max() == 3  # 1088 + 2 * (88 + 125) tokens, and no third
+
+
+def test_nothing_shared_changes_no_plan():
+    drawn = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 300, (60,), generator=drawn)
+    ids = torch.arange(60) // 6
+    options = dict(group_ids=ids, dp_size=3, tokens_per_microbatch=900, num_updates=2)
+    plain = partition(lengths, **options)
+    zeros = partition(lengths, shared=torch.zeros_like(lengths), **options)
+    assert torch.equal(plain.dp_ids, zeros.dp_ids)
+    assert torch.equal(plain.microbatch_ids, zeros.microbatch_ids)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spmdrl.data.prefix_tree import LEAST, PrefixTree, common_lengths, prefix_tree
+from spmdrl.data.prefix_tree import LEAST, PrefixTree, prefix_tree, surely_shared
 
 PROMPT = list(range(100, 120))
 
@@ -82,7 +82,9 @@ def test_tokens_with_other_routes_are_not_the_same():
     assert prefix_tree(tokens, [21, 21], also=(routes,)).lengths == (18, 3, 3)
 
 
-def test_common_lengths_are_those_with_the_sequence_before():
-    rows = [[1, 2, 3], [1, 2], [1, 2, 4, 5], [7]]
-    assert common_lengths([torch.tensor(row) for row in rows]) == [0, 2, 2, 0]
-    assert common_lengths([]) == []
+def test_what_is_surely_shared_is_less_than_a_branch_below_what_is_common():
+    tokens = torch.tensor([*PROMPT, 1, *PROMPT, 2, 3, *PROMPT[:10], *PROMPT[:17]])
+    spans = [(0, 21), (21, 43), (43, 53), (53, 70)]
+    assert surely_shared(tokens, spans) == [0, 20 - LEAST + 1, 0, 0]
+    assert surely_shared(tokens[:0], [(0, 0)], also=(torch.zeros(0, 2, 3),)) == [0]
+    assert surely_shared(tokens[:0], []) == []
