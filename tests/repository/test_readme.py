@@ -81,16 +81,20 @@ def test_its_loss_is_one():
     assert "--algorithm.loss my_loss.py:clipped_reinforce" in flags and "'{cap: 4.0}'" in flags
 
 
-@pytest.fixture
-def example(tmp_path: Path) -> tuple[Path, list[str]]:
-    """Write the files of the README's example; return their folder and the commands after them."""
+@pytest.fixture(scope="module")
+def example(tmp_path_factory) -> tuple[Path, list[str]]:
+    """Write the files of the README's example and make its model; return their folder and the
+    commands that follow."""
+    folder = tmp_path_factory.mktemp("example")
     rows, rewards, config, commands = blocks(section(EXAMPLE))
     assert sum(len(block.splitlines()) for block in (rows, rewards, config)) <= 15
-    (tmp_path / "problems.jsonl").write_text(rows)
-    (tmp_path / "my_rewards.py").write_text(rewards)
-    (tmp_path / "mine.yaml").write_text(config)
-    shutil.copy(ROOT / "train.py", tmp_path)
-    return tmp_path, commands.splitlines()
+    (folder / "problems.jsonl").write_text(rows)
+    (folder / "my_rewards.py").write_text(rewards)
+    (folder / "mine.yaml").write_text(config)
+    shutil.copy(ROOT / "train.py", folder)
+    create, *others = commands.splitlines()
+    succeed(create, folder)
+    return folder, others
 
 
 def shell(command: str, folder: Path, *, timeout_s: float) -> subprocess.CompletedProcess:
@@ -107,11 +111,15 @@ def shell(command: str, folder: Path, *, timeout_s: float) -> subprocess.Complet
     )
 
 
+def succeed(command: str, folder: Path) -> None:
+    done = shell(command, folder, timeout_s=400)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+
 def test_its_example_is_complete_and_trains(example):
-    folder, (create, dry_run, train) = example
-    for command in (create, dry_run, f"{train} --steps 2"):
-        done = shell(command, folder, timeout_s=400)
-        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    folder, (dry_run, train) = example
+    succeed(dry_run, folder)
+    succeed(f"{train} --steps 2", folder)
     lines = (folder / "runs/mine/metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     trained = [row for row in rows if "policy/loss" in row]
@@ -119,9 +127,9 @@ def test_its_example_is_complete_and_trains(example):
     assert all("reward/grade/mean" in row or "reward/mean" in row for row in trained)
 
 
-def test_a_mistake_in_its_example_is_found_by_its_dry_run(example):
-    folder, (create, dry_run, _) = example
-    assert shell(create, folder, timeout_s=200).returncode == 0
+def test_a_mistake_in_its_example_is_found_by_its_dry_run(example, tmp_path):
+    whole, (dry_run, _) = example
+    folder = shutil.copytree(whole, tmp_path / "example")
     path = folder / "my_rewards.py"
     path.write_text(path.read_text().replace("answer,", "solution,"))
     done = shell(dry_run, folder, timeout_s=200)
