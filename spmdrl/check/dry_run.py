@@ -19,10 +19,13 @@ from spmdrl.check.methods import FunctionsAccepted
 from spmdrl.check.proved_models import unchecked_policy
 from spmdrl.check.settings import missing_models
 from spmdrl.config import Config, inference_ranks, trainer_ranks
+from spmdrl.data.prefix_tree import LEAST
 from spmdrl.errors import RAISED, Refusal, say, with_line
+from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.load import build_meta_model, checkpoint_shapes
 from spmdrl.model.lora.layers import Adapters, lora_form, sent_adapter
 from spmdrl.model.model_shape import with_known_shape
+from spmdrl.model.sharded_model import unshared
 from spmdrl.report.config_sizes import config_sizes
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.sync.buckets import LARGEST
@@ -61,11 +64,12 @@ def show(cfg: Config, train: Callable[..., int] | None = None) -> int:
         _print_section("derived", config_sizes(cfg))
         _print_section("mesh", mesh_map(cfg, shows_all=is_full))
         models = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}
-        # Refusals of these three are dropped: `problems` names their causes, or `unbuilt` does.
+        # Refusals of these are dropped: `problems` names their causes, or `unbuilt` does.
         for path in models.values():
             refusal(lambda: say(f"reward model:{path}: {reward_model_size(cfg, path)}"))
         refusal(lambda: _print_adapter(cfg))
         refusal(lambda: _print_unchecked(cfg))
+        refusal(lambda: say(f"prefixes: {shared_prefixes(with_known_shape(cfg))}"))
         unbuilt = refusal(lambda: _print_section("stream", stream_size(with_known_shape(cfg))))
         sys.stdout.flush()
         found = list(dict.fromkeys([*unbuilt, *found]))
@@ -125,6 +129,36 @@ def _print_unchecked(cfg: Config) -> None:
     """Print that the policy's code was never proved with the installed versions, if so."""
     if reason := unchecked_policy(cfg):
         say(f"model: {reason}")
+
+
+def shared_prefixes(cfg: Config) -> str:
+    """Return whether prefixes that sequences have in common are computed once, for people.
+
+    Raises: Refusal when a model cannot be built.
+    """
+    if cfg.batch.share_prefixes == "never":
+        return "each sequence is computed whole (batch.share_prefixes never)"
+    chosen = cfg.model
+    others = [path for path in (chosen.teacher, chosen.reference.path) if path]
+    scorers = reward_models(cfg.rewards.functions).values() if cfg.objective.samples else ()
+    models = [
+        (chosen.path, cfg.objective.is_scalar),
+        *((path, False) for path in others),
+        *((path, True) for path in scorers),
+    ]
+    for path, is_scalar in models:
+        hf_model = build_meta_model(replace(chosen, path=path), is_scalar=is_scalar)
+        if why := unshared(hf_model, packing_support(hf_model)):
+            return f"each sequence is computed whole: {path}: {why}"
+    text = f"those of {LEAST} tokens or more that sequences share are computed once"
+    count = cfg.sequences_per_row
+    prompt = cfg.data.max_prompt_tokens
+    if count > 1 and prompt >= LEAST:
+        whole = count * cfg.longest_sequence
+        computed = whole - (count - 1) * prompt
+        kind = "group" if cfg.objective.samples else "pair"
+        text += f"; of a {kind} of the longest sequences {computed} of {whole} tokens"
+    return text
 
 
 def problems(cfg: Config) -> Iterator[str]:

@@ -268,3 +268,18 @@ def test_rows_that_take_long_show_a_bar_on_one_rank(rank, is_shown, monkeypatch,
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     assert [*prompts._with_bar(range(3), what="a.jsonl:1")] == [0, 1, 2]
     assert ("measuring rows of a.jsonl" in capsys.readouterr().err) == is_shown
+
+
+# --------------------------------------------------------------------------- shared prefixes
+
+
+def test_it_says_whether_prefixes_are_computed_once(shards, tmp_path, capsys):
+    cfg = config(shards, tmp_path, batch={"group_size": 8})
+    # A prompt of 32 tokens and 8 responses of 16.
+    assert "of a group of the longest sequences 160 of 384 tokens" in shown(cfg, capsys)[1]
+    never = changed(cfg, batch={"share_prefixes": "never"})
+    assert "computed whole (batch.share_prefixes never)" in dry_run.shared_prefixes(never)
+    family_config("lfm2").save_pretrained(tmp_path / "state")
+    teacher = changed(cfg, model={"teacher": str(tmp_path / "state")})
+    found = dry_run.shared_prefixes(teacher)
+    assert found.startswith("each sequence is computed whole: ") and "layers.0.conv" in found
