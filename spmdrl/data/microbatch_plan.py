@@ -24,7 +24,7 @@ hidden size of 2048. Only the balance depends on it."""
 _TOLERANCE = 50
 """A plan that costs at most 1/50 more than the least possible is not improved."""
 
-_COPIED = 8
+COPIED = 8
 """A token whose keys and values are copied for one more sequence, and not computed, takes about an
 eighth of a computed token's memory."""
 
@@ -150,7 +150,7 @@ class _Work:
         follows = torch.zeros_like(unit_of, dtype=torch.bool)
         follows[1:] = unit_of.diff() == 0
         shared = torch.where(follows, self.shared, 0)
-        sizes = self.lengths - shared + shared // _COPIED
+        sizes = self.lengths - shared + shared // COPIED
         # Times quadratic_tokens, so that costs are whole numbers.
         costs = (self.lengths - shared + self.added) * self.quadratic_tokens
         costs = costs + self.lengths**2 - shared**2
@@ -174,7 +174,7 @@ class _Work:
         units = []
         columns = (self.group_ids, self.lengths, self.shared)
         for group, length, shared in zip(*(column.tolist() for column in columns)):
-            size = length - shared + shared // _COPIED
+            size = length - shared + shared // COPIED
             if group != before or count == most or size > room:
                 unit += 1
                 count = 0

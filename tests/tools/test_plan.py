@@ -8,9 +8,12 @@ import shlex
 from dataclasses import replace
 
 import pytest
+import torch
 
 from spmdrl.check.proved_models import pushed_by
 from spmdrl.config import Config, ModelSettings
+from spmdrl.data.microbatch_plan import partition
+from spmdrl.data.prefix_tree import LEAST
 from spmdrl.model.divisibility import misfits
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.model_shape import SHAPES, ModelShape, model_shape
@@ -24,6 +27,7 @@ from spmdrl.tools.plan.engine_memory import (
 from spmdrl.tools.plan.run import Run, rates_of, run_of
 from spmdrl.tools.plan.search import best_plans, layouts, make_plan
 from spmdrl.tools.plan.seconds import step_seconds
+from spmdrl.tools.plan.shared_prompts import group_of
 from spmdrl.tools.plan.slower_links import push_lines
 from spmdrl.tools.plan.traffic import Flow, push_flows, trainer_flows
 from spmdrl.world.axes import Axes, rank_problems
@@ -335,6 +339,88 @@ def test_seconds_follow_from_rates(shapes):
     beside = step_seconds(ahead, axes, rates=rates, tokens=16384, slots=256)
     assert own.step == pytest.approx(own.generate + own.update + own.push)
     assert beside.step == pytest.approx(max(own.generate, own.update) + own.push)
+
+
+def test_a_group_is_divided_into_pieces_that_fit(shapes):
+    # By hand: 512 + 1024 tokens. Each further sequence takes 1024 + 15 tokens that may not be
+    # shared + 497 // 8 for copied keys = 1101 of the budget; 8 sequences take 1536 + 7 * 1101.
+    run = _run(shapes["qwen3-8b"], shares_prefixes=True)
+    axes = Axes("split", 8, 4)
+    for tokens, pieces in {16384: 1, 9243: 1, 9242: 2, 4000: 3, 2636: 8}.items():
+        group = group_of(run, axes, tokens=tokens)
+        assert group.pieces == pieces
+        assert group.computed_tokens == pieces * 512 + 8 * 1024
+    assert group_of(run, axes, tokens=16384).planned_tokens == 9243
+    assert group_of(run, axes, tokens=16384).copied_keys == 8 * 512
+    # 512 sequences: a rank of 256 has two of them.
+    assert group_of(run, Axes("split", 512, 256), tokens=16384).pieces == 4
+    short = replace(run, prompt_tokens=15)
+    for own in (short, replace(run, shares_prefixes=False)):
+        assert group_of(own, axes, tokens=16384).size == 1
+
+
+@pytest.mark.parametrize("tokens, ranks", [(16384, 4), (9242, 4), (4000, 4), (16384, 256)])
+def test_groups_are_divided_as_trainers_divide_them(shapes, tokens, ranks):
+    run = _run(shapes["qwen3-8b"], shares_prefixes=True)
+    ids = torch.arange(run.sequences)
+    groups = ids // 8
+    plan = partition(
+        torch.full_like(ids, 512 + 1024),
+        group_ids=groups,
+        dp_size=ranks,
+        tokens_per_microbatch=tokens,
+        shared=torch.where(ids % 8 > 0, 512 - LEAST + 1, 0),
+    )
+    places = torch.stack([groups, plan.dp_ids, plan.microbatch_ids])
+    pieces = len(places.unique(dim=1).T)
+    group = group_of(run, Axes("offline", ranks, ranks), tokens=tokens)
+    assert pieces == group.pieces * run.sequences / 8
+
+
+def test_pairs_share_their_prompt_and_stay_together(shapes):
+    run = _run(shapes["qwen3-8b"], shares_prefixes=True)
+    algorithm = replace(run.cfg.algorithm, objective="preference")
+    run = replace(run, cfg=replace(run.cfg, algorithm=algorithm))
+    group = group_of(run, Axes("offline", 512, 512), tokens=16384)
+    assert (group.size, group.pieces) == (2, 1)
+
+
+def test_a_shared_prompt_is_not_computed_again(shapes):
+    # By hand: 7 of 8 prompts are spared in 64 groups; 4 passes with recomputation. A prompt's
+    # queries see half of 512 * 512 keys, with 32 heads of 128 elements in 36 blocks.
+    shape = shapes["qwen3-8b"]
+    rates = rates_of("H100")
+    run = _run(shape)
+    shared = replace(run, shares_prefixes=True)
+    axes = Axes("colocated", 1, 1)
+    whole, once = (
+        step_seconds(own, axes, rates=rates, tokens=16384, slots=256).update
+        for own in (run, shared)
+    )
+    linear = 2 * 512 * (shape.active_numel - shape.vocab * shape.hidden)
+    attention = 2 * 32 * (128 + 128) * 36 * 512**2 / 2
+    assert run.sequences == 64 * 8
+    spared = 64 * 7 * 4 * (linear + attention)
+    assert whole - once == pytest.approx(spared / rates.flops, rel=1e-6)
+    # Fewer micro-batches, and fewer tokens between ranks of tp.
+    axes = Axes("colocated", 8, 8, tp=2)
+    whole, once = (
+        {flow.name: flow for flow in trainer_flows(own, axes, tokens=16384)}
+        for own in (run, shared)
+    )
+    assert once["tp all-reduces"].bytes == whole["tp all-reduces"].bytes * 8704 / (8 * 1536)
+    assert whole["FSDP gathers"].bytes * 10 == once["FSDP gathers"].bytes * 12
+
+
+def test_a_plan_says_that_prompts_are_computed_once(capsys):
+    layout = f"--shape qwen3-8b --layout.world-size 8 --layout.trainer-ranks 4 {RECOMPUTE} --top 0"
+    _plan(layout)
+    shared = capsys.readouterr().out
+    _plan(f"{layout} --batch.share-prefixes never")
+    whole = capsys.readouterr().out
+    seconds = re.search(r"\n  update +([\d.]+ to [\d.]+) ", whole)[1]
+    assert f"once (with batch.share_prefixes never: {seconds} s)\n" in shared
+    assert "share_prefixes" not in whole
 
 
 def test_seconds_are_a_range_until_rates_are_known(shapes, capsys):

@@ -224,6 +224,29 @@ def test_flash_attention_takes_the_memory_that_its_source_says():
     assert flash_backward_bytes(own, replace(work, kernels=replace(kernels, on_gpu=False))) == 0
 
 
+def test_copied_keys_of_shared_prompts_take_memory():
+    # By hand: 1039 + 57 tokens, of which 1024 are surely shared. Each further sequence takes 57 +
+    # 15 + 1024 / 8 = 200 of the budget, a group of 8 takes 1096 + 7 * 200 = 2496: 10 groups.
+    sizes = dict(head_dim=64, num_key_value_heads=4, intermediate_size=32, vocab_size=400_000)
+    shape = _shape("llama", **sizes)
+    batch = {"prompts_per_step": 64, "group_size": 8, "tokens_per_microbatch": 24960}
+    cfg = changed(run_config("m", "o", world_size=1, dtype="bfloat16"), batch=batch)
+    run = replace(_gpu_run(cfg, shape), prompt_tokens=1039, response_tokens=57)
+    axes = Axes("colocated", 1, 1)
+    alone = trainer_memory(run, axes)
+    shared = trainer_memory(replace(run, shares_prefixes=True), axes)
+    work = RowPart(run.kernels, 10 * (1039 + 8 * 57))
+    without = saved_bytes(shape, work, num_scored=10 * 8 * 57)
+    copied = 10 * 8 * 1039
+    # Keys and values of 4 heads of 64 elements of 2 bytes, in 2 blocks.
+    expected = without.total + copied * 2 * 4 * 64 * 2 * 2
+    assert shared.moment == "where the head's backward pass begins"
+    assert shared.causes["activations"] == expected > alone.causes["activations"]
+    flash = Attention(4, 2, 64, 64, window=None, has_softcap=False, has_qk_norm=False)
+    extra = flash_backward_bytes(flash, replace(work, copied_keys=copied))
+    assert extra - flash_backward_bytes(flash, work) == 2 * 2 * copied * 4 * 64
+
+
 def test_a_plan_for_gpus_counts_with_the_kernels_of_gpus():
     assert _gpu_run(run_config("m", "o", world_size=2), _shape("llama")).kernels.on_gpu
 

@@ -78,6 +78,7 @@ class RowPart:
     cut: Cut = Cut()
     groups: tuple[PaddedGroup, ...] = ()  # of the whole row; needed if the kernels pad
     sequences: int = 1  # of the whole row, at least
+    copied_keys: int = 0  # of the whole row, see shared_prompts.py; for varlen kernels
 
     def heads(self, own: Attention) -> tuple[int, int]:
         """Return the numbers of query heads and of key/value heads of the rank under tp."""
@@ -205,8 +206,10 @@ def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
         each = (_group_bytes(own, g, kernels, heads, kv_heads) for g in work.groups)
         return total + sum(each)
     # Query, key, value, output (the input of the next projection), log-sum-exp.
-    width = heads * (own.qk_dim + own.v_dim) + kv_heads * (own.qk_dim + own.v_dim)
-    return total + tokens * (width * c + 4 * heads)
+    width = heads * (own.qk_dim + own.v_dim)
+    of_keys = kv_heads * (own.qk_dim + own.v_dim)
+    total += work.copied_keys * of_keys * c
+    return total + tokens * ((width + of_keys) * c + 4 * heads)
 
 
 def exchange_bytes(own: Attention, work: RowPart) -> int:
@@ -254,7 +257,7 @@ def flash_backward_bytes(own: Attention, work: RowPart) -> int:
     parts = -(-_MULTIPROCESSORS // busy) if kernels.is_deterministic else 1
     rows = tokens + _ROWS_BETWEEN * work.sequences
     of_queries = 4 * parts * rows * heads * own.qk_dim
-    of_others = 2 * kernels.compute_bytes * tokens * heads * own.qk_dim
+    of_others = 2 * kernels.compute_bytes * (tokens + work.copied_keys) * heads * own.qk_dim
     return of_queries + (of_others if heads > kv_heads else 0)
 
 

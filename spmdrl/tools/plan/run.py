@@ -16,11 +16,13 @@ from spmdrl.check.proved_models import pushed_by
 from spmdrl.config import Config, EngineSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
+from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.model_shape import ModelShape, model_shape
 from spmdrl.model.parallel.recompute import has
+from spmdrl.model.sharded_model import unshared
 from spmdrl.run_files import SMALL, json_of, read_bytes
 from spmdrl.tools.plan.activations import Kernels
 from spmdrl.train.objectives.objective_loss import needed_columns
@@ -51,6 +53,7 @@ class Run:
     engine_sleeps: bool  # its memory is lent to the update, colocated
     reloads: str  # why engines reload whole tensors in a push; empty where slices are written
     engine_bytes: int  # of one element of its weights and cache
+    shares_prefixes: bool = False  # the policy can, and batch.share_prefixes lets it
 
     @property
     def tokens(self) -> float:
@@ -77,6 +80,7 @@ def run_of_model(
     """
     lora = cfg.model.lora
     on_gpu = cfg.layout.device != "cpu"
+    can_share = not unshared(hf_model, packing_support(hf_model))
     return run_of(
         cfg,
         model_shape(hf_model, name=Path(cfg.model.path).name),
@@ -86,6 +90,7 @@ def run_of_model(
         lora_numel=adapter_numel(hf_model, lora_form(lora)) if lora.is_on else 0,
         chunk_tokens=head_chunk_tokens(cfg, hf_model, on_gpu=on_gpu),
         family=hf_model.config.model_type,
+        shares_prefixes=can_share and cfg.batch.share_prefixes == "auto",
     )
 
 
@@ -99,6 +104,7 @@ def run_of(
     response_tokens: float,
     lora_numel: int = 0,
     family: str = "",
+    shares_prefixes: bool = False,
 ) -> Run:
     """Return what a config asks for.
 
@@ -109,6 +115,7 @@ def run_of(
         prompt_tokens, response_tokens: means; 0 takes half of the longest that may come.
         lora_numel: elements of all adapters, see model/lora/layers.py.
         family: the policy's `model_type`, by which records say how weights reach an engine.
+        shares_prefixes: sequences of a micro-batch compute a common prefix once.
     Raises: Refusal for an unknown method.
     """
     memory = cfg.model.memory
@@ -138,6 +145,7 @@ def run_of(
         engine_sleeps=_engine_sleeps(cfg, on_gpu=on_gpu),
         reloads=_reloads(cfg, family),
         engine_bytes=item_bytes(cfg.engine.dtype),
+        shares_prefixes=shares_prefixes,
     )
 
 

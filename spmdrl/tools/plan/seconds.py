@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
-
 from spmdrl.model.flops import forward_flops
 from spmdrl.model.model_shape import ModelShape
 from spmdrl.tools.plan.engine_memory import cache_bytes_per_token, engine_weight_bytes
 from spmdrl.tools.plan.memory import shards_numel
 from spmdrl.tools.plan.run import Rates, Run
+from spmdrl.tools.plan.shared_prompts import group_of
 from spmdrl.tools.plan.traffic import exchange_flow, push_flows, trainer_flows
 from spmdrl.world.axes import Axes
 
@@ -86,15 +85,18 @@ def step_seconds(run: Run, axes: Axes, *, rates: Rates, tokens: int, slots: int)
 
 def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, str]:
     shape = run.shape
-    length = int(run.prompt_tokens + run.response_tokens)
+    group = group_of(run, axes, tokens=tokens)
     own = forward_flops(
-        shape, lengths=torch.tensor([length]), num_scored=int(run.response_tokens)
+        shape,
+        lengths=group.lengths,
+        num_scored=group.size * int(run.response_tokens),
+        before=group.before,
     ).total
     epochs = run.cfg.batch.epochs
     # A backward pass has twice the matmuls of a forward pass; recomputation is one more of these.
     passes = run.forwards + epochs * (4 if run.kernels.recomputes else 3)
     passes += 3 * run.trained_models * (run.cfg.critic.epochs or epochs)
-    compute = run.sequences * own * passes / axes.trainers / rates.flops
+    compute = run.sequences / group.size * own * passes / axes.trainers / rates.flops
     flows = trainer_flows(run, axes, tokens=tokens)
     hidden = {f.name: f.seconds(rates) for f in flows if f.hides}
     open_ = {f.name: f.seconds(rates) for f in flows if not f.hides}

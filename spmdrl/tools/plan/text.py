@@ -10,7 +10,7 @@ from spmdrl.config.fields import useful_tokens
 from spmdrl.tools.plan.engine_memory import best_num_seqs
 from spmdrl.tools.plan.memory import Memory
 from spmdrl.tools.plan.run import FORMULA_RATES, Rates, Run
-from spmdrl.tools.plan.search import Plan
+from spmdrl.tools.plan.search import Plan, make_plan
 from spmdrl.tools.plan.slower_links import push_lines
 from spmdrl.world.axes import Axes
 
@@ -26,7 +26,10 @@ def page(plan: Plan, best: Sequence[Plan], *, run: Run, rates: Rates) -> Iterato
         _host_lines(plan, rates),
     ]
     if not plan.problems:
-        parts += [_flow_lines(plan, rates), _second_lines(plan, run)]
+        alone = make_plan(
+            replace(run, shares_prefixes=False), plan.axes, rates=rates, tokens=plan.tokens
+        )
+        parts += [_flow_lines(plan, rates), _second_lines(plan, run, alone=alone)]
         slower = list(push_lines(run, plan.axes))
         parts += [slower] if slower else []
         parts += [_best_lines(best)] if best else []
@@ -183,12 +186,22 @@ def _flow_lines(plan: Plan, rates: Rates) -> Iterator[str]:
         yield f"  {flow.name:<31} {cells} {flow.seconds(rates):9.3f}{where}"
 
 
-def _second_lines(plan: Plan, run: Run) -> Iterator[str]:
+def _second_lines(plan: Plan, run: Run, *, alone: Plan) -> Iterator[str]:
+    """Yield the seconds of each phase.
+
+    Args:
+        alone: the plan where every sequence computes its own prompt.
+    """
     own = plan.slow_seconds
     yield "Seconds of a step (estimate)"
     for name in ("generate", "update", "push"):
         if getattr(own, name):
             yield f"  {name:<10} {_range(plan, name, 2):>18}  limited by {own.limits[name]}"
+    if own.update < alone.slow_seconds.update:
+        yield (
+            "    the prompt of a group is computed once (with batch.share_prefixes never: "
+            f"{_range(alone, 'update', 2)} s)"
+        )
     beside = "  (generate beside update)" if own.overlaps else ""
     what = ""
     if run.cfg.objective.samples and own.step:

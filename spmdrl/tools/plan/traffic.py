@@ -18,6 +18,7 @@ from spmdrl.tools.plan.memory import (
     shards_numel,
 )
 from spmdrl.tools.plan.run import Rates, Run
+from spmdrl.tools.plan.shared_prompts import group_of
 from spmdrl.tools.plan.trainer_memory import cut_of
 from spmdrl.world.axes import Axes
 from spmdrl.world.machine.hardware import CPU_LINK
@@ -57,7 +58,9 @@ class Flow:
 
 def microbatches(run: Run, axes: Axes, *, tokens: int) -> int:
     """Return the micro-batches of a dp rank in one step, all updates together."""
-    each = run.tokens / axes.dp_size / run.cfg.batch.updates_per_step
+    group = group_of(run, axes, tokens=tokens)
+    planned = run.sequences / group.size * group.planned_tokens
+    each = planned / axes.dp_size / run.cfg.batch.updates_per_step
     return run.cfg.batch.updates_per_step * max(1, math.ceil(each / tokens))
 
 
@@ -68,7 +71,12 @@ def trainer_flows(run: Run, axes: Axes, *, tokens: int) -> list[Flow]:
         tokens: budget of a micro-batch.
     """
     count = microbatches(run, axes, tokens=tokens)
-    found = [*_weight_flows(run, axes, count=count), *_activation_flows(run, axes, count=count)]
+    group = group_of(run, axes, tokens=tokens)
+    computed = run.sequences / group.size * group.computed_tokens
+    found = [
+        *_weight_flows(run, axes, count=count),
+        *_activation_flows(run, axes, count=count, computed=computed),
+    ]
     return [flow for flow in found if flow.bytes]
 
 
@@ -101,11 +109,15 @@ def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     yield Flow("dp_replicate reduces", summed, updates * blocks, span, hides=True)
 
 
-def _activation_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
-    """Yield what sharing out the work on rows sends in `count` micro-batches."""
+def _activation_flows(run: Run, axes: Axes, *, count: int, computed: float) -> Iterator[Flow]:
+    """Yield what sharing out the work on rows sends in `count` micro-batches.
+
+    Args:
+        computed: tokens of a step, of all ranks.
+    """
     shape = run.shape
     c = run.kernels.compute_bytes
-    own = run.tokens / axes.dp_size / axes.cp  # tokens of this rank in a step
+    own = computed / axes.dp_size / axes.cp  # tokens of this rank in a step
     # Forward, again where it is computed again, backward.
     passes = run.forwards + run.cfg.batch.epochs * (3 if run.kernels.recomputes else 2)
     calls = 2 * len(shape.blocks) * passes * count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from spmdrl.config.fields import least_tokens, useful_tokens
@@ -31,6 +32,7 @@ from spmdrl.tools.plan.memory import (
     shards_numel,
 )
 from spmdrl.tools.plan.run import Run
+from spmdrl.tools.plan.shared_prompts import group_of
 from spmdrl.world.axes import Axes
 
 _ADAPTER_BYTES = 4  # of an element of an adapter, always float32
@@ -41,15 +43,36 @@ _MUON_BYTES = 4  # of an element of Muon's only moment, always float32
 def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     """Return the memory of a trainer rank in the backward pass of a full micro-batch.
 
+    It may be full of whole sequences, or of groups that share prompts. The larger memory counts.
+
     Args:
         tokens: budget of a micro-batch; 0: that of the run.
     """
-    shape = run.shape
-    c = run.kernels.compute_bytes
-    own_tokens = -(-(tokens or run.cfg.batch.tokens_per_microbatch) // axes.cp)
+    budget = tokens or run.cfg.batch.tokens_per_microbatch
+    own_tokens = -(-budget // axes.cp)
     work = _row_part(run, axes, tokens=own_tokens)
     share = run.response_tokens / (run.prompt_tokens + run.response_tokens)
-    saved = saved_bytes(shape, work, num_scored=int(own_tokens * share))
+    whole = _memory_of(run, axes, work, num_scored=int(own_tokens * share))
+    group = group_of(run, axes, tokens=budget)
+    # What other kernels save of copied keys is not known.
+    if not group.copied_keys or run.kernels.is_padded or work.cut.method in ("gather", "ring"):
+        return whole
+    groups = own_tokens / group.planned_tokens
+    shared = replace(
+        work,
+        tokens=int(groups * group.computed_tokens),
+        copied_keys=int(groups * axes.cp * group.copied_keys),
+    )
+    num_scored = int(groups * group.size * run.response_tokens)
+    found = _memory_of(run, axes, shared, num_scored=num_scored)
+    return max(whole, found, key=lambda memory: memory.total)
+
+
+def _memory_of(run: Run, axes: Axes, work: RowPart, *, num_scored: int) -> Memory:
+    """Return the memory in the backward pass of a rank's part of a row."""
+    shape = run.shape
+    c = run.kernels.compute_bytes
+    saved = saved_bytes(shape, work, num_scored=num_scored)
     state = shards_numel(shape, axes)
     trained = lora_numel(run, axes) if run.lora_numel else state
     master = _ADAPTER_BYTES if run.lora_numel else run.master_bytes
@@ -62,7 +85,7 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
         "optimizer": int(run.moment_bytes * trained - spared),
         "other models": critic + run.frozen_models * c * state * (run.master_bytes > 0),
         "gradients to be reduced": _unreduced_bytes(run, axes),
-        "images": _image_bytes(run, axes, tokens=own_tokens * axes.cp),
+        "images": _image_bytes(run, axes, tokens=work.tokens * axes.cp),
     }
     moments = {
         "where the head's backward pass begins": _at_head(run, axes, saved=saved),

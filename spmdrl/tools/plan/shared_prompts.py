@@ -1,0 +1,85 @@
+"""How the sequences of a group compute their prompt together: once in each micro-batch.
+
+Sequences have the mean lengths of the run. A group is divided evenly, as data/microbatch_plan.py
+does where all groups are alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmdrl.config.fields import sequences_together
+from spmdrl.data.microbatch_plan import COPIED
+from spmdrl.data.prefix_tree import LEAST
+from spmdrl.tools.plan.run import Run
+from spmdrl.world.axes import Axes
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """A group in the micro-batches of a layout. Where nothing is shared, it is one sequence."""
+
+    prompt: float  # tokens
+    response: float  # tokens
+    size: int  # sequences
+    pieces: int = 1  # each in one micro-batch, with a prompt of its own
+
+    @property
+    def computed_tokens(self) -> float:
+        """Tokens that are computed."""
+        return self.pieces * self.prompt + self.size * self.response
+
+    @property
+    def planned_tokens(self) -> float:
+        """Tokens of the budgets of micro-batches that it takes."""
+        others = self.size - self.pieces
+        return self.pieces * (self.prompt + self.response) + others * self._of_another
+
+    @property
+    def copied_keys(self) -> float:
+        """Keys of prompts that attention copies: for each response that reads shared ones."""
+        return self.size * self.prompt if self.pieces < self.size else 0.0
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each sequence: [size] int64."""
+        return torch.full((self.size,), int(self.prompt + self.response))
+
+    @property
+    def before(self) -> Tensor:
+        """How many of these are computed with another sequence: [size] int64."""
+        before = torch.full((self.size,), int(self.prompt))
+        before[: self.pieces] = 0
+        return before
+
+    @property
+    def _of_another(self) -> float:
+        """Tokens of a budget that each sequence of a piece takes after the first."""
+        surely_shared = self.prompt - LEAST + 1
+        return self.prompt + self.response - surely_shared + surely_shared // COPIED
+
+    def fitting(self, tokens: int) -> int:
+        """Return how many sequences a micro-batch of this budget holds, at least 1."""
+        room = tokens - self.prompt - self.response
+        return 1 + max(0, int(room // self._of_another))
+
+
+def group_of(run: Run, axes: Axes, *, tokens: int) -> PromptGroup:
+    """Return how a layout computes a group.
+
+    Args:
+        tokens: budget of a micro-batch.
+    """
+    size = run.cfg.sequences_per_row
+    if not run.shares_prefixes or size == 1 or run.prompt_tokens < LEAST:
+        return PromptGroup(run.prompt_tokens, run.response_tokens, size=1)
+    group = PromptGroup(run.prompt_tokens, run.response_tokens, size)
+    if sequences_together(run.cfg) > 1:
+        return group
+    # Ranks that have fewer sequences than a group get parts of one.
+    of_rank = -(-run.sequences // (axes.dp_size * run.cfg.batch.updates_per_step))
+    most = min(size, group.fitting(tokens), of_rank)
+    return PromptGroup(run.prompt_tokens, run.response_tokens, size, pieces=-(-size // most))
