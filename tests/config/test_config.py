@@ -216,7 +216,8 @@ def test_flags_and_files_take_the_same_values(tmp_path):
     assert config.load_yaml(write(tmp_path, config.dump(cfg))) == cfg
 
 
-TEXTS = st.text("ab: #-'\"[]{}1.e~", max_size=6).filter(lambda text: not text.startswith("--"))
+TEXTS = st.text("ab: #-'\"[]{}1.e~", max_size=6)
+WORDS = TEXTS.filter(lambda text: not text.startswith("-"))  # a list takes others only as YAML
 NUMBERS = st.floats(allow_nan=False)
 PLAIN = st.one_of(st.booleans(), st.integers(-9, 9**9), NUMBERS, st.sampled_from(["x", "1e-3"]))
 NESTED = st.recursive(
@@ -232,7 +233,8 @@ def values(hint: Any) -> st.SearchStrategy:
     if origin is typing.Literal:
         return st.sampled_from(args)
     if origin is tuple:
-        return st.lists(values(args[0]), min_size=2, max_size=3)
+        own = WORDS if args[0] is str else values(args[0])
+        return st.lists(own, min_size=2, max_size=3)
     if origin is dict:
         own = NESTED if args[1] is Any else TEXTS if args[1] is str else PLAIN
         return st.dictionaries(st.sampled_from(["one", "two"]), own, max_size=2)
@@ -243,18 +245,18 @@ def values(hint: Any) -> st.SearchStrategy:
 
 
 def as_flag(name: str, value: Any) -> list[str]:
-    words = value if isinstance(value, list) else [value]
-    return [
-        f"--{name}",
-        *(
-            w
-            if isinstance(w, str)
-            else yaml.safe_dump(w, width=10**6, default_flow_style=True)
-            .removesuffix("\n")
-            .removesuffix("\n...")
-            for w in words
-        ),
-    ]
+    words = [w if isinstance(w, str) else in_yaml(w) for w in value_list(value)]
+    # The way to give a value that begins with a hyphen.
+    return [f"--{name}={words[0]}"] if len(words) == 1 else [f"--{name}", *words]
+
+
+def value_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def in_yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, width=10**6, default_flow_style=True)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda f: f.stem)
