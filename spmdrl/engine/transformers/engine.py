@@ -27,6 +27,7 @@ from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.tensor_parts import Held
 from spmdrl.model_inputs import TokenIds
 from spmdrl.world.comm import await_all
+from spmdrl.world.machine.host_memory import return_freed_memory
 from spmdrl.world.machine.live_bytes import device_bytes
 from spmdrl.world.world import World
 
@@ -257,6 +258,7 @@ class TransformersEngine:
         """Free the KV cache. The weights stay."""
         self._num_slots = self._runner.cache.num_slots
         self._runner.cache = self._runner.cache.resized(0, self._longest)
+        return_freed_memory()
 
     def wake(self, part: Literal["weights", "cache"]) -> None:
         """Allocate the KV cache again. The weights are there."""

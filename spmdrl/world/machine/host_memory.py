@@ -52,10 +52,21 @@ def keep_freed_memory() -> None:
     By default it returns the end of the heap to the kernel after each backward pass on a CPU. The
     next forward pass then takes a page fault for every 4 KiB: 10 ms of a step of 0.7 s.
     """
-    if hasattr(libc := ctypes.CDLL(None), "gnu_get_libc_version"):
+    if (libc := _glibc()) is not None:
         # To set one ends glibc's own adjustment of both.
         libc.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
         libc.mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+def return_freed_memory() -> None:
+    """Have malloc return what it keeps of freed memory to the kernel; only with glibc."""
+    if (libc := _glibc()) is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "gnu_get_libc_version") else None
 
 
 def host_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
