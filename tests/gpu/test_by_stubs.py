@@ -283,3 +283,19 @@ def test_ranks_compare_their_gpus_before_nccl_starts(monkeypatch, backend, check
     launch = mock.MagicMock(rank=0, world_size=1)
     world._join(made(), launch, device=DEVICE, timeout=None)
     assert seen == [*checks, "join"]
+
+
+class _OnGpu(torch.Tensor):
+    """A tensor of the host that says that it is on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+def test_changes_are_found_on_a_gpu_as_on_the_cpu():
+    from spmdrl.sync.changes import _differing
+
+    kept = torch.arange(50, dtype=torch.int16)
+    new = kept.clone()
+    new[[3, 4, 49]] = -1
+    found = _differing(new.as_subclass(_OnGpu), kept.as_subclass(_OnGpu))
+    assert found.tolist() == _differing(new, kept).tolist() == [3, 4, 49]
