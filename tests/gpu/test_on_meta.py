@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spmdrl.data.prefix_tree import separate
 from spmdrl.model.attention import kernels
 from spmdrl.model.attention.kernels import KERNELS, Weighing
 from spmdrl.model.attention.mask_patterns import MaskPattern
@@ -46,7 +47,8 @@ def test_the_rings_flash_kernels_attend_and_differentiate() -> None:
     count = sum(LENGTHS)
     half = count // 2
     spans = lambda rank: ((rank * 8, rank * 8 + 8), (half + 8 - rank * 8, half + 16 - rank * 8))  # noqa: E731
-    tiles = [t for turn in plan_rounds(LENGTHS, spans, rank=0, size=2, device=META) for t in turn]
+    paths = separate(LENGTHS).paths()
+    tiles = [t for turn in plan_rounds(paths, spans, rank=0, size=2, device=META) for t in turn]
     assert {tile.is_causal for tile in tiles} == {True, False}
     for tile in tiles:
         rows, keys = (s.stop - s.start for s in (tile.queries, tile.keys))

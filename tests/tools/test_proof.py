@@ -61,12 +61,13 @@ def leaking(*args: str) -> jobs.Measurements:
 
 def still(cfg) -> jobs.Measurements:
     """Do a job with a stream whose pushes move nothing."""
+    from spmdrl.sync.change_choice import Moved
     from spmdrl.sync.in_place import TracedTensors
     from spmdrl.sync.stream import WeightStream
 
     with (
-        mock.patch.object(TracedTensors, "move", lambda self: None),
-        mock.patch.object(WeightStream, "verify", lambda self, version: None),
+        mock.patch.object(TracedTensors, "move", lambda self: Moved(0)),
+        mock.patch.object(WeightStream, "_differences", lambda self, version: []),
     ):
         return jobs.engine(cfg)
 

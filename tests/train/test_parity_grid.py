@@ -251,7 +251,7 @@ def _gaps(ours: dict[str, Any], reference: dict[str, Any]) -> list[str]:
     if ours["tensors"].keys() != reference["tensors"].keys():
         return [f"other tensors: {ours['tensors'].keys() ^ reference['tensors'].keys()}"]
     for step, (a, b) in enumerate(zip(ours["sums"], reference["sums"])):
-        if a.keys() - {"perf/computed_frac"} != b.keys():
+        if (a.keys() ^ b.keys()) - {"perf/computed_frac"}:
             return [f"other metrics: {a.keys() ^ b.keys()}"]
         computed, tokens = a["perf/computed_frac"]
         for name, (total, count) in b.items():
