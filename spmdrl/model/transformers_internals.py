@@ -19,6 +19,7 @@ zero_idle_experts  integrations.moe._grouped_mm (patched)  once torch zeroes the
 router_class       PreTrainedModel._can_record_outputs      once a model tells its routers in public
 attention_implementation  config._attn_implementation_internal   once masks can be asked for
 apply_liger, own_layers  liger_kernel's _apply_liger_kernel_to_instance   once it is public
+check_liger        liger_kernel.transformers                never: documented
 """
 
 from __future__ import annotations
