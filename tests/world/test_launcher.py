@@ -58,7 +58,7 @@ def test_ranks_that_torchrun_starts_anew_go_on_and_end_bit_identical(tiny_model,
     flags = TINY["rl"] | {
         "model.path": tiny_model,
         "engine.kind": "transformers",
-        "steps": 6,
+        "steps": 9,  # rewards of the last ones are asked for after step 4 is saved, and are held
         "checkpoint.every-steps": 2,
         "rewards.timeout-s": 600.0,
         "rewards.functions": f"{tmp_path / 'r.py'}:varied",
