@@ -51,29 +51,20 @@ def encode(new: Tensor, kept: Tensor) -> Encoded:
         new: [N] bits now.
         kept: [N] bits as they were sent last.
     """
-    numel = len(new)
     places = _differing(new, kept)
     changed = len(places)
-    bitmap_bytes = -(-numel // 8)
-    form = WHOLE
-    where = new.new_empty(0, dtype=torch.uint8)
-    where_bytes = numel * new.itemsize  # the form `whole` has no changed elements but all
-    if changed + changed * new.itemsize < where_bytes:
-        gaps = _gaps(places)
+    bits_bytes = changed * new.itemsize
+    header = (WHOLE, len(new), 0)
+    parts = [new.view(torch.uint8)]
+    if changed + bits_bytes < new.nbytes:  # a changed element takes at least a byte that says where
         form = GAPS
-        where = gaps
-        if bitmap_bytes < len(gaps):
+        where = _gaps(places)
+        if -(-len(new) // 8) < len(where):
             form = BITMAP
-            where = _bitmap(places, numel)
-    if len(where) + changed * new.itemsize >= where_bytes:
-        form = WHOLE
-    if form == WHOLE:
-        header = (WHOLE, numel, 0)
-        parts = [new.view(torch.uint8)]
-    else:
-        bits = new[places]
-        header = (form, changed, len(where))
-        parts = [bits.view(torch.uint8), where]
+            where = _bitmap(places, len(new))
+        if len(where) + bits_bytes < new.nbytes:
+            header = (form, changed, len(where))
+            parts = [new[places].view(torch.uint8), where]
     kept.copy_(new)
     padding = payload_bytes(header, new.itemsize) - sum(len(part) for part in parts)
     payload = torch.cat([*parts, new.new_zeros(padding, dtype=torch.uint8)])
