@@ -245,8 +245,8 @@ class WeightStream:
                 "model.lora.push: adapter, but this engine's weights cannot be "
                 "written in place (the log says why); push merged"
             )
-        # An engine that shares its devices drops its weights while it sleeps.
-        may_send_changes = not world.cfg.layout.roles.shares_devices
+        # An engine that shares its devices drops its weights while it sleeps, also frozen ones.
+        keeps_weights = not world.cfg.layout.roles.shares_devices
         self._weights: TracedTensors | ReloadedTensors
         if self.mode == "reload":
             self._weights = ReloadedTensors(world, names=sent.names, engine=self._engine, live=live)
@@ -256,7 +256,7 @@ class WeightStream:
                 kind="weights",
                 copies=copies,
                 live=live,
-                may_send_changes=may_send_changes and not sent.frozen and sent.adapter is None,
+                may_send_changes=keeps_weights and not sent.frozen and sent.adapter is None,
             )
         # What the first push moves, and what later ones do.
         self._first: list[TracedTensors | ReloadedTensors] = [self._weights]
@@ -266,19 +266,11 @@ class WeightStream:
             adapter = trace_adapter(sent.adapter, sent.shards, engine=self._engine, world=world)
             self._first = [self._weights, adapter]
             self._later = [adapter]
-        elif (
-            self.mode == "traced"
-            and sent.frozen
-            and may_send_changes  # else frozen weights are dropped too
-        ):
+        elif self.mode == "traced" and sent.frozen and keeps_weights:
             changing = [copy for copy in copies if copy.name not in sent.frozen]
             self._later = [
                 TracedTensors(
-                    world,
-                    kind="changing",
-                    copies=changing,
-                    live=live,
-                    may_send_changes=may_send_changes,
+                    world, kind="changing", copies=changing, live=live, may_send_changes=True
                 )
             ]
 
