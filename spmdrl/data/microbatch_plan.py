@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -101,16 +101,16 @@ def partition(
         group_ids=group_ids,
         budget=tokens_per_microbatch,
     )
-    candidates = [least] if whole_groups else [*work.pieces(tokens_per_microbatch), alone]
+    divisions = [least] if whole_groups else [*work.pieces(tokens_per_microbatch), alone]
+    candidates = [(unit_of, *work.of_units(unit_of)) for unit_of in divisions]
     update_ids = index * num_updates // max(len(ids), 1)
     places = torch.zeros_like(lengths)
     counts = []
     for update in range(num_updates):
         sequences = torch.nonzero(update_ids == update).flatten()
         found: _Packed | None = None
-        for unit_of in candidates:
+        for unit_of, unit_lengths, unit_costs in candidates:
             units, own = torch.unique(unit_of[sequences], return_inverse=True)
-            unit_lengths, unit_costs = work.of_units(unit_of)
             packed = _pack(
                 unit_lengths[units].numpy(),
                 unit_costs[units].numpy(),
@@ -150,7 +150,7 @@ class _Work:
         follows = torch.zeros_like(unit_of, dtype=torch.bool)
         follows[1:] = unit_of.diff() == 0
         shared = torch.where(follows, self.shared, 0)
-        sizes = self.lengths - shared + shared // COPIED
+        sizes = _size(self.lengths, shared)
         # Times quadratic_tokens, so that costs are whole numbers.
         costs = (self.lengths - shared + self.added) * self.quadratic_tokens
         costs = costs + self.lengths**2 - shared**2
@@ -174,7 +174,7 @@ class _Work:
         units = []
         columns = (self.group_ids, self.lengths, self.shared)
         for group, length, shared in zip(*(column.tolist() for column in columns)):
-            size = length - shared + shared // COPIED
+            size = _size(length, shared)
             if group != before or count == most or size > room:
                 unit += 1
                 count = 0
@@ -185,6 +185,14 @@ class _Work:
             count += 1
             before = group
         return torch.tensor(units)
+
+
+Tokens = TypeVar("Tokens", int, Tensor)
+
+
+def _size(length: Tokens, shared: Tokens) -> Tokens:
+    """Return the room that a sequence takes after one that it shares tokens with."""
+    return length - shared + shared // COPIED
 
 
 def _check_budget(
