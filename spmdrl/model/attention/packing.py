@@ -176,7 +176,9 @@ def make_packing(
         chunked = make_packing(parts, device, padded=padded)
     count = torch.tensor(lengths, dtype=torch.int64)
     others = count if key_lengths is None else torch.tensor(key_lengths, dtype=torch.int64)
-    queries = count if key_index is None else _with_others_queries(count, others, key_index)
+    queries = count
+    if padded and key_index is not None:
+        queries = _with_others_queries(count, others, key_index)
     members = _alike(queries, others - queries) if padded else []
     starts, packing = _pack(queries, members)
     key_starts = starts
@@ -191,10 +193,8 @@ def make_packing(
                 packing,
                 cu_seqlens=_bounds(count),
                 max_seqlen=int(count.max()),
-                pad_index=tokens[packing.pad_index] if padded else packing.pad_index,
-                unpad_index=packing.unpad_index[_last(queries, count)]
-                if padded
-                else packing.unpad_index,
+                pad_index=tokens[packing.pad_index],
+                unpad_index=packing.unpad_index[_last(queries, count)],
             )
         if padded:
             key_copies = make_copies(key_index[keys.pad_index], device, real=keys.unpad_index)
