@@ -114,8 +114,9 @@ class PackingSupport:
     def unshared(self) -> str:
         """Return why sequences that begin alike must all be computed whole; empty if their common
         prefix can be computed once."""
-        for names in self.mixers.values():
-            return f"{names[0]} computes one sequence per row"
+        if self.mixers:
+            first = next(iter(self.mixers.values()))[0]
+            return f"{first} computes one sequence per row"
         if self.chunk is not None:
             return f"layers attend within chunks of {self.chunk} tokens"
         return ""
