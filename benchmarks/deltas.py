@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from safetensors import safe_open
-from start import say_commit
+from start import ROOT, as_flags, header, row, torchrun
 from stream import Options, make_config, make_model, seconds_of
 
 from spmdrl.model.tensor_parts import local_part
@@ -107,13 +107,15 @@ def link(argv: list[str]) -> None:
             }
         )
     if world.rank == 0:
-        say_commit()
-        print("| changed | full push bytes | s | what changed bytes | s | share of the time |")
-        print("| --- | --- | --- | --- | --- | --- |")
-        for row in rows:
-            print(
-                f"| {row['share']:.4f} | {row['full_bytes']} | {row['full_s']:.3f} "
-                f"| {row['bytes']} | {row['s']:.3f} | {row['of_time']:.3f} |"
+        header("changed", "full push bytes", "s", "what changed bytes", "s", "share of the time")
+        for found in rows:
+            row(
+                f"{found['share']:.4f}",
+                found["full_bytes"],
+                f"{found['full_s']:.3f}",
+                found["bytes"],
+                f"{found['s']:.3f}",
+                f"{found['of_time']:.3f}",
             )
         print(json.dumps(rows), flush=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -164,9 +166,9 @@ def _ip(*words: str) -> None:
 def shares(argv: list[str]) -> None:
     """Train and print the share of elements that changed, for each model and learning rate."""
     assert not argv, f"shares takes no options: {argv}"
-    say_commit()
-    print("| model | learning rate | changed, mean | least | most | bytes, mean | of a full push |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    header(
+        "model", "learning rate", "changed, mean", "least", "most", "bytes, mean", "of a full push"
+    )
     with tempfile.TemporaryDirectory() as base:
         rewards = Path(base) / "digits.py"
         rewards.write_text(
@@ -185,7 +187,7 @@ def shares(argv: list[str]) -> None:
 def _train(folder: Path, model: Path, rate: float, rewards: Path) -> list[dict]:
     """Return the rows of metrics.jsonl of a short run."""
     settings = {
-        "config": "configs/demo_grpo.yaml",
+        "config": ROOT / "configs" / "demo_grpo.yaml",
         "output-dir": folder,
         "model.path": model,
         "steps": STEPS,
@@ -199,11 +201,7 @@ def _train(folder: Path, model: Path, rate: float, rewards: Path) -> list[dict]:
         "data.eval-size": 16,
         "evaluate.every-steps": 1000,
     }
-    command = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
-    command += ["--nproc-per-node", "2", "train.py"]
-    for name, value in settings.items():
-        command += [f"--{name}", str(value)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    torchrun(2, ROOT / "train.py", *as_flags(settings), timeout_s=900)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
@@ -217,13 +215,17 @@ def engine_bytes(model: Path) -> int:
 
 def _print_shares(name: str, rate: float, rows: list[dict], *, full: int) -> None:
     # The first push, of everything, is before the first step.
-    later = [row for row in rows if "sync/changed_frac" in row]
-    changed = [row["sync/changed_frac"] for row in later]
-    nbytes = statistics.mean(row["sync/bytes"] for row in later)
-    print(
-        f"| {name} | {rate:g} | {statistics.mean(changed):.4f} | {min(changed):.4f} "
-        f"| {max(changed):.4f} | {nbytes:.0f} | {nbytes / full:.3f} |",
-        flush=True,
+    later = [one for one in rows if "sync/changed_frac" in one]
+    changed = [one["sync/changed_frac"] for one in later]
+    nbytes = statistics.mean(one["sync/bytes"] for one in later)
+    row(
+        name,
+        f"{rate:g}",
+        f"{statistics.mean(changed):.4f}",
+        f"{min(changed):.4f}",
+        f"{max(changed):.4f}",
+        f"{nbytes:.0f}",
+        f"{nbytes / full:.3f}",
     )
 
 

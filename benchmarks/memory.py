@@ -60,11 +60,10 @@ def work(folder: Path, given: dict[str, int], model: dict[str, Any]) -> None:
     """Build trainer, engine and stream, and write what an update and a push took at most."""
     import torch
 
-    from benchmarks.trainer import ours
+    from benchmarks.trainer import ours, packed_batch, small_model
     from spmdrl.engine import make_engine
     from spmdrl.roles import make_trainer
     from spmdrl.sync.stream import WeightStream
-    from spmdrl.tools.commands.create_model import create_model
     from spmdrl.world.comm import gather_objects
     from spmdrl.world.machine.live_bytes import peak_bytes
     from spmdrl.world.world import World
@@ -72,14 +71,8 @@ def work(folder: Path, given: dict[str, int], model: dict[str, Any]) -> None:
     options = Options(**given)
     cfg = config_of(options, folder, model)
     if os.environ["RANK"] == "0":
-        create_model(
-            folder / "model",
-            hidden_size=options.hidden,
-            layers=options.layers,
-            heads=options.hidden // 64,
-            kv_heads=options.hidden // 64,
-            intermediate=3 * options.hidden,
-            max_positions=options.length,
+        small_model(
+            folder / "model", hidden=options.hidden, layers=options.layers, longest=options.length
         )
     world = World.start(cfg)
     world.meet(wait="model written")
@@ -93,7 +86,8 @@ def work(folder: Path, given: dict[str, int], model: dict[str, Any]) -> None:
     if world.is_trainer:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(8, 96, (options.rows, options.length), generator=generator)
-        step = ours(trainer, tokens, torch.randn(options.rows, generator=generator))
+        batch = packed_batch(tokens, prompt=options.length // 4)
+        step = ours(trainer, batch, torch.randn(options.rows, generator=generator))
         step()
         with peak_bytes(world.device) as peak:
             step()

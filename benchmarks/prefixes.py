@@ -15,7 +15,6 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,12 +24,9 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import trainer as plain
-from benchmarks.start import header, row, scalars_of
-from spmdrl.credit import per_token
+from benchmarks.start import header, row
 from spmdrl.roles import make_trainer
-from spmdrl.tools.commands.create_model import create_model
-from spmdrl.train.trainer import Trainer
-from spmdrl.types import Batch, Microbatch, Sums
+from spmdrl.types import Batch, Sums
 from spmdrl.world.launch import launch_alone
 from spmdrl.world.world import World
 
@@ -48,37 +44,12 @@ class Options:
     """Steps of each that count, after one that does not."""
 
 
-def batch_of(prompt: int, samples: int, response: int) -> Batch:
+def group_of(prompt: int, samples: int, response: int) -> Batch:
     """Return a batch of one group of random responses."""
     generator = torch.Generator().manual_seed(0)
-    length = prompt + response
     shared = torch.randint(8, 96, (prompt,), generator=generator)
     own = torch.randint(8, 96, (samples, response), generator=generator)
-    mask = (torch.arange(length) >= prompt).repeat(samples)
-    one = torch.ones(samples, dtype=torch.int64)
-    packed = Microbatch(
-        tokens=torch.cat([shared.expand(samples, -1), own], dim=1).flatten(),
-        position_ids=torch.arange(length).repeat(samples),
-        cu_seqlens=torch.arange(0, samples * length + 1, length, dtype=torch.int32),
-        response_mask=mask,
-        rollout_logprobs=torch.where(mask, -1.0, 0.0),
-        policy_versions=torch.where(mask, 0, -1),
-        sequence_ids=torch.arange(samples),
-    )
-    scalars = scalars_of(length * one, response * one)
-    return Batch(scalars=scalars, updates=((packed,),), update_ids=0 * one)
-
-
-def stepping(trainer: Trainer, batch: Batch) -> Callable[[int], Sums]:
-    """Return a function that takes an update."""
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(len(batch.update_ids), generator=generator).double()
-
-    def step(number: int) -> Sums:
-        annotated = trainer.annotate(batch, step=number)
-        return trainer.update(annotated, per_token(annotated, weights), step=number)
-
-    return step
+    return plain.packed_batch(torch.cat([shared.expand(samples, -1), own], dim=1), prompt=prompt)
 
 
 def main(options: Options) -> None:
@@ -86,32 +57,27 @@ def main(options: Options) -> None:
     shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     longest = max(prompt + response for prompt, _, response in shapes)
     with tempfile.TemporaryDirectory() as scratch:
-        path = create_model(
-            Path(scratch) / "model",
-            hidden_size=options.hidden,
-            layers=options.layers,
-            heads=options.hidden // 64,
-            kv_heads=options.hidden // 64,
-            intermediate=3 * options.hidden,
-            max_positions=longest,
+        path = plain.small_model(
+            Path(scratch) / "model", hidden=options.hidden, layers=options.layers, longest=longest
         )
         launch_alone()
         rows = max(samples for _, samples, _ in shapes)
-        cfg = plain.config_of(plain.Options(rows=rows, length=longest), str(path), scratch)
+        cfg = plain.config_of(plain.Options(rows=rows, length=longest), path, scratch)
         world = World.start(cfg)
         configs = [replace(cfg, batch=replace(cfg.batch, share_prefixes=mode)) for mode in MODES]
         trainers = [make_trainer(own, world) for own in configs]
         header("prompt, samples, response", "computed", "whole s", "shared s", "times as fast")
         for name, shape in zip(options.shapes, shapes):
-            batch = batch_of(*shape)
-            steps = [stepping(trainer, batch) for trainer in trainers]
+            batch = group_of(*shape)
+            advantages = torch.randn(shape[1], generator=torch.Generator().manual_seed(1))
+            steps = [plain.ours(trainer, batch, advantages) for trainer in trainers]
             seconds: list[list[float]] = []
-            for number in range(options.rounds + 1):
+            for _ in range(options.rounds + 1):
                 found: list[Sums] = []
                 seconds.append([])
                 for own, step in zip(configs, steps):
                     world.cfg = own
-                    took = plain.seconds(lambda: found.append(step(number)), world.device)
+                    took = plain.seconds(lambda: found.append(step()), world.device)
                     seconds[-1].append(took)
                 check(*found)
             whole, shared = (statistics.median(own) for own in zip(*seconds[1:]))

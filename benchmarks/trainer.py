@@ -41,7 +41,7 @@ from spmdrl.model.model_shape import model_shape
 from spmdrl.roles import make_trainer
 from spmdrl.tools.commands.create_model import create_model
 from spmdrl.train.trainer import Trainer
-from spmdrl.types import Batch, Microbatch
+from spmdrl.types import Batch, Microbatch, Sums
 from spmdrl.world.launch import launch_alone
 from spmdrl.world.machine.hardware import known_gpu
 from spmdrl.world.world import World
@@ -105,12 +105,15 @@ def bare(
     return step
 
 
-def ours(trainer: Trainer, tokens: Tensor, advantages: Tensor) -> Callable[[], None]:
-    """Return one step of the trainer, from a batch on the host."""
+def packed_batch(tokens: Tensor, *, prompt: int) -> Batch:
+    """Return a batch of rows of equal length, all in one micro-batch on the host.
+
+    Args:
+        tokens: [rows, length]. prompt: tokens at the beginning of each that are a prompt.
+    """
     rows, length = tokens.shape
-    mask = (torch.arange(length) >= length // 4).repeat(rows)
+    mask = (torch.arange(length) >= prompt).repeat(rows)
     one = torch.ones(rows, dtype=torch.int64)
-    scalars = scalars_of(length * one, (length - length // 4) * one)
     packed = Microbatch(
         tokens=tokens.flatten().cpu(),
         position_ids=torch.arange(length).repeat(rows),
@@ -120,17 +123,36 @@ def ours(trainer: Trainer, tokens: Tensor, advantages: Tensor) -> Callable[[], N
         policy_versions=torch.where(mask, 0, -1),
         sequence_ids=torch.arange(rows),
     )
-    batch = Batch(scalars=scalars, updates=((packed,),), update_ids=0 * one)
+    scalars = scalars_of(length * one, (length - prompt) * one)
+    return Batch(scalars=scalars, updates=((packed,),), update_ids=0 * one)
+
+
+def ours(trainer: Trainer, batch: Batch, advantages: Tensor) -> Callable[[], Sums]:
+    """Return one step of the trainer, which returns its sums."""
     weights = advantages.double().cpu()
     steps = itertools.count()
 
-    def step() -> None:
+    def step() -> Sums:
         """Take a step as train.py does."""
         number = next(steps)
         annotated = trainer.annotate(batch, step=number)
-        trainer.update(annotated, per_token(annotated, weights), step=number)
+        return trainer.update(annotated, per_token(annotated, weights), step=number)
 
     return step
+
+
+def small_model(folder: Path, *, hidden: int, layers: int, longest: int) -> str:
+    """Write a random Qwen3 with heads of 64 elements, and return its folder."""
+    made = create_model(
+        folder,
+        hidden_size=hidden,
+        layers=layers,
+        heads=hidden // 64,
+        kv_heads=hidden // 64,
+        intermediate=3 * hidden,
+        max_positions=longest,
+    )
+    return str(made)
 
 
 def config_of(options: Options, path: str, out: str) -> Config:
@@ -153,7 +175,7 @@ def config_of(options: Options, path: str, out: str) -> Config:
     )
 
 
-def seconds(step: Callable[[], None], device: torch.device) -> float:
+def seconds(step: Callable[[], object], device: torch.device) -> float:
     """Return how long one step takes, everything that it put on the device done."""
     began = time.perf_counter()
     step()
@@ -165,16 +187,11 @@ def seconds(step: Callable[[], None], device: torch.device) -> float:
 def main(options: Options) -> None:
     """Time both, in turns."""
     with tempfile.TemporaryDirectory() as scratch:
-        path = options.model or str(
-            create_model(
-                Path(scratch) / "model",
-                hidden_size=options.hidden,
-                layers=options.layers,
-                heads=options.hidden // 64,
-                kv_heads=options.hidden // 64,
-                intermediate=3 * options.hidden,
-                max_positions=options.length,
-            )
+        path = options.model or small_model(
+            Path(scratch) / "model",
+            hidden=options.hidden,
+            layers=options.layers,
+            longest=options.length,
         )
         launch_alone()
         cfg = config_of(options, path, scratch)
@@ -186,7 +203,7 @@ def main(options: Options) -> None:
         model, trainer = bare_model(path, world.device), make_trainer(cfg, world)
         steps = {
             "bare loop": bare(model, tokens, advantages, compute_dtype=options.compute_dtype),
-            "spmdrl": ours(trainer, tokens, advantages),
+            "spmdrl": ours(trainer, packed_batch(tokens, prompt=options.length // 4), advantages),
         }
         found: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(options.rounds + 2):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.gpu.rows import Clock, Row, attempt, judged, median_seconds, read_rows
 from benchmarks.start import quick_folder, torchrun
-from benchmarks.trainer import LR, MAX_NORM, bare, ours
+from benchmarks.trainer import LR, MAX_NORM, bare, ours, packed_batch
 from spmdrl import config
 from spmdrl.config import Config
 from spmdrl.model.flops import training_flops
@@ -178,7 +178,8 @@ def time_ours(cfg: Config, options: Options, tokens: Tensor, advantages: Tensor)
             return sums
 
         trainer.update = noted
-        return timed(ours(trainer, tokens, advantages), options, lambda: norms[0])
+        batch = packed_batch(tokens, prompt=tokens.shape[1] // 4)
+        return timed(ours(trainer, batch, advantages), options, lambda: norms[0])
     finally:
         world.close()
 
