@@ -156,15 +156,15 @@ def test_ranks_of_hosts_with_other_clocks_are_silent_only_when_they_are(monkeypa
     now = 1000.0
     monkeypatch.setattr(watch_module.time, "monotonic", lambda: now)
     silence = Silence("here")
-    ahead = {"beat": now + 3600.0, "machine": "there"}
-    behind = {"beat": now - 3601.0, "machine": "elsewhere"}
-    assert silence.seconds(1, ahead) == silence.seconds(2, behind) == 0.0
+    fast = {"beat": now + 3600.0, "machine": "there"}
+    slow = {"beat": now - 3601.0, "machine": "elsewhere"}
+    assert silence.seconds(1, fast) == silence.seconds(2, slow) == 0.0
     assert silence.seconds(3, {"beat": now - 5.0, "machine": "here"}) == 5.0
     now += 20.0
-    assert silence.seconds(1, ahead) == 20.0  # it has not beaten again
-    assert silence.seconds(2, behind | {"beat": now - 3600.0}) == 0.0
+    assert silence.seconds(1, fast) == 20.0  # it has not beaten again
+    assert silence.seconds(2, slow | {"beat": now - 3600.0}) == 0.0
     now += 2.0
-    assert silence.seconds(2, behind | {"beat": now - 3601.5}) == 1.5
+    assert silence.seconds(2, slow | {"beat": now - 3601.5}) == 1.5
 
 
 def test_a_host_whose_clock_is_behind_does_not_end_the_others(monkeypatch) -> None:
