@@ -132,26 +132,27 @@ class MultimodalItems(TokenColumn):
     def at_placeholders(
         cls, is_placeholder: Tensor, items: Sequence[MultimodalItem]
     ) -> MultimodalItems:
-        """Return the column of tokens among which the placeholders of each item follow each other.
+        """Return the column of T tokens that show `items`, one after the other.
 
         Args:
-            is_placeholder: [T] bool.
-            items: in the order of their tokens; one may come twice.
+            is_placeholder: [T] bool, which tokens stand for a part of an item.
+            items: in the order of their placeholders. An item that the tokens show twice is in
+                here twice, and once in the column.
         Raises: ValueError when the number of placeholders is not that of the items.
         """
         expected = sum(item.num_tokens for item in items)
         found = int(is_placeholder.sum())
         if expected != found:
             raise ValueError(f"{found} tokens are placeholders of items that have {expected}")
-        own = tuple(dict.fromkeys(items))
+        distinct = tuple(dict.fromkeys(items))
         rows = {
             item: torch.arange(start, start + item.num_tokens)
-            for item, start in zip(own, _starts(own).tolist())
+            for item, start in zip(distinct, _starts(distinct).tolist())
         }
         places = torch.full(is_placeholder.shape, -1)
-        none = torch.empty(0, dtype=torch.int64)
+        none = torch.empty(0, dtype=torch.int64)  # torch.cat needs a tensor, also without items
         places[is_placeholder] = torch.cat([none, *(rows[item] for item in items)])
-        return cls(places, own)
+        return cls(places, distinct)
 
     def state_dict(self) -> dict[str, Any]:
         items = [vars(item) | {"features": dict(item.features)} for item in self.items]

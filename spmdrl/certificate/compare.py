@@ -54,8 +54,12 @@ class NumberDifference:
     place: SequencePlace | None = None
 
     def __str__(self) -> str:
-        what = f"{self.what} of {self.place}" if self.place else self.what
-        values = self.values or (self.place.values if self.place else ())
+        """Return what differs and where, then both values, or else how far they are apart."""
+        what = self.what
+        values = self.values
+        if self.place is not None:
+            what += f" of {self.place}"
+            values = values or self.place.values
         if values:
             return f"{what}: {values[0]} and {values[1]}"
         if self.deviation is None or self.deviation == float("inf"):

@@ -129,10 +129,14 @@ class Addition:
         return row
 
     def _mistaken(self, answer: str, draw: random.Random) -> str:
+        """Return the answer plus one; with `slips`, raise each digit by one with that chance."""
         if not self.slips:
             return str(int(answer) + 1)
-        digits = [int(digit) for digit in answer]
-        return "".join(str((digit + (draw.random() < self.slips)) % 10) for digit in digits)
+        wrong = ""
+        for digit in answer:
+            has_slipped = draw.random() < self.slips
+            wrong += str((int(digit) + has_slipped) % 10)
+        return wrong
 
     def _row(self, prompt: str, answer: int) -> dict:
         return {"prompt": prompt, "answer": str(answer), "data_source": "task:addition"}

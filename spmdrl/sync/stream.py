@@ -98,7 +98,7 @@ class WeightStream:
         Args:
             version: of the policy. The engines learn it, and drop their cached prefixes.
         Returns: the sums of Handover.wake_cache; sync/bytes, which leave all trainers together;
-            sync/changed_frac, if only what changed was sent: elements that did, of all;
+            sync/changed_frac, if the push sent only changes: changed elements of all elements;
             sync/seconds and sync/gb_per_s (1e9 bytes), by this rank's clock, from when all ranks
             have arrived.
         Raises: RuntimeError on every rank when a checksum differs, or an engine's loader fails.
@@ -107,7 +107,8 @@ class WeightStream:
             return {}
         is_first = self._pushes == 0
         pushed = self._first if is_first else self._later
-        with self._world.watch.wait("await peers", version):  # timed apart: the others' work
+        # This wait has a name of its own, so that sync/seconds leaves out the others' work.
+        with self._world.watch.wait("await peers", version):
             await_all(group=self._world.control)
         with self._world.watch.wait("push", version):
             began = time.perf_counter()
@@ -115,7 +116,7 @@ class WeightStream:
             moved = []
             for tensors in pushed:
                 moved.append(tensors.move())
-                if tensors not in self._later:
+                if tensors not in self._later:  # only the first push moves them
                     tensors.release()
             if self.mode == "traced":
                 is_same = self._engine_pointers() == self._pointers
@@ -132,6 +133,7 @@ class WeightStream:
         self._pushes += 1
         every = self._cfg.verify_every
         if is_first or (every and self._pushes % every == 0):
+            # A full push can mend an error of a push of changes.
             self._prove(version, may_push_again=compared > 0)
         if compared:
             woken["sync/changed_frac"] = (float(changed), float(compared))

@@ -148,7 +148,7 @@ def _join(results: Sequence[RewardResult], *, least: float | None) -> RewardResu
 
 
 def _results_of(call: Call, done: Done) -> list[RewardResult]:
-    """Return the result of a call for each of its samples."""
+    """Return the result of a call for each of its samples. If the call failed, all of them fail."""
     count = len(call.keys)
     failure = done.failure
     message = done.message
@@ -158,11 +158,12 @@ def _results_of(call: Call, done: Done) -> list[RewardResult]:
         message = f"the worker answered for {len(results)} of {count} samples"
     if failure is not None:
         if count > 1:
-            message += f" (called with {count} samples of a {call.scope}, which all fail by it)"
+            message += f" (called with {count} samples of a {call.scope}; all of them fail)"
         failed = RewardResult(None, seconds=done.seconds, failure=failure, message=message)
         found = [failed] * count
     else:
         seconds = done.seconds / count  # the samples share the time of the call
         found = [replace(r, seconds=seconds) for r in results if isinstance(r, RewardResult)]
+    # Retries belong to the call: the first sample has them, so that their sum is right.
     found[0] = replace(found[0], retries=done.retries)
     return found

@@ -157,15 +157,15 @@ class RewardPool(JobQueue):
     def score_step(
         self, samples: Mapping[str, RewardSample], rewards: Mapping[str, RewardResult], *, what: str
     ) -> dict[str, RewardResult]:
-        """Score a step's samples in one call of the functions of whole steps, and wait for it.
+        """Let the functions of scope `step` score all samples of a step, and wait for them.
 
-        Results of other calls that arrive meanwhile can be polled later.
+        Results of other calls that arrive meanwhile are kept for `poll`.
 
         Args:
             samples: of the step, by key.
-            rewards: their rewards so far, by key.
-            what: their origin, for messages.
-        Returns: the rewards, including those of these functions.
+            rewards: what the functions of other scopes gave them, by key.
+            what: origin of the samples, for messages.
+        Returns: {key: the reward of all functions}.
         Raises: Refusal as `submit` and `poll`; RuntimeError as `poll`.
         """
         call = Call("step", tuple(samples), what)

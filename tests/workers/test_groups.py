@@ -120,7 +120,12 @@ def test_a_function_of_lists_sees_each_group_whole_and_fails_for_all_of_it(place
     assert found["fine", 0].metrics == {"calls": 1.0, "size": 3.0}
     failures = {name: found[name, 1].failure for name in ("lost", "late", "ended", "odd")}
     assert failures == {"lost": "error", "late": "timeout", "ended": "error", "odd": "bad_value"}
-    for part in ("KeyError: 'lost'", "r.py:", "in longest", "2 samples of a group, which all fail"):
+    for part in (
+        "KeyError: 'lost'",
+        "r.py:",
+        "in longest",
+        "2 samples of a group; all of them fail",
+    ):
         assert part in found["lost", 0].message
     said = r"no result of \w+ \(.*r\.py:\d+\) within rewards.timeout_s = 4 s"
     assert re.search(said, found["late", 0].message)
@@ -289,7 +294,7 @@ def test_a_function_of_steps_adds_to_what_was_scored_before(place):
         score_step(loop, groups, step=0)  # that it is 0 makes it fail, for all
         assert {s.reward.failure for g in groups for s in g.drawn_samples} == {"error"}
         message = groups[0].samples[0].reward.message
-        assert f"{len(before)} samples of a step, which all fail by it" in message
+        assert f"{len(before)} samples of a step; all of them fail" in message
 
 
 def test_a_row_that_functions_of_steps_alone_score_is_no_failure_before_the_step(place):
