@@ -19,6 +19,8 @@ NEVER = -1e30
 
 _ROW_ELEMENTS = {"cpu": 2**18}
 """Logits of the rows that are computed at a time, by device: 1 MiB in float32 on the CPU."""
+_SUMMED_AT_ONCE = 2**14
+"""Elements of a row that are summed at a time: few enough for one thread."""
 _MANY_ELEMENTS = 2**24  # elsewhere: enough for a kernel to be worth its launch
 
 
@@ -91,16 +93,16 @@ def summarize(
         logits = form.logits(products[rows])
         if dropped is not None:
             logits.masked_fill_(dropped[rows], NEVER)
-        top = logits.amax(dim=-1)
         is_own, at = _own_targets(targets[rows], logits.shape[1])
         target = logits.gather(1, at)[:, 0] * is_own
+        top = logits.amax(dim=-1)
         shifted = logits.sub_(top[:, None])
         weights = shifted.exp()
         if len(sums) == 5:
             # vector_norm needs no further [n, V] for the squares.
             sums[4, rows] = torch.linalg.vector_norm(weights, dim=-1).square()
         sums[0, rows] = top
-        sums[1, rows] = weights.sum(-1)
+        sums[1, rows] = row_sums(weights)
         sums[2, rows] = weights.mul_(shifted).sum(-1)
         sums[3, rows] = target
 
@@ -140,6 +142,24 @@ def differentiate(
         # Else the logits are the products themselves, see LogitForm.logits.
         if products.dtype != torch.float32 or form.softcap is not None:
             products[rows] = grad
+
+
+def row_sums(values: Tensor) -> Tensor:
+    """Return the sum of each row of [n, V], with bits that depend on the row alone."""
+    # torch cuts the sum of a single long row at places that depend on the number of threads.
+    parts = values.split(_SUMMED_AT_ONCE, dim=-1)
+    total = parts[0].sum(-1)
+    for part in parts[1:]:
+        total += part.sum(-1)
+    return total
+
+
+def log_totals(logits: Tensor) -> Tensor:
+    """Return the log of the partition function of each row of float32 logits, [n]: the numbers that
+    the trainer's head finds, bit for bit. Logits of ids that are left out may be -inf."""
+    top = logits.amax(dim=-1)
+    weights = (logits - top[:, None]).exp_()
+    return row_sums(weights).log() + top
 
 
 def _own_targets(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ split_no_groups           ProcessGroup.bound_device_id      once a gloo group sp
 set_group_timeout         distributed_c10d.default_pg_*timeout  once meshes take a timeout
 pin_exactly               _accelerator_setAllocatorSettings   once it is public (2.13: 2.11 cannot)
 count_compile_threads     torch._inductor.config            once its module is public
+GROUPED_MM                _grouped_mm                       never: what grouped_mm is seen as
 LOCAL_SCALAR, UNSAFE_VIEW aten._local_scalar_dense, _unsafe_view    never: names of operations
 FLASH_FORWARD, FLASH_BACKWARD  aten._flash_attention_*      once varlen_attn differentiates its lse
 operation_name, is_write  OpOverload._schema                once schemas are public
@@ -67,6 +68,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+GROUPED_MM = torch._grouped_mm
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 """What `tensor.item()` calls."""
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default

@@ -11,7 +11,7 @@ sequences in groups of similar length; all other layers compute packed tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from spmdrl.errors import Refusal
 from spmdrl.model.attention.mask_patterns import mask_pattern_of
 from spmdrl.model.attention.packing import SHORT, Packing, pad, unpad
 from spmdrl.model.attention.sinks import FlashWithSinks, with_sink_keys, with_sink_scores
+from spmdrl.model.exact import attention as exact
 from spmdrl.model.tensor_parts import to_local
 from spmdrl.world.torch_internals import varlen
 
@@ -104,8 +105,21 @@ def _kernel(
     return attend(q, k, v, packing, how)[None].contiguous(), None
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) -> Tensor:
-    """Attend with sequences padded inside this call; any device."""
+def _padded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    how: Weighing,
+    *,
+    attend: Callable[[Tensor, Tensor, Tensor, Weighing, Tensor | None], Tensor] | None = None,
+) -> Tensor:
+    """Attend with sequences padded inside this call; any device.
+
+    Args:
+        attend: over padded rows, as `_attend` does, which is the default.
+    """
+    attend = attend or _attend
     queries = pad(q, packing)
     keys, values = (packing.padded_keys(x) for x in (k, v))
     outputs = []
@@ -117,7 +131,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, how: Weighing) ->
         spans = packing.spans
         if spans is not None:
             spans = _rows(spans, group.start, group.length, count=group.count)
-        outputs.append(_attend(rows, k_rows, v_rows, how, spans).flatten(0, 1))
+        outputs.append(attend(rows, k_rows, v_rows, how, spans).flatten(0, 1))
     padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return unpad(padded, packing)
 
@@ -291,6 +305,45 @@ def _seen_with(spans: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen.triu(1 - window)
 
 
+def _attend_exactly(
+    q: Tensor, k: Tensor, v: Tensor, how: Weighing, spans: Tensor | None = None
+) -> Tensor:
+    """Attend as `_attend` does, with bits that do not depend on other sequences."""
+    assert spans is None, "engine.exact is refused with images"
+    return _Exact.apply(q, k, v, how.sinks, how)
+
+
+class _Exact(torch.autograd.Function):
+    """Forward by exact/attention.py; backward by the gradient of `_attend`, computed again."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: Weighing):
+        ctx.save_for_backward(q, k, v, sinks)
+        ctx.how = how
+        length = q.shape[1]
+        seen = _is_visible(length, k.shape[1], window=how.window, device=q.device)
+        out = exact.attend(
+            q.unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            seen=seen,
+            scale=how.scale_of(q),
+            softcap=how.softcap,
+            sinks=sinks,
+        )
+        return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        kept = [None if x is None else x.detach().requires_grad_() for x in ctx.saved_tensors]
+        q, k, v, sinks = kept
+        with torch.enable_grad():
+            out = _attend(q, k, v, replace(ctx.how, sinks=sinks))
+        wanted = [x for x in kept if x is not None]
+        found = torch.autograd.grad(out, wanted, grad)
+        return *found, *[None] * (5 - len(found))
+
+
 def check_supported(
     module: nn.Module, attention_mask: Tensor | None, options: Mapping[str, object]
 ) -> None:
@@ -318,14 +371,22 @@ def check_supported(
             )
 
 
+PADDING = ("padded", "exact")
+"""Kernels that need the padded layout of a Packing."""
 KERNELS = {
     name: partial(_kernel, attend=attend)
-    for name, attend in (("padded", _padded), ("varlen", _varlen), ("flash", _flash))
+    for name, attend in (
+        ("padded", _padded),
+        ("varlen", _varlen),
+        ("flash", _flash),
+        ("exact", partial(_padded, attend=_attend_exactly)),
+    )
 }
 
 
 def register_attention() -> None:
-    """Make the kernels known to transformers as spmdrl_padded, spmdrl_varlen, spmdrl_flash.
+    """Make the kernels known to transformers as spmdrl_padded, spmdrl_varlen, spmdrl_flash,
+    spmdrl_exact.
 
     They have no mask function, so that transformers builds no mask, nor does it search
     `position_ids` for the borders of sequences.

@@ -1,0 +1,123 @@
+"""Attention whose bits do not depend on what else is in the batch.
+
+Keys are taken in blocks of KEYS from the first of a sequence on, and the blocks are added up in
+their order. Within a block all is a batched product of a multiple of ROWS queries, and functions
+of single elements or rows. Keys that a query does not see add zeros. So the order of a query's sums
+depends on its position alone, whether it is one of a prompt, of a packed row or decoded alone.
+
+Shape letters: B sequences, Hkv key/value heads, G query heads of each, L queries, K keys, D head
+dim, Dv head dim of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spmdrl.model.exact.linear import ROWS, padded_rows
+
+KEYS = 128
+"""Keys of a block."""
+NEVER = -1e30
+"""Score of a key that is not seen: finite, so that its product with 0 is 0."""
+
+
+@dataclass
+class _Sums:
+    """Of the blocks so far, for each query: the largest score, sum exp(score - top), and the sum
+    of values weighed by this; float32."""
+
+    top: Tensor  # [n, R, 1]
+    total: Tensor  # [n, R, 1]
+    values: Tensor  # [n, R, Dv]
+
+    def add(self, other: _Sums) -> None:
+        top = torch.maximum(self.top, other.top)
+        own = torch.exp(self.top - top)
+        others = torch.exp(other.top - top)
+        self.total = self.total * own + other.total * others
+        self.values = self.values * own + other.values * others
+        self.top = top
+
+
+@torch.no_grad()
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    seen: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend from queries to the keys that they see. Without gradients.
+
+    Args:
+        query: [B, Hkv, G, L, D]. A query's bits do not depend on L, B and Hkv.
+        key, value: [B, Hkv, K, D] and [B, Hkv, K, Dv], from the first token of each sequence on.
+            Keys after the last that a query sees change nothing.
+        seen: bool, broadcasts to [B, L, K]: which keys a query sees; at least one.
+        scale: factor of the scores.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sinks: [Hkv * G], for each query head the score of a key whose value is zero.
+    Returns: [B, Hkv, G, L, Dv], in the dtype of the query.
+    """
+    batch, kv_heads, shared, length, _ = query.shape
+    num_rows = padded_rows(shared * length)
+    rows = query.reshape(batch * kv_heads, shared * length, -1)
+    rows = F.pad(rows, (0, 0, 0, num_rows - shared * length))
+    key = key.flatten(0, 1)
+    value = value.flatten(0, 1)
+    seen = seen.expand(batch, length, key.shape[1])
+    sums: _Sums | None = None
+    for begin in range(0, key.shape[1], KEYS):
+        end = min(begin + KEYS, key.shape[1])
+        own = seen[:, :, begin:end]
+        if not own.any():
+            continue
+        missing = padded_rows(end - begin) - (end - begin)
+        # [B, Hkv, G * L + padding, k]: rows of heads that share keys see the same.
+        own = own[:, None, None].expand(-1, kv_heads, shared, -1, -1)
+        own = own.reshape(batch * kv_heads, shared * length, -1)
+        own = F.pad(own, (0, missing, 0, num_rows - shared * length))
+        keys, values = (
+            F.pad(part[:, begin:end], (0, 0, 0, missing)).contiguous() for part in (key, value)
+        )
+        scores = torch.bmm(rows, keys.transpose(1, 2)).float() * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        found = _block(scores.masked_fill_(~own, NEVER), values)
+        if sums is None:
+            sums = found
+        else:
+            sums.add(found)
+    assert sums is not None, "each query sees a key"
+    if sinks is not None:
+        _add_sinks(sums, sinks.view(kv_heads, shared), length=length)
+    out = (sums.values / sums.total).to(query.dtype)
+    return out[:, : shared * length].view(batch, kv_heads, shared, length, -1)
+
+
+def _block(scores: Tensor, values: Tensor) -> _Sums:
+    top = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(top).exp_()
+    # A sum over all keys at once would depend on their number, also where the last are zeros.
+    first, *others = weights.unflatten(-1, (-1, ROWS)).unbind(-2)
+    total = first.clone()
+    for other in others:
+        total += other
+    found = torch.bmm(weights.to(values.dtype), values).float()
+    return _Sums(top, total.sum(-1, keepdim=True), found)
+
+
+def _add_sinks(sums: _Sums, sinks: Tensor, *, length: int) -> None:
+    """Add a key of value zero with the score of a row's head, `sinks` [Hkv, G]."""
+    kv_heads, shared = sinks.shape
+    rows = sinks.float().repeat_interleave(length, dim=1)
+    rows = F.pad(rows, (0, sums.top.shape[1] - shared * length))
+    top = rows.repeat(len(sums.top) // kv_heads, 1)[..., None]
+    sums.add(_Sums(top, torch.ones_like(top), torch.zeros_like(sums.values)))

@@ -1,0 +1,120 @@
+"""torch's functions whose bits depend on a tensor's size, replaced while a model computes.
+
+torch computes the last elements of a tensor, those that fill no vector, by other code than the
+rest. For most functions both give the same bits; for those here they do not.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from spmdrl.model.exact.linear import grouped_linear, linear
+from spmdrl.world.torch_internals import GROUPED_MM
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return 1 / (1 + exp(-x)), computed in float32, in the dtype of x."""
+    return _Elementwise.apply(x, _sigmoid, torch.ops.aten.sigmoid)
+
+
+def silu(x: Tensor, inplace: bool = False) -> Tensor:
+    """Return x / (1 + exp(-x)), computed in float32, in the dtype of x."""
+    return _Elementwise.apply(x, lambda values: values / (1 + torch.exp(-values)), F.silu)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """Return GELU of x, computed in float32, in the dtype of x."""
+    if approximate == "none":
+        return F.gelu(x)
+    return _Elementwise.apply(x, _gelu_tanh, lambda own: F.gelu(own, approximate="tanh"))
+
+
+def _sigmoid(values: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-values))
+
+
+def _gelu_tanh(values: Tensor) -> Tensor:
+    cubed = values + 0.044715 * (values * values * values)
+    return 0.5 * values * (1 + torch.tanh(math.sqrt(2 / math.pi) * cubed))
+
+
+class _Elementwise(torch.autograd.Function):
+    """A function computed in float32 by one formula; its gradient is that of torch's own."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, formula: Callable[[Tensor], Tensor], own: Callable) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.own = own
+        return formula(x.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = ctx.own(x)
+        return torch.autograd.grad(out, x, grad)[0], None, None
+
+
+def _grouped_mm(x: Tensor, weights: Tensor, *, offs: Tensor, **others: Any) -> Tensor:
+    assert not any(value is not None for value in others.values()), others
+    return grouped_linear(x, weights, ends=offs)
+
+
+REPLACED: dict[Callable, Callable] = {
+    F.linear: linear,
+    GROUPED_MM: _grouped_mm,
+    F.silu: silu,
+    F.gelu: gelu,
+    torch.sigmoid: sigmoid,
+    Tensor.sigmoid: sigmoid,
+}
+"""{torch's function: one whose bits do not depend on the batch}."""
+
+
+class ExactFunctions(TorchFunctionMode):
+    """Replaces functions of REPLACED inside a `with` block, in this thread."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function, or what replaces it."""
+        return REPLACED.get(function, function)(*args, **(kwargs or {}))
+
+
+_thread = threading.local()
+
+
+def compute_exactly(*modules: nn.Module) -> None:
+    """Have the forward of modules compute with the functions that replace torch's.
+
+    Args:
+        modules: may be inside each other: a model for its forward pass, and its blocks, which the
+            backward pass may run again.
+    """
+    for module in modules:
+        module.forward = _exactly(module.forward)  # type: ignore[method-assign]
+
+
+def _exactly(forward: Callable) -> Callable:
+    @wraps(forward)
+    def exact(*args: Any, **options: Any) -> Any:
+        if getattr(_thread, "is_inside", False):
+            return forward(*args, **options)
+        _thread.is_inside = True
+        try:
+            with ExactFunctions():
+                return forward(*args, **options)
+        finally:
+            _thread.is_inside = False
+
+    return exact
