@@ -1,8 +1,8 @@
 """The common prefixes of packed sequences, as a tree whose nodes are computed once.
 
-The samples of a group begin with the same prompt, and episodes that branch with the same turns. In
-a causal model the state of a token depends on that token and those before it, so that equal
-prefixes have equal states.
+The samples of a group begin with the same prompt. Episodes that branch begin with the same turns.
+In a causal model the state of a token depends on this token and those before it. So equal prefixes
+have equal states.
 
 Shape letters: T tokens of a packed row, S sequences, C tokens of the tree, N nodes, K keys of all
 nodes.
@@ -33,20 +33,23 @@ Path: TypeAlias = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Tokens of the tree lie node after node, each node before those that continue it."""
+    """Nodes are runs of tokens that the same sequences share; a node continues its parent.
 
-    sources: Tensor  # [C] int64, for each token of the tree one in the row that it stands for
-    places: Tensor  # [T] int64, for each token of the row the one in the tree
+    The tree's tokens are those of its nodes, one node after another, parents first.
+    """
+
+    sources: Tensor  # [C] int64, index in the row of a token that each of the tree's stands for
+    places: Tensor  # [T] int64, index in the tree of each token of the row
     lengths: tuple[int, ...]  # [N], tokens of each node
-    parents: tuple[int, ...]  # [N], the node that each continues; -1 for none
+    parents: tuple[int, ...]  # [N], the parent of each node; -1 for none
 
     @property
     def is_shared(self) -> bool:
-        """Whether a token of the tree stands for several of the row."""
+        """Whether some token of the tree stands for several tokens of the row."""
         return len(self.sources) < len(self.places)
 
     def paths(self) -> list[Path]:
-        """Return the path from a root to each node, with that node."""
+        """Return the path from a root to each node, which is the last on it."""
         found: list[Path] = []
         begin = 0
         for length, parent in zip(self.lengths, self.parents):
@@ -69,7 +72,7 @@ def prefix_tree(
 
     Args:
         tokens: [T] int64 on the CPU. lengths: [S], tokens per sequence.
-        also: [T, ...] on the CPU, what else must be equal for two tokens to have equal states.
+        also: [T, ...] on the CPU, values that must be equal too where two tokens are one.
         least: tokens of the shortest prefix that is shared.
     """
     if len(lengths) < 2:
@@ -87,15 +90,17 @@ def prefix_tree(
 def surely_shared(
     tokens: Tensor, spans: Sequence[tuple[int, int]], *, also: Sequence[Tensor] = ()
 ) -> list[int]:
-    """Return for each sequence how many tokens are computed with the one before it, at least, if
-    both are in one row: 0 for the first.
+    """Return how many of its tokens each sequence surely shares with the one before it.
+
+    Both must be in one row. The tree may share more. It is 0 for the first sequence.
 
     Args:
         tokens, also: see `prefix_tree`. spans: [begin, end) of each sequence.
     """
     values = np.concatenate([_as_bytes(own) for own in (tokens, *also)], axis=1)
     own = [values[begin:end] for begin, end in spans]
-    # Near where others branch, fewer than LEAST tokens are not worth a node.
+    # If a third sequence branches off near the end of the common prefix, the tokens after that
+    # branch are shared only if there are at least LEAST of them.
     found = [max(0, _common(a, b) - LEAST + 1) for a, b in zip(own, own[1:])]
     return [0, *found][: len(own)]
 
@@ -107,19 +112,19 @@ def _as_bytes(values: Tensor) -> _Bytes:
 
 
 def _common(one: _Bytes, other: _Bytes) -> int:
-    """Return the number of first tokens that are equal."""
+    """Return how many tokens are equal before the first that differs."""
     count = min(len(one), len(other))
     differs = (one[:count] != other[:count]).any(axis=1)
     return int(differs.argmax()) if differs.any() else count
 
 
 class _Growing:
-    """A tree while its nodes are found.
+    """Finds the nodes of a tree, parents first.
 
     Args:
         starts: [S + 1], where each sequence begins in the row.
-        order: [S], the sequences so that those with a common prefix are neighbours.
-        common: [S - 1], tokens that each has in common with the next.
+        order: [S], the sequences, sorted so that those with a common prefix are neighbours.
+        common: [S - 1], how many tokens each sequence in `order` has in common with the next.
         least: see `prefix_tree`.
     """
 
@@ -138,7 +143,8 @@ class _Growing:
 
     def tree(self) -> PrefixTree:
         """Return the tree of all sequences."""
-        # (first, end) of sequences in order, which share `depth` tokens that end with `parent`.
+        # (first, end, depth, parent): sequences [first, end) of `order`, which share their first
+        # `depth` tokens. These are in the tree already, up to the end of the node `parent`.
         waiting = [(0, len(self._order), 0, -1)]
         while waiting:
             first, end, depth, parent = waiting.pop()
@@ -162,13 +168,13 @@ class _Growing:
         )
 
     def _parts(self, first: int, end: int, depth: int) -> list[tuple[int, int]]:
-        """Return the spans of neighbours that share enough tokens after the first `depth`."""
+        """Cut [first, end) into spans that share `least` tokens or more after the first `depth`."""
         borders = [at + 1 for at in range(first, end - 1) if self._common[at] < depth + self._least]
         return list(zip([first, *borders], [*borders, end]))
 
     def _add(self, first: int, end: int, depth: int, until: int, parent: int) -> int:
-        """Add the tokens [depth, until) of sequences as a node; return it, or its parent if there
-        are none."""
+        """Add tokens [depth, until) of sequences [first, end) as a node; return its index, or that
+        of its parent if there are no such tokens."""
         if until == depth:
             return parent
         starts = [self._starts[self._order[at]] for at in range(first, end)]

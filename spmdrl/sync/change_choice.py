@@ -16,13 +16,13 @@ from spmdrl.world.world import World
 log = logging.getLogger(__name__)
 
 EXPECTED_SHARE = 0.05
-"""Changed elements that are assumed before any push was measured."""
+"""Share of the elements that change in a step, assumed until a push has measured it."""
 _PAUSE = 20  # full pushes after one that did not save time
 
 
 @dataclass(frozen=True)
 class Moved:
-    """What a push has moved, of all ranks together."""
+    """What all ranks together moved in a push."""
 
     nbytes: int
     changed: int = 0
@@ -71,11 +71,11 @@ class ChangeChoice:
 
     @property
     def keeps(self) -> bool:
-        """Whether the next push, if it is full, is kept for the one after it."""
+        """Whether sources copy what the next push sends if it is full, to compare with it later."""
         return self.is_on and self._pushes >= self._full_until
 
     def note(self, moved: Moved, *, full_bytes: int) -> None:
-        """Take note of a push."""
+        """Count a push. If sending what changed did not save time, let the next ones be full."""
         self._pushes += 1
         self._since_full = self._since_full + 1 if moved.compared else 0
         if not moved.compared or self._cfg.delta == "always":

@@ -1,11 +1,11 @@
 """Execute a plan, but send only what changed since the last push.
 
-Sources keep a copy of what they sent last, in the engine's dtype. A bucket is the same as in a full
-push. What one rank sends to another in it is cut into blocks of one dtype, and each block is
-encoded (see changes.py). Sizes differ from push to push, so headers travel before a bucket does.
-Replicas of an engine gather what each of them received as it is, encoded.
+Sources keep a copy of what they sent last, in the engine's dtype. Buckets are those of a full push.
+What one rank sends to another in a bucket is cut into blocks of one dtype, and each block is
+encoded (see changes.py). The encoded size differs from push to push, so headers travel before each
+bucket. The replicas of an engine pass on what they received without decoding it.
 
-While bucket k travels, bucket k + 1 is compared; while k + 1 travels, k is written.
+While bucket k travels, bucket k + 1 is compared. While k + 1 travels, k is written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ChangeTransfer:
 
     Args:
         plan: of this rank.
-        live: what this rank holds now; when that has moved, make another one.
+        live: this rank's tensors. If their storage moves, construct another ChangeTransfer.
         targets: for each want of this rank, its box and the live view to write, box.shape.
         gathers: from make_gather_groups.
     """
@@ -159,7 +159,7 @@ class ChangeTransfer:
     def _gather(
         self, own: Sequence[Tensor], size: int, index: int, *, dtype: torch.dtype
     ) -> Tensor:
-        """Return what each replica has: [replicas, size]; this one, at `index`, has `own`."""
+        """Return [replicas, size], which all replicas give; this one, at `index`, gives `own`."""
         rows = torch.zeros(len(self._plan.replicas), size, dtype=dtype, device=self._wire)
         begin = 0
         for tensor in own:
@@ -289,7 +289,7 @@ class _Source:
         """Bits that were sent last."""
 
     def read(self) -> Tensor:
-        """Return the bits now, in the dtype that travels; the next block overwrites them."""
+        """Return the current bits in the dtype that travels; the next block overwrites them."""
         self._reading.run()
         return self._bits
 

@@ -1,14 +1,14 @@
 """The elements that changed since the last push, as bytes: where they are, and their new bits.
 
 Elements are compared as integers, so -0.0 and 0.0 differ, and a NaN equals a NaN of the same bits.
-What is sent are new bits and not differences: whoever writes them holds what the sender holds.
+New bits are sent, not differences: a receiver that writes them holds what the sender holds.
 
-Three forms, of which the smallest is taken, block by block:
+Each block takes the smallest of three forms:
 
 - whole: the bits of all elements;
 - bitmap: a bit for each element that says whether it changed, and the bits of those that did;
-- gaps: a byte for each changed element, the number of elements between it and the changed one
-  before it, and its bits. 255 stands for 255 unchanged elements with none that changed after them.
+- gaps: for each changed element, a byte with the number of unchanged elements before it, and its
+  bits. A byte of 255 means 255 unchanged elements, and that more bytes follow for the same element.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ HEADER = 3
 
 _FAR = 255
 _ALIGN = 16  # bytes; a block's bits start at a multiple of it, so that any dtype can view them
-_COMPARED = 4.0  # copies that take as long as casting, comparing and finding what changed
+_COMPARED = 4.0  # seconds to cast, compare and find what changed, in units of those of a copy
 
 
 class Encoded(NamedTuple):
     """The changed elements of a block."""
 
     header: tuple[int, int, int]
-    changed: int  # elements; in the form `whole` not those of the header
+    changed: int  # elements that changed; the header of the form `whole` counts all elements
     payload: Tensor  # [bytes] uint8, see payload_bytes
 
 
@@ -45,11 +45,11 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def encode(new: Tensor, kept: Tensor) -> Encoded:
-    """Encode what differs, and write it into `kept`.
+    """Encode the elements that differ, and copy `new` into `kept`.
 
     Args:
-        new: [N] bits now.
-        kept: [N] bits as they were sent last.
+        new: [N] bits to send.
+        kept: [N] bits that were sent last.
     """
     places = _differing(new, kept)
     changed = len(places)
@@ -81,7 +81,7 @@ def write(target: Tensor, header: tuple[int, int, int], payload: Tensor) -> None
     """Write an encoded block.
 
     Args:
-        target: [N] live bits, which are those that the sender had sent last.
+        target: [N] live bits, so far equal to what the sender sent last.
         payload: [payload_bytes] uint8.
     """
     form, count, where_bytes = header

@@ -29,7 +29,7 @@ _CHUNK = 2**24
 
 @dataclass(frozen=True)
 class _Piece:
-    """A run of one parameter's local elements, with the same of its moments; flat views."""
+    """Consecutive local elements of a parameter and of its moments, as flat views."""
 
     key: str  # of its random bits: name and place in the whole tensor
     name: str
@@ -58,8 +58,8 @@ class AdamW:
         options: the config's optimizer section.
         dtype: of both moments: float32, bfloat16, or int8 for blocks of 8 bits (eight_bits.py).
         is_on_host: keep the moments in (pinned) host memory.
-        device: that computes the update; None for that of the parameters, which may be on the host
-            instead, with their gradients.
+        device: where the update is computed; None: on the device of the parameters. With a device,
+            parameters and gradients may be on the host.
         key: first part of the keys of the random bits: the seed of the run and the model's name.
         factors: {name: factor on the learning rate}, 1 for those left out.
     """
@@ -83,7 +83,7 @@ class AdamW:
         self._device = device or next(iter(self.local.values())).device
         self._is_away = is_on_host and self._device.type == "cuda"
         place = {"device": "cpu", "pin_memory": True} if self._is_away else {"device": self._device}
-        # From the start, so that a checkpoint has them.
+        # Made here and not in the first step, so that every checkpoint has them.
         self._moments = {
             moment: {
                 name: _zeros(
@@ -100,7 +100,7 @@ class AdamW:
         self._updates = torch.zeros((), dtype=torch.float32, device=self._device)
         decays = {n for n, p in parameters.items() if p.dim() >= 2 and n not in no_decay}
         dtypes = {dtype, *(tensor.dtype for tensor in self.local.values())}
-        # Without anything to convert there are no copies to bound: one kernel for all.
+        # If nothing is converted, there are no copies whose size matters: one kernel for all.
         most = _CHUNK if self._is_away or dtypes != {torch.float32} else sys.maxsize
         alike: dict[tuple[float, float], list[str]] = {}
         for name in self.local:
@@ -190,9 +190,9 @@ class AdamW:
         """Return {exp_avg: {name: ..}, exp_avg_sq: {name: ..}, updates: []}.
 
         The tensors are laid out like the parameters (DTensors where those are) and share
-        storage with the live state, so that loading in place restores it. Of moments in 8 bits
-        these are the codes; each element's scale is beside them, under exp_avg_scales and so on,
-        a copy on the host: any layout can read them, and the same one restores all bits.
+        storage with the live state, so that loading in place restores it. For moments in 8 bits
+        these are the codes. The scale of each element is under exp_avg_scales and so on, as a copy
+        on the host. Any layout can read these, and the same layout restores all bits.
         """
         state: dict[str, dict[str, Tensor] | Tensor] = {}
         for moment, own in self._moments.items():
@@ -252,9 +252,10 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
 def stochastic_round(values: Tensor, *, key: str) -> Tensor:
     """Round float32 to one of the two nearest bfloat16 values, so that the mean is exact.
 
-    A bfloat16 value has 8 significant bits: rounded to nearest, an update below 1/512 of a weight
-    is lost, each time. Rounded up with a probability of its distance from the lower neighbour,
-    in units of the gap between the two, many small updates add up to what they should.
+    A bfloat16 value has 8 significant bits. With rounding to the nearest value, each update below
+    1/512 of a weight is lost. Here a value is rounded up with a probability that is its distance
+    from the lower neighbour over the distance of the two neighbours. So the mean over many small
+    updates is right.
 
     Args:
         values: float32, any shape. What is not finite is cast.
@@ -267,6 +268,6 @@ def stochastic_round(values: Tensor, *, key: str) -> Tensor:
     noise = torch.randint(
         0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator
     )
-    # The 16 bits that bfloat16 does not have, plus as many random ones, carry into those it has.
+    # bfloat16 drops the lower 16 bits. Adding 16 random bits to them may carry into the upper ones.
     rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).bfloat16()

@@ -1,4 +1,4 @@
-"""The weights of entropy bonus and KL over the steps: fixed, or moved toward a target."""
+"""The weights of entropy bonus and KL over the steps: fixed, on a schedule, or toward a target."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Coefficients:
         self._chosen = chosen
 
     def begin(self, step: int) -> None:
-        """Take the values of a step where they follow a schedule."""
+        """Set the coefficients that follow a schedule to their values at a step."""
         chosen = self._chosen
         if chosen.kl_schedule.is_on:
             self.kl = scheduled(chosen.kl_coef, chosen.kl_schedule, step)
@@ -44,7 +44,7 @@ class Coefficients:
             self.entropy = scheduled(chosen.entropy_coef, chosen.entropy_schedule, step)
 
     def move(self, sums: Sums, *, num_samples: int) -> Sums:
-        """Take the next step's coefficients from what this step measured.
+        """Compute the next step's coefficients from what this step measured.
 
         Args:
             sums: of the step's updates, over all trainer ranks: policy/entropy and, for the KL,

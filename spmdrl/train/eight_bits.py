@@ -1,7 +1,7 @@
 """AdamW's moments in 8 bits: torchao's block-wise quantisation, around an update in float32.
 
-256 consecutive elements of a rank's shard are a block, with one float32 scale, its largest
-magnitude; an element is a code of 8 bits, of torchao's dynamic map. 1 1/64 bytes per element.
+256 consecutive elements of a rank's shard are a block. A block has one float32 scale, its largest
+magnitude. Each element is an 8-bit code of torchao's dynamic map. An element takes 1 1/64 bytes.
 
 Source: arXiv 2110.02861, section 2; torchao.optim.quant_utils, whose functions these are.
 """
@@ -18,8 +18,7 @@ from torch import Tensor
 BLOCK = 256
 """Elements that share a scale; as torchao's AdamW8bit."""
 LEAST = 4096
-"""A whole tensor of fewer elements keeps float32 moments, as in torchao: they take little
-memory."""
+"""A whole tensor of fewer elements has float32 moments, as in torchao: they take little memory."""
 
 
 @lru_cache(maxsize=8)
@@ -100,8 +99,8 @@ class Quantised:
     def take_scales(self, each: Tensor) -> None:
         """Take the scales of elements whose codes are there already, [count] on the CPU.
 
-        The blocks of the layout that wrote them keep codes and scale, bit for bit; where blocks
-        have other bounds, their values are quantised again.
+        On the layout that wrote them, blocks get back their codes and scales, bit for bit. If a
+        block has other bounds here, its values are quantised again.
         """
         codes = self.codes.cpu()
         size = len(codes)

@@ -1,9 +1,9 @@
 """The factor of the loss before the backward pass, under compute_dtype float16.
 
-float16 has 11 bits where bfloat16 has 8, so that trainer and engine agree more closely, and 5 for
-the exponent: gradients below 6e-8 are lost, and above 65504 infinite. A factor on the loss lifts
-them into that range. It is a power of two, so that dividing the float32 gradients by it changes
-none of their bits.
+float16 has 11 significant bits and bfloat16 has 8, so trainer and engine agree more closely. But it
+has only 5 bits for the exponent: gradients below 6e-8 become 0, and those above 65504 infinite. A
+factor on the loss moves them into that range. It is a power of two, so dividing the float32
+gradients by it is exact.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How many tokens a micro-batch may have: found by forward and backward passes before training.
 
-Rows of growing size are trained on, and the result is discarded: gradients, metrics, the routers'
+The ranks train on rows of growing size and discard the result: gradients, metrics, the routers'
 counts and the random state are as before. A line through the last two peaks says how many tokens
 fit into the free memory. Trainer ranks try the same sizes at the same time, since their collectives
 must match, and all use the smallest of their answers.
@@ -61,8 +61,8 @@ def make_rows(
 ) -> tuple[Batch, Advantages]:
     """Return two equal micro-batches of `count` sequences, the same on every trainer rank.
 
-    Two, since the second one finds the gradients of the first. All tokens but a sequence's first
-    are in the loss, which takes most.
+    There are two, so that the second one runs while the gradients of the first are in memory. All
+    tokens but a sequence's first are in the loss, which takes the most memory.
 
     Args:
         columns: that `Trainer.annotate` would add; zeros here.
@@ -142,10 +142,10 @@ class SizeProbe:
 
         Args:
             shares: ranks that share this one's memory.
-        Returns: at least the longest sequence (pair), at most an update's share of a dp rank; above
-            the former a multiple of 256, unless it is the latter. The same on every trainer rank.
-        Raises: Refusal when not even the longest sequence (pair) fits; RuntimeError, on one rank,
-            that ran out of GPU memory; it tells the others.
+        Returns: at least the tokens of the longest sequence (pair), and at most those of a dp rank
+            in one update; in between, a multiple of 256. The same on every trainer rank.
+        Raises: Refusal when not even the longest sequence (pair) fits; RuntimeError on a rank that
+            runs out of GPU memory, which it tells the others.
         """
         devices = [self._world.device] if self._world.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -153,7 +153,7 @@ class SizeProbe:
 
     def _found(self, shares: int) -> int:
         longest = self._longest
-        # Small rows first: FSDP2 and the libraries set themselves up in them, and they say
+        # Small rows first: in them FSDP2 and the libraries allocate what they keep. They also say
         # whether the longest sequence can be tried at all.
         quarter, half = (self._measure(self._unit, max(2, longest // n)) for n in (4, 2))
         self._room = ROOM_FRAC * free_bytes(self._world.device) / shares

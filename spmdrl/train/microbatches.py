@@ -54,7 +54,7 @@ def prepare(
     Args:
         batch: as exchanged, and annotated where the methods need it.
         advantages: of its tokens; None for a pass that only scores.
-        model: that is to read them.
+        model: the one that computes them.
     Returns: [updates][micro-batches].
     Raises: Refusal when a sequence's first token is marked as a response.
     """

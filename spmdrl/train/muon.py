@@ -1,8 +1,8 @@
 """Muon for the matrices of a model's blocks, beside AdamW for all else.
 
 Muon orthogonalises the momentum of a whole matrix. The momentum is sharded like the parameters.
-For an update the matrices are gathered one after the other; every rank that holds a part of a
-matrix computes the same step and applies its own part.
+For an update the matrices are gathered one after another. Every rank that holds a part of a matrix
+computes the same step and applies its own part.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _EPS = 1e-7
 def block_matrices(hf_model: nn.Module, shards: Mapping[str, Tensor]) -> set[str]:
     """Return the names of the matrices that Muon trains: those of the blocks' linear layers.
 
-    Embeddings, heads, norms, biases, routers and the experts that a model keeps in one tensor of
-    three dims are none.
+    Embeddings, heads, norms, biases, routers, and experts that a model stores in one tensor of
+    three dims are not among them.
 
     Args:
         shards: {name: parameter}, the objects that the model has.
@@ -48,8 +48,10 @@ def block_matrices(hf_model: nn.Module, shards: Mapping[str, Tensor]) -> set[str
 
 
 def _linear_routers(hf_model: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the linear layers beside experts that have a row for each of them: some families'
-    routers, or what these hold."""
+    """Yield the linear layers next to experts that have one output for each expert.
+
+    In some families these are the routers, in others they are inside them.
+    """
     for name, experts in experts_modules(hf_model).items():
         beside = hf_model.get_submodule(name.rpartition(".")[0]).named_modules()
         yield from (
@@ -119,7 +121,7 @@ class Muon(AdamW):
         # Sorted, since all ranks must gather the matrices in the same order.
         self.matrices = {name: parameters[name] for name in sorted(matrices)}
         self.parameters |= self.matrices
-        # From the start, so that a checkpoint has them.
+        # Made here and not in the first step, so that every checkpoint has them.
         self._momentum = {
             name: torch.zeros_like(local_part(p)) for name, p in self.matrices.items()
         }

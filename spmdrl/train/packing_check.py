@@ -9,11 +9,11 @@ It takes random sequences of the lengths that the run will see, and compares:
   each sequence;
 - that forward pass with the same one over weights loaded by transformers' own from_pretrained.
 
-What differs by rounding alone is measured on the same sequences (model/rounding.py), and a
-difference is refused if it is much larger.
+The effect of rounding is measured on the same sequences (model/rounding.py). A difference that is
+much larger is refused.
 
-The last is left out for a text part alone and for quantised weights, which from_pretrained loads
-in another form.
+The last comparison is left out for a text part and for quantised weights, which from_pretrained
+loads in another form.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ def check_packing(model: ShardedModel, cfg: Config, world: World) -> Sums:
     """Compare the ways to compute a model; trainer ranks call it together.
 
     Returns: proof/leak, proof/packed_gap, proof/shared_gap, proof/rounding and, on rank 0,
-        proof/plain_gap and proof/loaded_gap: (largest mean over the first 16 tokens of a sequence,
-        of shared_gap after the prefix, 1), in nats, or units of a scalar head.
+        proof/plain_gap and proof/loaded_gap. Each is (gap, 1); a gap is the largest of the means
+        over a sequence's first 16 tokens (for shared_gap those after the prefix), in nats, or in
+        units of a scalar head.
     Raises: RuntimeError on all trainer ranks where two differ by more than rounding.
     """
     gaps: list[_Gap] = []

@@ -1,8 +1,9 @@
-"""What the routers of a mixture of experts do in training: counted, and kept in balance.
+"""Count the choices of a mixture's routers in training, and balance the load of its experts.
 
-The model's own routers choose, unless the engine's choices are replayed (model/routers.py); hooks
-look on. A token counts once per layer, on the rank that computes it, and a token of a shared prefix
-once for each sequence; what pads a row counts nowhere. No token is dropped, whatever the load.
+The model's own routers choose, unless the engine's choices are replayed (model/routers.py). Hooks
+record the choices. A token counts once per layer, on the rank that computes it. A token of a shared
+prefix counts once for each sequence, and padding does not count. No token is dropped, whatever the
+load.
 
 Shape letters: L layers with experts, E experts of each, t tokens of a row that this rank keeps
 between layers, K experts per token.
@@ -82,8 +83,8 @@ class Routers:
         shape = (len(self._layers), max((x.experts.num_experts for x in self._layers), default=0))
         zeros = torch.zeros(*shape, dtype=torch.float64, device=self._world.device)
         self._counts = zeros
-        # Entropy, balancing loss, tokens, those with other experts than the router's own choice
-        # and those with recorded ones, each summed over tokens and layers.
+        # Sums over tokens and layers: of entropy, of the balancing loss, of tokens, of tokens with
+        # other experts than the router's own choice, of tokens with recorded experts.
         self._sums = zeros.new_zeros(5)
 
     def _give_room(self, rows: Sequence[ScoredRow]) -> list[ScoredRow]:
@@ -99,7 +100,7 @@ class Routers:
         )
         return [replace(row, own=replace(row.own, room=room)) for row, room in zip(rows, found)]
 
-    # ---------------------------------------------------------------- looking on
+    # ---------------------------------------------------------------- recording
 
     @contextlib.contextmanager
     def watching(self, microbatch: PreparedMicrobatch) -> Iterator[None]:
@@ -145,11 +146,14 @@ class Routers:
         microbatches: Sequence[PreparedMicrobatch],
         forward: Callable[[PreparedMicrobatch], object],
     ) -> None:
-        """Begin an update. Under `balance: aux`, find each expert's share of all its tokens,
-        which the loss weights with, by one more forward pass over them.
+        """Begin an update.
+
+        Under `balance: aux`, one more forward pass finds the share of the update's tokens that each
+        expert gets. The balancing loss of every micro-batch needs these shares.
 
         Args:
-            microbatches: this rank's. forward: runs the model over one.
+            microbatches: this rank's.
+            forward: runs the model over one.
         """
         self._clear()
         if self._balance != "aux":

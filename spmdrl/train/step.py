@@ -39,7 +39,7 @@ class Totals:
     def pack(self) -> Tensor:
         """Return [loss, tokens, pairs by name] float64.
 
-        A pair is two numbers, or two rows of as many (`gap_histogram`).
+        A pair is two numbers, or for `gap_histogram` two rows of numbers.
         """
         # One stack and one copy to the host per optimizer step. Names are sorted, since ranks add
         # these numbers up by place.

@@ -41,8 +41,9 @@ class TrainedModel:
         self.name = name
         self.cfg, self.world = cfg, world = model.cfg, model.world
         self.on_gradients: Callable[..., None] | None = None
-        """Called before each optimizer step with this rank's gradients by name, not yet clipped,
-        and its `step` and `number` among the batch's updates; it leaves them as they are."""
+        """Called before each optimizer step, with this rank's gradients by name before they are
+        clipped, with `step`, and with the update's `number` in the batch. It must not change the
+        gradients."""
         shards = {name: p for name, p in model.named_shards().items() if p.requires_grad}
         kept = cfg.model.memory
         check_offload(kept.offload, world.device)
@@ -112,7 +113,7 @@ class TrainedModel:
         self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf
     ) -> tuple[dict[str, Tensor], GlobalTotals]:
         """Return {name: live local gradient} of micro-batches, unclipped and without the loss
-        scale, and what all trainer ranks add up."""
+        scale, and the totals of all trainer ranks."""
         own = self._accumulate(microbatches, loss_of)
         scale = self.loss_scale.value
         gradients = self.optimizer.gradients()
@@ -162,8 +163,8 @@ class TrainedModel:
             self.model.scorer.set_requires_all_reduce(is_last)
 
     def rehearse(self, microbatches: Sequence[PreparedMicrobatch], loss_of: LossOf) -> None:
-        """Run micro-batches as `update` does, and drop gradients and metrics: nothing of the
-        model, its optimizer and its routers is changed."""
+        """Run micro-batches as `update` does, and drop gradients and metrics. Model, optimizer and
+        routers do not change."""
         self._accumulate(microbatches, loss_of)
         self._forget()
 
@@ -214,7 +215,7 @@ _AT_THE_END = ("policy/kl_old", "policy/clip_frac")
 
 
 def in_epochs(updates: Sequence[Update], *, epochs: int, seed: int, step: int) -> list[Update]:
-    """Return the updates of a batch as often as there are epochs, in the order they are taken in.
+    """Return the updates of a batch, once for each epoch, in the order in which they are taken.
 
     The first epoch has the batch's order. Each later one has an order of its own, drawn by
     (seed, step, epoch) and never by the rank, so that it is the same on all of them and a resumed

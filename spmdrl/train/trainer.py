@@ -39,10 +39,10 @@ class Trainer:
         cfg: the config.
         world: the view of a trainer rank.
         hf_model: the policy on the meta device.
-        weights: what the stream asks of the policy.
+        weights: what the stream sends; it gets the policy.
         loss_fn, advantage_fn: the methods, those of the config by default. Their parameters decide
             which models are needed beside the policy.
-        columns: more columns for `annotate` to add than these two ask for.
+        columns: columns for `annotate` to add that these two do not ask for.
     Raises: Refusal when a model cannot be loaded or laid out.
     """
 
@@ -151,7 +151,7 @@ class Trainer:
                 found = [dict(zip(names, values)) for values in own]
             for companion in self.companions.values():
                 found = [a | b for a, b in zip(found, companion.columns(rows))]
-        # `rows` was flat, so that each model takes one pass: back into updates.
+        # `rows` is flat, so that each model takes one pass. Divide the result into updates again.
         each = iter(found)
         columns = tuple(tuple(next(each) for _ in microbatches) for microbatches in updates)
         return replace(batch, columns=columns, kl_coef=self.coefficients.kl)

@@ -1,13 +1,13 @@
 """vLLM's engine core, driven without vLLM's front end.
 
-vLLM's LLMEngine validates and copies the settings of each request, and makes Python objects of each
-token. With small models that takes longer than the core's own work. Here vLLM validates the first
-request of a prompt, and its other samples are copies; ids and log-probabilities are read from the
-output of a step. The core's own step is called, so what vLLM overlaps with the model on GPUs
-(asynchronous scheduling) stays overlapped.
+vLLM's LLMEngine validates and copies the settings of each request, and makes Python objects for
+each token. With small models that takes longer than the core's own work. Here vLLM validates only
+the first request of a prompt, and those for other samples are copies of it. Ids and
+log-probabilities are read from the output of a step. The core's own step is called, so asynchronous
+scheduling on GPUs still overlaps with the model.
 
-Serves the versions that internals.py serves. Per line: the name here, vLLM's own, and when it can
-go.
+Serves the versions that internals.py serves. Each line has the name here, vLLM's own name, and when
+it can be removed.
 
 CoreLoop.validate   LLMEngine.input_processor, get_supported_tasks   with CoreLoop
 CoreLoop.add        InprocClient.add_request, EngineCoreRequest      with CoreLoop
@@ -29,7 +29,7 @@ from torch import Tensor
 from spmdrl.engine.vllm.internals import sampling_mask_of
 
 _IS_TRUNCATED = {"stop": False, "length": True}
-"""{why vLLM ended a request: whether it ended by its length}"""
+"""{vLLM's reason for the end of a request: whether it reached its length limit}"""
 
 
 @dataclass(eq=False, slots=True)
@@ -44,13 +44,13 @@ class Drawn:
     logprobs: array = field(default_factory=lambda: array("f"))
     """Of each token."""
     prompt_logprobs: list[Tensor] = field(default_factory=list)
-    """Parts [n] of those of the prompt's tokens but the first, where the request asks for them."""
+    """Parts [n] of the logprobs of the prompt after its first token, if the request wants them."""
     routes: list[Any] = field(default_factory=list)
     """Arrays [n, layers, K] of consecutive tokens, where the engine returns them."""
     masks: list[Any] = field(default_factory=list)
     """Chunks of sampling masks with `to_nested_list`, where the engine returns them."""
     is_truncated: bool = False
-    """It is finished, and ended by its length."""
+    """It is finished because it reached its length limit."""
 
     def take(self, output: Any) -> None:
         """Append what a step has drawn for the request, an EngineCoreOutput."""

@@ -1,4 +1,7 @@
-"""Completions made of vLLM's outputs: with versions, routes, sampling masks and stop strings."""
+"""Make completions of vLLM's outputs, with versions, routes and sampling masks.
+
+Stop strings are searched here, because vLLM's core does not decode.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ class Outputs:
         if cfg.sampling.truncates:
             self._recorders[SamplingMasks.key] = make_mask_recorder(llm, on_cpu=on_cpu)
         self._stops = make_stop_strings(cfg)
-        # {vLLM's name: [(tokens drawn when weights were replaced, the version of these weights)]}
+        # {vLLM's name of a request: [(tokens that it had when weights were replaced, the version of
+        # the old weights)]}
         self._replaced: dict[str, list[tuple[int, int]]] = {}
 
     def add(self, request: Request, drawn: Drawn) -> None:
@@ -45,7 +49,7 @@ class Outputs:
         self._stops.add(request)
 
     def step(self, version: int) -> list[Completion]:
-        """Run one scheduling step, by weights of this version, and return what finished in it."""
+        """Run one scheduling step with weights of this version; return what finished in it."""
         completions = [self._finished(drawn, version) for drawn in self._loop.step()]
         if self._stops.are_sought:
             completions += self._stopped_by_strings(version)
@@ -62,7 +66,7 @@ class Outputs:
         return completions
 
     def weights_replaced(self, version: int) -> None:
-        """Note that the weights of this version are replaced now."""
+        """Note which tokens the weights of this version drew; they are replaced now."""
         for drawn in self._loop.unfinished:
             self._replaced.setdefault(drawn.name, []).append((len(drawn.tokens), version))
             for recorder in self._recorders.values():
@@ -80,7 +84,7 @@ class Outputs:
         return completion if end is None else completion.until(end)
 
     def _stopped_by_strings(self, version: int) -> list[Completion]:
-        """End the requests that have reached a stop string. vLLM is not told of these."""
+        """End the requests that have reached a stop string, of which vLLM does not know."""
         completions = []
         stopped = []
         for drawn in self._loop.unfinished:

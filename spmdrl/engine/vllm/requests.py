@@ -1,7 +1,7 @@
-"""What vLLM is asked for a request, and what of its sampler is watched.
+"""Requests in vLLM's form, and a hook that sees the distributions that its sampler draws from.
 
-Serves the versions that internals.py serves. Per line: the name here, vLLM's own, and when it can
-go.
+Serves the versions that internals.py serves. Each line has the name here, vLLM's own name, and when
+it can be removed.
 
 sampling_params, scoring_params  SamplingParams             never: documented
 vocab_size          ModelConfig.get_vocab_size              never
@@ -30,8 +30,8 @@ def sampling_params(request: Request, *, returns_masks: bool = False) -> Any:
 
     Args:
         returns_masks: the engine has return_sampling_mask. Such an engine takes neither greedy
-            requests nor requests without top_k. top_k 1 stands for greedy, and a top_k above any
-            vocabulary for none.
+            requests nor requests without top_k. So greedy becomes top_k 1, and no top_k becomes one
+            above any vocabulary.
     """
     from vllm import SamplingParams
 
@@ -54,7 +54,7 @@ def sampling_params(request: Request, *, returns_masks: bool = False) -> Any:
         max_tokens=request.max_tokens,
         seed=request.seed,
         stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # otherwise the model's own id ends a response that did not ask for it
+        ignore_eos=True,  # only stop_token_ids end a response: vLLM would add the model's end token
         logprobs=0,
     )
 
@@ -76,8 +76,8 @@ def scoring_params(max_tokens: int = 1, *, returns_masks: bool = False) -> Any:
 
 
 class GroupRequests:
-    """Makes requests of vLLM's core: the first sample of a prompt is validated, and those that
-    follow are copies with seeds of their own.
+    """Makes requests of vLLM's core. vLLM validates the request for the first sample of a prompt;
+    those for the other samples are copies with seeds of their own.
 
     Args:
         loop: of the engine.

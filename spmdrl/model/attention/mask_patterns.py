@@ -1,8 +1,8 @@
 """Which tokens each layer's attention may attend to, found from the masks that a model asks for.
 
-The code of transformers' models says so in masks: causal, a sliding window, or chunks. Here a
-model's base runs once with stand-ins for everything that computes. Blocks note their inputs, and
-masks are `MaskPattern` objects. No weight is read.
+transformers' models ask for masks: causal, with a sliding window, or in chunks. Here a model's base
+runs once with stand-ins for all modules that compute. The stand-ins of blocks record their inputs,
+and those of masks are `MaskPattern` objects. No weight is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spmdrl.world.torch_internals import zeros_in
 _NOTED = "spmdrl_noted"
 PLACEHOLDER_MASKS = "spmdrl_placeholder_masks"
 """The attention implementation under which models make a tensor of one element for each mask."""
-TRIAL_TOKENS = 5  # of the sequence that the model is run on
+TRIAL_TOKENS = 5  # of the sequence on which the model runs
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MaskPattern:
     """The dtype that the model casts its mask to; None if it does not."""
 
     def to(self, dtype: torch.dtype) -> MaskPattern:
-        """Return the same pattern, noting that the model casts its mask."""
+        """Return the same pattern with the dtype to which the model casts its mask."""
         return replace(self, dtype=dtype)
 
 
@@ -94,7 +94,7 @@ def _inputs(hf_model: nn.Module, *, others: int) -> dict[str, dict[str, Any]]:
         tokens = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int64)
         at = torch.arange(TRIAL_TOKENS)[None]
         with torch.no_grad():
-            # `packing` has no use here but to show which blocks the model passes it on to.
+            # `packing` is not used; it shows to which blocks the model passes it.
             base(input_ids=tokens, position_ids=at, attention_mask=None, use_cache=False, packing=0)
     return found
 

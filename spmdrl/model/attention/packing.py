@@ -44,7 +44,7 @@ class Copies:
 
     index: Tensor  # [K] int64, the row that each copy is of
     alike: tuple[tuple[Tensor, Tensor], ...]
-    """For rows with equally many copies m: the n rows [n], and their copies [n, m], int64."""
+    """For each number of copies m: the n rows with so many [n], and their copies [n, m]; int64."""
 
     def of(self, x: Tensor) -> Tensor:
         """Return [K, ...] of [C, ...]."""
@@ -187,7 +187,7 @@ def make_packing(
         key_starts, keys = _pack(others, members)
     if key_index is not None and keys is not None:
         if queries is not count:
-            # All keys of a sequence are its queries too, or only its own.
+            # The queries of a sequence are all its keys' tokens, or only its own.
             tokens = key_index[_last(others, queries)]
             packing = replace(
                 packing,
@@ -224,26 +224,27 @@ def make_packing(
 def _with_others_queries(lengths: Tensor, key_lengths: Tensor, key_index: Tensor) -> Tensor:
     """Return the queries that padded attention computes for each sequence: [S] int64.
 
-    With as many queries as keys, a causal kernel skips half of the pairs and needs no mask. So
-    where most keys are a sequence's own, the tokens before are its queries too, and what these
-    find is left out.
+    With as many queries as keys, a causal kernel skips half of the pairs and needs no mask. So if
+    more than half of the keys are a sequence's own, the tokens of the shared prefix are queries
+    too. Their outputs are dropped.
     """
     is_better = (2 * lengths > key_lengths) & (key_lengths > SHORT)
-    lacks_queries = int(lengths.sum()) <= int(key_index.max())  # of a slice
+    # A slice of context parallelism does not have the queries of all its keys.
+    lacks_queries = int(lengths.sum()) <= int(key_index.max())
     if lacks_queries or not is_better.any():
         return lengths
     return torch.where(is_better, key_lengths, lengths)
 
 
 def _last(lengths: Tensor, counts: Tensor) -> Tensor:
-    """Return which tokens of sequences are among the last `counts` of theirs: [T] bool."""
+    """Return which tokens are among the last `counts` of their sequence: [T] bool."""
     ends = lengths.cumsum(0).repeat_interleave(lengths)
     left = ends - torch.arange(len(ends))
     return left <= counts.repeat_interleave(lengths)
 
 
 def _alike(lengths: Tensor, before: Tensor) -> list[Tensor]:
-    """Return groups of sequences of similar length, and with equally many keys before them."""
+    """Return groups of sequences of similar length that have equally many keys before their own."""
     groups = []
     order = torch.argsort(lengths, descending=True, stable=True)
     for same in before.unique(sorted=True).tolist():

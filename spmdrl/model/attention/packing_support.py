@@ -3,14 +3,14 @@
 A row holds several sequences. A layer must not mix tokens of different sequences:
 
 - Attention that goes through transformers' attention interface calls our kernel, which knows where
-  sequences begin. Which tokens a layer may attend to is read off its masks (mask_patterns.py).
+  sequences begin. A layer's masks say which tokens it may attend to (mask_patterns.py).
 - Other layers that mix tokens do not know about packing: state-space models, short convolutions,
   linear attention, attention by the model's own code. They compute one sequence per row, padded at
   its end. They are causal, so no token sees the padding.
 - A model with any other layer that mixes tokens is refused by name.
 
-Layers get a `packing` as a keyword argument. Where a model, or a block, does not pass it on, hooks
-do.
+Layers get a `packing` as a keyword argument. Where a model or a block does not pass it on, a hook
+does.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class PackingSupport:
     temperatures: dict[str, Temperature] = field(default_factory=dict)
     """{attention that scales queries by their position: how}."""
     own_attention: dict[str, OwnAttention] = field(default_factory=dict)
-    """{module of `mixers` that attends by the model's own code: its other inputs}."""
+    """{module of `mixers` with attention by the model's own code: its inputs but hidden states}."""
     blocks_without_packing: list[str] = field(default_factory=list)
     """Blocks that the model does not pass the packing to."""
     attention_without_packing: dict[str, list[str]] = field(default_factory=dict)
@@ -112,8 +112,7 @@ class PackingSupport:
 
     @property
     def unshared(self) -> str:
-        """Return why sequences that begin alike must all be computed whole; empty if their common
-        prefix can be computed once."""
+        """Return why a common prefix cannot be computed once; empty if it can."""
         if self.mixers:
             first = next(iter(self.mixers.values()))[0]
             return f"{first} computes one sequence per row"
@@ -339,7 +338,7 @@ def _attention_problems(name: str, module: nn.Module, found: PackingSupport) -> 
 
 @cache
 def _unsupported_options(forward: Any) -> tuple[str, ...]:
-    """Return what an attention module asks of the interface and our kernels do not do."""
+    """Return the options that an attention module passes and our kernels do not support."""
     found = []
     for call in ast.walk(ast.parse(dedent(_code(forward)))):
         if not isinstance(call, ast.Call):
@@ -371,7 +370,7 @@ def _calls_interface(module: nn.Module) -> bool:
 
 @cache
 def _code(forward: Any) -> str:
-    """Return the source of a module's forward; empty where there is none, as of no attention."""
+    """Return the source of a module's forward; empty if there is none: then it is no attention."""
     with suppress(OSError, TypeError):
         return inspect.getsource(forward)
     return ""

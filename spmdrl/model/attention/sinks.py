@@ -3,8 +3,8 @@
 Sinks are parameters, one per head (GPT-OSS; in arXiv 2309.17453, section 3.2, a zero or a token).
 No kernel supports them, so they are added in one of two ways:
 
-- As a key. Queries get a further feature, the sink of their head. Keys get this feature as 0, and
-  one key is added that is 1 in it and 0 in all others. Any kernel with gradients can be used.
+- As a key. Queries get one more feature, the sink of their head. In all keys this feature is 0. One
+  key is added in which it is 1 and all others are 0. This works with any kernel that has gradients.
 - After a kernel that also returns lse, the log of the sums of the softmax. With the sink, lse2 =
   log(exp(lse) + exp(sink)) and out2 = out * exp(lse - lse2). The kernel's backward pass, given out2
   and lse2, computes the weights exp(score - lse2). The sink has value 0 and adds nothing to the

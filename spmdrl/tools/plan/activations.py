@@ -22,8 +22,8 @@ from spmdrl.model.attention.packing import PaddedGroup, make_packing
 from spmdrl.model.model_shape import Attention, Block, ModelShape
 
 _MULTIPROCESSORS = 148
-"""Of a B200. Other GPUs have fewer, and need less memory."""
-_ROWS_BETWEEN = 128  # two sequences, in FlashAttention's gradients of queries
+"""Multiprocessors of a B200. Other GPUs have fewer, and need less memory."""
+_ROWS_BETWEEN = 128  # padding between two sequences in FlashAttention's gradients of queries
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class RowPart:
     tokens: int  # of this rank
     cut: Cut = Cut()
     groups: tuple[PaddedGroup, ...] = ()  # of the whole row; needed if the kernels pad
-    sequences: int = 1  # of the whole row, at least
+    sequences: int = 1  # the whole row has at least so many
     copied_keys: int = 0  # of the whole row, see shared_prompts.py; for varlen kernels
 
     def heads(self, own: Attention) -> tuple[int, int]:
@@ -100,7 +100,7 @@ def saved_bytes(shape: ModelShape, work: RowPart, *, num_scored: int) -> SavedBy
     norm = tokens * _norm_bytes(shape.hidden, kernels, is_gemma=shape.has_gemma_norms) // tp
     rest = tables + norm + num_scored * (c * shape.hidden + 24)  # 24: indices, log total, entropy
     largest = max(size for size, _ in each)
-    if kernels.on_host:  # while a block computes, what another one saved is on its way
+    if kernels.on_host:  # while a block computes, what another block saved is being copied
         keeps_input = kernels.recomputes or kernels.is_selective
         way = tokens * shape.hidden * c // tp if keeps_input else largest
         return SavedBytes(way, largest, rest)

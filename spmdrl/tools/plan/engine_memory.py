@@ -88,7 +88,7 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
     """Return what an engine rank holds.
 
     Args:
-        memory_bytes: of its GPU. On a CPU, a setting is the size of the cache instead.
+        memory_bytes: of its GPU. On a CPU, engine.cpu_kv_cache_gib sets the size of the cache.
     """
     shape = run.shape
     weights = engine_weight_bytes(run, axes)

@@ -75,7 +75,7 @@ def _trainer_causes(run: Run, axes: Axes, *, tokens: int) -> Iterator[tuple[str,
     master = 4 if run.lora_numel else item_bytes(memory.master_dtype)
     moments = 2 * moment_bytes(memory.optimizer_dtype)
     critic = run.trained_models * state * (master + moments)
-    # checkpoint/save.py copies what it saves, and writes the copy beside training.
+    # checkpoint/save.py copies what it saves, and writes the copy while training goes on.
     yield "copies for checkpoints", int(trained * (master + moments) + critic)
     if run.on_gpu and has(memory.offload, "optimizer"):
         yield "optimizer offloaded", int(trained * moments)

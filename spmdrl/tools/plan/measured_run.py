@@ -20,7 +20,7 @@ from spmdrl.value_forms import is_number
 from spmdrl.world.machine.hardware import known_gpu
 
 _PHASES = ("generate", "update", "push")
-_BESIDE = ("time/evaluate", "time/copy_checkpoint")  # not planned
+_BESIDE = ("time/evaluate", "time/copy_checkpoint")  # parts of a step that are not planned
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ class MeasuredRun:
     """Seconds of a step, without evaluation and the copy for a checkpoint."""
 
     def scales(self, planned: Seconds) -> dict[str, float]:
-        """Return how many times longer than planned this run's phases took, and its step than
-        these phases together.
+        """Return {phase: measured seconds over planned ones}, and the same for `step`.
+
+        The planned seconds of `step` are those of the phases after they are scaled.
 
         Args:
             planned: for this run's config and lengths, not scaled.
@@ -62,7 +63,7 @@ def read_run(folder: Path) -> MeasuredRun:
         if not (folder / name).is_file():
             raise Refusal(f"{place}: no {name} in it; give the output_dir of a run")
     found = read_rows(folder / "metrics.jsonl")
-    # Probe and evaluation before the first step have a row without it.
+    # The row of the probe and the evaluation before the first step has no perf/step_s.
     rows = [row for row in found if is_number(row.get("perf/step_s"))][1:]
     step = _median(rows, "perf/step_s", less=_BESIDE)
     if not step:

@@ -203,15 +203,16 @@ def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:
 
 
 _SLOW = {"matmul_frac": 0.31, "engine_step_s": 0.012}
-"""Where a range begins: 1.7 B parameters, recomputed in full; 256 sequences in one Python thread.
-The other ends, in Rates, are 8 B parameters with selective checkpointing and an idle host."""
+"""The slow ends of ranges: matmuls of 1.7 B parameters that are recomputed in full, and a host that
+serves 256 sequences in one Python thread. The fast ends, in Rates, are 8 B parameters with
+selective checkpointing, and an idle host."""
 
 
 @dataclass(frozen=True)
 class Rates:
     """Rates that a GPU and its links reach in practice. Bandwidths are per GPU and direction.
 
-    Nobody has measured them: `slow` has the other end of those that are known least.
+    Nobody has measured them. Where too little is known, `slow` has the slow end of a range.
     """
 
     gpu: Gpu
@@ -223,7 +224,7 @@ class Rates:
     engine_step_s: float = 0.003  # an engine step's work on the host
     collective_s: float = 20e-6  # before a collective's first byte
     slow: Mapping[str, float] = field(default_factory=lambda: dict(_SLOW))
-    """{field: its value if a GPU does worst}."""
+    """{field: its value at the slow end of the range}."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """{phase, or `step`: how many times longer it took in a measured run}."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -243,7 +244,7 @@ class Rates:
 
     @property
     def slowest(self) -> Rates:
-        """The rates if a GPU does worst."""
+        """The rates at the slow ends of their ranges."""
         changed: dict[str, Any] = {**self.slow, "slow": {}}
         return replace(self, **changed)
 

@@ -1,6 +1,7 @@
 """Seconds of a step by phase, from a GPU's rates.
 
-Estimates to compare layouts with: work is taken as evenly spread, and the rates as constants.
+These estimates serve to compare layouts. They assume that work is spread evenly and that rates are
+constant.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class Seconds:
     generate: float
     update: float
     push: float
-    overlaps: bool  # generate and update
-    limits: dict[str, str]  # of each phase
-    step_scale: float = 1.0  # of the step, by its phases
+    overlaps: bool  # generate and update run at the same time
+    limits: dict[str, str]  # {phase: what limits it}
+    step_scale: float = 1.0  # seconds of the step over those of its phases
 
     @property
     def step(self) -> float:
@@ -41,7 +42,8 @@ class Seconds:
         return work * self.step_scale
 
     def scaled(self, scales: Mapping[str, float]) -> Seconds:
-        """Return these seconds, each times what a run measured: see measured_run.py."""
+        """Return these seconds, each multiplied by the scale that a run measured; see
+        measured_run.py."""
         return replace(
             self,
             generate=self.generate * scales.get("generate", 1.0),
@@ -52,7 +54,7 @@ class Seconds:
 
     @property
     def limit(self) -> str:
-        """What takes most of it."""
+        """The longest phase, and what limits it."""
         phases = {"generate": self.generate, "update": self.update, "push": self.push}
         longest = max(phases, key=lambda name: phases[name])
         return f"{longest}: {self.limits[longest]}"

@@ -20,12 +20,12 @@ from spmdrl.world.axes import Axes
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """A group in the micro-batches of a layout. Where nothing is shared, it is one sequence."""
+    """How a group is spread over micro-batches. If nothing is shared, it is one sequence."""
 
     prompt: float  # tokens
     response: float  # tokens
     size: int  # sequences
-    pieces: int = 1  # each in one micro-batch, with a prompt of its own
+    pieces: int = 1  # parts of the group, each in one micro-batch, which computes the prompt once
 
     @property
     def computed_tokens(self) -> float:
@@ -34,13 +34,13 @@ class PromptGroup:
 
     @property
     def planned_tokens(self) -> float:
-        """Tokens of the budgets of micro-batches that it takes."""
+        """Tokens that the group takes of the budgets of micro-batches."""
         others = self.size - self.pieces
         return self.pieces * (self.prompt + self.response) + others * self._of_another
 
     @property
     def copied_keys(self) -> float:
-        """Keys of prompts that attention copies: for each response that reads shared ones."""
+        """Keys that attention copies: those of the prompt, for each response that shares them."""
         return self.size * self.prompt if self.pieces < self.size else 0.0
 
     @property
@@ -50,14 +50,14 @@ class PromptGroup:
 
     @property
     def before(self) -> Tensor:
-        """How many of these are computed with another sequence: [size] int64."""
+        """How many tokens of each sequence another one has computed: [size] int64."""
         before = torch.full((self.size,), int(self.prompt))
         before[: self.pieces] = 0
         return before
 
     @property
     def _of_another(self) -> float:
-        """Tokens of a budget that each sequence of a piece takes after the first."""
+        """Tokens that each sequence after the first of a piece takes of the budget."""
         surely_shared = self.prompt - LEAST + 1
         return self.prompt + self.response - surely_shared + surely_shared // COPIED
 

@@ -139,9 +139,11 @@ def _tp_passes(shape: ModelShape) -> int:
 
 
 def _context_width(run: Run, axes: Axes) -> float:
-    """Return the elements that a token's attention sends over cp, all blocks: Ulysses moves
-    queries, keys, values and outputs once; where cp does not divide the heads, keys and values
-    go to all others."""
+    """Return the elements that a token's attention sends over cp, in all blocks.
+
+    Ulysses moves queries, keys, values and outputs once. If cp does not divide the heads, keys and
+    values go to all other ranks.
+    """
     total = 0.0
     for block, count in run.shape.kinds:
         own = block.attention
@@ -167,9 +169,11 @@ def push_flows(run: Run, axes: Axes) -> list[Flow]:
 
 
 def _slice_flows(run: Run, axes: Axes) -> list[Flow]:
-    """Return the flows of slices that are written in place: a trainer sends its part of a copy for
-    each tp rank of an engine (or what an engine rank takes, where that is more), an engine rank its
-    part to the other replicas."""
+    """Return the flows of a push that writes slices in place.
+
+    A trainer sends its share of the weights, or what one engine rank takes if that is more. An
+    engine rank sends its part to the other replicas.
+    """
     whole, busiest = busiest_bytes(run, axes)
     flows = []
     if axes.roles.overlaps:
@@ -186,7 +190,7 @@ def busiest_bytes(run: Run, axes: Axes) -> tuple[float, float]:
     """Return the bytes that an engine rank takes, and those that the busiest rank sends or receives
     between trainers and engines."""
     whole = engine_weight_bytes(run, axes)
-    if run.cfg.model.lora.pushes_adapter:  # of a layer that tp cuts, every rank has one whole
+    if run.cfg.model.lora.pushes_adapter:  # every tp rank takes whole adapters
         whole = run.engine_bytes * run.lora_numel
     return whole, whole * max(axes.inference_tp / axes.trainers, 1 / axes.replicas)
 
