@@ -41,6 +41,28 @@ def drained(pool):
     return sorted(results_of(pool), key=lambda result: result.key)
 
 
+def results_side_by_side(pools, texts):
+    """Hand in each pool's responses; return {name: its results, in order}.
+
+    Args:
+        pools: {name: pool}
+        texts: {name: responses}
+    """
+    for name, pool in pools.items():
+        for key, text in enumerate(texts[name]):
+            submit(pool, key, text)
+    found = {name: [] for name in pools}
+    while any(map(len, pools.values())):
+        for name, pool in pools.items():
+            found[name] += pool.poll()
+        time.sleep(0.02)
+    for name, pool in pools.items():
+        found[name] += pool.poll()
+        found[name].sort(key=lambda result: result.key)
+        assert [result.key for result in found[name]] == list(range(len(texts[name]))), name
+    return found
+
+
 def results_of(pool):
     """Yield results as soon as they are there, until every call is done."""
     yield from pool.poll()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -13,7 +14,7 @@ from spmdrl.rewards.judge import judge
 from spmdrl.rewards.samples import RewardSample
 from spmdrl.rewards.signatures import adapt
 from spmdrl.workers import job_queue
-from tests.helpers.pool_runs import pool_of, results
+from tests.helpers.pool_runs import pool_of, results, results_side_by_side
 from tests.rewards.test_judge import says, serve  # noqa: F401
 
 pytestmark = pytest.mark.timeout(300)
@@ -107,25 +108,32 @@ def test_as_many_samples_are_under_way_as_the_concurrency(place, name, concurren
     assert max(r.metrics["peak"] for r in done) == concurrency
 
 
-@pytest.mark.parametrize(
-    ("name", "bad", "failure", "words"),
-    [
-        ("waits", "hang", "timeout", "mine.py:N) within rewards.timeout_s = 4 s"),
-        ("waits", "raise", "error", "lost"),
-        ("waits", "sysexit", "error", "SystemExit"),
-        ("waits", "blocks", "timeout", "no result"),
-        ("in_threads", "hang", "timeout", "mine.py:N) within rewards.timeout_s = 4 s"),
-        ("in_threads", "exit", "error", "exit code 7"),
-        ("in_threads", "regex", "timeout", "no result"),
-    ],
-)
-def test_a_failing_sample_costs_only_itself_whoever_was_under_way(place, name, bad, failure, words):
-    texts = [bad if n == 4 else "x" * n for n in range(12)]
-    with pool_of(f"{place}:{name}", timeout_s=4.0) as pool:
-        done = results(pool, texts)
-    assert [r.failure for r in done] == [failure if n == 4 else None for n in range(12)], done
-    assert [r.value for r in done] == [None if n == 4 else float(n) for n in range(12)]
-    assert words in re.sub(r"py:\d+", "py:N", done[4].message)
+FAILING = {
+    ("waits", "hang"): ("timeout", "mine.py:N) within rewards.timeout_s = 4 s"),
+    ("waits", "raise"): ("error", "lost"),
+    ("waits", "sysexit"): ("error", "SystemExit"),
+    ("waits", "blocks"): ("timeout", "no result"),
+    ("in_threads", "hang"): ("timeout", "mine.py:N) within rewards.timeout_s = 4 s"),
+    ("in_threads", "exit"): ("error", "exit code 7"),
+    ("in_threads", "regex"): ("timeout", "no result"),
+}
+
+
+def test_a_failing_sample_costs_only_itself_whoever_was_under_way(place):
+    texts = {case: [case[1] if n == 4 else "x" * n for n in range(12)] for case in FAILING}
+    with contextlib.ExitStack() as stack:
+        pools = {}
+        for name, bad in FAILING:
+            pool = stack.enter_context(pool_of(f"{place}:{name}", timeout_s=4.0))
+            pools[name, bad] = pool
+            pool.start()
+        found = results_side_by_side(pools, texts)
+    for case, (failure, words) in FAILING.items():
+        done, others = found[case], [r for n, r in enumerate(found[case]) if n != 4]
+        assert [r.failure for r in others] == [None] * 11, (case, done)
+        assert [r.value for r in others] == [float(n) for n in range(12) if n != 4], case
+        assert (done[4].failure, done[4].value) == (failure, None), (case, done[4])
+        assert words in re.sub(r"py:\d+", "py:N", done[4].message), (case, done[4])
 
 
 def test_every_call_that_hangs_is_a_timeout_and_they_pass_at_once(place, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import random
@@ -13,6 +14,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from spmdrl.workers import job_queue
@@ -26,6 +28,7 @@ from tests.helpers.pool_runs import (
     pool_of,
     results,
     results_of,
+    results_side_by_side,
     submit,
     wait_until,
     wait_until_gone,
@@ -80,44 +83,50 @@ def functions(tmp_path):
 # --------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize(
-    ("text", "failure", "words"),
-    [
-        ("raise", "error", "KeyError: 'lost' (.*my_rewards.py:7)"),
-        ("deep", "error", r"my_rewards.py:9, in compute_score; raised at .*json/decoder.py:\d+\)"),
-        ("exit", "error", "exit code 7"),
-        ("sysexit", "error", "SystemExit: 3"),
-        ("segfault", "error", "signal 11"),
-        ("value float('nan')", "bad_value", "finite number, got nan"),
-        ("value float('inf')", "bad_value", "got inf"),
-        ("value 'good'", "bad_value", r"got 'good' \(str\)"),
-        ("value None", "bad_value", "NoneType"),
-        ("value [1.0]", "bad_value", "list"),
-        ("value {'acc': 1.0}", "bad_value", "dict without `score`"),
-    ],
-)
-def test_a_failing_sample_is_reported_and_costs_only_itself(functions, text, failure, words):
+FAILING = [
+    ("raise", "error", "KeyError: 'lost' (.*my_rewards.py:7)"),
+    ("deep", "error", r"my_rewards.py:9, in compute_score; raised at .*json/decoder.py:\d+\)"),
+    ("exit", "error", "exit code 7"),
+    ("sysexit", "error", "SystemExit: 3"),
+    ("segfault", "error", "signal 11"),
+    ("value float('nan')", "bad_value", "finite number, got nan"),
+    ("value float('inf')", "bad_value", "got inf"),
+    ("value 'good'", "bad_value", r"got 'good' \(str\)"),
+    ("value None", "bad_value", "NoneType"),
+    ("value [1.0]", "bad_value", "list"),
+    ("value {'acc': 1.0}", "bad_value", "dict without `score`"),
+]
+
+
+def test_a_failing_sample_is_reported_and_costs_only_itself(functions):
+    texts = ["ab", *(text for failing, _, _ in FAILING for text in (failing, "abc"))]
     with pool_of(functions) as pool:
-        done = results(pool, ["ab", text, "abc"])
-    assert [r.value for r in done] == [2.0, None, 3.0]
-    assert [r.failure for r in done] == [None, failure, None]
-    assert re.search(words, done[1].message), done[1].message
-    if failure == "bad_value":
-        place = r"compute_score \(.*my_rewards\.py:\d+\): expected "
-        assert re.match(place, done[1].message), done[1].message
+        done = results(pool, texts)
+    assert [r.value for r in done] == [2.0] + [None, 3.0] * len(FAILING)
+    assert [r.failure for r in done[::2]] == [None] * (len(FAILING) + 1)
+    for (text, failure, words), found in zip(FAILING, done[1::2], strict=True):
+        assert found.failure == failure and re.search(words, found.message), (text, found)
+        if failure == "bad_value":
+            place = r"compute_score \(.*my_rewards\.py:\d+\): expected "
+            assert re.match(place, found.message), (text, found)
 
 
-@pytest.mark.parametrize("text", ["hang", "regex", "child"])
-def test_a_hanging_sample_is_killed_with_its_group_at_the_deadline(functions, text):
-    with pool_of(functions, timeout_s=3.0) as pool:
-        pool.start()
-        group = pool._workers[0].process.pid
-        done = results(pool, ["ab", text, "abc"])
-        wait_until_gone(group)
-    assert [r.value for r in done] == [2.0, None, 3.0]
+def test_a_hanging_sample_is_killed_with_its_group_at_the_deadline(functions):
+    texts = {text: ["ab", text, "abc", "abcd"] for text in ("hang", "regex", "child")}
+    with contextlib.ExitStack() as stack:
+        pools = {t: stack.enter_context(pool_of(functions, timeout_s=3.0)) for t in texts}
+        for pool in pools.values():
+            pool.start()
+        groups = [pool._workers[0].process.pid for pool in pools.values()]
+        found = results_side_by_side(pools, texts)
+        for group in groups:
+            wait_until_gone(group)
     said = r"no result of \w+ \(.*\.py:\d+\) within rewards.timeout_s = 3 s"
-    assert done[1].failure == "timeout" and re.fullmatch(said, done[1].message)
-    assert 3.0 <= done[1].seconds < 100  # of 1000, or for ever
+    for text, done in found.items():
+        # Those after it too: "regex" holds the interpreter lock, so that none is handed back.
+        assert [r.value for r in done] == [2.0, None, 3.0, 4.0], text
+        assert done[1].failure == "timeout" and re.fullmatch(said, done[1].message), text
+        assert 3.0 <= done[1].seconds < 100, text  # of 1000, or for ever
 
 
 def test_a_late_result_is_a_timeout_even_when_nobody_looked_in_time(functions):
@@ -223,12 +232,6 @@ def test_results_come_one_by_one_and_do_not_wait_for_one_that_hangs(functions, t
         assert [r.key for r in coming] == [1] and pool.poll() == []
 
 
-def test_jobs_behind_one_that_holds_the_interpreter_lock_are_done_after_its_deadline(functions):
-    with pool_of(functions, timeout_s=3.0) as pool:
-        done = results(pool, ["ab", "regex", "abc", "abcd"])
-    assert [r.value for r in done] == [2.0, None, 3.0, 4.0] and done[1].failure == "timeout"
-
-
 def test_stand_ins_and_spares_are_bounded_and_nothing_is_left(functions, monkeypatch):
     monkeypatch.setattr(job_queue, "_STUCK_S", 100.0)  # whatever a busy machine does, nothing is
     with pool_of(functions, workers=3, timeout_s=4.0) as pool:
@@ -237,7 +240,7 @@ def test_stand_ins_and_spares_are_bounded_and_nothing_is_left(functions, monkeyp
         assert len(pool._workers) == 3  # nothing stands by before something fails
         monkeypatch.setattr(job_queue, "_STUCK_S", 1.0)
         groups, most = set(), 0
-        for key in range(32):
+        for key in range(16):
             submit(pool, key, ["hang", "exit", "segfault", "ab"][key % 4])
         done = []
         while len(pool):
@@ -247,7 +250,7 @@ def test_stand_ins_and_spares_are_bounded_and_nothing_is_left(functions, monkeyp
             pool.wait()
         done += pool.poll()
     assert sorted((r.key, r.failure) for r in done) == [
-        (key, ["timeout", "error", "error", None][key % 4]) for key in range(32)
+        (key, ["timeout", "error", "error", None][key % 4]) for key in range(16)
     ]
     assert 3 < most <= 3 + 3 + 2  # at work, standing in, spare
     for group in groups:
@@ -290,23 +293,31 @@ def test_several_workers_share_slow_samples(functions):
 
 
 def pickled_s(count):
-    """Return the seconds that this machine, as busy as it is, takes to pickle so many samples."""
-    row, began = {"prompt": "q", "answer": "1"}, time.monotonic()
+    """Return the seconds of a core that pickling so many samples takes."""
+    row, began = {"prompt": "q", "answer": "1"}, time.process_time()
     for number in range(count):
         pickle.loads(pickle.dumps((number, row, "1", [1, 2], False)))
-    return time.monotonic() - began
+    return time.process_time() - began
+
+
+def cores_s(pool):
+    """Return the seconds of a core that this process and the pool's processes have taken."""
+    keepers = [psutil.Process(worker.process.pid) for worker in pool._workers]
+    members = [member for keeper in keepers for member in (keeper, *keeper.children())]
+    times = [member.cpu_times() for member in members]
+    return time.process_time() + sum(each.user + each.system for each in times)
 
 
 def test_thousands_of_cheap_samples_a_second_go_through_one_worker():
+    """A sample takes a fraction of a millisecond of a core, however busy the machine is."""
     with pool_of("spmdrl.rewards.graders:exact") as pool:
         pool.start()
-        yardstick_s, began = pickled_s(100_000), time.monotonic()
+        yardstick_s, began_s = pickled_s(100_000), cores_s(pool)
         done = results(pool, ["1"] * 10000)
-        took_s = time.monotonic() - began
+        took_s = cores_s(pool) - began_s
         yardstick_s = max(yardstick_s, pickled_s(100_000))
     assert {r.value for r in done} == {1.0}
-    print(f"{len(done) / took_s:.0f} results/s, {took_s / yardstick_s:.1f} yardsticks")
-    assert took_s < 12 * yardstick_s + 3, (took_s, yardstick_s)  # 3 on a quiet machine
+    assert took_s < 40 * yardstick_s, (took_s, yardstick_s)  # 14 to 21
 
 
 # --------------------------------------------------------------------------- start and end
@@ -362,29 +373,33 @@ def test_a_worker_that_dies_while_loading_is_an_error_not_a_loop(tmp_path):
         pool.start()
 
 
-@pytest.mark.parametrize("text", ["hang", "regex", "child", "idle"])
-def test_workers_die_with_their_parent_whatever_they_are_doing(functions, text):
+def test_workers_die_with_their_parent_whatever_they_are_doing(functions):
+    texts = ("hang", "regex", "child", "idle")
     program = textwrap.dedent(f"""
         import sys, time
         sys.path[:0] = {[str(Path(__file__).parents[2])]!r}
         from tests.helpers.pool_runs import pool_of, submit
-        pool = pool_of({functions!r})
-        pool.start()
-        submit(pool, 0, {text!r})
+        pools = [pool_of({functions!r}) for _ in {texts!r}]
+        for pool, text in zip(pools, {texts!r}):
+            pool.start()
+            submit(pool, 0, text)
         for _ in range(20):
-            pool.poll()
+            for pool in pools:
+                pool.poll()
             time.sleep(0.05)
-        print(pool._workers[0].process.pid, flush=True)
+        print(*(pool._workers[0].process.pid for pool in pools), flush=True)
         time.sleep(1000)
     """)
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     try:
-        pid = int(parent.stdout.readline())
-        assert group_members(pid)
+        groups = dict(zip(texts, map(int, parent.stdout.readline().split()), strict=True))
+        assert all(map(group_members, groups.values())), groups
     finally:
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
-    assert wait_until(lambda: not group_members(pid)), f"{group_members(pid)} outlived the parent"
+    for text, group in groups.items():
+        gone = wait_until(lambda group=group: not group_members(group))
+        assert gone, f"{text}: {group_members(group)} outlived the parent"
 
 
 def test_a_worker_that_nobody_reads_any_more_ends_without_a_traceback(capfd):
