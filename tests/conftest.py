@@ -45,10 +45,50 @@ def _system_path() -> str:
     return os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
 
 
+LONGEST_FILES = (
+    "train/test_parity_grid.py",
+    "program/test_train.py",
+    "workers/test_pool.py",
+    "program/test_methods.py",
+    "model/test_families.py",
+    "train/test_microbatch.py",
+    "rollout/test_rollout.py",
+    "engine/test_handover.py",
+    "tools/test_what_if.py",
+    "rollout/test_balance.py",
+    "world/test_launcher.py",
+    "world/test_world.py",
+    "model/test_lora_experts.py",
+    "report/test_tracker.py",
+    "environments/test_sources.py",
+    "rollout/test_decisions.py",
+    "check/test_user_messages.py",
+    "repository/test_readme.py",
+    "gpu/test_table.py",
+    "program/test_see.py",
+    "program/test_lora.py",
+    "train/test_critic.py",
+    "program/test_two_nodes.py",
+    "gpu/test_head_kernels.py",
+    "repository/test_structure.py",
+    "tools/test_export.py",
+    "check/test_odd_settings.py",
+    "common/test_evaluate.py",
+    "certificate/test_runs.py",
+)
+"""Those that begin first, so that no process is left alone with one of them at the end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, with the reason."""
+    """Put the longest files first, and skip what this machine cannot run, with the reason."""
     import torch
 
+    tests = Path(__file__).parent
+    gone = [name for name in LONGEST_FILES if not (tests / name).exists()]
+    if gone:
+        raise pytest.UsageError(f"tests/conftest.py: LONGEST_FILES: no such files: {gone}")
+    places = {tests / name: place for place, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     reasons = {
         "gpu": "" if torch.cuda.is_available() else "no CUDA device on this machine",
         "slurm": _slurm_missing(),
