@@ -20,7 +20,7 @@ from spmdrl.tools.certificates.report import first_token
 from spmdrl.tools.commands import diff
 from spmdrl.tools.recorded_run import RecordedRun
 from tests.helpers.built import small_model
-from tests.helpers.runs import TINY, call, run
+from tests.helpers.runs import TINY, command, run
 
 REWARD = """
 def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]
@@ -71,8 +71,8 @@ def test_a_resumed_run_leaves_the_same_bytes_and_another_layout_the_same_to_roun
 
 
 def _verify(folder: Path, *flags: str) -> tuple[int, str]:
-    done = call("-m", "spmdrl", "verify", folder, *flags)
-    return done.returncode, done.stdout + done.stderr
+    done = command("verify", folder, *flags, status=None)
+    return done.status, done.output
 
 
 def _change_a_token(path: Path, *, group: int) -> int:

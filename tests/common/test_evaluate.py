@@ -7,8 +7,6 @@ import json
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from spmdrl.workers.pool import RewardResult
 from tests.helpers.built import made, refused, small_model
 from tests.helpers.drawn import trajectory
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import ROOT
+from tests.helpers.runs import command
 
 
 def outcome(
@@ -204,23 +202,18 @@ def run(tmp_path_factory) -> Path:
     return where / "run"
 
 
-def _evaluated(launcher: list[str], out: Path, *arguments: object) -> tuple[dict, str]:
-    words = [*launcher, "-m", "spmdrl", "evaluate", *map(str, arguments), "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, text=True, timeout=300, capture_output=True
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(out.read_text()), done.stdout
+def _evaluated(ranks: int, out: Path, *arguments: object) -> tuple[dict, str]:
+    done = command("evaluate", *arguments, "--out", out, ranks=ranks)
+    return json.loads(out.read_text()), done.output
 
 
 def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_path):
     rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     first, looped = [row for row in rows if "eval/reward" in row]
     assert (first["step"], looped["step"]) == (0, STEPS)
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     uri = json.loads((run / "mlflow_run.json").read_text())["uri"]
     words = (run, "--which", "best", "--tracking-uri", uri)
-    of_run, printed = _evaluated(launcher, tmp_path / "run.json", *words)
+    of_run, printed = _evaluated(2, tmp_path / "run.json", *words)
     assert of_run["step"] == STEPS and len(of_run["problems"]) == 12
     assert 0 < of_run["all"]["reward"]["mean"] < 1
     names = {f"eval/{name}": name for name in of_run["all"] if not name.startswith("best")}
@@ -261,7 +254,7 @@ def test_a_run_and_its_model_give_what_the_loop_measured_on_any_ranks(run, tmp_p
 
     # A model's folder counts as step 0, by which the loop's first samples were keyed too.
     start, options = run.parent / "start", ("--config", run / "config.yaml")
-    of_model, _ = _evaluated([], tmp_path / "model.json", start, *options)
+    of_model, _ = _evaluated(1, tmp_path / "model.json", start, *options)
     assert of_model["step"] == 0
     for theirs, name in names.items():
         assert of_model["all"][name]["mean"] == pytest.approx(first[theirs], abs=1e-12), name

@@ -73,16 +73,33 @@ def arguments(
 
 def start(config: str, world_size: int, **flags: Any) -> Run:
     """Start ranks that no launcher watches: each is told its place, as srun tells it."""
+    return _start(world_size, _be_rank, arguments(config, world_size, **flags))
+
+
+def command(
+    *words: Any, ranks: int = 1, status: int | None = 0, timeout_s: float = 300
+) -> Finished:
+    """Run `python -m spmdrl` with these words to its end and check the exit status.
+
+    Each rank is a fork in which the slow imports are done: a new process takes 5 to 15 s for them.
+
+    Args:
+        status: that it has to end with; None: any.
+    """
+    under_way = _start(ranks, _be_command, [*map(str, words)], is_launched=ranks > 1)
+    finished = finish(under_way, timeout_s=timeout_s)
+    assert status in (None, finished.status), finished.output[-8000:]
+    return finished
+
+
+def _start(
+    world_size: int, target: Callable[..., Any], argv: list[str], *, is_launched: bool = True
+) -> Run:
     printed, port = _file(), free_port()
-    processes = [
-        start_rank(
-            os.environ | launch_env(rank, world_size, port),
-            _be_rank,
-            arguments(config, world_size, **flags),
-            printed,
-        )
-        for rank in range(world_size)
-    ]
+    processes = []
+    for rank in range(world_size):
+        place = launch_env(rank, world_size, port) if is_launched else {"OMP_NUM_THREADS": "1"}
+        processes.append(start_rank(os.environ | place, target, argv, printed))
 
     def poll() -> int | None:
         states = [process.exitcode for process in processes]
@@ -100,12 +117,23 @@ def _be_rank(argv: list[str], printed: Path) -> None:
     from spmdrl.report import report
 
     report.draw = functools.partial(report.draw, metrics=("policy/loss",))
+    _print_to(printed)
+    sys.argv, sys.path[0] = argv, str(ROOT)
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+def _be_command(words: list[str], printed: Path) -> None:
+    """Become `python -m spmdrl`, writing to a file."""
+    _print_to(printed)
+    sys.argv = ["spmdrl", *words]
+    runpy.run_module("spmdrl", run_name="__main__")
+
+
+def _print_to(printed: Path) -> None:
     file = os.open(printed, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.chdir(ROOT)
-    sys.argv, sys.path[0] = argv, str(ROOT)
-    runpy.run_path(argv[0], run_name="__main__")
 
 
 def torchrun(config: str, world_size: int, *, restarts: int = 0, **flags: Any) -> Run:

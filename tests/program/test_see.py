@@ -10,7 +10,7 @@ import pytest
 from spmdrl.errors import Refusal
 from spmdrl.tools.commands.ask import ask
 from spmdrl.tools.commands.create_model import TowerSizes, create_model
-from tests.helpers.runs import TINY, call, metrics, run
+from tests.helpers.runs import TINY, command, metrics, run
 from tests.helpers.vlm import noise
 from tests.program.test_train import assert_same_end
 
@@ -37,8 +37,7 @@ def test_a_model_that_sees_imitates_learns_by_grpo_and_goes_on_as_if_never_stopp
     losses = [row["policy/loss"] for row in metrics(warm)]
     assert len(losses) == 12 and losses[-1] < losses[0] - 1
     exported = tmp_path / "warm"
-    done = call("-m", "spmdrl", "export", warm, "--out", exported)
-    assert done.returncode == 0, done.stderr
+    command("export", warm, "--out", exported)
 
     flags = (
         scenes | TINY["rl"] | {"model.path": exported, "engine.kind": "transformers", "steps": 4}

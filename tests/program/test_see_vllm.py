@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from spmdrl.tools.commands.create_model import TowerSizes, create_model
 from tests.engine.test_vision import assert_exact, in_each, seeing_cfg
-from tests.helpers.runs import HELD, TINY, call, metrics, run, run_killed
+from tests.helpers.runs import HELD, TINY, command, metrics, run, run_killed
 from tests.helpers.worlds import in_world
 from tests.program.test_see import SCENES
 from tests.program.test_train import assert_same_end
@@ -72,8 +72,7 @@ def assert_exported(run_folder: Path, model: Path) -> None:
     """Check that an export has all parts as trained, and that vLLM draws by it what transformers
     does."""
     out = run_folder.with_name("exported")
-    done = call("-m", "spmdrl", "export", run_folder, "--out", out, "--dtype", "float32")
-    assert done.returncode == 0, done.stderr
+    command("export", run_folder, "--out", out, "--dtype", "float32")
     before, after = (load_file(folder / "model.safetensors") for folder in (model, out))
     assert before.keys() == after.keys() and sum("visual" in name for name in after) > 10
     assert not [name for name in before if torch.equal(before[name], after[name])]

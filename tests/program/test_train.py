@@ -20,7 +20,7 @@ from tests.helpers.runs import (
     TINY,
     Finished,
     arguments,
-    call,
+    command,
     finish,
     metrics,
     run,
@@ -96,17 +96,11 @@ def assert_same_end(a, b) -> None:
 @pytest.mark.proves("lag", "split")
 def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
     warm = tmp_path / "sft"
-    run(
-        "demo_sft.yaml",
-        2,
-        by=torchrun,
-        **TINY["sft"],
-        **{"model.path": model, "output-dir": warm, "steps": 4},
-    )
+    run("demo_sft.yaml", 2, **TINY["sft"], **{"model.path": model, "output-dir": warm, "steps": 4})
     losses = [row["policy/loss"] for row in metrics(warm)]
     assert len(losses) == 4 and losses[-1] < losses[0]
     exported = tmp_path / "warm"
-    assert call("-m", "spmdrl", "export", warm, "--out", exported).returncode == 0
+    command("export", warm, "--out", exported)
     out = tmp_path / "grpo"
     flags = {
         "steps": 3,
@@ -116,7 +110,7 @@ def test_warm_start_export_and_grpo_in_one_chain(model, tmp_path):
         "data.eval-size": 8,
         "report.tracker": "mlflow",
     }
-    finished = grpo(str(exported), out, flags, by=torchrun)
+    finished = grpo(str(exported), out, flags)
     rows = metrics(out)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert rows[0]["policy/staleness"] == 0 and rows[2]["policy/staleness"] == 1  # lag 1

@@ -22,7 +22,7 @@ from tests.helpers.checkpoint_runs import config, save
 from tests.helpers.comparing import differing, whole
 from tests.helpers.policy_runs import small_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import call
+from tests.helpers.runs import call, command
 from tests.helpers.worlds import with_trainer
 
 
@@ -128,11 +128,11 @@ def test_vllm_answers_as_transformers_does_from_an_export(run, tmp_path):
 @once
 def test_the_command_asks_the_folder_of_an_export(run, tmp_path):
     out = export(run[0], out=tmp_path / "out")
-    command = f"ask {out} --task task:addition --task-option digits=2 -n 3 --max-response-tokens 4"
-    done = call("-m", "spmdrl", *command.split())
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 4 and re.match(r"\d\d\+\d\d=  ->  .*\(reward 0; right: \d+\)", lines[0])
+    words = f"ask {out} --task task:addition --task-option digits=2 -n 3 --max-response-tokens 4"
+    lines = command(*words.split()).output.splitlines()
+    answers = [line for line in lines if "  ->  " in line]
+    assert len(answers) == 3
+    assert re.search(r"\d\d\+\d\d=  ->  .*\(reward 0; right: \d+\)", answers[0])
     assert lines[-1] == "mean reward 0.000 over 3 problems"
 
 
