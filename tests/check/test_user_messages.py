@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -24,9 +26,10 @@ from spmdrl.report.config_sizes import config_sizes
 from spmdrl.same_run.differences import config_of
 from spmdrl.tools.commands.ask import ask
 from spmdrl.tools.commands.create_model import create_model
-from spmdrl.tools.proof.ranks import launch_env
+from spmdrl.tools.proof.ranks import launch_env, start_rank
 from spmdrl.world.launch import Launch, check_launch, report_refusal
 from tests.helpers.built import changed, made, refused
+from tests.helpers.pool_runs import wait_until
 from tests.helpers.ranks import free_port
 from tests.helpers.report_world import SmallWorld, group  # noqa: F401
 from tests.helpers.runs import ROOT, TINY, finish, metrics, run, torchrun, wait_for_step
@@ -81,27 +84,44 @@ os._exit(status)
 """
 
 
-def start_ranks(mode: str, size: int) -> list[subprocess.Popen]:
-    port = free_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, mode],
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=ROOT,
-            env=os.environ | launch_env(rank, size, port) | {"PYTHONPATH": str(ROOT)},
-        )
-        for rank in range(size)
-    ]
+@dataclass
+class Rank:
+    """A rank that runs RANK, and what it has printed so far."""
+
+    process: BaseProcess
+    printed: Path
+
+    def wait_for(self, line: str, *, times: int = 1) -> None:
+        assert wait_until(lambda: self.printed.read_text().count(f"{line}\n") == times)
 
 
-def texts_of(processes: list[subprocess.Popen]) -> list[str]:
+def _be_rank(mode: str, printed: Path) -> None:
+    file = os.open(printed, os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = ["-c", mode]
+    exec(RANK, {"__name__": "__main__"})
+
+
+def start_ranks(folder: Path, mode: str, size: int) -> list[Rank]:
+    port, ranks = free_port(), []
+    for rank in range(size):
+        printed = folder / f"printed_{rank}"
+        printed.touch()
+        environment = os.environ | launch_env(rank, size, port)
+        ranks.append(Rank(start_rank(environment, _be_rank, mode, printed), printed))
+    return ranks
+
+
+def texts_of(ranks: list[Rank]) -> list[str]:
     try:
-        return ["".join(process.communicate(timeout=300)) for process in processes]
+        for rank in ranks:
+            rank.process.join(300)
+            assert rank.process.exitcode is not None, "it does not end"
+        return [rank.printed.read_text() for rank in ranks]
     finally:
-        for process in processes:
-            process.kill()
+        for rank in ranks:
+            rank.process.kill()
 
 
 @pytest.mark.parametrize("has_template", [True, False])
@@ -131,9 +151,9 @@ def test_a_question_goes_by_the_chat_template_and_bare_on_request(
             ask(tmp_path / "m", prompt=("3+4=",), chat_template="always")
 
 
-def test_a_rank_that_raises_is_quoted_by_the_others_which_end_quietly():
-    processes = start_ranks("raise", 2)
-    zero, one = texts_of(processes)  # which waits less than the 1000 s that rank 0 would sleep
+def test_a_rank_that_raises_is_quoted_by_the_others_which_end_quietly(tmp_path):
+    ranks = start_ranks(tmp_path, "raise", 2)
+    zero, one = texts_of(ranks)  # which waits less than the 1000 s that rank 0 would sleep
     assert "Traceback" in one and "[rank 1] ended with RuntimeError: out of memory" in one
     assert (
         "[rank 0] ends in 'build engine' at step -1: rank 1 ended with "
@@ -141,11 +161,11 @@ def test_a_rank_that_raises_is_quoted_by_the_others_which_end_quietly():
     ) in zero
     assert "Traceback" not in zero
     assert "closed as failed" in zero and "closed as failed" in one
-    assert all(process.returncode != 0 for process in processes)
+    assert all(rank.process.exitcode != 0 for rank in ranks)
 
 
-def test_what_all_ranks_say_is_said_once():
-    text = "".join(texts_of(start_ranks("same", 2)))
+def test_what_all_ranks_say_is_said_once(tmp_path):
+    text = "".join(texts_of(start_ranks(tmp_path, "same", 2)))
     assert text.count("data.train: no such file") in (1, 2) and "Traceback" not in text
     assert (
         "ends for the same reason" in text
@@ -154,25 +174,25 @@ def test_what_all_ranks_say_is_said_once():
     )
 
 
-def test_a_signal_in_start_up_ends_a_blocked_rank_at_once():
-    (process,) = start_ranks("start-up", 1)
-    assert process.stdout.readline() == "blocked\n"
-    process.send_signal(signal.SIGTERM)
+def test_a_signal_in_start_up_ends_a_blocked_rank_at_once(tmp_path):
+    (rank,) = start_ranks(tmp_path, "start-up", 1)
+    rank.wait_for("blocked")
+    os.kill(rank.process.pid, signal.SIGTERM)
     began = time.monotonic()
-    (text,) = texts_of([process])
-    assert process.returncode == 128 + signal.SIGTERM and time.monotonic() - began < 10
+    (text,) = texts_of([rank])
+    assert rank.process.exitcode == 128 + signal.SIGTERM and time.monotonic() - began < 10
     assert "nothing to save before the first step" in text and "closed as stopped" in text
 
 
-def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_at_once():
-    (process,) = start_ranks("signals", 1)
-    assert process.stdout.readline() == "blocked\n"
-    for _ in range(2):  # the same key press, passed on twice
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "obeyed\n"
-    process.send_signal(signal.SIGINT)
-    (text,) = texts_of([process])
-    assert process.returncode == 128 + signal.SIGINT and text.startswith("obeyed\n")
+def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_ends_at_once(tmp_path):
+    (rank,) = start_ranks(tmp_path, "signals", 1)
+    rank.wait_for("blocked")
+    for count in (1, 2):  # the same key press, passed on twice
+        os.kill(rank.process.pid, signal.SIGINT)
+        rank.wait_for("obeyed", times=count)
+    os.kill(rank.process.pid, signal.SIGINT)
+    (text,) = texts_of([rank])
+    assert rank.process.exitcode == 128 + signal.SIGINT and text.count("obeyed\n") == 3
     assert "this step is finished and saved" in text and "the second signal" in text
 
 

@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import re
+import runpy
 import signal
 import socket
 import subprocess
@@ -18,7 +19,7 @@ import torch
 from spmdrl.check.rules import rule_problems
 from spmdrl.config import Config, LayoutSettings
 from spmdrl.errors import Refusal
-from spmdrl.tools.proof.ranks import RankError, launch_env, on_ranks
+from spmdrl.tools.proof.ranks import RankError, launch_env, on_ranks, start_rank
 from spmdrl.world import launch as launch_module
 from spmdrl.world.comm import agree, gather_objects, gather_problems
 from spmdrl.world.launch import Launch, find_launch, first_host, read_launch
@@ -261,6 +262,15 @@ except RuntimeError as error:
 """
 
 
+def _be_script(argv: list[str], said: Path) -> None:
+    """Become `python SCRIPT`, writing to a file."""
+    file = os.open(said, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
 @pytest.mark.parametrize(
     "fault, says", [("stall", "rank 2 is missing: "), ("kill", "rank 2 is missing: its process")]
 )
@@ -269,20 +279,17 @@ def test_a_stalled_or_dead_rank_is_named_in_time(fault, says, tmp_path):
     script = tmp_path / "waiter.py"
     script.write_text(WAITER.format(root=root))
     port = free_port()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), fault, str(tmp_path)],
-            text=True,
-            env=os.environ | launch_env(rank, 3, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(3)
-    ]
+    said = [tmp_path / f"said_{rank}" for rank in range(3)]
+    processes = []
+    for rank in range(3):
+        own = [str(script), fault, str(tmp_path)]
+        environment = os.environ | launch_env(rank, 3, port)
+        processes.append(start_rank(environment, _be_script, own, said[rank]))
     try:
         for rank, process in enumerate(processes[:2]):
-            _, err = process.communicate(timeout=200)  # in time: rank 2 sleeps for 1000 s
-            assert process.returncode in (1, 13), err
+            process.join(200)  # in time: rank 2 sleeps for 1000 s
+            err = said[rank].read_text()
+            assert process.exitcode in (1, 13), err
             own = f"rank {rank} waited" if fault == "stall" else f"[rank {rank}] ends in"
             assert own in err and "'exchange' at step 7" in err, err
             assert says in err and "'generate' at step 7" in err, err
@@ -292,12 +299,12 @@ def test_a_stalled_or_dead_rank_is_named_in_time(fault, says, tmp_path):
                 last = _last_collective(tmp_path / "flight" / f"collectives_{rank}.txt")
                 assert "gloo:barrier" in last and "waiter.py:" in last, last
         # Of a dead peer the failed collective may speak first, which this program ends with 1.
-        codes = {process.returncode for process in processes[:2]}
+        codes = {process.exitcode for process in processes[:2]}
         assert codes == {13} or (fault == "kill" and codes <= {1, 13})
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.join()
 
 
 RESTARTED = """
