@@ -64,7 +64,8 @@ KINDS: dict[str, tuple[int, Mapping[str, Any]]] = {
     "over-sampled": (2, OVER_SAMPLED),
     "in flight, engine of two ranks": (4, IN_FLIGHT | TWO_RANKS),
     "stolen": (3, IN_FLIGHT | OVER_SAMPLED | {"lag": 2, "rollout.schedule.balance": "steal"}),
-    "environment": (2, {"lag": 1}),
+    # Each of its samples waits for several answers.
+    "environment": (2, {"lag": 1, "batch.prompts-per-step": 4, "data.eval-size": 4}),
     "dynamic": (2, {"lag": 1, "rollout.schedule.dynamic": 30, "batch.group-size": 2}),
 }
 """Of each kind its ranks and its flags."""
