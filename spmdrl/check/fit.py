@@ -133,7 +133,7 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
         lambda: kernel_of(
             hf_model,
             path=cfg.model.path,
-            wanted=cfg.model.kernels.attention,
+            wanted=cfg.attention_kernel,
             device="cpu" if is_on_cpu(cfg) else "cuda",
             dtype=getattr(torch, cfg.model.compute_dtype),
         )
@@ -176,11 +176,28 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     counts = counts_of(hf_model)
     return [
         *_model_problems(cfg, hf_model, counts, at=f"model.path {cfg.model.path}"),
+        *_exact_problems(cfg, hf_model, counts),
         *_adapter_problems(cfg, hf_model, counts=counts),
         *_router_problems(cfg, hf_model, counts=counts),
         *_tower_problems(cfg, hf_model),
         *_axes_problems(cfg, counts, at=f"(model.path {cfg.model.path})", is_policy=True),
     ]
+
+
+def _exact_problems(cfg: Config, hf_model: nn.Module, counts: ModelCounts) -> Iterator[str]:
+    """Yield why the policy's bits cannot be the same in engine and trainer."""
+    if not cfg.engine.exact:
+        return
+    why = ""
+    if counts.mixers:
+        why = f"whose {', '.join(counts.mixers)} keeps a state, which is not computed exactly"
+    elif has_vision_tower(hf_model):
+        why = "which sees, and towers are not computed exactly"
+    if why:
+        yield (
+            f"engine.exact: true with a {counts.model_type}, {why}; set it to false "
+            f"(model.path {cfg.model.path})"
+        )
 
 
 def _tower_problems(cfg: Config, hf_model: nn.Module) -> Iterator[str]:

@@ -49,6 +49,11 @@ class EngineSettings:
     """Key every sample by (seed, step, prompt, sample), so that every rank would draw the same
     tokens. Costs vLLM about 8% of throughput at 256 sequences, and `transformers` nothing."""
 
+    exact: bool = False
+    """Engine and trainer compute the same bits: the logprob that a token was sampled with is the
+    one that the trainer computes for it, and a run in which they differ ends. On CPUs, at lag 0;
+    see docs/exact.md."""
+
     @property
     def traits(self) -> EngineTraits:
         """What engines of this kind can do."""

@@ -19,7 +19,7 @@ from spmdrl.columns import Columns
 from spmdrl.config import Config, LoraSettings, ModelSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.attention.flash_3 import choose_flash
-from spmdrl.model.attention.kernels import register_attention
+from spmdrl.model.attention.kernels import PADDING, register_attention
 from spmdrl.model.attention.packing import packs
 from spmdrl.model.attention.packing_support import PackingSupport, enable_packing
 from spmdrl.model.attention.pick import kernel_of
@@ -138,13 +138,13 @@ class ShardedModel:
         attention = kernel_of(
             self.hf_model,
             path=model.path,
-            wanted=model.kernels.attention,
+            wanted=self.cfg.attention_kernel,
             device=world.device,
             dtype=getattr(torch, model.compute_dtype),
         )
-        if attention != "padded":
+        if attention not in PADDING:
             choose_flash(world.device, deterministic=self.cfg.deterministic)
-        is_padded = attention == "padded" or bool(support.mixers)
+        is_padded = attention in PADDING or bool(support.mixers)
         slicing = slicing_of(world, is_padded=is_padded, chunk=support.chunk)
         method = ""
         if slicing.group is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.config.data import Split
+from spmdrl.model.exact.proof import check_sampled
 from spmdrl.model.flops import countable_shape, trained_flops
 from spmdrl.model.load import longest_sequence, model_folder
 from spmdrl.model.lora.files import AdapterRecord
@@ -66,6 +67,7 @@ class Trainer:
         methods = named_methods(cfg) | {name: f for name, f in given.items() if f}
         self.coefficients = Coefficients(cfg)
         kind = loss_class(cfg)
+        self._samples_exactly = cfg.engine.exact
         self.columns = kind.columns_of(cfg, **methods) | {*columns}
         """Per-token columns that `annotate` finds."""
         self._loss = kind(cfg, world, loss_fn=methods["loss_fn"], coefficients=self.coefficients)
@@ -127,7 +129,8 @@ class Trainer:
 
         The scores of reward models go into the rewards, see `model_rewards.with_scores`; the rest
         are per-token columns. Each model takes one forward pass over the batch: `old_logprobs`
-        (with `old_entropy` and, if asked for, `square_probs`) of the policy before its update,
+        (with `old_entropy` and, if asked for, `square_probs`) of the policy before its update
+        (under engine.exact the engine's, without a pass, where nothing asks for its entropy),
         `ref_logprobs` of the reference, `teacher_logprobs`, `prm_logprobs`, and `values`, task
         units, of the state before each token. Trainer ranks meet each other.
 
@@ -145,7 +148,9 @@ class Trainer:
             updates = self._prepare(batch)
             rows = [one.row for microbatches in updates for one in microbatches]
             found: list[dict[str, Tensor]] = [{} for _ in rows]
-            if "old_logprobs" in self.columns:
+            if self._samples_exactly and "old_entropy" not in self.columns:
+                found = [_as_sampled(one) for microbatches in updates for one in microbatches]
+            elif "old_logprobs" in self.columns:
                 names = ("old_logprobs", "old_entropy", "square_probs")
                 own = self.policy.model.columns(rows, squares="square_probs" in self.columns)
                 found = [dict(zip(names, values)) for values in own]
@@ -227,6 +232,8 @@ class Trainer:
             if not (warms_up and any(companion.is_trained for companion in companions)):
                 loss_of = self._loss.of_updates(updates, self.policy.model, step=step)
                 sums |= self.policy.update(ordered(epochs=epochs), loss_of, step=step)
+                if self._samples_exactly:
+                    check_sampled(sums, step=step)
                 sums |= self._work(updates, batch)
                 sums |= self.coefficients.move(sums, num_samples=len(batch.scalars))
             for companion in companions:
@@ -249,3 +256,9 @@ class Trainer:
         tokens, *flops = self.world.sum_over_trainers(computed.double()).tolist()
         found = {name: (total, 1.0) for name, total in zip(own, flops)}
         return found | {"perf/computed_frac": (tokens, float(lengths.sum()))}
+
+
+def _as_sampled(microbatch: PreparedMicrobatch) -> dict[str, Tensor]:
+    """Return the logprobs that the engine sampled with as the policy's before its update."""
+    sampled = microbatch.packed.rollout_logprobs
+    return {"old_logprobs": torch.where(microbatch.loss_mask, sampled, 0.0)}

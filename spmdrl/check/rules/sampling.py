@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from spmdrl.check.rules.rule import Rule
+from collections.abc import Callable
+
+from spmdrl.check.rules.rule import Rule, RuleKind
 from spmdrl.check.rules.weights import unused
 from spmdrl.config.fields import Config, replay_folder
 from spmdrl.rewards.signatures import reward_models
@@ -132,6 +134,114 @@ _ENGINES = [
 ]
 
 
+def _exact(
+    field: str, when: Callable[[Config], object], reason: str, remedy: str, kind: RuleKind
+) -> Rule:
+    """Return the rule against engine.exact with another setting."""
+    return Rule(
+        (field, "engine.exact"), lambda cfg: cfg.engine.exact and when(cfg), reason, remedy, kind
+    )
+
+
+_EXACT = [
+    Rule(
+        ("engine.exact", "layout.placement"),
+        lambda cfg: cfg.engine.exact and not _is_sampled(cfg),
+        "there is no engine",
+        "leave it out",
+    ),
+    _exact(
+        "engine.kind",
+        lambda cfg: cfg.engine.traits.has_own_models,
+        "its classes compute otherwise than the trainer's",
+        "take transformers",
+        "not built",
+    ),
+    _exact(
+        "layout.device",
+        lambda cfg: not _is_on_cpu(cfg),
+        "kernels for GPUs are not proved to keep the bits of rows",
+        "set it to cpu, or engine.exact to false",
+        "not built",
+    ),
+    _exact(
+        "lag",
+        lambda cfg: cfg.lag,
+        "tokens are sampled with older weights than those that score them",
+        "set it to 0",
+        "principle",
+    ),
+    _exact(
+        "rollout.schedule.over_sample",
+        lambda cfg: cfg.rollout.schedule.leaves_unfinished,
+        "a step gets tokens that older weights sampled",
+        "leave it at 1",
+        "principle",
+    ),
+    _exact(
+        "engine.dtype",
+        lambda cfg: cfg.engine.dtype != cfg.model.compute_dtype,
+        "model.compute_dtype is another: the same weights round otherwise",
+        "set both to the same",
+        "principle",
+    ),
+    _exact(
+        "model.compute_dtype",
+        lambda cfg: cfg.model.compute_dtype == "float16",
+        "it was tried in float32 and bfloat16 alone",
+        "take one of these",
+        "untried",
+    ),
+    _exact(
+        "algorithm.correction",
+        lambda cfg: cfg.algorithm.correction != "none",
+        "there is no gap to correct: every weight would be 1",
+        "set it to none",
+        "principle",
+    ),
+    _exact(
+        "model.kernels.attention",
+        lambda cfg: cfg.model.kernels.attention not in ("auto", "padded"),
+        "it has an attention of its own",
+        "set it to auto",
+        "principle",
+    ),
+    _exact(
+        "model.kernels.context",
+        lambda cfg: cfg.layout.cp > 1 and cfg.model.kernels.context == "ring",
+        "a ring adds keys up in the order in which ranks pass them on",
+        "take ulysses",
+        "not built",
+    ),
+    _exact(
+        "model.kernels.compile",
+        lambda cfg: cfg.model.kernels.compile,
+        "compiled blocks compute by kernels of their own",
+        "set it to false",
+        "not built",
+    ),
+    _exact(
+        "layout.tp",
+        lambda cfg: cfg.layout.tp > 1,
+        "sums over its ranks are in an order that no engine has",
+        "set it to 1",
+        "not built",
+    ),
+    _exact(
+        "layout.ep",
+        lambda cfg: cfg.layout.ep > 1,
+        "no test shows that the exchange of rows keeps their bits",
+        "set it to 1",
+        "untried",
+    ),
+    _exact(
+        "model.lora",
+        lambda cfg: cfg.model.lora.is_on,
+        "engines multiply by merged weights, and trainers by two more matrices",
+        "train all weights",
+        "not built",
+    ),
+]
 _SAMPLING = [
     *unused(
         ["evaluate.top_p", "evaluate.top_k", "evaluate.min_p"],
@@ -268,4 +378,12 @@ _EVALUATION = [
     ),
 ]
 
-SAMPLING: list[Rule] = [*_LAYOUT, *_ENGINES, *_SAMPLING, *_SCHEDULE, *_RECORD, *_EVALUATION]
+SAMPLING: list[Rule] = [
+    *_LAYOUT,
+    *_ENGINES,
+    *_EXACT,
+    *_SAMPLING,
+    *_SCHEDULE,
+    *_RECORD,
+    *_EVALUATION,
+]

@@ -23,6 +23,7 @@ from spmdrl.model.attention.kernels import KERNELS, Weighing, capped
 from spmdrl.model.attention.mask_patterns import MaskPattern, mask_pattern_of, visible
 from spmdrl.model.attention.packing import Packing
 from spmdrl.model.attention.sinks import with_sink_scores
+from spmdrl.model.exact import attention as exact
 
 
 class KVCache:
@@ -169,7 +170,8 @@ def cached_attention(
             num = 0
         own = query[0, :, num:].transpose(0, 1)
         seen = work.is_visible(span)
-        outputs.append(_attend_one(own, keys, values, seen, how)[None])
+        attend = _attend_exactly if work.kernel == "exact" else _attend_one
+        outputs.append(attend(own, keys, values, seen, how)[None])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
@@ -198,6 +200,25 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: 
         rows = scores.flatten(0, 1)  # [B * Hkv, Hq / Hkv, L]
         weights = with_sink_scores(rows, how.sinks, kv_heads=keys.shape[1]).view_as(scores)
     return torch.matmul(weights.to(values.dtype), values).flatten(1, 2)
+
+
+def _attend_exactly(
+    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Weighing
+) -> Tensor:
+    """Attend as `_attend_one` does, with the bits that the trainer's rows have."""
+    count = len(query)
+    longest = seen.shape[-1]
+    keys = keys[:count, :, :longest]
+    found = exact.attend(
+        query.unflatten(1, (keys.shape[1], -1)).unsqueeze(3),
+        keys,
+        values[:count, :, :longest],
+        seen=seen[:, 0],
+        scale=how.scale_of(query),
+        softcap=how.softcap,
+        sinks=how.sinks,
+    )
+    return found.squeeze(3).flatten(1, 2)
 
 
 def register_attention() -> None:

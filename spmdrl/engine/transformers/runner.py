@@ -19,12 +19,15 @@ from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, MaskRows, Request, masks_of_rows, route_dtype
 from spmdrl.engine.transformers.kv_cache import KVCache, Work, register_attention
 from spmdrl.errors import Refusal
+from spmdrl.model.attention.kernels import PADDING
 from spmdrl.model.attention.packing import Packing, make_packing, packs
 from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.blocks import base_of, experts_modules
+from spmdrl.model.exact.functions import compute_exactly
 from spmdrl.model.head import fitting_positions
 from spmdrl.model.load import load_whole_model
+from spmdrl.model.logit_passes import LogitForm, log_totals
 from spmdrl.model.scorer import head_form
 from spmdrl.model.vision.layout import RowLayout, vision_layout_of
 from spmdrl.model.vision.tower import vision_tower_of
@@ -135,14 +138,19 @@ class ModelRunner:
         self.hf_model = load_whole_model(
             cfg.model, attention="spmdrl_cached", dtype=dtype, device=device
         )
-        self._form = head_form(self.hf_model)
+        form = head_form(self.hf_model)
+        self._form = LogitForm(form.scale, form.softcap)
         self._packing_support = enable_packing(self.hf_model)
         self._vision_layout = vision_layout_of(self.hf_model, device=device)
         self._vision_tower = vision_tower_of(self.hf_model)
         self._routes = _RouteRecorder(self.hf_model) if cfg.model.moe.replay else None
+        wanted = "exact" if cfg.engine.exact else "auto"
         self._kernel = kernel_of(
-            self.hf_model, path=cfg.model.path, wanted="auto", device=device, dtype=dtype
+            self.hf_model, path=cfg.model.path, wanted=wanted, device=device, dtype=dtype
         )
+        if cfg.engine.exact:
+            base = base_of(self.hf_model)[1]
+            compute_exactly(base, self.hf_model.get_output_embeddings())
         self.cache = KVCache(1, 1)
         # One forward pass tells which layers keep keys and values, and how large they are.
         trial = Request("", (0,), 1, 0.0, None, ())
@@ -181,7 +189,7 @@ class ModelRunner:
         return min(engine.max_num_seqs, room // per_sequence)
 
     def next_logits(self, sequences: Sequence[RunningSequence], *, num_old: int) -> Tensor:
-        """Return the logits of each sequence's next token, [len(sequences), V].
+        """Return the float32 logits of each sequence's next token, [len(sequences), V].
 
         Args:
             sequences: the i-th has slot i. The first `num_old` have all but their last token in the
@@ -311,7 +319,7 @@ class ModelRunner:
         if not lengths:
             return None
         spans = None if seen is None or seen.spans is None else seen.spans[: sum(lengths)]
-        is_padded = self._kernel == "padded" or not self._is_cached
+        is_padded = self._kernel in PADDING or not self._is_cached
         return make_packing(
             lengths, self._device, padded=is_padded, chunk=self._packing_support.chunk, spans=spans
         )
@@ -341,8 +349,7 @@ class ModelRunner:
             positions = at if seen is None else seen.position_ids.to(at)
             wanted = self.tensor(range(len(tokens) - 1))
             logits = self._logits(tokens, positions, work=work, wanted=wanted, seen=seen)
-            logprobs = torch.log_softmax(logits.float(), dim=-1)
-            own = logprobs.gather(1, self.tensor(tokens[1:])[:, None])[:, 0]
+            own = logits.gather(1, self.tensor(tokens[1:])[:, None])[:, 0] - log_totals(logits)
             own = torch.cat([own.new_zeros(1), own]).masked_fill(at == 0, 0.0)
             scored += own.cpu().split(lengths)
         return scored

@@ -20,11 +20,11 @@ _MULTIPLE = 8
 def kernel_of(
     hf_model: Any, *, path: str, wanted: str, device: torch.device | str, dtype: torch.dtype
 ) -> str:
-    """Return the kernel of a model's attention: padded, varlen or flash.
+    """Return the kernel of a model's attention: padded, varlen, flash or exact.
 
     Args:
         path: model.path.
-        wanted: model.kernels.attention.
+        wanted: Config.attention_kernel.
     Raises: Refusal when the one asked for cannot serve this device, dtype or model.
     """
     config = hf_model.config.get_text_config()
@@ -70,7 +70,7 @@ def pick_attention(
     bidirectional_images: bool = False,
     otherwise: str = "",
 ) -> str:
-    """Return the kernel for `model.kernels.attention`: padded, varlen or flash.
+    """Return the kernel for `Config.attention_kernel`: padded, varlen, flash or exact.
 
     Args:
         sizes: of heads, in elements.
@@ -79,6 +79,8 @@ def pick_attention(
         otherwise: what a refusal of the model ends with, see files/reader.py:instead.
     Raises: Refusal when the one asked for cannot serve this device, dtype or model.
     """
+    if wanted == "exact":
+        return wanted
     if bidirectional_images and has_softcap:
         raise Refusal(
             "model: the tokens of an image attend to each other in both directions, and attention "

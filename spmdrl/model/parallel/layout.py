@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 
 from spmdrl.config import Config, MemorySettings
 from spmdrl.model.blocks import base_of, blocks, experts_modules
+from spmdrl.model.exact.functions import compute_exactly
 from spmdrl.model.head import HeadOptions, check_fused_head, head_chunk_tokens
 from spmdrl.model.parallel import recompute, tensor_parallel
 from spmdrl.model.parallel.expert_parallel import apply_ep, replicated, shard_experts
@@ -79,6 +80,7 @@ def lay_out(
         apply_ep(hf_model, world.experts["ep"])
     # Only names: wrapping replaces the modules.
     towers = list(vision_blocks(hf_model))
+    inner_blocks = [*blocks(hf_model).values()]
     hf_blocks = _wrapped_blocks(hf_model, cfg)
     if hasattr(hf_model, "score"):
         scorer = Valuer(hf_model)
@@ -94,6 +96,8 @@ def lay_out(
             is_fused=on_gpu and kernels.fused_head,
         )
         scorer = Scorer(hf_model, options)
+    if cfg.engine.exact:
+        compute_exactly(scorer, *inner_blocks)
     others = [hf_model.get_submodule(name) for name in towers]
     apply_fsdp(scorer, hf_blocks, world, memory=spared, dtype=dtype, others=others)
     return scorer, whole

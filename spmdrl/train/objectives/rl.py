@@ -17,7 +17,7 @@ from spmdrl.config import Config
 from spmdrl.errors import Refusal, place_of
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.coefficients import Coefficients
-from spmdrl.train.microbatches import PreparedMicrobatch, Stats
+from spmdrl.train.microbatches import LossOf, PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss, gather_columns
 from spmdrl.types import Microbatch
 from spmdrl.world.world import World
@@ -35,6 +35,8 @@ class RolloutLoss(ObjectiveLoss):
         self._kl = registry.get("kl", chosen.kl)
         keep_frac = chosen.entropy_control.keep_frac
         self._filter_options = {"keep_frac": keep_frac} if keep_frac < 1 else {}
+        self._unchanged: list[PreparedMicrobatch] = []
+        """Under engine.exact, those of the step's first update that were not computed yet."""
         self._wants_keys = "token_keys" in registry.inputs_of(self._loss)
 
     @classmethod
@@ -45,19 +47,31 @@ class RolloutLoss(ObjectiveLoss):
         needed = set().union(*map(registry.inputs_with_helpers, methods)) & _OF_MODELS
         if chosen.kl_coef:
             needed.add("ref_logprobs")
+        asks_entropy = (
+            any(map(registry.statistics_of, methods))
+            or chosen.entropy_control.keep_frac < 1
+            or "square_probs" in needed
+        )
         # With one update the current logprobs are the old ones, unless something before the
         # update wants them. A loss that is anchored at the engine's policy asks for none at all.
         before = (
-            any(map(registry.statistics_of, methods))
-            or chosen.entropy_control.keep_frac < 1
+            asks_entropy
             or "old_logprobs" in registry.inputs_with_helpers(advantage_fn)
             or (chosen.kl_coef and chosen.kl_in == "reward")
-            or "square_probs" in needed
         )
+        if asks_entropy:
+            needed.add("old_entropy")
         anchored = "old_logprobs" in registry.inputs_of(loss_fn) or chosen.correction != "none"
         if before or (anchored and cfg.batch.optimizer_steps > 1):
             needed.add("old_logprobs")
         return needed
+
+    def of_updates(
+        self, updates: Sequence[Sequence[PreparedMicrobatch]], model: ShardedModel, *, step: int
+    ) -> LossOf:
+        """See ObjectiveLoss."""
+        self._unchanged = [*updates[0]] if self.cfg.engine.exact else []
+        return super().of_updates(updates, model, step=step)
 
     def statistics(
         self, updates: Sequence[Sequence[PreparedMicrobatch]], *, world: World
@@ -105,6 +119,8 @@ class RolloutLoss(ObjectiveLoss):
         # KL and entropy bonus are added below, so neither correction nor filter acts on them.
         terms = terms * weights.detach()
         stats = stats | own | _sampling_stats(inputs, microbatch)
+        if self.cfg.engine.exact:
+            stats = self._compared(stats, logprobs.detach(), microbatch)
         if self._filter_options:
             # The filter's statistics are of the old entropy, so it is compared with them.
             at_start = inputs | {"entropy": microbatch.columns["old_entropy"]}
@@ -119,6 +135,15 @@ class RolloutLoss(ObjectiveLoss):
         if coefficients.entropy:
             terms = terms - coefficients.entropy * entropy
         return (terms.double() * microbatch.weights).sum(), stats
+
+    def _compared(self, stats: Stats, logprobs: Tensor, microbatch: PreparedMicrobatch) -> Stats:
+        """Return metrics that compare the engine with what the trainer computes now; once the
+        weights may have changed, without a comparison."""
+        own = _mismatch(logprobs, microbatch)
+        if any(one is microbatch for one in self._unchanged):
+            self._unchanged = [one for one in self._unchanged if one is not microbatch]
+            return stats | own
+        return {name: value for name, value in stats.items() if name not in own}
 
     def _inputs(
         self, microbatch: PreparedMicrobatch, logprobs: Tensor, *, entropy: Tensor, known: Known
@@ -145,16 +170,24 @@ def _sampling_stats(inputs: Mapping[str, Tensor], microbatch: PreparedMicrobatch
     """Return how far the policy is from the one that sampled, and how sure it is."""
     packed = microbatch.packed
     mask = microbatch.loss_mask
-    old = inputs["old_logprobs"]
-    gaps = gap_histogram(old, packed.rollout_logprobs, loss_mask=mask)
     age = torch.where(mask, inputs["version"] - packed.policy_versions, 0)
     return {
         "policy/entropy": (inputs["entropy"].detach().double().sum(), mask.sum()),
+        **_mismatch(inputs["old_logprobs"], microbatch),
+        "policy/staleness": (age.sum(), mask.sum()),
+    }
+
+
+def _mismatch(logprobs: Tensor, microbatch: PreparedMicrobatch) -> Stats:
+    """Return how far the engine's logprobs are from those of the policy that sampled."""
+    packed = microbatch.packed
+    mask = microbatch.loss_mask
+    gaps = gap_histogram(logprobs, packed.rollout_logprobs, loss_mask=mask)
+    return {
         **mismatch_stats(
-            old, packed.rollout_logprobs, loss_mask=mask, cu_seqlens=packed.cu_seqlens
+            logprobs, packed.rollout_logprobs, loss_mask=mask, cu_seqlens=packed.cu_seqlens
         ),
         "gap_histogram": (gaps, torch.zeros_like(gaps)),  # quantiles follow from it
-        "policy/staleness": (age.sum(), mask.sum()),
     }
 
 

@@ -1,0 +1,139 @@
+"""engine.exact: what the engine sampled with is what the trainer computes, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmdrl import config
+from spmdrl.columns import RouterRoutes
+from spmdrl.config import Config
+from spmdrl.engine import make_engine
+from spmdrl.engine.protocol import Request, Truncation
+from spmdrl.model.sharded_model import ShardedModel
+from spmdrl.sampling_masks import SamplingMasks
+from spmdrl.train.trained_model import TrainedModel
+from spmdrl.world.world import World
+from tests.helpers.built import changed
+from tests.helpers.tiny import tiny_folder
+from tests.helpers.worlds import in_world
+
+LONGEST_PROMPT = 300
+MAX_TOKENS = 12
+
+
+def exact_config(model: Path | str, *, dtype: str = "float32", **fields: Any) -> Config:
+    """Return a config of one rank that trains and generates."""
+    own = Config(
+        layout=config.LayoutSettings(placement="colocated", world_size=1, device="cpu"),
+        model=config.ModelSettings(path=str(model), compute_dtype=dtype),
+        data=config.DataSettings(max_prompt_tokens=LONGEST_PROMPT),
+        batch=config.BatchSettings(tokens_per_microbatch=4096),
+        sampling=config.SamplingSettings(max_response_tokens=MAX_TOKENS, temperature=0.7),
+        engine=config.EngineSettings(
+            kind="transformers", dtype=dtype, exact=True, max_num_seqs=7, max_batched_tokens=500
+        ),
+    )
+    return changed(own, **fields)
+
+
+def counts(world: World, cases: dict[str, Config]) -> dict[str, tuple[int, int]]:
+    """Return what `compared` finds for each config."""
+    found = {}
+    for seed, (name, cfg) in enumerate(cases.items()):
+        model = ShardedModel(cfg, world, path=cfg.model.path, is_trained=True)
+        TrainedModel(model, cfg.optimizer)  # has routers choose recorded experts
+        found[name] = compared(cfg, world, model, seed=seed)
+    return found
+
+
+def compared(
+    cfg: Config, world: World, model: ShardedModel, *, seed: int, count: int = 12
+) -> tuple[int, int]:
+    """Return how many tokens the trainer scores otherwise than they were drawn, and of how many.
+
+    Prompts of odd lengths, some alike, come and go in a crowd; the trainer packs them otherwise.
+    """
+    engine = make_engine(cfg, world)
+    draw = random.Random(seed)
+    lengths = [1, LONGEST_PROMPT, *(draw.choice((3, 17, 60, 128, 129, 200)) for _ in range(count))]
+    prompts = [tuple(draw.randrange(3, 100) for _ in range(length)) for length in lengths]
+    prompts += [prompts[-1]] * 6
+    for index, prompt in enumerate(prompts):
+        truncation = Truncation(
+            top_k=cfg.sampling.top_k, top_p=cfg.sampling.top_p, min_p=cfg.sampling.min_p
+        )
+        request = Request(
+            str(index), prompt, draw.randrange(1, MAX_TOKENS + 1), 0.7, index, (), truncation
+        )
+        engine.add(request)
+    done = {}
+    while engine.is_busy:
+        done |= {one.key: one for one in engine.step()}
+    engine.close()
+    order = list(range(len(prompts)))
+    draw.shuffle(order)
+    wrong = 0
+    total = 0
+    while order:
+        own = [order.pop() for _ in range(min(len(order), draw.randrange(1, 6)))]
+        drawn = [done[str(index)] for index in own]
+        rows = [[*prompts[index], *one.tokens.tolist()] for index, one in zip(own, drawn)]
+        masks = [torch.arange(len(row)) >= len(prompts[index]) for index, row in zip(own, rows)]
+        columns: dict[str, Any] = {}
+        for kind in (RouterRoutes, SamplingMasks):
+            if any(kind.key in one.extra_columns for one in drawn):
+                parts = []
+                for index, one in zip(own, drawn):
+                    column = one.extra_columns[kind.key]
+                    missing = len(rows[own.index(index)]) - len(column)
+                    unknown = column.unknown(missing)
+                    is_route = kind is RouterRoutes
+                    parts += [column, unknown] if is_route else [unknown, column]
+                columns[kind.key] = parts[0].cat(parts)
+        row = model.row(
+            torch.tensor([token for one in rows for token in one]),
+            [len(one) for one in rows],
+            mask=torch.cat(masks),
+            columns=columns,
+        )
+        logprobs = model.forward(row)[0].detach()
+        sampled = torch.cat([one.logprobs for one in drawn])
+        wrong += int((logprobs != sampled).sum())
+        total += len(sampled)
+        assert float((logprobs - sampled).abs().max()) < 0.3
+    return wrong, total
+
+
+_GROUPED = dict(num_key_value_heads=2, head_dim=32)
+_MOE = dict(num_key_value_heads=2, num_experts_per_tok=2, vocab_size=128)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": _GROUPED,
+    "qwen2": dict(num_key_value_heads=4, tie_word_embeddings=True),
+    "mistral": dict(sliding_window=40, num_key_value_heads=2),
+    "gemma2": dict(sliding_window=40, attn_logit_softcapping=5.0, **_GROUPED),
+    "qwen3_moe": dict(num_experts=8, moe_intermediate_size=48, head_dim=32, **_MOE),
+    "mixtral": dict(num_local_experts=4, **_MOE),
+    "gpt_oss": dict(num_local_experts=4, head_dim=32, sliding_window=40, **_MOE),
+}
+
+
+def test_a_trainer_finds_the_bits_that_an_engine_sampled_with(tmp_path: Path):
+    cases = {}
+    for family, fields in FAMILIES.items():
+        folder = tiny_folder(tmp_path / family, family, **fields)
+        for dtype in ("float32", "bfloat16"):
+            cases[f"{family} {dtype}"] = exact_config(folder, dtype=dtype)
+    dense = cases["qwen3 float32"]
+    cases["truncated"] = changed(dense, sampling=dict(top_k=9, top_p=0.9))
+    cases["unshared"] = changed(dense, batch=dict(share_prefixes="never"))
+    mixture = cases["qwen3_moe bfloat16"]
+    cases["replayed"] = changed(mixture, model=dict(moe=dict(replay=True)))
+    plain = changed(dense, engine=dict(exact=False))
+    (found,) = in_world(dense, counts, cases | {"plain": plain})
+    assert found.pop("plain")[0] > 0
+    assert min(total for _, total in found.values()) > 60
+    assert {name: wrong for name, (wrong, _) in found.items() if wrong} == {}

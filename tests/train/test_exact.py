@@ -1,0 +1,106 @@
+"""engine.exact on the trainer: no pass for old logprobs, and a run whose bits differ ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spmdrl.check.rules import rule_problems
+from spmdrl.config import Config
+from spmdrl.types import Batch
+from tests.helpers.built import changed, good
+from tests.helpers.comparing import differing, full_parameters
+from tests.helpers.policy_runs import config, own_batch, small_model, update
+from tests.helpers.worlds import another_trainer, with_trainer
+
+
+def _sampled_by(trainer: Any, batch: Batch) -> Batch:
+    """Return a batch whose engine sampled with what the trainer computes."""
+    found = iter(trainer.logprobs(batch))
+    updates = tuple(
+        tuple(dataclasses.replace(one, rollout_logprobs=next(found)) for one in microbatches)
+        for microbatches in batch.updates
+    )
+    return dataclasses.replace(batch, updates=updates)
+
+
+def _runs(trainer: Any) -> dict:
+    world = trainer.world
+    batch = _sampled_by(trainer, own_batch(world))
+    annotated = trainer.annotate(batch, step=0)
+    found: dict[str, Any] = {"annotated": annotated.columns}
+    found["sums"] = update(trainer, annotated, step=0)
+    found["parameters"] = full_parameters(trainer)
+    passing = another_trainer(trainer)
+    passing.columns = passing.columns | {"old_entropy"}  # which takes a pass
+    found["with a pass"] = passing.annotate(batch, step=0).columns
+    update(passing, passing.annotate(batch, step=0), step=0)
+    found["parameters with a pass"] = full_parameters(passing)
+    for name, where in (("first", 0), ("second", 1)):
+        odd = [list(own) for own in batch.updates]
+        logprobs = odd[where][0].rollout_logprobs.clone()
+        at = int(odd[where][0].response_mask.nonzero()[0])
+        logprobs[at] = torch.nextafter(logprobs[at], torch.tensor(0.0))
+        odd[where][0] = dataclasses.replace(odd[where][0], rollout_logprobs=logprobs)
+        wrong = dataclasses.replace(batch, updates=tuple(map(tuple, odd)))
+        try:
+            other = another_trainer(trainer)
+            update(other, other.annotate(wrong, step=3), step=3)
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_step_takes_the_engines_logprobs_and_proves_those_of_its_first_update(tmp_path: Path):
+    cfg = changed(
+        config(small_model(tmp_path), tmp_path, updates=2, correction="none"),
+        engine=dict(exact=True),
+    )
+    (found,) = with_trainer(cfg, _runs)
+    sums = found["sums"]
+    assert sums["policy/mismatch_logprob_diff"][0] == 0 < sums["policy/mismatch_logprob_diff"][1]
+    assert sums["policy/mismatch_k1"][0] == sums["policy/mismatch_k3"][0] == 0
+    assert sums["policy/kl_old"][0] != 0  # the second update is of a policy that has moved
+    assert not differing(found["parameters"], found["parameters with a pass"])
+    assert "step 3: log-probabilities of engine and trainer differ by" in found["first"]
+    assert "check MODEL --exact" in found["first"]
+    assert "second" not in found
+    for own, other in zip(found["annotated"], found["with a pass"]):
+        for one, passed in zip(own, other):
+            assert set(one) == {"old_logprobs"}
+            assert torch.equal(one["old_logprobs"], passed["old_logprobs"])
+
+
+EXACT = dict(kind="transformers", dtype="float32", exact=True)
+PLAIN = dict(
+    lag=0, model=dict(compute_dtype="float32"), engine=EXACT, algorithm=dict(correction="none")
+)
+
+
+def _exact(**fields: Any) -> Config:
+    return changed(changed(good(), **PLAIN), **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(lag=1), "lag: 1 with engine.exact true"),
+        (dict(engine=dict(dtype="bfloat16")), "engine.dtype: bfloat16 with engine.exact true"),
+        (dict(algorithm=dict(correction="tis")), "algorithm.correction: tis with engine.exact"),
+        (
+            dict(layout=dict(cp=2), model=dict(kernels=dict(context="ring"))),
+            "model.kernels.context: ring with engine.exact true",
+        ),
+        (dict(rollout=dict(schedule=dict(over_sample=1.5))), "rollout.schedule.over_sample: 1.5"),
+        (dict(model=dict(kernels=dict(compile=True))), "model.kernels.compile: true with engine"),
+        (dict(layout=dict(tp=2)), "layout.tp: 2 with engine.exact true"),
+        (dict(engine=dict(kind="vllm")), "engine.kind: vllm with engine.exact true"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(fields: dict, words: str):
+    assert not [problem for problem in rule_problems(_exact()) if "engine.exact" in problem]
+    assert [problem for problem in rule_problems(_exact(**fields)) if words in problem]
