@@ -253,6 +253,15 @@ def as_bits(values: Tensor) -> Tensor:
     return values.view(_BITS[values.element_size()])
 
 
+def of_places(values: Tensor, places: Tensor) -> Tensor:
+    """Return [] int64, the digest of values [n] of 4 bytes at places [n] int64 below 2**48.
+
+    One product per value, so every change of one bit changes it, as above.
+    """
+    weights = mix(places + (3 << 48)).bitwise_or_(1)
+    return (as_bits(values).long() * weights).sum()
+
+
 class Sequences:
     """Computes digests of a micro-batch's sequences, from columns of their tokens.
 

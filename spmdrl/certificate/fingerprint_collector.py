@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmdrl.certificate.fingerprints import Tally, TensorGroup, by_size
-from spmdrl.checkpoint.state import tensor_leaves
+from spmdrl.checkpoint.state import leaves
 from spmdrl.columns import RouterRoutes
-from spmdrl.model.tensor_parts import local_part
+from spmdrl.model.tensor_parts import BlockValues, local_part
 from spmdrl.types import TOKEN_COLUMNS, Advantages, Batch, Sums
 from spmdrl.world.torch_internals import sharded_like
 from spmdrl.world.world import World
@@ -64,21 +64,30 @@ class State:
         self._section = section
         self._with_norms = with_norms
         self._live: list[tuple[TensorGroup, list[Tensor]]] | None = None
+        self._blocks: dict[str, BlockValues] = {}
         self._copies: list[str] = []
 
     def add_to(self, tally: Tally) -> None:
         """Add all tensors."""
         if self._live is None:
-            first = tensor_leaves(self._read())
-            second = tensor_leaves(self._read())
+            first, blocks = self._parts()
+            second, _ = self._parts()
             # Both states are alive, so the copies of a tensor have different addresses in them.
             self._copies = [name for name in first if not _shares(first[name], second[name])]
             live = {name: own for name, own in first.items() if name not in self._copies}
             self._live = self._groups(live)
-        now = tensor_leaves(self._read()) if self._copies else {}
+            self._blocks = blocks
+        now = self._parts()[0] if self._copies else {}
         copies = self._groups({name: now[name] for name in self._copies})
         for group, locals_ in [*self._live, *copies]:
             tally.add(group, locals_)
+        for name, own in self._blocks.items():
+            tally.add_blocks(f"{self._section}/{name}", own, with_norms=self._with_norms)
+
+    def _parts(self) -> tuple[dict[str, Tensor], dict[str, BlockValues]]:
+        found = leaves(self._read())
+        blocks = {name: own for name, own in found.items() if isinstance(own, BlockValues)}
+        return {name: own for name, own in found.items() if isinstance(own, Tensor)}, blocks
 
     def _groups(self, tensors: Mapping[str, Tensor]) -> list[tuple[TensorGroup, list[Tensor]]]:
         return [

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmdrl.algorithms.splitmix import mix, to_int64
-from spmdrl.certificate.digests import Digester, Sequences, factor_of, whole
+from spmdrl.certificate.digests import Digester, Sequences, factor_of, of_places, whole
 from spmdrl.model.cuts import cut_of
-from spmdrl.model.tensor_parts import Box, held_boxes, local_part
+from spmdrl.model.tensor_parts import BlockValues, Box, held_boxes, local_part
 from spmdrl.world.world import World
 
 SKETCHES = 4
@@ -177,6 +177,28 @@ class Tally:
                 sketch = _sketch(view, box, device=self._world.device)
                 self._sketches[name] = self._sketches[name] + sketch
 
+    def add_blocks(self, name: str, blocks: BlockValues, *, with_norms: bool = True) -> None:
+        """Add the values of blocks: each once, by the place of the block's first element.
+
+        Two layouts give the same if their blocks begin at the same elements.
+        """
+        with_norms = with_norms and self._with_norms
+        layout = Layout.of(name, blocks.parameter, self._world)
+        count = len(blocks.values)
+        digest = torch.tensor([to_int64(count * _COUNT)], device=self._world.device)
+        sketch = self._none.clone()
+        size = _CHUNK[self._world.device.type]
+        for begin in range(0, count, size):
+            values = blocks.values[begin : begin + size].to(self._world.device)
+            places = blocks.places(begin, begin + len(values)).to(self._world.device)
+            digest += of_places(values, places)
+            if with_norms and layout.is_counted:
+                sketch += _sketch_tokens(values, _signs_of(places, 3))
+        self._shares.append(((name,), digest))
+        self._copies[name] = layout.copies, layout.is_counted
+        if with_norms:
+            self._sketches[name] = sketch
+
     def add_tokens(
         self,
         columns: Mapping[str, Tensor],
@@ -265,10 +287,15 @@ class TallyTotals:
 @lru_cache(maxsize=128)
 def _signs(first: int, count: int, dim: int, device: torch.device) -> Tensor:
     """Return [count, SKETCHES] float64, 1 or -1, for indices `first`, `first` + 1, ... of a dim."""
+    return _signs_of(torch.arange(first, first + count, device=device), dim)
+
+
+def _signs_of(indices: Tensor, dim: int) -> Tensor:
+    """Return the same for any indices [n] int64."""
     # Add 2**8 to the dim, so that signs and the weights of digests are unrelated.
-    drawn = mix(torch.arange(first, first + count, device=device) + ((dim + 2**8) << 48))
+    drawn = mix(indices + ((dim + 2**8) << 48))
     # One bit of the drawn number for each sketch.
-    bits = torch.arange(SKETCHES, device=device) + 40
+    bits = torch.arange(SKETCHES, device=indices.device) + 40
     return (drawn[:, None] >> bits).bitwise_and_(1).double().mul_(2).sub_(1)
 
 

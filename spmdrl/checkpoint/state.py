@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from spmdrl.model.tensor_parts import BlockValues
+
 
 class Saved(Protocol):
     """A policy that can be saved."""
@@ -32,23 +34,32 @@ class SavedSource(Protocol):
         """Note that the run goes on with this step."""
 
 
-def tensor_leaves(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a nested state, the same objects, as {dotted name: tensor}.
+def leaves(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor | BlockValues]:
+    """Return the tensors of a nested state, the same objects, by dotted name.
 
     `param_groups` follow from the config and are left out. Raises: AssertionError on any other
     value that is not a tensor, since it would be lost.
     """
-    leaves: dict[str, Tensor] = {}
+    found: dict[str, Tensor | BlockValues] = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
         if key == "param_groups":
             continue
         if isinstance(value, dict):
-            leaves |= tensor_leaves(value, f"{name}.")
+            found |= leaves(value, f"{name}.")
         else:
-            assert isinstance(value, Tensor), f"{name} is a {type(value).__name__}, not a tensor"
-            leaves[name] = value
-    return leaves
+            is_known = isinstance(value, (Tensor, BlockValues))
+            assert is_known, f"{name} is a {type(value).__name__}, not a tensor"
+            found[name] = value
+    return found
+
+
+def tensor_leaves(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the same with all values of `BlockValues`, one per element, in a tensor."""
+    return {
+        name: leaf.tensor if isinstance(leaf, BlockValues) else leaf
+        for name, leaf in leaves(state).items()
+    }
 
 
 def rng_state() -> dict[str, Any]:

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from spmdrl.model.cuts import cut_of
+from spmdrl.world.torch_internals import sharded_like
 
 
 @dataclass(frozen=True, order=True)
@@ -137,6 +138,60 @@ def held_boxes(name: str, tensor: Tensor) -> list[tuple[Box, Tensor]]:
         f"{name}: placements {tensor.placements} say {held} elements, the shard has {local.numel()}"
     )
     return boxes
+
+
+def like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a local tensor in the layout of a parameter: a DTensor if the parameter is one."""
+    return sharded_like(parameter, local) if isinstance(parameter, DTensor) else local
+
+
+@dataclass(frozen=True)
+class BlockValues:
+    """A tensor of which this rank keeps one value per block of consecutive local elements.
+
+    `tensor` is a copy with one value per element, which any layout can read.
+    """
+
+    name: str  # of the parameter, for messages
+    parameter: Tensor  # whose layout the tensor has
+    values: Tensor  # [blocks], live
+    size: int  # elements of a block; the last one may have fewer
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """Return the value of each element, on the CPU, in the layout of the parameter."""
+        local = local_part(self.parameter)
+        # Three times as fast as repeat_interleave. The reshape copies.
+        each = self.values.cpu()[:, None].expand(-1, self.size).reshape(-1)
+        return like(self.parameter, each[: local.numel()].view(local.shape))
+
+    def places(self, begin: int, end: int) -> Tensor:
+        """Return [end - begin] int64, the place of each block's first element in the whole tensor.
+
+        Args:
+            begin, end: of the blocks. A place is the index in row-major order.
+        """
+        device = self.values.device
+        rest = torch.arange(begin, end, device=device) * self.size
+        places = torch.zeros_like(rest)
+        step = 1
+        for dim in reversed(range(self.parameter.dim())):
+            own = _indices(self.name, self.parameter, dim).to(device)
+            places += own[rest % len(own)] * step
+            rest = rest // len(own)
+            step *= self.parameter.shape[dim]
+        return places
+
+
+def _indices(name: str, tensor: Tensor, dim: int) -> Tensor:
+    """Return [n] int64, the indices of a dim of the whole tensor that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return torch.arange(tensor.shape[dim])
+    cut = cut_of(name, tensor)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, f"{name} lives on a mesh that this rank is not part of"
+    runs = cut.runs(dim)[cut.position(dim, coordinate)]
+    return torch.cat([torch.arange(start, start + length) for start, length in runs])
 
 
 def local_part(tensor: Tensor) -> Tensor:

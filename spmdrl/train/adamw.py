@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from spmdrl.config import OptimizerSettings
 from spmdrl.model.attention.packing import packs
-from spmdrl.model.tensor_parts import held_boxes, local_part, write
-from spmdrl.train.eight_bits import LEAST, Quantised
-from spmdrl.world.torch_internals import fused_adamw, sharded_like
+from spmdrl.model.tensor_parts import BlockValues, held_boxes, like, local_part, write
+from spmdrl.train.eight_bits import BLOCK, LEAST, Quantised
+from spmdrl.world.torch_internals import fused_adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _CHUNK = 2**24
@@ -186,24 +185,24 @@ class AdamW:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def state_dict(self) -> dict[str, dict[str, Tensor] | Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Return {exp_avg: {name: ..}, exp_avg_sq: {name: ..}, updates: []}.
 
         The tensors are laid out like the parameters (DTensors where those are) and share
         storage with the live state, so that loading in place restores it. For moments in 8 bits
-        these are the codes. The scale of each element is under exp_avg_scales and so on, as a copy
-        on the host. Any layout can read these, and the same layout restores all bits.
+        these are the codes. The scales are under exp_avg_scales and so on, as BlockValues. Any
+        layout can read their tensors, and the same layout restores all bits.
         """
-        state: dict[str, dict[str, Tensor] | Tensor] = {}
+        state: dict[str, Any] = {}
         for moment, own in self._moments.items():
-            scales = {}
+            scales: dict[str, BlockValues] = {}
             state[moment] = {
                 name: self._like(name, t) for name, t in own.items() if isinstance(t, Tensor)
             }
             for name, kept in own.items():
                 if isinstance(kept, Quantised):
                     state[moment][name] = self._like(name, kept.codes[: kept.count])
-                    scales[name] = self._like(name, kept.scale_of_each())
+                    scales[name] = BlockValues(name, self.parameters[name], kept.scales, BLOCK)
             state |= {f"{moment}_scales": scales} if scales else {}
         return state | {"updates": self._updates}
 
@@ -217,7 +216,8 @@ class AdamW:
                 saved = local_part(state[moment][name])
                 if isinstance(kept, Quantised):
                     write(kept.codes[: kept.count], saved.flatten())
-                    kept.take_scales(local_part(state[f"{moment}_scales"][name]).flatten())
+                    scales = state[f"{moment}_scales"][name]
+                    kept.take_scales(local_part(scales.tensor).flatten())
                 else:
                     write(kept, saved)
         self._updates.fill_(float(state["updates"]))
@@ -242,11 +242,6 @@ def _run(kept: Tensor | Quantised, begin: int, *, count: int) -> Tensor | Quanti
     if isinstance(kept, Quantised):
         return kept.part(begin, count)
     return kept.view(-1)[begin : begin + count]
-
-
-def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a local tensor in the layout of a parameter: a DTensor if the parameter is one."""
-    return sharded_like(parameter, local) if isinstance(parameter, DTensor) else local
 
 
 def stochastic_round(values: Tensor, *, key: str) -> Tensor:

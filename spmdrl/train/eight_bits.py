@@ -90,12 +90,6 @@ class Quantised:
         self.codes.copy_(codes, non_blocking=non_blocking)
         self.scales.copy_(scales, non_blocking=non_blocking)
 
-    def scale_of_each(self) -> Tensor:
-        """Return the scale of each element, [count] float32 on the CPU. A checkpoint stores these,
-        since another layout may read other parts of the tensor."""
-        # Three times as fast as repeat_interleave. The reshape copies.
-        return self.scales.cpu()[:, None].expand(-1, BLOCK).reshape(-1)[: self.count]
-
     def take_scales(self, each: Tensor) -> None:
         """Take the scales of elements whose codes are there already, [count] on the CPU.
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from spmdrl.config import OptimizerSettings
 from spmdrl.errors import Refusal
 from spmdrl.model.blocks import blocks, experts_modules
-from spmdrl.model.tensor_parts import Box, held_boxes, local_part, narrow, write
-from spmdrl.train.adamw import AdamW, like
+from spmdrl.model.tensor_parts import Box, held_boxes, like, local_part, narrow, write
+from spmdrl.train.adamw import AdamW
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic: the steepest at 0 whose values stay near 1. Keller Jordan, 2024."""
@@ -154,7 +154,7 @@ class Muon(AdamW):
             return max(1, rows / columns) ** 0.5
         return 0.2 * max(rows, columns) ** 0.5
 
-    def state_dict(self) -> dict[str, dict[str, Tensor] | Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """Return AdamW's state and {momentum: {name: ..}}, laid out and shared as there."""
         own = {name: like(p, self._momentum[name]) for name, p in self.matrices.items()}
         return super().state_dict() | {"momentum": own}

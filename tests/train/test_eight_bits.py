@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +18,11 @@ from spmdrl.train.adamw import AdamW
 from tests.helpers.checkpoint_runs import after_two_updates
 from tests.helpers.comparing import differing
 from tests.helpers.policy_runs import batch, changed, config, small_model, update
+from tests.helpers.torchao import needs_torchao
 from tests.helpers.worlds import another_trainer, with_trainer
 
 _model = functools.partial(small_model, hidden_size=64, heads=2, intermediate=96)
 EIGHT = {"optimizer_dtype": "int8"}
-sys.path.append(str(Path(sys.prefix) / "torchao"))  # where `make test` puts it; ranks inherit it
-needs_torchao = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None,
-    reason="torchao is not installed: make .venv/torchao",
-)
 
 
 def _tensors() -> dict[str, Tensor]:
@@ -79,13 +73,15 @@ def test_updates_are_those_of_torchaos_adamw(monkeypatch):
 
 @needs_torchao
 def test_scales_cut_otherwise_keep_the_values_nearly_and_alike_cut_exactly():
+    from spmdrl.model.tensor_parts import BlockValues
     from spmdrl.train.eight_bits import BLOCK, Quantised
 
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).cumsum(0)
     for is_signed, own in ((True, values), (False, values.square())):
         whole = Quantised.zeros(1000, is_signed=is_signed)
         whole.copy_(own)
-        read, each = whole.to(own.device, torch.float32), whole.scale_of_each()
+        read = whole.to(own.device, torch.float32)
+        each = BlockValues("w", own, whole.scales, BLOCK).tensor
         largest = torch.cat([b.abs().max().expand(len(b)) for b in own.split(BLOCK)])
         assert ((read - own).abs() <= 0.05 * largest).all()
         again = Quantised.zeros(1000, is_signed=is_signed)

@@ -20,7 +20,7 @@ from torch import Tensor
 from spmdrl.config import BatchSettings, Config
 from spmdrl.model.divisibility import misfits
 from spmdrl.model.model_shape import ModelCounts
-from spmdrl.train.adamw import like
+from spmdrl.model.tensor_parts import like
 from spmdrl.types import Batch
 from spmdrl.world.axes import Axes
 from tests.helpers.comparing import whole

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.train.adamw import like
+from spmdrl.model.tensor_parts import like
 from spmdrl.train.microbatches import PreparedMicrobatch, prepare
 from tests.helpers.comparing import whole
 from tests.helpers.meshes import world_under
