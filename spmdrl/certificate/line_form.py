@@ -62,9 +62,8 @@ def _check(line: Line) -> None:
 
 def _check_made_of(made: Mapping[str, Any]) -> None:
     within = "made_of"
-    check_values(
-        made, dict.fromkeys(("config", "packages", "code", "machine"), is_object), within=within
-    )
+    sections = ("config", "packages", "code", "data", "machine")
+    check_values(made, dict.fromkeys(sections, is_object), within=within)
     fields = {
         "report.certificate": is_count,
         "steps": is_count,
@@ -72,7 +71,7 @@ def _check_made_of(made: Mapping[str, Any]) -> None:
         "model.compute_dtype": _is_dtype,
     }
     check_values(made["config"], fields, within=f"{within}.config")
-    for section in ("packages", "code"):
+    for section in ("packages", "code", "data"):
         check_values(
             made[section], dict.fromkeys(made[section], is_text), within=f"{within}.{section}"
         )

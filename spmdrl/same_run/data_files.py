@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
+from functools import lru_cache
 from pathlib import Path
 
 from spmdrl.config import Config
@@ -36,8 +36,15 @@ def data_digests(cfg: Config) -> dict[str, str]:
 
 
 def _digest(path: Path) -> str:
-    with refusing(f"{path}: cannot be read", OSError), path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    with refusing(f"{path}: cannot be read", OSError):
+        found = path.stat()
+        return _digest_of(path, found.st_size, found.st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _digest_of(path: Path, size: int, changed_ns: int) -> str:
+    """Return the digest of a file as it was last changed: a start asks for it several times."""
+    with path.open("rb") as file:
         begins = [*range(0, size, _PART)]
         if len(begins) > _MOST_PARTS:
             begins = [(size - _PART) * i // (_MOST_PARTS - 1) for i in range(_MOST_PARTS)]

@@ -11,6 +11,7 @@ import torch
 import spmdrl
 from spmdrl.config import Config
 from spmdrl.imports import installed_versions
+from spmdrl.same_run.data_files import data_digests
 from spmdrl.same_run.differences import config_of
 from spmdrl.same_run.user_code import digest, user_files
 from spmdrl.world.torch_internals import flash_version
@@ -22,8 +23,9 @@ def made_of(cfg: Config, world: World) -> dict[str, dict[str, Any]]:
 
     Call it after the models are built, which choose kernels.
 
-    Returns: {config: {field: value}, packages: {name: version}, code: {file: digest}, machine:
-        {property: value}}.
+    Returns: {config: {field: value}, packages: {name: version}, code: {file: digest}, data:
+        {source: digest}, machine: {property: value}}.
+    Raises: Refusal for a file of rows that cannot be read.
     """
     packages = {"python": platform.python_version(), **installed_versions()}
     if torch.version.cuda:
@@ -43,6 +45,7 @@ def made_of(cfg: Config, world: World) -> dict[str, dict[str, Any]]:
         "config": config_of(cfg),
         "packages": packages,
         "code": {name: digest(files[name]) for name in sorted(files)},
+        "data": data_digests(cfg),
         "machine": machine,
     }
 

@@ -280,6 +280,7 @@ MADE: dict[str, Any] = {
     "config": json.loads(json.dumps(flatten(Config(steps=3)))) | {"report.certificate": 1},
     "packages": {"torch": "2.13.0"},
     "code": {"program": "00"},
+    "data": {"data.train": "00"},
     "machine": {"threads": 1},
 }
 
@@ -386,6 +387,7 @@ def test_what_a_run_was_made_of_is_checked_too(alone, tmp_path, capsys):
         ("config", "report.certificate", None),
         ("config", "model.compute_dtype", "int3"),
         ("code", "train.py", 1),
+        ("data", "data.train", None),
     ):
         run = _write(tmp_path / "run", found["plain"], _changed_made(section, name, value))
         assert diff.main([str(run), str(run)]) == 2
@@ -433,6 +435,7 @@ def test_what_was_edited_cut_or_put_in_is_refused_with_its_line(alone, tmp_path,
         ("config", "optimizer.lr", 0.5, "optimizer.lr: 1e-06 and 0.5"),
         ("packages", "torch", "2.12.0", "version of package torch: 2.13.0 and 2.12.0"),
         ("code", "program", "01", "code of program: 00 and 01"),
+        ("data", "data.train", "01", "content of data.train: 00 and 01"),
     ],
 )
 def test_what_runs_are_made_of_is_named_first(section, name, value, says, alone, tmp_path, capsys):

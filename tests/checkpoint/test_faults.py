@@ -421,6 +421,19 @@ def test_a_dry_run_refuses_other_rows_than_those_of_the_checkpoint(tmp_path, cap
     assert "content of data.train[1]" in caplog.text
 
 
+def test_a_file_is_read_once_until_it_changes(tmp_path, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b"x" * 9)
+    cfg = Config(data=DataSettings(train=str(rows)))
+    opened: list[Path] = []
+    read = Path.open
+    monkeypatch.setattr(Path, "open", lambda file, *how: opened.append(file) or read(file, *how))
+    first = data_digests(cfg)
+    assert data_digests(cfg) == first and opened == [rows]
+    os.utime(rows, ns=(1, 1))
+    assert data_digests(cfg) == first and opened == [rows, rows]
+
+
 def test_of_a_large_file_parts_up_to_its_end_are_compared(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(b"x" * 5 * 2**20)
@@ -428,6 +441,7 @@ def test_of_a_large_file_parts_up_to_its_end_are_compared(tmp_path, monkeypatch)
     monkeypatch.setattr(data_files, "_MOST_PARTS", 5)
     every = data_digests(cfg)
     monkeypatch.setattr(data_files, "_MOST_PARTS", 4)
+    data_files._digest_of.cache_clear()
     some = data_digests(cfg)
     for at in (0, 5 * 2**20 - 1):
         with rows.open("rb+") as file:

@@ -95,6 +95,7 @@ def test_chained_certificates_of_odd_values_are_refused_or_compared(tmp_path):
         "config": json.loads(json.dumps(flatten(Config(steps=2)))) | {"report.certificate": 1},
         "packages": {"torch": "2"},
         "code": {"train.py": "00"},
+        "data": {"data.train": "00"},
         "machine": {"threads": 1},
     }
     lines = [{"step": 0, "made_of": made}, *({"step": s, **_step_line()} for s in range(2))]

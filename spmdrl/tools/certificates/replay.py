@@ -135,6 +135,8 @@ def replay_steps(
     certified_code = certificate.made_at(ways[0].step)["code"]
     program = {name: digest for name, digest in certified_code.items() if _is_program(name)}
     made["code"] = code | program
+    # Recordings have the rows.
+    made["data"] = certificate.made_at(ways[0].step)["data"]
     return RunCertificate(run.folder, steps, {0: made})
 
 
