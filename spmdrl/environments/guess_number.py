@@ -9,7 +9,8 @@ from decimal import Decimal
 from spmdrl.environments.protocol import Message, Response, Turn, check_at_least, opening_messages
 from spmdrl.errors import Refusal
 
-_NUMBER = re.compile(r"-?\d+")
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?\d+")
+"""A sign after a digit or a name is none: the range 10-20."""
 
 
 class GuessNumber:

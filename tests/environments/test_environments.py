@@ -309,6 +309,15 @@ def test_guessing_by_halves_wins_and_earns_more_for_fewer_turns():
     assert all(r == pytest.approx(1 - 0.05 * (n - 1)) for n, r in rewards.items())
 
 
+@pytest.mark.parametrize(
+    "text, guess", [("it is in 10-20", 20), ("x-20", 20), ("-20", -20), ("from 5 to -20", -20)]
+)
+def test_a_range_has_no_negative_number(text, guess):
+    game = GuessNumber()
+    game.reset(ROW | {"answer": str(guess)})
+    assert game.step(Response(text)).info["solved"] == 1.0
+
+
 @pytest.mark.parametrize("guess", ["0" * 30 + "7", "12345678901234567890"])
 def test_a_guess_is_read_whole(guess):
     turns = play(served("guess_number"), ROW | {"answer": int(guess)}, ["1" + "0" * 9999, guess])
