@@ -92,8 +92,9 @@ class MemorySettings:
     update, which takes a float32 of every weight on each rank (tp and ep divide them) and sums in
     another order."""
     prefetch: Annotated[int, within(0, 10**4)] | Literal["auto"] = "auto"
-    """Blocks whose weights are gathered ahead; each takes its memory. `auto`: 1 on CUDA with ep,
-    where the host waits within a block; else 0, FSDP2's own order. Changes no result."""
+    """Blocks whose weights are gathered ahead; each takes its memory. `auto`: 1 on CUDA with ep
+    and without moe.replay, where the host waits within a block; else 0, FSDP2's own order. Changes
+    no result."""
 
 
 @dataclass(frozen=True)

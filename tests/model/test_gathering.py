@@ -173,6 +173,8 @@ def test_blocks_are_asked_for_ahead_where_the_host_waits_within_them():
 
     assert blocks_ahead("auto", Place) == 1
     assert blocks_ahead(0, Place) == 0
+    Place.cfg = made(layout=dict(ep=2), model=dict(moe=dict(replay=True)))
+    assert blocks_ahead("auto", Place) == 0 and blocks_ahead(2, Place) == 2
     Place.cfg = made(layout=dict(tp=2))
     assert blocks_ahead("auto", Place) == 0
     Place.cfg = made(layout=dict(ep=2))

@@ -88,11 +88,14 @@ def blocks_ahead(prefetch: int | Literal["auto"], world: World) -> int:
     """Return how many blocks are gathered ahead: model.memory.prefetch.
 
     `auto` is 1 with expert parallelism on CUDA, where the host waits in each block for the numbers
-    of rows and could not gather the next block. In all other cases FSDP2 gathers early enough.
+    of rows and could not gather the next block; not where routes are replayed, which tell the
+    numbers beforehand. In all other cases FSDP2 gathers early enough.
     """
     if prefetch != "auto":
         return prefetch
-    return int(world.cfg.layout.ep > 1 and world.device.type == "cuda")
+    cfg = world.cfg
+    waits = cfg.layout.ep > 1 and not cfg.model.moe.replay
+    return int(waits and world.device.type == "cuda")
 
 
 def check_offload(offload: str, device: torch.device) -> None:
