@@ -14,7 +14,7 @@ from spmdrl.config.tree import sections, settings
 from spmdrl.tools.commands.matrix import matrix
 from spmdrl.tools.matrix.features import FEATURES, config_of
 from spmdrl.tools.matrix.pairs import Pair, pairs
-from spmdrl.tools.matrix.proofs import SHIPPED, TestedFeatures, as_lines, proofs
+from spmdrl.tools.matrix.proofs import SHIPPED, FeatureProof, as_lines, proofs
 from tests.helpers.built import good
 
 NAMES = {feature.name for feature in FEATURES}
@@ -86,8 +86,8 @@ def test_a_proof_is_read_from_the_marker_of_a_test_and_of_its_cases(tmp_path: Pa
         "def test_three(): pass\n"
     )
     assert proofs(tmp_path) == [
-        TestedFeatures("train/test_some.py::test_one", ("lora", "lag")),
-        TestedFeatures("train/test_some.py::test_two", ("tp", "cp")),
+        FeatureProof("train/test_some.py::test_one", ("lora", "lag")),
+        FeatureProof("train/test_some.py::test_two", ("tp", "cp")),
     ]
     shipped = proofs(tmp_path / "nowhere")
     assert as_lines(shipped) == SHIPPED.read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ SHIPPED = Path(__file__).with_name("proofs.jsonl")
 
 
 @dataclass(frozen=True)
-class TestedFeatures:
+class FeatureProof:
     """A test that runs some features together."""
 
     test: str
@@ -22,21 +22,21 @@ class TestedFeatures:
     features: tuple[str, ...]
 
 
-def proofs(tests: Path = TESTS) -> list[TestedFeatures]:
+def proofs(tests: Path = TESTS) -> list[FeatureProof]:
     """Return what the tests prove; without the tests, the content of the shipped file."""
     if tests.is_dir():
         files = sorted(tests.rglob("test_*.py"))
         return [proof for file in files for proof in _read_file(file, file.relative_to(tests))]
     lines = SHIPPED.read_text(encoding="utf-8").splitlines()
-    return [TestedFeatures(own["test"], tuple(own["features"])) for own in map(json.loads, lines)]
+    return [FeatureProof(own["test"], tuple(own["features"])) for own in map(json.loads, lines)]
 
 
-def as_lines(proved: list[TestedFeatures]) -> str:
+def as_lines(proved: list[FeatureProof]) -> str:
     """Return proofs as text for the shipped file."""
     return "".join(json.dumps(asdict(proof)) + "\n" for proof in proved)
 
 
-def _read_file(file: Path, name: Path) -> Iterator[TestedFeatures]:
+def _read_file(file: Path, name: Path) -> Iterator[FeatureProof]:
     """Yield the proofs of a file, without importing it.
 
     A marker is a decorator of its test, or part of a case in the decorator `parametrize`.
@@ -49,7 +49,7 @@ def _read_file(file: Path, name: Path) -> Iterator[TestedFeatures]:
             continue
         for call in _marker_calls(node):
             names = tuple(ast.literal_eval(argument) for argument in call.args)
-            yield TestedFeatures(f"{name.as_posix()}::{node.name}", names)
+            yield FeatureProof(f"{name.as_posix()}::{node.name}", names)
 
 
 def _marker_calls(test: ast.FunctionDef) -> Iterator[ast.Call]:
