@@ -133,11 +133,22 @@ def find_launch(cfg: Config) -> Launch:
 
 
 def check_launch(cfg: Config, launch: Launch) -> None:
-    """Refuse a number of ranks that is not that of `layout`. Raises: Refusal."""
+    """Refuse ranks that `layout` does not fit: their number, or engines that nodes would divide.
+
+    Raises: Refusal.
+    """
     if launch.world_size != cfg.layout.world_size:
         raise Refusal(
             f"layout.world_size is {cfg.layout.world_size}, but {launch.launcher} started "
             f"{launch.world_size} ranks; start {cfg.layout.world_size} or {_other_way(cfg, launch)}"
+        )
+    size = cfg.layout.inference_tp
+    per_node = launch.world_size // launch.nodes
+    if launch.nodes > 1 and per_node % size:
+        raise Refusal(
+            f"layout.inference_tp: {size} does not divide the {per_node} ranks of each of "
+            f"{launch.nodes} nodes, so that an engine would lie on several; set it to a divisor of "
+            f"{per_node}"
         )
 
 

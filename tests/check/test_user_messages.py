@@ -376,6 +376,18 @@ def test_the_layout_that_is_proposed_can_be_had(layout, size, says):
         check_launch(made(layout=layout), Launch(0, size, 0, "a", 1, "torchrun"))
 
 
+def test_an_engine_on_several_nodes_is_refused():
+    cfg = made(layout=dict(world_size=16, trainer_ranks=8, inference_tp=8))
+
+    def launch(nodes: int) -> Launch:
+        return Launch(0, 16, 0, "a", 1, "torchrun", nodes=nodes)
+
+    check_launch(cfg, launch(1))
+    check_launch(cfg, launch(2))
+    with refused("layout.inference_tp: 8 does not divide the 4 ranks of each of 4 nodes"):
+        check_launch(cfg, launch(4))
+
+
 def test_a_dry_run_finds_what_a_run_would_stumble_over(tiny_model, tmp_path):
     data, code = tmp_path / "rows.jsonl", tmp_path / "r.py"
     data.write_text('{"prompt": "1+1="}\n')

@@ -98,8 +98,17 @@ def make_plan(run: Run, axes: Axes, *, rates: Rates, tokens: int = 0) -> Plan:
     problems = [
         *_memory_problems(plan, run, trainer_room=trainer_room),
         *_host_problems(plan, rates),
+        *_node_problems(axes, rates),
     ]
     return replace(plan, problems=tuple(problems))
+
+
+def _node_problems(axes: Axes, rates: Rates) -> Iterator[str]:
+    if axes.world_size > rates.gpus_per_node and rates.gpus_per_node % axes.inference_tp:
+        yield (
+            f"an engine of layout.inference_tp {axes.inference_tp} would lie on several nodes of "
+            f"{rates.gpus_per_node} GPUs (--gpus-per-node)"
+        )
 
 
 def _host_problems(plan: Plan, rates: Rates) -> Iterator[str]:
