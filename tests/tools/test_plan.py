@@ -19,18 +19,22 @@ from spmdrl.model.load import build_meta_model
 from spmdrl.model.model_shape import SHAPES, ModelShape, model_shape
 from spmdrl.tools.commands.plan import main
 from spmdrl.tools.commands.plan_examples import examples, output
+from spmdrl.tools.plan import search
 from spmdrl.tools.plan.engine_memory import (
     best_num_seqs,
     cache_bytes_per_token,
     engine_weight_bytes,
 )
+from spmdrl.tools.plan.memory import link_of
 from spmdrl.tools.plan.run import Run, rates_of, run_of
 from spmdrl.tools.plan.search import best_plans, layouts, make_plan
 from spmdrl.tools.plan.seconds import step_seconds
 from spmdrl.tools.plan.shared_prompts import group_of
 from spmdrl.tools.plan.slower_links import push_lines
+from spmdrl.tools.plan.text import page
 from spmdrl.tools.plan.traffic import Flow, push_flows, trainer_flows
 from spmdrl.world.axes import Axes, rank_problems
+from tests.helpers.built import changed
 from tests.helpers.runs import ROOT
 
 PARAMETERS = {
@@ -246,6 +250,33 @@ def test_a_push_over_slower_links_is_planned_with_everything_and_with_what_chang
     _, everything, changed = rows[-1]
     assert changed / everything == pytest.approx(0.075, rel=0.05)  # 3 bytes for 5% of the elements
     assert rows[-1][1] > 15 * rows[-2][1]
+
+
+def test_a_push_goes_at_the_rate_that_the_config_gives(shapes):
+    run = _run(shapes["qwen3-8b"])
+    rates, axes = rates_of("H100"), Axes("split", 8, 4)
+    slow = replace(run, cfg=changed(run.cfg, stream=dict(gbit_per_s=1.0)))
+    for own in (slow, replace(slow, reloads="stream.mode is reload")):
+        for flow in push_flows(own, axes):
+            assert flow.seconds(rates) == pytest.approx(flow.bytes / (1e9 / 8), rel=0.01)
+    fast = {flow.name: flow.seconds(rates) for flow in push_flows(run, axes)}
+    assert fast["stream"] < 0.02
+    assert link_of(slow, axes).bytes_per_s == 1e9 / 8 < link_of(run, axes).bytes_per_s
+
+
+def test_engines_on_several_nodes_are_a_problem(shapes):
+    run, rates = _run(shapes["qwen3-8b"]), rates_of("H100")
+    (problem,) = make_plan(run, Axes("split", 32, 16, inference_tp=16), rates=rates).problems
+    assert "layout.inference_tp 16 would lie on several nodes of 8 GPUs" in problem
+    assert not make_plan(run, Axes("split", 32, 16, inference_tp=8), rates=rates).problems
+
+
+def test_a_page_makes_no_second_plan(shapes, monkeypatch):
+    run, rates = _run(shapes["qwen3-8b"], shares_prefixes=True), rates_of("H100")
+    plan = make_plan(run, Axes("split", 8, 4), rates=rates)
+    monkeypatch.setattr(search, "trainer_memory", None)
+    monkeypatch.setattr(search, "most_tokens", None)
+    assert "share_prefixes never" in "".join(page(plan, [], run=run, rates=rates))
 
 
 def test_a_reload_brings_whole_tensors_to_each_engine_rank(shapes):

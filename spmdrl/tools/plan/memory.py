@@ -129,8 +129,10 @@ def rounds_s(run: Run, axes: Axes, *, nbytes: float) -> float:
 
 
 def link_of(run: Run, axes: Axes) -> LinkCost:
-    """Return the links of an H100: the overhead hardly depends on the kind of GPU."""
-    return gpu_link(GPUS["H100"], is_one_node=axes.world_size <= 8) if run.on_gpu else CPU_LINK
+    """Return the links of an H100, since the overhead hardly depends on the kind of GPU, at the
+    rate that the config gives."""
+    found = gpu_link(GPUS["H100"], is_one_node=axes.world_size <= 8) if run.on_gpu else CPU_LINK
+    return found.at(run.cfg.stream.gbit_per_s)
 
 
 def _messages(axes: Axes) -> int:

@@ -10,7 +10,8 @@ from spmdrl.config.fields import useful_tokens
 from spmdrl.tools.plan.engine_memory import best_num_seqs
 from spmdrl.tools.plan.memory import Memory
 from spmdrl.tools.plan.run import FORMULA_RATES, Rates, Run
-from spmdrl.tools.plan.search import Plan, make_plan
+from spmdrl.tools.plan.search import Plan
+from spmdrl.tools.plan.seconds import step_seconds
 from spmdrl.tools.plan.slower_links import push_lines
 from spmdrl.world.axes import Axes
 
@@ -26,10 +27,7 @@ def page(plan: Plan, best: Sequence[Plan], *, run: Run, rates: Rates) -> Iterato
         _host_lines(plan, rates),
     ]
     if not plan.problems:
-        alone = make_plan(
-            replace(run, shares_prefixes=False), plan.axes, rates=rates, tokens=plan.tokens
-        )
-        parts += [_flow_lines(plan, rates), _second_lines(plan, run, alone=alone)]
+        parts += [_flow_lines(plan, rates), _second_lines(plan, run, rates)]
         slower = list(push_lines(run, plan.axes))
         parts += [slower] if slower else []
         parts += [_best_lines(best)] if best else []
@@ -93,7 +91,10 @@ def _rate(rates: Rates, name: str) -> str:
 
 def _range(plan: Plan, name: str, digits: int) -> str:
     """Return the seconds of a phase by the best and by the worst rates."""
-    ends = (getattr(plan.seconds, name), getattr(plan.slow_seconds, name))
+    return _ends((getattr(plan.seconds, name), getattr(plan.slow_seconds, name)), digits)
+
+
+def _ends(ends: Sequence[float], digits: int) -> str:
     return " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in ends))
 
 
@@ -186,21 +187,23 @@ def _flow_lines(plan: Plan, rates: Rates) -> Iterator[str]:
         yield f"  {flow.name:<31} {cells} {flow.seconds(rates):9.3f}{where}"
 
 
-def _second_lines(plan: Plan, run: Run, *, alone: Plan) -> Iterator[str]:
-    """Yield the seconds of each phase.
-
-    Args:
-        alone: the plan where every sequence computes its own prompt.
-    """
+def _second_lines(plan: Plan, run: Run, rates: Rates) -> Iterator[str]:
+    """Yield the seconds of each phase."""
     own = plan.slow_seconds
     yield "Seconds of a step (estimate)"
     for name in ("generate", "update", "push"):
         if getattr(own, name):
             yield f"  {name:<10} {_range(plan, name, 2):>18}  limited by {own.limits[name]}"
-    if own.update < alone.slow_seconds.update:
+    # Of the same layout, where every sequence computes its own prompt.
+    without = replace(run, shares_prefixes=False)
+    alone = [
+        step_seconds(without, plan.axes, rates=ends, tokens=plan.tokens, slots=0).update
+        for ends in (rates, rates.slowest)
+    ]
+    if own.update < alone[-1]:
         yield (
             "    the prompt of a group is computed once (with batch.share_prefixes never: "
-            f"{_range(alone, 'update', 2)} s)"
+            f"{_ends(alone, 2)} s)"
         )
     beside = "  (generate beside update)" if own.overlaps else ""
     what = ""

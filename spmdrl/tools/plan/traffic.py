@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from spmdrl.model.model_shape import ModelShape
@@ -39,6 +39,8 @@ class Flow:
     over: Literal["", "host", "gloo"] = ""
     """`host`: between a GPU and its host's memory; `gloo`: between processes, through their hosts'
     memory; else between GPUs."""
+    bytes_per_s: float = 0.0
+    """Rate of its link; 0: by the hardware."""
 
     def link(self, rates: Rates) -> str:
         """Return which link it is on."""
@@ -52,7 +54,8 @@ class Flow:
         """Return the time it takes on its link, if nothing else is on it."""
         if self.over == "gloo":
             return self.bytes / CPU_LINK.bytes_per_s + self.calls * CPU_LINK.round_s
-        bandwidth = rates.host_link if self.over == "host" else rates.link(self.span)
+        known = rates.host_link if self.over == "host" else rates.link(self.span)
+        bandwidth = self.bytes_per_s or known
         return self.bytes / bandwidth + self.calls * rates.collective_s + self.rounds_s
 
 
@@ -162,6 +165,8 @@ def push_flows(run: Run, axes: Axes) -> list[Flow]:
     if not axes.engines:
         return []
     flows = _reload_flows(run, axes) if run.reloads else _slice_flows(run, axes)
+    rate = run.cfg.stream.gbit_per_s * 1e9 / 8
+    flows = [replace(flow, bytes_per_s=rate) for flow in flows]
     if run.keeps_weights(axes):
         both_ways = 2 * engine_weight_bytes(run, axes)
         flows.append(Flow("engine weights to and from host", both_ways, 0, 1, over="host"))
