@@ -28,9 +28,10 @@ _OTHER_NAMES = {
 def repeat_attention(loss: Tensor) -> None:
     """Have the backward functions of attention in a loss's graph use deterministic kernels.
 
-    This does nothing unless `torch.use_deterministic_algorithms(True, warn_only=True)` is set.
+    This does nothing unless `torch.use_deterministic_algorithms(True, warn_only=True)` is set, and
+    on CPUs, whose kernels are deterministic.
     """
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
+    if loss.device.type == "cpu" or not torch.is_deterministic_algorithms_warn_only_enabled():
         return
     seen: set[Any] = set()
     nodes: list[Any] = [loss.grad_fn]
