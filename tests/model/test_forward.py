@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.config import ModelSettings
 from spmdrl.model.attention.kernels import register_attention
-from spmdrl.model.attention.packing import make_packing
+from spmdrl.model.attention.packing import make_packing, pad, unpad
 from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.attention.pick import head_sizes, pick_attention
 from spmdrl.model.head import HeadOptions
@@ -105,6 +105,19 @@ def test_padded_layout_holds_every_token_once_and_wastes_little():
     assert torch.equal(packing.pad_index[rows], torch.arange(sum(lengths)))
     assert packing.pad_index.numel() < 1.1 * sum(lengths)
     assert packing.max_seqlen == 3000 and packing.cu_seqlens.tolist()[:3] == [0, 1, 401]
+
+
+def test_rows_of_sequences_of_one_length_are_not_copied():
+    cpu = torch.device("cpu")
+    x = torch.randn(12, 2, 4)
+    alike = make_packing([4, 4, 4], cpu, padded=True)
+    assert pad(x, alike) is x and unpad(x, alike) is x
+    for other in ([4, 3, 5], [5, 4, 3], [12, 1]):
+        packing = make_packing(other, cpu, padded=True)
+        own = torch.randn(sum(other), 2, 4)
+        assert not packing.is_in_order and torch.equal(unpad(pad(own, packing), packing), own)
+    varlen = make_packing([4, 4, 4], cpu, padded=False)
+    assert not varlen.is_in_order
 
 
 def test_kernels_are_refused_where_they_cannot_run():

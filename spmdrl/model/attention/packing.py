@@ -97,6 +97,8 @@ class Packing:
     pad_index: Tensor  # [R] int64, packed position of each padded row
     unpad_index: Tensor  # [T] int64, padded row of each packed position
     groups: tuple[PaddedGroup, ...]
+    is_in_order: bool = False
+    """Whether padded rows are the packed ones: sequences are of one length."""
     keys: Packing | None = None
     """Of the keys, where they are not the queries' own tokens. Its groups are not used."""
     key_copies: Copies | None = None
@@ -195,6 +197,7 @@ def make_packing(
                 max_seqlen=int(count.max()),
                 pad_index=tokens[packing.pad_index],
                 unpad_index=packing.unpad_index[_last(queries, count)],
+                is_in_order=False,
             )
         if padded:
             key_copies = make_copies(key_index[keys.pad_index], device, real=keys.unpad_index)
@@ -284,12 +287,15 @@ def _pack(lengths: Tensor, groups: Sequence[Tensor]) -> tuple[list[int], Packing
         pads.append(packed.reshape(-1))
         starts.append(row)
         row += packed.numel()
+    pad_index = torch.cat(pads)
+    in_order = torch.arange(int(cu_seqlens[-1]))
     return starts, Packing(
         cu_seqlens=cu_seqlens,
         max_seqlen=int(lengths.max()),
-        pad_index=torch.cat(pads),
+        pad_index=pad_index,
         unpad_index=rows_of,
         groups=(),
+        is_in_order=torch.equal(pad_index, in_order) and torch.equal(rows_of, in_order),
     )
 
 
@@ -311,11 +317,20 @@ def _with_zeros(x: Tensor, packing: Packing) -> Tensor:
     return padded.index_copy_(0, packing.unpad_index, x.contiguous())
 
 
-pad = with_gradient(_padded, _packed)
-"""Rows of a packed tensor in padded order. Both directions gather rows, which is deterministic and
-about twice as fast as the index_add backward of index_select."""
-unpad = with_gradient(_packed, _with_zeros)
-"""Padded rows back in packed order; padding rows get a zero gradient."""
+# Both directions of `pad` gather rows, which is deterministic and about twice as fast as the
+# index_add backward of index_select.
+_pad_rows = with_gradient(_padded, _packed)
+_unpad_rows = with_gradient(_packed, _with_zeros)
+
+
+def pad(x: Tensor, packing: Packing) -> Tensor:
+    """Return the rows of a packed tensor in padded order; the tensor itself where that is one."""
+    return x if packing.is_in_order else _pad_rows(x, packing)
+
+
+def unpad(x: Tensor, packing: Packing) -> Tensor:
+    """Return padded rows in packed order; padding rows get a zero gradient."""
+    return x if packing.is_in_order else _unpad_rows(x, packing)
 
 
 def packs(items: Iterable[S], budget: int, *, size: Callable[[Any], int] = len) -> list[list[S]]:
