@@ -232,7 +232,7 @@ def list_messages(plan: Any, table: Any, wants: Any) -> tuple[float, int]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from spmdrl.model.tensor_parts import Value
-    from spmdrl.sync.transfer import Transfer
+    from spmdrl.sync.transfer import RankSide, Transfer
 
     size, meta = len(plan.traffic.nbytes), torch.device("meta")
     dist.init_process_group("fake", store=FakeStore(), rank=plan.rank, world_size=size)
@@ -241,9 +241,8 @@ def list_messages(plan: Any, table: Any, wants: Any) -> tuple[float, int]:
     before, began = memory("VmRSS"), time.process_time()
     held = SimpleNamespace(value=lambda name, box: Value(shard[: box.numel].view(box.shape)))
     live = SimpleNamespace(table=table, held=held)
-    world = SimpleNamespace(wire=meta)
     gathers = {plan.replicas: dist.group.WORLD} if plan.replicas else {}
-    transfer = Transfer(plan, live, world, targets=targets, gathers=gathers)
+    transfer = Transfer(RankSide(plan, live, meta, targets, gathers))
     seconds, used = time.process_time() - began, memory("VmRSS") - before
     del transfer
     dist.destroy_process_group()

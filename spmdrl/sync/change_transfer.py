@@ -10,19 +10,18 @@ While bucket k travels, bucket k + 1 is compared. While k + 1 travels, k is writ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spmdrl.model.tensor_parts import Box, Value, narrow
-from spmdrl.sync.buckets import Piece, Slices, StreamPlan, pieces_of
+from spmdrl.model.tensor_parts import Value, narrow
+from spmdrl.sync.buckets import Piece, Slices, pieces_of
 from spmdrl.sync.change_choice import Moved
 from spmdrl.sync.changes import HEADER, bits_of, encode, payload_bytes, write
-from spmdrl.sync.tables import LiveShards
-from spmdrl.sync.transfer import CopyList
+from spmdrl.sync.transfer import CopyList, RankSide
 from spmdrl.world.torch_internals import all_gather_single
 from spmdrl.world.world import World
 
@@ -34,33 +33,23 @@ class ChangeTransfer:
     """One rank's side of a plan, and its copy of what it sent last.
 
     Args:
-        plan: of this rank.
-        live: this rank's tensors. If their storage moves, construct another ChangeTransfer.
-        targets: for each want of this rank, its box and the live view to write, box.shape.
-        gathers: from make_gather_groups.
+        side: of this rank.
     """
 
-    def __init__(
-        self,
-        plan: StreamPlan,
-        live: LiveShards,
-        world: World,
-        *,
-        targets: Sequence[tuple[Box, Tensor]],
-        gathers: Mapping[tuple[int, ...], dist.ProcessGroup],
-    ):
+    def __init__(self, side: RankSide):
+        plan = side.plan
         self._plan = plan
-        self._live = live
-        self._wire = world.wire
-        self._targets = targets
-        self._gather_group = gathers.get(plan.replicas)
+        self._live = side.live
+        self._wire = side.wire
+        self._targets = side.targets
+        self._gather_group = side.gather_group
         sent = []
         received = []
         for index in range(plan.num_buckets):
             sent.append(self._blocks(plan.sent.in_bucket(index)))
             received.append(self._blocks(plan.received.in_bucket(index)))
         # All blocks are read and written through the same memory, one after the other.
-        self._scratch = torch.empty(_longest(sent + received), dtype=torch.uint8, device=world.wire)
+        self._scratch = torch.empty(_longest(sent + received), dtype=torch.uint8, device=side.wire)
         self._buckets = [self._build_bucket(*blocks) for blocks in zip(sent, received)]
         # Of this rank, in the last run: elements that changed, elements that were compared, and
         # bytes that were sent or kept for its own engine.

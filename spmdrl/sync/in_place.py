@@ -23,7 +23,7 @@ from spmdrl.sync.change_transfer import ChangeTransfer
 from spmdrl.sync.negotiation import make_plans
 from spmdrl.sync.tables import LiveShards, Want
 from spmdrl.sync.trace import Copy, Trace, trace_loader
-from spmdrl.sync.transfer import Transfer, make_gather_groups
+from spmdrl.sync.transfer import RankSide, Transfer, make_gather_groups
 from spmdrl.sync.verify import bullet_list, differences
 from spmdrl.world.comm import any_of, gather_problems
 from spmdrl.world.world import World
@@ -106,13 +106,8 @@ class TracedTensors:
         return Moved(self.plans[0].nbytes)
 
     def _make(self, kind: type[T]) -> T:
-        return kind(
-            self.plans[0],
-            self._live,
-            self._world,
-            targets=[(copy.box, copy.view) for copy in self._copies],
-            gathers=self._gathers,
-        )
+        targets = [(copy.box, copy.view) for copy in self._copies]
+        return kind(RankSide(self.plans[0], self._live, self._world.wire, targets, self._gathers))
 
     def differences(self) -> list[str]:
         """Return, on every rank, which slices in engines differ from those of the trainers."""

@@ -17,7 +17,7 @@ from spmdrl.sync.buckets import LARGEST
 from spmdrl.sync.change_choice import Moved
 from spmdrl.sync.negotiation import make_plans
 from spmdrl.sync.tables import LiveShards, Want
-from spmdrl.sync.transfer import Transfer, make_gather_groups
+from spmdrl.sync.transfer import RankSide, Transfer, make_gather_groups
 from spmdrl.sync.verify import (
     bullet_list,
     checksum,
@@ -104,7 +104,7 @@ class ReloadedTensors:
                 shape = want.box.shape
                 whole = torch.empty(shape, dtype=want.dtype, device=self._world.device)
                 targets.append((want.box, whole))
-            Transfer(plan, self._live, self._world, targets=targets, gathers=self._gathers).run()
+            Transfer(RankSide(plan, self._live, self._world.wire, targets, self._gathers)).run()
             if self._arrived is not None:
                 for box, whole in targets:
                     self._arrived.append(checksum(whole, box, shape=box.shape))

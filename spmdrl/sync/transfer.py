@@ -10,7 +10,7 @@ is unpacked. There are two send and two receive buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,6 @@ from spmdrl.model.tensor_parts import Box, Value, narrow
 from spmdrl.sync.buckets import Piece, Slices, StreamPlan, pieces_of
 from spmdrl.sync.tables import LiveShards
 from spmdrl.world.torch_internals import all_gather_single, copy_all
-from spmdrl.world.world import World
 
 _MESSAGE_BYTES = 128 * 2**10  # smaller pieces are joined up to here, a larger one travels alone
 
@@ -36,40 +35,50 @@ def make_gather_groups(plan: StreamPlan) -> dict[tuple[int, ...], dist.ProcessGr
     return groups
 
 
+@dataclass(frozen=True)
+class RankSide:
+    """One rank's side of a plan: what it sends from and writes to."""
+
+    plan: StreamPlan
+    live: LiveShards
+    """What this rank holds now; when that has moved, make another transfer."""
+    wire: torch.device
+    """Where messages are."""
+    targets: Sequence[tuple[Box, Tensor]]
+    """For each want of this rank, its box and the live view to write, box.shape; empty where
+    nothing is wanted."""
+    gathers: Mapping[tuple[int, ...], dist.ProcessGroup]
+    """From make_gather_groups."""
+
+    @property
+    def gather_group(self) -> dist.ProcessGroup | None:
+        """The group in which replicas gather their parts; None where no other rank takes them."""
+        return self.gathers.get(self.plan.replicas)
+
+
 class Transfer:
-    """One rank's side of a plan, ready to run any number of times.
+    """Runs a plan on one rank, any number of times.
 
     Args:
-        plan: of this rank.
-        live: what this rank holds now; when that has moved, make another transfer.
-        targets: for each want of this rank, its box and the live view to write, box.shape; empty
-            where nothing is wanted.
-        gathers: from make_gather_groups.
+        side: of this rank.
     """
 
-    def __init__(
-        self,
-        plan: StreamPlan,
-        live: LiveShards,
-        world: World,
-        *,
-        targets: Sequence[tuple[Box, Tensor]],
-        gathers: dict[tuple[int, ...], dist.ProcessGroup],
-    ):
+    def __init__(self, side: RankSide):
+        plan = side.plan
         self._plan = plan
-        self._table = live.table
-        self._value = live.held.value
-        self._gather_group = gathers.get(plan.replicas)
-        self._targets = targets
+        self._table = side.live.table
+        self._value = side.live.held.value
+        self._gather_group = side.gather_group
+        self._targets = side.targets
         send_bytes, receive_bytes = plan.bucket_bytes
         # Where all that this rank takes is its own, and nobody gathers it, nothing is received: the
         # places of messages in a bucket are only counted.
         is_own = self._gather_group is None and bool((plan.received.source == plan.rank).all())
-        receives_on = torch.device("meta") if is_own else world.wire
+        receives_on = torch.device("meta") if is_own else side.wire
         self._send_buffers: list[Tensor] = []
         self._receive_buffers: list[Tensor] = []
         for _ in range(min(2, plan.num_buckets)):
-            self._send_buffers.append(_new_buffer(send_bytes, world.wire))
+            self._send_buffers.append(_new_buffer(send_bytes, side.wire))
             self._receive_buffers.append(_new_buffer(receive_bytes, receives_on))
         self._buckets = [self._build_bucket(index) for index in range(plan.num_buckets)]
 

@@ -18,7 +18,7 @@ from spmdrl.sync.change_choice import ChangeChoice, Moved, why_not
 from spmdrl.sync.change_transfer import ChangeTransfer
 from spmdrl.sync.changes import BITMAP, GAPS, WHOLE, bits_of, encode, payload_bytes, write
 from spmdrl.sync.tables import DTYPES, FileTable
-from spmdrl.sync.transfer import Transfer, make_gather_groups
+from spmdrl.sync.transfer import RankSide, Transfer, make_gather_groups
 from spmdrl.world.machine.hardware import CPU_LINK
 from tests.helpers.ranks import run_ranks
 from tests.sync.planned import at, boxes_in_files, plan_all, random_mesh_pair
@@ -154,7 +154,6 @@ def _pushes(seed: int, rng: random.Random) -> list[str]:
         return Value(whole[name][at(box, Box.whole(whole[name].shape))])
 
     live = SimpleNamespace(table=FileTable(parts), held=SimpleNamespace(value=value))
-    world = SimpleNamespace(wire=torch.device("cpu"))
     gathers = make_gather_groups(plan)
     targets = {}
     for kind in ("full", "changes"):
@@ -165,10 +164,12 @@ def _pushes(seed: int, rng: random.Random) -> list[str]:
             view = padded[..., 0] if len(made) % 2 else padded[..., 0].contiguous()
             made.append((want.box, view))
         targets[kind] = made
-    full = Transfer(plan, live, world, targets=targets["full"], gathers=gathers)
-    changes = ChangeTransfer(plan, live, world, targets=targets["changes"], gathers=gathers)
+    wire = torch.device("cpu")
+    sides = {kind: RankSide(plan, live, wire, own, gathers) for kind, own in targets.items()}
+    full = Transfer(sides["full"])
+    changes = ChangeTransfer(sides["changes"])
     changes.keep()
-    Transfer(plan, live, world, targets=targets["changes"], gathers=gathers).run()
+    Transfer(sides["changes"]).run()
     problems = []
     for share in (0.1, 0.0, 1.0, 0.02):
         for name in whole:

@@ -15,7 +15,7 @@ from spmdrl.model.tensor_parts import Box, Part, Value
 from spmdrl.sync import stream, transfer
 from spmdrl.sync.change_choice import Moved
 from spmdrl.sync.tables import FileTable, Want
-from spmdrl.sync.transfer import Transfer
+from spmdrl.sync.transfer import RankSide, Transfer
 from tests.helpers.ranks import run_ranks
 from tests.sync.planned import plan_all
 
@@ -40,8 +40,7 @@ def _arrived(computed: tuple[str, ...], bucket_bytes: int) -> list[str]:
 
     targets = [(want.box, torch.full(want.box.shape, -1.0)) for want in wants]
     live = SimpleNamespace(table=FileTable(parts), held=SimpleNamespace(value=source))
-    world = SimpleNamespace(wire=torch.device("cpu"))
-    Transfer(plan, live, world, targets=targets if rank == 1 else [], gathers={}).run()
+    Transfer(RankSide(plan, live, torch.device("cpu"), targets if rank == 1 else [], {})).run()
     return (
         []
         if rank == 0
@@ -90,8 +89,7 @@ def test_a_rank_alone_copies_from_shards_to_the_engine_without_a_bucket(monkeypa
 
     live = SimpleNamespace(table=FileTable(parts), held=SimpleNamespace(value=source))
     targets = [(want.box, torch.empty(want.box.shape, dtype=want.dtype)) for want in wants]
-    world = SimpleNamespace(wire=torch.device("cpu"))
-    own = Transfer(plan, live, world, targets=targets, gathers={})
+    own = Transfer(RankSide(plan, live, torch.device("cpu"), targets, {}))
     buffers = [*own._send_buffers, *own._receive_buffers]
     assert plan.num_buckets > 1 and plan.bucket_bytes[1] > 0
     assert all(buffer.is_meta or not buffer.numel() for buffer in buffers)
