@@ -31,6 +31,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("config/model.py", "ModelConfig.get_num_experts_per_tok"),
     ("config/model.py", "ModelConfig.hf_text_config"),
     ("config/vllm.py", "VllmConfig.use_v2_model_runner"),
+    ("device_allocator/cumem.py", "CuMemAllocator.wake_up"),
     ("distributed/parallel_state.py", "init_distributed_environment"),
     ("distributed/parallel_state.py", "initialize_model_parallel"),
     ("distributed/parallel_state.py", "set_custom_all_reduce"),

@@ -6,8 +6,10 @@ vLLM itself is a stand-in (fake_llm.py). All else is what runs on a GPU: engine,
 from __future__ import annotations
 
 import contextlib
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -84,6 +86,7 @@ def _on_gpu(cfg: Config, patch: pytest.MonkeyPatch) -> Any:
         patch.setattr(internals, "close_llm", lambda llm: cuda.called.append("close"))
         patch.setattr(internals, "make_llm", make_llm)
         patch.setattr(internals, "unregistered_tensors", unregistered)
+        patch.setattr(internals, "wake_empties_cache", lambda: True)
         patch.setattr(patches, "patch_models", lambda: None)
         cuda.install(patch)
         own = VllmEngine(changed(cfg, layout=dict(device="cuda")), replace(world, device=DEVICE))
@@ -172,24 +175,47 @@ def test_a_sleeping_engine_gets_its_weights_and_unregistered_tensors_back(tmp_pa
     assert found["threads"] == {"MainThread"}
 
 
-def _kept_weights(cfg: Config) -> list[Any]:
+def _kept_weights(cfg: Config, vllm_empties: bool) -> list[Any]:
     """Sleep and wake an engine whose weights no push will write."""
     from spmdrl.engine.handover import Handover
 
     with pytest.MonkeyPatch.context() as patch, _on_gpu(cfg, patch) as (world, engine, llm, gpu):
         before = _weights(engine)
+        patch.setattr(internals, "wake_empties_cache", lambda: vllm_empties)
         handover = Handover(engine, world)
         handover.release(keeps_weights=True)
         gpu.called.clear()
         handover.wake_weights()
-        is_emptied = gpu.called == ["empty_cache"]
+        is_emptied = gpu.called == ([] if vllm_empties else ["empty_cache"])
         handover.wake_cache()
         is_same = all(map(torch.equal, before, _weights(engine)))
         return [is_emptied, is_same, *llm.calls]
 
 
-def test_weights_that_no_push_writes_are_kept_while_it_sleeps(tmp_path):
-    (found,) = run_ranks(1, _kept_weights, _config(tmp_path))
+class _Of24:
+    def wake_up(self) -> None:
+        return
+
+
+class _Of32:
+    def wake_up(self) -> None:
+        torch.accelerator.empty_cache()
+
+
+@pytest.mark.parametrize("own, expected", [(_Of24, False), (_Of32, True)])
+def test_a_wake_of_vllm_that_empties_the_cache_is_known(own, expected, monkeypatch):
+    module = SimpleNamespace(CuMemAllocator=own)
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", module)
+    monkeypatch.setitem(sys.modules, "vllm.device_allocator", SimpleNamespace(cumem=module))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    internals.wake_empties_cache.cache_clear()
+    assert internals.wake_empties_cache() is expected
+    internals.wake_empties_cache.cache_clear()
+
+
+@pytest.mark.parametrize("vllm_empties", [True, False])
+def test_weights_that_no_push_writes_are_kept_while_it_sleeps(vllm_empties, tmp_path):
+    (found,) = run_ranks(1, _kept_weights, _config(tmp_path), vllm_empties)
     assert found == [True, True, "sleep 1", "wake_up weights", "wake_up kv_cache"]
 
 

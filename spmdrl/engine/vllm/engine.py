@@ -243,9 +243,10 @@ class VllmEngine:
 
     def wake(self, part: Literal["weights", "cache"]) -> None:
         """Map memory to the weights, and then to the KV cache."""
-        # Memory that the update has freed is still torch's. vLLM 0.24 does not empty its cache.
-        gc.collect()
-        torch.cuda.empty_cache()
+        # Memory that the update has freed is still torch's.
+        if not internals.wake_empties_cache():
+            gc.collect()
+            torch.cuda.empty_cache()
         self._llm.wake_up(["weights" if part == "weights" else "kv_cache"])
         if part == "weights":
             self._unregistered.restore()

@@ -14,6 +14,7 @@ model_runner        LLMEngine.model_executor ... model_runner   once an engine g
 sampling_mask_of    EngineCoreOutput.new_sampling_mask (0.32, 0.33)   with core_loop.py
 unregistered_tensors  attributes of layers                  once sleep level 2 keeps them
 lora_rank, register_adapter  config.lora, lora_manager     once LoRA weights may be set (0.32, 0.33)
+wake_empties_cache  CuMemAllocator.wake_up                  with 0.24, the last that does not
 name_in_engine      hf_to_vllm_mapper.orig_to_new_prefix    as LoRA weights
 moe_layers, num_experts  fused_moe.MoERunner, ModelConfig   once an engine returns its routes
 watch_routers, SlotCache  fused_moe, forward_context, kv_cache_interface (0.32, 0.33, CPU alone)
@@ -24,11 +25,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, get_args
 
 import torch
@@ -201,6 +204,14 @@ def reload_weights(llm: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     worker = llm.model_executor.driver_worker.worker
     with set_current_vllm_config(worker.vllm_config):  # 0.24 does not set it
         worker.reload_weights(weights_iterator=weights)
+
+
+@cache
+def wake_empties_cache() -> bool:
+    """Return whether vLLM empties torch's cache before it maps memory again."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    return "empty_cache" in inspect.getsource(CuMemAllocator.wake_up)
 
 
 def sampling_mask_of(output: Any) -> Any:
