@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,10 @@ from spmdrl.data.prompts import PromptSource
 from spmdrl.rollout.balance import deal
 from spmdrl.rollout.resumed_work import Share
 from spmdrl.rollout.staleness import horizon
+from spmdrl.same_run.data_files import data_digests
 from spmdrl.types import Prompt, Sums
+
+log = logging.getLogger(__name__)
 
 
 class StepPrompts:
@@ -35,6 +39,9 @@ class StepPrompts:
             horizon=horizon(self.schedule, lag=cfg.lag),
             history=max_staleness + 1,
         )
+        # Numbers of rows mean the same only within the same data.
+        sources = {"sources": repr(cfg.data.sources("train")), "seed": str(cfg.seed)}
+        self._data = sources | data_digests(cfg)
         self._of = functools.lru_cache(maxsize=8)(
             lambda step: prompts.of(self.planner.at(step).rows)
         )
@@ -78,10 +85,18 @@ class StepPrompts:
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the planner's state, which all replicas share; None off the first replica."""
-        return None if self.share.replica else self.planner.state_dict()
+        return None if self.share.replica else self.planner.state_dict() | {"data": self._data}
 
     def load_state_dict(self, state: dict[str, Any], *, step: int) -> None:
-        """Restore the state that the first replica returned before `step`."""
+        """Restore the state that the first replica returned before `step`; of other data, without
+        what was measured of rows."""
+        if state["data"] != self._data:
+            state = state | {name: state[name][:0] for name in ("rows", "rates", "lengths")}
+            if not self.share.replica:
+                log.warning(
+                    "data.train is not that of the checkpoint: pass rates of rows "
+                    "(rollout.schedule.curriculum) and lengths of responses are measured again"
+                )
         allow = self.cfg.checkpoint.allow_config_change
         self.planner.load_state_dict(state, step=step, allow_change=allow)
         self._of.cache_clear()

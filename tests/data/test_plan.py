@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from spmdrl.data.prompt_order import Order
 from spmdrl.data.prompt_plan import Measured, PromptPlanner, choose
+from spmdrl.rollout.resumed_work import Share
 from spmdrl.rollout.row_source import RowSource
+from spmdrl.rollout.step_prompts import StepPrompts
 from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 from spmdrl.types import Scalars
 from tests.helpers.built import changed, made, refused
@@ -143,6 +145,35 @@ def test_a_state_of_another_number_of_rows_is_refused_unless_that_is_allowed():
         resumed.load_state_dict(stopped.state_dict(), step=3)
     resumed.load_state_dict(stopped.state_dict(), step=3, allow_change=True)
     assert [resumed.at(step).rows for step in (3, 4)] == [tuple(fewer.at(3)), tuple(fewer.at(4))]
+
+
+def test_measurements_of_rows_are_not_taken_over_to_other_data(tmp_path, caplog):
+    file = tmp_path / "rows.jsonl"
+    cfg = made(
+        data=dict(train=str(file)),
+        batch=dict(prompts_per_step=4),
+        rollout=dict(schedule=dict(curriculum=0.1)),
+        checkpoint=dict(allow_config_change=True),
+    )
+    order = Order(10, per_step=4, seed=5, shuffle=True)
+    source = SimpleNamespace(order=order, kept=range(100, 110))
+
+    def prompts(text: str, *, replica: int = 0) -> StepPrompts:
+        file.write_text(text)
+        return StepPrompts(cfg, source, share=Share(replica, 2, is_shared=False), max_staleness=1)
+
+    stopped = prompts("a")
+    run(stopped.planner, 0, 17)
+    state = stopped.state_dict()
+    known = stopped.planner.measured
+    for text, replica in (("a", 0), ("a", 1), ("b", 1), ("b", 0)):
+        resumed = prompts(text, replica=replica)
+        resumed.load_state_dict(state, step=17)
+        found = resumed.planner.measured
+        expected = known if text == "a" else Measured(length=known.length)
+        assert found == expected, (text, replica)
+        assert ("measured again" in caplog.text) is ((text, replica) == ("b", 0))
+    assert known.rates
 
 
 def test_a_resume_of_an_offline_objective_refuses_another_number_of_rows(tmp_path):
