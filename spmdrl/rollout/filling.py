@@ -91,11 +91,14 @@ class StepFiller:
         self._seconds = 0.0
         self._since = math.inf
 
-    def fill(self, engine: EngineProtocol, *, last: int, must_pause: Callable[[], bool]) -> None:
+    def fill(
+        self, engine: EngineProtocol, *, last: int, farthest: int, must_pause: Callable[[], bool]
+    ) -> None:
         """Sample until this replica has its share of every step up to `last`, or must pause.
 
         Args:
-            last: last step to sample for.
+            last: last step to wait for.
+            farthest: last step to sample for, where places of the engine are free.
             must_pause: returns whether new weights are there.
         Raises: RuntimeError if dynamic sampling gets too few groups with a spread of rewards.
         """
@@ -104,12 +107,12 @@ class StepFiller:
         self.decisions.begin("fill", version=engine.version, book=self.book, last=last)
         while True:
             is_pausing = self.decisions.pauses(must_pause)
-            tickets = self._update_book(engine.version, last=last, is_pausing=is_pausing)
-            if self.next > last or is_pausing:
-                break
+            tickets = self._update_book(engine.version, last=farthest, is_pausing=is_pausing)
             for ticket in tickets:
                 group = self.waiting[ticket.number] = self._make_group(ticket, engine.version)
                 self.loop.admit(group)
+            if self.next > last or is_pausing:
+                break
             if self.loop.is_busy:
                 self.tick(engine)
             else:

@@ -119,10 +119,12 @@ class SampledSource(Source):
             if self.filler is None:
                 self.link.follow(engine)
             else:
-                is_ahead = self.filler.schedule.in_flight and until > engine.version
+                in_flight = self.filler.schedule.in_flight
+                is_ahead = in_flight and until > engine.version
                 self.filler.fill(
                     engine,
                     last=last,
+                    farthest=min(farthest, self.cfg.steps - 1) if in_flight else last,
                     must_pause=lambda: is_ahead and self.world.is_updated(engine.version),
                 )
                 self.link.end()

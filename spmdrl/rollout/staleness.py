@@ -108,8 +108,12 @@ def choose_groups(
 def horizon(schedule: ScheduleSettings, *, lag: int) -> int:
     """Return how many steps ahead, at most, the prompts of a step are asked for.
 
-    Generation runs max(1, lag) steps ahead of the last gathered batch, and over-sampling begins
-    up to over_sample - 1 more steps. 0 means that there is no bound: dynamic sampling takes as
-    many prompts as it needs, so earlier measurements must not decide which prompts come.
+    Generation runs max(1, lag) steps ahead of the last gathered batch, or lag + 1 in flight, and
+    over-sampling begins up to over_sample - 1 more steps. 0 means that there is no bound: dynamic
+    sampling takes as many prompts as it needs, so earlier measurements must not decide which
+    prompts come.
     """
-    return 0 if schedule.dynamic else least_staleness(schedule.over_sample, lag=max(1, lag))
+    if schedule.dynamic:
+        return 0
+    ahead = lag + 1 if schedule.in_flight else max(1, lag)
+    return least_staleness(schedule.over_sample, lag=ahead)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shutil
 import time
@@ -188,6 +189,41 @@ def test_replicas_share_out_prompts_and_their_number_changes_no_token(replicas):
             assert len(one) == len(two) == 6
     assert {g for g, _ in responses(first["even"])} == {0, 2, 4}
     assert 0 < len(first["steal"]) < len(second["steal"])
+
+
+def under_way(cfg: Config) -> dict[tuple[bool, int], tuple[list[int], int]]:
+    """Sample step 0 in flight or not, in runs of one and two steps. Return the steps of the groups
+    that are under way then, and how many tokens they have. Finish them."""
+    from spmdrl.rollout import make_source
+
+    found = {}
+    with generating(cfg) as (world, engine):
+        tokenizer = load_tokenizer(cfg)
+        for in_flight, steps in itertools.product((False, True), (1, 2)):
+            engine.weights_changed(0)
+            own = changed(_with(cfg, in_flight=in_flight), steps=steps)
+            source = make_source(own, world, tokenizer=tokenizer)
+            source.generate(engine, until=0)
+            waiting = [group.step for group in source.filler.waiting.values()]
+            drawn = sum(len(completion.tokens) for completion in engine.unfinished())
+            found[in_flight, steps] = (waiting, drawn)
+            assert len(source.take(0)) == 12
+            if waiting:
+                source.generate(engine, until=1)
+                assert len(source.take(1)) == 12
+            source.close()
+    return found
+
+
+def test_places_that_a_step_leaves_free_in_flight_go_to_the_next(chat_model):
+    # Of 12 samples, the last do not fill five places.
+    cfg = config_of(chat_model, 1, engine=dict(max_num_seqs=5), lag=1)
+    (found,) = run_ranks(1, under_way, cfg)
+    waiting, drawn = found.pop((True, 2))
+    assert waiting == [1] * 6
+    assert drawn > 0
+    assert len(found) == 3
+    assert all(one == ([], 0) for one in found.values())
 
 
 def check_whole(batches: list[dict]) -> None:

@@ -310,12 +310,21 @@ def test_nothing_is_lost_or_doubled_on_another_number_of_replicas(
 
 
 @pytest.mark.parametrize(
-    "lag, over, steps",
-    [(0, 1.0, 1), (1, 1.0, 1), (2, 1.0, 2), (1, 1.5, 2), (0, 2.0, 2), (2, 2.5, 4)],
+    "lag, over, in_flight, steps",
+    [
+        (0, 1.0, False, 1),
+        (1, 1.0, False, 1),
+        (2, 1.0, False, 2),
+        (1, 1.5, False, 2),
+        (0, 2.0, False, 2),
+        (2, 2.5, False, 4),
+        (1, 1.0, True, 2),
+        (2, 1.5, True, 4),
+    ],
 )
-def test_no_prompt_is_asked_for_before_its_step_was_planned(lag, over, steps):
+def test_no_prompt_is_asked_for_before_its_step_was_planned(lag, over, in_flight, steps):
     """Admission at its most eager, by the rules, against the bound that plans rely on."""
-    assert horizon(ScheduleSettings(over_sample=over), lag=lag) == steps
+    assert horizon(ScheduleSettings(over_sample=over, in_flight=in_flight), lag=lag) == steps
     assert horizon(ScheduleSettings(dynamic=4, over_sample=over), lag=lag) == 0
     prompts, book = 4, Book()
     rules = make_rules(prompts, over_sample=over, lag=lag, max_staleness="auto")
@@ -323,8 +332,9 @@ def test_no_prompt_is_asked_for_before_its_step_was_planned(lag, over, steps):
     latest = 0
     for version in range(5):
         for observed, last in ((version - 1, version), (version, version + lag)):
+            farthest = version + lag if in_flight else last
             while book.next <= last:
-                tickets = book_rules.play(book, Move(0, version, last, max_tickets=99))
+                tickets = book_rules.play(book, Move(0, version, farthest, max_tickets=99))
                 latest = max([latest, *(t.step - observed for t in tickets)])
                 numbers = tuple(t.number for t in tickets)
                 book_rules.play(book, Move(0, version, last, max_tickets=0, complete=numbers))

@@ -26,7 +26,8 @@ def test_every_step_closes_and_none_is_stale_under_any_order_of_finishing(
     """A replica and its trainer, with groups that finish in any order, at any time.
 
     `is_cut`: generation ahead of the step may be interrupted at any tick, as in-flight
-    updates do; otherwise it goes on until all steps up to the lag are complete.
+    updates do; otherwise it goes on until all steps up to the lag are complete. In flight, groups
+    of later steps are admitted while a step is completed.
     """
     bound = least_staleness(over, lag=lag) + slack
     rules = make_rules(quota, over_sample=over, lag=lag, max_staleness=bound)
@@ -36,10 +37,15 @@ def test_every_step_closes_and_none_is_stale_under_any_order_of_finishing(
     taken: dict[int, list[tuple[int, int]]] = {}
     for version in range(steps):
         for last, may_stop in ((version, False), (version + lag, is_cut)):
+            last_step = version + lag if is_cut else last
             while next_step <= last:
                 for _ in range(
                     num_to_admit(
-                        rules, len(versions), next_step=next_step, last_step=last, version=version
+                        rules,
+                        len(versions),
+                        next_step=next_step,
+                        last_step=last_step,
+                        version=version,
                     )
                 ):
                     versions[number] = version
