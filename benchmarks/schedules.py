@@ -6,16 +6,19 @@ One trainer and one engine rank (torchrun is started for every schedule). Respon
 drawn from a lognormal distribution, cut at the limit, whatever the model would say: they are a
 function of the sample alone, so all schedules do the same work, to the token; over-sampling alone
 chooses among more samples, and its mean length must be within a twentieth. Both are asserted.
-Rewards are a generated task's.
+Rewards are a generated task's. The engine's steps and its rank's CPU seconds do not depend on other
+work of the machine, or hardly.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 import statistics
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +28,11 @@ SCHEDULES: dict[str, dict[str, str]] = {
     "lag 0": {"lag": "0"},
     "lag 1": {"lag": "1"},
     "in-flight, lag 1": {"lag": "1", "rollout.schedule.in_flight": "true"},
+    "in-flight, lag 1, cache kept": {
+        "lag": "1",
+        "rollout.schedule.in_flight": "true",
+        "rollout.schedule.kv_cache": "keep",
+    },
     "in-flight, lag 2": {"lag": "2", "rollout.schedule.in_flight": "true"},
     "in-flight, lag 2, cache kept": {
         "lag": "2",
@@ -89,6 +97,8 @@ def main(options: Options) -> None:
         "sequences/s",
         "of lag 0",
         *(n.replace("_", " ") for n in seconds),
+        "engine steps",
+        "engine CPU s",
         "staleness",
         "length",
     )
@@ -99,6 +109,8 @@ def main(options: Options) -> None:
             f"{rate:.1f}",
             f"{rate / base:.2f}",
             *(f"{own[n]:.3f}" for n in seconds),
+            f"{own['engine_steps']:.0f}",
+            f"{own['engine_cpu_s']:.3f}",
             f"{own['staleness']:.2f}",
             f"{own['length']:.1f}",
         )
@@ -128,25 +140,29 @@ def measured(options: Workload, flags: dict[str, str]) -> dict[str, float]:
     """
     workload = {field.name: getattr(options, field.name) for field in dataclasses.fields(Workload)}
     workload |= {"model": str(options.model.resolve())}
-    metrics = in_ranks(2, __file__, workload, flags, found="metrics.jsonl")
-    _, mean = steps_of(metrics, first=options.first)
+    found = json.loads(in_ranks(2, __file__, workload, flags))
+    _, mean = steps_of(found["metrics"], first=options.first)
     per_step = options.prompts * options.group_size
     return {
         "sequences_per_s": per_step / mean["perf/step_s"],
         "step_s": mean["perf/step_s"],
         "generate_s": mean["time/generate"],
         "update_s": mean["time/update"],
+        "engine_steps": found["engine_steps"] / options.steps,
+        "engine_cpu_s": found["engine_cpu_s"] / options.steps,
         "staleness": mean["policy/staleness"],
         "length": mean["rollout/response_length"],
     }
 
 
 def work(folder: Path, workload: dict, flags: dict[str, str]) -> int:
-    """Train as train.py does, with an engine whose responses have given lengths."""
+    """Train as train.py does, with an engine whose responses have given lengths; the trainer writes
+    the metrics, and what the engine took from its first step to its last."""
     import spmdrl.engine.vllm.engine as vllm_engine
     from spmdrl.engine.protocol import Request
 
     options = Workload(**workload)
+    taken: list[float] = []  # CPU seconds of this process before each step of its engine
 
     class LongTailed(vllm_engine.VllmEngine):
         """Draws to a length of its own choice, and stops for nothing else."""
@@ -156,6 +172,18 @@ def work(folder: Path, workload: dict, flags: dict[str, str]) -> int:
             key = request.key.split("@")[0]  # the same for every part of a response
             left = options.length(key) - (options.limit - request.max_tokens)
             super().add(dataclasses.replace(request, max_tokens=max(1, left), stop_token_ids=()))
+
+        def step(self) -> list:
+            """Count it."""
+            taken.append(time.process_time())
+            return super().step()
+
+        def close(self) -> None:
+            """Write down what was taken; the ranks wait for each other here."""
+            if taken:
+                own = {"engine_steps": len(taken), "engine_cpu_s": taken[-1] - taken[0]}
+                (folder / "engine.json").write_text(json.dumps(own))
+            super().close()
 
     vllm_engine.VllmEngine = LongTailed
     own = {
@@ -176,7 +204,12 @@ def work(folder: Path, workload: dict, flags: dict[str, str]) -> int:
     sys.path.insert(0, str(ROOT))
     import train
 
-    return train.main()
+    status = train.main()
+    if not taken:
+        found = json.loads((folder / "engine.json").read_text())
+        found["metrics"] = (folder / "metrics.jsonl").read_text()
+        (folder / "found.json").write_text(json.dumps(found))
+    return status
 
 
 if __name__ == "__main__":
