@@ -71,6 +71,47 @@ def mismatch_stats(
     return stats
 
 
+def carried_stats(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    policy_versions: Tensor,
+    version: Tensor,
+    loss_mask: Tensor,
+) -> Stats:
+    """Say how many tokens were drawn after weights changed within their turn, and what that costs.
+
+    A token is carried if a turn's first token was drawn by older weights. With kv_cache `keep` it
+    was drawn from keys and values of these, but the trainer computes with none. The gap is measured
+    on tokens that the trainer's own weights drew, where no change of weights adds to it.
+
+    Args:
+        old_logprobs, rollout_logprobs: [T] float, nats. Trainer's and engine's.
+        policy_versions: [T] int64, -1 where nothing was sampled, as before each turn.
+        version: [] int64, of the trainer's weights.
+        loss_mask: [T] bool.
+    Returns: sums as `mismatch_stats`:
+        policy/carried_frac: share of carried tokens.
+        policy/carried_age: by how many versions they are newer than the first of their turn.
+        policy/carried_gap: |log rho| per carried token, nats.
+        policy/uncarried_gap: the same of the other tokens.
+    """
+    gap = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask).abs()
+    is_sampled = policy_versions >= 0
+    is_first = is_sampled & ~is_sampled.roll(1)
+    places = torch.arange(len(policy_versions), device=policy_versions.device)
+    first = torch.where(is_first, places, 0).cummax(0).values
+    age = policy_versions - policy_versions[first]
+    is_carried = loss_mask & (age > 0)
+    is_own = loss_mask & (policy_versions == version)
+    return {
+        "policy/carried_frac": masked_mean(is_carried, loss_mask),
+        "policy/carried_age": masked_mean(age, is_carried),
+        "policy/carried_gap": masked_mean(gap, is_own & is_carried),
+        "policy/uncarried_gap": masked_mean(gap, is_own & ~is_carried),
+    }
+
+
 def gap_histogram(old_logprobs: Tensor, rollout_logprobs: Tensor, *, loss_mask: Tensor) -> Tensor:
     """Count the loss tokens of one micro-batch by their gap |pi_old - mu|.
 

@@ -119,13 +119,18 @@ class ScheduleSettings:
         return self.over_sample > 1
 
     @property
+    def mixes_versions(self) -> bool:
+        """Whether weights may change while a response is under way."""
+        return self.in_flight or self.leaves_unfinished
+
+    @property
     def dealing(self) -> Literal["even", "length", "steal"]:
         """Return what `balance` means here. The replica that draws a sample decides the batch that
         it is computed in, and so the last bits of its logits. `auto` is `steal` only where timing
         decides on the batch anyway."""
         if self.balance != "auto":
             return self.balance
-        return "steal" if self.in_flight or self.leaves_unfinished else "length"
+        return "steal" if self.mixes_versions else "length"
 
     @property
     def is_plain(self) -> bool:

@@ -274,12 +274,15 @@ class StepFiller:
             assert all(step - g.version <= self.rules.max_staleness for g in groups)
             now = time.perf_counter()
             seconds = self._seconds + max(0.0, now - self._since)
+            measured = self.loop.idle.take() | self.prompts.sums(step)
+            if self.schedule.mixes_versions:
+                measured |= self.loop.take_recomputed(is_first=self.world.replica == 0)
             self.ahead[step] = pack_step(
                 groups,
                 self.cfg,
                 is_first=self.world.replica == 0,
                 seconds=seconds,
-                measured=self.loop.idle.take() | self.prompts.sums(step),
+                measured=measured,
                 dropped=self._dropped,
                 num_carried=len(self.waiting),
             )

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.engine.protocol import Completion, EngineProtocol
+from spmdrl.engine.protocol import Completion, EngineProtocol, Request
 from spmdrl.errors import Refusal, RewardFailed
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.decisions import Decisions
@@ -35,6 +35,7 @@ from spmdrl.rollout.episode import (
 from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
+from spmdrl.types import Sums
 from spmdrl.workers.messages import OVERLONG, Failure
 from spmdrl.workers.pool import RewardPool, RewardResult, TurnResult
 
@@ -71,6 +72,7 @@ class Loop:
         self.decisions = Decisions()
         self.idle = Idle()
         self.failed_rewards = FailedRewardLog()
+        self._recomputed = (0, 0.0)  # tokens and seconds, see `take_recomputed`
         self._to_draw: list[Episode] = []
         self._drawing: dict[str, Episode] = {}  # in the engine, by request
         self._outside: dict[Hashable, Episode] = {}  # at the workers, by key
@@ -173,12 +175,34 @@ class Loop:
             drawing = len(self._drawing)
             completions = engine.step()
             self.decisions.count_step()
-            self.idle.count_step(time.perf_counter() - began, drawing=drawing, playing=playing)
+            seconds = time.perf_counter() - began
+            self.idle.count_step(seconds, drawing=drawing, playing=playing)
+            self._count_recomputed(requests, seconds=seconds)
             self._receive_completions(completions)
         answers = self.decisions.answers(self.pool, self._outside, is_idle=is_idle)
         if is_idle:
             self.idle.add("environment" if playing else "reward", time.perf_counter() - began)
         return self._receive_results(answers)
+
+    def _count_recomputed(self, requests: Sequence[Request], *, seconds: float) -> None:
+        """Count what an engine step computed again of responses that it had begun."""
+        if again := sum(len(request.prompt) for request in requests if request.num_begun):
+            tokens, earlier = self._recomputed
+            self._recomputed = (tokens + again, earlier + seconds)
+
+    def take_recomputed(self, *, is_first: bool) -> Sums:
+        """Return how many tokens were computed again since the last call, and the seconds of the
+        engine steps that did so, which also drew for other requests; reset both.
+
+        Args:
+            is_first: whether this is the first replica, see `pack_step`.
+        """
+        tokens, seconds = self._recomputed
+        self._recomputed = (0, 0.0)
+        return {
+            "rollout/recomputed_tokens": (tokens, int(is_first)),
+            "time/recompute": (seconds, 1),
+        }
 
     # ---------------------------------------------------------------- from stage to stage
 

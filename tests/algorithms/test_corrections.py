@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from spmdrl.algorithms import corrections, registry
 from spmdrl.algorithms.mismatch import (
     NUM_GAP_BINS,
+    carried_stats,
     gap_histogram,
     gap_max,
     gap_quantile,
@@ -283,6 +284,26 @@ def values(case: Ragged) -> dict[str, float]:
         cu_seqlens=case.cu_seqlens,
     )
     return {k: float(n / d) for k, (n, d) in stats.items()}
+
+
+def test_tokens_that_newer_weights_drew_within_a_turn_are_counted_and_compared():
+    # Two sequences: a prompt of two tokens, a turn, an answer, a turn; a prompt of one, a turn.
+    versions = [-1, -1, 5, 5, 6, 7, -1, 7, 7, -1, 6, 7, 7]
+    in_loss = [v >= 0 for v in versions[:-1]] + [False]  # the last one was filtered out
+    old = torch.linspace(-3.0, -0.1, len(versions))
+    gaps = torch.tensor([0.01 * 2**i * (-1) ** i for i in range(len(versions))])
+    stats = carried_stats(
+        old,
+        old - gaps,
+        policy_versions=torch.tensor(versions),
+        version=torch.tensor(7),
+        loss_mask=torch.tensor(in_loss),
+    )
+    found = {name.removeprefix("policy/"): float(n / d) for name, (n, d) in stats.items()}
+    assert found["carried_frac"] == pytest.approx(3 / 8)
+    assert found["carried_age"] == pytest.approx((1 + 2 + 1) / 3)
+    assert found["carried_gap"] == pytest.approx(0.01 * (2**5 + 2**11) / 2, rel=1e-5)
+    assert found["uncarried_gap"] == pytest.approx(0.01 * (2**7 + 2**8) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(4))

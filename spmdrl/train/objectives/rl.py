@@ -11,7 +11,7 @@ from torch import Tensor
 from spmdrl.algorithms import registry
 from spmdrl.algorithms.entropy import top_entropy
 from spmdrl.algorithms.kl import kl_stats
-from spmdrl.algorithms.mismatch import gap_histogram, mismatch_stats
+from spmdrl.algorithms.mismatch import carried_stats, gap_histogram, mismatch_stats
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.errors import Refusal, place_of
@@ -121,6 +121,9 @@ class RolloutLoss(ObjectiveLoss):
         stats = stats | own | _sampling_stats(inputs, microbatch)
         if self.cfg.engine.exact:
             stats = self._compared(stats, logprobs.detach(), microbatch)
+        if self.cfg.rollout.schedule.mixes_versions:
+            names = ("old_logprobs", "rollout_logprobs", "policy_versions", "version", "loss_mask")
+            stats |= carried_stats(**{name: inputs[name] for name in names})
         if self._filter_options:
             # The filter's statistics are of the old entropy, so it is compared with them.
             at_start = inputs | {"entropy": microbatch.columns["old_entropy"]}
