@@ -68,6 +68,7 @@ _MAY_DIFFER = (
     "checkpoint.",
 )
 """Fields of the config that change neither decisions nor numbers."""
+_TIMES_OF_CHECKPOINTS = ("checkpoint.every_steps", "checkpoint.keep.best")
 
 
 def is_timed(cfg: Config) -> bool:
@@ -90,11 +91,6 @@ def repeat_problem(cfg: Config) -> str:
         return (
             "engine.seed_per_request: false, so that samples are drawn from the engine's own "
             "generator; set it to true"
-        )
-    if cfg.rollout.schedule.kv_cache == "keep":
-        return (
-            "rollout.schedule.kv_cache: keep, and checkpoints do not hold the cache that older "
-            "weights made; set it to recompute"
         )
     return ""
 
@@ -206,13 +202,10 @@ def facts(cfg: Config, *, tokens_per_microbatch: int) -> dict[str, dict[str, Any
         tokens_per_microbatch: the run's value. With 0 in the config it was measured at start.
     """
     config = config_of(cfg) | {"batch.tokens_per_microbatch": tokens_per_microbatch}
-    return {
-        "config": {
-            name: value for name, value in config.items() if not is_among(name, _MAY_DIFFER)
-        },
-        "packages": versions(),
-        "model": {"files": _files_of_model(cfg)},
-    }
+    compared = {name: value for name, value in config.items() if not is_among(name, _MAY_DIFFER)}
+    if cfg.rollout.schedule.kv_cache == "keep":  # a checkpoint has keys and values computed again
+        compared |= {name: config[name] for name in _TIMES_OF_CHECKPOINTS}
+    return {"config": compared, "packages": versions(), "model": {"files": _files_of_model(cfg)}}
 
 
 def facts_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
@@ -315,7 +308,13 @@ def check_schedule(cfg: Config, *, tokens_per_microbatch: int | None = None) -> 
     # Imported here, since it imports torch, and the check of settings works without torch.
     from spmdrl.world.axes import axes_of
 
-    if problem := repeat_problem(cfg):
+    problem = repeat_problem(cfg)
+    if not problem and cfg.rollout.schedule.kv_cache == "keep":
+        problem = (
+            "rollout.schedule.kv_cache: keep, and decisions do not say where that run was stopped, "
+            "and its keys and values were computed again; set it to recompute"
+        )
+    if problem:
         raise Refusal(f"{_REPLAY}: {cfg.rollout.replay_schedule} with {problem}")
     folder = Path(cfg.rollout.replay_schedule).expanduser()
     if (folder / FOLDER).is_dir():

@@ -72,6 +72,7 @@ class SampledSource(Source):
         self._stops = end_token_ids(cfg, tokenizer)
         self._engine: EngineProtocol | None = None
         self._version = -1  # version of the weights at the last call of `generate`
+        self._was_saved = False  # since that call
         self._finished: int | None = None  # version with which nothing is left to generate
         if world.inference_tp_rank != 0:
             return
@@ -108,10 +109,12 @@ class SampledSource(Source):
             return
         self._engine = engine
         with self.world.watch.phase("generate", engine.version):
-            keeps = self.cfg.rollout.schedule.kv_cache == "keep"
+            # A run that resumes from a checkpoint has no keys and values of older weights.
+            keeps = self.cfg.rollout.schedule.kv_cache == "keep" and not self._was_saved
             if engine.version != self._version and not keeps:
                 self._restart_requests(engine)
             self._version = engine.version
+            self._was_saved = False
             if not engine.is_busy:
                 # Begin with an empty prefix cache: then the results depend on weights and step
                 # alone, and a resumed run repeats them.
@@ -220,8 +223,9 @@ class SampledSource(Source):
     def state_dict(self) -> dict[str, Any] | None:
         """Return the shares of later steps and the unfinished groups, as plain values.
 
-        None on ranks that are not leaders.
+        None on ranks that are not leaders. All ranks must call it.
         """
+        self._was_saved = True
         return None if self.filler is None else self.filler.state_dict(self._engine)
 
     def load_state_dict(self, states: list[dict[str, Any]], step: int) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from spmdrl import imports
 from spmdrl.check.settings import validate
@@ -43,8 +44,6 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 
 def differ(one: Path, other: Path) -> bool:
-    import torch
-
     first, second = final_weights(one), final_weights(other)
     return any(not torch.equal(first[name], second[name]) for name in first if name != "newest")
 
@@ -67,6 +66,23 @@ def check_kind(kind: str, timed: TimedRuns, *, shows_time: bool = True, **more: 
 @pytest.mark.proves("environments", "replay_schedule", "lag", "split", "record", "transformers")
 def test_a_run_that_follows_a_schedule_is_the_same_though_answers_come_late(timed):
     check_kind("environment", timed, shows_time=False)
+
+
+@pytest.mark.proves("in_flight", "lag", "split", "record", "transformers")
+def test_a_run_that_keeps_caches_goes_on_from_a_checkpoint_as_it_went_on_before(timed):
+    more = {"rollout.schedule.kv-cache": "keep"}
+    out = timed.run("in flight", "kept", late_s=LATE_S, **more)
+    weights = final_weights(out)
+    rollouts = rollouts_of(out)
+    decisions = decisions_of(out)
+    assert sum("pause" in row for row in decisions)
+    timed.back_to(out.name, 2)
+    timed.run("in flight", out.name, late_s=LATE_S / 2, **more)
+    assert decisions_of(out) == decisions
+    assert rollouts_of(out) == rollouts
+    again = final_weights(out)
+    assert again.pop("newest") == weights.pop("newest")
+    assert all(torch.equal(value, again[name]) for name, value in weights.items())
 
 
 @pytest.mark.kill
