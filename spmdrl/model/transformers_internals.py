@@ -1,7 +1,7 @@
 """Private parts of transformers and liger-kernel that this program uses.
 
 Serves transformers 5.16 to 5.19 and liger-kernel 0.8. Each line has the name here, the name in the
-library, and when it can go.
+library, and when it can be removed.
 
 block_kinds        PreTrainedModel._no_split_modules        once a model tells its blocks in public
 tp_plan            PreTrainedModel._tp_plan                 once `tp_plan` has the model's own part

@@ -1,6 +1,7 @@
 """All that this program uses of torch which is private, or not the same in the versions it serves.
 
-Serves torch 2.11 to 2.13. Per line: the name here, torch's own, and when it can go.
+Serves torch 2.11 to 2.13. Each line has the name here, torch's own, and when it can be
+removed.
 
 TorchDispatchMode         utils._python_dispatch            once its module is public
 tree_leaves, tree_map     utils._pytree                     once its module is public

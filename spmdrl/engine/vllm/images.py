@@ -1,7 +1,7 @@
 """Images for vLLM's vision models: vLLM gets the features that the trainer has. So no image is
-processed twice, and a sample's tokens mean the same to both.
+processed twice, and both see the same tokens and images.
 
-Serves vLLM 0.32 and 0.33. Per line: the name here, vLLM's own, and when it can go.
+Serves vLLM 0.32 and 0.33. Each line has the name here, vLLM's own, and when it can be removed.
 
 vision_arguments      EngineArgs limit_mm_per_prompt, mm_processor_cache_gb ...   never: documented
 reset_encoder_cache   LLMEngine.reset_encoder_cache           never: documented

@@ -1,7 +1,7 @@
 """The private names of vLLM that are used here; those of its patches are in patches.py.
 
-Serves vLLM 0.24 to 0.33; lines with versions in brackets serve only these. Per line: the name here,
-vLLM's own, and when it can go.
+Serves vLLM 0.24 to 0.33; lines with versions in brackets serve only these. Each line has the name
+here, vLLM's own, and when it can be removed.
 
 prepare_process     environment variables VLLM_*            never: its settings
 create_groups, destroy_groups  distributed.parallel_state   once groups can be handed to it

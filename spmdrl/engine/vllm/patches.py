@@ -1,8 +1,10 @@
-"""Patches of vLLM: of its models and its Transformers backend, without which no trainer can live in
-the same process, and of its CPU build, so that its weights can be written in place.
+"""Patches of vLLM.
 
-Serves vLLM 0.24 to 0.33; patches with versions in brackets serve only these. Per line: the name
-here, what it patches, and when it can go.
+Those of its models and its Transformers backend let a trainer live in the same process. Those of
+its CPU build let weights be written in place.
+
+Serves vLLM 0.24 to 0.33; patches with versions in brackets serve only these. Each line has the name
+here, what it patches, and when it can be removed.
 
 patch_models               applies the next four
 keep_transformers_classes  models.transformers.base.Base, support_torch_compile
