@@ -83,7 +83,7 @@ def carried_stats(
 
     A token is carried if a turn's first token was drawn by older weights. With kv_cache `keep` it
     was drawn from keys and values of these, but the trainer computes with none. The gap is measured
-    on tokens that the trainer's own weights drew, where no change of weights adds to it.
+    on tokens that the trainer's own weights drew: there it is rounding and this difference alone.
 
     Args:
         old_logprobs, rollout_logprobs: [T] float, nats. Trainer's and engine's.
@@ -93,8 +93,7 @@ def carried_stats(
     Returns: sums as `mismatch_stats`:
         policy/carried_frac: share of carried tokens.
         policy/carried_age: by how many versions they are newer than the first of their turn.
-        policy/carried_gap: |log rho| per carried token, nats.
-        policy/uncarried_gap: the same of the other tokens.
+        policy/carried_gap: |log rho| per such token, nats.
     """
     gap = log_rho(old_logprobs, rollout_logprobs, loss_mask=loss_mask).abs()
     is_sampled = policy_versions >= 0
@@ -103,12 +102,11 @@ def carried_stats(
     first = torch.where(is_first, places, 0).cummax(0).values
     age = policy_versions - policy_versions[first]
     is_carried = loss_mask & (age > 0)
-    is_own = loss_mask & (policy_versions == version)
+    is_own = is_carried & (policy_versions == version)
     return {
         "policy/carried_frac": masked_mean(is_carried, loss_mask),
         "policy/carried_age": masked_mean(age, is_carried),
-        "policy/carried_gap": masked_mean(gap, is_own & is_carried),
-        "policy/uncarried_gap": masked_mean(gap, is_own & ~is_carried),
+        "policy/carried_gap": masked_mean(gap, is_own),
     }
 
 

@@ -68,10 +68,11 @@ def test_a_run_that_follows_a_schedule_is_the_same_though_answers_come_late(time
     check_kind("environment", timed, shows_time=False)
 
 
+@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.kill)])
 @pytest.mark.proves("in_flight", "lag", "split", "record", "transformers")
-def test_a_run_that_keeps_caches_goes_on_from_a_checkpoint_as_it_went_on_before(timed):
-    more = {"rollout.schedule.kv-cache": "keep"}
-    out = timed.run("in flight", "kept", late_s=LATE_S, **more)
+def test_a_run_that_keeps_caches_goes_on_from_a_checkpoint_as_it_went_on_before(kind, timed):
+    more = {"rollout.schedule.kv-cache": "keep", "engine.kind": kind}
+    out = timed.run("in flight", f"kept_{kind}", late_s=LATE_S, **more)
     weights = final_weights(out)
     rollouts = rollouts_of(out)
     decisions = decisions_of(out)
