@@ -64,7 +64,7 @@ def encode(new: Tensor, kept: Tensor) -> Encoded:
             where = _bitmap(places, len(new))
         if len(where) + bits_bytes < new.nbytes:
             header = (form, changed, len(where))
-            parts = [new[places].view(torch.uint8), where]
+            parts = [new.index_select(0, places).view(torch.uint8), where]
     kept.copy_(new)
     padding = payload_bytes(header, new.itemsize) - sum(len(part) for part in parts)
     payload = torch.cat([*parts, new.new_zeros(padding, dtype=torch.uint8)])
@@ -99,20 +99,29 @@ def write(target: Tensor, header: tuple[int, int, int], payload: Tensor) -> None
 
 def _differing(new: Tensor, kept: Tensor) -> Tensor:
     """Return the indices at which two tensors differ, [n] int64."""
-    if new.device.type == "cpu":  # five times as fast as torch's
-        return torch.from_numpy(numpy.flatnonzero(new.numpy() != kept.numpy()))
+    if new.device.type == "cpu":  # numpy is faster
+        return _places(torch.from_numpy(new.numpy() != kept.numpy()))
     return _places(new != kept)
 
 
 def _places(mask: Tensor) -> Tensor:
     """Return the indices at which a mask is true, [n] int64."""
-    if mask.device.type == "cpu":  # three times as fast as torch's
-        return torch.from_numpy(numpy.flatnonzero(mask.numpy()))
-    return mask.nonzero().squeeze(1)
+    if mask.device.type != "cpu":
+        return mask.nonzero().squeeze(1)
+    flags = mask.numpy()
+    if len(flags) % 8 == 0:
+        words = flags.view(numpy.uint64)
+        chosen = numpy.flatnonzero(words != 0)
+        # Where few are true, most words of eight flags are 0: one look instead of eight.
+        if 2 * len(chosen) < len(words):
+            inside = numpy.flatnonzero(words[chosen].view(bool))
+            first = chosen << 3
+            return torch.from_numpy(first[inside >> 3] + (inside & 7))
+    return torch.from_numpy(numpy.flatnonzero(flags))  # in a third of torch's time
 
 
 def _gaps(places: Tensor) -> Tensor:
-    between = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
+    between = _between(places)
     if not len(places) or int(between.max()) < _FAR:
         return between.to(torch.uint8)
     skips = torch.div(between, _FAR, rounding_mode="floor")
@@ -120,6 +129,16 @@ def _gaps(places: Tensor) -> Tensor:
     gaps = torch.full((int(ends[-1]) + 1,), _FAR, dtype=torch.uint8, device=places.device)
     gaps[ends] = (between - _FAR * skips).to(torch.uint8)
     return gaps
+
+
+def _between(places: Tensor) -> Tensor:
+    """Return the number of elements between each place and the one before it, [n] int64."""
+    if places.device.type != "cpu":
+        return torch.diff(places, prepend=places.new_full((1,), -1)) - 1
+    found = places.numpy().copy()  # in a third of torch's time
+    found[1:] -= places.numpy()[:-1]
+    found[1:] -= 1
+    return torch.from_numpy(found)
 
 
 def _from_gaps(gaps: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def arrived(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", [1, 7, 8, 513, 4099])
+@pytest.mark.parametrize("numel", [1, 7, 8, 513, 4096, 4099])
 def test_any_share_of_changed_elements_arrives_bit_by_bit(dtype: torch.dtype, numel: int):
     seed = torch.Generator().manual_seed(numel)
     raw = torch.randint(0, 2, (numel, dtype.itemsize), generator=seed, dtype=torch.uint8)
