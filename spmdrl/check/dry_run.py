@@ -16,16 +16,15 @@ from spmdrl import config
 from spmdrl.check.fit import absent_weights, build_policy, fit_problems, refusal, weight_problems
 from spmdrl.check.inputs import input_problems
 from spmdrl.check.methods import FunctionsAccepted
+from spmdrl.check.prefixes import sharing_of
 from spmdrl.check.proved_models import unchecked_policy
 from spmdrl.check.settings import missing_models
 from spmdrl.config import Config, inference_ranks, trainer_ranks
 from spmdrl.data.prefix_tree import LEAST
 from spmdrl.errors import RAISED, Refusal, say, with_line
-from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.load import build_meta_model, checkpoint_shapes
 from spmdrl.model.lora.layers import Adapters, lora_form, sent_adapter
 from spmdrl.model.model_shape import with_known_shape
-from spmdrl.model.sharded_model import unshared
 from spmdrl.report.config_sizes import config_sizes
 from spmdrl.rewards.signatures import reward_models
 from spmdrl.sync.buckets import LARGEST
@@ -134,22 +133,15 @@ def _print_unchecked(cfg: Config) -> None:
 def shared_prefixes(cfg: Config) -> str:
     """Return whether prefixes that sequences have in common are computed once, for people.
 
-    Raises: Refusal when a model cannot be built.
+    Raises: Refusal when the policy cannot be built, or a method is unknown.
     """
     if cfg.batch.share_prefixes == "never":
         return "each sequence is computed whole (batch.share_prefixes never)"
-    chosen = cfg.model
-    others = [path for path in (chosen.teacher, chosen.reference.path) if path]
-    scorers = reward_models(cfg.rewards.functions).values() if cfg.objective.samples else ()
-    models = [
-        (chosen.path, cfg.objective.is_scalar),
-        *((path, False) for path in others),
-        *((path, True) for path in scorers),
-    ]
-    for path, is_scalar in models:
-        hf_model = build_meta_model(replace(chosen, path=path), is_scalar=is_scalar)
-        if why := unshared(hf_model, packing_support(hf_model)):
-            return f"each sequence is computed whole: {path}: {why}"
+    found = sharing_of(cfg, build_policy(cfg))
+    models = ", ".join(found.able)
+    if found.unable:
+        others = f"; others could share: {models}" if found.able else ""
+        return f"each sequence is computed whole: {found.reason}{others}"
     text = f"those of {LEAST} tokens or more that sequences share are computed once"
     count = cfg.sequences_per_row
     prompt = cfg.data.max_prompt_tokens
@@ -158,7 +150,7 @@ def shared_prefixes(cfg: Config) -> str:
         computed = whole - (count - 1) * prompt
         kind = "group" if cfg.objective.samples else "pair"
         text += f"; of a {kind} of the longest sequences {computed} of {whole} tokens"
-    return text
+    return f"{text}; by all models: {models}" if len(found.able) > 1 else text
 
 
 def problems(cfg: Config) -> Iterator[str]:

@@ -14,12 +14,14 @@ import torch
 from transformers import AutoTokenizer
 
 from spmdrl.check import dry_run
+from spmdrl.check.fit import build_policy
 from spmdrl.config import Config
 from spmdrl.data import prompts
 from spmdrl.engine.vllm.families import cpu_head_sizes, head_size_problem
 from spmdrl.errors import Refusal
 from spmdrl.imports import in_child
 from spmdrl.model.load import load_hf_config
+from spmdrl.tools.plan.run import run_of_model
 from spmdrl.tools.proof.prove import Proof
 from spmdrl.tools.small_models.families import family_config, family_names
 from spmdrl.workers.environment_jobs import check_environment
@@ -279,7 +281,39 @@ def test_it_says_whether_prefixes_are_computed_once(shards, tmp_path, capsys):
     assert "of a group of the longest sequences 160 of 384 tokens" in shown(cfg, capsys)[1]
     never = changed(cfg, batch={"share_prefixes": "never"})
     assert "computed whole (batch.share_prefixes never)" in dry_run.shared_prefixes(never)
-    family_config("lfm2").save_pretrained(tmp_path / "state")
-    teacher = changed(cfg, model={"teacher": str(tmp_path / "state")})
-    found = dry_run.shared_prefixes(teacher)
-    assert found.startswith("each sequence is computed whole: ") and "layers.0.conv" in found
+
+
+@pytest.mark.parametrize(
+    "field, changes",
+    [
+        ("model.teacher", {"algorithm": {"advantage": "distill"}, "model": {"teacher": "STATE"}}),
+        ("critic.path", {"algorithm": {"advantage": "gae"}, "critic": {"path": "STATE"}}),
+        ("critic.path", {"algorithm": {"advantage": "prime"}, "critic": {"path": "STATE"}}),
+        (
+            "model.reference.path",
+            {"algorithm": {"kl_coef": 0.1}, "model": {"reference": {"path": "STATE"}}},
+        ),
+        ("rewards.functions[0]", {"rewards": {"functions": ("model:STATE",)}}),
+    ],
+    ids=["teacher", "value model", "process reward model", "reference", "reward model"],
+)
+def test_each_model_that_cannot_share_prefixes_is_named_with_its_layer(
+    shards, tmp_path, field, changes
+):
+    folder = str(tmp_path / "state")
+    family_config("qwen3_next").save_pretrained(folder)
+    named = json.loads(json.dumps(changes).replace("STATE", folder))
+    cfg = changed(config(shards, tmp_path, batch={"group_size": 8}), **named)
+    found = dry_run.shared_prefixes(cfg)
+    why = "layers.0.linear_attn computes one sequence per row"
+    assert found.startswith(f"each sequence is computed whole: {field} {folder}: model.{why}")
+    assert found.endswith(f"; others could share: model.path {shards}")
+    run = run_of_model(cfg, build_policy(cfg), prompt_tokens=0, response_tokens=0)
+    assert not run.shares_prefixes and run.unshared.endswith(why)
+
+
+def test_a_model_that_the_methods_do_not_use_keeps_none_from_sharing(shards, tmp_path):
+    family_config("qwen3_next").save_pretrained(tmp_path / "state")
+    cfg = config(shards, tmp_path, batch={"group_size": 8})
+    cfg = changed(cfg, critic={"path": str(tmp_path / "state")})
+    assert "are computed once" in dry_run.shared_prefixes(cfg)

@@ -116,8 +116,9 @@ class PackingSupport:
         if self.mixers:
             first = next(iter(self.mixers.values()))[0]
             return f"{first} computes one sequence per row"
-        if self.chunk is not None:
-            return f"layers attend within chunks of {self.chunk} tokens"
+        for name, pattern in self.mask_patterns.items():
+            if pattern.chunk is not None:
+                return f"{name} attends within chunks of {pattern.chunk} tokens"
         return ""
 
 

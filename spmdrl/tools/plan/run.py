@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmdrl.check.prefixes import sharing_of
 from spmdrl.check.proved_models import pushed_by
 from spmdrl.config import Config, EngineSettings
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
-from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.head import head_chunk_tokens
 from spmdrl.model.lora.layers import lora_form
 from spmdrl.model.lora.targets import adapter_numel
 from spmdrl.model.model_shape import ModelShape, model_shape
 from spmdrl.model.parallel.recompute import has
-from spmdrl.model.sharded_model import unshared
 from spmdrl.run_files import SMALL, json_of, read_bytes
 from spmdrl.tools.plan.activations import Kernels
 from spmdrl.train.objectives.objective_loss import needed_columns
@@ -53,7 +52,8 @@ class Run:
     engine_sleeps: bool  # its memory is lent to the update, colocated
     reloads: str  # why engines reload whole tensors in a push; empty where slices are written
     engine_bytes: int  # of one element of its weights and cache
-    shares_prefixes: bool = False  # the policy can, and batch.share_prefixes lets it
+    shares_prefixes: bool = False  # all models can, and batch.share_prefixes lets them
+    unshared: str = ""  # which models cannot, and why
 
     @property
     def tokens(self) -> float:
@@ -80,8 +80,8 @@ def run_of_model(
     """
     lora = cfg.model.lora
     on_gpu = cfg.layout.device != "cpu"
-    can_share = not unshared(hf_model, packing_support(hf_model))
-    return run_of(
+    sharing = sharing_of(cfg, hf_model)
+    run = run_of(
         cfg,
         model_shape(hf_model, name=Path(cfg.model.path).name),
         on_gpu=on_gpu,
@@ -90,8 +90,9 @@ def run_of_model(
         lora_numel=adapter_numel(hf_model, lora_form(lora)) if lora.is_on else 0,
         chunk_tokens=head_chunk_tokens(cfg, hf_model, on_gpu=on_gpu),
         family=hf_model.config.model_type,
-        shares_prefixes=can_share and cfg.batch.share_prefixes == "auto",
+        shares_prefixes=not sharing.unable and cfg.batch.share_prefixes == "auto",
     )
+    return replace(run, unshared=sharing.reason)
 
 
 def run_of(

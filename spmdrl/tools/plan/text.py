@@ -205,6 +205,8 @@ def _second_lines(plan: Plan, run: Run, rates: Rates) -> Iterator[str]:
             "    the prompt of a group is computed once (with batch.share_prefixes never: "
             f"{_ends(alone, 2)} s)"
         )
+    if run.unshared and run.cfg.sequences_per_row > 1:
+        yield f"    each sequence computes its own prompt: {run.unshared}"
     beside = "  (generate beside update)" if own.overlaps else ""
     what = ""
     if run.cfg.objective.samples and own.step:
