@@ -137,3 +137,12 @@ def test_a_trainer_finds_the_bits_that_an_engine_sampled_with(tmp_path: Path):
     assert found.pop("plain")[0] > 0
     assert min(total for _, total in found.values()) > 60
     assert {name: wrong for name, (wrong, _) in found.items() if wrong} == {}
+
+
+def test_shards_and_slices_of_a_row_have_the_same_bits(tmp_path: Path):
+    folder = tiny_folder(tmp_path / "model", "qwen3", **_GROUPED)
+    for layout in (dict(world_size=2), dict(world_size=2, cp=2)):
+        for dtype in ("float32", "bfloat16"):
+            cfg = exact_config(folder, dtype=dtype, layout=layout)
+            for found in in_world(cfg, counts, {"own": cfg}):
+                assert found["own"][0] == 0 < found["own"][1]

@@ -3,11 +3,14 @@
     python -m spmdrl check Qwen/Qwen3-0.6B
     python -m spmdrl check my_model --layout configs/gpu_qwen3_1.7b_8.yaml
     python -m spmdrl check --families all --table docs/models.md
+    python -m spmdrl check my_model --exact
 
 Makes a small model of the same code (only config.json is needed) and runs the product on it, in
 float32: each line is proved with what was measured, refused with the reason that a run would give,
 WRONG, or not finished within --timeout-s. Exit status 0: one rank trains it right, an engine serves
 it, and nothing is wrong; 3: nothing is wrong, and a line was not finished; 1: all else.
+
+With --exact: whether the model's bits depend on the batch, with its own weights (docs/exact.md).
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ def check(
     timeout_s: float = 180.0,
     trust_remote_code: bool = False,
     part: Literal["all", "text"] = "all",
+    exact: bool = False,
 ) -> int:
     """Check one model, or families of transformers.
 
@@ -60,6 +64,7 @@ def check(
         timeout_s: longest that one line may take, in seconds.
         trust_remote_code: run Python code of the model's folder.
         part: as model.part: all of a vision model, or its text model alone.
+        exact: only find where the bits of the model first depend on the batch; reads its weights.
     Returns: the exit status: 0 if everything that a run would use is proved.
     Raises: Refusal for a model or layout that cannot be read, or none given.
     """
@@ -73,6 +78,8 @@ def check(
         return _check_families(families, table=table, again=again, options=options)
     if not model or families:
         raise Refusal("name a folder or hub model, or --families, one of both")
+    if exact:
+        return _check_exact(model)
     from spmdrl.check.proved_models import keep as keep_record
     from spmdrl.check.proved_models import own_records
     from spmdrl.config import load_yaml
@@ -84,6 +91,16 @@ def check(
     keep_record(record, own_records())
     say(_closing(record))
     return _status([record])
+
+
+def _check_exact(model: str) -> int:
+    from spmdrl.tools.proof.exact import exact_lines
+
+    is_exact = True
+    for line in exact_lines(model):
+        say(line, flush=True)
+        is_exact &= "WRONG" not in line
+    return 0 if is_exact else 1
 
 
 def _status(records: Sequence[Record]) -> int:
