@@ -72,25 +72,24 @@ def attend(
     rows = F.pad(rows, (0, 0, 0, num_rows - shared * length))
     key = key.flatten(0, 1)
     value = value.flatten(0, 1)
-    seen = seen.expand(batch, length, key.shape[1])
+    # [B or 1, 1, 1, L, K]: query heads that share keys see the same.
+    seen = seen.view(-1, *seen.shape[-2:])[:, None, None]
     sums: _Sums | None = None
     for begin in range(0, key.shape[1], KEYS):
         end = min(begin + KEYS, key.shape[1])
-        own = seen[:, :, begin:end]
+        own = seen[..., begin:end]
         if not own.any():
             continue
         missing = padded_rows(end - begin) - (end - begin)
-        # [B, Hkv, G * L + padding, k]: rows of heads that share keys see the same.
-        own = own[:, None, None].expand(-1, kv_heads, shared, -1, -1)
-        own = own.reshape(batch * kv_heads, shared * length, -1)
-        own = F.pad(own, (0, missing, 0, num_rows - shared * length))
         keys, values = (
             F.pad(part[:, begin:end], (0, 0, 0, missing)).contiguous() for part in (key, value)
         )
-        scores = torch.bmm(rows, keys.transpose(1, 2)).float() * scale
+        scores = torch.bmm(rows, keys.transpose(1, 2)).float().mul_(scale)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        found = _block(scores.masked_fill_(~own, NEVER), values)
+        of_queries = scores[:, : shared * length].view(batch, kv_heads, shared, length, -1)
+        of_queries.masked_fill_(~F.pad(own, (0, missing)), NEVER)
+        found = _block(scores, values)
         if sums is None:
             sums = found
         else:
