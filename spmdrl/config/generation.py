@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from spmdrl.config.engine_traits import ENGINE_TRAITS, EngineTraits
@@ -57,7 +57,8 @@ class EngineSettings:
     @property
     def traits(self) -> EngineTraits:
         """What engines of this kind can do."""
-        return ENGINE_TRAITS[self.kind]
+        traits = ENGINE_TRAITS[self.kind]
+        return replace(traits, has_own_models=False) if self.exact else traits
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ IMPORTING_VLLM = (
     "spmdrl/environments/tool_calls.py",
     "spmdrl/engine/vllm/images.py",  # processed inputs, which its multimodal processors yield
     "spmdrl/engine/vllm/arguments.py",
+    "spmdrl/engine/vllm/exact.py",  # a model from outside its tree
     "spmdrl/engine/vllm/families.py",
     "spmdrl/engine/vllm/requests.py",
     "spmdrl/tools/proof/preloaded.py",

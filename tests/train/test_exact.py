@@ -98,7 +98,15 @@ def _exact(**fields: Any) -> Config:
         (dict(rollout=dict(schedule=dict(over_sample=1.5))), "rollout.schedule.over_sample: 1.5"),
         (dict(model=dict(kernels=dict(compile=True))), "model.kernels.compile: true with engine"),
         (dict(layout=dict(tp=2)), "layout.tp: 2 with engine.exact true"),
-        (dict(engine=dict(kind="vllm")), "engine.kind: vllm with engine.exact true"),
+        (dict(layout=dict(inference_tp=2)), "layout.inference_tp: 2 with engine.exact true"),
+        (
+            dict(engine=dict(kind="vllm"), model=dict(moe=dict(replay=True))),
+            "model.moe.replay: true with engine.kind vllm and engine.exact true",
+        ),
+        (
+            dict(engine=dict(kind="vllm", options={"kv_cache_dtype": "fp8"})),
+            "with engine.exact true; it was tried with block_size and enable_prefix_caching alone",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused(fields: dict, words: str):

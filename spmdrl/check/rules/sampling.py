@@ -143,6 +143,7 @@ def _exact(
     )
 
 
+_EXACT_OPTIONS = {"block_size", "enable_prefix_caching"}
 _EXACT = [
     Rule(
         ("engine.exact", "layout.placement"),
@@ -151,10 +152,25 @@ _EXACT = [
         "leave it out",
     ),
     _exact(
-        "engine.kind",
-        lambda cfg: cfg.engine.traits.has_own_models,
-        "its classes compute otherwise than the trainer's",
-        "take transformers",
+        "engine.options",
+        lambda cfg: {*cfg.engine.options} - _EXACT_OPTIONS,
+        f"it was tried with {' and '.join(sorted(_EXACT_OPTIONS))} alone",
+        "leave out the others",
+        "untried",
+    ),
+    _exact(
+        "layout.inference_tp",
+        lambda cfg: cfg.layout.inference_tp > 1,
+        "an engine computes the trainer's modules, which are whole",
+        "set it to 1",
+        "not built",
+    ),
+    Rule(
+        ("model.moe.replay", "engine.kind", "engine.exact"),
+        lambda cfg: cfg.engine.exact and cfg.model.moe.replay and cfg.engine.kind == "vllm",
+        "vLLM does not record what this model's routers choose; with the same bits they choose "
+        "the same experts anyway",
+        "set it to false",
         "not built",
     ),
     _exact(

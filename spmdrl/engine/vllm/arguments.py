@@ -124,7 +124,7 @@ def with_plain_weights(cfg: Config, arguments: dict[str, Any]) -> dict[str, Any]
     overrides: Any = {**(arguments.get("hf_overrides") or {}), **dict.fromkeys(QUANTISATION_KEYS)}
     if text:
         overrides = partial(_config_of_text, text, overrides)
-    return arguments | {"load_format": _FORMAT, "hf_overrides": overrides}
+    return {"load_format": _FORMAT, **arguments, "hf_overrides": overrides}
 
 
 def _config_of_text(text: TextPart, overrides: dict[str, Any], config: Any) -> Any:

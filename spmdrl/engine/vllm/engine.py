@@ -23,6 +23,7 @@ from spmdrl.engine.vllm import internals, patches
 from spmdrl.engine.vllm.adapter import AdapterSlot
 from spmdrl.engine.vllm.arguments import engine_arguments, with_plain_weights
 from spmdrl.engine.vllm.core_loop import CoreLoop
+from spmdrl.engine.vllm.exact import exact_arguments, return_exact_logprobs
 from spmdrl.engine.vllm.families import model_arguments, refusing_models, try_engine
 from spmdrl.engine.vllm.images import make_prompt, reset_encoder_cache
 from spmdrl.engine.vllm.outputs import Outputs
@@ -78,7 +79,7 @@ class VllmEngine:
             if world.is_inference:
                 arguments = {
                     "skip_tokenizer_init": True,  # token ids in, token ids out
-                    **model_arguments(cfg),
+                    **(exact_arguments(cfg) if cfg.engine.exact else model_arguments(cfg)),
                     **engine_arguments(cfg, on_cpu=on_cpu),
                 }
                 with self._algorithms(), _generators_restored(), refusing_models(cfg):
@@ -90,6 +91,8 @@ class VllmEngine:
         if on_cpu:
             patches.patch_cpu_build()
         self._llm = internals.make_llm(with_plain_weights(cfg, arguments))
+        if cfg.engine.exact:
+            return_exact_logprobs(self._runner)
         self._loop = CoreLoop(self._llm)
         if on_cpu:  # its build lacks some kernels
             try_engine(self._loop, params=scoring_params(max_tokens=2))

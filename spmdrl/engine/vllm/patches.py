@@ -393,7 +393,8 @@ def draw_numbers_ahead() -> None:
         if self.use_fp64_gumbel or self.logprobs_mode != "processed_logprobs":
             return draw(self, logits, generators, k, p)
         logits = sampler.apply_top_k_top_p(logits, k, p)
-        logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        logprobs_of = getattr(self, "logprobs_of", _log_softmax)  # set by exact.py
+        logprobs = logprobs_of(logits)
         numbers = torch.randint(0, 2**31, (len(logits),))
         if generators:
             own = [next_number(generator) for generator in generators.values()]
@@ -401,3 +402,7 @@ def draw_numbers_ahead() -> None:
         return torch.ops._C.fused_gumbel_argmax(logits.float(), numbers), logprobs
 
     sampler.TopKTopPSampler.forward_cpu = forward
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.log_softmax(dim=-1, dtype=torch.float32)

@@ -1,0 +1,245 @@
+"""The trainer's model inside vLLM, for engine.exact: vLLM schedules, keeps the cache and draws.
+
+vLLM's own classes, and its Transformers backend too, put layers of its own in the place of a
+model's, whose formulas differ. So vLLM gets a model from outside its tree, which holds the
+transformers model as the trainers load it (documented: ModelRegistry.register_model), and a loader
+that leaves the weights as they are (register_model_loader). Its attention is in paged.py.
+
+Serves vLLM 0.32 and 0.33, on the CPU. Per line: the name here, vLLM's own, and when it can go.
+
+_layer_class        AttentionLayerBase, FullAttentionSpec       never: how models ask for a cache
+_layer_class        AttentionBackend, AttentionMetadataBuilder  with it
+ExactModel          VllmConfig, get_forward_context             never: documented
+return_exact_logprobs  Sampler.compute_logprobs, TopKTopPSampler.logprobs_of (patches.py)
+                                                    once logprobs may be computed elsewhere
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spmdrl.config import Config, ModelSettings
+from spmdrl.engine.vllm.paged import PagedLayer, PagedStep, paged_attention
+from spmdrl.imports import refusing
+from spmdrl.model.attention.packing_support import enable_packing
+from spmdrl.model.blocks import base_of
+from spmdrl.model.exact.functions import compute_exactly
+from spmdrl.model.exact.linear import padded_rows
+from spmdrl.model.files.file_tensors import file_tensors, live_tensors
+from spmdrl.model.load import load_whole_model
+from spmdrl.model.logit_passes import LogitForm, log_totals
+from spmdrl.model.scorer import head_form
+from spmdrl.model.tensor_parts import Held
+
+_MODEL = "SpmdrlExactForCausalLM"
+_FORMAT = "spmdrl_loaded"
+_ATTENTION = "spmdrl_paged"
+
+
+def exact_arguments(cfg: Config) -> dict[str, Any]:
+    """Return the arguments of vLLM's EngineArgs with which it runs the model of a config.
+
+    Raises: Refusal for a vLLM that has caches of another form.
+    """
+    hint = "; take 0.32, or set engine.kind to transformers"
+    with refusing("engine.exact: this vLLM lays its caches out otherwise", ImportError, hint=hint):
+        from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: F401
+    from vllm import ModelRegistry
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    @register_model_loader(_FORMAT)
+    class LoadedLoader(BaseModelLoader):
+        """Leaves a model as it is: it has read its weights."""
+
+        def download_model(self, model_config: Any) -> None:
+            """Do nothing."""
+
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            """Do nothing."""
+
+    class ModelOfRun(ExactModel):
+        settings = cfg.model
+
+    ModelRegistry.register_model(_MODEL, ModelOfRun)
+    return {"load_format": _FORMAT, "hf_overrides": {"architectures": [_MODEL]}}
+
+
+def return_exact_logprobs(runner: Any) -> None:
+    """Have a model runner's sampler compute logprobs as the trainer's head does."""
+    runner.sampler.compute_logprobs = _logprobs
+    runner.sampler.topk_topp_sampler.logprobs_of = _logprobs
+
+
+def _logprobs(logits: Tensor) -> Tensor:
+    logits = logits.float()
+    return logits - log_totals(logits)[:, None]
+
+
+class ExactModel(nn.Module):
+    """A transformers model in vLLM's form."""
+
+    settings: ModelSettings
+    """The config's model section."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        super().__init__()
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(_ATTENTION, paged_attention)
+        with _float32_default():
+            self.hf_model = load_whole_model(
+                self.settings,
+                attention=_ATTENTION,
+                dtype=vllm_config.model_config.dtype,
+                device=torch.device("cpu"),
+            )
+            enable_packing(self.hf_model)
+            form = head_form(self.hf_model)
+        self._form = LogitForm(form.scale, form.softcap)
+        _, self._base = base_of(self.hf_model)
+        self._head = self.hf_model.get_output_embeddings()
+        compute_exactly(self._base, self._head)
+        self._held = Held(live_tensors(self.hf_model), file_tensors(self.hf_model))
+        layer_class = _layer_class()
+        layers = vllm_config.compilation_config.static_forward_context
+        for index, (module, (key, value)) in enumerate(self._keys_and_values().items()):
+            # vLLM reads the number of a layer in its name.
+            module.paged_layer = layer_class(f"layers.{index}.attention", key, value)
+            layers[module.paged_layer.name] = module.paged_layer
+
+    def _keys_and_values(self) -> dict[Any, tuple[Tensor, Tensor]]:
+        """Return keys and values of one token by attention module, in the order of the layers."""
+        from transformers import AttentionInterface
+
+        found: dict[Any, tuple[Tensor, Tensor]] = {}
+
+        def note(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any
+        ) -> tuple[Tensor, None]:
+            found[module] = (key, value)
+            return query.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
+
+        AttentionInterface.register(_ATTENTION, note)
+        try:
+            zero = torch.zeros(1, dtype=torch.int64)
+            with torch.no_grad():
+                self._states(zero, zero, None)
+        finally:
+            AttentionInterface.register(_ATTENTION, paged_attention)
+        return found
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Return the embeddings of ids; vLLM asks every model for it."""
+        return self.hf_model.get_input_embeddings()(input_ids)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Any = None,
+    ) -> Tensor:
+        """Return the hidden states of a packed row of tokens, [T, H].
+
+        Args:
+            input_ids, positions: [T].
+            intermediate_tensors, inputs_embeds: None, for a text model on one rank.
+        """
+        from vllm.forward_context import get_forward_context
+
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:  # a warm-up, whose output is not used
+            return self.embed_input_ids(input_ids)
+        return self._states(input_ids.long(), positions, PagedStep(metadata))
+
+    def _states(self, ids: Tensor, positions: Tensor, work: PagedStep | None) -> Tensor:
+        # Padded once here, products need no padding of their own.
+        missing = padded_rows(len(ids)) - len(ids)
+        states = self._base(
+            input_ids=F.pad(ids, (0, missing))[None],
+            position_ids=F.pad(positions, (0, missing))[None],
+            attention_mask=None,
+            use_cache=False,
+            work=work,
+        ).last_hidden_state[0]
+        return states[: len(ids)]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits [n, V] float32 of hidden states [n, H]."""
+        return self._form.logits(self._head(hidden_states))
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Write whole tensors by checkpoint name into the live model; return all names."""
+        boxes = self._held.boxes()
+        for name, tensor in weights:
+            (whole,) = boxes[name]
+            self._held.value(name, whole).live.copy_(tensor)
+        return set(boxes)
+
+
+@contextlib.contextmanager
+def _float32_default() -> Iterator[None]:
+    """Build as trainers do: vLLM's default is the engine's dtype while it builds a model."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _layer_class() -> type[PagedLayer]:
+    """Return PagedLayer as a layer of vLLM, which gives it a cache and metadata of each pass."""
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout
+
+    class Builder(AttentionMetadataBuilder):
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+
+        def build(
+            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        ) -> Any:
+            return common_attn_metadata
+
+    class Backend(AttentionBackend):
+        @staticmethod
+        def get_name() -> str:
+            return "SPMDRL_PAGED"
+
+        @staticmethod
+        def get_impl_cls() -> Any:
+            return None
+
+        @staticmethod
+        def get_builder_cls() -> type[Builder]:
+            return Builder
+
+        @classmethod
+        def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+            return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)  # a block is dense in both
+
+    class Layer(PagedLayer, AttentionLayerBase):
+        def get_attn_backend(self) -> type[Backend]:
+            return Backend
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            # Layers with windows too keep all keys: their masks leave out the older ones.
+            return FullAttentionSpec(
+                block_size=vllm_config.cache_config.block_size,
+                num_kv_heads=self.num_kv_heads,
+                head_size=self.head_dim,
+                head_size_v=self.value_dim,
+                dtype=self.dtype,
+            )
+
+    return Layer
