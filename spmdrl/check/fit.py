@@ -193,6 +193,8 @@ def _exact_problems(cfg: Config, hf_model: nn.Module, counts: ModelCounts) -> It
         why = f"whose {', '.join(counts.mixers)} keeps a state, which is not computed exactly"
     elif has_vision_tower(hf_model):
         why = "which sees, and towers are not computed exactly"
+    elif counts.experts and cfg.model.lora.is_on:
+        why = "a mixture, with model.lora: adapters of experts are not merged in a forward pass"
     if why:
         yield (
             f"engine.exact: true with a {counts.model_type}, {why}; set it to false "

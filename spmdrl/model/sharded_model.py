@@ -37,6 +37,7 @@ from spmdrl.model.load import (
 )
 from spmdrl.model.lora.layers import Adapters, adapted_weights, sent_adapter, train_adapters_only
 from spmdrl.model.lora.merge import deltas
+from spmdrl.model.lora.merged_layers import compute_merged
 from spmdrl.model.lora.targets import LoraForm
 from spmdrl.model.model_shape import counts_of
 from spmdrl.model.parallel.context_parallel import register_context_attention
@@ -110,6 +111,8 @@ class ShardedModel:
         if self.adapters:
             self._names = [*self._names, *self.adapters.names]
             self._changing = train_adapters_only(hf_model, self.adapters, dtype=dtype)
+            if cfg.engine.exact:
+                compute_merged(self.adapters)
         elif is_trained:
             master = getattr(torch, model.memory.master_dtype)
             for parameter in hf_model.parameters():

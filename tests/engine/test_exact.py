@@ -13,7 +13,10 @@ from spmdrl.columns import RouterRoutes
 from spmdrl.config import Config
 from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Request, Truncation
+from spmdrl.model.lora.layers import lora_form
+from spmdrl.model.lora.merge import deltas
 from spmdrl.model.sharded_model import ShardedModel
+from spmdrl.model.tensor_parts import Box, to_local
 from spmdrl.sampling_masks import SamplingMasks
 from spmdrl.train.trained_model import TrainedModel
 from spmdrl.world.world import World
@@ -44,9 +47,25 @@ def counts(world: World, cases: dict[str, Config]) -> dict[str, tuple[int, int]]
     """Return what `compared` finds for each config."""
     found = {}
     for seed, (name, cfg) in enumerate(cases.items()):
-        model = ShardedModel(cfg, world, path=cfg.model.path, is_trained=True)
+        form = lora_form(cfg.model.lora) if cfg.model.lora.is_on else None
+        model = ShardedModel(cfg, world, path=cfg.model.path, is_trained=True, lora=form)
         TrainedModel(model, cfg.optimizer)  # has routers choose recorded experts
         found[name] = compared(cfg, world, model, seed=seed)
+    return found
+
+
+@torch.no_grad()
+def _merged(model: ShardedModel) -> list[tuple[str, torch.Tensor]]:
+    """Give adapters that are not zero to a model, and return the weights that a push sends."""
+    assert model.adapters is not None
+    shards = model.named_shards()
+    generator = torch.Generator().manual_seed(3)
+    for name in model.adapters.names:
+        to_local(shards[name]).normal_(std=0.1, generator=generator)
+    found = []
+    for name, added in deltas(model.adapters, shards).items():
+        weight = to_local(shards[name])
+        found.append((name, weight + added(Box((0, 0), tuple(weight.shape)))))
     return found
 
 
@@ -58,6 +77,8 @@ def compared(
     Prompts of odd lengths, some alike, come and go in a crowd; the trainer packs them otherwise.
     """
     engine = make_engine(cfg, world)
+    if model.adapters:
+        engine.load_weights(_merged(model))
     draw = random.Random(seed)
     lengths = [1, LONGEST_PROMPT, *(draw.choice((3, 17, 60, 128, 129, 200)) for _ in range(count))]
     prompts = [tuple(draw.randrange(3, 100) for _ in range(length)) for length in lengths]
@@ -130,6 +151,8 @@ def test_a_trainer_finds_the_bits_that_an_engine_sampled_with(tmp_path: Path):
     dense = cases["qwen3 float32"]
     cases["truncated"] = changed(dense, sampling=dict(top_k=9, top_p=0.9))
     cases["unshared"] = changed(dense, batch=dict(share_prefixes="never"))
+    lora = dict(rank=4, targets=["q_proj", "down_proj", "o_proj", "embed_tokens"])
+    cases["lora"] = changed(dense, model=dict(lora=lora))
     mixture = cases["qwen3_moe bfloat16"]
     cases["replayed"] = changed(mixture, model=dict(moe=dict(replay=True)))
     plain = changed(dense, engine=dict(exact=False))

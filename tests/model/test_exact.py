@@ -17,6 +17,7 @@ from spmdrl.model.exact import functions, linear
 from spmdrl.model.exact.attention import attend
 from spmdrl.model.exact.functions import ExactFunctions, compute_exactly
 from spmdrl.model.logit_passes import LogitForm, log_totals, summarize
+from spmdrl.model.lora import merged_layers
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -242,3 +243,10 @@ def test_a_long_row_has_the_same_log_total_alone_and_among_others(threads: int):
 def test_every_replaced_function_is_one_of_torch():
     assert functions.REPLACED[F.silu] is functions.silu
     assert all(callable(own) for own in functions.REPLACED.values())
+
+
+def test_a_merged_adapter_has_the_gradients_of_its_product():
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape).double().requires_grad_() for shape in ((6, 3), (3, 5))]
+    assert torch.autograd.gradcheck(lambda b, a: merged_layers._Product.apply(b, a, 0.5), inputs)
+    assert torch.allclose(merged_layers._Product.apply(*inputs, 0.5), inputs[0] @ inputs[1] * 0.5)

@@ -107,6 +107,17 @@ def _exact(**fields: Any) -> Config:
             dict(engine=dict(kind="vllm", options={"kv_cache_dtype": "fp8"})),
             "with engine.exact true; it was tried with block_size and enable_prefix_caching alone",
         ),
+        (
+            dict(model=dict(lora=dict(rank=4)), engine=dict(kind="vllm")),
+            "model.lora: is set with engine.exact true and engine.kind vllm",
+        ),
+        (
+            dict(
+                model=dict(lora=dict(rank=4), compute_dtype="bfloat16"),
+                engine=dict(dtype="bfloat16"),
+            ),
+            "model.lora: is set with engine.exact true and model.compute_dtype bfloat16",
+        ),
     ],
 )
 def test_what_cannot_be_exact_is_refused(fields: dict, words: str):

@@ -251,10 +251,26 @@ _EXACT = [
         "untried",
     ),
     _exact(
-        "model.lora",
-        lambda cfg: cfg.model.lora.is_on,
-        "engines multiply by merged weights, and trainers by two more matrices",
-        "train all weights",
+        "model.lora.push",
+        lambda cfg: cfg.model.lora.pushes_adapter,
+        "engines add the products of two more matrices in an order of their own",
+        "take merged",
+        "not built",
+    ),
+    Rule(
+        ("model.lora", "engine.exact", "engine.kind"),
+        lambda cfg: cfg.engine.exact and cfg.model.lora.is_on and cfg.engine.traits.has_options,
+        "no test shows that merged weights have the same bits there",
+        "take transformers, or train all weights",
+        "untried",
+    ),
+    Rule(
+        ("model.lora", "engine.exact", "model.compute_dtype"),
+        lambda cfg: (
+            cfg.engine.exact and cfg.model.lora.is_on and cfg.model.compute_dtype != "float32"
+        ),
+        "a push merges adapters in float32, and a forward pass has them in model.compute_dtype",
+        "take float32, or train all weights",
         "not built",
     ),
 ]
