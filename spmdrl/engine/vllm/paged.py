@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from spmdrl.model.attention.kernels import check_supported
 from spmdrl.model.attention.mask_patterns import MaskPattern, mask_pattern_of, visible
 from spmdrl.model.exact.attention import attend
-from spmdrl.model.exact.linear import ROWS
+from spmdrl.model.exact.linear import ROWS, padded_rows
 
 
 class PagedLayer:
@@ -105,11 +105,14 @@ class _Batch:
         counts: [B], how many it computes.
         lengths: [B], tokens of each sequence, those that are computed now included.
         tables: [B, n], the blocks of their tokens.
+        num_keys: how many of the blocks' keys to take.
     """
 
-    def __init__(self, firsts: Tensor, counts: Tensor, lengths: Tensor, tables: Tensor):
+    def __init__(
+        self, firsts: Tensor, counts: Tensor, lengths: Tensor, tables: Tensor, *, num_keys: int
+    ):
         self.tables = tables
-        self.num_keys = int(lengths.max())
+        self.num_keys = num_keys
         at = torch.arange(int(counts.max()))
         self.is_own = at < counts[:, None]
         """[B, L], which of L tokens a sequence has."""
@@ -140,9 +143,16 @@ def _batches(metadata: Any, block_size: int) -> Iterator[_Batch]:
             key = (_size(new), _size(length))
             alike.setdefault(key, []).append(index)
     for own in alike.values():
-        num_blocks = -(-int(lengths[own].max()) // block_size)
-        tables = metadata.block_table_tensor[own, :num_blocks].long()
-        yield _Batch(firsts[own], counts[own], lengths[own], tables)
+        longest = int(lengths[own].max())
+        num_blocks = -(-longest // block_size)
+        yield _Batch(
+            firsts[own],
+            counts[own],
+            lengths[own],
+            metadata.block_table_tensor[own, :num_blocks].long(),
+            # So many need no padding.
+            num_keys=min(padded_rows(longest), num_blocks * block_size),
+        )
 
 
 def _size(count: int) -> int:

@@ -81,9 +81,7 @@ def attend(
         if not own.any():
             continue
         missing = padded_rows(end - begin) - (end - begin)
-        keys, values = (
-            F.pad(part[:, begin:end], (0, 0, 0, missing)).contiguous() for part in (key, value)
-        )
+        keys, values = (_with_zeros(part[:, begin:end], missing) for part in (key, value))
         scores = torch.bmm(rows, keys.transpose(1, 2)).float().mul_(scale)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
@@ -99,6 +97,11 @@ def attend(
         _add_sinks(sums, sinks.view(kv_heads, shared), length=length)
     out = (sums.values / sums.total).to(query.dtype)
     return out[:, : shared * length].view(batch, kv_heads, shared, length, -1)
+
+
+def _with_zeros(rows: Tensor, missing: int) -> Tensor:
+    """Append rows of zeros to [n, k, D], contiguous. Without any, F.pad would copy."""
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()
 
 
 def _block(scores: Tensor, values: Tensor) -> _Sums:
