@@ -17,6 +17,7 @@ from spmdrl.config import Config
 from spmdrl.engine.vllm.families import check_mixers, model_arguments
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
+from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.blocks import experts_modules, uneven_experts, unshardable
 from spmdrl.model.divisibility import misfits
@@ -193,6 +194,8 @@ def _exact_problems(cfg: Config, hf_model: nn.Module, counts: ModelCounts) -> It
         why = f"whose {', '.join(counts.mixers)} keeps a state, which is not computed exactly"
     elif has_vision_tower(hf_model):
         why = "which sees, and towers are not computed exactly"
+    elif chunk := packing_support(hf_model).chunk:
+        why = f"which attends within chunks of {chunk} tokens, whose keys an engine cuts elsewhere"
     elif counts.experts and cfg.model.lora.is_on:
         why = "a mixture, with model.lora: adapters of experts are not merged in a forward pass"
     if why:

@@ -134,6 +134,7 @@ _MOE = dict(num_key_value_heads=2, num_experts_per_tok=2, vocab_size=128)
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _GROUPED,
     "qwen2": dict(num_key_value_heads=4, tie_word_embeddings=True),
+    "gpt2": {},
     "mistral": dict(sliding_window=40, num_key_value_heads=2),
     "gemma2": dict(sliding_window=40, attn_logit_softcapping=5.0, **_GROUPED),
     "qwen3_moe": dict(num_experts=8, moe_intermediate_size=48, head_dim=32, **_MOE),

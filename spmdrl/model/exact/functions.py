@@ -70,8 +70,13 @@ def _grouped_mm(x: Tensor, weights: Tensor, *, offs: Tensor, **others: Any) -> T
     return grouped_linear(x, weights, ends=offs)
 
 
+def _addmm(bias: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    return linear(rows, weight.t(), bias)
+
+
 REPLACED: dict[Callable, Callable] = {
     F.linear: linear,
+    torch.addmm: _addmm,
     GROUPED_MM: _grouped_mm,
     F.silu: silu,
     F.gelu: gelu,
