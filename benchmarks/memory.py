@@ -106,7 +106,7 @@ def plans(cfg: Any) -> Iterator[tuple[str, int]]:
     from spmdrl.model.load import build_meta_model
     from spmdrl.tools.plan.engine_memory import engine_memory
     from spmdrl.tools.plan.run import run_of_model
-    from spmdrl.tools.plan.trainer_memory import trainer_memory
+    from spmdrl.tools.plan.trainer_memory import sent_proof_bytes, trainer_memory
     from spmdrl.world.axes import axes_of
 
     run = run_of_model(
@@ -115,11 +115,13 @@ def plans(cfg: Any) -> Iterator[tuple[str, int]]:
         prompt_tokens=cfg.data.max_prompt_tokens,
         response_tokens=cfg.sampling.max_response_tokens,
     )
-    causes = trainer_memory(run, axes_of(cfg)).causes
+    axes = axes_of(cfg)
+    causes = trainer_memory(run, axes).causes
     buckets = "stream buckets"
     yield "update", sum(causes.values()) - sum(causes[n] for n in ("weights", "optimizer", buckets))
-    yield "push, sender", causes[buckets]
-    yield "push, receiver", engine_memory(run, axes_of(cfg), memory_bytes=0).causes[buckets]
+    yield "push, sender", causes[buckets] + sent_proof_bytes(run, axes)
+    of_engine = engine_memory(run, axes, memory_bytes=0).causes
+    yield "push, receiver", of_engine[buckets] + of_engine["checksums of a push"]
 
 
 def config_of(options: Options, folder: Path, model: dict[str, Any]) -> Any:

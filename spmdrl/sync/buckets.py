@@ -87,16 +87,12 @@ class Traffic:
 
     def slack(self, num_buckets: int) -> Array:
         """Return [world, receivers] int64: bytes by which a cut may move to the start of a row."""
-        num_slices = self.num_slices(num_buckets)
-        return numpy.where(num_slices > 1, self.nbytes // num_slices // 16, 0)
+        return _slack(self.nbytes, self.num_slices(num_buckets))
 
     def block_bytes(self, num_buckets: int) -> Array:
         """Return [world, receivers] int64: the room in bytes for a slice of each route."""
-        mean = -(-self.nbytes // self.num_slices(num_buckets))
-        # A cut falls on an element: a slice may be up to one 8-byte element longer.
-        longest = mean + 7 + self.slack(num_buckets)
-        aligned = -(-longest // _ALIGN) * _ALIGN
-        return numpy.where(self.nbytes > 0, aligned, 0)
+        room = slice_room(self.nbytes, self.num_slices(num_buckets))
+        return numpy.where(self.nbytes > 0, room, 0)
 
     def targets(self, receiver: int) -> Array:
         """Return [world, fanout] int64: to which ranks of a receiver a source sends in bucket 0.
@@ -158,6 +154,18 @@ class Traffic:
         return int(count.max(initial=0))
 
 
+def slice_room(nbytes: Array, num_slices: Array) -> Array:
+    """Return the room in bytes for each of the slices of routes of so many bytes."""
+    mean = -(-nbytes // num_slices)
+    # A cut falls on an element: a slice may be up to one 8-byte element longer.
+    longest = mean + 7 + _slack(nbytes, num_slices)
+    return -(-longest // _ALIGN) * _ALIGN
+
+
+def _slack(nbytes: Array, num_slices: Array) -> Array:
+    return numpy.where(num_slices > 1, nbytes // num_slices // 16, 0)
+
+
 def _smallest_fanout(nbytes: Array, num_targets: int) -> int:
     """Return the least divisor of `num_targets` with which each target gets about as much.
 
@@ -197,7 +205,12 @@ def choose_buckets(traffic: Traffic, link: LinkCost) -> int:
     nbytes = traffic.largest_bucket(1)
     is_gathered = any(len(ranks) > 1 for ranks in traffic.receivers)
     best = best_count(nbytes, link, messages=traffic.max_messages, is_gathered=is_gathered)
-    return count_buckets(traffic, -(-nbytes // best) + 64)
+    return count_buckets(traffic, bound_of(nbytes, best))
+
+
+def bound_of(nbytes: int, count: int) -> int:
+    """Return the bytes that a bucket may have, if the busiest rank has about `count` of them."""
+    return -(-nbytes // count) + 64
 
 
 def best_count(nbytes: float, link: LinkCost, *, messages: float, is_gathered: bool) -> int:

@@ -26,6 +26,8 @@ _MOST_PROBLEMS = 8  # spelled out in a message
 _ELEMENTS_AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
 """Bounds the int64 temporaries of a checksum: 8 MB each, and 128 MB on GPUs, where a smaller strip
 takes as long as the launches of its kernels."""
+_TEMPORARIES = 5
+"""Int64 tensors as large as a strip that exist at once in `checksum`."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """{bytes of an element: the integer dtype that shows its bits}."""
 
@@ -160,6 +162,11 @@ def checksum(view: Tensor, box: Box, *, shape: Sequence[int]) -> Tensor:
             position = position + (index * stride).view([-1, *later_dims])
         total += mix(mix(position) + bits).sum()
     return total
+
+
+def checksum_bytes(numel: int, *, device_type: str) -> int:
+    """Return about the most bytes that `checksum` of so many elements allocates at once."""
+    return 8 * _TEMPORARIES * min(numel, _ELEMENTS_AT_ONCE[device_type])
 
 
 def on_host(sums: Sequence[Tensor]) -> list[int]:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 from spmdrl.config import Config, MemorySettings
 from spmdrl.config.fields import useful_tokens
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.targets import LoraForm, adapter_numel
 from spmdrl.model.model_shape import Attention, ModelShape, model_shape
+from spmdrl.model.tensor_parts import Box
+from spmdrl.sync.buckets import Traffic, choose_buckets
+from spmdrl.sync.verify import checksum, checksum_bytes
 from spmdrl.tools.plan import trainer_memory as trainer_memory_module
 from spmdrl.tools.plan.activations import (
     Cut,
@@ -31,6 +36,8 @@ from spmdrl.tools.plan.run import Run, run_of
 from spmdrl.tools.plan.trainer_memory import most_tokens, trainer_memory
 from spmdrl.train.muon import block_matrices
 from spmdrl.world.axes import Axes, axes_of
+from spmdrl.world.machine.hardware import CPU_LINK
+from spmdrl.world.machine.live_bytes import peak_bytes
 from tests.helpers.plan_runs import (
     FAMILIES,
     hold,
@@ -46,6 +53,9 @@ from tests.helpers.worlds import in_world
 _WIDE = dict(
     hidden_size=128, intermediate_size=512, num_hidden_layers=4, head_dim=32, vocab_size=1000
 )
+
+
+_OF_A_PUSH = ("stream buckets", "checksums of a push")
 
 
 def _shape(family: str, **sizes: object) -> ModelShape:
@@ -260,11 +270,38 @@ def test_key_value_heads_are_shared_out_and_then_repeated(tp, expected):
     assert cache_bytes_per_token(run, axes) == expected  # bytes, bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1024, 256), (8192, 256), (96, 1024)])
+def test_a_checksum_takes_what_the_plan_says(shape, dtype):
+    view = torch.zeros(shape, dtype=dtype)
+    with peak_bytes(torch.device("cpu")) as peak:
+        checksum(view, Box.whole(shape), shape=shape)
+    planned = checksum_bytes(view.numel(), device_type="cpu")
+    assert peak.bytes == pytest.approx(planned, rel=0.01)
+
+
+def test_a_push_takes_buckets_and_checksums():
+    # By hand: one trainer sends 4 * numel bytes; the buckets are those of the stream's own plan.
+    cfg = run_config("m", "o", placement="split", world_size=2, trainer_ranks=1)
+    cfg = changed(cfg, engine={"dtype": "float32"})
+    shape = _shape("qwen3", **_WIDE | {"intermediate_size": 4096})
+    run = _run(cfg, shape)
+    nbytes = 4 * shape.numel
+    traffic = Traffic(((1,),), numpy.array([[nbytes], [0]]))
+    number = choose_buckets(traffic, CPU_LINK)
+    sent, received = traffic.bucket_bytes(number)
+    trainer = trainer_memory(run, axes_of(cfg)).causes
+    engine = engine_memory(run, axes_of(cfg), memory_bytes=0).causes
+    assert number > 1 and trainer["stream buckets"] == 2 * sent[0] == 2 * received[1]
+    assert engine["stream buckets"] == trainer["stream buckets"]
+    assert engine["checksums of a push"] == 40 * 128 * 4096
+
+
 def test_the_engine_gets_its_part_of_a_gpu_and_the_cache_the_rest():
     shape = _shape("llama", vocab_size=1000)
     run = _gpu_run(run_config("m", "o", world_size=1), shape, kind="vllm", gpu_memory_frac=0.5)
     engine = engine_memory(run, Axes("split", 2, 1), memory_bytes=16 * 2**30)
-    used = sum(size for name, size in engine.causes.items() if name != "stream buckets")
+    used = sum(size for name, size in engine.causes.items() if name not in _OF_A_PUSH)
     block = 16 * cache_bytes_per_token(run, Axes("split", 2, 1))
     assert 0 <= 8 * 2**30 - used < block
     # 1000 rows become 1024; two tables.

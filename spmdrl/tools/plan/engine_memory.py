@@ -8,7 +8,13 @@ from dataclasses import replace
 from spmdrl.model.divisibility import engine_rows
 from spmdrl.model.model_shape import Block, Weight
 from spmdrl.sync.buckets import LARGEST
-from spmdrl.tools.plan.memory import CUDA_CONTEXT, Memory, bucket_count
+from spmdrl.tools.plan.memory import (
+    CUDA_CONTEXT,
+    Memory,
+    bucket_bytes,
+    largest_file_tensor,
+    proof_bytes,
+)
 from spmdrl.tools.plan.run import Run
 from spmdrl.world.axes import Axes
 
@@ -117,7 +123,12 @@ def engine_memory(run: Run, axes: Axes, *, memory_bytes: int) -> Memory:
         free = used if run.engine_sleeps and axes.roles.shares_devices else 0
         causes["whole tensors of a reload"] = max(0, _whole_tensors(run) - free)
     elif axes.roles.has_engines and axes.world_size > 1:  # one rank copies from shard to engine
-        causes["stream buckets"] = 2 * weights // bucket_count(run, axes, nbytes=weights)
+        causes["stream buckets"] = bucket_bytes(run, axes, own=weights, busiest=weights)
+        proof = proof_bytes(run, largest_file_tensor(shape) // axes.inference_tp)
+        # Nothing is generated meanwhile, but graphs keep their buffers.
+        free = causes.get("engine activations", CUDA_GRAPHS) - CUDA_GRAPHS
+        if proof > free:
+            causes["checksums of a push"] = proof - free
     resting = sum(causes.values())
     # An engine that sleeps frees its cache, and some kinds free their weights too.
     if run.engine_sleeps and run.engine.traits.frees_weights:

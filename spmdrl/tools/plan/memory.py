@@ -15,7 +15,8 @@ from functools import lru_cache
 from spmdrl.model.cuts import CutAxis, TensorCut
 from spmdrl.model.model_shape import Block, ModelShape, Weight
 from spmdrl.model.parallel.expert_parallel import expert_dim
-from spmdrl.sync.buckets import best_count, overhead_s
+from spmdrl.sync.buckets import best_count, bound_of, overhead_s, slice_room
+from spmdrl.sync.verify import checksum_bytes
 from spmdrl.tools.plan.run import Run
 from spmdrl.world.axes import Axes
 from spmdrl.world.machine.hardware import CPU_LINK, GPUS, LinkCost, gpu_link
@@ -113,11 +114,40 @@ def lora_numel(run: Run, axes: Axes) -> int:
 
 def bucket_count(run: Run, axes: Axes, *, nbytes: float) -> int:
     """Return the number of buckets in which an engine rank receives `nbytes`."""
-    if run.cfg.stream.bucket_bytes:
-        return max(1, math.ceil(nbytes / run.cfg.stream.bucket_bytes))
-    own = _messages(axes)
-    is_gathered = axes.replicas > 1
-    return best_count(nbytes, link_of(run, axes), messages=own, is_gathered=is_gathered)
+    total = math.ceil(nbytes)
+    bound = run.cfg.stream.bucket_bytes
+    if not bound:
+        own = _messages(axes)
+        is_gathered = axes.replicas > 1
+        best = best_count(total, link_of(run, axes), messages=own, is_gathered=is_gathered)
+        bound = bound_of(total, best)
+    number = max(1, math.ceil(total / bound))
+    # With room for cuts at other places, so many may be too few; see count_buckets.
+    while slice_room(total, number) > bound and number < total:
+        number += max(1, number // 16)
+    return number
+
+
+def bucket_bytes(run: Run, axes: Axes, *, own: int, busiest: int) -> int:
+    """Return the bytes of the two buckets of a rank that sends or receives `own` bytes.
+
+    Args:
+        busiest: what an engine rank receives.
+    """
+    count = bucket_count(run, axes, nbytes=busiest)
+    return min(2, count) * int(slice_room(own, count))
+
+
+def largest_file_tensor(shape: ModelShape) -> int:
+    """Return the elements of the largest tensor of the model's files, which have one per expert."""
+    blocks = [weight for block, _ in shape.kinds for weight in block.weights]
+    sizes = [w.numel // (w.shape[0] if w.is_expert else 1) for w in (*shape.root, *blocks)]
+    return max(sizes)
+
+
+def proof_bytes(run: Run, numel: int) -> int:
+    """Return what a rank allocates to check a push: the checksum of `numel` elements."""
+    return checksum_bytes(numel, device_type="cuda" if run.on_gpu else "cpu")
 
 
 def rounds_s(run: Run, axes: Axes, *, nbytes: float) -> float:
@@ -137,4 +167,6 @@ def link_of(run: Run, axes: Axes) -> LinkCost:
 
 def _messages(axes: Axes) -> int:
     """Return about how many messages a rank sends and receives per bucket."""
-    return axes.inference_tp + math.ceil(axes.trainers / max(1, axes.replicas))
+    sent = axes.inference_tp
+    received = math.ceil(axes.trainers / max(1, axes.replicas))
+    return sent + received if axes.roles.shares_devices else max(sent, received)

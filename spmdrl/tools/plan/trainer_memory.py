@@ -24,11 +24,13 @@ from spmdrl.tools.plan.activations import (
 from spmdrl.tools.plan.memory import (
     CUDA_CONTEXT,
     Memory,
-    bucket_count,
+    bucket_bytes,
     gathered_numel,
+    largest_file_tensor,
     local_shape,
     lora_numel,
     muon_numel,
+    proof_bytes,
     shards_numel,
 )
 from spmdrl.tools.plan.run import Run
@@ -94,13 +96,16 @@ def _memory_of(run: Run, axes: Axes, work: RowPart, *, num_scored: int) -> Memor
     }
     if work.cut.method == "ulysses":
         moments["in the attention of the last block"] = _in_attention(run, axes, saved, work)
+    if axes.roles.has_engines:
+        # The gradients are freed before.
+        checked = max(0, sent_proof_bytes(run, axes) - causes["gradients"])
+        moments["where a push is checked"] = {"checksums of a push": checked}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     causes |= moments[moment]
     if axes.roles.has_engines:
-        # Trainers pack into two buckets. (Tensors that are sent without a copy need no bucket.)
         sent = state * run.engine_bytes
-        whole = run.shape.numel * run.engine_bytes
-        causes["stream buckets"] = 2 * sent // bucket_count(run, axes, nbytes=whole)
+        whole = shape.numel * run.engine_bytes
+        causes["stream buckets"] = bucket_bytes(run, axes, own=sent, busiest=whole)
         if run.cfg.stream.delta == "always":
             causes["copy of the last push"] = sent
     if run.on_gpu:
@@ -284,6 +289,14 @@ def _at_end(run: Run, axes: Axes) -> dict[str, int]:
     numel = gathered_numel(shape.root, axes)
     reduced = 0 if run.lora_numel else numel * (c + 4)
     return {"gathered by FSDP": _gathered_bytes(run, axes), "gradients in reduction": reduced}
+
+
+def sent_proof_bytes(run: Run, axes: Axes) -> int:
+    """Return what a rank allocates to check what it sent: the checksum of its largest shard, and
+    the shard in the engine's dtype."""
+    numel = largest_file_tensor(run.shape) // axes.fsdp
+    is_cast = run.engine_bytes != run.master_bytes
+    return proof_bytes(run, numel) + (numel * run.engine_bytes if is_cast else 0)
 
 
 @lru_cache(maxsize=4096)
