@@ -241,3 +241,26 @@ def test_numbers_that_are_drawn_ahead_are_those_that_vllm_draws_one_by_one():
         return found
 
     assert run(patched) == run(plain)
+
+
+# --------------------------------------------------------------------------- draft tokens
+
+
+def test_each_draft_token_has_the_temperature_and_top_k_of_its_request():
+    from vllm.v1.sample import rejection_sampler
+
+    patches.keep_numbers_of_drafts()
+    patched = rejection_sampler.apply_sampling_constraints
+    patches.keep_numbers_of_drafts()
+    assert rejection_sampler.apply_sampling_constraints is patched, "a second call changes nothing"
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    counts = torch.tensor([2, 2, 5], dtype=torch.int32)  # the second request has none
+    temperatures = torch.tensor([0.7, 3.0, 0.0])
+    top_k = torch.tensor([3, 9, 40], dtype=torch.int32)
+    metadata = SimpleNamespace(all_greedy=False, temperature=temperatures, top_k=top_k, top_p=None)
+    found = patched(logits.clone(), counts, metadata)
+    assert (found != -torch.inf).sum(1).tolist() == [3, 3, 40, 40, 40]
+    assert torch.equal(found[2:], logits[2:]), "greedy requests are not divided by 0"
+    kept = found[:2] != -torch.inf
+    torch.testing.assert_close(found[:2][kept], (logits[:2] / 0.7)[kept])
+    assert patched(logits[:0], torch.zeros(3, dtype=torch.int32), metadata).shape == (0, 40)

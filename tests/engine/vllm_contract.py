@@ -62,6 +62,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("v1/engine/__init__.py", "EngineCoreRequest"),
     ("v1/engine/__init__.py", "EngineCoreOutput"),
     ("v1/engine/__init__.py", "EngineCoreOutput.new_sampling_mask"),
+    ("v1/engine/__init__.py", "EngineCoreOutput.spec_decode_metrics"),
     ("v1/engine/__init__.py", "EngineCoreOutputs"),
     ("v1/engine/__init__.py", "FINISH_REASON_STRINGS"),
     ("v1/engine/core.py", "EngineCore.step_with_batch_queue"),
@@ -99,6 +100,14 @@ NAMES: tuple[tuple[str, str], ...] = (
 """(file, name in it) of all that the adapters name, and of what they work around."""
 
 TEXTS = {
+    "numbers of requests are lost on the CPU": (
+        "utils/cpu_triton_utils.py",
+        "torch.ops._C.expand_kernel_impl(\n        _ensure_int64(output),",
+    ),
+    "requests of one new token are padded": (
+        "v1/core/sched/scheduler.py",
+        "self.num_spec_tokens > 0 and self.dynamic_sd_lookup is None",
+    ),
     "only the first rank has routes": (
         "distributed/aux_output_connector/worker.py",
         "if not get_tp_group().is_first_rank:",

@@ -12,7 +12,7 @@ keep_transformers_classes  models.transformers.base.Base, support_torch_compile
 keep_head_bias             ParallelLMHead._register_bias   once a second loading keeps the bias
 count_own_ranks            models.gpt_oss.MLPBlock         once it asks no rank but its engine's
 add_phimoe_head_bias       models.phimoe.PhiMoEForCausalLM.compute_logits   once it adds the bias
-patch_cpu_build            applies the next seven
+patch_cpu_build            applies the next eight
 inspect_models_here        model_executor.models.registry._run_in_subprocess
                                                     once that is an option
 keep_linear_weights_live   model_executor.layers.utils.dispatch_cpu_unquantized_gemm
@@ -26,6 +26,10 @@ keep_expert_weights_live   fused_moe.experts.cpu_moe.CPUUnquantizedExperts (0.32
                                                     once CPU experts may stay unpacked
 draw_numbers_ahead         sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu (0.32, 0.33)
                                                     once it makes no call per request
+keep_numbers_of_drafts     sample.rejection_sampler.expand_batch_to_tokens, and
+                           apply_sampling_constraints (0.32, 0.33)
+                                                    once its CPU kernel returns what it computes,
+                                                    and steps without draft tokens have a top_k
 """
 
 from __future__ import annotations
@@ -182,6 +186,7 @@ def patch_cpu_build() -> None:
     route_in_one_group()
     keep_expert_weights_live()
     draw_numbers_ahead()
+    keep_numbers_of_drafts()
 
 
 def inspect_models_here() -> None:
@@ -406,3 +411,48 @@ def draw_numbers_ahead() -> None:
 
 def _log_softmax(logits: Tensor) -> Tensor:
     return logits.log_softmax(dim=-1, dtype=torch.float32)
+
+
+def keep_numbers_of_drafts() -> None:
+    """Have speculative decoding divide logits by the request's temperature, and cut them by its
+    top_p and top_k.
+
+    vLLM's CPU kernel writes these numbers, for each draft token, into a copy that nobody reads
+    (vLLM issue 55005). What the memory held before is used: draft tokens would be accepted,
+    replaced and scored by another distribution, and each rank of an engine would have its own. In
+    a step without draft tokens, vLLM fails to find the largest top_k of none.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_batch_to_tokens = _expand_by_request
+    constrain = rejection_sampler.apply_sampling_constraints
+    if hasattr(constrain, "__wrapped__"):
+        return
+
+    @wraps(constrain)
+    def constrained(logits: Tensor, cu_num_draft_tokens: Tensor, sampling_metadata: Any) -> Tensor:
+        """logits: [draft tokens, V]."""
+        if not len(logits):
+            return logits
+        return constrain(logits, cu_num_draft_tokens, sampling_metadata)
+
+    rejection_sampler.apply_sampling_constraints = constrained
+
+
+def _expand_by_request(
+    numbers: Tensor,
+    cu_num_tokens: Tensor,
+    num_tokens: int,
+    replace_from: int = 0,
+    replace_to: int = 0,
+) -> Tensor:
+    """Return a request's number for each of its tokens, [num_tokens].
+
+    Args:
+        numbers: [N], of the requests.
+        cu_num_tokens: [N] int32, tokens of the requests up to this one.
+        replace_from, replace_to: a number to replace, and by what.
+    """
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    replaced = numbers.masked_fill(numbers == replace_from, replace_to)
+    return replaced.repeat_interleave(counts, output_size=num_tokens)
