@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 
 from spmdrl.config.fields import Config
+from spmdrl.config.files import as_flow
 from spmdrl.engine.vllm.sources import engine_argument_names
+
+_DRAFTS = "engine.options.speculative_config"
+_DRAFT_NUMBERS = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
+_MOST_DRAFT_TOKENS = 128
+"""vLLM's own limit."""
 
 ENGINE_ARGUMENTS: dict[str, str] = {
     "model": "model.path",
@@ -49,22 +55,14 @@ ENGINE_ARGUMENTS: dict[str, str] = {
     "nnodes": "",
     "enable_eplb": "",
     "enable_elastic_ep": "",
+    "spec_method": _DRAFTS,
+    "spec_model": _DRAFTS,
+    "spec_tokens": _DRAFTS,
+    "per_request_spec_decode_metrics": _DRAFTS,
 }
 """{argument of vLLM's engine: the field that sets it}. Those without a field cannot change, because
 the engine is in this process, in groups of layout.inference_tp ranks, takes its weights from the
 trainers, and returns tokens with logprobs of the distribution that it sampled from."""
-
-# Measured on the CPU with n-gram guesses, in float32: k3 between engine and trainer was up to 0.012
-# nats in some steps and 4e-13 in others, and ranks of one engine fell out of step.
-_SPECULATION = (
-    "where vLLM guesses tokens first, the log-probabilities that it returns of some are not those "
-    "of the model; leave it out"
-)
-UNPROVED_ARGUMENTS: dict[str, str] = {
-    name: _SPECULATION
-    for name in ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-}
-"""{argument of vLLM's engine: why it is refused}."""
 
 _TORCH_PIN = re.compile(r"torch\s*==\s*([\d.]+)")
 
@@ -88,8 +86,6 @@ def engine_option_problems(cfg: Config) -> list[str]:
                 if field
                 else f"{place}: cannot be changed, since the engine lives inside this job"
             )
-        elif name in UNPROVED_ARGUMENTS:
-            problems.append(f"{place}: {UNPROVED_ARGUMENTS[name]}")
         elif known and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             field = ENGINE_ARGUMENTS.get(near[0], "") if near else ""
@@ -99,7 +95,43 @@ def engine_option_problems(cfg: Config) -> list[str]:
                 f"{place}: the vLLM that is installed has no such engine argument{guess}"
             )
     built = build_problems() if cfg.layout.roles.has_engines else []
-    return [*problems, *_mask_problems(cfg), *built]
+    return [*problems, *_mask_problems(cfg), *_draft_problems(cfg, known), *built]
+
+
+def _draft_problems(cfg: Config, known: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with speculative decoding.
+
+    Args:
+        known: arguments of the installed vLLM's engine; empty where none is installed.
+    """
+    if "speculative_config" not in cfg.engine.options:
+        return
+    asked = cfg.engine.options["speculative_config"]
+    if not isinstance(asked, Mapping) or asked.get("method") != "ngram":
+        yield (
+            f"{_DRAFTS}: {as_flow(asked)}, and the method ngram alone is proved to return "
+            "the model's log-probabilities; set {method: ngram, num_speculative_tokens: 4}, or "
+            "leave it out"
+        )
+        return
+    for name in asked.keys() - {"method", *_DRAFT_NUMBERS}:
+        yield f"{_DRAFTS}: {name} is not proved; it takes method, {', '.join(_DRAFT_NUMBERS)}"
+    for name in _DRAFT_NUMBERS:
+        number = asked.get(name, None if name == "num_speculative_tokens" else 1)
+        if type(number) is not int or not 1 <= number <= _MOST_DRAFT_TOKENS:
+            yield (
+                f"{_DRAFTS}: {name} must be a whole number from 1 to {_MOST_DRAFT_TOKENS}, got "
+                f"{number}"
+            )
+            return
+    shortest = asked.get("prompt_lookup_min", 1)
+    if shortest > asked.get("prompt_lookup_max", shortest):
+        yield f"{_DRAFTS}: prompt_lookup_min {shortest} is above prompt_lookup_max; lower it"
+    if known and "per_request_spec_decode_metrics" not in known:
+        yield (
+            f"{_DRAFTS}: was never tried with the vLLM that is installed, which does not count "
+            "accepted tokens; install 0.32, or leave it out"
+        )
 
 
 def _mask_problems(cfg: Config) -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from spmdrl.check.values import MAX_RANK
 from spmdrl.config import Config
-from spmdrl.engine.vllm.families import check_mixers, model_arguments
+from spmdrl.engine.vllm.families import check_drafts, check_mixers, model_arguments
 from spmdrl.errors import Refusal
 from spmdrl.imports import attempt, is_missing_folder
 from spmdrl.model.attention.packing_support import packing_support
@@ -125,6 +125,8 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     if cfg.engine.traits.has_own_models and axes_of(cfg).engines:
         problems += refusal(lambda: model_arguments(cfg))
         problems += refusal(lambda: check_mixers(hf_model, counts.mixers))
+        is_seeing = has_vision_tower(hf_model)
+        problems += refusal(lambda: check_drafts(cfg, mixers=counts.mixers, is_seeing=is_seeing))
     if is_on_cpu(cfg):
         offload = cfg.model.memory.offload
         problems += refusal(lambda: check_offload(offload, torch.device("cpu")))

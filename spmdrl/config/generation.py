@@ -60,6 +60,14 @@ class EngineSettings:
         traits = ENGINE_TRAITS[self.kind]
         return replace(traits, has_own_models=False) if self.exact else traits
 
+    @property
+    def draft_tokens(self) -> int:
+        """Most tokens of a sequence that vLLM drafts for one step; 0 without speculative decoding,
+        and where check/engine_options.py refuses its settings."""
+        asked = self.options.get("speculative_config")
+        number = asked.get("num_speculative_tokens") if isinstance(asked, dict) else 0
+        return number if isinstance(number, int) else 0
+
 
 @dataclass(frozen=True)
 class StreamSettings:

@@ -70,6 +70,16 @@ class Request:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """Tokens of a request that an engine drafted, for the model to accept or to replace."""
+
+    num_tokens: int
+    num_accepted: int
+    num_steps: int
+    """Engine steps with draft tokens. Each draws one more token than it accepts."""
+
+
+@dataclass(frozen=True)
 class Completion:
     """What was drawn for one request."""
 
@@ -85,6 +95,8 @@ class Completion:
     extra_columns: Columns = field(default_factory=dict)
     """Columns of the sampled tokens. Those that cover the prompt are of the request's first tokens:
     all but the last, which the engine never reads, and fewer for an unfinished request."""
+    drafts: Drafts | None = None
+    """Of a finished request of an engine that drafts tokens."""
 
     def until(self, count: int) -> Completion:
         """Return the completion as it is when its token `count` - 1 ends it."""

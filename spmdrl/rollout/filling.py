@@ -282,7 +282,7 @@ class StepFiller:
                 self.cfg,
                 is_first=self.world.replica == 0,
                 seconds=seconds,
-                measured=measured,
+                measured=measured | self.loop.draft_sums(),
                 dropped=self._dropped,
                 num_carried=len(self.waiting),
             )

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
-from spmdrl.engine.protocol import Completion, EngineProtocol, Request
+from spmdrl.engine.protocol import Completion, Drafts, EngineProtocol, Request
 from spmdrl.errors import Refusal, RewardFailed
 from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.decisions import Decisions
@@ -71,6 +71,7 @@ class Loop:
         self.chats = chats
         self.decisions = Decisions()
         self.idle = Idle()
+        self._drafts: list[Drafts] = []
         self.failed_rewards = FailedRewardLog()
         self._recomputed = (0, 0.0)  # tokens and seconds, see `take_recomputed`
         self._to_draw: list[Episode] = []
@@ -204,12 +205,28 @@ class Loop:
             "time/recompute": (seconds, 1),
         }
 
+    def draft_sums(self) -> Sums:
+        """Return the sums of the drafts of training samples since the last call; empty for none."""
+        drafts = self._drafts
+        self._drafts = []
+        tokens = sum(one.num_tokens for one in drafts)
+        accepted = sum(one.num_accepted for one in drafts)
+        steps = sum(one.num_steps for one in drafts)
+        if not drafts:
+            return {}
+        return {
+            "rollout/draft_accepted_frac": (accepted, tokens),
+            "rollout/draft_step_tokens": (accepted + steps, steps),
+        }
+
     # ---------------------------------------------------------------- from stage to stage
 
     def _receive_completions(self, completions: Sequence[Completion]) -> None:
         """Send finished turns to their environment, or to the reward functions."""
         episodes = [self._drawing.pop(completion.key) for completion in completions]
         for episode, completion in zip(episodes, completions):
+            if completion.drafts is not None and episode.group.draw.purpose == "train":
+                self._drafts.append(completion.drafts)
             trajectory = episode.trajectory.append_completion(completion)
             episode.trajectory = trajectory.end_turn(episode.state)
         # The tokenizer decodes many turns at once faster than one after the other.

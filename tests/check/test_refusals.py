@@ -12,6 +12,7 @@ from tests.helpers.built import changed, good
 
 KL = dict(kl="k1", kl_coef=0.1)
 IN_REWARD = KL | dict(kl_in="reward")
+NGRAM = dict(method="ngram", num_speculative_tokens=4)
 OFFLINE = dict(layout=dict(placement="offline"))
 BESIDE = {  # what else is changed
     "": {},
@@ -26,6 +27,9 @@ BESIDE = {  # what else is changed
     "offline": OFFLINE,
     "offline in runs/a": dict(output_dir="runs/a", **OFFLINE),
     "no lag": dict(lag=0),
+    "cpu": dict(layout=dict(device="cpu")),
+    "gpu": dict(layout=dict(device="cuda")),
+    "drafts": dict(layout=dict(device="cpu"), engine=dict(options=dict(speculative_config=NGRAM))),
     "reward model": dict(rewards=dict(functions=("model:m",))),
     "short": dict(sampling=dict(max_response_tokens=16)),
     "online pairs": dict(algorithm=dict(objective="online_preference", loss="dpo")),
@@ -54,6 +58,10 @@ ACCEPTED = {
     ("model.memory", ""): [dict(activation_checkpointing="full", head_chunk_tokens=100)],
     ("model.moe", ""): [dict(replay=True), dict(replay=False)],
     ("engine.options", ""): [dict(enforce_eager=True, enable_prefix_caching=False)],
+    ("engine.options", "cpu"): [
+        dict(speculative_config=NGRAM),
+        dict(speculative_config=NGRAM | dict(prompt_lookup_min=2, prompt_lookup_max=2)),
+    ],
     ("rewards.functions", ""): [("task:addition", "model:x"), ("model:x", "model:y")],
     ("rewards.functions", "evaluation"): [("task:addition", "model:x"), ("model:x",)],
     ("rewards.functions", "remax"): [("r:f",)],
@@ -178,8 +186,32 @@ REFUSED = {
             "did you mean enforce_eager?",
         ),
         (dict(max_num_seqs=4), "max_num_seqs: is set by engine.max_num_seqs"),
-        (dict(speculative_config=dict(method="ngram")), "of some are not those of the model"),
+        (dict(spec_tokens=4), "spec_tokens: is set by engine.options.speculative_config"),
+        (
+            dict(speculative_config=dict(method="suffix")),
+            "speculative_config: {method: suffix}, and the method ngram alone is proved",
+        ),
+        (dict(speculative_config="ngram"), "speculative_config: ngram, and the method ngram alone"),
+        (
+            dict(speculative_config=dict(method="ngram")),
+            "num_speculative_tokens must be a whole number from 1 to 128, got None",
+        ),
+        (
+            dict(speculative_config=NGRAM | dict(rejection_sample_method="synthetic")),
+            "rejection_sample_method is not proved; it takes method, num_speculative_tokens,",
+        ),
+        (
+            dict(speculative_config=NGRAM | dict(prompt_lookup_min=5, prompt_lookup_max=2)),
+            "prompt_lookup_min 5 is above prompt_lookup_max",
+        ),
         (dict(load_format="dummy"), "load_format: cannot be changed"),
+    ],
+    ("engine.options", "gpu"): [
+        (dict(speculative_config=NGRAM), "with layout.device cuda; the log-probabilities of draft")
+    ],
+    ("sampling", "drafts"): [
+        (dict(min_p=0.1), "speculative_config: {method: ngram, num_speculative_tokens: 4} with "),
+        (dict(logit_bias={"7": 1.0}), "vLLM does not apply it to draft tokens"),
     ],
     ("engine.options", "transformers"): [
         (dict(enforce_eager=True), "enforce_eager: is an argument of vLLM's engine")

@@ -355,7 +355,7 @@ def test_options_of_the_engine_are_names_of_vllm_that_are_not_set_here():
     from spmdrl.check.engine_options import ENGINE_ARGUMENTS, engine_argument_names
     from spmdrl.engine.vllm.arguments import _own_arguments
 
-    known = config.flatten(config.Config())
+    known = {*config.flatten(config.Config()), "engine.options.speculative_config"}
     for field in filter(None, ENGINE_ARGUMENTS.values()):
         assert all(part in {*known, *sections()} for part in field.split(" + ")), field
     own = {*_own_arguments(good(), on_cpu=True), "distributed_executor_backend"}

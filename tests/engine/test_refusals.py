@@ -113,6 +113,24 @@ def test_what_the_cpu_build_lacks_is_refused_by_the_dry_run_and_not_on_gpus(
         assert fit_problems(changed(cfg, engine={"dtype": "bfloat16"})) == []
 
 
+@pytest.mark.parametrize(
+    ("family", "has"),
+    [
+        ("qwen3_next", "layers with a state .*GatedDeltaNet"),
+        ("deepseek_v3", "latent attention"),
+        ("qwen3", ""),
+    ],
+)
+def test_drafts_of_models_that_were_not_compared_are_refused(family, has, tmp_path):
+    shrunk(family_config(family)).save_pretrained(tmp_path)
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+    cfg = make_config(tmp_path, layout=SPLIT, dtype="bfloat16")
+    assert fit_problems(cfg) == []
+    problems = fit_problems(changed(cfg, engine={"options": drafts}))
+    assert len(problems) == bool(has)
+    assert not has or re.search(f"speculative_config: is set with a {family}.*{has}", problems[0])
+
+
 def test_a_module_that_imports_what_is_not_installed_is_refused_with_what_to_install(tmp_path):
     shrunk(family_config("qwen3_5_text")).save_pretrained(tmp_path)
     cfg = make_config(tmp_path, layout=SPLIT)

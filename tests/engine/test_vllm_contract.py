@@ -25,6 +25,7 @@ SINCE_32 = {  # what the adapter asks for by hasattr, or on the CPU alone, or wo
     "model_executor/layers/fused_moe/experts/cpu_moe.py: CPUUnquantizedExperts.apply",
     "model_executor/layers/fused_moe/routed_experts_capturer.py: bind_routed_experts_capturer",
     "v1/engine/__init__.py: EngineCoreOutput.new_sampling_mask",
+    "v1/engine/__init__.py: EngineCoreOutput.spec_decode_metrics",
     "v1/engine/core_client.py: InprocClient._finalizer",
     "v1/executor/abstract.py: SLEEP_TAGS",
 }
@@ -107,7 +108,7 @@ def test_every_version_has_each_argument_of_an_engine(version):
     for on_cpu in (True, False):
         assert engine_arguments(cfg, on_cpu=on_cpu).keys() <= known
     assert ENGINE_ARGUMENTS.keys() - known <= (
-        {"return_sampling_mask"} if "24" in version else set()
+        {"return_sampling_mask", "per_request_spec_decode_metrics"} if "24" in version else set()
     )
 
 

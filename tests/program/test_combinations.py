@@ -29,6 +29,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "lora_push": {"model.lora.rank": 4, "model.lora.push": "adapter"},
     "moe_replay": {"model.moe.replay": "true"},
     "moe_balance": {"model.moe.balance": "aux"},
+    "drafts": {
+        "engine.options": "{speculative_config: {method: ngram, num_speculative_tokens: 4, "
+        "prompt_lookup_min: 1}}"
+    },
     "lag": {"lag": 1},
     "steal": {"rollout.schedule.balance": "steal"},
     "dynamic": {"rollout.schedule.dynamic": 30},
@@ -119,6 +123,8 @@ def check(rows: list[dict], features: set[str]) -> None:
     if "distillation" not in features:
         fresh = [row["policy/mismatch_k3"] for row in rows if not row.get("policy/staleness")]
         assert fresh and max(fresh) < limit
+    if "drafts" in features:
+        assert any(row["rollout/draft_accepted_frac"] > 0 for row in rows)
     if "critic" in features:
         assert all(row["value/loss"] > 0 for row in rows)
     if "lora" in features and "kl_reference" in features:
@@ -180,6 +186,7 @@ def train(where: Path, features: set[str]) -> None:
                 "split",
                 "lag",
                 "curriculum",
+                "drafts",
                 "penalties",
                 "critic",
                 "kl_reference",
@@ -231,6 +238,7 @@ def train(where: Path, features: set[str]) -> None:
                 "split",
                 "curriculum",
                 "truncated",
+                "drafts",
                 "penalties",
                 "critic",
                 "kl_reference",

@@ -14,7 +14,7 @@ import torch
 from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max, gap_sums
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config, ShapingSettings
-from spmdrl.engine.protocol import Completion, Request
+from spmdrl.engine.protocol import Completion, Drafts, Request
 from spmdrl.rollout.episode import GREEDY, Draw, Episode, FinishedEpisode, Group, Trajectory
 from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.loop import Loop
@@ -51,6 +51,7 @@ class Engine:
     def __init__(self):
         self.seen: list[Request] = []
         self.open: list[Request] = []
+        self.drafts: Drafts | None = None
 
     def add(self, request: Request) -> None:
         self.seen.append(request)
@@ -62,12 +63,15 @@ class Engine:
 
     def step(self) -> list[Completion]:
         return [
-            completion(
-                (7, 1),
-                key=r.key,
-                logprobs=(-0.5, -0.25),
-                versions=(2, 2),
-                is_truncated=r.temperature == 0,
+            dataclasses.replace(
+                completion(
+                    (7, 1),
+                    key=r.key,
+                    logprobs=(-0.5, -0.25),
+                    versions=(2, 2),
+                    is_truncated=r.temperature == 0,
+                ),
+                drafts=self.drafts,
             )
             for r in (self.open.pop() for _ in range(min(2, len(self.open))))
         ]
@@ -136,6 +140,20 @@ def test_the_greedy_sample_is_one_more_request_and_changes_no_other():
     assert [r for r in engine.seen if r.temperature] == without.seen
     drawn = [values(s) for s in samples if s.sample != GREEDY]
     assert drawn == [values(s) for s in plain]
+
+
+def test_drafts_of_training_samples_are_counted_once():
+    loop = Loop(Config(), tokenizer=Tokenizer(), pool=Pool(), link=Link())
+    engine = Engine()
+    for purpose in ("train", "eval"):
+        draw = dataclasses.replace(DRAW, purpose=purpose, samples=3)
+        loop.admit(Group(0, 7, 4, PROMPTS[0][1], version=2, draw=draw))
+        engine.drafts = Drafts(num_tokens=8, num_accepted=3, num_steps=2)
+        while loop.is_busy:
+            loop.tick(engine)
+    sums = loop.draft_sums()
+    assert sums == {"rollout/draft_accepted_frac": (9, 24), "rollout/draft_step_tokens": (15, 6)}
+    assert loop.draft_sums() == {}
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,10 @@ def test_a_broken_rule_says_what_was_seen_why_and_what_to_do():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_each_feature_by_itself_is_right(feature, device):
     problems = validate(config_of(feature, device=device))
+    if feature.name == "drafts" and device == "cuda":
+        (problem,) = problems
+        assert "with layout.device cuda" in problem
+        return
     assert not [text for text in problems if "torchao, which is not installed" not in text]
 
 

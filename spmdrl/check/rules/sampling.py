@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from spmdrl.check.rules.rule import Rule, RuleKind
 from spmdrl.check.rules.weights import unused
@@ -95,6 +96,19 @@ def _penalty_of_resumed(name: str, schedule: str) -> Rule:
         "otherwise than the trainers",
         "take repetition_penalty, which counts both alike, or leave one out",
         "not built",
+    )
+
+
+def _drafts_with(
+    name: str, when: Callable[[Config], object], reason: str, remedy: str, kind: RuleKind
+) -> Rule:
+    """Return a rule for speculative decoding with another field."""
+    return Rule(
+        ("engine.options.speculative_config", name),
+        lambda cfg: cfg.engine.draft_tokens and when(cfg),
+        reason,
+        remedy,
+        kind,
     )
 
 
@@ -274,6 +288,33 @@ _EXACT = [
         "not built",
     ),
 ]
+_DRAFTS = [
+    _drafts_with(
+        "layout.device",
+        lambda cfg: not _is_on_cpu(cfg),
+        "the log-probabilities of draft tokens were compared with the model's on the CPU alone "
+        "(there vLLM's kernel loses the temperature, which is mended)",
+        "leave it out",
+        "untried",
+    ),
+    _drafts_with(
+        "model.lora.push",
+        lambda cfg: cfg.model.lora.pushes_adapter,
+        "the log-probabilities of draft tokens were compared without adapters in the engine alone",
+        "leave it out, or set model.lora.push to merged",
+        "untried",
+    ),
+    *(
+        _drafts_with(
+            name,
+            attrgetter(name),
+            "vLLM does not apply it to draft tokens",
+            "leave one of them out",
+            "not built",
+        )
+        for name in ("sampling.min_p", "evaluate.min_p", "sampling.logit_bias")
+    ),
+]
 _SAMPLING = [
     *unused(
         ["evaluate.top_p", "evaluate.top_k", "evaluate.min_p"],
@@ -414,6 +455,7 @@ SAMPLING: list[Rule] = [
     *_LAYOUT,
     *_ENGINES,
     *_EXACT,
+    *_DRAFTS,
     *_SAMPLING,
     *_SCHEDULE,
     *_RECORD,

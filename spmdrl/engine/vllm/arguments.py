@@ -46,6 +46,8 @@ def engine_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
         # When a prompt is computed in chunks, vLLM takes back the draw after each chunk but the
         # last. It cannot do so for a seeded request here: CPU generators have no offset.
         options |= {"enforce_eager": True, "enable_chunked_prefill": False}
+    if cfg.engine.draft_tokens:
+        options |= _draft_arguments(cfg)
     return dict(**lora_arguments(cfg), **_own_arguments(cfg, on_cpu=on_cpu), **options)
 
 
@@ -67,10 +69,24 @@ def _defaults(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     return defaults
 
 
+def _draft_arguments(cfg: Config) -> dict[str, Any]:
+    """Return the arguments of an engine with speculative decoding."""
+    asked = cfg.engine.options["speculative_config"]
+    # Without a number for each batch size, vLLM pads a request of one new token with draft tokens
+    # of id -1. Its CPU kernel does not know these, and accepts them by a number beside the row.
+    sizes = [[1, cfg.engine.max_num_seqs, cfg.engine.draft_tokens]]
+    return {
+        "speculative_config": asked | {"num_speculative_tokens_per_batch_size": sizes},
+        "per_request_spec_decode_metrics": "summary",
+    }
+
+
 def _own_arguments(cfg: Config, *, on_cpu: bool) -> dict[str, Any]:
     """Return the arguments that engine.options may not hold."""
     longest = cfg.longest_sequence
-    tokens_per_step = max(cfg.engine.max_batched_tokens, cfg.engine.max_num_seqs)
+    # With a smaller budget a sequence would have fewer draft tokens because of the others.
+    drawing = cfg.engine.max_num_seqs * (1 + cfg.engine.draft_tokens)
+    tokens_per_step = max(cfg.engine.max_batched_tokens, drawing)
     arguments: dict[str, Any] = dict(
         model=cfg.model.path,
         trust_remote_code=cfg.model.trust_remote_code,

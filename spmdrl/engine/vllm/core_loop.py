@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spmdrl.engine.vllm.internals import sampling_mask_of
+from spmdrl.engine.vllm.internals import draft_metrics_of, sampling_mask_of
 
 _IS_TRUNCATED = {"stop": False, "length": True}
 """{vLLM's reason for the end of a request: whether it reached its length limit}"""
@@ -49,6 +49,8 @@ class Drawn:
     """Arrays [n, layers, K] of consecutive tokens, where the engine returns them."""
     masks: list[Any] = field(default_factory=list)
     """Chunks of sampling masks with `to_nested_list`, where the engine returns them."""
+    drafts: Any = None
+    """vLLM's RequestSpecDecodeMetrics of a finished request, with speculative decoding."""
     is_truncated: bool = False
     """It is finished because it reached its length limit."""
 
@@ -134,6 +136,7 @@ class CoreLoop:
                     f"{reason!r}; its log says why (VLLM_LOGGING_LEVEL=INFO)"
                 )
             drawn.is_truncated = _IS_TRUNCATED[reason]
+            drawn.drafts = draft_metrics_of(output)
             finished.append(self._unfinished.pop(drawn.name))
         return finished
 

@@ -173,6 +173,32 @@ def check_mixers(hf_model: Any, mixers: Collection[str]) -> None:
         )
 
 
+def check_drafts(cfg: Config, *, mixers: Collection[str], is_seeing: bool) -> None:
+    """Refuse speculative decoding of models for which its log-probabilities were not compared.
+
+    Args:
+        mixers: as for `check_mixers`.
+        is_seeing: the model takes images.
+    Raises: Refusal that says what such a model has.
+    """
+    if not cfg.engine.draft_tokens:
+        return
+    config = hf_config_of(cfg.model)
+    what = ""
+    if mixers:
+        what = f"layers with a state ({', '.join(mixers)}), which draft tokens would change"
+    elif getattr(config, "kv_lora_rank", None):
+        what = "latent attention"
+    elif is_seeing:
+        what = "images"
+    if what:
+        raise Refusal(
+            f"engine.options.speculative_config: is set with a {config.model_type}, which has "
+            f"{what}, and log-probabilities of draft tokens were compared for models of text with "
+            "plain attention alone; leave it out"
+        )
+
+
 # --------------------------------------------------------------------------- a trial
 
 

@@ -12,11 +12,14 @@ reload_weights      Worker.reload_weights                   never: documented
 seeds_by_numpy      Worker.use_v2_model_runner              once V1 is gone
 model_runner        LLMEngine.model_executor ... model_runner   once an engine gives its model
 sampling_mask_of    EngineCoreOutput.new_sampling_mask (0.32, 0.33)   with core_loop.py
+draft_metrics_of    EngineCoreOutput.spec_decode_metrics (0.32, 0.33)   with core_loop.py
 unregistered_tensors  attributes of layers                  once sleep level 2 keeps them
 lora_rank, register_adapter  config.lora, lora_manager     once LoRA weights may be set (0.32, 0.33)
 wake_empties_cache  CuMemAllocator.wake_up                  with 0.24, the last that does not
 name_in_engine      hf_to_vllm_mapper.orig_to_new_prefix    as LoRA weights
 moe_layers, num_experts  fused_moe.MoERunner, ModelConfig   once an engine returns its routes
+watch_drafts        RejectionSampler._get_logprobs_tensors (0.32, 0.33, CPU alone)
+                                                            with requests.watch_sampler
 watch_routers, SlotCache  fused_moe, forward_context, kv_cache_interface (0.32, 0.33, CPU alone)
                                                             once the CPU too returns routed experts
 """
@@ -30,7 +33,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, get_args
 
@@ -78,6 +81,9 @@ def prepare_process(*, on_cpu: bool, compiles: bool) -> None:
     if on_cpu:
         os.environ["VLLM_DIST_IDENT"] = f"spmdrl-{os.environ['MASTER_PORT']}"
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # vLLM drafts tokens by numba, which sets the number of OpenMP threads, torch's too, to its
+        # own: one per core.
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(torch.get_num_threads()))
         if not compiles:
             # vLLM compiles a small logprob helper: 5 to 19 s at the first generation.
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -217,6 +223,11 @@ def wake_empties_cache() -> bool:
 def sampling_mask_of(output: Any) -> Any:
     """Return the chunk of sampling masks of a core's output; None where it has none."""
     return getattr(output, "new_sampling_mask", None)  # 0.24 has no such field
+
+
+def draft_metrics_of(output: Any) -> Any:
+    """Return vLLM's RequestSpecDecodeMetrics of a core's output; None where it has none."""
+    return getattr(output, "spec_decode_metrics", None)  # 0.24 has no such field
 
 
 def seeds_by_numpy(llm: Any) -> bool:
@@ -364,3 +375,41 @@ def watch_routers(model: nn.Module, watcher: Any) -> None:
     )
 
     bind_routed_experts_capturer(model, watcher)
+
+
+def watch_drafts(runner: Any, take: Callable[[list[str], Tensor], None]) -> None:
+    """Have the sampler of the V1 runner call `take` as `requests.watch_sampler` says, in each step
+    of an engine with speculative decoding."""
+    sampler = runner.rejection_sampler
+    gather = sampler._get_logprobs_tensors
+
+    def watched(
+        max_num_logprobs: int,
+        metadata: Any,
+        logits: Tensor,
+        target_logits: Tensor,
+        bonus_logits: Tensor,
+        sampled_token_ids: Tensor,
+    ) -> Any:
+        """target_logits: of the draft tokens, and bonus_logits [N, V] of the token after all of a
+        request's, cut; sampled_token_ids: [N, longest], -1 after a request's last one."""
+        gathered = gather(
+            max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids
+        )
+        rows = torch.empty_like(logits, dtype=torch.float32)
+        rows[metadata.target_logits_indices] = target_logits
+        rows[metadata.bonus_logits_indices] = bonus_logits
+        counts = (sampled_token_ids >= 0).sum(dim=1).tolist()
+        ids: list[str] = []
+        drawn: list[int] = []
+        first = 0
+        for request_id, drafted, count in zip(
+            runner.input_batch.req_ids, metadata.num_draft_tokens, counts, strict=True
+        ):
+            ids += [request_id] * count
+            drawn += range(first, first + count)
+            first += drafted + 1
+        take(ids, rows[drawn])
+        return gathered
+
+    sampler._get_logprobs_tensors = watched

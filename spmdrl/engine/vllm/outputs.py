@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spmdrl.columns import Columns, RouterRoutes
 from spmdrl.config import Config
-from spmdrl.engine.protocol import Completion, Request
+from spmdrl.engine.protocol import Completion, Drafts, Request
 from spmdrl.engine.stop_strings import make_stop_strings
 from spmdrl.engine.vllm.core_loop import CoreLoop, Drawn
 from spmdrl.engine.vllm.records import TokenRecorder, make_mask_recorder, make_route_recorder
@@ -118,6 +118,7 @@ class Outputs:
             self._versions(drawn, version),
             is_truncated=drawn.is_truncated,
             extra_columns=columns,
+            drafts=None if drawn.drafts is None else _drafts(drawn.drafts),
         )
 
     def _forget(self, drawn: Drawn) -> None:
@@ -131,3 +132,9 @@ class Outputs:
         for count, old in reversed(self._replaced.get(drawn.name, ())):
             versions[:count] = old
         return versions
+
+
+def _drafts(metrics: Any) -> Drafts:
+    """Return the counts of vLLM's RequestSpecDecodeMetrics."""
+    accepted = sum(number * steps for number, steps in enumerate(metrics.histogram))
+    return Drafts(metrics.num_draft_tokens, accepted, sum(metrics.histogram))

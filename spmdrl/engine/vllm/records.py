@@ -201,6 +201,11 @@ class _WatchedMasks(TokenRecorder):
         rows = self._rows.get(drawn.name)
         return None if rows is None else masks_of_rows(rows, tokens, key=drawn.key)
 
+    def finished(self, drawn: Drawn, tokens: Tensor) -> SamplingMasks | None:
+        rows = self._rows.get(drawn.name)
+        # vLLM drops the draft tokens that it accepted after the one that ends a request.
+        return None if rows is None else masks_of_rows(rows[: len(tokens)], tokens, key=drawn.key)
+
     def drop(self, drawn: Drawn) -> None:
         self._rows.pop(drawn.name, None)
 

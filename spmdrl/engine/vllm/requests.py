@@ -20,6 +20,7 @@ from torch import Tensor
 from spmdrl.engine.protocol import Request
 from spmdrl.engine.vllm.core_loop import CoreLoop, Drawn
 from spmdrl.engine.vllm.images import make_prompt
+from spmdrl.engine.vllm.internals import watch_drafts
 from spmdrl.model_inputs import multimodal_of
 
 _ALL_TOKENS = 2**31 - 1
@@ -117,7 +118,13 @@ def vocab_size(runner: Any) -> int:
 
 def watch_sampler(runner: Any, take: Callable[[list[str], Tensor], None]) -> None:
     """Have the sampler of the V1 runner call `take(request ids, logprobs [N, V])` with the
-    distribution that it draws from, in each step with a request that is not greedy."""
+    distribution that it draws from, in each step with a request that is not greedy.
+
+    With speculative decoding a request may have several rows, in the order of its tokens.
+    """
+    if runner.speculative_config is not None:
+        watch_drafts(runner, take)
+        return
     stage = runner.sampler.topk_topp_sampler
     draw = stage.forward
 

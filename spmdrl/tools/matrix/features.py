@@ -30,6 +30,7 @@ _BASE = {
     "layout.trainer_ranks": 8,
 }
 """Settings of every pair: eight ranks that train and eight that generate."""
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 FEATURES: tuple[Feature, ...] = (
     Feature("lora", "adapters train", {"model.lora.rank": 8}),
@@ -62,6 +63,11 @@ FEATURES: tuple[Feature, ...] = (
     Feature("curriculum", "solved prompts come less often", {"rollout.schedule.curriculum": 0.5}),
     Feature(
         "environments", "several turns, tools", {"rollout.environment": {"name": "guess_number"}}
+    ),
+    Feature(
+        "drafts",
+        "speculative decoding, on CPUs",
+        {"engine.options": {"speculative_config": _NGRAM}},
     ),
     Feature("truncated", "top_p, top_k, min_p", {"sampling.top_p": 0.9}),
     Feature("penalties", "presence or frequency penalty", {"sampling.presence_penalty": 0.5}),

@@ -59,7 +59,10 @@ def _refusal(first: Feature, second: Feature) -> tuple[str, RuleKind] | None:
             return f"{name}: {as_flow(values[0])} or {as_flow(values[1])}, not both", "principle"
     for device in _DEVICES:
         cfg = config_of(first, second, device=device)
-        rules = broken_rules(cfg)
+        # Some features are for CPUs alone: that refuses no pair.
+        alone = broken_rules(config_of(first, device=device))
+        alone += broken_rules(config_of(second, device=device))
+        rules = [rule for rule in broken_rules(cfg) if rule not in alone]
         where = "" if device == _DEVICES[0] else f" (on {device})"
         if rules:
             return rules[0].problem(cfg) + where, rules[0].kind
