@@ -150,7 +150,7 @@ class _Work:
         follows = torch.zeros_like(unit_of, dtype=torch.bool)
         follows[1:] = unit_of.diff() == 0
         shared = torch.where(follows, self.shared, 0)
-        sizes = _size(self.lengths, shared)
+        sizes = room_of(self.lengths, shared)
         # Times quadratic_tokens, so that costs are whole numbers.
         costs = (self.lengths - shared + self.added) * self.quadratic_tokens
         costs = costs + self.lengths**2 - shared**2
@@ -174,7 +174,7 @@ class _Work:
         units = []
         columns = (self.group_ids, self.lengths, self.shared)
         for group, length, shared in zip(*(column.tolist() for column in columns)):
-            size = _size(length, shared)
+            size = room_of(length, shared)
             if group != before or count == most or size > room:
                 unit += 1
                 count = 0
@@ -187,11 +187,12 @@ class _Work:
         return torch.tensor(units)
 
 
-Tokens = TypeVar("Tokens", int, Tensor)
+Tokens = TypeVar("Tokens", int, float, Tensor)
 
 
-def _size(length: Tokens, shared: Tokens) -> Tokens:
-    """Return the room that a sequence takes after one that it shares tokens with."""
+def room_of(length: Tokens, shared: Tokens) -> Tokens:
+    """Return the room that a sequence takes in a budget of tokens, after one that it shares tokens
+    with."""
     return length - shared + shared // COPIED
 
 

@@ -4,18 +4,23 @@ The ranks train on rows of growing size and discard the result: gradients, metri
 counts and the random state are as before. A line through the last two peaks says how many tokens
 fit into the free memory. Trainer ranks try the same sizes at the same time, since their collectives
 must match, and all use the smallest of their answers.
+
+Sequences of a row may have nothing in common, or groups may begin with a prompt that is computed
+once. Both are tried, and the smaller size is taken.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from spmdrl.config.fields import sequences_together, useful_tokens
+from spmdrl.data.microbatch_plan import room_of
+from spmdrl.data.prefix_tree import LEAST
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
@@ -56,25 +61,74 @@ def fitting_tokens(first: Point, second: Point, *, room: float, most: int) -> in
     return max(0, min(most, int((room - constant) / slope)))
 
 
+@dataclass(frozen=True)
+class RowSequences:
+    """What a micro-batch is full of."""
+
+    length: int  # tokens of each
+    group: int = 1  # sequences that begin with the same prompt
+    prompt: int = 0  # tokens of this prompt, which are not in the loss
+
+    def tokens(self, count: int) -> int:
+        """Return how much of its budget a micro-batch of `count` sequences takes, in tokens."""
+        pieces = -(-count // self.group)
+        return pieces * self.length + (count - pieces) * self._of_another
+
+    def fitting(self, budget: int) -> int:
+        """Return how many sequences a micro-batch of so many tokens holds."""
+        groups, left = divmod(budget, self.tokens(self.group))
+        others = 1 + (left - self.length) // self._of_another if left >= self.length else 0
+        return groups * self.group + others
+
+    @property
+    def _of_another(self) -> int:
+        """Tokens of the budget that each sequence of a group takes after the first."""
+        return room_of(self.length, max(0, self.prompt - LEAST + 1))
+
+
+def sequences_to_try(world: World, *, longest: int) -> Iterator[RowSequences]:
+    """Yield what fills a micro-batch: first sequences that share nothing.
+
+    Where groups share their prompt, a micro-batch computes fewer tokens and copies keys. Memory
+    grows about linearly with both, so that it is largest with the longest or with the shortest
+    responses.
+
+    Args:
+        longest: tokens of the longest sequence.
+    """
+    yield RowSequences(longest)
+    cfg = world.cfg
+    prompt = min(cfg.data.max_prompt_tokens, longest - 1)
+    group = cfg.sequences_per_row
+    if world.shares_prefixes and group > 1 and prompt >= LEAST:
+        yield RowSequences(longest, group, prompt)
+        yield RowSequences(prompt + 1, group, prompt)
+
+
 def make_rows(
-    world: World, *, count: int, length: int, columns: Collection[str], vocab: int
+    world: World, sequences: RowSequences, *, count: int, columns: Collection[str], vocab: int
 ) -> tuple[Batch, Advantages]:
     """Return two equal micro-batches of `count` sequences, the same on every trainer rank.
 
     There are two, so that the second one runs while the gradients of the first are in memory. All
-    tokens but a sequence's first are in the loss, which takes the most memory.
+    tokens but a sequence's first and its shared prompt are in the loss, which takes the most
+    memory.
 
     Args:
         columns: that `Trainer.annotate` would add; zeros here.
     """
     device = world.device
+    length = sequences.length
     total = count * length
     rows = 2 * count
     ids = torch.arange(rows)
     # Of a few thousand different tokens, in no order, so that routers spread them.
-    tokens = torch.arange(total, device=device) * 7919 % 65521 % vocab
+    each = (torch.arange(total) * 7919 % 65521 % vocab).view(count, length)
+    first_of_group = torch.arange(count) // sequences.group * sequences.group
+    each[:, : sequences.prompt] = each[first_of_group, : sequences.prompt]
+    tokens = each.flatten().to(device)
     positions = torch.arange(length, device=device).repeat(count)
-    is_sampled = positions > 0
+    is_sampled = positions >= max(1, sequences.prompt)
     scalars = Scalars(
         lengths=torch.full((rows,), length),
         response_lengths=torch.full((rows,), length - 1),
@@ -132,6 +186,7 @@ class SizeProbe:
         self._columns = columns
         self._vocab = vocab
         self._unit = sequences_together(world.cfg)
+        self._sequences = [*sequences_to_try(world, longest=longest)]
         self._longest = longest
         self._least = self._unit * longest
         self._most = useful_tokens(world.cfg)
@@ -155,29 +210,37 @@ class SizeProbe:
         longest = self._longest
         # Small rows first: in them FSDP2 and the libraries allocate what they keep. They also say
         # whether the longest sequence can be tried at all.
-        quarter, half = (self._measure(self._unit, max(2, longest // n)) for n in (4, 2))
+        short = [max(2, longest // n) for n in (4, 2)]
+        quarter, half = (self._measure(RowSequences(n), self._unit * n) for n in short)
         self._room = ROOM_FRAC * free_bytes(self._world.device) / shares
         constant, slope = line(quarter, half) if half.tokens > quarter.tokens else (half.bytes, 0)
         self._check(constant + slope * self._least)
-        points = [half, self._measure(self._unit, longest)]
-        self._check(points[-1].bytes)
+        separate, *shared = self._sequences
+        tokens = self._least
+        largest = self._measure(separate, tokens)
+        self._check(largest.bytes)
+        points = {separate: (half, largest)}
+        points |= {sequences: (half, self._measure(sequences, tokens)) for sequences in shared}
         # A line through larger rows is more exact, so sizes double as long as twice the size fits.
-        while points[-1].tokens < self._most and self._fitting(points) >= 2 * points[-1].tokens:
-            points.append(self._measure(2 * points[-1].tokens // longest, longest))
-        found = self._fitting(points)
+        while tokens < self._most and self._fitting(points.values()) >= 2 * tokens:
+            tokens *= 2
+            for sequences, (_, before) in points.items():
+                points[sequences] = (before, self._measure(sequences, tokens))
+        found = self._fitting(points.values())
         found = found if found == self._most else found // _STEP * _STEP
         return max(self._least, found)
 
-    def _fitting(self, points: list[Point]) -> int:
-        """Return the tokens that fit by the last two points, the least of all trainer ranks."""
-        before, last = points[-2:]
-        own = (
-            self._least
-            if last.tokens == before.tokens
-            else fitting_tokens(before, last, room=self._room, most=self._most)
-        )
+    def _fitting(self, points: Iterable[tuple[Point, Point]]) -> int:
+        """Return the tokens that fit by each of the pairs of points, the least of all trainer
+        ranks."""
+        own = min(self._fitting_by(*pair) for pair in points)
         # The least value is the largest negative one, with its sign changed back.
         return int(-self._most_of(-own))
+
+    def _fitting_by(self, before: Point, last: Point) -> int:
+        if last.tokens == before.tokens:
+            return self._least
+        return fitting_tokens(before, last, room=self._room, most=self._most)
 
     def _check(self, needed: float) -> None:
         """Raises: Refusal when the longest sequence (pair) does not fit on every rank."""
@@ -198,20 +261,24 @@ class SizeProbe:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._world.trainer_control)
         return float(largest)
 
-    def _measure(self, count: int, length: int) -> Point:
+    def _measure(self, sequences: RowSequences, budget: int) -> Point:
+        """Train on a row that `sequences` fill, and return what it took."""
+        count = sequences.fitting(budget) // self._unit * self._unit
         rows = make_rows(
-            self._world, count=count, length=length, columns=self._columns, vocab=self._vocab
+            self._world, sequences, count=count, columns=self._columns, vocab=self._vocab
         )
+        tokens = sequences.tokens(count)
         what = (
-            f"batch.tokens_per_microbatch: 0, and {count * length} tokens (at least "
+            f"batch.tokens_per_microbatch: 0, and {tokens} tokens (at least "
             f"{self._least} have to fit) ran out of memory"
         )
         hint = ". Set a number, or use model.memory.activation_checkpointing full"
         with refusing(what, torch.OutOfMemoryError, hint=hint, kind=RuntimeError):
             with peak_bytes(self._world.device) as peak:
                 self._rehearse(*rows)
-        found = Point(count * length, peak.bytes)
-        log.info("micro-batch of %d tokens: %s at its peak", found.tokens, _gib(found.bytes))
+        found = Point(tokens, peak.bytes)
+        shared = f", of which {sequences.group} share {sequences.prompt}" * bool(sequences.prompt)
+        log.info("micro-batch of %d tokens%s: %s at its peak", tokens, shared, _gib(found.bytes))
         return found
 
 

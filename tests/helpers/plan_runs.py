@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmdrl.engine import make_engine
+from spmdrl.model.parallel.row_slices import Slicing
 from spmdrl.model.scorer import make_row
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.model.tensor_parts import local_part
@@ -73,12 +75,22 @@ def write_model(folder: Path, family: str, **sizes: Any) -> str:
 
 
 def scoring(
-    lengths: list[int], *, first_scored: int, vocab: int, make: Callable[..., Any] = make_row
+    lengths: list[int],
+    *,
+    first_scored: int,
+    vocab: int,
+    make: Callable[..., Any] = make_row,
+    shared: int = 0,
 ) -> Any:
-    """Return a packed row of sequences whose first tokens are prompts, as a model makes it."""
+    """Return a packed row of sequences whose first tokens are prompts, as a model makes it.
+
+    Args:
+        shared: tokens that all of them begin with.
+    """
     positions = torch.cat([torch.arange(n) for n in lengths])
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(vocab, (sum(lengths),), generator=generator)
+    tokens = torch.where(positions < shared, positions % vocab, tokens)
     return make(tokens, lengths, mask=positions >= first_scored)
 
 
@@ -196,13 +208,16 @@ def hold(world: World) -> dict[str, int]:
 
 
 def saved_by_family(world: World, folders: dict[str, str], cases: list[tuple]) -> list[int]:
-    """Return what a forward pass keeps, bytes, for (family, dtype, recomputes, lengths)."""
+    """Return what a forward pass keeps, bytes, for (family, dtype, recomputes, lengths, tokens of a
+    shared prompt)."""
     found, out = [], world.cfg.output_dir
-    for family, dtype, recomputes, lengths in cases:
+    make = partial(make_row, slicing=Slicing(shares_prefixes=True))
+    for family, dtype, recomputes, lengths, shared in cases:
         path, how = folders[family], {"dtype": dtype, "recomputes": recomputes}
         cfg = run_config(path, out, placement="offline", **how)
         model = ShardedModel(cfg, world, path=path, is_trained=True)
-        found.append(saved_bytes(model, scoring(lengths, first_scored=3, vocab=104)))
+        row = scoring(lengths, first_scored=3 + shared, vocab=104, make=make, shared=shared)
+        found.append(saved_bytes(model, row))
     return found
 
 

@@ -22,9 +22,11 @@ from spmdrl.tools.plan.activations import (
     Cut,
     Kernels,
     RowPart,
+    exchange_bytes,
     flash_backward_bytes,
     padded_groups,
     saved_bytes,
+    shared_groups,
 )
 from spmdrl.tools.plan.engine_memory import (
     cache_bytes_per_token,
@@ -139,7 +141,7 @@ def _compare(family: str, layout: dict, tmp_path: Path, *, sizes: dict, within: 
 def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
     folders = {f: write_model(tmp_path / f, f) for f in FAMILIES}
     cases = [
-        (family, dtype, recomputes, lengths)
+        (family, dtype, recomputes, lengths, 0)
         for family in FAMILIES
         for dtype, recomputes, lengths in (
             ("bfloat16", False, [120, 90, 33, 20, 7]),
@@ -147,20 +149,36 @@ def test_a_forward_pass_keeps_what_the_plan_says(tmp_path):
             ("bfloat16", True, [100, 90, 80]),
         )
     ]
+    # Responses of which attention computes the prompt's queries too, and others.
+    cases += [
+        (family, "float32", False, [prompt + response] * 5, prompt)
+        for family in ("llama", "gemma2")
+        for prompt, response in ((40, 70), (150, 12))
+    ]
     first = run_config(folders["llama"], str(tmp_path), placement="offline")
     measured = in_world(first, saved_by_family, folders, cases)[0]
-    for (family, dtype, recomputes, lengths), found in zip(cases, measured):
+    for (family, dtype, recomputes, lengths, shared), found in zip(cases, measured):
         kernels = Kernels(
             {"float32": 4, "bfloat16": 2}[dtype],
             is_padded=True,
             has_liger=False,
             recomputes=recomputes,
         )
-        work = RowPart(kernels, sum(lengths), groups=padded_groups(lengths))
-        scored = sum(lengths) - 3 * len(lengths)
+        groups = padded_groups(lengths)
+        if shared:
+            groups = shared_groups(shared, lengths[0] - shared, count=len(lengths))
+        computed = sum(lengths) - shared * (len(lengths) - 1)
+        work = RowPart(kernels, computed, groups=groups)
+        scored = sum(lengths) - (3 + shared) * len(lengths)
         own = saved_bytes(_shape(family), work, num_scored=scored)
         planned = own.blocks + own.rest  # what is made again is not there yet
-        assert planned == pytest.approx(found, rel=0.05), (family, dtype, recomputes, lengths)
+        assert planned == pytest.approx(found, rel=0.05), (
+            family,
+            dtype,
+            recomputes,
+            lengths,
+            shared,
+        )
 
 
 def test_a_vllm_engine_holds_what_the_plan_says(tmp_path):
@@ -251,10 +269,37 @@ def test_copied_keys_of_shared_prompts_take_memory():
     # Keys and values of 4 heads of 64 elements of 2 bytes, in 2 blocks.
     expected = without.total + copied * 2 * 4 * 64 * 2 * 2
     assert shared.moment == "where the head's backward pass begins"
-    assert shared.causes["activations"] == expected > alone.causes["activations"]
+    assert shared.causes["activations"] == expected
+    # Without shared prompts, a push takes most: the checksum of the table.
+    assert alone.moment == "where a push is checked"
+    assert sum(shared.causes.values()) > sum(alone.causes.values())
     flash = Attention(4, 2, 64, 64, window=None, has_softcap=False, has_qk_norm=False)
     extra = flash_backward_bytes(flash, replace(work, copied_keys=copied))
     assert extra - flash_backward_bytes(flash, work) == 2 * 2 * copied * 4 * 64
+
+
+def test_gather_copies_the_keys_of_own_responses_and_a_ring_none():
+    own = Attention(8, 4, 64, 64, window=None, has_softcap=False, has_qk_norm=False)
+    kernels = Kernels(2, is_padded=False, has_liger=True, recomputes=False, on_gpu=True)
+    # By hand: 2000 keys and values on each of 4 ranks, of one head at a time, with gradients.
+    for method, expected in (("gather", 2 * 2000 * (64 + 64) * 2), ("ring", 0)):
+        work = RowPart(kernels, 1000, Cut(cp=4, method=method))
+        copying = replace(work, copied_keys=8000)
+        assert exchange_bytes(own, copying) - exchange_bytes(own, work) == expected
+
+
+def test_padded_attention_copies_the_keys_of_shared_prompts():
+    # As above, with 4 key heads of 64 elements of 4 bytes in 2 blocks: each response has keys and
+    # values of 1039 + 57 tokens.
+    sizes = dict(head_dim=64, num_key_value_heads=4, intermediate_size=32, vocab_size=1000)
+    batch = {"prompts_per_step": 64, "group_size": 8, "tokens_per_microbatch": 24960}
+    cfg = changed(run_config("m", "o", world_size=1), batch=batch)
+    run = replace(_run(cfg, _shape("llama", **sizes)), prompt_tokens=1039, response_tokens=57)
+    axes = Axes("colocated", 1, 1)
+    alone = trainer_memory(run, axes)
+    shared = trainer_memory(replace(run, shares_prefixes=True), axes)
+    assert shared.causes["activations"] > alone.causes["activations"]
+    assert shared.causes["activations"] > 80 * 1096 * 2 * 4 * 64 * 4 * 2
 
 
 def test_a_plan_for_gpus_counts_with_the_kernels_of_gpus():

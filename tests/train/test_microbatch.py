@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from spmdrl.config import AlgorithmSettings, BatchSettings, Config
 from spmdrl.config.fields import least_tokens, useful_tokens
 from spmdrl.credit import per_token
 from spmdrl.data.microbatch_plan import partition
+from spmdrl.data.prefix_tree import LEAST, prefix_tree
 from spmdrl.model.routers import BIAS
 from spmdrl.model.tensor_parts import local_part
 from spmdrl.tools.commands.create_model import create_model
 from spmdrl.train import microbatch_size as microbatch
-from spmdrl.train.microbatch_size import Point, fitting_tokens
-from spmdrl.types import Advantages
+from spmdrl.train.microbatch_size import Point, RowSequences, SizeProbe, fitting_tokens
+from spmdrl.types import Advantages, Batch
 from spmdrl.world.machine.live_bytes import peak_bytes
 from tests.helpers.comparing import differing, full_parameters
 from tests.helpers.policy_runs import advantages, changed, config, own_batch, small_model
@@ -87,6 +89,24 @@ def test_the_largest_share_is_what_a_dp_rank_gets(objective, prompts, updates, d
     assert max(shares) == useful_tokens(cfg, dp_size=dp_size)
 
 
+def test_rows_with_shared_prompts_take_the_budget_that_partition_counts():
+    # By hand: of 1024 prompt tokens 1009 are surely shared; each further sequence of a group takes
+    # 1124 - 1009 + 1009 // 8 = 241 tokens.
+    pair = RowSequences(1124, group=2, prompt=1024)
+    assert [pair.tokens(count) for count in (1, 2, 3, 4)] == [1124, 1365, 2489, 2730]
+    assert [pair.fitting(tokens) for tokens in (1364, 1365, 2488, 2489, 2730)] == [1, 2, 2, 3, 4]
+    assert RowSequences(100).tokens(7) == 700 and RowSequences(100).fitting(799) == 7
+    ids = torch.arange(8) // 2
+    plan = partition(
+        torch.full_like(ids, 1124),
+        group_ids=ids,
+        dp_size=1,
+        tokens_per_microbatch=pair.tokens(8),
+        shared=torch.arange(8) % 2 * (1024 - LEAST + 1),
+    )
+    assert plan.num_microbatches == (1,)
+
+
 # ------------------------------------------------------------------ real ranks
 
 
@@ -114,16 +134,30 @@ def _find(trainer: Any, room: int) -> dict:
     assert not differing(full_parameters(trainer), before[0])
     peaks = {}
     for tokens in (found, found + 400):
-        rows = microbatch.make_rows(
-            world, count=tokens // 100, length=100, vocab=96, columns=trainer.columns
-        )
-        with peak_bytes(world.device) as peak:
-            trainer._rehearse(*rows)
-        peaks[tokens] = peak.bytes
+        peaks[tokens] = max(_peaks(trainer, tokens))
     other = another_trainer(trainer)  # which tries nothing
     assert _update(trainer) == _update(other)
     assert not differing(full_parameters(trainer), full_parameters(other))
     return {"found": found, "peaks": peaks}
+
+
+def _peaks(trainer: Any, tokens: int) -> list[int]:
+    """Return what each kind of row of so many tokens takes."""
+    found = []
+    for sequences in microbatch.sequences_to_try(
+        trainer.world, longest=trainer.cfg.longest_sequence
+    ):
+        rows = microbatch.make_rows(
+            trainer.world,
+            sequences,
+            count=sequences.fitting(tokens),
+            vocab=96,
+            columns=trainer.columns,
+        )
+        with peak_bytes(trainer.world.device) as peak:
+            trainer._rehearse(*rows)
+        found.append(peak.bytes)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -147,6 +181,31 @@ def test_what_is_found_fits_and_400_tokens_more_do_not(options, tmp_path):
     found, peaks = results[-1]["found"], results[-1]["peaks"]
     assert 500 < found < useful_tokens(cfg) and found % 256 == 0
     assert peaks[found] <= 0.9 * room < peaks[found + 400], (found, peaks)
+
+
+@pytest.mark.parametrize("copied_bytes, expected", [(0, 10240), (100, 10240), (400, 5024)])
+def test_keys_that_a_shared_prompt_copies_have_room(monkeypatch, tmp_path, copied_bytes, expected):
+    # By hand: 1000 bytes for each computed token. Groups of 8 with a prompt of 512 tokens and 1 for
+    # the response take 513 + 7 * 78 = 1059 of the budget, for 520 computed tokens and 4096 copied
+    # keys: 491 + 3.87 * copied_bytes for each token of the budget.
+    cfg = changed(
+        _config(tmp_path), data={"max_prompt_tokens": 512}, sampling={"max_response_tokens": 88}
+    )
+    device = torch.device("cpu")
+    world = SimpleNamespace(cfg=cfg, device=device, shares_prefixes=True)
+    monkeypatch.setattr(microbatch, "free_bytes", lambda device: 10_240_000 / microbatch.ROOM_FRAC)
+    monkeypatch.setattr(SizeProbe, "_most_of", lambda self, own: own)
+
+    def rehearse(batch: Batch, advantages: Advantages) -> None:
+        [own, _] = batch.updates[0]
+        lengths = own.cu_seqlens.diff().tolist()
+        tree = prefix_tree(own.tokens, lengths)
+        keys = sum(end - begin for path in tree.paths() for begin, end in path)
+        copied = keys - len(tree.sources)
+        torch.empty(1000 * len(tree.sources) + copied_bytes * copied, dtype=torch.uint8)
+
+    probe = SizeProbe(rehearse, world, columns=(), vocab=96, longest=600)
+    assert probe.find(shares=1) == pytest.approx(expected, abs=256)
 
 
 def _refused(trainer: Any, room: int) -> str:

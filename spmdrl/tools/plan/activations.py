@@ -59,6 +59,20 @@ def padded_groups(lengths: Sequence[int]) -> tuple[PaddedGroup, ...]:
     return make_packing(lengths, torch.device("cpu"), padded=True).groups
 
 
+@lru_cache(maxsize=4096)
+def shared_groups(prompt: int, response: int, *, count: int) -> tuple[PaddedGroup, ...]:
+    """Return how padded attention groups a prompt and `count` responses to it, which share it."""
+    own = torch.arange(prompt, prompt + count * response).split(response)
+    keys = [torch.arange(prompt), *(torch.cat([torch.arange(prompt), part]) for part in own)]
+    return make_packing(
+        [prompt] + [response] * count,
+        torch.device("cpu"),
+        padded=True,
+        key_lengths=[len(part) for part in keys],
+        key_index=torch.cat(keys),
+    ).groups
+
+
 @dataclass(frozen=True)
 class Cut:
     """How ranks divide the work on a row."""
@@ -78,7 +92,7 @@ class RowPart:
     cut: Cut = Cut()
     groups: tuple[PaddedGroup, ...] = ()  # of the whole row; needed if the kernels pad
     sequences: int = 1  # the whole row has at least so many
-    copied_keys: int = 0  # of the whole row, see shared_prompts.py; for varlen kernels
+    copied_keys: int = 0  # of the whole row, see shared_prompts.py
 
     def heads(self, own: Attention) -> tuple[int, int]:
         """Return the numbers of query heads and of key/value heads of the rank under tp."""
@@ -204,7 +218,7 @@ def _attention_bytes(own: Attention, work: RowPart, *, is_gemma: bool) -> int:
         kv_heads = math.lcm(kv_heads, cut.cp) // cut.cp
     if kernels.is_padded:
         each = (_group_bytes(own, g, kernels, heads, kv_heads) for g in work.groups)
-        return total + sum(each)
+        return total + sum(each) + _viewed_bytes(own, work.groups, kernels, kv_heads)
     # Query, key, value, output (the input of the next projection), log-sum-exp.
     width = heads * (own.qk_dim + own.v_dim)
     of_keys = kv_heads * (own.qk_dim + own.v_dim)
@@ -231,7 +245,9 @@ def exchange_bytes(own: Attention, work: RowPart) -> int:
     if cut.method == "gather":
         turn = -(-kv_heads // cut.cp)
         widths = 4 * cut.cp * turn + heads // kv_heads * turn
-        return tokens * c * widths * (own.qk_dim + own.v_dim)
+        # Own responses copy the keys and values of their prompts, which have gradients too.
+        copied = 2 * work.copied_keys // cut.cp * turn
+        return (tokens * widths + copied) * c * (own.qk_dim + own.v_dim)
     if cut.method == "ring":
         return tokens * c * (4 * kv_heads + heads) * (own.qk_dim + own.v_dim)
     return 0
@@ -278,23 +294,44 @@ def ulysses_extra_bytes(own: Attention, work: RowPart) -> int:
     return work.tokens * work.kernels.compute_bytes * width
 
 
+def _viewed_bytes(
+    own: Attention, groups: Sequence[PaddedGroup], kernels: Kernels, kv_heads: int
+) -> int:
+    """Return what is kept of keys and values besides the copies that matmuls save of them.
+
+    A group of one sequence saves views instead, which keep the keys and values of all groups.
+    """
+    copied = 0
+    for group in groups:
+        by_matmul = is_by_matmul(
+            group.key_length, has_softcap=own.has_softcap, on_gpu=kernels.on_gpu
+        )
+        if by_matmul and group.count > 1 and kv_heads > 1:
+            copied += group.count * group.key_length
+    has_views = any(group.count == 1 for group in groups)
+    width = kv_heads * (own.qk_dim + own.v_dim)
+    return copied * width * kernels.compute_bytes if has_views else 0
+
+
 def _group_bytes(
     own: Attention, group: PaddedGroup, kernels: Kernels, heads: int, kv_heads: int
 ) -> int:
     c = kernels.compute_bytes
     rows = group.count * group.length
-    length = group.length
-    has_window = own.window is not None and own.window < length
+    keys = group.key_length
+    has_window = own.window is not None and own.window < keys
+    has_mask = has_window or group.length != keys
     # Plain matmuls save the scores; SDPA's kernel does not.
-    has_scores = is_by_matmul(length, has_softcap=own.has_softcap, on_gpu=kernels.on_gpu)
-    fits_flash = c == 2 and not has_window and own.qk_dim <= LARGEST_HEAD
+    has_scores = is_by_matmul(keys, has_softcap=own.has_softcap, on_gpu=kernels.on_gpu)
+    fits_flash = c == 2 and not has_mask and own.qk_dim <= LARGEST_HEAD
     if kernels.on_gpu and not has_scores and not fits_flash:
         kv_heads = heads  # the only other kernel has no grouped heads: they are repeated
-    operands = rows * c * (heads * own.qk_dim + kv_heads * (own.qk_dim + own.v_dim))
+    operands = rows * c * heads * own.qk_dim
+    operands += group.count * keys * c * kv_heads * (own.qk_dim + own.v_dim)
     if has_scores:
-        scores = group.count * heads * length * length
+        scores = group.count * heads * group.length * keys
         softmax = scores * (4 if c == 4 else 4 + c)  # in float32, and in the compute dtype
-        cap = scores * c + heads // kv_heads * length * length if own.has_softcap else 0
+        cap = scores * c + heads // kv_heads * group.length * keys if own.has_softcap else 0
         return operands + softmax + cap
-    mask = length * length * c if has_window else 0
+    mask = group.length * keys * c if has_mask else 0
     return operands + rows * heads * (own.v_dim * c + 4) + mask  # output, log-sum-exp

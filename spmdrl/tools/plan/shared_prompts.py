@@ -6,14 +6,16 @@ does where all groups are alike.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from spmdrl.config.fields import sequences_together
-from spmdrl.data.microbatch_plan import COPIED
+from spmdrl.data.microbatch_plan import room_of
 from spmdrl.data.prefix_tree import LEAST
+from spmdrl.model.attention.packing import PaddedGroup
+from spmdrl.tools.plan.activations import shared_groups
 from spmdrl.tools.plan.run import Run
 from spmdrl.world.axes import Axes
 
@@ -55,11 +57,18 @@ class PromptGroup:
         before[: self.pieces] = 0
         return before
 
+    def padded(self, count: float) -> tuple[PaddedGroup, ...]:
+        """Return how padded attention groups the sequences of `count` such groups in a row."""
+        pieces = count * self.pieces
+        each = shared_groups(
+            int(self.prompt), max(1, int(self.response)), count=-(-self.size // self.pieces)
+        )
+        return tuple(replace(own, count=max(1, round(pieces * own.count))) for own in each)
+
     @property
     def _of_another(self) -> float:
         """Tokens that each sequence after the first of a piece takes of the budget."""
-        surely_shared = self.prompt - LEAST + 1
-        return self.prompt + self.response - surely_shared + surely_shared // COPIED
+        return room_of(self.prompt + self.response, self.prompt - LEAST + 1)
 
     def fitting(self, tokens: int) -> int:
         """Return how many sequences a micro-batch of this budget holds, at least 1."""

@@ -56,14 +56,15 @@ def trainer_memory(run: Run, axes: Axes, *, tokens: int = 0) -> Memory:
     share = run.response_tokens / (run.prompt_tokens + run.response_tokens)
     whole = _memory_of(run, axes, work, num_scored=int(own_tokens * share))
     group = group_of(run, axes, tokens=budget)
-    # What other kernels save of copied keys is not known.
-    if not group.copied_keys or run.kernels.is_padded or work.cut.method in ("gather", "ring"):
+    if not group.copied_keys:
         return whole
     groups = own_tokens / group.planned_tokens
+    of_row = groups * axes.cp
     shared = replace(
         work,
         tokens=int(groups * group.computed_tokens),
-        copied_keys=int(groups * axes.cp * group.copied_keys),
+        groups=group.padded(of_row) if run.kernels.is_padded else (),
+        copied_keys=int(of_row * group.copied_keys),
     )
     num_scored = int(groups * group.size * run.response_tokens)
     found = _memory_of(run, axes, shared, num_scored=num_scored)
