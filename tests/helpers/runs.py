@@ -265,6 +265,18 @@ def metrics(folder: Path) -> list[dict]:
     return [row for row in rows if "policy/loss" in row]
 
 
+DELTA = {"stream.delta": "always", "stream.verify-every": 1}
+"""Flags of a run whose later pushes send what changed, and compare checksums each time."""
+
+
+def check_deltas(folder: Path) -> None:
+    """Check that later pushes sent a part of the weights, and that no checksum differed."""
+    shares = [row["sync/changed_frac"] for row in metrics(folder) if "sync/changed_frac" in row]
+    assert shares and any(0 < share < 1 for share in shares), shares
+    logs = [file.read_text() for file in folder.glob("logs/**/rank_*.log")]
+    assert logs and not any("everything is sent again" in text for text in logs)
+
+
 def wait_for_step(run: Run, folder: Path, step: int, *, timeout_s: float) -> None:
     """Return when metrics.jsonl has a row of `step`; fail when the run ends before."""
     wait_for(

@@ -12,7 +12,7 @@ import pytest
 from spmdrl.tools.commands.create_model import create_model
 from tests.helpers.built import small_model
 from tests.helpers.quantised_files import quantise
-from tests.helpers.runs import TINY, metrics, run
+from tests.helpers.runs import DELTA, TINY, check_deltas, metrics, run
 
 REWARD = """
 def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]
@@ -61,13 +61,16 @@ def check_gap(rows: list[dict]) -> None:
     assert fresh and max(fresh) < 1e-6
 
 
-@pytest.mark.proves("lora", "in_flight", "lag", "split", "epochs", "kl_reference", "transformers")
+@pytest.mark.proves(
+    "lora", "delta", "in_flight", "lag", "split", "epochs", "kl_reference", "transformers"
+)
 def test_adapters_train_in_flight_for_two_epochs_with_a_kl_to_the_model_without_them(
     model, tmp_path
 ):
     more = {"batch.epochs": 2, "algorithm.kl-coef": 0.1}
-    rows = train(model, tmp_path / "out", **LORA, **IN_FLIGHT, **more)
+    rows = train(model, tmp_path / "out", **LORA, **IN_FLIGHT, **more, **DELTA)
     check_gap(rows)
+    check_deltas(tmp_path / "out" / "run")
     assert [row["policy/staleness"] > 0 for row in rows] == [False, True, True]
     assert rows[-1]["policy/kl_ref_k3"] > rows[0]["policy/kl_ref_k3"]
 

@@ -10,7 +10,7 @@ import yaml
 
 from spmdrl.rollout.recordings import find_recorded, read_header, read_table
 from tests.helpers.built import small_model
-from tests.helpers.runs import HELD, ROOT, TINY, metrics, run, run_killed
+from tests.helpers.runs import DELTA, HELD, ROOT, TINY, check_deltas, metrics, run, run_killed
 from tests.program.test_train import assert_same_end
 
 
@@ -115,23 +115,30 @@ def test_turns_of_a_game_are_replayed_as_one_sequence(model, tmp_path):
     check_metrics(out, rows)
 
 
-@pytest.mark.proves("moe", "moe_replay", "ep", "in_flight", "over_sample", "lag", "split", "record")
+@pytest.mark.proves(
+    "moe", "moe_replay", "ep", "delta", "in_flight", "over_sample", "lag", "split", "record"
+)
 def test_samples_that_are_carried_over_updates_and_a_resume_keep_their_routes(model, tmp_path):
     (tmp_path / "r.py").write_text(REWARD)
     out = tmp_path / "out"
-    flags = flags_of(model, out) | {
-        "engine.kind": "vllm",
-        "engine.dtype": "bfloat16",
-        "lag": 1,
-        "rollout.schedule.in_flight": "true",
-        "rollout.schedule.over_sample": "1.5",
-        "rollout.schedule.max_staleness": "3",
-        "sampling.max-response-tokens": 40,
-        "checkpoint.every-steps": 2,
-    }
+    flags = (
+        flags_of(model, out)
+        | {
+            "engine.kind": "vllm",
+            "engine.dtype": "bfloat16",
+            "lag": 1,
+            "rollout.schedule.in_flight": "true",
+            "rollout.schedule.over_sample": "1.5",
+            "rollout.schedule.max_staleness": "3",
+            "sampling.max-response-tokens": 40,
+            "checkpoint.every-steps": 2,
+        }
+        | DELTA
+    )
     run("demo_grpo.yaml", 3, **flags, steps=4)
     run("demo_grpo.yaml", 3, **flags, steps=8)
     rows = check_recorded(out, 8)
     mixed = [row for row in rows if len({v for v in row["policy_versions"] if v >= 0}) > 1]
     assert mixed, "no sample was drawn by several policies"
     check_metrics(out, rows)
+    check_deltas(out)

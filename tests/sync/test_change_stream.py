@@ -62,8 +62,18 @@ def pushes(stream: Any, engine: Any, trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layout", "kind", "dtype"),
     [
-        (LayoutSettings(world_size=4, trainer_ranks=2, tp=2), "transformers", "bfloat16"),
-        (LayoutSettings(world_size=4, trainer_ranks=2, inference_tp=2), "vllm", "bfloat16"),
+        pytest.param(
+            LayoutSettings(world_size=4, trainer_ranks=2, tp=2),
+            "transformers",
+            "bfloat16",
+            marks=pytest.mark.proves("delta", "tp", "split", "transformers"),
+        ),
+        pytest.param(
+            LayoutSettings(world_size=4, trainer_ranks=2, inference_tp=2),
+            "vllm",
+            "bfloat16",
+            marks=pytest.mark.proves("delta", "inference_tp", "split"),
+        ),
     ],
 )
 def test_engines_hold_the_weights_bit_for_bit_after_pushes_of_what_changed(

@@ -57,6 +57,7 @@ FEATURES: tuple[Feature, ...] = (
         "weights change within responses",
         {"lag": 1, "rollout.schedule.in_flight": True},
     ),
+    Feature("delta", "later pushes send what changed", {"stream.delta": "always"}),
     Feature("steal", "replicas take over prompts", {"rollout.schedule.balance": "steal"}),
     Feature("over_sample", "more groups than needed", {"rollout.schedule.over_sample": 1.5}),
     Feature("dynamic", "groups without spread are replaced", {"rollout.schedule.dynamic": 3}),
