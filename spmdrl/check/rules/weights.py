@@ -174,7 +174,7 @@ WEIGHTS: list[Rule] = [
     Rule(
         ("stream.delta", "model.lora.push"),
         lambda cfg: cfg.stream.delta == "always" and cfg.model.lora.pushes_adapter,
-        "adapters are small, and all of them changes in each step",
+        "adapters are small, and each step changes all of their elements",
         "take auto or never",
     ),
     *unused(
