@@ -68,7 +68,7 @@ _MAY_DIFFER = (
     "checkpoint.",
 )
 """Fields of the config that change neither decisions nor numbers."""
-_TIMES_OF_CHECKPOINTS = ("checkpoint.every_steps", "checkpoint.keep.best")
+_TIMES_OF_CHECKPOINTS = ("checkpoint.every_steps", "checkpoint.keep.best", "checkpoint.keep.mode")
 
 
 def is_timed(cfg: Config) -> bool:

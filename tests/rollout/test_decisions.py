@@ -171,6 +171,15 @@ def test_decisions_of_another_run_are_refused_by_what_differs(tmp_path):
         check_schedule(config_of(tmp_path))
 
 
+def test_times_of_checkpoints_decide_on_numbers_if_caches_are_kept(tmp_path):
+    for kept in ("keep", "recompute"):
+        cfg = config_of(tmp_path, rollout=dict(schedule=dict(kv_cache=kept)))
+        before = facts(cfg, tokens_per_microbatch=1)
+        for other in (dict(every_steps=5), dict(keep=dict(best="x")), dict(keep=dict(mode="min"))):
+            after = facts(changed(cfg, checkpoint=other), tokens_per_microbatch=1)
+            assert (after != before) is (kept == "keep"), (kept, other)
+
+
 def test_decisions_of_another_version_are_refused(tmp_path, monkeypatch):
     recorded(tmp_path, config_of(tmp_path))
     monkeypatch.setattr(imports, "__version__", "9.9")
