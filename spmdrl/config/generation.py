@@ -112,7 +112,7 @@ class ScheduleSettings:
     """Most steps between sampling a token and training on it; `auto`: the least that works."""
     dynamic: Annotated[int, within(2, 10**4, zero="for off")] = 0
     """Replace groups whose rewards are all the same (DAPO). The run ends with an error if a step is
-    not full after sampling this many times its groups; 0 switches it off."""
+    not full after sampling this many times the groups of all steps under way; 0 switches it off."""
     balance: Literal["auto", "even", "length", "steal"] = "auto"
     """How prompts are divided among engine replicas. `even`: the same number each. `length`: about
     the same sum of expected lengths each, by the prompt and earlier responses to its row. `steal`:

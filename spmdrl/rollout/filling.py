@@ -214,7 +214,7 @@ class StepFiller:
         num_dropped = self.book.book.dropped
         self._hand_over(self.book.book.closed)
         if flat and tickets is not None:
-            self._check_dropped(num_dropped)
+            self._check_dropped(num_dropped, last=last)
         return tickets or []
 
     def _room(self, last: int) -> int:
@@ -293,14 +293,17 @@ class StepFiller:
             self._dropped = []
             self.next += 1
 
-    def _check_dropped(self, num_dropped: int) -> None:
+    def _check_dropped(self, num_dropped: int, *, last: int) -> None:
         """Raise RuntimeError if dynamic sampling replaced more groups than it may.
 
         Args:
             num_dropped: groups that all writers of the book replaced since the last step closed.
+            last: last step to sample for.
         """
         limit = self.schedule.dynamic
-        if num_dropped + self.rules.quota <= limit * self.rules.quota:
+        # While a long response keeps the next step open, groups of later ones are replaced too.
+        steps = max(1, last - self.next + 1)
+        if num_dropped <= (limit - 1) * self.rules.quota * steps:
             return
         rewards = [group.drawn_samples[0].reward.value for group in self._dropped]
         highest = max((r for r in rewards if r is not None), default=float("nan"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import strategies as st
 
 from spmdrl.check.values import schedule_problems
 from spmdrl.config import Config, RolloutSettings, ScheduleSettings
+from spmdrl.rollout.filling import StepFiller
 from spmdrl.rollout.staleness import Rules, choose_groups, least_staleness, make_rules, num_to_admit
 from tests.helpers.built import examples
 
@@ -83,6 +86,19 @@ def test_over_sampling_closes_with_the_first_that_are_complete_and_keeps_the_res
     assert choose_groups(rules, left, complete={4, 5}, step=6) is None
     assert choose_groups(rules, left, complete={0, 4, 5}, step=6) is None
     assert choose_groups(rules, left, complete={0, 2, 4}, step=6) == [0, 2]
+
+
+def test_dynamic_sampling_may_replace_groups_of_each_step_under_way():
+    filler = StepFiller.__new__(StepFiller)
+    filler.schedule = ScheduleSettings(dynamic=2)
+    filler.rules = make_rules(4, over_sample=1.0, lag=1, max_staleness="auto")
+    filler.next = 3
+    sample = SimpleNamespace(reward=SimpleNamespace(value=0.5))
+    filler._dropped = [SimpleNamespace(drawn_samples=[sample])]
+    for last, most in ((2, 4), (3, 4), (4, 8)):
+        filler._check_dropped(most, last=last)
+        with pytest.raises(RuntimeError, match="step 3: rollout.schedule.dynamic 2 is used up"):
+            filler._check_dropped(most + 1, last=last)
 
 
 def test_a_replica_without_a_share_admits_nothing_and_closes_at_once():
