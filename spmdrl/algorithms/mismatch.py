@@ -81,9 +81,9 @@ def carried_stats(
 ) -> Stats:
     """Say how many tokens were drawn after weights changed within their turn, and what that costs.
 
-    A token is carried if a turn's first token was drawn by older weights. With kv_cache `keep` it
-    was drawn from keys and values of these, but the trainer computes with none. The gap is measured
-    on tokens that the trainer's own weights drew: there it is rounding and this difference alone.
+    A token is carried if older weights drew the first token of its turn. With kv_cache `keep`, it
+    was drawn from keys and values of those weights, which the trainer does not have. The gap is
+    measured on tokens that the trainer's own weights drew: it is this difference and rounding.
 
     Args:
         old_logprobs, rollout_logprobs: [T] float, nats. Trainer's and engine's.

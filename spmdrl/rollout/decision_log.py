@@ -311,8 +311,8 @@ def check_schedule(cfg: Config, *, tokens_per_microbatch: int | None = None) -> 
     problem = repeat_problem(cfg)
     if not problem and cfg.rollout.schedule.kv_cache == "keep":
         problem = (
-            "rollout.schedule.kv_cache: keep, and decisions do not say where that run was stopped, "
-            "and its keys and values were computed again; set it to recompute"
+            "rollout.schedule.kv_cache: keep; a resumed run computes keys and values again, and "
+            "decisions do not say at which step; set it to recompute"
         )
     if problem:
         raise Refusal(f"{_REPLAY}: {cfg.rollout.replay_schedule} with {problem}")

@@ -104,7 +104,7 @@ class Decisions:
             kind: `fill` or `evaluate`.
             version: version of the weights.
             book: this replica's book, which repeats the past moves.
-            last: last step to sample for.
+            last: last step to wait for.
         """
         if self._files is not None:
             self._past, self._journal, self._is_written = self._files.take()

@@ -277,8 +277,10 @@ class SizeProbe:
             with peak_bytes(self._world.device) as peak:
                 self._rehearse(*rows)
         found = Point(tokens, peak.bytes)
-        shared = f", of which {sequences.group} share {sequences.prompt}" * bool(sequences.prompt)
-        log.info("micro-batch of %d tokens%s: %s at its peak", tokens, shared, _gib(found.bytes))
+        row = f"micro-batch of {tokens} tokens"
+        if sequences.prompt:
+            row += f", in groups of {sequences.group} with one prompt of {sequences.prompt}"
+        log.info("%s: %s at its peak", row, _gib(found.bytes))
         return found
 
 
