@@ -205,7 +205,8 @@ def under_way(cfg: Config) -> dict[tuple[bool, int], tuple[list[int], int]]:
             source = make_source(own, world, tokenizer=tokenizer)
             source.generate(engine, until=0)
             waiting = [group.step for group in source.filler.waiting.values()]
-            drawn = sum(len(completion.tokens) for completion in engine.unfinished())
+            unfinished = source.loop.unfinished(engine)
+            drawn = sum(episode.trajectory.num_following for episode in unfinished)
             found[in_flight, steps] = (waiting, drawn)
             assert len(source.take(0)) == 12
             if waiting:
