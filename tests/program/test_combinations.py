@@ -7,18 +7,17 @@ and, where the newest weights sample, agree with its engine about log-probabilit
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import tests.helpers.torchao  # noqa: F401
 from spmdrl.tools.commands.create_model import create_model
 from tests.helpers.quantised_files import quantise
 from tests.helpers.runs import TINY, metrics, run
 from tests.program.test_see_objectives import reward_model
 
-sys.path.append(str(Path(sys.prefix) / "torchao"))  # where `make test` puts it; ranks inherit it
 STEPS = 3
 REWARD = """
 def varied(prompts, completions, **columns): return [sum(map(ord, c)) % 7 / 7 for c in completions]
