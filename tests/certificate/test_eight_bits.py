@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -76,9 +77,15 @@ def test_no_copy_of_a_moment_is_made(tmp_path):
 
 
 def _lines(trainer: Any) -> dict[str, dict[str, Any]]:
-    """Return the rows of the state after an update, as it is and with a bit of a scale flipped."""
+    """Return the rows of the state after an update, as it is and with a bit of a scale flipped; and
+    that of blocks whose values are their places."""
     update(trainer, own_batch(trainer.world), step=0)
     found = {}
+    scales = trainer.policy.optimizer.state_dict()["exp_avg_scales"]["lm_head.weight"]
+    placed = scales.places(0, len(scales.values)).float()
+    tally = Tally(trainer.world, with_norms=True)
+    tally.add_blocks("places", dataclasses.replace(scales, values=placed))
+    found["placed"] = tally.total().rows
     own = trainer.policy.optimizer._moments["exp_avg"]["lm_head.weight"]
     for kind in ("plain", "flipped"):
         if kind == "flipped" and trainer.world.rank == trainer.world.world_size - 1:
@@ -96,6 +103,7 @@ def test_scales_of_two_ranks_are_those_of_one(tmp_path):
     alone, *_ = with_trainer(config(path, tmp_path, model=memory), _lines)
     cut, other = with_trainer(config(path, tmp_path, world_size=2, model=memory), _lines)
     assert cut["plain"] == other["plain"]
+    assert alone["placed"] == cut["placed"] == other["placed"]
     name = "after/optimizer.exp_avg_scales.lm_head.weight"
     for found in (alone, cut):
         assert {n for n, row in found["plain"].items() if found["flipped"][n] != row} == {name}
