@@ -148,9 +148,10 @@ class Trainer:
             updates = self._prepare(batch)
             rows = [one.row for microbatches in updates for one in microbatches]
             found: list[dict[str, Tensor]] = [{} for _ in rows]
-            if self._samples_exactly and "old_entropy" not in self.columns:
+            asks_old = "old_logprobs" in self.columns
+            if asks_old and self._samples_exactly and "old_entropy" not in self.columns:
                 found = [_as_sampled(one) for microbatches in updates for one in microbatches]
-            elif "old_logprobs" in self.columns:
+            elif asks_old:
                 names = ("old_logprobs", "old_entropy", "square_probs")
                 own = self.policy.model.columns(rows, squares="square_probs" in self.columns)
                 found = [dict(zip(names, values)) for values in own]

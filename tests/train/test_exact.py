@@ -11,10 +11,12 @@ import torch
 
 from spmdrl.check.rules import rule_problems
 from spmdrl.config import Config
+from spmdrl.model.exact.proof import check_sampled
 from spmdrl.types import Batch
 from tests.helpers.built import changed, good
 from tests.helpers.comparing import differing, full_parameters
 from tests.helpers.policy_runs import config, own_batch, small_model, update
+from tests.helpers.tiny import tiny_folder
 from tests.helpers.worlds import another_trainer, with_trainer
 
 
@@ -73,6 +75,32 @@ def test_a_step_takes_the_engines_logprobs_and_proves_those_of_its_first_update(
         for one, passed in zip(own, other):
             assert set(one) == {"old_logprobs"}
             assert torch.equal(one["old_logprobs"], passed["old_logprobs"])
+
+
+def _one_update(trainer: Any) -> dict:
+    batch = _sampled_by(trainer, own_batch(trainer.world))
+    trainer.columns = {"ref_logprobs"}
+    (first, *_), *_ = trainer.annotate(batch, step=0).columns
+    return {"columns": set(first), "sums": update(trainer, batch, step=0)}
+
+
+def test_the_pass_that_balances_experts_leaves_the_comparison_to_the_next(tmp_path: Path):
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, vocab_size=128)
+    heads = dict(num_key_value_heads=2, head_dim=32)
+    folder = tiny_folder(tmp_path / "model", "qwen3_moe", **sizes, **heads)
+    balanced = {"moe": {"balance": "aux"}}
+    cfg = changed(
+        config(folder, tmp_path, correction="none", model=balanced), engine=dict(exact=True)
+    )
+    (found,) = with_trainer(cfg, _one_update)
+    gap, count = found["sums"]["policy/mismatch_logprob_diff"]
+    assert gap == 0 < count
+    assert found["columns"] == set(), "nothing asks for old logprobs"
+
+
+def test_a_step_without_a_comparison_ends_the_run():
+    with pytest.raises(RuntimeError, match="step 4: engine and trainer were not compared"):
+        check_sampled({"policy/skipped_updates": (1.0, 1.0)}, step=4)
 
 
 EXACT = dict(kind="transformers", dtype="float32", exact=True)

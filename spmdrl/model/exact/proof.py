@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+_GAP = "policy/mismatch_logprob_diff"
+
 
 def check_equal(gap: float, *, at: str) -> None:
     """End a run whose engine and trainer differ.
@@ -27,10 +29,15 @@ def check_sampled(sums: Mapping[str, tuple[float, float]], *, step: int) -> None
     """End a run in which a token was sampled with another logprob than the trainer computed.
 
     Args:
-        sums: of the step's updates, the first of which compared engine and trainer; without a
-            comparison no token was in the loss.
-    Raises: RuntimeError.
+        sums: of the step's updates, the first of which compares engine and trainer.
+    Raises: RuntimeError, also where that update was skipped.
     """
-    gap, count = sums.get("policy/mismatch_logprob_diff", (0.0, 0.0))
-    unknown, _ = sums.get("policy/mismatch_nan_frac", (0.0, 0.0))
+    if _GAP not in sums:
+        raise RuntimeError(
+            f"step {step}: engine and trainer were not compared, and engine.exact promises it: the "
+            "first update was skipped, because its loss or gradient is not finite; "
+            "output_dir/skipped has its tokens"
+        )
+    gap, count = sums[_GAP]
+    unknown, _ = sums["policy/mismatch_nan_frac"]
     check_equal(math.nan if unknown else gap / max(count, 1.0), at=f"step {step}")

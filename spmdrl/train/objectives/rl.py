@@ -36,7 +36,7 @@ class RolloutLoss(ObjectiveLoss):
         keep_frac = chosen.entropy_control.keep_frac
         self._filter_options = {"keep_frac": keep_frac} if keep_frac < 1 else {}
         self._unchanged: list[PreparedMicrobatch] = []
-        """Under engine.exact, those of the step's first update that were not computed yet."""
+        """Under engine.exact, those of the step's first update that took no gradient yet."""
         self._wants_keys = "token_keys" in registry.inputs_of(self._loss)
 
     @classmethod
@@ -119,8 +119,10 @@ class RolloutLoss(ObjectiveLoss):
         # KL and entropy bonus are added below, so neither correction nor filter acts on them.
         terms = terms * weights.detach()
         stats = stats | own | _sampling_stats(inputs, microbatch)
-        if self.cfg.engine.exact:
-            stats = self._compared(stats, logprobs.detach(), microbatch)
+        if not self.cfg.engine.exact:
+            stats |= _mismatch(inputs["old_logprobs"], microbatch)
+        elif self._is_unchanged(microbatch):
+            stats |= _mismatch(logprobs.detach(), microbatch)
         if self.cfg.rollout.schedule.mixes_versions:
             names = ("old_logprobs", "rollout_logprobs", "policy_versions", "version", "loss_mask")
             stats |= carried_stats(**{name: inputs[name] for name in names})
@@ -139,14 +141,14 @@ class RolloutLoss(ObjectiveLoss):
             terms = terms - coefficients.entropy * entropy
         return (terms.double() * microbatch.weights).sum(), stats
 
-    def _compared(self, stats: Stats, logprobs: Tensor, microbatch: PreparedMicrobatch) -> Stats:
-        """Return metrics that compare the engine with what the trainer computes now; once the
-        weights may have changed, without a comparison."""
-        own = _mismatch(logprobs, microbatch)
-        if any(one is microbatch for one in self._unchanged):
+    def _is_unchanged(self, microbatch: PreparedMicrobatch) -> bool:
+        """Return whether a micro-batch is computed by the weights that sampled it."""
+        if not any(one is microbatch for one in self._unchanged):
+            return False
+        # With `balance: aux` a pass without gradients comes first, whose metrics are dropped.
+        if torch.is_grad_enabled():
             self._unchanged = [one for one in self._unchanged if one is not microbatch]
-            return stats | own
-        return {name: value for name, value in stats.items() if name not in own}
+        return True
 
     def _inputs(
         self, microbatch: PreparedMicrobatch, logprobs: Tensor, *, entropy: Tensor, known: Known
@@ -170,13 +172,12 @@ class RolloutLoss(ObjectiveLoss):
 
 
 def _sampling_stats(inputs: Mapping[str, Tensor], microbatch: PreparedMicrobatch) -> Stats:
-    """Return how far the policy is from the one that sampled, and how sure it is."""
+    """Return how old the policy that sampled is, and how sure the current one is."""
     packed = microbatch.packed
     mask = microbatch.loss_mask
     age = torch.where(mask, inputs["version"] - packed.policy_versions, 0)
     return {
         "policy/entropy": (inputs["entropy"].detach().double().sum(), mask.sum()),
-        **_mismatch(inputs["old_logprobs"], microbatch),
         "policy/staleness": (age.sum(), mask.sum()),
     }
 
