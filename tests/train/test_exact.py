@@ -126,6 +126,11 @@ def _exact(**fields: Any) -> Config:
         (dict(rollout=dict(schedule=dict(over_sample=1.5))), "rollout.schedule.over_sample: 1.5"),
         (dict(model=dict(kernels=dict(compile=True))), "model.kernels.compile: true with engine"),
         (dict(layout=dict(tp=2)), "layout.tp: 2 with engine.exact true"),
+        (
+            dict(algorithm=dict(objective="online_preference", loss="dpo")),
+            "engine.exact: true with algorithm.objective online_preference",
+        ),
+        (dict(stream=dict(max_logprob_gap=0.2)), "stream.max_logprob_gap: 0.2 with engine.exact"),
         (dict(layout=dict(inference_tp=2)), "layout.inference_tp: 2 with engine.exact true"),
         (
             dict(engine=dict(kind="vllm"), model=dict(moe=dict(replay=True))),

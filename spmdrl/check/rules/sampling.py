@@ -165,6 +165,20 @@ _EXACT = [
         "there is no engine",
         "leave it out",
     ),
+    Rule(
+        ("engine.exact", "algorithm.objective"),
+        lambda cfg: cfg.engine.exact and _is_sampled(cfg) and not cfg.objective.has_advantages,
+        "its loss compares no log-probabilities with the engine's, so that no step proves it",
+        "leave it out",
+        "not built",
+    ),
+    _exact(
+        "stream.max_logprob_gap",
+        attrgetter("stream.max_logprob_gap"),
+        "no gap is allowed",
+        "leave it out",
+        "principle",
+    ),
     _exact(
         "engine.options",
         lambda cfg: {*cfg.engine.options} - _EXACT_OPTIONS,
@@ -224,7 +238,7 @@ _EXACT = [
     ),
     _exact(
         "algorithm.correction",
-        lambda cfg: cfg.algorithm.correction != "none",
+        lambda cfg: cfg.objective.has_advantages and cfg.algorithm.correction != "none",
         "there is no gap to correct: every weight would be 1",
         "set it to none",
         "principle",
