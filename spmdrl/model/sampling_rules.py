@@ -122,7 +122,9 @@ def penalise(
         whole = logits.new_zeros(width).index_add_(0, ids.clamp(0, width - 1), added * is_own)
         logits = logits + whole
     if came is not None:
-        factor = torch.where(logits > 0, 1.0 / penalties.repetition, penalties.repetition)
+        # In float32, as in vLLM: 1 / 1.1 has other bits when float64 is rounded.
+        repetition = logits.new_tensor(penalties.repetition)
+        factor = torch.where(logits > 0, 1.0 / repetition, repetition)
         scale = factor.masked_fill_(~came, 1.0)
         logits = logits * scale
     if counts is not None:

@@ -88,7 +88,14 @@ def compared(
             top_k=cfg.sampling.top_k, top_p=cfg.sampling.top_p, min_p=cfg.sampling.min_p
         )
         request = Request(
-            str(index), prompt, draw.randrange(1, MAX_TOKENS + 1), 0.7, index, (), truncation
+            str(index),
+            prompt,
+            draw.randrange(1, MAX_TOKENS + 1),
+            0.7,
+            index,
+            (),
+            truncation,
+            cfg.sampling.penalties,
         )
         engine.add(request)
     done = {}
@@ -120,6 +127,7 @@ def compared(
             [len(one) for one in rows],
             mask=torch.cat(masks),
             columns=columns,
+            drawn=torch.cat(masks) if cfg.sampling.penalties.is_on else None,
         )
         logprobs = model.forward(row)[0].detach()
         sampled = torch.cat([one.logprobs for one in drawn])
@@ -129,6 +137,9 @@ def compared(
     return wrong, total
 
 
+PENALTIES = dict(
+    repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.2, logit_bias={"7": -2.5}
+)
 _GROUPED = dict(num_key_value_heads=2, head_dim=32)
 _MOE = dict(num_key_value_heads=2, num_experts_per_tok=2, vocab_size=128)
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -151,6 +162,7 @@ def test_a_trainer_finds_the_bits_that_an_engine_sampled_with(tmp_path: Path):
             cases[f"{family} {dtype}"] = exact_config(folder, dtype=dtype)
     dense = cases["qwen3 float32"]
     cases["truncated"] = changed(dense, sampling=dict(top_k=9, top_p=0.9))
+    cases["penalised"] = changed(dense, sampling=PENALTIES)
     cases["unshared"] = changed(dense, batch=dict(share_prefixes="never"))
     lora = dict(rank=4, targets=["q_proj", "down_proj", "o_proj", "embed_tokens"])
     cases["lora"] = changed(dense, model=dict(lora=lora))

@@ -78,7 +78,8 @@ def test_vllm_draws_with_the_bits_that_a_trainer_finds(tmp_path: Path):
         folder = tiny_folder(tmp_path / family, family, **test_exact.FAMILIES[family])
         cfg = exact_config(folder, dtype=dtype)
         cases[family] = changed(cfg, engine=dict(kind="vllm", cpu_kv_cache_gib=0.05))
-    cases["gemma2"] = changed(cases["gemma2"], sampling=dict(top_k=9, top_p=0.9))
+    sampling = dict(top_k=9, top_p=0.9) | test_exact.PENALTIES
+    cases["gemma2"] = changed(cases["gemma2"], sampling=sampling)
     (found,) = in_world(cases["qwen3"], counts, cases)
     assert min(total for _, total in found.values()) > 60
     assert {name: wrong for name, (wrong, _) in found.items() if wrong} == {}
