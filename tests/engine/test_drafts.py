@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from spmdrl.config import Config, Penalties
 from spmdrl.engine.protocol import UNTRUNCATED, Completion, Request, Truncation
+from spmdrl.engine.vllm.core_loop import Drawn
+from spmdrl.engine.vllm.records import _WatchedMasks
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 from spmdrl.model.scorer import make_row
 from spmdrl.sampling_masks import SamplingMasks
@@ -179,6 +181,18 @@ def test_every_logprob_is_that_of_a_pass_without_drafts(tp, tmp_path):
         plain = Request("", prompt[:1], 1, 1.0, None, ())
         want = logprobs_of(lm, plain, torch.tensor(prompt[1:]), None)
         torch.testing.assert_close(logprobs[1:], want, rtol=0, atol=3e-5)
+
+
+def test_a_mask_of_no_token_is_dropped_for_draft_tokens_alone():
+    recorder = _WatchedMasks.__new__(_WatchedMasks)
+    masks = SamplingMasks.from_allowed(torch.arange(VOCAB).expand(3, -1) < 6)
+    recorder._rows = {"name": [(masks, row) for row in range(3)]}
+    drawn = Drawn("key", "name", 1)
+    tokens = torch.tensor([4, 5])
+    with pytest.raises(RuntimeError, match="sampling masks of 3 tokens, where 2 are"):
+        recorder.finished(drawn, tokens)
+    drawn.drafts = object()
+    assert len(recorder.finished(drawn, tokens)) == 2
 
 
 # --------------------------------------------------------------------------- routes

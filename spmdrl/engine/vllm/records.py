@@ -203,8 +203,10 @@ class _WatchedMasks(TokenRecorder):
 
     def finished(self, drawn: Drawn, tokens: Tensor) -> SamplingMasks | None:
         rows = self._rows.get(drawn.name)
-        # vLLM drops the draft tokens that it accepted after the one that ends a request.
-        return None if rows is None else masks_of_rows(rows[: len(tokens)], tokens, key=drawn.key)
+        if rows is not None and drawn.drafts is not None:
+            # vLLM drops the draft tokens that it accepted after the one that ends a request.
+            del rows[len(tokens) :]
+        return self.unfinished(drawn, tokens)
 
     def drop(self, drawn: Drawn) -> None:
         self._rows.pop(drawn.name, None)
