@@ -114,7 +114,7 @@ def _draft_problems(cfg: Config, known: Collection[str]) -> Iterator[str]:
             "leave it out"
         )
         return
-    for name in asked.keys() - {"method", *_DRAFT_NUMBERS}:
+    for name in sorted(asked.keys() - {"method", *_DRAFT_NUMBERS}):
         yield f"{_DRAFTS}: {name} is not proved; it takes method, {', '.join(_DRAFT_NUMBERS)}"
     for name in _DRAFT_NUMBERS:
         number = asked.get(name, None if name == "num_speculative_tokens" else 1)

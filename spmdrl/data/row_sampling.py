@@ -67,4 +67,9 @@ def _problem(name: str, value: Any, cfg: Config) -> str:
     is_valid = type(value) in (int, float) and 0 <= value <= 1
     if name == "top_p":
         return "" if is_valid and value > 0 else "must be in (0, 1]"
+    if is_valid and value and cfg.engine.draft_tokens:
+        return (
+            "does not go with engine.options.speculative_config: vLLM does not apply it to draft "
+            "tokens"
+        )
     return "" if is_valid else "must be in [0, 1]"

@@ -44,6 +44,11 @@ def test_what_a_row_sets_is_taken_or_refused_with_its_place(tmp_path):
     shaped = good(sampling=dict(column="own"), rewards=dict(shaping=dict(overlong_tokens=5)))
     with pytest.raises(ValueError, match="overlong_tokens"):
         row_sampling({"own": {"max_tokens": 3}}, shaped, where="w")
+    ngram = dict(method="ngram", num_speculative_tokens=4)
+    drafting = changed(cfg, engine=dict(options=dict(speculative_config=ngram)))
+    assert row_sampling({"own": {"min_p": 0}}, drafting, where="w") == {"min_p": 0}
+    with pytest.raises(ValueError, match="min_p does not go with engine.options.speculative"):
+        row_sampling({"own": {"min_p": 0.1}}, drafting, where="w")
     draw = Draw(0, "train", 2, 64, 1.0, True, (), truncation=Truncation(top_k=9))
     assert draw.of_row({}) is draw
     mine = draw.of_row(asked | {"top_k": 3})
