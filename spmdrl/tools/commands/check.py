@@ -79,7 +79,7 @@ def check(
     if not model or families:
         raise Refusal("name a folder or hub model, or --families, one of both")
     if exact:
-        return _check_exact(model)
+        return _check_exact(model, trust_remote_code=trust_remote_code, part=part)
     from spmdrl.check.proved_models import keep as keep_record
     from spmdrl.check.proved_models import own_records
     from spmdrl.config import load_yaml
@@ -93,11 +93,13 @@ def check(
     return _status([record])
 
 
-def _check_exact(model: str) -> int:
+def _check_exact(model: str, *, trust_remote_code: bool, part: Literal["all", "text"]) -> int:
+    from spmdrl.config import ModelSettings
     from spmdrl.tools.proof.exact import exact_lines
 
+    settings = ModelSettings(path=model, trust_remote_code=trust_remote_code, part=part)
     is_exact = True
-    for line in exact_lines(model):
+    for line in exact_lines(settings):
         say(line, flush=True)
         is_exact &= "WRONG" not in line
     return 0 if is_exact else 1

@@ -8,11 +8,11 @@ which they are computed.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,13 @@ Event = tuple[str, str]
 """(module, `input` or `output`)."""
 
 
-def make_runner(model: str | Path, *, dtype: Dtype) -> ModelRunner:
+def make_runner(model: ModelSettings, *, dtype: Dtype) -> ModelRunner:
     """Load a model with its weights, as the engine of a run with engine.exact does.
 
     Raises: Refusal when it cannot be loaded.
     """
     cfg = Config(
-        model=ModelSettings(path=str(model), compute_dtype=dtype),
+        model=replace(model, compute_dtype=dtype),
         data=DataSettings(max_prompt_tokens=max(_PROMPTS)),
         sampling=SamplingSettings(max_response_tokens=_NUM_DRAWN),
         engine=EngineSettings(kind="transformers", dtype=dtype, exact=True),
@@ -147,15 +147,15 @@ def _rows(values: Tensor, count: int) -> Tensor | None:
     return values if values.dim() and values.shape[0] == count else None
 
 
-def exact_lines(model: str, dtypes: Sequence[Dtype] = ("float32", "bfloat16")) -> Iterator[str]:
+def exact_lines(model: ModelSettings) -> Iterator[str]:
     """Yield, for each dtype, whether a model's bits depend on the batch, and where first.
 
     Args:
-        model: folder or hub name; its weights are read.
+        model: whose weights are read.
     Raises: Refusal when it cannot be loaded.
     """
     threads = torch.get_num_threads()
-    for dtype in dtypes:
+    for dtype in get_args(Dtype):
         found = first_difference(make_runner(model, dtype=dtype))
         yield (
             f"{dtype}: WRONG: {found}"
