@@ -177,8 +177,10 @@ def test_a_trainer_finds_the_bits_that_an_engine_sampled_with(tmp_path: Path):
 
 def test_shards_and_slices_of_a_row_have_the_same_bits(tmp_path: Path):
     folder = tiny_folder(tmp_path / "model", "qwen3", **_GROUPED)
-    for layout in (dict(world_size=2), dict(world_size=2, cp=2)):
+    sliced = dict(layout=dict(world_size=2, cp=2))
+    gathered = dict(model=dict(kernels=dict(context="gather"))) | sliced
+    for fields in (dict(layout=dict(world_size=2)), sliced, gathered):
         for dtype in ("float32", "bfloat16"):
-            cfg = exact_config(folder, dtype=dtype, layout=layout)
+            cfg = changed(exact_config(folder, dtype=dtype), **fields)
             for found in in_world(cfg, counts, {"own": cfg}):
                 assert found["own"][0] == 0 < found["own"][1]
