@@ -206,6 +206,25 @@ def test_attention_of_a_token_is_the_same_alone_and_in_a_row(
                 )
 
 
+def test_a_block_of_keys_takes_the_queries_that_see_it_alone(monkeypatch: pytest.MonkeyPatch):
+    counts = []
+    bmm = torch.bmm
+
+    def counted(rows: Tensor, others: Tensor) -> Tensor:
+        counts.append(rows.shape[1])
+        return bmm(rows, others)
+
+    monkeypatch.setattr(torch, "bmm", counted)
+    query = torch.randn(1, 1, 2, 512, 16)
+    key = torch.randn(1, 1, 512, 16)
+    causal = torch.ones(512, 512, dtype=torch.bool).tril()
+    attend(query, key, key, seen=causal, scale=0.25)
+    assert counts[::2] == counts[1::2] == [1024, 768, 512, 256]
+    counts.clear()
+    attend(query, key, key, seen=causal.triu(-39), scale=0.25)
+    assert counts[::2] == [1024, 336, 336, 256]
+
+
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"s_aux": True}])
 def test_exact_attention_is_that_of_the_padded_kernel_to_rounding(options: dict):
     torch.manual_seed(0)

@@ -11,6 +11,7 @@ dim, Dv head dim of values.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +35,14 @@ class _Sums:
     total: Tensor  # [n, R, 1]
     values: Tensor  # [n, R, Dv]
 
-    def add(self, other: _Sums) -> None:
-        top = torch.maximum(self.top, other.top)
-        own = torch.exp(self.top - top)
+    def add(self, other: _Sums, rows: slice) -> None:
+        """Add another block to these rows."""
+        top = torch.maximum(self.top[:, rows], other.top)
+        own = torch.exp(self.top[:, rows] - top)
         others = torch.exp(other.top - top)
-        self.total = self.total * own + other.total * others
-        self.values = self.values * own + other.values * others
-        self.top = top
+        self.total[:, rows].mul_(own).add_(other.total * others)
+        self.values[:, rows].mul_(own).add_(other.values * others)
+        self.top[:, rows] = top
 
 
 @torch.no_grad()
@@ -68,35 +70,46 @@ def attend(
     """
     batch, kv_heads, shared, length, _ = query.shape
     num_rows = padded_rows(shared * length)
-    rows = query.reshape(batch * kv_heads, shared * length, -1)
+    # The rows of a query, one for each head that shares keys, lie next to each other.
+    rows = query.transpose(2, 3).reshape(batch * kv_heads, shared * length, -1)
     rows = F.pad(rows, (0, 0, 0, num_rows - shared * length))
+    step = ROWS // math.gcd(shared, ROWS)
     key = key.flatten(0, 1)
     value = value.flatten(0, 1)
-    # [B or 1, 1, 1, L, K]: query heads that share keys see the same.
-    seen = seen.view(-1, *seen.shape[-2:])[:, None, None]
+    # [B or 1, 1, L, 1, K]: query heads that share keys see the same.
+    seen = seen.view(-1, *seen.shape[-2:])[:, None, :, None]
     sums: _Sums | None = None
     for begin in range(0, key.shape[1], KEYS):
         end = min(begin + KEYS, key.shape[1])
         own = seen[..., begin:end]
-        if not own.any():
+        seeing = own.any(-1).any(0).flatten().nonzero()
+        if not len(seeing):
             continue
+        first = 0
+        last = length
+        if sums is not None:
+            # Only queries that see a key of the block, in steps whose rows are a multiple of ROWS.
+            first = int(seeing[0]) // step * step
+            last = min(length, (int(seeing[-1]) // step + 1) * step)
+        chosen = slice(first * shared, padded_rows(last * shared))
         missing = padded_rows(end - begin) - (end - begin)
         keys, values = (_with_zeros(part[:, begin:end], missing) for part in (key, value))
-        scores = torch.bmm(rows, keys.transpose(1, 2)).float().mul_(scale)
+        scores = torch.bmm(rows[:, chosen], keys.transpose(1, 2)).float().mul_(scale)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        of_queries = scores[:, : shared * length].view(batch, kv_heads, shared, length, -1)
-        of_queries.masked_fill_(~F.pad(own, (0, missing)), NEVER)
+        count = last - first
+        of_queries = scores[:, : count * shared].view(batch, kv_heads, count, shared, -1)
+        of_queries.masked_fill_(~F.pad(own[:, :, first:last], (0, missing)), NEVER)
         found = _block(scores, values)
         if sums is None:
             sums = found
         else:
-            sums.add(found)
+            sums.add(found, chosen)
     assert sums is not None, "each query sees a key"
     if sinks is not None:
         _add_sinks(sums, sinks.view(kv_heads, shared), length=length)
     out = (sums.values / sums.total).to(query.dtype)
-    return out[:, : shared * length].view(batch, kv_heads, shared, length, -1)
+    return out[:, : shared * length].view(batch, kv_heads, length, shared, -1).transpose(2, 3)
 
 
 def _with_zeros(rows: Tensor, missing: int) -> Tensor:
@@ -119,7 +132,7 @@ def _block(scores: Tensor, values: Tensor) -> _Sums:
 def _add_sinks(sums: _Sums, sinks: Tensor, *, length: int) -> None:
     """Add a key of value zero with the score of a row's head, `sinks` [Hkv, G]."""
     kv_heads, shared = sinks.shape
-    rows = sinks.float().repeat_interleave(length, dim=1)
+    rows = sinks.float().repeat(1, length)
     rows = F.pad(rows, (0, sums.top.shape[1] - shared * length))
     top = rows.repeat(len(sums.top) // kv_heads, 1)[..., None]
-    sums.add(_Sums(top, torch.ones_like(top), torch.zeros_like(sums.values)))
+    sums.add(_Sums(top, torch.ones_like(top), torch.zeros_like(sums.values)), slice(None))
