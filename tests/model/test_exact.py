@@ -13,7 +13,7 @@ from spmdrl.errors import Refusal
 from spmdrl.model.attention.kernels import KERNELS
 from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.attention.packing import make_packing
-from spmdrl.model.exact import functions, linear
+from spmdrl.model.exact import linear
 from spmdrl.model.exact.attention import attend
 from spmdrl.model.exact.functions import ExactFunctions, compute_exactly
 from spmdrl.model.logit_passes import LogitForm, log_totals, summarize
@@ -257,11 +257,6 @@ def test_a_long_row_has_the_same_log_total_alone_and_among_others(threads: int):
     targets = torch.arange(5)
     summarize(logits.clone(), targets, LogitForm(), dropped=None, sums=sums)
     assert torch.equal(sums[1].log() + sums[0], whole)
-
-
-def test_every_replaced_function_is_one_of_torch():
-    assert functions.REPLACED[F.silu] is functions.silu
-    assert all(callable(own) for own in functions.REPLACED.values())
 
 
 def test_a_merged_adapter_has_the_gradients_of_its_product():
