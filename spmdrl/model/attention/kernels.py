@@ -112,14 +112,13 @@ def _padded(
     packing: Packing,
     how: Weighing,
     *,
-    attend: Callable[[Tensor, Tensor, Tensor, Weighing, Tensor | None], Tensor] | None = None,
+    attend: Callable[[Tensor, Tensor, Tensor, Weighing, Tensor | None], Tensor],
 ) -> Tensor:
     """Attend with sequences padded inside this call; any device.
 
     Args:
-        attend: over padded rows, as `_attend` does, which is the default.
+        attend: over padded rows, as `_attend` does.
     """
-    attend = attend or _attend
     queries = pad(q, packing)
     keys, values = (packing.padded_keys(x) for x in (k, v))
     outputs = []
@@ -376,7 +375,7 @@ PADDING = ("padded", "exact")
 KERNELS = {
     name: partial(_kernel, attend=attend)
     for name, attend in (
-        ("padded", _padded),
+        ("padded", partial(_padded, attend=_attend)),
         ("varlen", _varlen),
         ("flash", _flash),
         ("exact", partial(_padded, attend=_attend_exactly)),
