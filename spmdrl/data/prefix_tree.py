@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ LEAST = 16
 below about this many tokens the linear layers save less than that."""
 
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
+Count = TypeVar("Count", int, float)
 
 
 Path: TypeAlias = list[tuple[int, int]]
@@ -99,10 +100,17 @@ def surely_shared(
     """
     values = np.concatenate([_as_bytes(own) for own in (tokens, *also)], axis=1)
     own = [values[begin:end] for begin, end in spans]
-    # If a third sequence branches off near the end of the common prefix, the tokens after that
-    # branch are shared only if there are at least LEAST of them.
-    found = [max(0, _common(a, b) - LEAST + 1) for a, b in zip(own, own[1:])]
+    found = [surely_of(_common(a, b)) for a, b in zip(own, own[1:])]
     return [0, *found][: len(own)]
+
+
+def surely_of(common: Count) -> Count:
+    """Return how many tokens of a common prefix of two sequences are surely computed once.
+
+    If a third sequence branches off near its end, the tokens after that branch are shared only if
+    there are at least LEAST of them.
+    """
+    return max(0, common - LEAST + 1)
 
 
 def _as_bytes(values: Tensor) -> _Bytes:

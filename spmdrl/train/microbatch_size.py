@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from spmdrl.config.fields import sequences_together, useful_tokens
 from spmdrl.data.microbatch_plan import room_of
-from spmdrl.data.prefix_tree import LEAST
+from spmdrl.data.prefix_tree import LEAST, surely_of
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 from spmdrl.types import Advantages, Batch, Microbatch, Scalars
@@ -83,7 +83,7 @@ class RowSequences:
     @property
     def _of_another(self) -> int:
         """Tokens of the budget that each sequence of a group takes after the first."""
-        return room_of(self.length, max(0, self.prompt - LEAST + 1))
+        return room_of(self.length, surely_of(self.prompt))
 
 
 def sequences_to_try(world: World, *, longest: int) -> Iterator[RowSequences]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spmdrl.config.fields import sequences_together
 from spmdrl.data.microbatch_plan import room_of
-from spmdrl.data.prefix_tree import LEAST
+from spmdrl.data.prefix_tree import LEAST, surely_of
 from spmdrl.model.attention.packing import PaddedGroup
 from spmdrl.tools.plan.activations import shared_groups
 from spmdrl.tools.plan.run import Run
@@ -68,7 +68,7 @@ class PromptGroup:
     @property
     def _of_another(self) -> float:
         """Tokens that each sequence after the first of a piece takes of the budget."""
-        return room_of(self.prompt + self.response, self.prompt - LEAST + 1)
+        return room_of(self.prompt + self.response, surely_of(self.prompt))
 
     def fitting(self, tokens: int) -> int:
         """Return how many sequences a micro-batch of this budget holds, at least 1."""
