@@ -378,15 +378,16 @@ def test_an_old_logprob_pass_is_made_only_for_methods_that_need_one():
     def columns(updates=2, **algorithm):
         return needed_columns(good(algorithm=algorithm, batch=dict(updates_per_step=updates)))
 
+    entropy = {"old_logprobs", "old_entropy"}
     assert columns(updates=1) == set() and columns() == {"old_logprobs"}
     assert columns(loss="dppo_tv", correction="none") == set()
-    assert columns(updates=1, loss="kl_cov") == {"old_logprobs"}
+    assert columns(updates=1, loss="kl_cov") == entropy
     assert columns(updates=1, kl_coef=0.1) == {"ref_logprobs"}
     assert columns(updates=1, kl_coef=0.1, kl_in="reward") == {"ref_logprobs", "old_logprobs"}
     assert columns(updates=1, advantage="gae") == {"values"}
-    assert columns(updates=1, advantage="otb") == {"square_probs", "old_logprobs"}
+    assert columns(updates=1, advantage="otb") == {"square_probs", *entropy}
     assert columns(updates=1, advantage="prime") == {"prm_logprobs", "ref_logprobs"}
-    assert columns(updates=1, entropy_control=dict(keep_frac=0.2)) == {"old_logprobs"}
+    assert columns(updates=1, entropy_control=dict(keep_frac=0.2)) == entropy
 
 
 @pytest.mark.parametrize(

@@ -292,10 +292,12 @@ class _OnGpu(torch.Tensor):
 
 
 def test_changes_are_found_on_a_gpu_as_on_the_cpu():
-    from spmdrl.sync.changes import _differing
+    from spmdrl.sync.changes import _between, _differing
 
     kept = torch.arange(50, dtype=torch.int16)
     new = kept.clone()
     new[[3, 4, 49]] = -1
     found = _differing(new.as_subclass(_OnGpu), kept.as_subclass(_OnGpu))
     assert found.tolist() == _differing(new, kept).tolist() == [3, 4, 49]
+    places = torch.tensor([3, 4, 49])
+    assert _between(places.as_subclass(_OnGpu)).tolist() == _between(places).tolist() == [3, 0, 44]

@@ -195,7 +195,7 @@ _EXACT = [
     ),
     Rule(
         ("model.moe.replay", "engine.kind", "engine.exact"),
-        lambda cfg: cfg.engine.exact and cfg.model.moe.replay and cfg.engine.kind == "vllm",
+        lambda cfg: cfg.engine.exact and cfg.model.moe.replay and cfg.engine.traits.has_options,
         "vLLM does not record what this model's routers choose; with the same bits they choose "
         "the same experts anyway",
         "set it to false",
