@@ -93,9 +93,9 @@ def summarize(
         logits = form.logits(products[rows])
         if dropped is not None:
             logits.masked_fill_(dropped[rows], NEVER)
+        top = logits.amax(dim=-1)
         is_own, at = _own_targets(targets[rows], logits.shape[1])
         target = logits.gather(1, at)[:, 0] * is_own
-        top = logits.amax(dim=-1)
         shifted = logits.sub_(top[:, None])
         weights = shifted.exp()
         if len(sums) == 5:
@@ -160,6 +160,13 @@ def log_totals(logits: Tensor) -> Tensor:
     top = logits.amax(dim=-1)
     weights = (logits - top[:, None]).exp_()
     return row_sums(weights).log() + top
+
+
+def log_probs(logits: Tensor) -> Tensor:
+    """Return the float32 logprobs of all ids, nats, for logits [n, V] of any dtype; see
+    `log_totals`."""
+    logits = logits.float()
+    return logits - log_totals(logits)[:, None]
 
 
 def _own_targets(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:

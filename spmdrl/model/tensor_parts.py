@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from spmdrl.errors import Refusal
 from spmdrl.model.cuts import cut_of
 from spmdrl.world.torch_internals import sharded_like
 
@@ -316,6 +317,24 @@ class Held:
         added = partial(self._added, part, inside) if part.tensor in self.deltas else None
         live = part.as_in_file(view_of(inside, self._views[part.tensor], name=name))
         return Value(live, added, self._factors.get(part.tensor, 1.0))
+
+    @torch.no_grad()
+    def write(self, weights: Iterable[tuple[str, Tensor]], *, model: nn.Module) -> set[str]:
+        """Write whole file tensors into the live ones, all of which this rank holds whole.
+
+        Args:
+            weights: (file name, tensor).
+            model: whose tensors these are, for messages.
+        Returns: the names of all file tensors.
+        Raises: Refusal for a name that the model does not have.
+        """
+        boxes = self.boxes()
+        for name, tensor in weights:
+            if name not in boxes:
+                raise Refusal(f"{type(model).__name__} has no tensor {name}")
+            (whole,) = boxes[name]
+            self.value(name, whole).live.copy_(tensor)
+        return set(boxes)
 
     def _added(self, part: Part, inside: Box) -> Tensor:
         return part.as_in_file(self.deltas[part.tensor](inside))

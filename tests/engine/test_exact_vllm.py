@@ -20,6 +20,7 @@ from spmdrl.model.blocks import base_of
 from spmdrl.model.exact.functions import compute_exactly
 from spmdrl.model.head import HeadOptions, logprobs_and_entropy
 from spmdrl.model.load import load_whole_model
+from spmdrl.model.logit_passes import log_probs
 from spmdrl.model.scorer import head_form
 from tests.engine import test_exact
 from tests.engine.test_exact import counts, exact_config
@@ -161,7 +162,7 @@ def generated(
         )
         ids = torch.tensor([sequences[i][place] for i, place in zip(rows.tolist(), at.tolist())])
         states = model._states(ids, at, PagedStep(dict.fromkeys(layers, metadata)))
-        logprobs = exact._logprobs(model.compute_logits(states))
+        logprobs = log_probs(model.compute_logits(states))
         for i, end, own in zip(chosen, ends, logprobs.split(counts)):
             targets = torch.tensor(sequences[i][done[i] + 1 : end + 1], dtype=torch.int64)
             found[i].append(own[: len(targets)].gather(1, targets[:, None])[:, 0])

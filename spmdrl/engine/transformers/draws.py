@@ -15,7 +15,7 @@ from torch import Tensor
 from spmdrl.algorithms.splitmix import GAMMA, mix, uniform
 from spmdrl.config import Penalties
 from spmdrl.engine.protocol import Truncation
-from spmdrl.model.logit_passes import log_totals
+from spmdrl.model.logit_passes import log_probs
 from spmdrl.model.sampling_rules import penalise
 from spmdrl.sampling_masks import SamplingMasks
 
@@ -72,7 +72,7 @@ def _draw(
     if truncations:
         logits = truncate(logits, truncations)
         masks = SamplingMasks.from_allowed(logits != -torch.inf)  # a NaN is found below
-    logprobs = logits - log_totals(logits)[:, None]
+    logprobs = log_probs(logits)
     # Whole numbers, whose sums do not depend on the order of summation.
     ends = (logprobs.exp().double() * _UNIT).long().cumsum(dim=-1)
     total = ends[:, -1]

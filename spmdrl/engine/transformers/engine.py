@@ -232,18 +232,12 @@ class TransformersEngine:
             self._waiting.extendleft(reversed(self._running))
             self._running.clear()
 
-    @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Write whole tensors by checkpoint name into the live model.
 
         Raises: Refusal for a name that the model does not have.
         """
-        boxes = self._held.boxes()
-        for name, tensor in weights:
-            if name not in boxes:
-                raise Refusal(f"{type(self.model).__name__} has no tensor {name}")
-            (whole,) = boxes[name]
-            self._held.value(name, whole).live.copy_(tensor)
+        self._held.write(weights, model=self.model)
 
     reload_weights = load_weights
 

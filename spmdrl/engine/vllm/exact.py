@@ -5,7 +5,8 @@ model's, whose formulas differ. So vLLM gets a model from outside its tree, whic
 transformers model as the trainers load it (documented: ModelRegistry.register_model), and a loader
 that leaves the weights as they are (register_model_loader). Its attention is in paged.py.
 
-Serves vLLM 0.32 and 0.33, on the CPU. Per line: the name here, vLLM's own, and when it can go.
+Serves vLLM 0.32 and 0.33, on the CPU. Each line has the name here, vLLM's own, and when it can be
+removed.
 
 _layer_class        AttentionLayerBase, FullAttentionSpec       never: how models ask for a cache
 _layer_class        AttentionBackend, AttentionMetadataBuilder  with it
@@ -33,7 +34,7 @@ from spmdrl.model.exact.functions import compute_exactly
 from spmdrl.model.exact.linear import padded_rows
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.load import load_whole_model
-from spmdrl.model.logit_passes import LogitForm, log_totals
+from spmdrl.model.logit_passes import LogitForm, log_probs
 from spmdrl.model.scorer import head_form
 from spmdrl.model.tensor_parts import Held
 
@@ -73,13 +74,8 @@ def exact_arguments(cfg: Config) -> dict[str, Any]:
 
 def return_exact_logprobs(runner: Any) -> None:
     """Have a model runner's sampler compute logprobs as the trainer's head does."""
-    runner.sampler.compute_logprobs = _logprobs
-    runner.sampler.topk_topp_sampler.logprobs_of = _logprobs
-
-
-def _logprobs(logits: Tensor) -> Tensor:
-    logits = logits.float()
-    return logits - log_totals(logits)[:, None]
+    runner.sampler.compute_logprobs = log_probs
+    runner.sampler.topk_topp_sampler.logprobs_of = log_probs
 
 
 class ExactModel(nn.Module):
@@ -175,14 +171,12 @@ class ExactModel(nn.Module):
         """Return logits [n, V] float32 of hidden states [n, H]."""
         return self._form.logits(self._head(hidden_states))
 
-    @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Write whole tensors by checkpoint name into the live model; return all names."""
-        boxes = self._held.boxes()
-        for name, tensor in weights:
-            (whole,) = boxes[name]
-            self._held.value(name, whole).live.copy_(tensor)
-        return set(boxes)
+        """Write whole tensors by checkpoint name into the live model; return all names.
+
+        Raises: Refusal for a name that the model does not have.
+        """
+        return self._held.write(weights, model=self.hf_model)
 
 
 @contextlib.contextmanager
@@ -233,6 +227,7 @@ def _layer_class() -> type[PagedLayer]:
             return Backend
 
         def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            """Return the cache that this layer needs."""
             # Layers with windows too keep all keys: their masks leave out the older ones.
             return FullAttentionSpec(
                 block_size=vllm_config.cache_config.block_size,
