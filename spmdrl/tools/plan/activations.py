@@ -297,9 +297,10 @@ def ulysses_extra_bytes(own: Attention, work: RowPart) -> int:
 def _viewed_bytes(
     own: Attention, groups: Sequence[PaddedGroup], kernels: Kernels, kv_heads: int
 ) -> int:
-    """Return what is kept of keys and values besides the copies that matmuls save of them.
+    """Return the bytes of keys and values that stay in memory in addition to copies by matmuls.
 
-    A group of one sequence saves views instead, which keep the keys and values of all groups.
+    A matmul of several sequences saves copies. A group of one sequence saves views, which keep the
+    keys and values of all groups.
     """
     copied = 0
     for group in groups:
