@@ -29,6 +29,7 @@ ORDER = tuple(
         "model",
         "exchange=credit",
         "rewards=environments",
+        "agents",
         "workers",
         "engine",
         "train",

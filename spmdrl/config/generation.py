@@ -161,11 +161,26 @@ class RecordSettings:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """Environments, schedules and recordings of rollouts."""
+    """Environments, agents, schedules and recordings of rollouts."""
 
     environment: NestedOptions = field(default_factory=dict)
     """Environment that answers the policy in episodes of several turns, by its name and options,
     e.g. {name: guess_number, high: 20}; docs/environments.md. Empty: every response is final."""
+    agent: PathText = ""
+    """Agent that calls the policy itself, over OpenAI's protocol: `module:function` or
+    `path/file.py:function`, a function of a row and a client (`openai.AsyncOpenAI`)."""
+    agent_command: tuple[str, ...] = ()
+    """The same as a program: a command and its arguments. It finds OPENAI_BASE_URL, OPENAI_API_KEY,
+    SPMDRL_ROW (file of the row, JSON) and SPMDRL_RESULT (file that it may write) in its
+    environment."""
+    agent_timeout_s: Seconds = 600.0
+    """Wall-clock seconds for one episode of an agent; then it is killed, and its sample fails."""
+    agent_max_requests: Annotated[int, within(1, 10**6)] = 64
+    """Most requests of an agent in one episode, a request with `n` counted n times. With more, its
+    sample fails."""
+    agents_at_once: Annotated[int, within(1, 10**4, zero="to have it chosen")] = 0
+    """Agents that run at a time, per engine replica. 0 chooses 32, or engine.max_num_seqs if that
+    is less."""
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
     replay_schedule: PathText = ""

@@ -31,6 +31,7 @@ from spmdrl.workers.messages import (
     Done,
     Open,
     Setup,
+    Solve,
     SourceSetup,
     TurnResult,
     Work,
@@ -130,6 +131,7 @@ class Server:
         """Do a job. Errors of the user's code become part of the result."""
         if isinstance(work, RewardSample | RewardList):
             return self.scorer.score(id, work)
+        assert not isinstance(work, Solve)
         environment = self._environments[work.environment]
         job = RunningJob(id=id)
         result = None

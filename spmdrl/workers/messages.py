@@ -96,7 +96,21 @@ class Respond:
     response: Response
 
 
-Work = RewardSample | RewardList | Open | Respond
+@dataclass(frozen=True)
+class Solve:
+    """A job: run an agent for one episode."""
+
+    row: dict
+    seed: int
+    source: int
+    """Index of the row's source, see `Prompt`."""
+    base_url: str
+    """Address of the gateway, `http://127.0.0.1:PORT/v1`."""
+    api_key: str
+    """Of the episode."""
+
+
+Work = RewardSample | RewardList | Open | Respond | Solve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +168,17 @@ class TurnResult(_Result):
 
 
 @dataclass(frozen=True)
+class SolveResult(_Result):
+    """The end of an agent's episode."""
+
+    value: float | None = None
+    """The reward that the agent returned; None if it returned none. Then rewards.functions score
+    its last answer."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Other numbers that it returned."""
+
+
+@dataclass(frozen=True)
 class Done:
     """A worker's report that a job is done."""
 
@@ -163,7 +188,7 @@ class Done:
     seconds: float
     failure: Failure | None = None
     message: str = ""
-    result: RewardResult | ListResult | TurnResult | None = None
+    result: RewardResult | ListResult | TurnResult | SolveResult | None = None
     """Without a key; None if the job failed."""
     retries: int = 0
     """Number of repeated calls of functions."""

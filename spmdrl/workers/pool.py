@@ -204,6 +204,22 @@ class RewardPool(JobQueue):
         field = self._setup.sources[source].environment
         self._send(key, Respond(field, environment, response), what="a response")
 
+    def solve(
+        self, key: Hashable, *, row: dict, seed: int, source: int = 0, base_url: str, api_key: str
+    ) -> None:
+        """Run the agent for one episode, once fewer than rollout.agents_at_once run; `poll` returns
+        its SolveResult with this `key`.
+
+        Args:
+            row: the data row.
+            seed: of the episode's randomness.
+            source: of the row, see `Prompt`.
+            base_url: address of the gateway, `Gateway.address`.
+            api_key: of the episode, `Gateway.open`.
+        Raises: Refusal if the data row cannot be sent to another process.
+        """
+        raise NotImplementedError
+
     def poll(self) -> list[RewardResult | TurnResult]:
         """Return the available results, without waiting.
 

@@ -1,0 +1,1 @@
+"""Agents of users that call the policy themselves, over OpenAI's protocol."""

@@ -1,0 +1,50 @@
+"""What the gateway and the leader of an engine replica tell each other. Both know ids of tokens;
+only the gateway knows messages and texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+NO_PARENT = -1
+"""The parent of a request that begins a trace."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request of an agent, from the gateway to the leader."""
+
+    episode: str
+    """`Episode.key`."""
+    id: int
+    """Number of the request in its episode, from 0 in the order of arrival at the gateway. Requests
+    that the gateway refuses have numbers too."""
+    parent: int
+    """Node whose tokens it continues, as `Answer.nodes` names it; NO_PARENT: it begins a trace."""
+    tokens: tuple[int, ...]
+    """Ids to append to those of the parent's path; the whole prompt if it begins a trace."""
+    samples: int
+    """Number of samples to draw, 1 or more."""
+    max_tokens: int
+    """Most tokens of each sample."""
+    stop: tuple[str, ...]
+    """Texts that end a sample."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The leader's answer to an Ask, when all its samples are complete."""
+
+    episode: str
+    id: int
+    """Of the Ask."""
+    nodes: tuple[int, ...] = ()
+    """Number of each sample's node, unique in the episode; empty if it is refused."""
+    tokens: tuple[tuple[int, ...], ...] = ()
+    """Sampled ids of each."""
+    logprobs: tuple[tuple[float, ...], ...] = ()
+    """Of each sampled token, nats."""
+    are_truncated: tuple[bool, ...] = ()
+    """Whether each was cut at its length limit."""
+    refusal: str = ""
+    """Why it is not answered: the agent gets HTTP status 400, `context_length_exceeded`, with this
+    text. Empty if it is answered."""
