@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from spmdrl.errors import Refusal
 from spmdrl.tools.rollouts.terminal import title
-from spmdrl.tools.rollouts.view import Answer, View
+from spmdrl.tools.rollouts.view import RecordedResponse, View
 
 if TYPE_CHECKING:
     from spmdrl.data.attachments import Preview
@@ -100,7 +100,7 @@ def _group(view: View, *, color: str) -> list[str]:
     return body
 
 
-def _response(one: Answer, view: View, *, color: str, largest: float) -> list[str]:
+def _response(one: RecordedResponse, view: View, *, color: str, largest: float) -> list[str]:
     def paint(at: int) -> tuple[str, float, str]:
         if color == "logprob":
             return UNLIKELY, one.row["rollout_logprobs"][at] / _STRONGEST_NATS, advantage_text
@@ -112,12 +112,12 @@ def _response(one: Answer, view: View, *, color: str, largest: float) -> list[st
     return [f"<h2>{escape(title(one, view.header['part_names']))}</h2>", tokens_part(one, paint)]
 
 
-def prompt_part(one: Answer) -> str:
+def prompt_part(one: RecordedResponse) -> str:
     """Return the prompt of a response, with its images."""
     return f"<pre>{''.join(map(_part, one.prompt))}</pre>"
 
 
-def tokens_part(one: Answer, paint: Paint) -> str:
+def tokens_part(one: RecordedResponse, paint: Paint) -> str:
     """Return a response, with colours for the tokens that the policy sampled."""
     spans = [_token(one, at, paint) for at in range(one.start, len(one.row["tokens"]))]
     return f"<pre>{''.join(spans)}</pre>"
@@ -128,7 +128,7 @@ def _part(part: str | Preview) -> str:
     return escape(part) if isinstance(part, str) else part.html
 
 
-def _token(one: Answer, at: int, paint: Paint) -> str:
+def _token(one: RecordedResponse, at: int, paint: Paint) -> str:
     row = one.row
     if at in one.images:
         png = one.images[at]

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from spmdrl.tools.rollouts.view import Answer, Summary, View, summaries
+from spmdrl.tools.rollouts.view import RecordedResponse, Summary, View, summaries
 
 if TYPE_CHECKING:
     from spmdrl.data.attachments import Preview
@@ -88,7 +88,7 @@ def group_text(view: View, *, tokens: bool) -> str:
     return "\n".join(lines)
 
 
-def title(sequence: Answer, names: Sequence[str]) -> str:
+def title(sequence: RecordedResponse, names: Sequence[str]) -> str:
     """Return the line of numbers above a response."""
     row = sequence.row
     words = ["greedy" if row["sample"] < 0 else f"sample {row['sample']}"]
@@ -108,7 +108,7 @@ def title(sequence: Answer, names: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def _token_lines(sequence: Answer) -> list[str]:
+def _token_lines(sequence: RecordedResponse) -> list[str]:
     row = sequence.row
     rows = [["at", "id", "logprob", "version", "token"]]
     for at in range(sequence.start, len(row["tokens"])):

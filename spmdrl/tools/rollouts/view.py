@@ -26,7 +26,7 @@ _GROUP = itemgetter("group")
 
 
 @dataclass(frozen=True)
-class Answer:
+class RecordedResponse:
     """One recorded response, greedy or sampled."""
 
     row: dict[str, Any]
@@ -54,7 +54,7 @@ class View:
     step: int
     group: int
     header: dict[str, Any]
-    sequences: list[Answer]
+    sequences: list[RecordedResponse]
     notes: list[str]
     """Sentences on what is missing, and why."""
 
@@ -224,7 +224,7 @@ def _answers(
     rows: list[dict[str, Any]],
     known: dict[tuple[int, int], float],
     decode: Callable[[list[int]], str] | None,
-) -> list[Answer]:
+) -> list[RecordedResponse]:
     """Return the responses of a group's rows.
 
     Args:
@@ -233,7 +233,7 @@ def _answers(
     from spmdrl.data.attachments import previews_of
 
     return [
-        Answer(
+        RecordedResponse(
             row,
             known.get((row["group"], row["sample"])),
             [decode([token]) for token in row["tokens"]] if decode else None,
