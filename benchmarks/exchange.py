@@ -135,7 +135,7 @@ def finished_group(options: Options, group: int, drawn: dict) -> object:
         )
         made = Trajectory.from_prompt(prompt.tokens).append_completion(completion).end_turn(-1)
         found.samples[sample] = FinishedEpisode(
-            group, sample, prompt, made, "", RewardResult("", float(sample % 2))
+            group, sample, prompt, (made,), "", RewardResult("", float(sample % 2))
         )
     return found
 

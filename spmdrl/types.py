@@ -118,7 +118,10 @@ _LEFT_OUT = torch.empty(0)
 class Scalars:
     """Per-sequence numbers of a whole batch: small, gathered, equal on every rank.
 
-    Sorted by (group_ids, sample_ids), so nothing depends on which rank generated what.
+    An episode is a sample of a group: a sequence, or several if an agent's calls branch. Its
+    rewards, is_valid, reward_parts, greedy_rewards and rows are the same in all its sequences.
+
+    Sorted by (group_ids, sample_ids, traces), so nothing depends on which rank generated what.
     """
 
     lengths: Tensor  # [S] int64, tokens in all (prompt + response)
@@ -146,6 +149,8 @@ class Scalars:
     rows: Tensor = _LEFT_OUT
     """[S] int64, position of the prompt's row in its data, as `Prompt.index`; -1 if it is not
     known. Default: all -1."""
+    traces: Tensor = _LEFT_OUT
+    """[S] int64, number of the sequence in its episode. Default: all 0."""
 
     def __post_init__(self) -> None:
         if self.reward_parts is _LEFT_OUT:
@@ -158,6 +163,8 @@ class Scalars:
             object.__setattr__(self, "turns", one.repeat(len(self), 1, 1))
         if self.rows is _LEFT_OUT:
             object.__setattr__(self, "rows", torch.full_like(self.lengths, -1))
+        if self.traces is _LEFT_OUT:
+            object.__setattr__(self, "traces", torch.zeros_like(self.lengths))
 
     def __len__(self) -> int:
         return self.lengths.numel()

@@ -434,9 +434,9 @@ def _digest(group: Group) -> str:
     """Return a digest of a group: tokens, logprobs, versions and rewards, bit for bit."""
     digest = hashlib.sha256()
     for sample in group.all_samples:
-        own = sample.trajectory
-        reward = sample.reward
-        for column in (own.tokens, own.rollout_logprobs, own.policy_versions):
-            digest.update(column.contiguous().numpy().tobytes())
-        digest.update(repr((own.is_truncated, own.earned, reward.value, reward.failure)).encode())
+        for own in sample.traces:
+            for column in (own.tokens, own.rollout_logprobs, own.policy_versions):
+                digest.update(column.contiguous().numpy().tobytes())
+            digest.update(repr((own.is_truncated, own.earned)).encode())
+        digest.update(repr((sample.reward.value, sample.reward.failure)).encode())
     return digest.hexdigest()[:16]

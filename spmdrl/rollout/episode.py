@@ -166,17 +166,40 @@ class Trajectory(Tokens):
 
 @dataclass(frozen=True)
 class FinishedEpisode:
-    """One finished trajectory with its reward."""
+    """A finished sample: one trace, or the traces of an agent's tree, with one reward."""
 
     slot: int
     """Position of the prompt in the step's batch."""
     sample: int
     """Position within the prompt's group, or GREEDY."""
     prompt: Prompt
-    trajectory: Trajectory
+    traces: tuple[Trajectory, ...]
+    """At least one, in order. A token that the policy sampled is in the response_mask of one trace,
+    and its turn in `states` and `earned` of that trace. In other traces it is context."""
     text: str
     """Decoded response, without special tokens."""
     reward: RewardResult
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """Return the trace of an episode that has only one. Raises: ValueError if it has more."""
+        (only,) = self.traces
+        return only
+
+    @property
+    def num_sampled(self) -> int:
+        """Return the number of tokens that the policy sampled."""
+        return sum(trace.num_sampled for trace in self.traces)
+
+    @property
+    def num_turns(self) -> int:
+        """Return the number of finished turns of the policy."""
+        return sum(trace.num_turns for trace in self.traces)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the last turn of any trace was cut at the length limit."""
+        return any(trace.is_truncated for trace in self.traces)
 
 
 @dataclass

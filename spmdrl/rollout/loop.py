@@ -364,7 +364,7 @@ class Loop:
             ids = trajectory.prompt.once()
             (opening,) = self.tokenizer.batch_decode([ids], skip_special_tokens=False)
             prompt = trajectory.update_prompt(prompt, text=opening)
-        finished = FinishedEpisode(group.slot, episode.sample, prompt, trajectory, text, reward)
+        finished = FinishedEpisode(group.slot, episode.sample, prompt, (trajectory,), text, reward)
         group.samples[episode.sample] = finished
         _check_scored(finished, group)
         if reward.failure:

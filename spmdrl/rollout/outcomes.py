@@ -87,8 +87,8 @@ def _outcome(samples: Sequence[FinishedEpisode], names: Mapping[int, str]) -> Pr
         source=names.get(prompt.source, str(prompt.row.get("data_source") or "")),
         rewards=tuple(r.value for r in valid if r.value is not None),
         answers=answers if len(answers) == len(valid) else (),
-        lengths=tuple(s.trajectory.num_sampled for s in samples),
-        num_truncated=sum(s.trajectory.is_truncated for s in samples),
+        lengths=tuple(s.num_sampled for s in samples),
+        num_truncated=sum(s.is_truncated for s in samples),
         parts={name: tuple(values) for name, values in parts.items()},
     )
 

@@ -77,7 +77,8 @@ def pack(
     max_response_tokens: int = 0,
     is_partial: bool = False,
 ) -> Rollouts:
-    """Pack samples into flat tensors. A failed reward becomes is_valid = False, reward 0.
+    """Pack samples into flat tensors, each trace as a sequence. A failed reward becomes is_valid =
+    False, reward 0.
 
     Args:
         samples: greedy ones are not packed; their rewards become greedy_rewards.
@@ -118,25 +119,35 @@ def flat_episodes(
     greedy_rewards: Sequence[float],
     part_names: Sequence[str],
 ) -> tuple[Tokens, Scalars]:
-    """Return the concatenated tokens of finished episodes, and their scalars."""
-    trajectories = [e.trajectory for e in episodes]
-    tokens = Tokens.concat(trajectories) if episodes else Tokens.unsampled([])
-    lengths = ints([len(t.tokens) for t in trajectories])
+    """Return the concatenated tokens of finished episodes, a sequence for each trace, and their
+    scalars.
+
+    Args:
+        rewards, greedy_rewards: of each episode, task units.
+    """
+    traces = [trace for e in episodes for trace in e.traces]
+    tokens = Tokens.concat(traces) if traces else Tokens.unsampled([])
+    lengths = ints([len(t.tokens) for t in traces])
+    counts = ints([len(e.traces) for e in episodes])
+    parts = doubles([_parts(e.reward, part_names) for e in episodes])
+
+    def of_traces(values: Tensor) -> Tensor:
+        return values.repeat_interleave(counts, dim=0)
+
     scalars = Scalars(
         lengths=lengths,
-        response_lengths=ints([t.num_sampled for t in trajectories]),
-        group_ids=ints([e.slot for e in episodes]),
-        sample_ids=ints([e.sample for e in episodes]),
-        rewards=doubles(rewards),
-        is_truncated=bools([t.is_truncated for t in trajectories]),
-        is_valid=bools([e.reward.value is not None for e in episodes]),
+        response_lengths=ints([t.num_sampled for t in traces]),
+        group_ids=of_traces(ints([e.slot for e in episodes])),
+        sample_ids=of_traces(ints([e.sample for e in episodes])),
+        rewards=of_traces(doubles(rewards)),
+        is_truncated=bools([t.is_truncated for t in traces]),
+        is_valid=of_traces(bools([e.reward.value is not None for e in episodes])),
         min_versions=_min_versions(tokens, lengths),
-        reward_parts=doubles([_parts(e.reward, part_names) for e in episodes]).view(
-            len(episodes), len(part_names) or 1
-        ),
-        greedy_rewards=doubles(greedy_rewards),
-        turns=turns_of((t.earned, t.states) for t in trajectories),
-        rows=ints([e.prompt.index for e in episodes]),
+        reward_parts=of_traces(parts.view(len(episodes), len(part_names) or 1)),
+        greedy_rewards=of_traces(doubles(greedy_rewards)),
+        turns=turns_of((t.earned, t.states) for t in traces),
+        rows=of_traces(ints([e.prompt.index for e in episodes])),
+        traces=ints([number for e in episodes for number in range(len(e.traces))]),
     )
     return tokens, scalars
 
@@ -206,8 +217,8 @@ def shape_rewards(
         return values
     return shape(
         doubles(values),
-        ints([s.trajectory.num_sampled for s in samples]),
-        bools([s.trajectory.is_truncated for s in samples]),
+        ints([s.num_sampled for s in samples]),
+        bools([s.is_truncated for s in samples]),
         max_response_tokens=limit,
         **asdict(shaping),
     ).tolist()

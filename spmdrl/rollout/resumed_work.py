@@ -29,7 +29,7 @@ def group_to_dict(group: Group, unfinished: Sequence[Episode]) -> dict[str, Any]
             {
                 "sample": s.sample,
                 "prompt": s.prompt.text,
-                "trajectory": s.trajectory.state_dict(),
+                "traces": [trace.state_dict() for trace in s.traces],
                 "text": s.text,
                 "reward": asdict(s.reward),
             }
@@ -75,12 +75,12 @@ def group_from_dict(
     """Return a group and its unfinished episodes, from the result of `group_to_dict`."""
     group = Group(number, plain["step"], plain["slot"], prompt, plain["version"], draw)
     for s in plain["samples"]:
-        trajectory = Trajectory.from_state_dict(s["trajectory"])
+        traces = tuple(map(Trajectory.from_state_dict, s["traces"]))
         group.samples[s["sample"]] = FinishedEpisode(
             group.slot,
             s["sample"],
-            trajectory.update_prompt(prompt, text=s["prompt"]),
-            trajectory,
+            traces[0].update_prompt(prompt, text=s["prompt"]),
+            traces,
             s["text"],
             RewardResult(**s["reward"]),
         )

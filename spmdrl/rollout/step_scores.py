@@ -41,9 +41,7 @@ def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
     state = loop.pool.state(step)
     texts = loop.texts([_last_turn(s) for _, s in scorable.values()])
     samples = {
-        key: RewardSample(
-            s.prompt.row, text, _last_turn(s), s.trajectory.is_truncated, state, s.prompt.source
-        )
+        key: RewardSample(s.prompt.row, text, _last_turn(s), s.is_truncated, state, s.prompt.source)
         for (key, (_, s)), text in zip(scorable.items(), texts)
     }
     rewards = {key: s.reward for key, (_, s) in scorable.items()}
@@ -62,7 +60,8 @@ def score_step(loop: Loop, groups: Sequence[Group], *, step: int) -> None:
 
 def _last_turn(sample: FinishedEpisode) -> list[int]:
     """Return the ids of the policy's last turn."""
-    own = sample.trajectory.response_mask.nonzero()[:, 0]
+    trace = sample.traces[-1]
+    own = trace.response_mask.nonzero()[:, 0]
     breaks = (own.diff() > 1).nonzero()[:, 0]
     last = own[int(breaks[-1]) + 1 :] if len(breaks) else own
-    return sample.trajectory.tokens[last].tolist()
+    return trace.tokens[last].tolist()

@@ -64,9 +64,9 @@ def _metrics_of(reward: RewardResult) -> dict[str, float]:
 
 def mask_sums(samples: Sequence[FinishedEpisode]) -> PartialSums:
     """Return the sums of the sampling masks' sizes and bytes, per sampled token."""
-    tokens = sum(s.trajectory.num_sampled for s in samples)
-    of_samples = [SamplingMasks.of(s.trajectory.extra_columns) for s in samples]
-    all_masks = [masks for masks in of_samples if masks is not None]
+    tokens = sum(s.num_sampled for s in samples)
+    of_traces = [SamplingMasks.of(trace.extra_columns) for s in samples for trace in s.traces]
+    all_masks = [masks for masks in of_traces if masks is not None]
     # A token that was drawn from the whole vocabulary has a mask of size 0.
     num_masked = sum(int((masks.sizes > 0).sum()) for masks in all_masks)
     return {
@@ -95,8 +95,8 @@ def source_sums(groups: Sequence[Group], names: Sequence[str], *, is_first: bool
             f"{prefix}/samples": (count, 1 if is_first else 0),
             f"{prefix}/reward": mean_reward(samples),
             f"{prefix}/zero_spread_groups_frac": (num_flat, len(compared)),
-            f"{prefix}/response_length": (sum(s.trajectory.num_sampled for s in samples), count),
-            f"{prefix}/truncated_frac": (sum(s.trajectory.is_truncated for s in samples), count),
+            f"{prefix}/response_length": (sum(s.num_sampled for s in samples), count),
+            f"{prefix}/truncated_frac": (sum(s.is_truncated for s in samples), count),
         }
     return sums
 
@@ -113,9 +113,9 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> PartialS
     count = len(samples)
     one = 1 if is_first else 0
     sums: PartialSums = {
-        "rollout/response_length": (sum(s.trajectory.num_sampled for s in samples), count),
+        "rollout/response_length": (sum(s.num_sampled for s in samples), count),
         "rollout/prompt_length": (sum(len(s.prompt.tokens) for s in samples), count),
-        "rollout/truncated_frac": (sum(s.trajectory.is_truncated for s in samples), count),
+        "rollout/truncated_frac": (sum(s.is_truncated for s in samples), count),
         "rollout/failed_rewards": (sum(s.reward.value is None for s in samples), one),
         "reward/timeouts": (sum(s.reward.failure == "timeout" for s in samples), one),
         "reward/errors": (sum(s.reward.failure in ("error", "bad_value") for s in samples), one),
@@ -130,8 +130,8 @@ def step_sums(samples: Sequence[FinishedEpisode], *, is_first: bool) -> PartialS
     overlong = sum(s.reward.failure == OVERLONG for s in samples)
     if overlong:
         sums["rollout/overlong_openings"] = (overlong, one)
-    if any(s.trajectory.num_turns > 1 for s in samples):
-        sums["rollout/turns"] = (sum(s.trajectory.num_turns for s in samples), count)
+    if any(s.num_turns > 1 for s in samples):
+        sums["rollout/turns"] = (sum(s.num_turns for s in samples), count)
     if greedy:
         total, scored = mean_reward(greedy)
         sums["rollout/greedy_reward"] = (total, scored)

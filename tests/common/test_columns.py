@@ -56,7 +56,7 @@ def episode(slot: int, sample: int, *, has_scores: bool) -> FinishedEpisode:
     restored = Trajectory.from_state_dict(trajectory.state_dict())
     prompt = Prompt(slot, TokenIds([7, 8]), "", {})
     reward = RewardResult(None, float(sample))
-    return FinishedEpisode(slot, sample, prompt, restored, "", reward)
+    return FinishedEpisode(slot, sample, prompt, (restored,), "", reward)
 
 
 def deliver(cfg: Config) -> list[tuple[int, int, Tensor]]:

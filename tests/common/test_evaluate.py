@@ -128,7 +128,7 @@ def test_the_loop_reports_every_source_and_only_names_of_the_glossary():
 def _sample(index: int, position: int, reward: RewardResult) -> FinishedEpisode:
     prompt = Prompt(index, (1,), "q", {"prompt": "q", "data_source": "s"})
     drawn = trajectory((1,), [1, 2], is_truncated=position == 0)
-    return FinishedEpisode(0, position, prompt, drawn, "", reward)
+    return FinishedEpisode(0, position, prompt, (drawn,), "", reward)
 
 
 def test_answers_and_numbers_come_from_what_reward_functions_report():

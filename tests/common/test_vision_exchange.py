@@ -245,7 +245,7 @@ def seeing_group(slot: int) -> Group:
             items.append(one_token(3))  # of which no image is known
             places[5] = 1
         seen = with_items_of(sample.trajectory, MultimodalItems(places, tuple(items)))
-        group.samples[sample.sample] = dataclasses.replace(sample, trajectory=seen)
+        group.samples[sample.sample] = dataclasses.replace(sample, traces=(seen,))
     return group
 
 
@@ -299,7 +299,7 @@ def test_rollouts_without_pictures_are_recorded_as_before(tmp_path):
     groups = [records.group_of(0)]
     for sample in groups[0].samples.values():
         own = with_items_of(sample.trajectory, MultimodalItems.none(len(sample.trajectory.tokens)))
-        groups[0].samples[sample.sample] = dataclasses.replace(sample, trajectory=own)
+        groups[0].samples[sample.sample] = dataclasses.replace(sample, traces=(own,))
     records.record_groups(records.config_of(tmp_path / "seeing"), 0, groups)
     (file,) = find_recorded(tmp_path / "seeing").files_of(0)
     assert read_table(file).column_names == SCHEMA.names

@@ -84,4 +84,4 @@ def values(episode: FinishedEpisode) -> tuple:
     """Return a finished episode as values that compare with ==."""
     columns = vars(episode.trajectory).items()
     plain_columns = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in columns}
-    return replace(episode, trajectory=None), plain_columns
+    return replace(episode, traces=()), plain_columns

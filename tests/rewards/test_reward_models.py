@@ -392,7 +392,7 @@ def _held_out_rewards(cfg: Config) -> list[float]:
             slot,
             i,
             prompt,
-            trajectory(row[:2], row[2:], logprobs=[-0.5] * len(row[2:])),
+            (trajectory(row[:2], row[2:], logprobs=[-0.5] * len(row[2:])),),
             "t",
             RewardResult("k", 1.0, parts={"f": 1.0}),
         )
@@ -525,7 +525,7 @@ def test_what_is_packed_for_a_model_is_not_shaped_and_says_which_sample_it_is():
         4,
         1,
         Prompt(0, (5, 6), "q", {}),
-        trajectory((5, 6), [7], logprobs=[-0.5], is_truncated=True),
+        (trajectory((5, 6), [7], logprobs=[-0.5], is_truncated=True),),
         "t",
         RewardResult("k", 1.0, parts={"f": 1.0}),
     )

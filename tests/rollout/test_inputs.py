@@ -247,7 +247,7 @@ def sample(
         slot,
         number,
         PROMPTS[0][1],
-        drawn,
+        (drawn,),
         "text",
         RewardResult("k", value, parts=parts, failure=None if value is not None else "error"),
     )
@@ -271,6 +271,24 @@ def test_parts_and_greedy_rewards_are_columns_of_the_sampled_sequences():
     assert len(scalars) == 3 and int(scalars.lengths.sum()) == 4 + 7 + 4
     one = pack(SAMPLES, sums={}, num_shown=0).scalars  # one task's grader
     assert one.reward_parts.tolist() == [[1.5], [1.0], [0.0]]
+
+
+def test_each_trace_of_a_sample_is_a_sequence_with_the_samples_numbers():
+    cut = sample(0, 1, 1.0, length=5, right=1.0)
+    branched = dataclasses.replace(cut, traces=(*cut.traces, *SAMPLES[1].traces))
+    rollouts = pack([SAMPLES[1], branched], sums={}, num_shown=0, part_names=("right", "format"))
+    scalars = rollouts.scalars
+    assert scalars.sample_ids.tolist() == [0, 1, 1]
+    assert scalars.traces.tolist() == [0, 0, 1]
+    assert scalars.response_lengths.tolist() == [2, 5, 2]
+    assert scalars.is_truncated.tolist() == [False, True, False]
+    assert scalars.rewards.tolist() == [1.5, 1.0, 1.0]
+    assert scalars.reward_parts.tolist() == [[1.0, 1.0], [1.0, 0.0], [1.0, 0.0]]
+    all_traces = [*SAMPLES[1].traces, *branched.traces]
+    assert rollouts.cu_seqlens.diff().tolist() == [len(t.tokens) for t in all_traces]
+    sums = step_sums([SAMPLES[1], branched], is_first=True)
+    assert sums["rollout/response_length"] == (2 + 7, 2)
+    assert sums["rollout/truncated_frac"] == (1, 2)
 
 
 def test_shown_samples_have_each_functions_own_reward_by_its_name():
@@ -318,7 +336,7 @@ def test_a_group_under_way_goes_on_as_it_was_saved():
     group = Group(3, 7, 4, prompt, version=2, draw=DRAW)
     done = trajectory((9, 8), [7, 5, 1], versions=[2] * 3, logprobs=[-0.5] * 3, states=[6])
     seen = dataclasses.replace(prompt, tokens=(9, 8), text="opened")
-    group.samples[0] = FinishedEpisode(4, 0, seen, done, "text", RewardResult("k", 1.0))
+    group.samples[0] = FinishedEpisode(4, 0, seen, (done,), "text", RewardResult("k", 1.0))
     half = Episode(
         group, 1, Trajectory.from_prompt((4, 2)).append_completion(completion([3], versions=[2]))
     )

@@ -63,7 +63,7 @@ def group_of(slot: int, *, has_greedy: bool = False) -> Group:
     one_turn = dict(versions=[2], states=[-1], earned=[0.0])
 
     def add(sample: int, made: Trajectory, text: str, reward: RewardResult) -> None:
-        group.samples[sample] = FinishedEpisode(slot, sample, prompt, made, text, reward)
+        group.samples[sample] = FinishedEpisode(slot, sample, prompt, (made,), text, reward)
 
     good = RewardResult("k", -1.0, {"right": -1.0}, seconds=0.1)
     failed = RewardResult("k", None, seconds=0.1, failure="error", message="KeyError: x")
@@ -276,7 +276,7 @@ def test_the_engines_routes_come_back_and_a_run_that_needs_them_is_refused_witho
             with_routes = dataclasses.replace(
                 sample.trajectory, extra_columns={"routes": RouterRoutes(routes)}
             )
-            group.samples[sample.sample] = dataclasses.replace(sample, trajectory=with_routes)
+            group.samples[sample.sample] = dataclasses.replace(sample, traces=(with_routes,))
     cfg = config_of(tmp_path / "live", steps=1)
     share = record_groups(cfg, 0, groups)
     replay = replay_config(

@@ -328,7 +328,7 @@ def test_what_functions_report_beside_their_values_are_metrics_and_texts_of_show
     )
     trajectory = Trajectory.from_prompt([1, 2])
     prompt = Prompt(index=3, tokens=(1, 2), text="q", row={"prompt": "q"})
-    samples = [FinishedEpisode(0, i, prompt, trajectory, "a", reward) for i in range(2)]
+    samples = [FinishedEpisode(0, i, prompt, (trajectory,), "a", reward) for i in range(2)]
     sums = step_sums(samples, is_first=True)
     assert sums["reward/acc/mean"] == (1.0, 2) and sums["environment/won"] == (2.0, 2)
     assert sums["reward/f/mean"] == (2.0, 2) and not any("pred" in name for name in sums)
