@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.data.attachments import ImageFiles
+from spmdrl.environments.conversation import Chat
 from spmdrl.environments.tool_calls import make_parser
-from spmdrl.rollout.conversation import Chat
 from spmdrl.workers.pool import RewardPool
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Drafts, EngineProtocol, Request
+from spmdrl.environments.conversation import Chat
 from spmdrl.errors import Refusal, RewardFailed
-from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.decisions import Decisions
 from spmdrl.rollout.episode import (
     Episode,

@@ -12,9 +12,9 @@ import torch
 from spmdrl.config.data import ImageSettings
 from spmdrl.data.tokenizer import load_tokenizer
 from spmdrl.data.vision.images import ImageFiles
+from spmdrl.environments.conversation import Chat
 from spmdrl.environments.protocol import image_part, opening_messages
 from spmdrl.errors import Refusal
-from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.episode import Trajectory
 from tests.helpers.built import made
 from tests.helpers.vlm import FAMILIES, noise, seeing_model

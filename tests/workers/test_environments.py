@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from spmdrl.environments.conversation import Chat
 from spmdrl.environments.protocol import Response
 from spmdrl.environments.tool_calls import hermes
-from spmdrl.rollout.conversation import Chat
 from spmdrl.workers.pool import RewardResult, TurnResult
 from tests.helpers.chat_templates import chat_tokenizer
 from tests.helpers.pool_runs import drained, pool_of, submit

@@ -11,10 +11,10 @@ from spmdrl.check.settings import validate
 from spmdrl.data.prompts import PromptSource
 from spmdrl.data.templates import encode_prompt
 from spmdrl.data.tokenizer import load_tokenizer, with_template_options
+from spmdrl.environments.conversation import Chat
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.environments.tool_calls import hermes, make_parser
 from spmdrl.environments.tools import make_tools
-from spmdrl.rollout.conversation import Chat
 from spmdrl.rollout.episode import Trajectory
 from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 from tests.helpers.built import changed, examples, good, made, small_model
