@@ -128,7 +128,12 @@ class _Head(torch.autograd.Function):
         rules: SamplingRules | None,
     ) -> tuple[Tensor, Tensor]:
         local = targets - _first_id(weight, options)
-        logprobs, entropy, log_total = _scores(hidden, weight, bias, local, options, rules)
+        # Backward begins with the chunk that forward computed last, and need not compute it again.
+        # Nothing else takes memory between the two, so that their peak is the same.
+        ctx.kept = {} if any(ctx.needs_input_grad) else None
+        logprobs, entropy, log_total = _scores(
+            hidden, weight, bias, local, options, rules, kept=ctx.kept
+        )
         ctx.save_for_backward(hidden, weight, bias, local, log_total, entropy)
         ctx.options = options
         ctx.rules = rules
@@ -150,8 +155,11 @@ class _Head(torch.autograd.Function):
             grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         if ctx.needs_input_grad[2]:
             grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=weight.device)
-        for part in chunks(hidden.shape[0], options.chunk_tokens):
-            found = _products(hidden[part], weight, bias, options, rules=ctx.rules, part=part)
+        for part in reversed(chunks(hidden.shape[0], options.chunk_tokens)):
+            # `differentiate` overwrites the values: a second backward pass computes them again.
+            found = ctx.kept.pop(part.start, None) or _products(
+                hidden[part], weight, bias, options, rules=ctx.rules, part=part
+            )
             _passes(options).differentiate(
                 found.values, positions[part], found.form, dropped=found.dropped
             )
@@ -215,10 +223,14 @@ def _scores(
     rules: SamplingRules | None,
     *,
     squares: bool = False,
+    kept: dict[int, _Products] | None = None,
 ) -> tuple[Tensor, ...]:
     """Return logprobs, entropy and log of the partition function of all positions, [N] float32.
 
     With `squares` also the sums of squared probabilities.
+
+    Args:
+        kept: gets the products of the last chunk, by its first position.
     """
     count = hidden.shape[0]
     sums = torch.empty(4 + squares, count, dtype=torch.float32, device=hidden.device)
@@ -227,6 +239,8 @@ def _scores(
         _passes(options).summarize(
             found.values, local[part], found.form, dropped=found.dropped, sums=sums[:, part]
         )
+        if kept is not None and part.stop == count and not isinstance(found.slope, Tensor):
+            kept[part.start] = found
     top, *rest = sums
     if options.group is not None:
         top, rest = _join(top, torch.stack(rest), options.group)

@@ -81,7 +81,7 @@ def summarize(
     """Summarize each row of this rank's logits z.
 
     Args:
-        products: [n, V] the head's matrix products. May be overwritten.
+        products: [n, V] the head's matrix products.
         targets: [n] int64, as in Positions.
         form: how products become logits.
         dropped: [n, V] bool, ids that are masked out; None for none.
@@ -90,7 +90,8 @@ def summarize(
             exp(z - top)^2.
     """
     for rows in _row_blocks(products):
-        logits = form.logits(products[rows])
+        # A copy of a block stays in the cache; the gradient needs the products unchanged.
+        logits = form.logits(products[rows].to(torch.float32, copy=True))
         if dropped is not None:
             logits.masked_fill_(dropped[rows], NEVER)
         top = logits.amax(dim=-1)

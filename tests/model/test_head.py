@@ -182,6 +182,24 @@ def test_bytes_moved_per_logit_are_few(monkeypatch):
     assert 14 < _per_logit(found) + _per_logit(fused) < 29
 
 
+@pytest.mark.parametrize("chunk,products", [(64, 1), (5, 5)])
+def test_backward_computes_the_last_chunk_of_logits_only_once(monkeypatch, chunk, products):
+    computed = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr(
+        head.F, "linear", lambda *args: computed.append(len(args[0])) or linear(*args)
+    )
+    hidden, weight, targets, _ = _inputs()
+    hidden = hidden.requires_grad_()
+    options = HeadOptions(chunk_tokens=chunk)
+    total = logprobs_and_entropy(hidden, weight, targets=targets, options=options)[0].sum()
+    first = torch.autograd.grad(total, hidden, retain_graph=True)[0]
+    assert len(computed) == products
+    # A second pass finds none, as the first one overwrote it.
+    assert torch.equal(torch.autograd.grad(total, hidden)[0], first)
+    assert len(computed) == products + -(-N // chunk)
+
+
 def test_a_frozen_head_gets_no_gradient_and_no_memory_for_it():
     traffic = _traffic(HeadOptions(3533), trains=False)
     assert (151936, 2048) not in traffic.shapes
