@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from spmdrl.environments.base_tool import Tool
 from spmdrl.environments.protocol import (
     Message,
     Response,
@@ -17,10 +17,9 @@ from spmdrl.environments.protocol import (
     check_at_least,
     opening_messages,
 )
-from spmdrl.environments.tool_schema import argument_problem, describe
+from spmdrl.environments.tool_schema import describe
 from spmdrl.errors import Refusal
-from spmdrl.imports import construct, import_object, resolve
-from spmdrl.sandbox import LaunchError
+from spmdrl.imports import construct, import_object
 
 _HERE = "spmdrl.environments."
 BUILT_IN = {
@@ -29,6 +28,8 @@ BUILT_IN = {
     "python": f"{_HERE}python_tool:Python",
 }
 """Short names of the tools that come with the program."""
+MCP = "mcp"
+"""Name that stands for all tools of MCP servers."""
 _REPLY_ROLES = ("tool", "user")
 _COUNTS = ("tool_calls", "malformed_calls", "tool_errors")
 _PREFACE = """You may call these tools:
@@ -39,63 +40,39 @@ holds what it returned.
 """
 
 
-class BrokenTool(Exception):
-    """Raised by a tool that cannot work for any call; the episode fails."""
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A function that the policy may call."""
-
-    name: str
-    call: Callable[..., Any]
-    description: dict[str, Any]
-    """For the chat template, see `tool_schema.describe`."""
-    prepare: Callable[[], None] | None = None
-    """Function to call once per worker before any deadline runs."""
-
-    def run(self, call: ToolCall) -> tuple[str, bool]:
-        """Return the result as text, and whether the call succeeded.
-
-        Raises: BrokenTool, LaunchError. The policy reads any other error of the tool as the result.
-        """
-        problem = argument_problem(call.arguments, self.description["function"]["parameters"])
-        if problem:
-            return f"Error: {self.name}: {problem}", False
-        try:
-            result = resolve(self.call(**call.arguments))
-        except (BrokenTool, LaunchError):
-            raise
-        except Exception as error:  # of a user's code
-            return f"Error: {self.name}: {type(error).__name__}: {error}", False
-        if not isinstance(result, str):
-            result = json.dumps(result, ensure_ascii=False, default=str)
-        return result, True
-
-
-def make_tools(specs: Iterable[str] | Mapping[str, Mapping[str, Any]]) -> dict[str, Tool]:
+def make_tools(specs: Iterable[str] | Mapping[str, Any]) -> dict[str, Tool]:
     """Make the tools of a config.
 
     Args:
         specs: names of BUILT_IN, `module:NAME` or `path/file.py:NAME`; as a mapping, with options
             for classes. A class is constructed once per worker process, and its `__call__` is the
-            tool. The tool's name is the class attribute `name`, or the class's own name.
+            tool. The tool's name is the class attribute `name`, or the class's own name. `mcp`
+            stands for all tools of MCP servers, see `mcp_tools`.
     Returns: {name: tool}.
-    Raises: Refusal for an unknown name or option, or a function without type hints or
-        descriptions.
+    Raises: Refusal for an unknown name or option, a function without type hints or descriptions,
+        an MCP server that cannot be used, or two tools of one name.
     """
     options_of = specs if isinstance(specs, Mapping) else {spec: {} for spec in specs}
     tools: dict[str, Tool] = {}
     for spec, options in options_of.items():
-        tool = _make_tool(spec, dict(options or {}))
-        if tool.name in tools:
-            raise Refusal(f"tools: {', '.join(options_of)}: two have the name {tool.name!r}")
-        tools[tool.name] = tool
+        for tool in _make_tools(spec, options):
+            if tool.name in tools:
+                raise Refusal(f"tools: {', '.join(options_of)}: two have the name {tool.name!r}")
+            tools[tool.name] = tool
     return tools
 
 
+def _make_tools(spec: str, options: Any) -> list[Tool]:
+    if spec == MCP:
+        from spmdrl.environments.mcp_tools import mcp_tools  # it imports asyncio, which is slow
+
+        return mcp_tools(options)
+    return [_make_tool(spec, dict(options or {}))]
+
+
 def _make_tool(spec: str, options: dict[str, Any]) -> Tool:
-    target = import_object(spec, known=BUILT_IN, kind="function", field="tools")
+    known = BUILT_IN | {MCP: MCP}
+    target = import_object(spec, known=known, kind="function", field="tools")
     if not inspect.isclass(target):
         if options:
             raise Refusal(f"tools.{spec}: is a function and takes no options, got {options}")
@@ -133,7 +110,7 @@ class ToolEnvironment:
     def __init__(
         self,
         *,
-        tools: str | Iterable[str] | Mapping[str, Mapping[str, Any]],
+        tools: str | Iterable[str] | Mapping[str, Any],
         max_turns: int = 8,
         max_result_chars: int = 2000,
         parser: str = "auto",
@@ -144,7 +121,7 @@ class ToolEnvironment:
         if not tools:
             raise Refusal(
                 "tools: expected names (`a, b` or a list), or a mapping from names "
-                f"to options; known: {', '.join(BUILT_IN)}"
+                f"to options; known: {', '.join([*BUILT_IN, MCP])}"
             )
         check_at_least(1, max_turns=max_turns)
         check_at_least(100, max_result_chars=max_result_chars)

@@ -17,6 +17,8 @@ from spmdrl.world.own_runs import is_own
 _OURS = re.compile(r"spmdrl\.rewards\.\w+:\w+")
 _TASK = re.compile(r"(task|reasoning_gym):\w+")
 """Where a generated task is asked for; elsewhere `task:f` is a function of the module `task`."""
+_MCP = re.compile(r"\.tools\.mcp\b")
+"""Options of MCP servers: commands, addresses, and variables that say what a command runs."""
 
 
 def named_code(cfg: Config) -> list[str]:
@@ -33,7 +35,8 @@ def named_code(cfg: Config) -> list[str]:
         for name, value in _leaves(options, field):
             if _is_ours(name, value, field=field, kind=options.get("name")):
                 continue
-            if _is_code(value) or name.endswith((".name", ".allow_unprotected")):
+            is_named = name.endswith((".name", ".allow_unprotected")) or _MCP.search(name)
+            if _is_code(value) or is_named:
                 found.append(f"{name}: {value}")
     options = {k: v for k, v in cfg.engine.options.items() if not isinstance(v, (bool, int, float))}
     return found + [f"engine.options.{name}: {value}" for name, value in options.items()]

@@ -11,12 +11,13 @@ from typing import Literal
 import pytest
 from hypothesis import strategies as st
 
+from spmdrl.environments.base_tool import BrokenTool
 from spmdrl.environments.calculator import calculator
 from spmdrl.environments.protocol import Response, ToolCall, Turn
 from spmdrl.environments.retrieval import Index, Search
 from spmdrl.environments.tool_calls import hermes, llama3
 from spmdrl.environments.tool_schema import argument_problem, describe
-from spmdrl.environments.tools import BrokenTool, ToolEnvironment, make_tools
+from spmdrl.environments.tools import ToolEnvironment, make_tools
 from spmdrl.rewards.samples import BadValue
 from spmdrl.sandbox import LaunchError
 from spmdrl.workers.environment_jobs import checked_turn

@@ -12,6 +12,7 @@ ALLOWED = {
     "spmdrl/report/mlflow_tracker.py": "adapter: MLflow is told to report to nobody",
     "spmdrl/tools/proof/preloaded.py": "adapter: vLLM and dynamo read theirs as they are imported",
     "spmdrl/tools/proof/ranks.py": "a fork takes another environment than that of its fork server",
+    "spmdrl/environments/mcp_tools.py": "passes on what the user names, such as a server's keys",
     "spmdrl/imports.py": "a child inherits it; this room is below world/",
     "spmdrl/rewards/endpoint.py": "an API key, in the variable that the user names",
     "spmdrl/sandbox/request.py": "LD_LIBRARY_PATH, for Python's own library; below world/",

@@ -91,6 +91,11 @@ def test_a_module_of_the_current_folder_is_found_where_a_config_names_it(strange
         ({"name": "gym", "env": "g:f", "show": "task:f"}, ["env: g:f", "show: task:f"]),
         ({"name": "tools", "tools": {"task:f": {}}}, ["tools: task:f"]),
         ({"name": "tools", "tools": "calculator,task:f"}, ["tools: calculator,task:f"]),
+        ({"name": "tools", "tools": {"mcp": "serve"}}, ["tools.mcp: serve"]),
+        (
+            {"name": "tools", "tools": {"mcp": [{"server": ["a", "b"], "env": {"X": "y"}}]}},
+            ["tools.mcp.server: a", "tools.mcp.server: b", "tools.mcp.env.X: y"],
+        ),
         ({"name": "verifiers", "load": "reasoning_gym:f"}, ["load: reasoning_gym:f"]),
         ({"name": "task", "task": " task:f"}, ["task:  task:f"]),
         ({"name": "task", "task": "task:x/../evil.py:f"}, ["task: task:x/../evil.py:f"]),
