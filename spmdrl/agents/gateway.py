@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
-from spmdrl.agents.messages import Answer, Ask
+import contextlib
+import json
+import logging
+import pickle
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from spmdrl.agents.frames import FramedSocket
+from spmdrl.agents.messages import Answer, Ask, api_key
 from spmdrl.config import Config
+from spmdrl.errors import Refusal
+
+log = logging.getLogger(__name__)
+# The child imports from the same places as this process, in any working directory. With -P it does
+# not import from the working directory.
+_START = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from spmdrl.agents.server import main; main(int(sys.argv[2]))"
+)
+_START_TIMEOUT_S = 300.0  # it imports transformers, perhaps from a slow disk
+_SEND_TIMEOUT_S = 60.0
+_END_TIMEOUT_S = 5.0
 
 
 class Gateway:
@@ -15,8 +41,18 @@ class Gateway:
 
     def __init__(self, cfg: Config):
         self._cfg = cfg
+        self._secret = secrets.token_bytes(32)
+        self._process: subprocess.Popen | None = None
+        self._link: FramedSocket | None = None
+        self._asks: list[Ask] = []
         self.address = ""
         """`http://127.0.0.1:PORT/v1`, after `start`."""
+
+    def __enter__(self) -> Gateway:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def start(self) -> None:
         """Start the process and wait until it serves.
@@ -24,36 +60,103 @@ class Gateway:
         Raises: Refusal if the tokenizer or its chat template cannot be used; RuntimeError if the
             process ends or takes too long.
         """
-        raise NotImplementedError
+        ours, theirs = socket.socketpair()
+        self._link = FramedSocket(ours)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _START, json.dumps(sys.path), str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=2,  # our stderr
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        assert self._process.stdin
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pickle.dump((self._cfg, self._secret), pipe)
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while not self.address:
+            if not self._wait(deadline - time.monotonic()):
+                self.close()
+                raise RuntimeError(f"the gateway did not start in {_START_TIMEOUT_S:g} s")
+            self._read()
 
     def open(self, episode: str) -> str:
-        """Begin an episode, or begin it again from nothing.
+        """Begin an episode.
 
         Args:
             episode: `Episode.key`.
         Returns: the API key with which its agent calls.
         """
-        raise NotImplementedError
+        self._send(["open", episode])
+        return api_key(self._secret, episode)
 
     def poll(self) -> list[Ask]:
         """Return the requests that have arrived, in order, without waiting.
 
         Raises: RuntimeError if the process has ended.
         """
-        raise NotImplementedError
+        self._read()
+        asks = self._asks
+        self._asks = []
+        return asks
 
     def answer(self, answer: Answer) -> None:
         """Send an answer. Those to episodes that have ended are dropped."""
-        raise NotImplementedError
+        self._send(["answer", asdict(answer)])
 
     def end(self, episode: str) -> None:
         """End an episode: requests with its key are refused from now on (HTTP status 401)."""
-        raise NotImplementedError
+        self._send(["end", episode])
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when there may be something to poll."""
-        raise NotImplementedError
+        return self._started.fileno()
 
     def close(self) -> None:
         """End the process."""
-        raise NotImplementedError
+        if self._link is None or self._process is None:
+            return
+        self._link.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._link = None
+
+    @property
+    def _started(self) -> FramedSocket:
+        assert self._link is not None, "the gateway is not started, or closed"
+        return self._link
+
+    def _wait(self, timeout_s: float) -> bool:
+        poller = select.poll()
+        poller.register(self._started, select.POLLIN)
+        return bool(poller.poll(1000 * max(0.0, timeout_s)))
+
+    def _send(self, value: Any) -> None:
+        link = self._started
+        link.put(value)
+        if not link.drain(_SEND_TIMEOUT_S):
+            raise RuntimeError(f"the gateway process has not read for {_SEND_TIMEOUT_S:g} s")
+
+    def _read(self) -> None:
+        link = self._started
+        for kind, own in link.receive():
+            if kind == "ask":
+                own |= {"tokens": tuple(own["tokens"]), "stop": tuple(own["stop"])}
+                self._asks.append(Ask(**own))
+            elif kind == "ready":
+                self.address = own
+            elif kind == "log":
+                log.warning("%s", own)
+            else:
+                self.close()
+                raise Refusal(own)
+        if link.has_ended:
+            self.close()
+            assert self._process
+            raise RuntimeError(
+                f"the gateway process ended with status {self._process.returncode}; its output "
+                "above says why"
+            )

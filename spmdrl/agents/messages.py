@@ -3,6 +3,8 @@ only the gateway knows messages and texts."""
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 from dataclasses import dataclass
 
 NO_PARENT = -1
@@ -25,7 +27,7 @@ class Ask:
     samples: int
     """Number of samples to draw, 1 or more."""
     max_tokens: int
-    """Most tokens of each sample."""
+    """Most tokens of each sample. The leader draws fewer where the trace becomes too long."""
     stop: tuple[str, ...]
     """Texts that end a sample."""
 
@@ -48,3 +50,12 @@ class Answer:
     refusal: str = ""
     """Why it is not answered: the agent gets HTTP status 400, `context_length_exceeded`, with this
     text. Empty if it is answered."""
+
+
+def api_key(secret: bytes, episode: str) -> str:
+    """Return the API key with which the agent of an episode calls.
+
+    Args:
+        secret: of this job.
+    """
+    return "sk-" + hmac.new(secret, episode.encode(), hashlib.sha256).hexdigest()

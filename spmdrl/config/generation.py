@@ -178,6 +178,9 @@ class RolloutSettings:
     agent_max_requests: Annotated[int, within(1, 10**6)] = 64
     """Most requests of an agent in one episode, a request with `n` counted n times. With more, its
     sample fails."""
+    agent_tool_parser: str = "auto"
+    """Format of the tool calls that agents get, see `make_parser`: `hermes`, `llama3`, `vllm:NAME`,
+    or `auto`, that of the chat template."""
     agents_at_once: Annotated[int, within(1, 10**4, zero="to have it chosen")] = 0
     """Agents that run at a time, per engine replica. 0 chooses 32, or engine.max_num_seqs if that
     is less."""

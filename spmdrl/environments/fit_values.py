@@ -17,9 +17,10 @@ def fit_problem(value: Any, *, left: int = _MAX_DEPTH) -> str:
         left: levels by which lists and mappings may still be nested.
     """
     if isinstance(value, str):
-        for character in () if value.isascii() else value:
-            if "\ud800" <= character <= "\udfff":
-                return f"{character!r} is half of a character"
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            return f"{value[error.start]!r} is half of a character"
         return ""
     if not isinstance(value, (list, dict)):
         return ""

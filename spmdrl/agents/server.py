@@ -1,0 +1,451 @@
+"""The gateway process: it serves OpenAI's protocol to the agents of one engine replica.
+
+It knows messages and texts, and the leader knows ids of tokens. It holds no weights and runs no
+code of users. It listens on this machine alone, and it ends with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from spmdrl.agents.frames import FramedSocket
+from spmdrl.agents.messages import NO_PARENT, Answer, Ask, api_key
+from spmdrl.agents.replies import (
+    Choice,
+    Usage,
+    chat_message,
+    completion,
+    cut_at,
+    error_body,
+    events,
+    models,
+)
+from spmdrl.agents.requests import (
+    TOO_LONG,
+    BadRequest,
+    RequestLimits,
+    RequestOptions,
+    normal_message,
+    read_body,
+    read_chat,
+    read_text,
+)
+from spmdrl.agents.stitching import EpisodeHistory, KnownAnswer
+from spmdrl.config import Config
+from spmdrl.data.templates import encode_prompt
+from spmdrl.data.tokenizer import end_token_ids, load_tokenizer
+from spmdrl.environments.conversation import Chat
+from spmdrl.environments.tool_calls import make_parser
+from spmdrl.errors import Refusal, error_text
+
+T = TypeVar("T")
+BODY_BYTES = 10 * 2**20
+"""Largest body of a request."""
+TOO_MANY = "too_many_requests"
+FIELD = "rollout.agent"
+_PDEATHSIG = 1
+_CACHED_CHATS = 64
+
+
+def main(fd: int) -> None:
+    """Serve until the parent closes its end of a socket.
+
+    Args:
+        fd: our end.
+    """
+    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Schedulers signal every process of a job. The parent decides what to do.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    link = FramedSocket(socket.socket(fileno=fd))
+    cfg, secret = pickle.load(sys.stdin.buffer)  # of our parent
+    try:
+        server = GatewayServer(cfg, link, secret=secret)
+    except Refusal as error:
+        link.put(["refused", str(error)])
+        link.drain(10.0)
+        return
+    asyncio.run(server.serve())
+    # Requests may be under way in a thread, and nobody waits for them.
+    os._exit(0)
+
+
+@dataclass(eq=False)
+class LiveEpisode:
+    """What the gateway knows of an episode whose agent may call."""
+
+    key: str
+    history: EpisodeHistory = field(default_factory=EpisodeHistory)
+    num_requests: int = 0
+    """Requests that have arrived."""
+    num_samples: int = 0
+    """Samples that they asked for; a request that is refused counts as one."""
+    fault: str = ""
+    """Why its sample fails; empty as long as it does not."""
+    waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
+    """{number of a request: its answer}."""
+
+
+class GatewayServer:
+    """Answers requests of agents with what the leader samples.
+
+    Args:
+        link: to the leader.
+        secret: of this job, from which the keys are made.
+    Raises (on construction): Refusal if the tokenizer or its chat template cannot be used.
+    """
+
+    def __init__(self, cfg: Config, link: FramedSocket, *, secret: bytes):
+        self._cfg = cfg
+        self._link = link
+        self._secret = secret
+        self._tokenizer = load_tokenizer(cfg)
+        self._stops = frozenset(end_token_ids(cfg, self._tokenizer))
+        self._limits = RequestLimits(
+            new_tokens=cfg.sampling.max_response_tokens,
+            sequence=cfg.longest_sequence,
+            token_characters=max(map(len, self._tokenizer.get_vocab())),
+            vocab_size=len(self._tokenizer),
+        )
+        self._chats: OrderedDict[str, Chat] = OrderedDict()
+        if self._tokenizer.chat_template:
+            self._chat_of([])
+        self._episodes: dict[str, LiveEpisode] = {}  # by API key
+        self._by_name: dict[str, LiveEpisode] = {}
+        self._told: set[str] = set()
+        # Tokenizers are not safe in threads, so all calls go to one. It leaves this thread free.
+        self._encoder = ThreadPoolExecutor(max_workers=1)
+        self._has_ended = asyncio.Event()
+
+    async def serve(self) -> None:
+        """Serve until the leader closes the link."""
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        runner = web.AppRunner(self._application(), access_log=None, handle_signals=False)
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._link, self._receive)
+        self._put(["ready", f"http://127.0.0.1:{listener.getsockname()[1]}/v1"])
+        await self._has_ended.wait()
+
+    def _application(self) -> web.Application:
+        app = web.Application(client_max_size=BODY_BYTES, middlewares=[_explain])
+        app.router.add_post("/v1/chat/completions", self._serve_chat)
+        app.router.add_post("/v1/completions", self._serve_text)
+        app.router.add_get("/v1/models", self._serve_models)
+        app.router.add_get("/v1/episode", self._serve_episode)
+        return app
+
+    # ---------------------------------------------------------------- the leader
+
+    def _put(self, value: Any) -> None:
+        """Send a value to the leader, now or when it reads."""
+        self._link.put(value)
+        if not self._link.flush():
+            asyncio.get_running_loop().add_writer(self._link, self._flush)
+
+    def _flush(self) -> None:
+        if self._link.flush():
+            asyncio.get_running_loop().remove_writer(self._link)
+
+    def _receive(self) -> None:
+        for kind, own in self._link.receive():
+            if kind == "open":
+                self._open(own)
+            elif kind == "end":
+                self._end(own)
+            else:
+                self._take(Answer(**own))
+        if self._link.has_ended:
+            self._has_ended.set()
+
+    def _open(self, name: str) -> None:
+        self._end(name)
+        episode = self._by_name[name] = LiveEpisode(name)
+        self._episodes[api_key(self._secret, name)] = episode
+
+    def _end(self, name: str) -> None:
+        episode = self._by_name.pop(name, None)
+        if episode is None:
+            return
+        del self._episodes[api_key(self._secret, name)]
+        for future in episode.waiting.values():
+            if not future.done():
+                future.set_exception(_ended())
+
+    def _take(self, answer: Answer) -> None:
+        episode = self._by_name.get(answer.episode)
+        future = episode.waiting.pop(answer.id, None) if episode else None
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _tell_once(self, name: str) -> None:
+        """Have the leader log that a field of requests has no effect."""
+        if name not in self._told and len(self._told) < 100:
+            self._told.add(name)
+            self._put(["log", f"agents set {name} in requests, which has no effect in a run"])
+
+    # ---------------------------------------------------------------- requests
+
+    async def _serve_models(self, http: web.Request) -> web.StreamResponse:
+        self._episode_of(http)
+        return web.json_response(models())
+
+    async def _serve_episode(self, http: web.Request) -> web.StreamResponse:
+        """Answer how an episode stands; workers ask it at the end."""
+        episode = self._episode_of(http)
+        return web.json_response({"requests": episode.num_requests, "fault": episode.fault})
+
+    async def _serve_chat(self, http: web.Request) -> web.StreamResponse:
+        episode, number, body = await self._begin(http)
+        request = read_chat(body, self._limits)
+        self._admit(episode, request)
+        known, covered = episode.history.find_chat(request.messages, request.tools)
+        chat = await self._in_encoder(lambda: self._chat_of(request.tools))
+        if known is None:
+            tokens = await self._in_encoder(lambda: chat.encode_opening(request.messages))
+        else:
+            rest = request.messages[covered:]
+            sampled = known.sampled
+            tokens = await self._in_encoder(lambda: chat.encode_answer(sampled, rest))
+        answer, path = await self._ask(episode, number, known, tokens, request)
+        responses = await self._in_encoder(
+            lambda: chat.decode_turns(answer.tokens, are_truncated=answer.are_truncated)
+        )
+        choices = []
+        for i, response in enumerate(responses):
+            whole = (*path, *answer.tokens[i])
+            message = chat_message(
+                response, stop=request.stop, parses_calls=request.parses_calls, path=whole
+            )
+            conversation = [*request.messages, normal_message(message, place="the answer")]
+            own = KnownAnswer(answer.nodes[i], whole, tuple(answer.tokens[i]))
+            episode.history.add_chat(conversation, request.tools, own)
+            choices.append(await self._choice(answer, i, request, message=message))
+        return await self._reply(http, f"chatcmpl-{number}", answer, choices, request, path=path)
+
+    async def _serve_text(self, http: web.Request) -> web.StreamResponse:
+        episode, number, body = await self._begin(http)
+        request = read_text(body, self._limits)
+        self._admit(episode, request)
+        prompt = request.prompt
+        known, covered = episode.history.find_text(prompt)
+        if isinstance(prompt, tuple):
+            tokens: Sequence[int] = prompt[covered:]
+        else:
+            rest = prompt[covered:]
+            is_new = known is None
+            tokens = await self._in_encoder(lambda: self._encode_text(rest, is_new=is_new))
+        answer, path = await self._ask(episode, number, known, tokens, request)
+        choices = []
+        for i, sampled in enumerate(answer.tokens):
+            body_text = await self._decode(self._body(sampled))
+            own = KnownAnswer(answer.nodes[i], (*path, *sampled), tuple(sampled))
+            if isinstance(prompt, tuple):
+                episode.history.add_text(own.path, own)
+            elif len(self._body(sampled)) == len(sampled):
+                # A text that goes on after a token that ended it is another one.
+                episode.history.add_text(prompt + body_text, own)
+            text = cut_at(body_text, request.stop)
+            choices.append(await self._choice(answer, i, request, text=text))
+        return await self._reply(http, f"cmpl-{number}", answer, choices, request, path=path)
+
+    async def _begin(self, http: web.Request) -> tuple[LiveEpisode, int, dict[str, Any]]:
+        """Return the episode of a request, its number and its body."""
+        episode = self._episode_of(http)
+        data = await http.read()
+        number = episode.num_requests
+        episode.num_requests += 1
+        self._count(episode, 1)
+        return episode, number, read_body(data)
+
+    def _episode_of(self, http: web.Request) -> LiveEpisode:
+        self._receive()  # the leader may have opened it a moment ago
+        key = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        episode = self._episodes.get(key)
+        if episode is None:
+            raise _ended()
+        return episode
+
+    def _admit(self, episode: LiveEpisode, request: RequestOptions) -> None:
+        """Count the samples of a request, and log what it asks without effect."""
+        self._count(episode, request.samples - 1)
+        for name in request.ignored:
+            self._tell_once(name)
+
+    def _count(self, episode: LiveEpisode, samples: int) -> None:
+        episode.num_samples += samples
+        most = self._cfg.rollout.agent_max_requests
+        if episode.num_samples > most and not episode.fault:
+            episode.fault = (
+                f"the agent asked for more than rollout.agent_max_requests = {most} answers; raise "
+                "it, or let the agent ask less often"
+            )
+        if episode.fault:
+            raise BadRequest(episode.fault, status=429, code=TOO_MANY)
+
+    async def _ask(
+        self,
+        episode: LiveEpisode,
+        number: int,
+        known: KnownAnswer | None,
+        tokens: Sequence[int],
+        request: RequestOptions,
+    ) -> tuple[Answer, tuple[int, ...]]:
+        """Return the leader's answer, and the ids that it was given to.
+
+        Raises: BadRequest if it refuses, or the episode ends.
+        """
+        if self._by_name.get(episode.key) is not episode:
+            raise _ended()
+        parent = NO_PARENT
+        path = tuple(tokens)
+        if known is not None:
+            parent = known.node
+            path = known.path + path
+        if not path:
+            raise BadRequest("the prompt has no tokens")
+        ask = Ask(
+            episode=episode.key,
+            id=number,
+            parent=parent,
+            tokens=tuple(tokens),
+            samples=request.samples,
+            max_tokens=request.max_tokens,
+            stop=request.stop,
+        )
+        future = episode.waiting[number] = asyncio.get_running_loop().create_future()
+        self._put(["ask", asdict(ask)])
+        answer = await future
+        if answer.refusal:
+            raise BadRequest(answer.refusal, code=TOO_LONG)
+        return answer, path
+
+    # ---------------------------------------------------------------- texts and ids
+
+    async def _in_encoder(self, work: Callable[[], T]) -> T:
+        """Run work in the thread of the tokenizer. Raises: BadRequest for what it refuses."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._encoder, work)
+        except Refusal as error:
+            raise BadRequest(str(error)) from None
+
+    def _chat_of(self, tools: list[dict]) -> Chat:
+        """Return the Chat of a request's tools. Raises: Refusal as Chat."""
+        key = json.dumps(tools)
+        chat = self._chats.get(key)
+        if chat is None:
+            name = self._cfg.rollout.agent_tool_parser
+            chat = self._chats[key] = Chat(
+                self._tokenizer,
+                stop_token_ids=self._stops,
+                tools=tools,
+                parser=make_parser(name, self._tokenizer) if tools else None,
+                prefix=self._cfg.data.generation_prefix,
+                field=FIELD,
+            )
+            if len(self._chats) > _CACHED_CHATS:
+                self._chats.popitem(last=False)
+        self._chats.move_to_end(key)
+        return chat
+
+    def _encode_text(self, text: str, *, is_new: bool) -> Sequence[int]:
+        if not is_new:
+            return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return encode_prompt(text, self._tokenizer, template="auto", tools=None, where=FIELD)[0]
+
+    def _body(self, sampled: Sequence[int]) -> Sequence[int]:
+        """Return sampled ids without the one that ended them."""
+        return sampled[:-1] if sampled and sampled[-1] in self._stops else sampled
+
+    async def _decode(self, tokens: Sequence[int]) -> str:
+        return await self._in_encoder(
+            lambda: self._tokenizer.decode(tokens, skip_special_tokens=True)
+        )
+
+    async def _choice(
+        self,
+        answer: Answer,
+        index: int,
+        request: RequestOptions,
+        *,
+        text: str = "",
+        message: dict[str, Any] | None = None,
+    ) -> Choice:
+        if answer.are_truncated[index]:
+            finish_reason = "length"
+        elif message and message.get("tool_calls"):
+            finish_reason = "tool_calls"
+        else:
+            finish_reason = "stop"
+        body = self._body(answer.tokens[index]) if request.has_logprobs else ()
+        tokens = await self._in_encoder(
+            lambda: tuple(self._tokenizer.decode([token]) for token in body)
+        )
+        return Choice(text, message, finish_reason, tokens, tuple(answer.logprobs[index]))
+
+    async def _reply(
+        self,
+        http: web.Request,
+        id: str,
+        answer: Answer,
+        choices: Sequence[Choice],
+        request: RequestOptions,
+        *,
+        path: tuple[int, ...],
+    ) -> web.StreamResponse:
+        usage = Usage(len(path), sum(map(len, answer.tokens)))
+        if not request.streams:
+            return web.json_response(completion(id, choices, usage, request))
+        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        with contextlib.suppress(ConnectionError):  # the agent does not wait for the rest
+            await stream.prepare(http)
+            for event in events(id, choices, usage, request):
+                await stream.write(event)
+            await stream.write_eof()
+        return stream
+
+
+def _ended() -> BadRequest:
+    return BadRequest(
+        "this API key is of no episode that is under way", status=401, code="invalid_api_key"
+    )
+
+
+@web.middleware
+async def _explain(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Return errors as OpenAI's objects. Clients should not repeat what is refused here."""
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        refused = error
+    except web.HTTPException as error:
+        refused = BadRequest(
+            f"{request.method} {request.path}: {error.reason}", status=error.status
+        )
+    except ConnectionError:
+        raise
+    except Exception as error:
+        print(f"gateway: {request.method} {request.path}: {error_text(error)}", file=sys.stderr)
+        refused = BadRequest(f"the gateway failed: {error_text(error)}", status=500)
+    headers = {"x-should-retry": "false"}
+    return web.json_response(error_body(refused), status=refused.status, headers=headers)
