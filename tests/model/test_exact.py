@@ -14,8 +14,9 @@ from spmdrl.model.attention.kernels import KERNELS
 from spmdrl.model.attention.mask_patterns import MaskPattern
 from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.exact import linear
-from spmdrl.model.exact.attention import attend
+from spmdrl.model.exact.attention import DenseKeys, Seen, attend
 from spmdrl.model.exact.functions import ExactFunctions, compute_exactly
+from spmdrl.model.exact.units import attention_unit
 from spmdrl.model.logit_passes import LogitForm, log_totals, summarize
 from spmdrl.model.lora import merged_layers
 
@@ -185,7 +186,7 @@ def test_attention_of_a_token_is_the_same_alone_and_in_a_row(
             seen = at[None] <= at[:, None]
             if window:
                 seen &= at[None] > at[:, None] - window
-            whole = attend(query, key, value, seen=seen, **how)
+            whole = attend(query, DenseKeys(key, value), seen=Seen(seen), **how)
             for position in {0, length // 2, length - 1}:
                 own = random.randrange(count)
                 longer = torch.randn(1, kv_heads, length + 50, dim).to(dtype)
@@ -196,9 +197,8 @@ def test_attention_of_a_token_is_the_same_alone_and_in_a_row(
                 seen_here = F.pad(seen[position], (0, 50))[None, None]
                 alone = attend(
                     query[own : own + 1, :, :, position : position + 1],
-                    keys,
-                    values,
-                    seen=seen_here,
+                    DenseKeys(keys, values),
+                    seen=Seen(seen_here),
                     **how,
                 )
                 assert torch.equal(alone[0, :, :, 0], whole[own, :, :, position]), (
@@ -215,13 +215,16 @@ def test_a_block_of_keys_takes_the_queries_that_see_it_alone(monkeypatch: pytest
         return bmm(rows, others)
 
     monkeypatch.setattr(torch, "bmm", counted)
+    attention_unit(16, 16, torch.float32, torch.get_num_threads())
+    counts.clear()
     query = torch.randn(1, 1, 2, 512, 16)
     key = torch.randn(1, 1, 512, 16)
     causal = torch.ones(512, 512, dtype=torch.bool).tril()
-    attend(query, key, key, seen=causal, scale=0.25)
+    keys = DenseKeys(key, key)
+    attend(query, keys, seen=Seen(causal), scale=0.25)
     assert counts[::2] == counts[1::2] == [1024, 768, 512, 256]
     counts.clear()
-    attend(query, key, key, seen=causal.triu(-39), scale=0.25)
+    attend(query, keys, seen=Seen(causal.triu(-39)), scale=0.25)
     assert counts[::2] == [1024, 336, 336, 256]
 
 

@@ -251,13 +251,13 @@ class TransformersEngine:
     def sleep(self, *, keeps_weights: bool) -> None:
         """Free the KV cache. The weights stay."""
         self._num_slots = self._runner.cache.num_slots
-        self._runner.cache = self._runner.cache.resized(0, self._longest)
+        self._runner.cache = self._runner.cache.resized(0)
         return_freed_memory()
 
     def wake(self, part: Literal["weights", "cache"]) -> None:
         """Allocate the KV cache again. The weights are there."""
         if part == "cache":
-            self._runner.cache = self._runner.cache.resized(self._num_slots, self._longest)
+            self._runner.cache = self._runner.cache.resized(self._num_slots)
 
     def held_bytes(self) -> int:
         """Return the bytes in use, see EngineProtocol."""

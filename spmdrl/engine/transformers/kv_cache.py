@@ -42,9 +42,13 @@ class KVCache:
         """Bytes of all layers that have storage."""
         return sum(part.nbytes for layer in self.layers.values() for part in layer)
 
-    def resized(self, num_slots: int, length: int) -> KVCache:
-        """Return an empty cache of another size, with storage for the same layers."""
-        other = KVCache(num_slots, length)
+    def resized(self, num_slots: int, length: int | None = None) -> KVCache:
+        """Return an empty cache of another size, with storage for the same layers.
+
+        Args:
+            length: tokens of a slot; None for as many as now.
+        """
+        other = KVCache(num_slots, self.length if length is None else length)
         for index, (keys, values) in self.layers.items():
             other.allocate(index, keys, values)
         return other
@@ -106,6 +110,7 @@ class Work:
     longest: int = 0
     """L, the longest of these; 0 when none continues."""
     _is_visible: dict[MaskPattern, Tensor] = field(default_factory=dict)
+    _seen: dict[MaskPattern, exact.Seen] = field(default_factory=dict)
 
     def is_visible(self, span: MaskPattern) -> Tensor:
         """Return [B, 1, 1, L] bool: what the new tokens see. Layers of one span share it."""
@@ -113,6 +118,12 @@ class Work:
             at = torch.arange(self.longest, device=self.lengths.device)
             self._is_visible[span] = visible(self.lengths - 1, at, span)[:, None, None]
         return self._is_visible[span]
+
+    def seen(self, span: MaskPattern) -> exact.Seen:
+        """Return what the new tokens see, for exact attention. Layers of one span share it."""
+        if span not in self._seen:
+            self._seen[span] = exact.Seen(self.is_visible(span)[:, 0])
+        return self._seen[span]
 
 
 def cached_attention(
@@ -169,9 +180,11 @@ def cached_attention(
             query = temperature.applied(query[:, :, num:], work.lengths - 1)
             num = 0
         own = query[0, :, num:].transpose(0, 1)
-        seen = work.is_visible(span)
-        attend = _attend_exactly if work.kernel == "exact" else _attend_one
-        outputs.append(attend(own, keys, values, seen, how)[None])
+        if work.kernel == "exact":
+            found = _attend_exactly(own, keys, values, work.seen(span), how)
+        else:
+            found = _attend_one(own, keys, values, work.is_visible(span), how)
+        outputs.append(found[None])
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
@@ -203,17 +216,14 @@ def _attend_one(query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: 
 
 
 def _attend_exactly(
-    query: Tensor, keys: Tensor, values: Tensor, seen: Tensor, how: Weighing
+    query: Tensor, keys: Tensor, values: Tensor, seen: exact.Seen, how: Weighing
 ) -> Tensor:
     """Attend as `_attend_one` does, with the bits that the trainer's rows have."""
     count = len(query)
-    longest = seen.shape[-1]
-    keys = keys[:count, :, :longest]
     found = exact.attend(
         query.unflatten(1, (keys.shape[1], -1)).unsqueeze(3),
-        keys,
-        values[:count, :, :longest],
-        seen=seen[:, 0],
+        exact.DenseKeys(keys[:count], values[:count]),
+        seen=seen,
         scale=how.scale_of(query),
         softcap=how.softcap,
         sinks=how.sinks,

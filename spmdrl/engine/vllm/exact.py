@@ -31,7 +31,7 @@ from spmdrl.imports import refusing
 from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.blocks import base_of
 from spmdrl.model.exact.functions import compute_exactly
-from spmdrl.model.exact.linear import padded_rows
+from spmdrl.model.exact.units import ALIGNED, padded
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.logit_passes import LogitForm, log_probs
@@ -157,7 +157,7 @@ class ExactModel(nn.Module):
 
     def _states(self, ids: Tensor, positions: Tensor, work: PagedStep | None) -> Tensor:
         # Padded once here, products need no padding of their own.
-        missing = padded_rows(len(ids)) - len(ids)
+        missing = padded(len(ids), ALIGNED) - len(ids)
         states = self._base(
             input_ids=F.pad(ids, (0, missing))[None],
             position_ids=F.pad(positions, (0, missing))[None],

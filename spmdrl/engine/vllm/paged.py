@@ -1,8 +1,9 @@
 """Attention over vLLM's paged cache, with the bits of the trainer's exact attention.
 
 A pass computes a row of T packed tokens: for each sequence its newest ones. Their keys and values
-are written into blocks of the cache. Then each sequence attends to its keys from the first token
-on, gathered from its blocks.
+are written into pages of the cache (vLLM calls them blocks). Then each sequence attends to its keys
+from the first token on. A page of KEYS tokens, as vLLM has on CPUs, is a block of attention: it is
+read where it is. Keys in pages of another size are gathered.
 
 Shape letters: T packed tokens, B sequences of a batch, L tokens that one of them computes at most,
 G query heads of a key/value head, Hkv key/value heads, D head dim, Dv head dim of values.
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 
 from spmdrl.model.attention.kernels import check_supported
 from spmdrl.model.attention.mask_patterns import MaskPattern, mask_pattern_of, visible
-from spmdrl.model.exact.attention import attend
-from spmdrl.model.exact.linear import ROWS, padded_rows
+from spmdrl.model.exact.attention import DenseKeys, Keys, Seen, attend
+from spmdrl.model.exact.units import ALIGNED, KEYS, padded
 
 
 class PagedLayer:
@@ -42,7 +43,7 @@ class PagedLayer:
         """Use vLLM's storage.
 
         Args:
-            kv_cache: [blocks, Hkv, tokens of a block, D + Dv]. Only its size matters: a block here
+            kv_cache: [pages, Hkv, tokens of a page, D + Dv]. Only its size matters: a page here
                 has the keys of all heads before their values.
         """
         self.kv_cache = kv_cache
@@ -51,22 +52,24 @@ class PagedLayer:
         keys, values = kv_cache.view(num_blocks, -1).split(
             [tokens * self.head_dim, tokens * self.value_dim], dim=1
         )
-        self._keys = keys.view(num_blocks, heads, self.block_size, self.head_dim)
-        self._values = values.view(num_blocks, heads, self.block_size, self.value_dim)
+        self.keys = keys.view(num_blocks, heads, self.block_size, self.head_dim)
+        """[pages, Hkv, tokens of a page, D]."""
+        self.values = values.view(num_blocks, heads, self.block_size, self.value_dim)
+        """[pages, Hkv, tokens of a page, Dv]."""
 
     def write(self, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """Write keys [1, Hkv, T, D] and values [1, Hkv, T, Dv] to slots, the first of T."""
         blocks = slots // self.block_size
         places = slots % self.block_size
-        self._keys[blocks, :, places] = key[0, :, : len(slots)].transpose(0, 1)
-        self._values[blocks, :, places] = value[0, :, : len(slots)].transpose(0, 1)
+        self.keys[blocks, :, places] = key[0, :, : len(slots)].transpose(0, 1)
+        self.values[blocks, :, places] = value[0, :, : len(slots)].transpose(0, 1)
 
     def gather(self, tables: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return the first `count` keys [B, Hkv, count, D] and values [B, Hkv, count, Dv] of
         sequences whose blocks are tables [B, n]."""
         keys, values = (
             stored[:, :, :count][tables].transpose(1, 2).flatten(2, 3)[:, :, :count]
-            for stored in (self._keys, self._values)
+            for stored in (self.keys, self.values)
         )
         return keys, values
 
@@ -97,22 +100,58 @@ class PagedStep:
         return self._known[key]
 
 
+class PagedKeys:
+    """Keys and values of B sequences in pages of KEYS tokens; see `Keys`.
+
+    Args:
+        layer: whose pages they are.
+        pages: for each block of attention, the sequences that reach it and their pages.
+        count: B.
+    """
+
+    def __init__(self, layer: PagedLayer, pages: list[list[tuple[int, int]]], count: int):
+        self.heads = layer.num_kv_heads
+        self.dims = (layer.head_dim, layer.value_dim)
+        self._layer = layer
+        self._pages = pages
+        self._count = count
+
+    def scores(self, rows: Tensor, begin: int, end: int) -> Tensor:
+        """See Keys. Scores of sequences that do not reach the block are of no meaning."""
+        width = padded(end - begin, ALIGNED)
+        own = rows.unflatten(0, (self._count, self.heads))
+        out = rows.new_empty(*own.shape[:3], width)
+        for sequence, page in self._pages[begin // KEYS]:
+            keys = self._layer.keys[page, :, :width].transpose(1, 2)
+            torch.bmm(own[sequence], keys, out=out[sequence])
+        return out.flatten(0, 1)
+
+    def weighed(self, weights: Tensor, begin: int, end: int) -> Tensor:
+        """See Keys. Zeros for sequences that do not reach the block."""
+        own = weights.unflatten(0, (self._count, self.heads))
+        out = weights.new_zeros(*own.shape[:3], self.dims[1])
+        for sequence, page in self._pages[begin // KEYS]:
+            values = self._layer.values[page, :, : own.shape[-1]]
+            torch.bmm(own[sequence], values, out=out[sequence])
+        return out.flatten(0, 1)
+
+
 class _Batch:
-    """Sequences that compute about as many tokens, and have about as many keys.
+    """Sequences that compute about as many tokens.
 
     Args:
         firsts: [B], where the tokens of each are in the packed row.
         counts: [B], how many it computes.
         lengths: [B], tokens of each sequence, those that are computed now included.
-        tables: [B, n], the blocks of their tokens.
-        num_keys: how many of the blocks' keys to take.
+        tables: [B, n], the pages of their tokens.
+        num_keys: how many of the pages' keys to take.
     """
 
     def __init__(
         self, firsts: Tensor, counts: Tensor, lengths: Tensor, tables: Tensor, *, num_keys: int
     ):
-        self.tables = tables
-        self.num_keys = num_keys
+        self._tables = tables
+        self._num_keys = num_keys
         at = torch.arange(int(counts.max()))
         self.is_own = at < counts[:, None]
         """[B, L], which of L tokens a sequence has."""
@@ -121,15 +160,25 @@ class _Batch:
         """[B, L], where they are in the packed row; of the first where there is none."""
         self.positions = (lengths - counts)[:, None] + at
         """[B, L], where they are in their sequences; of the first where there is none."""
-        self._seen: dict[MaskPattern, Tensor] = {}
+        self._pages: list[list[tuple[int, int]]] = [[] for _ in range(0, num_keys, KEYS)]
+        for sequence, (table, length) in enumerate(zip(tables.tolist(), lengths.tolist())):
+            for block in range(min(len(table), -(-length // KEYS))):
+                self._pages[block].append((sequence, table[block]))
+        self._seen: dict[MaskPattern, Seen] = {}
 
-    def seen(self, pattern: MaskPattern) -> Tensor:
-        """Return [B, L, keys] bool. Layers of one pattern share it."""
+    def seen(self, pattern: MaskPattern) -> Seen:
+        """Return what its tokens see. Layers of one pattern share it."""
         if pattern not in self._seen:
-            keys = torch.arange(self.num_keys)
+            keys = torch.arange(self._num_keys)
             seen = visible(self.positions.flatten(), keys, pattern)
-            self._seen[pattern] = seen.view(*self.positions.shape, -1)
+            self._seen[pattern] = Seen(seen.view(*self.positions.shape, -1))
         return self._seen[pattern]
+
+    def keys(self, layer: PagedLayer) -> Keys:
+        """Return the keys and values of a layer."""
+        if layer.block_size == KEYS:
+            return PagedKeys(layer, self._pages, len(self._tables))
+        return DenseKeys(*layer.gather(self._tables, self._num_keys))
 
 
 def _batches(metadata: Any, block_size: int) -> Iterator[_Batch]:
@@ -137,11 +186,10 @@ def _batches(metadata: Any, block_size: int) -> Iterator[_Batch]:
     firsts = metadata.query_start_loc_cpu[: count + 1].long()
     counts = firsts.diff()
     lengths = metadata.seq_lens[:count].long()
-    alike: dict[tuple[int, int], list[int]] = {}
-    for index, (new, length) in enumerate(zip(counts.tolist(), lengths.tolist())):
+    alike: dict[int, list[int]] = {}
+    for index, new in enumerate(counts.tolist()):
         if new:
-            key = (_size(new), _size(length))
-            alike.setdefault(key, []).append(index)
+            alike.setdefault(_size(new), []).append(index)
     for own in alike.values():
         longest = int(lengths[own].max())
         num_blocks = -(-longest // block_size)
@@ -151,14 +199,14 @@ def _batches(metadata: Any, block_size: int) -> Iterator[_Batch]:
             lengths[own],
             metadata.block_table_tensor[own, :num_blocks].long(),
             # So many need no padding.
-            num_keys=min(padded_rows(longest), num_blocks * block_size),
+            num_keys=min(padded(longest, ALIGNED), num_blocks * block_size),
         )
 
 
 def _size(count: int) -> int:
     """Return about the logarithm of a number of tokens: those of one size are padded to the most,
     which at most doubles what is computed."""
-    return (-(-count // ROWS)).bit_length() if count > 1 else 0
+    return (-(-count // ALIGNED)).bit_length() if count > 1 else 0
 
 
 def paged_attention(
@@ -193,11 +241,9 @@ def paged_attention(
             own = temperature.applied(own[None], batch.positions.flatten())[0]
         # [Hkv, G, B, L, D]
         own = own.unflatten(1, batch.rows.shape).unflatten(0, (key.shape[1], -1))
-        keys, values = layer.gather(batch.tables, batch.num_keys)
         found = attend(
             own.permute(2, 0, 1, 3, 4),
-            keys,
-            values,
+            batch.keys(layer),
             seen=batch.seen(mask_pattern_of(module)),
             scale=scale,
             softcap=softcap,

@@ -323,9 +323,8 @@ class _Exact(torch.autograd.Function):
         seen = _is_visible(length, k.shape[1], window=how.window, device=q.device)
         out = exact.attend(
             q.unflatten(2, (k.shape[2], -1)).permute(0, 2, 3, 1, 4),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            seen=seen,
+            exact.DenseKeys(k.transpose(1, 2), v.transpose(1, 2)),
+            seen=exact.Seen(seen),
             scale=how.scale_of(q),
             softcap=how.softcap,
             sinks=sinks,

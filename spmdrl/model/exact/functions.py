@@ -23,23 +23,32 @@ from spmdrl.world.torch_internals import GROUPED_MM
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + exp(-x)), computed in float32, in the dtype of x."""
-    return _Elementwise.apply(x, _sigmoid, torch.ops.aten.sigmoid)
+    return _Elementwise.apply(x, _sigmoid, _sigmoid_gradient)
 
 
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
     """Return x / (1 + exp(-x)), computed in float32, in the dtype of x."""
-    return _Elementwise.apply(x, lambda values: values / (1 + torch.exp(-values)), F.silu)
+    return _Elementwise.apply(x, _silu, torch.ops.aten.silu_backward)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Return GELU of x, computed in float32, in the dtype of x."""
     if approximate == "none":
         return F.gelu(x)
-    return _Elementwise.apply(x, _gelu_tanh, lambda own: F.gelu(own, approximate="tanh"))
+    return _Elementwise.apply(x, _gelu_tanh, _gelu_gradient)
 
 
 def _sigmoid(values: Tensor) -> Tensor:
-    return 1 / (1 + torch.exp(-values))
+    return values.neg().exp_().add_(1).reciprocal_()
+
+
+def _sigmoid_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.ops.aten.sigmoid_backward(grad, torch.ops.aten.sigmoid(x))
+
+
+def _silu(values: Tensor) -> Tensor:
+    divisor = values.neg().exp_().add_(1)
+    return torch.div(values, divisor, out=divisor)
 
 
 def _gelu_tanh(values: Tensor) -> Tensor:
@@ -47,22 +56,28 @@ def _gelu_tanh(values: Tensor) -> Tensor:
     return 0.5 * values * (1 + torch.tanh(math.sqrt(2 / math.pi) * cubed))
 
 
+def _gelu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+
+
 class _Elementwise(torch.autograd.Function):
-    """A function computed in float32 by one formula; its gradient is that of torch's own."""
+    """A function computed in float32 by one formula, with the gradient of torch's own."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, formula: Callable[[Tensor], Tensor], own: Callable) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        formula: Callable[[Tensor], Tensor],
+        gradient: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.own = own
+        ctx.gradient = gradient
         return formula(x.float()).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            out = ctx.own(x)
-        return torch.autograd.grad(out, x, grad)[0], None, None
+        return ctx.gradient(grad, x), None, None
 
 
 def _grouped_mm(x: Tensor, weights: Tensor, *, offs: Tensor, **others: Any) -> Tensor:

@@ -1,10 +1,7 @@
 """Matrix products whose rows have the same bits in every batch.
 
-A library chooses how it cuts a product by the number of rows, and with it the order of the sums.
-Where that number is a multiple of ROWS, a row's bits depend on the row alone: on no other row, nor
-on their number. The last rows of a product are padded to such a number. That the library behaves
-so is tried once for each shape, at its first product; where it does not, all products of the shape
-have BLOCK rows. Rows begin at aligned places in memory, on which bits may also depend.
+The last rows of a product are padded to the unit of its shape (units.py). Where no unit keeps the
+bits of rows, all products of the shape have BLOCK rows.
 
 Shape letters: M rows, K inputs, N outputs, E experts.
 """
@@ -18,21 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spmdrl.errors import Refusal
+from spmdrl.model.exact.units import ALIGNED, TRIED_ROWS, UNITS, least_unit
 
-ROWS = 16
-"""The number of rows of a product is a multiple of this."""
 BLOCK = 64
 """Rows of each product of a shape whose bits depend on the number of rows."""
-_COUNTS = (16, 32, 48, 80, 112, 144, 272)
-"""Numbers of rows that a shape is tried with."""
-_SHIFT = 5
-"""Rows by which the place of a row in two products differs there."""
-
-
-def padded_rows(count: int) -> int:
-    """Return the least multiple of ROWS that is at least `count`."""
-    return -(-count // ROWS) * ROWS
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -46,12 +32,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises: Refusal for a shape for which that cannot be had on this machine.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if missing := -x.shape[-1] % ROWS:
+    if missing := -x.shape[-1] % ALIGNED:
         rows = F.pad(rows, (0, missing))
         weight = F.pad(weight, (0, missing))
     threads = torch.get_num_threads()
     unit = _unit(weight.shape[1], weight.shape[0], x.dtype, bias is not None, threads)
-    if unit == ROWS and len(rows) % ROWS == 0:
+    if unit != BLOCK and len(rows) % unit == 0:
         out = F.linear(rows, weight, bias)
     elif torch.is_grad_enabled():
         out = _Linear.apply(rows, weight, bias, unit)
@@ -90,8 +76,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(rows: Tensor, weight: Tensor, bias: Tensor | None, *, unit: int) -> Tensor:
-    """Return [M, N]: one product of the most rows that are a multiple of ROWS, or products of BLOCK
-    rows; and one of the rows that are left, padded."""
+    """Return [M, N]: one product of the most rows that are a multiple of the unit, or products of
+    BLOCK rows; and one of the rows that are left, padded."""
     out = rows.new_empty(len(rows), len(weight))
     for begin, end in _cuts(len(rows), unit):
         _multiply(rows[begin:end], weight, bias, out=out[begin:end])
@@ -117,34 +103,24 @@ def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor)
 
 
 @cache
+@torch.no_grad()
 def _unit(inputs: int, outputs: int, dtype: torch.dtype, has_bias: bool, threads: int) -> int:
-    """Return the multiple of which a shape's products have rows: ROWS or BLOCK.
+    """Return the multiple of which a shape's products have rows: a unit, or BLOCK.
 
-    Raises: Refusal where neither keeps the bits of rows.
+    Raises: Refusal where none keeps the bits of rows.
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        rows = torch.randn(_SHIFT + max(_COUNTS), inputs).to(dtype)
+        rows = torch.randn(TRIED_ROWS, inputs).to(dtype)
         # Weights of a model begin at any place in memory.
         values = torch.randn(outputs * inputs + 1).to(dtype)
         weight = values[1:].view(outputs, inputs)
         bias = torch.randn(outputs).to(dtype) if has_bias else None
-    for unit in (ROWS, BLOCK):
-        if _keeps_bits(rows, weight, bias, unit=unit):
-            return unit
-    raise Refusal(
-        f"engine.exact: products of {inputs} inputs and {outputs} outputs in {dtype} have other "
-        f"bits in other batches on this CPU with {threads} threads; set it to false"
-    )
-
-
-@torch.no_grad()
-def _keeps_bits(rows: Tensor, weight: Tensor, bias: Tensor | None, *, unit: int) -> bool:
-    """Return whether rows have the same bits in products of other sizes and at other places."""
-    whole = _product(rows, weight, bias, unit=unit)
     aligned = weight.clone()
-    for count in (1, *_COUNTS):
-        part = slice(_SHIFT, _SHIFT + count)
-        if not torch.equal(_product(rows[part], aligned, bias, unit=unit), whole[part]):
-            return False
-    return True
+
+    def compute(own: Tensor, unit: int) -> Tensor:
+        is_whole = len(own) == TRIED_ROWS
+        return _product(own, weight if is_whole else aligned, bias, unit=unit)
+
+    what = f"{inputs} inputs and {outputs} outputs"
+    return least_unit((*UNITS, BLOCK), compute, rows, what=what, threads=threads)
