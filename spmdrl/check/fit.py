@@ -21,13 +21,20 @@ from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.blocks import experts_modules, uneven_experts, unshardable
 from spmdrl.model.divisibility import misfits
+from spmdrl.model.exact.numerics import numerics_of
 from spmdrl.model.files.file_tensors import file_tensors
 from spmdrl.model.files.reader import CheckpointReader, check_files, has_weights, instead, some
 from spmdrl.model.head import check_fused_head
 from spmdrl.model.load import build_meta_model, check_buffers, check_weights
 from spmdrl.model.lora.files import AdapterFolder
 from spmdrl.model.lora.layers import adapted_weights, lora_form
-from spmdrl.model.lora.targets import LoraForm, adapter_shapes, has_embedding, largest_rank
+from spmdrl.model.lora.targets import (
+    LoraForm,
+    adapter_shapes,
+    has_embedding,
+    largest_rank,
+    targeted,
+)
 from spmdrl.model.model_shape import ModelCounts, counts_of
 from spmdrl.model.parallel.recompute import check_offload
 from spmdrl.model.routers import WEIGHTS, check_balance, unknown_router
@@ -136,7 +143,7 @@ def _problems(cfg: Config, hf_model: nn.Module) -> list[str]:
         lambda: kernel_of(
             hf_model,
             path=cfg.model.path,
-            wanted=cfg.attention_kernel,
+            wanted=numerics_of(cfg).kernel(cfg.model.kernels.attention),
             device="cpu" if is_on_cpu(cfg) else "cuda",
             dtype=getattr(torch, cfg.model.compute_dtype),
         )
@@ -198,8 +205,6 @@ def _exact_problems(cfg: Config, hf_model: nn.Module, counts: ModelCounts) -> It
         why = "which sees, and towers are not computed exactly"
     elif chunk := packing_support(hf_model).chunk:
         why = f"which attends within chunks of {chunk} tokens, whose keys an engine cuts elsewhere"
-    elif counts.experts and cfg.model.lora.is_on:
-        why = "a mixture, with model.lora: adapters of experts are not merged in a forward pass"
     if why:
         yield (
             f"engine.exact: true with a {counts.model_type}, {why}; set it to false "
@@ -430,6 +435,7 @@ def _adapter_problems(cfg: Config, hf_model: nn.Module, *, counts: ModelCounts) 
 def _form_of(cfg: Config, hf_model: nn.Module) -> LoraForm:
     form = lora_form(cfg.model.lora)
     shapes = adapter_shapes(hf_model, form)
+    numerics_of(cfg).check_targets(targeted(hf_model, form.targets))
     if form.path:
         AdapterFolder(Path(form.path)).check(shapes)
     return form

@@ -308,12 +308,6 @@ class Config:
         return 1
 
     @property
-    def attention_kernel(self) -> str:
-        """Return the kernel of the trainer's attention: that of engine.exact, or
-        model.kernels.attention."""
-        return "exact" if self.engine.exact else self.model.kernels.attention
-
-    @property
     def longest_sequence(self) -> int:
         """Return the tokens of the longest prompt with the longest response."""
         return self.data.max_prompt_tokens + self.sampling.max_response_tokens

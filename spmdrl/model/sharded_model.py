@@ -25,6 +25,7 @@ from spmdrl.model.attention.packing_support import PackingSupport, enable_packin
 from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.blocks import experts_parameters
 from spmdrl.model.divisibility import context_method, misfits
+from spmdrl.model.exact.numerics import numerics_of
 from spmdrl.model.files.file_tensors import file_tensors, live_tensors
 from spmdrl.model.files.reader import CheckpointReader
 from spmdrl.model.head import logprobs_and_entropy
@@ -37,7 +38,6 @@ from spmdrl.model.load import (
 )
 from spmdrl.model.lora.layers import Adapters, adapted_weights, sent_adapter, train_adapters_only
 from spmdrl.model.lora.merge import deltas
-from spmdrl.model.lora.merged_layers import compute_merged
 from spmdrl.model.lora.targets import LoraForm
 from spmdrl.model.model_shape import counts_of
 from spmdrl.model.parallel.context_parallel import register_context_attention
@@ -111,8 +111,7 @@ class ShardedModel:
         if self.adapters:
             self._names = [*self._names, *self.adapters.names]
             self._changing = train_adapters_only(hf_model, self.adapters, dtype=dtype)
-            if cfg.engine.exact:
-                compute_merged(self.adapters)
+            numerics_of(cfg).apply_to_adapters(self.adapters)
         elif is_trained:
             master = getattr(torch, model.memory.master_dtype)
             for parameter in hf_model.parameters():
@@ -141,7 +140,7 @@ class ShardedModel:
         attention = kernel_of(
             self.hf_model,
             path=model.path,
-            wanted=self.cfg.attention_kernel,
+            wanted=numerics_of(self.cfg).kernel(model.kernels.attention),
             device=world.device,
             dtype=getattr(torch, model.compute_dtype),
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import Config
-from spmdrl.model.exact.proof import check_equal
+from spmdrl.model.exact.numerics import numerics_of
 from spmdrl.model.rounding import MOST, allowed_gap
 from spmdrl.types import Sums
 from spmdrl.world.comm import gather_objects
@@ -63,12 +63,11 @@ def probe_gap(
     of_engines = [own[0] for own in scores if len(own[0])]
     of_trainer = next(own[1] for own in scores if len(own[1]))
     rounding = max(own[2] for own in scores) + max(own[3] for own in scores)
-    allowed = limit or _chosen(world.cfg, of_trainer, rounding=rounding)
+    numerics = numerics_of(world.cfg)
+    allowed = numerics.allowed_gap(limit or _chosen(world.cfg, of_trainer, rounding=rounding))
     gaps = torch.stack([(own - of_trainer).abs() for own in of_engines]).double()
     mean = float(gaps.mean())
-    if world.cfg.engine.exact:
-        allowed = 0.0
-        check_equal(mean, at=f"probe at version {version}")
+    numerics.check_probe(mean, version=version)
     if not mean <= allowed:  # a mean that is not a number fails too
         raise RuntimeError(
             f"probe at version {version}: engine and trainer logprobs differ by {mean:.4g} nats on "

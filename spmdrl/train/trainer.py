@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.config.data import Split
-from spmdrl.model.exact.proof import check_sampled
+from spmdrl.model.exact.numerics import numerics_of
 from spmdrl.model.flops import countable_shape, trained_flops
 from spmdrl.model.load import longest_sequence, model_folder
 from spmdrl.model.lora.files import AdapterRecord
@@ -67,7 +67,7 @@ class Trainer:
         methods = named_methods(cfg) | {name: f for name, f in given.items() if f}
         self.coefficients = Coefficients(cfg)
         kind = loss_class(cfg)
-        self._samples_exactly = cfg.engine.exact
+        self._numerics = numerics_of(cfg)
         self.columns = kind.columns_of(cfg, **methods) | {*columns}
         """Per-token columns that `annotate` finds."""
         self._loss = kind(cfg, world, loss_fn=methods["loss_fn"], coefficients=self.coefficients)
@@ -149,7 +149,7 @@ class Trainer:
             rows = [one.row for microbatches in updates for one in microbatches]
             found: list[dict[str, Tensor]] = [{} for _ in rows]
             asks_old = "old_logprobs" in self.columns
-            if asks_old and self._samples_exactly and "old_entropy" not in self.columns:
+            if asks_old and self._numerics.samples_as_scored and "old_entropy" not in self.columns:
                 found = [_as_sampled(one) for microbatches in updates for one in microbatches]
             elif asks_old:
                 names = ("old_logprobs", "old_entropy", "square_probs")
@@ -233,8 +233,7 @@ class Trainer:
             if not (warms_up and any(companion.is_trained for companion in companions)):
                 loss_of = self._loss.of_updates(updates, self.policy.model, step=step)
                 sums |= self.policy.update(ordered(epochs=epochs), loss_of, step=step)
-                if self._samples_exactly:
-                    check_sampled(sums, step=step)
+                self._numerics.check_step(sums, step=step)
                 sums |= self._work(updates, batch)
                 sums |= self.coefficients.move(sums, num_samples=len(batch.scalars))
             for companion in companions:

@@ -86,10 +86,10 @@ def test_the_transformers_engine_has_the_room_that_gpus_have(gpu) -> None:
     runner._device, runner._longest = DEVICE, 10
     runner.cache, runner._packing_support = SimpleNamespace(nbytes=5), SimpleNamespace(mixers=())
     runner._cfg = made(engine=dict(gpu_memory_frac=0.8))
-    assert runner._fitting_slots() == (800 - 400) // 50
+    assert runner._fitting_slots(10) == (800 - 400) // 50
     runner._cfg = made(engine=dict(gpu_memory_frac=0.4))
     with pytest.raises(Refusal, match=r"engine.gpu_memory_frac: 0.4 leaves 0 bytes"):
-        runner._fitting_slots()
+        runner._fitting_slots(10)
     engine = object.__new__(TransformersEngine)
     engine.world = SimpleNamespace(device=DEVICE)
     assert engine.held_bytes() == 400

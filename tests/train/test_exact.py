@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from spmdrl.check.fit import build_policy, policy_problems
 from spmdrl.check.rules import rule_problems
 from spmdrl.config import Config
-from spmdrl.model.exact.proof import check_sampled
+from spmdrl.model.exact.numerics import Exact
 from spmdrl.types import Batch
 from tests.helpers.built import changed, good
 from tests.helpers.comparing import differing, full_parameters
@@ -98,9 +100,24 @@ def test_the_pass_that_balances_experts_leaves_the_comparison_to_the_next(tmp_pa
     assert found["columns"] == set(), "nothing asks for old logprobs"
 
 
+def test_with_a_push_in_flight_tokens_of_older_weights_are_not_compared():
+    packed = SimpleNamespace(policy_versions=torch.tensor([-1, 3, 4, 4]))
+    one: Any = SimpleNamespace(packed=packed, loss_mask=torch.tensor([False, True, True, True]))
+    logprobs = torch.zeros(4)
+    for in_flight, mask in ((False, one.loss_mask), (True, packed.policy_versions == 4)):
+        comparison = Exact(in_flight=in_flight).comparison()
+        comparison.begin([one])
+        version = torch.tensor(4)
+        chosen = comparison.chosen(one, old=logprobs + 1, current=logprobs, version=version)
+        assert chosen is not None
+        assert chosen[0] is logprobs
+        assert torch.equal(chosen[1], mask)
+        assert comparison.chosen(one, old=logprobs, current=logprobs, version=version) is None
+
+
 def test_a_step_without_a_comparison_ends_the_run():
     with pytest.raises(RuntimeError, match="step 4: engine and trainer were not compared"):
-        check_sampled({"policy/skipped_updates": (1.0, 1.0)}, step=4)
+        Exact().check_step({"policy/skipped_updates": (1.0, 1.0)}, step=4)
 
 
 EXACT = dict(kind="transformers", dtype="float32", exact=True)
@@ -156,3 +173,16 @@ def _exact(**fields: Any) -> Config:
 def test_what_cannot_be_exact_is_refused(fields: dict, words: str):
     assert not [problem for problem in rule_problems(_exact()) if "engine.exact" in problem]
     assert [problem for problem in rule_problems(_exact(**fields)) if words in problem]
+
+
+def test_adapters_of_experts_are_refused_and_those_beside_them_are_not(tmp_path: Path):
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, vocab_size=128)
+    folder = tiny_folder(tmp_path / "model", "qwen3_moe", num_key_value_heads=2, **sizes)
+    found = {}
+    for targets in ("all-linear", ("q_proj",)):
+        cfg = _exact(model=dict(path=str(folder), lora=dict(rank=4, targets=targets)))
+        problems = policy_problems(cfg, build_policy(cfg))
+        found[targets] = [problem for problem in problems if "engine.exact" in problem]
+    assert found["q_proj",] == []
+    (problem,) = found["all-linear"]
+    assert problem.startswith("engine.exact: true with model.lora on the experts model.layers.0")

@@ -24,7 +24,7 @@ from spmdrl.model.attention.packing import Packing, make_packing, packs
 from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.attention.pick import kernel_of
 from spmdrl.model.blocks import base_of, experts_modules
-from spmdrl.model.exact.functions import compute_exactly
+from spmdrl.model.exact.numerics import numerics_of
 from spmdrl.model.head import fitting_positions
 from spmdrl.model.load import load_whole_model
 from spmdrl.model.logit_passes import LogitForm, log_totals
@@ -144,18 +144,21 @@ class ModelRunner:
         self._vision_layout = vision_layout_of(self.hf_model, device=device)
         self._vision_tower = vision_tower_of(self.hf_model)
         self._routes = _RouteRecorder(self.hf_model) if cfg.model.moe.replay else None
-        wanted = "exact" if cfg.engine.exact else "auto"
+        numerics = numerics_of(cfg)
         self._kernel = kernel_of(
-            self.hf_model, path=cfg.model.path, wanted=wanted, device=device, dtype=dtype
+            self.hf_model,
+            path=cfg.model.path,
+            wanted=numerics.kernel("auto"),
+            device=device,
+            dtype=dtype,
         )
-        if cfg.engine.exact:
-            base = base_of(self.hf_model)[1]
-            compute_exactly(base, self.hf_model.get_output_embeddings())
+        numerics.apply(base_of(self.hf_model)[1], self.hf_model.get_output_embeddings())
         self.cache = KVCache(1, 1)
         # One forward pass tells which layers keep keys and values, and how large they are.
         trial = Request("", (0,), 1, 0.0, None, ())
         self.next_logits([RunningSequence(trial, 0)], num_old=0)
-        self.cache = self.cache.resized(self._fitting_slots(), longest)
+        slot_tokens = numerics.slot_tokens(longest)
+        self.cache = self.cache.resized(self._fitting_slots(slot_tokens), slot_tokens)
         log.info(
             "engine: transformers, %d sequences at a time, %d bytes of keys and values%s",
             self.cache.num_slots,
@@ -169,9 +172,9 @@ class ModelRunner:
         another state, which is not cached: every step computes all tokens of its sequences."""
         return not self._packing_support.mixers
 
-    def _fitting_slots(self) -> int:
+    def _fitting_slots(self, slot_tokens: int) -> int:
         engine = self._cfg.engine
-        per_sequence = self.cache.nbytes * self._longest
+        per_sequence = self.cache.nbytes * slot_tokens
         if not self._is_cached:
             return max(1, min(engine.max_num_seqs, engine.max_batched_tokens // self._longest))
         field = "cpu_kv_cache_gib"

@@ -24,7 +24,7 @@ def kernel_of(
 
     Args:
         path: model.path.
-        wanted: Config.attention_kernel.
+        wanted: model.kernels.attention, or exact.
     Raises: Refusal when the one asked for cannot serve this device, dtype or model.
     """
     config = hf_model.config.get_text_config()
@@ -70,7 +70,7 @@ def pick_attention(
     bidirectional_images: bool = False,
     otherwise: str = "",
 ) -> str:
-    """Return the kernel for `Config.attention_kernel`: padded, varlen, flash or exact.
+    """Return the kernel for model.kernels.attention: padded, varlen, flash or exact.
 
     Args:
         sizes: of heads, in elements.

@@ -16,20 +16,27 @@ from torch import Tensor, nn
 from spmdrl.errors import Refusal
 from spmdrl.model.lora.layers import Adapters
 from spmdrl.model.lora.merge import low_rank_product
+from spmdrl.model.lora.targets import Targets
 from spmdrl.model.tensor_parts import to_local
 
 
-def compute_merged(adapters: Adapters) -> None:
-    """Have the layers with adapters compute by merged weights.
+def check_mergeable(targets: Targets) -> None:
+    """Refuse adapters of experts, whose weights are not merged in a forward pass.
 
-    Raises: Refusal for adapters of experts.
+    Raises: Refusal.
     """
-    for name, (module, key) in adapters.targets.items():
-        if key != "weight":
-            raise Refusal(
-                f"engine.exact: true with model.lora on the experts {name}, whose weights are not "
-                "merged in a forward pass; name other targets, or set it to false"
-            )
+    experts = [name for name, (_, key) in targets.items() if key != "weight"]
+    if experts:
+        raise Refusal(
+            f"engine.exact: true with model.lora on the experts {experts[0]}, whose weights are "
+            "not merged in a forward pass; name other targets (model.lora.targets), or set it to "
+            "false"
+        )
+
+
+def compute_merged(adapters: Adapters) -> None:
+    """Have the layers with adapters compute by merged weights; see `check_mergeable`."""
+    for module, _ in adapters.targets.values():
         merged = _linear if isinstance(module, nn.Linear) else _rows
         module.forward = partial(merged, module, partial(type(module).forward, module))
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 
 from spmdrl.config import Config, MemorySettings
 from spmdrl.model.blocks import base_of, blocks, experts_modules
-from spmdrl.model.exact.functions import compute_exactly
+from spmdrl.model.exact.numerics import numerics_of
 from spmdrl.model.head import HeadOptions, check_fused_head, head_chunk_tokens
 from spmdrl.model.parallel import recompute, tensor_parallel
 from spmdrl.model.parallel.expert_parallel import apply_ep, replicated, shard_experts
@@ -96,8 +96,7 @@ def lay_out(
             is_fused=on_gpu and kernels.fused_head,
         )
         scorer = Scorer(hf_model, options)
-    if cfg.engine.exact:
-        compute_exactly(scorer, *inner_blocks)
+    numerics_of(cfg).apply(scorer, *inner_blocks)
     others = [hf_model.get_submodule(name) for name in towers]
     apply_fsdp(scorer, hf_blocks, world, memory=spared, dtype=dtype, others=others)
     return scorer, whole

@@ -15,6 +15,7 @@ from spmdrl.algorithms.mismatch import carried_stats, gap_histogram, mismatch_st
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.errors import Refusal, place_of
+from spmdrl.model.exact.numerics import numerics_of
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch, Stats
@@ -35,8 +36,7 @@ class RolloutLoss(ObjectiveLoss):
         self._kl = registry.get("kl", chosen.kl)
         keep_frac = chosen.entropy_control.keep_frac
         self._filter_options = {"keep_frac": keep_frac} if keep_frac < 1 else {}
-        self._unchanged: list[PreparedMicrobatch] = []
-        """Under engine.exact, those of the step's first update that took no gradient yet."""
+        self._comparison = numerics_of(cfg).comparison()
         self._wants_keys = "token_keys" in registry.inputs_of(self._loss)
 
     @classmethod
@@ -70,7 +70,7 @@ class RolloutLoss(ObjectiveLoss):
         self, updates: Sequence[Sequence[PreparedMicrobatch]], model: ShardedModel, *, step: int
     ) -> LossOf:
         """See ObjectiveLoss."""
-        self._unchanged = [*updates[0]] if self.cfg.engine.exact else []
+        self._comparison.begin(updates[0])
         return super().of_updates(updates, model, step=step)
 
     def statistics(
@@ -119,10 +119,14 @@ class RolloutLoss(ObjectiveLoss):
         # KL and entropy bonus are added below, so neither correction nor filter acts on them.
         terms = terms * weights.detach()
         stats = stats | own | _sampling_stats(inputs, microbatch)
-        if not self.cfg.engine.exact:
-            stats |= _mismatch(inputs["old_logprobs"], microbatch)
-        elif self._is_unchanged(microbatch):
-            stats |= _mismatch(logprobs.detach(), microbatch)
+        compared = self._comparison.chosen(
+            microbatch,
+            old=inputs["old_logprobs"],
+            current=logprobs.detach(),
+            version=inputs["version"],
+        )
+        if compared is not None:
+            stats |= _mismatch(*compared, microbatch.packed)
         if self.cfg.rollout.schedule.mixes_versions:
             names = ("old_logprobs", "rollout_logprobs", "policy_versions", "version", "loss_mask")
             stats |= carried_stats(**{name: inputs[name] for name in names})
@@ -140,15 +144,6 @@ class RolloutLoss(ObjectiveLoss):
         if coefficients.entropy:
             terms = terms - coefficients.entropy * entropy
         return (terms.double() * microbatch.weights).sum(), stats
-
-    def _is_unchanged(self, microbatch: PreparedMicrobatch) -> bool:
-        """Return whether a micro-batch is computed by the weights that sampled it."""
-        if not any(one is microbatch for one in self._unchanged):
-            return False
-        # With `balance: aux` a pass without gradients comes first, whose metrics are dropped.
-        if torch.is_grad_enabled():
-            self._unchanged = [one for one in self._unchanged if one is not microbatch]
-        return True
 
     def _inputs(
         self, microbatch: PreparedMicrobatch, logprobs: Tensor, *, entropy: Tensor, known: Known
@@ -182,10 +177,8 @@ def _sampling_stats(inputs: Mapping[str, Tensor], microbatch: PreparedMicrobatch
     }
 
 
-def _mismatch(logprobs: Tensor, microbatch: PreparedMicrobatch) -> Stats:
-    """Return how far the engine's logprobs are from those of the policy that sampled."""
-    packed = microbatch.packed
-    mask = microbatch.loss_mask
+def _mismatch(logprobs: Tensor, mask: Tensor, packed: Microbatch) -> Stats:
+    """Return how far the engine's logprobs are from the policy's, where a mask [T] is set."""
     gaps = gap_histogram(logprobs, packed.rollout_logprobs, loss_mask=mask)
     return {
         **mismatch_stats(
