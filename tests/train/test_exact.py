@@ -134,6 +134,18 @@ def _exact(**fields: Any) -> Config:
     ("fields", "words"),
     [
         (dict(lag=1), "lag: 1 with engine.exact true"),
+        (
+            dict(lag=1, rollout=dict(schedule=dict(in_flight=True, kv_cache="keep"))),
+            "rollout.schedule.kv_cache: keep with engine.exact true",
+        ),
+        (
+            dict(
+                lag=1,
+                rollout=dict(schedule=dict(in_flight=True)),
+                model=dict(moe=dict(replay=True)),
+            ),
+            "model.moe.replay: true with rollout.schedule.in_flight true and engine.exact true",
+        ),
         (dict(engine=dict(dtype="bfloat16")), "engine.dtype: bfloat16 with engine.exact true"),
         (dict(algorithm=dict(correction="tis")), "algorithm.correction: tis with engine.exact"),
         (
@@ -171,7 +183,10 @@ def _exact(**fields: Any) -> Config:
     ],
 )
 def test_what_cannot_be_exact_is_refused(fields: dict, words: str):
-    assert not [problem for problem in rule_problems(_exact()) if "engine.exact" in problem]
+    in_flight = dict(lag=1, rollout=dict(schedule=dict(in_flight=True)))
+    for allowed in ({}, in_flight, in_flight | dict(algorithm=dict(correction="tis"))):
+        problems = rule_problems(_exact(**allowed))
+        assert not [problem for problem in problems if "engine.exact" in problem]
     assert [problem for problem in rule_problems(_exact(**fields)) if words in problem]
 
 

@@ -210,9 +210,24 @@ _EXACT = [
     ),
     _exact(
         "lag",
-        lambda cfg: cfg.lag,
+        lambda cfg: cfg.lag and not cfg.rollout.schedule.in_flight,
         "tokens are sampled with older weights than those that score them",
-        "set it to 0",
+        "set it to 0, or rollout.schedule.in_flight to true, where those of a push are compared",
+        "principle",
+    ),
+    _exact(
+        "rollout.schedule.kv_cache",
+        lambda cfg: cfg.rollout.schedule.in_flight and cfg.rollout.schedule.kv_cache != "recompute",
+        "keys of older weights stay, which the trainer does not have",
+        "set it to recompute",
+        "principle",
+    ),
+    Rule(
+        ("model.moe.replay", "rollout.schedule.in_flight", "engine.exact"),
+        lambda cfg: cfg.engine.exact and cfg.model.moe.replay and cfg.rollout.schedule.in_flight,
+        "a token that is computed again keeps its first route; with the same bits engine and "
+        "trainer choose the same experts anyway",
+        "set it to false",
         "principle",
     ),
     _exact(
@@ -238,7 +253,9 @@ _EXACT = [
     ),
     _exact(
         "algorithm.correction",
-        lambda cfg: cfg.objective.has_advantages and cfg.algorithm.correction != "none",
+        lambda cfg: (
+            cfg.objective.has_advantages and cfg.algorithm.correction != "none" and not cfg.lag
+        ),
         "there is no gap to correct: every weight would be 1",
         "set it to none",
         "principle",
