@@ -9,7 +9,7 @@ from importlib import metadata
 
 from spmdrl.config.fields import Config
 from spmdrl.config.files import as_flow
-from spmdrl.engine.vllm.sources import engine_argument_names
+from spmdrl.engine.vllm.sources import engine_argument_names, has_cache_layouts
 
 _DRAFTS = "engine.options.speculative_config"
 _DRAFT_NUMBERS = ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max")
@@ -95,7 +95,13 @@ def engine_option_problems(cfg: Config) -> list[str]:
                 f"{place}: the vLLM that is installed has no such engine argument{guess}"
             )
     built = build_problems() if cfg.layout.roles.has_engines else []
-    return [*problems, *_mask_problems(cfg), *_draft_problems(cfg, known), *built]
+    return [
+        *problems,
+        *_mask_problems(cfg),
+        *_draft_problems(cfg, known),
+        *_exact_problems(cfg),
+        *built,
+    ]
 
 
 def _draft_problems(cfg: Config, known: Collection[str]) -> Iterator[str]:
@@ -144,6 +150,15 @@ def _mask_problems(cfg: Config) -> Iterator[str]:
             "sampling.top_p, top_k, min_p: the trainer must know which ids each token was drawn "
             "among, and the vLLM that is installed does not say so on GPUs; install 0.32, set "
             "engine.kind to transformers, or leave them out"
+        )
+
+
+def _exact_problems(cfg: Config) -> Iterator[str]:
+    """Yield that the installed vLLM cannot run the trainer's model over its cache."""
+    if cfg.engine.exact and engine_argument_names() and not has_cache_layouts():
+        yield (
+            "engine.exact: true, and the vLLM that is installed lays its caches out otherwise; "
+            "install 0.32, or set engine.kind to transformers"
         )
 
 

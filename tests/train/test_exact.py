@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from spmdrl.check import engine_options
+from spmdrl.check.engine_options import engine_option_problems
 from spmdrl.check.fit import build_policy, policy_problems
 from spmdrl.check.rules import rule_problems
 from spmdrl.config import Config
@@ -201,3 +203,11 @@ def test_adapters_of_experts_are_refused_and_those_beside_them_are_not(tmp_path:
     assert found["q_proj",] == []
     (problem,) = found["all-linear"]
     assert problem.startswith("engine.exact: true with model.lora on the experts model.layers.0")
+
+
+def test_a_vllm_with_other_caches_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch):
+    cfg = _exact(engine=dict(kind="vllm"))
+    assert not [problem for problem in engine_option_problems(cfg) if "engine.exact" in problem]
+    monkeypatch.setattr(engine_options, "has_cache_layouts", lambda: False)
+    (problem,) = [one for one in engine_option_problems(cfg) if "engine.exact" in one]
+    assert "lays its caches out otherwise; install 0.32" in problem

@@ -33,6 +33,12 @@ def cpu_head_sizes() -> tuple[int, ...]:
     return ()
 
 
+def has_cache_layouts() -> bool:
+    """Return whether the cache of a layer has a layout that its backend names, as in vLLM 0.32."""
+    nodes = _parse("v1/kv_cache_layout.py").body
+    return any(isinstance(node, ast.ClassDef) and node.name == "KVCacheLayout" for node in nodes)
+
+
 @cache
 def own_classes() -> frozenset[str]:
     """Return the names of transformers' classes that vLLM has classes of its own for; empty where
