@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.config import ModelSettings
-from spmdrl.engine.vllm import exact
-from spmdrl.engine.vllm.paged import PagedLayer, PagedStep
+from spmdrl.engine.vllm.exact import PagedModel
+from spmdrl.engine.vllm.paged import PagedStep
 from spmdrl.model.attention.kernels import register_attention
 from spmdrl.model.attention.packing import make_packing
 from spmdrl.model.attention.packing_support import enable_packing
@@ -49,26 +49,16 @@ FAMILIES = {
         ("gpt_oss", "bfloat16"),
     ],
 )
-def test_logprobs_over_a_paged_cache_are_the_trainers(
-    family: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_logprobs_over_a_paged_cache_are_the_trainers(family: str, dtype: str, tmp_path: Path):
     folder = tiny_folder(tmp_path / "model", family, **FAMILIES[family])
     settings = ModelSettings(path=str(folder))
-    monkeypatch.setattr(exact.ExactModel, "settings", settings, raising=False)
-    monkeypatch.setattr(exact, "_layer_class", lambda: PagedLayer)
-    layers: dict[str, PagedLayer] = {}
-    model = exact.ExactModel(
-        vllm_config=SimpleNamespace(
-            model_config=SimpleNamespace(dtype=getattr(torch, dtype)),
-            compilation_config=SimpleNamespace(static_forward_context=layers),
-        )
-    )
-    assert len(layers) == 2
+    model = PagedModel(settings, dtype=getattr(torch, dtype))
+    assert len(model.layers) == 2
     draw = random.Random(0)
     sequences = [[draw.randrange(3, 100) for _ in range(length)] for length in LENGTHS]
     expected = trained(settings, sequences, getattr(torch, dtype))
     for block_size in (128, 32):
-        found = generated(model, layers, sequences, block_size=block_size, draw=draw)
+        found = generated(model, sequences, block_size=block_size, draw=draw)
         for own, right in zip(found, expected, strict=True):
             assert torch.equal(own, right)
 
@@ -81,6 +71,7 @@ def test_vllm_draws_with_the_bits_that_a_trainer_finds(tmp_path: Path):
         cases[family] = changed(cfg, engine=dict(kind="vllm", cpu_kv_cache_gib=0.05))
     sampling = dict(top_k=9, top_p=0.9) | test_exact.PENALTIES
     cases["gemma2"] = changed(cases["gemma2"], sampling=sampling)
+    cases["in flight"] = changed(cases["qwen3"], **test_exact.IN_FLIGHT)
     (found,) = in_world(cases["qwen3"], counts, cases)
     assert min(total for _, total in found.values()) > 60
     assert {name: wrong for name, (wrong, _) in found.items() if wrong} == {}
@@ -124,14 +115,10 @@ def trained(
 
 @torch.inference_mode()
 def generated(
-    model: exact.ExactModel,
-    layers: dict[str, PagedLayer],
-    sequences: list[list[int]],
-    *,
-    block_size: int,
-    draw: random.Random,
+    model: PagedModel, sequences: list[list[int]], *, block_size: int, draw: random.Random
 ) -> list[Tensor]:
     """Return the same by passes over a few tokens of some sequences, with a paged cache."""
+    layers = model.layers
     sizes = [-(-len(sequence) // block_size) for sequence in sequences]
     free = draw.sample(range(sum(sizes) + 3), sum(sizes))
     tables = torch.zeros(len(sequences), max(sizes), dtype=torch.int32)
@@ -161,7 +148,7 @@ def generated(
             slot_mapping=tables[rows, at // block_size].long() * block_size + at % block_size,
         )
         ids = torch.tensor([sequences[i][place] for i, place in zip(rows.tolist(), at.tolist())])
-        states = model._states(ids, at, PagedStep(dict.fromkeys(layers, metadata)))
+        states = model.states(ids, at, PagedStep(dict.fromkeys(layers, metadata)))
         logprobs = log_probs(model.compute_logits(states))
         for i, end, own in zip(chosen, ends, logprobs.split(counts)):
             targets = torch.tensor(sequences[i][done[i] + 1 : end + 1], dtype=torch.int64)

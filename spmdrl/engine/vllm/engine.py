@@ -23,7 +23,7 @@ from spmdrl.engine.vllm import internals, patches
 from spmdrl.engine.vllm.adapter import AdapterSlot
 from spmdrl.engine.vllm.arguments import engine_arguments, with_plain_weights
 from spmdrl.engine.vllm.core_loop import CoreLoop
-from spmdrl.engine.vllm.exact import exact_arguments, return_exact_logprobs
+from spmdrl.engine.vllm.exact import exact_arguments, share_head
 from spmdrl.engine.vllm.families import model_arguments, refusing_models, try_engine
 from spmdrl.engine.vllm.images import make_prompt, reset_encoder_cache
 from spmdrl.engine.vllm.outputs import Outputs
@@ -79,11 +79,15 @@ class VllmEngine:
             if world.is_inference:
                 arguments = {
                     "skip_tokenizer_init": True,  # token ids in, token ids out
-                    **(exact_arguments(cfg) if cfg.engine.exact else model_arguments(cfg)),
+                    **self._model_arguments(),
                     **engine_arguments(cfg, on_cpu=on_cpu),
                 }
                 with self._algorithms(), _generators_restored(), refusing_models(cfg):
                     self._build(arguments, on_cpu=on_cpu)
+
+    def _model_arguments(self) -> dict[str, Any]:
+        has_own_models = self.cfg.engine.traits.has_own_models
+        return model_arguments(self.cfg) if has_own_models else exact_arguments(self.cfg)
 
     def _build(self, arguments: dict[str, Any], *, on_cpu: bool) -> None:
         cfg = self.cfg
@@ -91,8 +95,7 @@ class VllmEngine:
         if on_cpu:
             patches.patch_cpu_build()
         self._llm = internals.make_llm(with_plain_weights(cfg, arguments))
-        if cfg.engine.exact:
-            return_exact_logprobs(self._runner)
+        share_head(self._runner)
         self._loop = CoreLoop(self._llm)
         if on_cpu:  # its build lacks some kernels
             try_engine(self._loop, params=scoring_params(max_tokens=2))

@@ -11,7 +11,7 @@ removed.
 _layer_class        AttentionLayerBase, FullAttentionSpec       never: how models ask for a cache
 _layer_class        AttentionBackend, AttentionMetadataBuilder  with it
 ExactModel          VllmConfig, get_forward_context             never: documented
-return_exact_logprobs  Sampler.compute_logprobs, TopKTopPSampler.logprobs_of (patches.py)
+share_head          GPUModelRunner.get_model, Sampler.compute_logprobs, TopKTopPSampler.logprobs_of
                                                     once logprobs may be computed elsewhere
 """
 
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from spmdrl.config import Config, ModelSettings
 from spmdrl.engine.vllm.paged import PagedLayer, PagedStep, paged_attention
-from spmdrl.imports import refusing
 from spmdrl.model.attention.packing_support import enable_packing
 from spmdrl.model.blocks import base_of
 from spmdrl.model.exact.functions import compute_exactly
@@ -44,13 +43,7 @@ _ATTENTION = "spmdrl_paged"
 
 
 def exact_arguments(cfg: Config) -> dict[str, Any]:
-    """Return the arguments of vLLM's EngineArgs with which it runs the model of a config.
-
-    Raises: Refusal for a vLLM that has caches of another form.
-    """
-    hint = "; take 0.32, or set engine.kind to transformers"
-    with refusing("engine.exact: this vLLM lays its caches out otherwise", ImportError, hint=hint):
-        from vllm.v1.kv_cache_interface import KVCacheLayout  # noqa: F401
+    """Return the arguments of vLLM's EngineArgs with which it runs the model of a config."""
     from vllm import ModelRegistry
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -72,29 +65,38 @@ def exact_arguments(cfg: Config) -> dict[str, Any]:
     return {"load_format": _FORMAT, "hf_overrides": {"architectures": [_MODEL]}}
 
 
-def return_exact_logprobs(runner: Any) -> None:
-    """Have a model runner's sampler compute logprobs as the trainer's head does."""
+def share_head(runner: Any) -> None:
+    """Have the sampler of a model runner whose model is the trainer's compute logprobs as the
+    trainer's head does."""
+    if not isinstance(runner.get_model(), ExactModel):
+        return
     runner.sampler.compute_logprobs = log_probs
     runner.sampler.topk_topp_sampler.logprobs_of = log_probs
 
 
-class ExactModel(nn.Module):
-    """A transformers model in vLLM's form."""
+class PagedModel(nn.Module):
+    """A transformers model over paged caches, with the bits of the trainers' models.
 
-    settings: ModelSettings
-    """The config's model section."""
+    Args:
+        settings: the config's model section.
+        dtype: of weights and caches.
+        layer_class: of its caches.
+    """
 
-    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+    def __init__(
+        self,
+        settings: ModelSettings,
+        *,
+        dtype: torch.dtype,
+        layer_class: type[PagedLayer] = PagedLayer,
+    ):
         super().__init__()
         from transformers import AttentionInterface
 
         AttentionInterface.register(_ATTENTION, paged_attention)
         with _float32_default():
             self.hf_model = load_whole_model(
-                self.settings,
-                attention=_ATTENTION,
-                dtype=vllm_config.model_config.dtype,
-                device=torch.device("cpu"),
+                settings, attention=_ATTENTION, dtype=dtype, device=torch.device("cpu")
             )
             enable_packing(self.hf_model)
             form = head_form(self.hf_model)
@@ -102,13 +104,12 @@ class ExactModel(nn.Module):
         _, self._base = base_of(self.hf_model)
         self._head = self.hf_model.get_output_embeddings()
         compute_exactly(self._base, self._head)
-        self._held = Held(live_tensors(self.hf_model), file_tensors(self.hf_model))
-        layer_class = _layer_class()
-        layers = vllm_config.compilation_config.static_forward_context
+        self.layers: dict[str, PagedLayer] = {}
+        """By name."""
         for index, (module, (key, value)) in enumerate(self._keys_and_values().items()):
             # vLLM reads the number of a layer in its name.
             module.paged_layer = layer_class(f"layers.{index}.attention", key, value)
-            layers[module.paged_layer.name] = module.paged_layer
+            self.layers[module.paged_layer.name] = module.paged_layer
 
     def _keys_and_values(self) -> dict[Any, tuple[Tensor, Tensor]]:
         """Return keys and values of one token by attention module, in the order of the layers."""
@@ -126,10 +127,40 @@ class ExactModel(nn.Module):
         try:
             zero = torch.zeros(1, dtype=torch.int64)
             with torch.no_grad():
-                self._states(zero, zero, None)
+                self.states(zero, zero, None)
         finally:
             AttentionInterface.register(_ATTENTION, paged_attention)
         return found
+
+    def states(self, ids: Tensor, positions: Tensor, work: PagedStep | None) -> Tensor:
+        """Return the hidden states [T, H] of tokens [T]; None for `work` caches nothing."""
+        # Padded once here, products need no padding of their own.
+        missing = padded(len(ids), ALIGNED) - len(ids)
+        states = self._base(
+            input_ids=F.pad(ids, (0, missing))[None],
+            position_ids=F.pad(positions, (0, missing))[None],
+            attention_mask=None,
+            use_cache=False,
+            work=work,
+        ).last_hidden_state[0]
+        return states[: len(ids)]
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Return logits [n, V] float32 of hidden states [n, H]."""
+        return self._form.logits(self._head(hidden_states))
+
+
+class ExactModel(PagedModel):
+    """A PagedModel in vLLM's form."""
+
+    settings: ModelSettings
+    """The config's model section."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = ""):
+        dtype = vllm_config.model_config.dtype
+        super().__init__(self.settings, dtype=dtype, layer_class=_layer_class())
+        self._held = Held(live_tensors(self.hf_model), file_tensors(self.hf_model))
+        vllm_config.compilation_config.static_forward_context.update(self.layers)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Return the embeddings of ids; vLLM asks every model for it."""
@@ -153,23 +184,7 @@ class ExactModel(nn.Module):
         metadata = get_forward_context().attn_metadata
         if metadata is None:  # a warm-up, whose output is not used
             return self.embed_input_ids(input_ids)
-        return self._states(input_ids.long(), positions, PagedStep(metadata))
-
-    def _states(self, ids: Tensor, positions: Tensor, work: PagedStep | None) -> Tensor:
-        # Padded once here, products need no padding of their own.
-        missing = padded(len(ids), ALIGNED) - len(ids)
-        states = self._base(
-            input_ids=F.pad(ids, (0, missing))[None],
-            position_ids=F.pad(positions, (0, missing))[None],
-            attention_mask=None,
-            use_cache=False,
-            work=work,
-        ).last_hidden_state[0]
-        return states[: len(ids)]
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Return logits [n, V] float32 of hidden states [n, H]."""
-        return self._form.logits(self._head(hidden_states))
+        return self.states(input_ids.long(), positions, PagedStep(metadata))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Write whole tensors by checkpoint name into the live model; return all names.

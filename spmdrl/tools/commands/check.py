@@ -95,7 +95,7 @@ def check(
 
 def _check_exact(model: str, *, trust_remote_code: bool, part: Literal["all", "text"]) -> int:
     from spmdrl.config import ModelSettings
-    from spmdrl.tools.proof.exact import exact_lines
+    from spmdrl.tools.proof.exact_search import exact_lines
 
     settings = ModelSettings(path=model, trust_remote_code=trust_remote_code, part=part)
     is_exact = True
