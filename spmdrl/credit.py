@@ -54,28 +54,28 @@ def advantages_of(
 
 
 def sequence_advantages(batch: Batch, method: Method | None = None, *, cfg: Config) -> Tensor:
-    """Compute the advantages of a method that gives one number per sequence.
+    """Compute the advantages of a method that gives one number per episode.
 
     Args:
         batch, method: as for `advantages_of`.
 
-    Returns: [S] float64, in the order of batch.scalars.
-    Raises: Refusal if the method returns anything but [S] finite numbers.
+    Returns: [S] float64, in the order of batch.scalars; the same for all sequences of an episode.
+    Raises: Refusal if the method returns anything but one finite number per episode.
     """
     method = method or registry.get("advantage", cfg.algorithm.advantage)
-    scalars = batch.scalars
+    episodes = batch.scalars.episodes()
     options: dict[str, Any] = dict(cfg.algorithm.advantage_options)
     if "part_weights" in registry.options_of(method) and cfg.rewards.weights:
         # cfg.reward_weights also has the weights of data sources' own functions.
         options["part_weights"] = cfg.reward_weights
-    advantages = registry.call(method, vars(scalars), options).double()
-    if advantages.shape != (len(scalars),) or not advantages.isfinite().all():
+    advantages = registry.call(method, vars(episodes.scalars), options).double()
+    if advantages.shape != (len(episodes),) or not advantages.isfinite().all():
         raise Refusal(
             f"algorithm.advantage: {method.__name__} gave shape {tuple(advantages.shape)} with "
             f"{int((~advantages.isfinite()).sum())} values that are not finite; "
-            f"expected ({len(scalars)},), all finite"
+            f"expected ({len(episodes)},), all finite"
         )
-    return advantages
+    return episodes.spread(advantages)
 
 
 def per_token(batch: Batch, advantages: Tensor) -> Advantages:
@@ -107,7 +107,15 @@ def _token_advantages(batch: Batch, method: Method, *, cfg: Config, world: World
 
     A method may need sums over the whole batch, and values per sequence [S, ...] that it computes
     from these sums; see `masked.attach`. All trainers take part in each sum.
+
+    Raises: Refusal for episodes of several traces: no method says how a reward is divided over a
+        tree.
     """
+    if batch.scalars.traces.any():
+        raise Refusal(
+            f"algorithm.advantage: {method.__name__} gives each token a number, and an episode of "
+            "the batch has several traces; take an advantage with one number per episode"
+        )
     options = cfg.algorithm.advantage_options
     inputs = _inputs(batch, cfg)
     totals: dict[str, Tensor] = {}
@@ -196,7 +204,7 @@ def _whiten(advantages: Sequence[Tensor], masks: Sequence[Tensor], *, world: Wor
 
 
 def _add_kl_rewards(batch: Batch, *, cfg: Config, world: World) -> Batch:
-    """Return the batch with each sequence's KL rewards added to its reward.
+    """Return the batch with the KL rewards of all tokens of an episode added to its reward.
 
     All trainers must call it together.
     """
@@ -204,5 +212,7 @@ def _add_kl_rewards(batch: Batch, *, cfg: Config, world: World) -> Batch:
     for one in _inputs(batch, cfg):
         kl = reduce.sequence_sum(one["kl_rewards"], one["cu_seqlens"])
         total[one["sequence_ids"].cpu()] += kl.cpu()
-    rewards = batch.scalars.rewards + world.sum_over_trainers(total)[:-1]
+    episodes = batch.scalars.episodes()
+    kl = episodes.sum(world.sum_over_trainers(total)[:-1])
+    rewards = batch.scalars.rewards + episodes.spread(kl)
     return replace(batch, scalars=replace(batch.scalars, rewards=rewards))

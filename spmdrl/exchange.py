@@ -28,7 +28,7 @@ from spmdrl.world.world import World
 class _GatheredBatch:
     """What all ranks know of the batch before the tokens are sent."""
 
-    scalars: Scalars  # [S], sorted by (group, sample)
+    scalars: Scalars  # [S], sorted by (group, sample, trace)
     sources: Tensor  # [S] int64, rank that holds the sequence
     positions: Tensor  # [S] int64, position of the sequence on that rank
     sums: Sums
@@ -83,11 +83,11 @@ def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
 
     Args:
         rollouts: this rank's finished sequences, possibly none. Exactly one rank must hold each
-            (group, sample).
+            (group, sample, trace).
         step: for the names of the waits.
     Returns: the Batch, with micro-batches on world.device, which remember those on the host that
         they are copies of, and scalars on the CPU.
-    Raises, on all ranks: RuntimeError if two ranks hold the same (group, sample) or if there is no
+    Raises, on all ranks: RuntimeError if two ranks hold the same sequence or if there is no
         sequence; RewardFailed if no sequence is valid; Refusal for a valid reward that is not
         finite, a sequence without tokens, or one longer than batch.tokens_per_microbatch.
     """
@@ -104,6 +104,7 @@ def exchange_rollouts(rollouts: Rollouts, world: World, *, step: int) -> Batch:
         whole_groups=world.cfg.objective.trains_on_pairs,
         added=table.added_cost,
         shared=table.shared,
+        traces=table.scalars.traces,
     )
     received, starts = _move(rollouts, table, plan=plan, world=world, step=step)
     return Batch(
@@ -134,9 +135,8 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _GatheredBatch:
     of_ranks, sums, samples, descriptions, shares = zip(*map(unpack, payloads))
     parts = [Scalars(**own) for own in of_ranks]
     scalars = Scalars.concat(parts)
-    # Sort by (group, sample), so that the batch does not depend on where sequences were sampled.
-    num_samples = int(scalars.sample_ids.max()) + 1 if len(scalars) else 1
-    order = _by_group(scalars, num_samples=num_samples)
+    # So the batch does not depend on where sequences were sampled.
+    order = _by_group(scalars)
     counts = torch.tensor([len(part) for part in parts])
     rows = torch.empty_like(order).index_copy(0, order, torch.arange(len(order)))
     sources = torch.arange(len(parts)).repeat_interleave(counts)[order]
@@ -156,17 +156,21 @@ def _gather(rollouts: Rollouts, world: World, *, step: int) -> _GatheredBatch:
     )
 
 
-def _by_group(scalars: Scalars, *, num_samples: int) -> Tensor:
-    return torch.argsort(scalars.group_ids * num_samples + scalars.sample_ids, stable=True)
+def _by_group(scalars: Scalars) -> Tensor:
+    """Return the order of the sequences by (group, sample, trace): [S] int64."""
+    keys = scalars.group_ids
+    for ids in (scalars.sample_ids, scalars.traces):
+        most = int(ids.max()) + 1 if len(ids) else 1
+        keys = keys * most + ids
+    return torch.argsort(keys, stable=True)
 
 
 def _shared_tokens(rollouts: Rollouts) -> list[int]:
     """Return for each sequence of this rank the tokens that it surely shares with the one before it
-    in the order of groups and samples."""
-    scalars = rollouts.scalars
-    if not len(scalars):
+    in the order of groups, samples and traces."""
+    if not len(rollouts.scalars):
         return []
-    order = _by_group(scalars, num_samples=int(scalars.sample_ids.max()) + 1).tolist()
+    order = _by_group(rollouts.scalars).tolist()
     ends = rollouts.cu_seqlens.tolist()
     routes = RouterRoutes.of(rollouts.extra_columns)
     found = surely_shared(
@@ -207,12 +211,14 @@ def _check(table: _GatheredBatch, *, step: int) -> None:
         raise RuntimeError(f"step {step}: no rank has a sequence")
 
     def name(row: int) -> str:
+        trace = f"trace {int(scalars.traces[row])} " if scalars.traces.any() else ""
         return (
-            f"group {int(scalars.group_ids[row])} sample {int(scalars.sample_ids[row])} "
+            f"group {int(scalars.group_ids[row])} sample {int(scalars.sample_ids[row])} {trace}"
             f"(from rank {int(table.sources[row])}, step {step})"
         )
 
-    same = (scalars.group_ids.diff() == 0) & (scalars.sample_ids.diff() == 0)
+    ids = torch.stack([scalars.group_ids, scalars.sample_ids, scalars.traces])
+    same = (ids.diff(dim=1) == 0).all(0)
     if same.any():
         row = int(same.nonzero()[0])
         raise RuntimeError(
@@ -221,8 +227,9 @@ def _check(table: _GatheredBatch, *, step: int) -> None:
         )
     if not scalars.is_valid.any():
         first = next((s["failure"] for s in table.samples if "failure" in s), "see the ranks' logs")
+        count = len(scalars.episodes())
         raise RewardFailed(
-            f"step {step}: the rewards of all {len(scalars)} samples failed, so that there is "
+            f"step {step}: the rewards of all {count} samples failed, so that there is "
             f"nothing to train on. First: {first}\nFix the reward function"
         )
     bad = scalars.is_valid & ~scalars.rewards.isfinite()

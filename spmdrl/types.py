@@ -180,6 +180,72 @@ class Scalars:
         }
         return cls(**joined, turns=join_turns([part.turns for part in filled]))
 
+    def episodes(self) -> Episodes:
+        """Return the episodes of these sequences, by group and sample.
+
+        All sequences of an episode must be here.
+        """
+        if not self.traces.any():
+            return Episodes(self, torch.arange(len(self)))
+        pairs = torch.stack([self.group_ids, self.sample_ids], dim=1)
+        ids, index = torch.unique(pairs, dim=0, return_inverse=True)
+        sums = self.lengths.new_zeros(len(ids))
+        unknown = torch.iinfo(torch.int64).max
+        versions = self.min_versions.where(self.min_versions >= 0, unknown)
+        oldest = (sums + unknown).scatter_reduce(0, index, versions, "amin")
+        first = (sums + len(self)).scatter_reduce(0, index, torch.arange(len(self)), "amin")
+        own = {name: values[first] for name, values in vars(self).items() if name != "turns"}
+        own |= {
+            "lengths": sums.index_add(0, index, self.lengths),
+            "response_lengths": sums.index_add(0, index, self.response_lengths),
+            "is_truncated": sums.index_add(0, index, self.is_truncated.long()) > 0,
+            "is_valid": sums.index_add(0, index, self.is_valid.long()) > 0,
+            "min_versions": oldest.where(oldest < unknown, -1),
+            "traces": sums,
+        }
+        return Episodes(Scalars(**own, turns=_turns_of(self.turns, index, len(ids))), index)
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The E episodes of S sequences."""
+
+    scalars: Scalars
+    """[E], a row for each episode. Its lengths and response_lengths are the sums over its
+    sequences, min_versions the oldest, turns those of all its sequences in order. It is truncated
+    if any of them is, so that the order of traces does not matter: its reward comes from all of
+    them. It is valid if any of them is."""
+    index: Tensor
+    """[S] int64, the episode of each sequence."""
+
+    def __len__(self) -> int:
+        return len(self.scalars)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum of [S] values over each episode: [E]."""
+        return values.new_zeros(len(self)).index_add(0, self.index, values)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return [E, ...] values for each sequence: [S, ...]."""
+        return values[self.index]
+
+
+def _turns_of(turns: Tensor, index: Tensor, count: int) -> Tensor:
+    """Return the turns [E, U, 2] of episodes.
+
+    Args:
+        turns: [S, U, 2], of their sequences. index: [S], the episode of each. count: E.
+    """
+    exists = turns[:, :, 1] != -2
+    owners = index[:, None].expand_as(exists)[exists]
+    order = torch.argsort(owners, stable=True)
+    counts = torch.bincount(owners, minlength=count)
+    ends = counts.cumsum(0)
+    place = torch.arange(len(owners)) - (ends - counts)[owners[order]]
+    joined = torch.tensor([0.0, -2.0], dtype=torch.float64).repeat(count, int(counts.max()), 1)
+    joined[owners[order], place] = turns[exists][order]
+    return joined
+
 
 def join_turns(parts: Sequence[Tensor]) -> Tensor:
     """Join turns [S, U, 2] of Scalars, in order; pad them to the largest U."""
@@ -346,7 +412,8 @@ class Batch:
     def without(self, sequences: Tensor) -> Batch:
         """Return the batch without some sequences in the loss and in baselines.
 
-        Metrics of rewards still count them, since these describe the policy, not the training.
+        Metrics of rewards still count them, since these describe the policy, not the training. An
+        episode counts in baselines as long as one of its sequences is left.
 
         Args:
             sequences: [S] bool, True for each sequence to leave out.

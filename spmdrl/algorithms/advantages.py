@@ -1,10 +1,11 @@
-"""Advantages: one number per sequence from the rewards of the whole batch.
+"""Advantages: one number per sample from the rewards of the whole batch.
 
-Inputs are [S] tensors of `types.Scalars`, equal on every rank. R is a reward; mu_g and sigma_g are
-mean and population standard deviation over a group's valid samples. Every function returns [S]
-float64 in the order of its inputs. An advantage is exactly 0 for a sample that is not valid, and
-for a group of one if the baseline comes from the other samples. Rewards that differ only by
-rounding (2^-40 relative) count as equal.
+A sample is a sequence, or an agent's episode with all its traces. Inputs are [S] tensors of
+`types.Scalars`, equal on every rank. R is a reward; mu_g and sigma_g are mean and population
+standard deviation over a group's valid samples. Every function returns [S] float64 in the order of
+its inputs. An advantage is exactly 0 for a sample that is not valid, and for a group of one if the
+baseline comes from the other samples. Rewards that differ only by rounding (2^-40 relative) count
+as equal.
 
 Invariant under: permuting sequences or groups; dp size.
 Raises: Refusal for a valid reward that is not finite (every function).

@@ -2,10 +2,10 @@
 
 rho = pi_old / mu, where mu is the engine's policy. All bounds are on rho, not on its distance from
 1. `level` selects the rho of a token: `token` is its own ratio; `sequence` is the product over the
-loss tokens of its sequence; `geometric` is their geometric mean exp(mean log rho). Log-ratios are
-clamped to +-20 after the sum. A token has rho = 1 if its rollout logprob is not finite (`mismatch`
-counts these). Some corrections scale tokens (tis), some drop tokens and give the others weight 1
-(sequence_mask, veto, opsm), and some do both.
+loss tokens of its sequence; `geometric` is their geometric mean exp(mean log rho). Each trace of an
+episode is a sequence. Log-ratios are clamped to +-20 after the sum. A token has rho = 1 if its
+rollout logprob is not finite (`mismatch` counts these). Some corrections scale tokens (tis), some
+drop tokens and give the others weight 1 (sequence_mask, veto, opsm), and some do both.
 
 Each correction returns [T] weights, detached, 0 where `loss_mask` is False, in the dtype of
 `old_logprobs`; and stats as losses do. The weights multiply the terms of a loss. They do not change

@@ -29,12 +29,13 @@ def loss_lengths(scalars: Scalars, *, mask_truncated: bool = False) -> Tensor:
 
     Args:
         scalars: of the whole batch.
-        mask_truncated: leave out responses that were cut at max_response_tokens.
+        mask_truncated: leave out episodes with a response that was cut at its length limit.
     Returns: [S] int64, tokens. Multiply by (update_ids == u) for those of one update.
     """
     in_loss = scalars.is_valid
     if mask_truncated:
-        in_loss = in_loss & ~scalars.is_truncated
+        episodes = scalars.episodes()
+        in_loss = in_loss & ~episodes.spread(episodes.scalars.is_truncated)
     return scalars.response_lengths * in_loss
 
 
@@ -43,36 +44,52 @@ def sequence_weights(
 ) -> Tensor:
     """Return the weight of each sequence, which multiplies the sum of its terms.
 
-    A sequence without loss tokens has weight 0 and is not counted. Tokens that a correction drops
-    are still counted, so that dropping them does not raise the weight of the others.
+    The unit is the episode: an episode of several traces weighs as much as one of a single trace,
+    and its tokens are those of all its traces. One without loss tokens has weight 0 and is not
+    counted. Tokens that a correction drops are still counted, so that dropping them does not raise
+    the weight of the others.
 
     Args:
         scalars: of the whole batch (all ranks).
         loss_lengths: [S] int64, tokens in the loss; 0 for sequences of other updates.
-        aggregation: the weight is 1/N for `token_mean`, 1/(S |y|) for `seq_mean_token_mean`, 1/S
-            for `seq_mean_token_sum`, 1/(S max_response_tokens) for `seq_mean_token_sum_norm`, and
-            1/(P tokens of the prompt's samples) for `prompt_mean`. N, S, P are the numbers of loss
-            tokens, and of sequences and prompts that have some.
+        aggregation: the weight is 1/N for `token_mean`, 1/(E |y|) for `seq_mean_token_mean`, 1/E
+            for `seq_mean_token_sum`, 1/(E max_response_tokens) for `seq_mean_token_sum_norm`, and
+            1/(P tokens of the prompt's samples) for `prompt_mean`. N, E, P are the numbers of loss
+            tokens, and of episodes and prompts that have some; |y| is an episode's.
         max_response_tokens: the constant of seq_mean_token_sum_norm, tokens.
     Returns: [S] float64, 1/tokens or 1. All are 0 if there are no loss tokens.
     Raises: Refusal for an unknown aggregation.
     Source: arXiv 2503.14476 eq. 8 (token_mean), 2402.03300 eq. 3 (seq_mean_token_mean),
         2602.05261 (seq_mean_token_sum), 2503.20783 (its norm), 2510.13786 (prompt_mean).
-    Invariant under: permuting sequences; dp size; micro-batching; packing order.
+    Invariant under: permuting sequences; dp size; micro-batching; packing order; which trace of an
+        episode a token is trained in.
     """
-    lengths = loss_lengths.double()
+    episodes = scalars.episodes()
+    weights = _episode_weights(
+        episodes.scalars.group_ids,
+        episodes.sum(loss_lengths.double()),
+        aggregation=aggregation,
+        max_response_tokens=max_response_tokens,
+    )
+    return episodes.spread(weights).where(loss_lengths > 0, 0.0)
+
+
+def _episode_weights(
+    group_ids: Tensor, lengths: Tensor, *, aggregation: str, max_response_tokens: int
+) -> Tensor:
+    """Return [E] float64; group_ids [E], and lengths [E] float64, loss tokens of each episode."""
     present = (lengths > 0).double()
-    num_sequences = present.sum().clamp(min=1)
+    num_episodes = present.sum().clamp(min=1)
     if aggregation == "token_mean":
         return present / lengths.sum().clamp(min=1)
     if aggregation == "seq_mean_token_mean":
-        return present / lengths.clamp(min=1) / num_sequences
+        return present / lengths.clamp(min=1) / num_episodes
     if aggregation == "seq_mean_token_sum":
-        return present / num_sequences
+        return present / num_episodes
     if aggregation == "seq_mean_token_sum_norm":
-        return present / (num_sequences * max_response_tokens)
+        return present / (num_episodes * max_response_tokens)
     if aggregation == "prompt_mean":
-        _, index = torch.unique(scalars.group_ids, return_inverse=True)
+        _, index = torch.unique(group_ids, return_inverse=True)
         tokens = lengths.new_zeros(int(index.max()) + 1 if len(index) else 0)
         tokens = tokens.index_add(0, index, lengths)
         num_prompts = (tokens > 0).sum().clamp(min=1)

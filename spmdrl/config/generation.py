@@ -191,6 +191,11 @@ class RolloutSettings:
     when, when weights were exchanged, which replica took which prompts. So a run gives the same
     numbers although timing decides in it; see docs/schedules.md."""
 
+    @property
+    def has_agent(self) -> bool:
+        """Return whether an agent makes the episodes, which may then have several traces."""
+        return bool(self.agent or self.agent_command)
+
 
 @dataclass(frozen=True)
 class ShapingSettings:

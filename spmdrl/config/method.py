@@ -131,7 +131,8 @@ class AlgorithmSettings:
     entropy_coef: Annotated[float, within(-1000, 1000)] = 0.0
     """Weight of the entropy bonus, per token in nats."""
     mask_truncated: bool = False
-    """Leave responses cut at max_response_tokens out of the loss (DAPO overlong filter)."""
+    """Leave responses cut at max_response_tokens out of the loss (DAPO overlong filter); of an
+    agent's episode all traces, if one was cut."""
     kl_control: KlControlSettings = field(default_factory=KlControlSettings)
     entropy_control: EntropyControlSettings = field(default_factory=EntropyControlSettings)
     kl_schedule: CoefficientScheduleSettings = field(default_factory=CoefficientScheduleSettings)

@@ -53,7 +53,8 @@ class Measured:
     """The same over all rows."""
 
     def observe(self, scalars: Scalars) -> None:
-        """Add the measurements of a batch, group after group."""
+        """Add the measurements of a batch's episodes, group after group."""
+        scalars = scalars.episodes().scalars
         is_right = scalars.rewards >= RIGHT_AT - ROUNDING
         columns = (
             scalars.group_ids,

@@ -14,11 +14,14 @@ def batch_sums(batch: Batch) -> Sums:
     the root of the mean within-group variance (population form) over groups of at least two valid
     samples. Batches of dataset rows have no reward/ sums.
     """
-    scalars = batch.scalars
-    is_valid = scalars.is_valid if batch.was_valid is None else batch.was_valid
+    episodes = batch.scalars.episodes()
+    scalars = episodes.scalars
+    is_valid = scalars.is_valid
+    if batch.was_valid is not None:
+        is_valid = episodes.sum(batch.was_valid.long()) > 0
     groups = group_rewards(scalars.rewards, scalars.group_ids, is_valid=is_valid)
     own: Sums = {
-        "rollout/samples": (len(scalars), 1),
+        "rollout/samples": (len(episodes), 1),
         "perf/generated_tokens": (int(scalars.response_lengths.sum()), 1),
         "perf/batch_tokens": (int(scalars.lengths.sum()), 1),
         "data/groups": (len(groups.counts), 1),

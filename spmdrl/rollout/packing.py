@@ -14,7 +14,14 @@ from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config, ShapingSettings
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.rollout.episode import GREEDY, FinishedEpisode, Group, failure_text
-from spmdrl.rollout.sums import mask_sums, mean_reward, source_sums, step_sums, warn_if_all_failed
+from spmdrl.rollout.sums import (
+    mask_sums,
+    mean_reward,
+    source_sums,
+    step_sums,
+    trace_sums,
+    warn_if_all_failed,
+)
 from spmdrl.types import PartialSums, Rollouts, Scalars, Sums, Tokens, join_sums, token_fields_from
 from spmdrl.workers.pool import RewardResult
 
@@ -48,6 +55,8 @@ def pack_step(
     sums = step_sums(samples, is_first=is_first)
     if cfg.sampling.truncates:
         sums |= mask_sums(drawn)
+    if cfg.rollout.has_agent:
+        sums |= trace_sums(drawn)
     if cfg.rewards.shaping.is_on and not has_models:
         sums["reward/mean_raw"] = mean_reward(drawn)
     if not cfg.rollout.schedule.is_plain:

@@ -76,6 +76,16 @@ def mask_sums(samples: Sequence[FinishedEpisode]) -> PartialSums:
     }
 
 
+def trace_sums(samples: Sequence[FinishedEpisode]) -> PartialSums:
+    """Return how many traces samples of an agent have, and how long these are."""
+    traces = [trace for sample in samples for trace in sample.traces]
+    return {
+        "rollout/traces": (len(traces), len(samples)),
+        "rollout/branched_frac": (sum(len(s.traces) > 1 for s in samples), len(samples)),
+        "rollout/trace_length": (sum(len(trace.tokens) for trace in traces), len(traces)),
+    }
+
+
 def source_sums(groups: Sequence[Group], names: Sequence[str], *, is_first: bool) -> PartialSums:
     """Return the source/ sums of one replica's share of a step; empty if there is one source.
 

@@ -235,7 +235,7 @@ class Trainer:
                 sums |= self.policy.update(ordered(epochs=epochs), loss_of, step=step)
                 self._numerics.check_step(sums, step=step)
                 sums |= self._work(updates, batch)
-                sums |= self.coefficients.move(sums, num_samples=len(batch.scalars))
+                sums |= self.coefficients.move(sums, num_samples=len(batch.scalars.episodes()))
             for companion in companions:
                 companion.follow(self.policy.model, step=step)
         self.world.announce_updated(step)  # engines that sample ahead pause for the new weights

@@ -300,6 +300,8 @@ FAULTS = {
     "nan, not valid": "accepted",
     "none valid": "RewardFailed: step 7: the rewards of all 12 samples failed",
     "twice": "RuntimeError: group 1 sample 2 (from rank 0, step 7) also comes from rank 1",
+    "traces": "accepted",
+    "a trace twice": "RuntimeError: group 2 sample 0 trace 1 (from rank 1, step 7) also comes from",
     "nothing": "RuntimeError: step 7: no rank has a sequence",
     "empty": "Refusal: group 0 sample 0 (from rank 1, step 7) has 0 tokens",
     "long": "Refusal: batch.tokens_per_microbatch: a sequence of group 1 has 53 tokens, above "
@@ -320,6 +322,10 @@ def faulty(world: World, fault: str) -> Rollouts:
         return rollouts(mine, rewards=lambda s: torch.where(s.is_valid, s.rewards, torch.nan))
     if fault == "none valid":
         return rollouts(mine, is_valid=lambda s: torch.zeros_like(s.is_valid))
+    if fault in ("traces", "a trace twice"):
+        numbers = [0, 1] if fault == "traces" else [1, 1]
+        keys = [(2, 0)] * 2 if mine else []
+        return rollouts(keys, traces=lambda s: torch.tensor(numbers[: len(s)], dtype=torch.int64))
     if fault == "empty":
         none = rollouts([(0, 0)] if mine else [])
         zeros = {

@@ -2,6 +2,13 @@
 
 Every loss token gets the term of its sequence. The aggregation then weighs the tokens:
 `seq_mean_token_mean` for gspo, gspo_token and gmpo, `seq_mean_token_sum` for luspo.
+
+Of an episode of several traces, each trace is a sequence with a ratio of its own, over the tokens
+that are trained in it. These were drawn one after the other in one context, and the mean over them
+evens out their noise. A ratio of the whole episode would clip tokens of one trace because of
+another that they never saw, and would need all traces in one micro-batch. So these losses depend on
+the trace in which a token that several traces hold is trained. Aggregations weigh tokens by the
+episode.
 """
 
 from __future__ import annotations

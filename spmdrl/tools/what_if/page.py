@@ -72,7 +72,8 @@ def _table(step: StepOutcomes) -> list[str]:
 
 
 def _sample(one: dict[str, Any], view: View, step: StepOutcomes) -> list[str]:
-    answer = next(a for a in view.sequences if a.row["sample"] == one["sample"])
+    traces = [each for each in view.sequences if each.row["sample"] == one["sample"]]
+    answer = traces[0]
     place = f"step{step.step}_group{one['group']}_sample{one['sample']}"
     heading = f"group {one['group']}, " + title(answer, view.header["part_names"])
     body = [
@@ -84,7 +85,8 @@ def _sample(one: dict[str, Any], view: View, step: StepOutcomes) -> list[str]:
     outcomes = {outcome.alternative.name: outcome for outcome in step.outcomes}
     for name in (one["up"], one["down"]):
         body.append(f"<h2>{escape(push_text(one, name))}</h2>")
-        body.append(tokens_part(answer, _paint(outcomes[name], one["row"])))
+        for trace, row_of_batch in zip(traces, one["rows"], strict=True):
+            body.append(tokens_part(trace, _paint(outcomes[name], row_of_batch)))
     return body
 
 

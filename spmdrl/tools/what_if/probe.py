@@ -46,8 +46,8 @@ class Probe:
     ess: float
     """Effective share of the loss tokens with an advantage, by the factors of the advantages."""
     pushes: Tensor
-    """[S] float64: the negative gradient of the loss by the sample's summed logprob; NaN for a
-    sample of another update."""
+    """[E] float64: the negative gradient of the loss by the summed logprob of an episode; NaN for
+    an episode of another update."""
     token_pushes: dict[int, list[float]]
     """{row of the batch's scalars: push of each token, 0 in the prompt}."""
 
@@ -210,7 +210,7 @@ def _token_fields(rows: Sequence[_Row], batch: Batch, *, scale: float) -> dict[s
     in_loss, has_advantage, is_flat, is_cut, weights = torch.cat(marks, dim=1)
     counts = (in_loss > 0) & (has_advantage > 0)
     return {
-        "pushes": pushes,
+        "pushes": batch.scalars.episodes().sum(pushes),
         "token_pushes": token_pushes,
         "clipped": share(counts & (is_flat > 0), in_loss > 0),
         "masked": share(is_cut > 0, in_loss > 0),

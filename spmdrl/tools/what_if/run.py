@@ -22,7 +22,7 @@ from spmdrl.tools.what_if.measures import cosine
 from spmdrl.tools.what_if.probe import Probe, probe
 from spmdrl.train.objectives.objective_loss import needed_columns
 from spmdrl.train.trainer import Trainer
-from spmdrl.types import Batch, Scalars
+from spmdrl.types import Batch, Episodes
 from spmdrl.world.launch import launch_alone
 from spmdrl.world.world import World
 
@@ -48,7 +48,7 @@ class StepOutcomes:
     step: int
     weights: str
     """Folder or checkpoint of its weights."""
-    scalars: Scalars
+    episodes: Episodes
     outcomes: list[Outcome]
     """That of the run's settings first."""
     recorded: dict[str, float]
@@ -231,7 +231,7 @@ def _step_outcomes(
         outcomes.append(Outcome(**fields, alternative=other, cosine=angle_cosine))
     checkpoint = run.weights[step]
     weights = run.cfg.model.path if checkpoint is None else str(checkpoint)
-    return StepOutcomes(step, weights, batch.scalars, outcomes, recorded, notes)
+    return StepOutcomes(step, weights, batch.scalars.episodes(), outcomes, recorded, notes)
 
 
 def _compare_with_run(

@@ -40,7 +40,7 @@ def table(result: StepOutcomes, *, limit: int) -> str:
 
 def about(result: StepOutcomes) -> str:
     """Return the source of a step's numbers, and compare its own gradient norm with the run's."""
-    lines = [f"step {result.step}: {len(result.scalars)} samples, weights of {result.weights}"]
+    lines = [f"step {result.step}: {len(result.episodes)} samples, weights of {result.weights}"]
     if _NORM in result.recorded:
         here = result.outcomes[0].metrics[_NORM]
         there = result.recorded[_NORM]
@@ -66,18 +66,20 @@ def row(one: Outcome) -> list[str]:
 def samples_of(result: StepOutcomes) -> list[Sample]:
     """Return every sample of a step as plain data, largest disagreement first.
 
-    Returns: for each sample: `row` in the batch, `group`, `sample`, `reward`; `amount`, the
-        disagreement (see measures; 0 if a push is not known); `up` and `down`, the alternatives
-        with the largest and the smallest share; `pushes` and `shares` by name of the alternative.
+    Returns: for each sample: `rows` of its sequences in the batch, `group`, `sample`, `reward`;
+        `amount`, the disagreement (see measures; 0 if a push is not known); `up` and `down`, the
+        alternatives with the largest and the smallest share; `pushes` and `shares` by name of the
+        alternative.
     """
-    scalars = result.scalars
+    episodes = result.episodes
+    scalars = episodes.scalars
     pushes = torch.stack([one.pushes for one in result.outcomes])
     shares = push_shares(torch.where(pushes.isfinite().all(0), pushes, 0.0))
     amounts, up, down = disagreement(shares)
     names = [one.alternative.name for one in result.outcomes]
     return [
         {
-            "row": at,
+            "rows": (episodes.index == at).nonzero().flatten().tolist(),
             "group": int(scalars.group_ids[at]),
             "sample": int(scalars.sample_ids[at]),
             "reward": float(scalars.rewards[at]),
