@@ -33,10 +33,13 @@ class SequencePlace:
     """Number of sequences that differ."""
     values: tuple[Any, ...] = ()
     """The two values, for rewards."""
+    trace: int = 0
+    """Number of the sequence in its episode."""
 
     def __str__(self) -> str:
         others = f" and {self.count - 1} more" if self.count > 1 else ""
-        return f"group {self.group}, sample {self.sample}{others}"
+        trace = f", trace {self.trace}" if self.trace else ""
+        return f"group {self.group}, sample {self.sample}{trace}{others}"
 
 
 @dataclass(frozen=True)
@@ -136,18 +139,21 @@ def _place(a: Line, b: Line, *, section: str, name: str) -> SequencePlace | None
     values: tuple[float, ...] = ()
     if column == "rewards":
         values = tuple(float(own.view(numpy.float64)[first]) for own in numbers)
-    group, sample = ids[first].tolist()
-    return SequencePlace(column, group, sample, len(rows), values)
+    group, sample, trace = ids[first].tolist()
+    return SequencePlace(column, group, sample, len(rows), values, trace)
 
 
 def _ids(sequences: dict[str, Any]) -> numpy.ndarray:
-    """Return [S, 2], the group and sample of each sequence."""
+    """Return [S, 3], the group, sample and trace of each sequence."""
+    count = len(_decode(sequences["rewards"], numpy.float64))
     if "group_size" in sequences:
-        count = len(_decode(sequences["rewards"], numpy.float64))
         pair = numpy.divmod(numpy.arange(count), sequences["group_size"])
     else:
         pair = tuple(_decode(sequences[name], numpy.int32) for name in ("groups", "samples"))
-    return numpy.stack(pair, axis=1)
+    traces: numpy.ndarray = numpy.zeros(count, numpy.int32)
+    if "traces" in sequences:
+        traces = _decode(sequences["traces"], numpy.int32)
+    return numpy.stack([*pair, traces], axis=1)
 
 
 def _decode(text: str, kind: type) -> numpy.ndarray:

@@ -278,9 +278,10 @@ def _sort_key(name: str) -> int:
 
 
 def _sequence_ids(batch: Batch) -> dict[str, Any]:
-    """Return each sequence's reward, group and sample, as in a line.
+    """Return each sequence's reward, group, sample and trace, as in a line.
 
-    If all groups are whole, the group size stands for groups and samples.
+    If all groups are whole, the group size stands for groups and samples. Without numbers of
+    traces, each sequence is an episode.
     """
     scalars = batch.scalars
     at = torch.arange(len(batch.scalars))
@@ -291,6 +292,8 @@ def _sequence_ids(batch: Batch) -> dict[str, Any]:
     ids: dict[str, Any] = {"group_size": size}
     if not is_whole:
         ids = {"groups": to_base64(groups.int()), "samples": to_base64(samples.int())}
+    if scalars.traces.any():
+        ids["traces"] = to_base64(scalars.traces.int())
     return {"rewards": to_base64(scalars.rewards.double()), **ids}
 
 

@@ -26,6 +26,7 @@ _SEQUENCE_BYTES = {
     "rewards": 8,
     "groups": 4,
     "samples": 4,
+    "traces": 4,
 }
 """{column of `sequences`: bytes of each sequence}."""
 _DTYPES = ("bfloat16", "float16", "float32")

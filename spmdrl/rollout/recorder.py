@@ -36,7 +36,7 @@ from spmdrl.run_folder import make_folder, open_file, remove, rename, write_file
 from spmdrl.same_run.differences import config_of
 from spmdrl.types import TOKEN_COLUMNS, Rollouts, Scalars, Tokens
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = "rollouts"
 """Name of the folder of these files in a run's output_dir."""
 FIXED_FIELDS = (
@@ -50,6 +50,8 @@ FIXED_FIELDS = (
     "sampling.presence_penalty",
     "sampling.frequency_penalty",
     "sampling.logit_bias",
+    "rollout.agent",
+    "rollout.agent_command",
     "rewards.functions",
     "rewards.weights",
     "rewards.scope",
@@ -66,6 +68,7 @@ SCHEMA = pa.schema(
         ("step", pa.int64()),
         ("group", pa.int64()),
         ("sample", pa.int64()),
+        ("trace", pa.int64()),
         ("row", pa.int64()),
         ("prompt", pa.string()),
         ("response", pa.string()),
@@ -91,6 +94,7 @@ SCHEMA = pa.schema(
 NUMBERS = {
     "group": "group_ids",
     "sample": "sample_ids",
+    "trace": "traces",
     "row": "rows",
     "reward": "rewards",
     "greedy_reward": "greedy_rewards",
@@ -101,6 +105,8 @@ NUMBERS = {
     "min_version": "min_versions",
 }
 """{column: field of Scalars} of columns with one number per sequence."""
+ORDER = [("group", "ascending"), ("sample", "ascending"), ("trace", "ascending")]
+"""Order of the rows, for `pyarrow.Table.sort_by`."""
 SEQUENCE_COLUMNS = tuple(name for name in SCHEMA.names if name not in TOKEN_COLUMNS)
 """All columns but those with a value per token."""
 
@@ -241,7 +247,7 @@ def _write(path: Path, table: pa.Table, header: dict[str, Any]) -> None:
 
 
 def _table(step: int, groups: Sequence[Group], share: Rollouts) -> tuple[pa.Table, dict[str, Any]]:
-    """Return a table of the share's sequences and the greedy ones, sorted by group and sample.
+    """Return a table of the share's sequences and the greedy ones, in ORDER.
 
     Returns: the table, and {key: form} of the tokens' extra columns.
     """
@@ -250,14 +256,15 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> tuple[pa.Tabl
     greedy = [e for e in episodes if e.sample == GREEDY]
     scalars = share.scalars
     slots = scalars.group_ids.tolist()
-    assert [(e.slot, e.sample) for e in drawn] == [*zip(slots, scalars.sample_ids.tolist())]
+    owners = [(e.slot, e.sample) for e in drawn for _ in e.traces]
+    assert owners == [*zip(slots, scalars.sample_ids.tolist())]
     # The share has the rewards of greedy sequences, but not their tokens.
     reward_of_slot = dict(zip(slots, scalars.greedy_rewards.tolist()))
     rewards = [reward_of_slot.get(e.slot, numpy.nan) for e in greedy]
     greedy_tokens, greedy_scalars = flat_episodes(
         greedy, rewards=rewards, greedy_rewards=rewards, part_names=()
     )
-    no_parts = scalars.reward_parts.new_zeros(len(greedy), scalars.reward_parts.shape[1])
+    no_parts = scalars.reward_parts.new_zeros(len(greedy_scalars), scalars.reward_parts.shape[1])
     greedy_scalars = replace(greedy_scalars, reward_parts=no_parts)
     table = pa.concat_tables(
         [
@@ -274,13 +281,13 @@ def _table(step: int, groups: Sequence[Group], share: Rollouts) -> tuple[pa.Tabl
             forms[key] = column.arrow_form()
             for field, array in zip(column.arrow_fields(), arrays, strict=True):
                 table = table.append_column(field, array)
-    return table.sort_by([("group", "ascending"), ("sample", "ascending")]), forms
+    return table.sort_by(ORDER), forms
 
 
 def _rows(
     step: int, episodes: Sequence[FinishedEpisode], tokens: Tokens, *, scalars: Scalars
 ) -> pa.Table:
-    """Return a table of episodes, each a row."""
+    """Return a table of episodes, each trace a row."""
     columns = _texts(step, episodes) | {"reward_parts": scalars.reward_parts.tolist()}
     columns |= {name: getattr(scalars, field).numpy() for name, field in NUMBERS.items()}
     starts = cumulative(scalars.lengths)
@@ -296,16 +303,18 @@ def _list_array(values: Tensor, starts: Tensor, *, kind: pa.DataType) -> pa.Arra
 
 
 def _texts(step: int, samples: Sequence[FinishedEpisode]) -> dict[str, Any]:
-    """Return the columns of samples that `Rollouts` lacks."""
+    """Return the columns of traces that `Rollouts` lacks."""
+    traces = [trace for s in samples for trace in s.traces]
+    owners = [s for s in samples for _ in s.traces]
     return {
-        "step": [step] * len(samples),
-        "prompt": [s.prompt.text for s in samples],
-        "response": [s.text for s in samples],
-        "raw_reward": [s.reward.value for s in samples],
+        "step": [step] * len(traces),
+        "prompt": [s.prompt.text for s in owners],
+        "response": [s.text for s in owners],
+        "raw_reward": [s.reward.value for s in owners],
         "failure": [
-            f"{s.reward.failure}: {s.reward.message}" if s.reward.failure else None for s in samples
+            f"{s.reward.failure}: {s.reward.message}" if s.reward.failure else None for s in owners
         ],
-        "turns": [s.trajectory.num_turns for s in samples],
-        "turn_rewards": [s.trajectory.earned for s in samples],
-        "turn_states": [s.trajectory.states for s in samples],
+        "turns": [trace.num_turns for trace in traces],
+        "turn_rewards": [trace.earned for trace in traces],
+        "turn_states": [trace.states for trace in traces],
     }

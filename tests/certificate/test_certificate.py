@@ -6,6 +6,7 @@ import base64
 import copy
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,20 @@ from spmdrl.certificate.fingerprint_collector import (
     SECTIONS,
     FingerprintCollector,
     _places,
+    _sequence_ids,
     to_base64,
 )
 from spmdrl.certificate.fingerprints import _COUNT, _sketch, deviation
-from spmdrl.certificate.line_form import FORMAT
+from spmdrl.certificate.line_form import FORMAT, problem_of
 from spmdrl.certificate.lines import NAME, has_norms, journal_of, read
 from spmdrl.config import Config, flatten
 from spmdrl.credit import advantages_of
 from spmdrl.model.tensor_parts import Box, narrow
 from spmdrl.tools.commands import diff
+from spmdrl.types import Batch
 from tests.helpers.built import refused
 from tests.helpers.policy_runs import config, own_batch, scalars, small_model
+from tests.helpers.ragged import scalars_of
 from tests.helpers.worlds import another_trainer, with_trainer
 
 # --------------------------------------------------------------------------- digests
@@ -393,6 +397,21 @@ def test_what_a_run_was_made_of_is_checked_too(alone, tmp_path, capsys):
         assert diff.main([str(run), str(run)]) == 2
         said = capsys.readouterr().err
         assert f"line 1 holds {value!r} as made_of.{section}.{name}" in said
+
+
+def test_a_difference_names_the_trace_of_an_episode():
+    count = torch.zeros(4, dtype=torch.int64)
+    own = scalars_of([0.5] * 4, sample_ids=count, traces=torch.arange(4))
+    lines = []
+    for rewards in ([0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.25, 0.25]):
+        batch = Batch(replace(own, rewards=torch.tensor(rewards).double()), (), count)
+        sequences = _sequence_ids(batch)
+        line = {"format": FORMAT, "step": 0} | {section: {} for section in SECTIONS}
+        line["plan"] = {"tokens_per_microbatch": 0}
+        lines.append(line | {"rollouts": {"rewards": f"{rewards}"}, "sequences": sequences})
+    assert problem_of(lines[0]) == ""
+    (found,) = step_differences(*lines)
+    assert str(found) == "rollouts' rewards of group 0, sample 0, trace 2 and 1 more: 0.5 and 0.25"
 
 
 def test_numbers_of_any_size_have_a_deviation():

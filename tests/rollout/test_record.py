@@ -144,6 +144,31 @@ def test_a_share_comes_back_bit_by_bit(has_greedy, tmp_path):
         assert rows[0]["response_mask"] == [False] * 3 + [True]
 
 
+def test_each_trace_of_an_episode_is_a_row_and_the_viewer_counts_episodes(tmp_path, capsys):
+    groups = [group_of(slot) for slot in range(4)]
+    for group in groups:
+        (whole,) = group.samples[1].traces
+        summary = trajectory((8, 9), [3, 4], logprobs=[-0.25, -4.0], states=[-1], earned=[0.0])
+        group.samples[1] = dataclasses.replace(group.samples[1], traces=(whole, summary))
+    cfg = config_of(tmp_path, algorithm=dict(advantage="rloo"))
+    (tmp_path / "config.yaml").write_text(config.dump(cfg))
+    share = record_groups(cfg, 0, groups)
+    files = find_recorded(tmp_path).files_of(0)
+    assert_same_rollouts(share, read_rollouts(files, part=0, num_parts=1))
+    assert len(share) == 12 and len(share.scalars.episodes()) == 8
+    rows = read_table(files[0], group=0).to_pylist()
+    assert [(row["sample"], row["trace"]) for row in rows] == [(0, 0), (1, 0), (1, 1)]
+    assert rows[1]["response"] == rows[2]["response"] and rows[1]["reward"] == rows[2]["reward"]
+    assert [row["turns"] for row in rows] == [1, 2, 1]
+    assert viewer.main([str(tmp_path), "--step", "0"]) == 0
+    # Group 0 has two samples of 1 and 3 + 2 tokens.
+    assert capsys.readouterr().out.splitlines()[1].split()[2:6] == ["2", "-0.900", "1.100", "3.0"]
+    assert viewer.main([str(tmp_path), "--step", "0", "--group", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "sample 1, reward 0.2, " in out and "sample 1 trace 1, reward 0.2, " in out
+    assert out.count("advantage 2.2, ") == 2
+
+
 def test_any_number_of_ranks_reads_each_group_once(tmp_path):
     cfg = config_of(tmp_path)
     shares = [

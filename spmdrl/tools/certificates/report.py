@@ -233,8 +233,8 @@ def first_token(runs: Sequence[Path], at: SequencePlace | None, *, step: int) ->
 def _recorded(run: Path, at: SequencePlace, *, step: int) -> list[Any]:
     """Return a column of a recorded sequence; [] if it was not recorded."""
     for path in find_recorded(run).files_of(step):
-        table = read_table(path, columns=["group", "sample", at.column], group=at.group)
+        table = read_table(path, columns=["group", "sample", "trace", at.column], group=at.group)
         for row in table.to_pylist():
-            if row["sample"] == at.sample:
+            if (row["sample"], row["trace"]) == (at.sample, at.trace):
                 return list(row[at.column])
     return []

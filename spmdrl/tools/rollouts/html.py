@@ -73,7 +73,8 @@ def document(heading: str, body: Sequence[str]) -> str:
 
 def _summary(view: View) -> str:
     """Return one line: the group's number, its samples' rewards, the beginning of its prompt."""
-    rewards = [f"{one.row['reward']:g}" for one in view.sequences if one.row["is_valid"]]
+    firsts = [one.row for one in view.sequences if one.row["trace"] == 0]
+    rewards = [f"{row['reward']:g}" for row in firsts if row["is_valid"]]
     prompt = " ".join(view.sequences[0].row["prompt"].split())
     return f"group {view.group}: rewards {' '.join(rewards) or 'none'}: {prompt:.100}"
 

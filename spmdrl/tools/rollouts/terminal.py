@@ -91,7 +91,8 @@ def group_text(view: View, *, tokens: bool) -> str:
 def title(sequence: RecordedResponse, names: Sequence[str]) -> str:
     """Return the line of numbers above a response."""
     row = sequence.row
-    words = ["greedy" if row["sample"] < 0 else f"sample {row['sample']}"]
+    name = "greedy" if row["sample"] < 0 else f"sample {row['sample']}"
+    words = [f"{name} trace {row['trace']}" if row["trace"] else name]
     words.append(
         f"reward {row['reward']:.4g}" if row["is_valid"] else f"reward failed ({row['failure']})"
     )

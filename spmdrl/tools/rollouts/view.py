@@ -27,7 +27,7 @@ _GROUP = itemgetter("group")
 
 @dataclass(frozen=True)
 class RecordedResponse:
-    """One recorded response, greedy or sampled."""
+    """One recorded response, greedy or sampled; of an episode of several traces, one of them."""
 
     row: dict[str, Any]
     """All its columns, also those per token."""
@@ -87,16 +87,17 @@ def summaries(recorded: RecordedSteps, step: int) -> list[Summary]:
     result = []
     for number, group in groupby(_sequences(recorded, step).to_pylist(), key=_GROUP):
         rows = list(group)
-        rewards = [row["reward"] for row in rows if row["is_valid"]]
+        firsts = [row for row in rows if row["trace"] == 0]
+        rewards = [row["reward"] for row in firsts if row["is_valid"]]
         result.append(
             Summary(
                 number,
                 rows[0]["row"],
-                len(rows),
+                len(firsts),
                 statistics.fmean(rewards) if rewards else math.nan,
                 statistics.pstdev(rewards) if rewards else 0.0,
-                statistics.fmean(row["response_length"] for row in rows),
-                sum(row["is_truncated"] for row in rows),
+                sum(row["response_length"] for row in rows) / len(firsts),
+                len({row["sample"] for row in rows if row["is_truncated"]}),
                 rows[0]["prompt"],
             )
         )
@@ -109,14 +110,14 @@ def _sequences(recorded: RecordedSteps, step: int) -> pyarrow.Table:
     import pyarrow.compute
 
     from spmdrl.rollout.episode import GREEDY
-    from spmdrl.rollout.recorder import SEQUENCE_COLUMNS
+    from spmdrl.rollout.recorder import ORDER, SEQUENCE_COLUMNS
     from spmdrl.rollout.recordings import read_table
 
     table = pyarrow.concat_tables(
         [read_table(path, columns=SEQUENCE_COLUMNS) for path in recorded.files_of(step)]
     )
     table = table.filter(pyarrow.compute.field("sample") != GREEDY)
-    return table.sort_by([("group", "ascending"), ("sample", "ascending")])
+    return table.sort_by(ORDER)
 
 
 def advantages(
@@ -213,7 +214,7 @@ def read_groups(
             trusts |= cfg.model.trust_remote_code
         decode, error = attempt(lambda: _decoder(cfg, tokenizer, trusts=trusts))
         notes += [f"tokens are printed as ids: {error}"] if error else []
-    rows.sort(key=itemgetter("group", "sample"))
+    rows.sort(key=itemgetter("group", "sample", "trace"))
     return [
         View(step, number, header, _answers(list(group_rows), known or {}, decode), notes)
         for number, group_rows in groupby(rows, key=_GROUP)
