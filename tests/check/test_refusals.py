@@ -7,6 +7,7 @@ from functools import reduce
 
 import pytest
 
+from spmdrl.check.rules import rule_problems
 from spmdrl.check.settings import validate
 from tests.helpers.built import changed, good
 
@@ -303,6 +304,30 @@ def problems(place: str, beside: str, value: object) -> list[str]:
 @pytest.mark.parametrize("place, beside, value", rows_of(ACCEPTED))
 def test_what_goes_together_is_accepted(place, beside, value):
     assert problems(place, beside, value) == []
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(algorithm=dict(advantage="gae")), "advantage: gae with rollout.agent a.py:solve; it"),
+        (dict(algorithm=dict(advantage="prime")), "take one with a number per episode"),
+        (
+            dict(algorithm=dict(objective="online_preference", loss="dpo")),
+            "objective: online_preference with rollout.agent a.py:solve; it compares two",
+        ),
+        (dict(rewards=dict(functions=("model:m",))), "a reward model scores one sequence"),
+        (dict(rewards=dict(shaping=dict(overlong_tokens=4))), "the length limit is of one trace"),
+        (dict(sampling=dict(presence_penalty=1.0)), "each request of an agent counts its own"),
+        (dict(sampling=dict(frequency_penalty=1.0)), "frequency_penalty: 1.0 with rollout.agent"),
+    ],
+)
+def test_what_was_not_proved_for_episodes_of_several_traces_is_refused(changes, says):
+    cfg = changed(good(), **changes)
+    assert not rule_problems(cfg)
+    (problem,) = rule_problems(changed(cfg, rollout=dict(agent="a.py:solve")))
+    assert says in problem
+    (problem,) = rule_problems(changed(cfg, rollout=dict(agent_command=("./solve", "-v"))))
+    assert "rollout.agent_command [./solve, -v]" in problem
 
 
 @pytest.mark.parametrize("place, beside, row", rows_of(REFUSED))

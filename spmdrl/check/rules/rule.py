@@ -53,7 +53,10 @@ def _with_value(cfg: Config, name: str) -> str:
 
 
 def _named(cfg: Config, name: str) -> str:
-    """Return the field that holds the environment for `rollout.environment`, else the name."""
+    """Return the field that holds the environment for `rollout.environment`, or the agent for
+    `rollout.agent`, else the name."""
+    if name == "rollout.agent" and not cfg.rollout.agent:
+        return "rollout.agent_command"
     environments = cfg.environment_fields() if name == "rollout.environment" else {}
     return next(iter(environments), name)
 
@@ -62,6 +65,8 @@ def setting(cfg: Config, name: str) -> Any:
     """Return the value of a field or of an option; None for an option that is not set."""
     if name == "rollout.environment":
         return next(iter(cfg.environment_fields().values()), {})
+    if name == "rollout.agent":
+        return cfg.rollout.agent or [*cfg.rollout.agent_command]
     value: Any = cfg
     for part in name.split("."):
         value = value.get(part) if isinstance(value, dict) else getattr(value, part)

@@ -88,6 +88,16 @@ def _penalty_per_turn(name: str) -> Rule:
     )
 
 
+def _penalty_per_request(name: str) -> Rule:
+    return Rule(
+        (f"sampling.{name}", "rollout.agent"),
+        lambda cfg: cfg.objective.samples and cfg.rollout.has_agent and getattr(cfg.sampling, name),
+        "each request of an agent counts its own tokens, and a trace has those of several",
+        "take repetition_penalty, which counts prompt and response alike, or leave it out",
+        "not built",
+    )
+
+
 def _penalty_of_resumed(name: str, schedule: str) -> Rule:
     return Rule(
         (f"sampling.{name}", f"rollout.schedule.{schedule}"),
@@ -354,6 +364,7 @@ _SAMPLING = [
         "the likeliest token is taken: leave it out, or raise the temperature",
     ),
     *(_penalty_per_turn(name) for name in ("presence_penalty", "frequency_penalty")),
+    *(_penalty_per_request(name) for name in ("presence_penalty", "frequency_penalty")),
     *(
         _penalty_of_resumed(name, schedule)
         for name in ("presence_penalty", "frequency_penalty")
