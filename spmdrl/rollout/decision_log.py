@@ -45,7 +45,6 @@ DIVERGED_FILE = "decide_again"
 """An empty file in this folder. A resumed run that could not repeat the decisions writes it; the
 next start then makes new decisions."""
 STRETCHES = ("fill", "evaluate")
-_FILLS_PER_VERSION = 2  # train.py samples the step itself, then the steps ahead
 _REPLAY = "rollout.replay_schedule"
 
 Line = list[Any]
@@ -341,7 +340,8 @@ def check_schedule(cfg: Config, *, tokens_per_microbatch: int | None = None) -> 
         if problem:
             raise Refusal(f"{_REPLAY}: {problem}")
         _check_facts(journal.path, lines, now)
-        _check_whole(journal.path, lines, steps=cfg.steps)
+        # train.py samples the step itself and then, with a lag, the steps ahead.
+        _check_whole(journal.path, lines, steps=cfg.steps, fills=2 if cfg.lag else 1)
         files.append(lines)
     for journal, lines, valid in zip(journals, files, without_lost_moves(files)):
         if len(valid) < len(lines):
@@ -370,11 +370,11 @@ def _check_facts(path: Path, lines: Sequence[Line], now: dict[str, Any]) -> None
         )
 
 
-def _check_whole(path: Path, lines: Sequence[Line], *, steps: int) -> None:
-    """Refuse decisions that do not cover all steps. Raises: Refusal."""
+def _check_whole(path: Path, lines: Sequence[Line], *, steps: int, fills: int) -> None:
+    """Refuse decisions that do not cover all steps, each of so many fills. Raises: Refusal."""
     stretches = past_decisions([lines], replica=0, version=0).stretches
     for version in range(steps):
-        for number in range(_FILLS_PER_VERSION):
+        for number in range(fills):
             own = stretches.get(("fill", version, number), [])
             if not own or own[-1][0] != "end":
                 raise Refusal(

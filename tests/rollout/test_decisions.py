@@ -113,7 +113,10 @@ def recorded(folder: Path, cfg: Config) -> Path:
     tokens = cfg.batch.tokens_per_microbatch
     lines = [["run", facts(cfg, tokens_per_microbatch=tokens)]]
     for version in range(cfg.steps):
-        for last in (version, min(version + cfg.lag, cfg.steps - 1)):
+        lasts = [version]
+        if cfg.lag:
+            lasts.append(min(version + cfg.lag, cfg.steps - 1))
+        for last in lasts:
             lines += [["fill", version, last], ["end", 0]]
     write(folder, lines)
     return folder / "schedule" / FILE
@@ -169,6 +172,12 @@ def test_decisions_of_another_run_are_refused_by_what_differs(tmp_path):
         file.write(b"9")
     with refused("model's files: '"):
         check_schedule(config_of(tmp_path))
+
+
+def test_decisions_of_a_run_without_a_lag_have_one_fill_for_each_step(tmp_path):
+    cfg = config_of(tmp_path, lag=0)
+    recorded(tmp_path, cfg)
+    assert len(check_schedule(cfg)[0]) == 7
 
 
 def test_times_of_checkpoints_decide_on_numbers_if_caches_are_kept(tmp_path):
