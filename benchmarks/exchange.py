@@ -120,7 +120,8 @@ def finished_group(options: Options, group: int, drawn: dict) -> object:
     import torch
 
     from spmdrl.engine.protocol import Completion
-    from spmdrl.rollout.episode import Draw, FinishedEpisode, Group, Trajectory
+    from spmdrl.rollout.episode import Draw, FinishedEpisode, Group
+    from spmdrl.rollout.trajectory import Trajectory
     from spmdrl.types import Prompt, flat
     from spmdrl.workers.pool import RewardResult
 

@@ -28,8 +28,8 @@ from spmdrl.engine import make_engine
 from spmdrl.engine.protocol import Completion, EngineProtocol, Request
 from spmdrl.exchange import exchange_rollouts
 from spmdrl.roles import make_trainer
-from spmdrl.rollout.episode import Trajectory
 from spmdrl.rollout.packing import cumulative
+from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.train.trainer import Trainer
 from spmdrl.types import Batch, Rollouts, Tokens
 from spmdrl.world.launch import launch_alone

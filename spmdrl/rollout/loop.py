@@ -27,7 +27,6 @@ from spmdrl.rollout.episode import (
     FinishedEpisode,
     Group,
     Stage,
-    Trajectory,
     failure_text,
     place,
     sample_seed,
@@ -35,6 +34,7 @@ from spmdrl.rollout.episode import (
 from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
+from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.types import Sums
 from spmdrl.workers.messages import OVERLONG, Failure
 from spmdrl.workers.pool import RewardPool, RewardResult, TurnResult

@@ -10,7 +10,8 @@ from spmdrl.environments.plain_state import PLAIN
 from spmdrl.errors import Refusal
 from spmdrl.rollout.balance import deal, deal_again
 from spmdrl.rollout.book import Book
-from spmdrl.rollout.episode import Draw, Episode, FinishedEpisode, Group, Trajectory
+from spmdrl.rollout.episode import Draw, Episode, FinishedEpisode, Group
+from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardResult
 

@@ -12,8 +12,9 @@ from spmdrl.engine.protocol import Completion
 from spmdrl.errors import Refusal
 from spmdrl.exchange import exchange_rollouts
 from spmdrl.model_inputs import TokenIds
-from spmdrl.rollout.episode import FinishedEpisode, Trajectory
+from spmdrl.rollout.episode import FinishedEpisode
 from spmdrl.rollout.packing import concat_rollouts, pack, rollouts_from_dict, rollouts_to_dict
+from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.types import Prompt
 from spmdrl.workers.messages import RewardResult
 from tests.common.test_exchange import config, lay

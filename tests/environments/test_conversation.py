@@ -15,7 +15,7 @@ from spmdrl.environments.conversation import Chat
 from spmdrl.environments.protocol import ToolCall
 from spmdrl.environments.tool_calls import hermes, make_parser
 from spmdrl.environments.tools import make_tools
-from spmdrl.rollout.episode import Trajectory
+from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.tools.small_models.character_tokenizer import character_tokenizer
 from tests.helpers.built import changed, examples, good, made, small_model
 from tests.helpers.chat_templates import GEMMA, QWEN, QWEN3, chat_tokenizer

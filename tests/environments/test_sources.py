@@ -20,9 +20,10 @@ from spmdrl.config import Config
 from spmdrl.data.tokenizer import read_tokenizer
 from spmdrl.environments.protocol import Response
 from spmdrl.environments.tool_calls import hermes
-from spmdrl.rollout.episode import Draw, Episode, Group, Trajectory
+from spmdrl.rollout.episode import Draw, Episode, Group
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.recordings import find_recorded, read_table
+from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.same_run.differences import config_of
 from spmdrl.tools.commands.evaluate import evaluation_config
 from spmdrl.tools.foreign_code import named_code

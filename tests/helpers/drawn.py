@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from spmdrl.engine.protocol import Completion
-from spmdrl.rollout.episode import FinishedEpisode, Trajectory
+from spmdrl.rollout.episode import FinishedEpisode
+from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.types import flat
 
 

@@ -15,7 +15,7 @@ from spmdrl.data.vision.images import ImageFiles
 from spmdrl.environments.conversation import Chat
 from spmdrl.environments.protocol import image_part, opening_messages
 from spmdrl.errors import Refusal
-from spmdrl.rollout.episode import Trajectory
+from spmdrl.rollout.trajectory import Trajectory
 from tests.helpers.built import made
 from tests.helpers.vlm import FAMILIES, noise, seeing_model
 

@@ -15,12 +15,13 @@ from spmdrl.algorithms.mismatch import NUM_GAP_BINS, correction_advice, gap_max,
 from spmdrl.algorithms.shaping import shape
 from spmdrl.config import Config, ShapingSettings
 from spmdrl.engine.protocol import Completion, Drafts, Request
-from spmdrl.rollout.episode import GREEDY, Draw, Episode, FinishedEpisode, Group, Trajectory
+from spmdrl.rollout.episode import GREEDY, Draw, Episode, FinishedEpisode, Group
 from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import concat_rollouts, empty_rollouts, pack, rollouts_from_dict
 from spmdrl.rollout.resumed_work import group_from_dict, group_to_dict
 from spmdrl.rollout.sums import source_sums, step_sums, warn_if_all_failed
+from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.types import Prompt, Scalars, join_sums, round_sums
 from spmdrl.workers.pool import RewardPool, RewardResult
 from tests.helpers.built import made, small_model

@@ -23,11 +23,12 @@ from spmdrl.checkpoint.restore import config_differences
 from spmdrl.columns import RouterRoutes
 from spmdrl.config import Config
 from spmdrl.rollout import recorder
-from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group, Trajectory
+from spmdrl.rollout.episode import GREEDY, Draw, FinishedEpisode, Group
 from spmdrl.rollout.packing import pack_step
 from spmdrl.rollout.recorder import Recorder, digest_line
 from spmdrl.rollout.recordings import find_recorded, ranges, read_header, read_rollouts, read_table
 from spmdrl.rollout.replay_source import ReplaySource, check_recorded
+from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.same_run.differences import config_of as config_of_run
 from spmdrl.tools.commands import view as viewer
 from spmdrl.types import Prompt, Rollouts, Scalars

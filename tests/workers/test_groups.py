@@ -11,13 +11,14 @@ import pytest
 from spmdrl.config import Config, DataSettings, EvaluateSettings, RewardsSettings
 from spmdrl.rewards.columns import function_problems, row_kinds
 from spmdrl.rewards.samples import RewardSample
-from spmdrl.rollout.episode import FinishedEpisode, Group, Trajectory
+from spmdrl.rollout.episode import FinishedEpisode, Group
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.packing import pack
 from spmdrl.rollout.resumed_work import group_from_dict, group_to_dict
 from spmdrl.rollout.sampled_source import group_hints
 from spmdrl.rollout.step_scores import score_step
 from spmdrl.rollout.sums import step_sums
+from spmdrl.rollout.trajectory import Trajectory
 from spmdrl.types import Prompt
 from spmdrl.workers.joining import Call, ResultJoiner
 from spmdrl.workers.messages import Done, ListResult, RewardResult
