@@ -8,8 +8,11 @@ generates, for training or for an evaluation. n counts the engine steps since th
     {"run": [facts]}                two runs need equal facts to get equal numbers
     {"fill": [version, last]}       a stretch begins: it samples steps up to `last`
     {"evaluate": [version, -1]}     a stretch begins: it is an evaluation
-    {"answers": [n, keys, failed]}  the replica took the workers' answers to these keys, in this
-                                    order; failed: {key: [kind, message]}
+    {"answers": [n, keys, failed, ended]}   the replica took the workers' answers to these keys, in
+                                    this order; failed: {key: [kind, message]}; ended: {key: [reward
+                                    or null, metrics]} of agents
+    {"agents": [n, keys]}           the agents of these episodes begin, or begin again
+    {"ask": [n, ...]}               the replica took a request of an agent, with the fields of Ask
     {"book": [n, number, move]}     the replica played the shared book's moves up to this number;
                                     move: the last one if this replica made it, else null
     {"pause": [n]}                  generation stops for new weights
@@ -37,7 +40,16 @@ from spmdrl.errors import Refusal
 from spmdrl.imports import versions
 from spmdrl.journal import Journal, Row
 from spmdrl.same_run.differences import config_of, differences, is_among
-from spmdrl.value_forms import Form, are_texts, are_wholes, is_list, is_object, is_text, is_whole
+from spmdrl.value_forms import (
+    Form,
+    are_texts,
+    are_wholes,
+    is_list,
+    is_number,
+    is_object,
+    is_text,
+    is_whole,
+)
 
 FOLDER = "schedule"
 """Name of the folder of these files in a run's output_dir."""
@@ -60,6 +72,8 @@ _MAY_DIFFER = (
     "stream.max_logprob_gap",
     "rollout.replay_schedule",
     "rollout.record.every",
+    "rollout.agent_timeout_s",
+    "rollout.agents_at_once",
     "rewards.workers",
     "rewards.timeout_s",
     "model.path",  # the model's files are compared instead
@@ -76,7 +90,8 @@ def is_timed(cfg: Config) -> bool:
     schedule = cfg.rollout.schedule
     is_early = schedule.in_flight or schedule.leaves_unfinished or bool(schedule.dynamic)
     is_sampled = cfg.objective.samples and not replay_folder(cfg)
-    return is_sampled and bool(is_early or schedule.balance == "steal" or cfg.environment_fields())
+    has_answers = bool(cfg.environment_fields()) or cfg.rollout.has_agent
+    return is_sampled and (is_early or schedule.balance == "steal" or has_answers)
 
 
 def repeat_problem(cfg: Config) -> str:
@@ -154,6 +169,18 @@ def _are_failures(values: Any) -> bool:
     return all(are_texts(failure) and len(failure) == 2 for failure in values.values())
 
 
+def _are_ended(values: Any) -> bool:
+    return is_object(values) and all(map(_is_end, values.values()))
+
+
+def _is_end(value: Any) -> bool:
+    if not is_list(value) or len(value) != 2:
+        return False
+    reward, metrics = value
+    is_right = reward is None or is_number(reward)
+    return is_right and is_object(metrics) and all(map(is_number, metrics.values()))
+
+
 def _is_move(value: Any) -> bool:
     if value is None:
         return True
@@ -174,7 +201,9 @@ _FORMS: dict[str, tuple[Form, ...]] = {
     "run": (_are_facts,),
     "fill": (is_whole, is_whole),
     "evaluate": (is_whole, is_whole),
-    "answers": (is_whole, _are_keys, _are_failures),
+    "answers": (is_whole, _are_keys, _are_failures, _are_ended),
+    "agents": (is_whole, are_texts),
+    "ask": (is_whole, is_text, is_whole, is_whole, are_wholes, is_whole, is_whole, are_texts),
     "book": (is_whole, is_whole, _is_move),
     "pause": (is_whole,),
     "end": (is_whole,),
@@ -322,7 +351,7 @@ def check_schedule(cfg: Config, *, tokens_per_microbatch: int | None = None) -> 
     if not names:
         raise Refusal(
             f"{_REPLAY}: {folder} holds no decisions (looked from {Path.cwd()}); name the "
-            "output_dir of a run whose engines worked ahead or that had an environment"
+            "output_dir of a run whose engines worked ahead or that had an environment or an agent"
         )
     replicas = axes_of(cfg).replicas
     journals = [journal_of(folder, replica=i, replicas=replicas) for i in range(replicas)]

@@ -1,9 +1,10 @@
 """The decisions of an engine replica that depend on timing: made and written, or repeated.
 
-Four things depend on timing: which answers of workers have arrived after an engine step, which
-moves of other replicas the shared book then has, when engines pause for new weights, and, as a
-consequence, which groups a step gets. `Decisions` makes or repeats them in the order in which they
-are needed. Everything else in a run follows from them. `decision_log` describes the journal.
+Five things depend on timing: which answers of workers and which requests of agents have arrived
+after an engine step, which moves of other replicas the shared book then has, when engines pause for
+new weights, and, as a consequence, which groups a step gets. `Decisions` makes or repeats them in
+the order in which they are needed. Everything else in a run follows from them. `decision_log`
+describes the journal.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from spmdrl.agents.messages import Ask
 from spmdrl.config import Config
 from spmdrl.journal import Journal
 from spmdrl.rollout.book import Move, OwnBook, SharedBook, Ticket
@@ -37,20 +39,32 @@ from spmdrl.rollout.decision_log import (
     until_version,
     without_lost_moves,
 )
-from spmdrl.rollout.episode import Episode, Group
+from spmdrl.rollout.episode import Episode, Group, Stage
 from spmdrl.run_folder import make_folder, remove, write_file
 from spmdrl.same_run.differences import differences
-from spmdrl.workers.messages import Failure, RewardResult, TurnResult
-from spmdrl.workers.pool import RewardPool
+from spmdrl.workers.messages import Failure, RewardResult, SolveResult, TurnResult
 from spmdrl.world.world import World
 
 log = logging.getLogger(__name__)
 
-Answer = RewardResult | TurnResult
+Answer = RewardResult | TurnResult | SolveResult
+Report = Answer | Ask
+_RESULTS: dict[Stage, type[Answer]] = {"score": RewardResult, "solve": SolveResult}
+"""{stage: kind of the workers' answer}; at other stages it is a TurnResult."""
 _PURPOSE = {"fill": "train-", "evaluate": "eval-"}
 """{kind of stretch: prefix of the keys of its episodes}. Answers to other keys wait."""
 _MESSAGE_CHARS = 300
 _CAUSES = "The machine, the data or a reward function differs from that run's"
+
+
+class Outside(Protocol):
+    """What reports to a loop: the workers, or workers and agents."""
+
+    def poll(self) -> Sequence[Report]:
+        """Return what has arrived, without waiting."""
+
+    def wait(self) -> None:
+        """Sleep until something may have arrived, or a deadline may have passed."""
 
 
 class Decisions:
@@ -74,7 +88,7 @@ class Decisions:
         self._counts: Counter[tuple[str, int]] = Counter()  # {stretch: how many have begun}
         self._clock = 0  # engine steps of the stretch
         self._moves_written = 0  # number of moves of the shared book that the journal has
-        self._answers = _Answers()
+        self._inbox = _Inbox()
 
     def start(self, cfg: Config, world: World, *, version: int) -> None:
         """Begin to write decisions, and to repeat those that the journal has for later steps.
@@ -195,56 +209,119 @@ class Decisions:
         It need not wait while it repeats decisions, since it knows the moves of the others.
         """
         if self._ahead:
-            self._check_due("nothing to do for the replica")
+            self._check_due("nothing to do for the replica", "book", "pause")
         return not self._ahead
 
+    @property
+    def is_repeating(self) -> bool:
+        """Return whether past decisions are repeated now."""
+        return bool(self._ahead)
+
     def answers(
-        self, pool: RewardPool, awaited: Mapping[Hashable, Episode], *, is_idle: bool
+        self, outside: Outside, awaited: Mapping[Hashable, Episode], *, is_idle: bool
     ) -> list[Answer]:
         """Return the answers of workers that have arrived.
 
         Args:
+            outside: the workers, and the agents.
             awaited: {key: episode} of the episodes that the workers have.
-            is_idle: whether the engine has nothing to do; then wait for at least one answer.
+            is_idle: whether the engine has nothing to do; then wait for an answer or a request.
         """
         line = self._due("answers")
         if line is not None:
-            answers = [self._repeat_answer(pool, key, awaited, failed=line[3]) for key in line[2]]
+            _, _, keys, failed, ended = line
+            answers = [
+                self._repeat_answer(outside, key, awaited, failed=failed, ended=ended)
+                for key in keys
+            ]
             self._repeat()
             return answers
         if self._ahead:
             if is_idle:
-                self._check_due("nothing to do for the engine")
-            self._answers.fetch(pool)
+                self._check_due("nothing to do for the engine", "book", "pause", "ask")
+            self._inbox.fetch(outside)
             return []
-        prefix = _PURPOSE.get(self._stretch[0], "")
-        answers = self._answers.take(prefix, pool, must_wait=is_idle)
+        answers = self._inbox.take(self._prefix, outside, must_wait=is_idle)
         failed = {a.key: [a.failure, a.message[:_MESSAGE_CHARS]] for a in answers if a.failure}
+        ended = {
+            a.key: [a.value, a.metrics]
+            for a in answers
+            if isinstance(a, SolveResult) and not a.failure
+        }
         # Do not write a failure that ends the run: the next attempt must not repeat it.
         if answers and (self._drops_failed or not failed):
-            self._write(["answers", self._clock, [answer.key for answer in answers], failed])
+            self._write(["answers", self._clock, [answer.key for answer in answers], failed, ended])
         return answers
 
     def _repeat_answer(
         self,
-        pool: RewardPool,
+        outside: Outside,
         key: Hashable,
         awaited: Mapping[Hashable, Episode],
         *,
         failed: Mapping[Hashable, tuple[Failure, str]],
+        ended: Mapping[Hashable, tuple[float | None, dict[str, float]]],
     ) -> Answer:
-        """Return the answer to a key: wait for it, or repeat a failure without waiting."""
+        """Return the answer to a key: wait for it, or repeat a failure or an agent's reward."""
         if key not in awaited:
             raise self._divergence(f"no job {key} at the workers")
+        stage = awaited[key].stage
         if key in failed:
-            self._answers.discard(key)
-            kind = RewardResult if awaited[key].stage == "score" else TurnResult
+            if stage != "solve":  # no agent runs
+                self._inbox.discard(key)
             failure, message = failed[key]
-            return kind(key, failure=failure, message=message)
-        answer = self._answers.wait_for(key, pool)
+            return _RESULTS.get(stage, TurnResult)(key, failure=failure, message=message)
+        if stage == "solve":
+            value, metrics = ended[key]
+            return SolveResult(key, value=value, metrics=metrics)
+        answer = self._inbox.wait_for(key, outside)
         if answer.failure:
             raise self._divergence(f"a failure of {key}: {answer.failure}: {answer.message}")
         return answer
+
+    # ---------------------------------------------------------------- agents
+
+    def agents_begin(self, waiting: Sequence[str]) -> list[str]:
+        """Return the keys of episodes whose agents begin now, for the first time or again.
+
+        Args:
+            waiting: keys of the episodes that wait for their agent to begin.
+        """
+        line = self._due("agents")
+        if line is not None:
+            self._repeat()
+            return line[2]
+        keys = [key for key in waiting if key.startswith(self._prefix)]
+        if self._ahead or not keys:
+            return []
+        if self._must_repeat:
+            raise self._divergence("agents to start")
+        self._write(["agents", self._clock, keys])
+        return keys
+
+    def asks(self, awaited: Mapping[Hashable, Episode]) -> list[Ask]:
+        """Return the requests of agents that have arrived, in order.
+
+        Args:
+            awaited: {key: episode} of the episodes that the workers have. Requests of others are
+                dropped.
+        """
+        asks = []
+        while (line := self._due("ask")) is not None:
+            _, _, episode, number, parent, tokens, samples, max_tokens, stop = line
+            if episode not in awaited:
+                raise self._divergence(f"no agent of {episode}")
+            asks.append(
+                Ask(episode, number, parent, tuple(tokens), samples, max_tokens, tuple(stop))
+            )
+            self._repeat()
+        if asks or self._ahead:
+            return asks
+        for ask in self._inbox.take_asks(self._prefix):
+            if ask.episode in awaited and awaited[ask.episode].stage == "solve":
+                asks.append(ask)
+                self._write(["ask", self._clock, *vars(ask).values()])
+        return asks
 
     # ---------------------------------------------------------------- results
 
@@ -288,11 +365,15 @@ class Decisions:
             raise self._divergence("another decision")
         return line if line[0] == kind and line[1] == self._clock else None
 
-    def _check_due(self, here: str) -> None:
-        """Raise RuntimeError unless a move of the book or a pause is due now."""
+    def _check_due(self, here: str, *kinds: str) -> None:
+        """Raise RuntimeError unless a line of one of these kinds is due now."""
         kind, clock, *_ = self._ahead[0]
-        if kind not in ("book", "pause") or clock != self._clock:
+        if kind not in kinds or clock != self._clock:
             raise self._divergence(here)
+
+    @property
+    def _prefix(self) -> str:
+        return _PURPOSE.get(self._stretch[0], "")
 
     def _repeat(self) -> None:
         """Remove the line that was repeated; after the last one, make and write new decisions."""
@@ -319,41 +400,53 @@ class Decisions:
         )
 
 
-class _Answers:
-    """Answers of workers that have arrived and that nobody has taken yet."""
+class _Inbox:
+    """Answers of workers and requests of agents that have arrived and that nobody has taken yet."""
 
     def __init__(self) -> None:
         self._answers: dict[Hashable, Answer] = {}
+        self._asks: list[Ask] = []
         self._discarded: set[Hashable] = set()  # drop the answers to these keys when they arrive
 
-    def fetch(self, pool: RewardPool) -> None:
-        """Store the answers that have arrived, without waiting."""
-        for answer in pool.poll():
-            if answer.key in self._discarded:
-                self._discarded.remove(answer.key)
+    def fetch(self, outside: Outside) -> None:
+        """Store what has arrived, without waiting."""
+        for report in outside.poll():
+            if isinstance(report, Ask):
+                self._asks.append(report)
+            elif report.key in self._discarded:
+                self._discarded.remove(report.key)
             else:
-                self._answers[answer.key] = answer
+                self._answers[report.key] = report
 
-    def take(self, prefix: str, pool: RewardPool, *, must_wait: bool) -> list[Answer]:
+    def take(self, prefix: str, outside: Outside, *, must_wait: bool) -> list[Answer]:
         """Remove and return the answers to keys that begin with a prefix.
 
         Args:
-            must_wait: whether to wait for a worker first, if there are none.
+            must_wait: whether to wait first, if there are neither answers nor requests.
         """
-        if must_wait and not self._keys(prefix):
-            pool.wait()
-        self.fetch(pool)
+        if must_wait and not self._keys(prefix) and not self._asks_of(prefix):
+            outside.wait()
+        self.fetch(outside)
         return [self._answers.pop(key) for key in self._keys(prefix)]
+
+    def take_asks(self, prefix: str) -> list[Ask]:
+        """Remove and return the requests of episodes whose keys begin with a prefix."""
+        taken = self._asks_of(prefix)
+        self._asks = [ask for ask in self._asks if not ask.episode.startswith(prefix)]
+        return taken
 
     def _keys(self, prefix: str) -> list[Hashable]:
         return [key for key in self._answers if str(key).startswith(prefix)]
 
-    def wait_for(self, key: Hashable, pool: RewardPool) -> Answer:
+    def _asks_of(self, prefix: str) -> list[Ask]:
+        return [ask for ask in self._asks if ask.episode.startswith(prefix)]
+
+    def wait_for(self, key: Hashable, outside: Outside) -> Answer:
         """Wait for the answer to a key; remove and return it."""
-        self.fetch(pool)
+        self.fetch(outside)
         while key not in self._answers:
-            pool.wait()
-            self.fetch(pool)
+            outside.wait()
+            self.fetch(outside)
         return self._answers.pop(key)
 
     def discard(self, key: Hashable) -> None:

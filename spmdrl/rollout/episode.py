@@ -10,7 +10,9 @@ from spmdrl.config import NO_PENALTIES, Config, Penalties
 from spmdrl.data.hashed import hashed
 from spmdrl.data.row_sampling import row_sampling
 from spmdrl.engine.protocol import UNTRUNCATED, Completion, Request, Truncation
+from spmdrl.model_inputs import TokenIds
 from spmdrl.rollout.trajectory import Trajectory
+from spmdrl.rollout.tree import Tree
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardResult
 
@@ -54,6 +56,35 @@ class Draw:
             self,
             max_tokens=own.get("max_tokens", self.max_tokens),
             truncation=replace(self.truncation, **limits),
+        )
+
+    def request(
+        self,
+        key: str,
+        prompt: TokenIds,
+        *,
+        max_tokens: int,
+        seed: int,
+        is_greedy: bool,
+        num_begun: int,
+        stop: tuple[str, ...] = (),
+    ) -> Request:
+        """Return a request with these settings; see Request.
+
+        Args:
+            stop: strings that end the response, besides those of the settings.
+        """
+        return Request(
+            key=key,
+            prompt=prompt,
+            max_tokens=max_tokens,
+            temperature=0.0 if is_greedy else self.temperature,
+            stop_token_ids=self.stop_token_ids,
+            seed=seed if self.is_seeded and not is_greedy else None,
+            truncation=UNTRUNCATED if is_greedy else self.truncation,
+            penalties=self.penalties,
+            stop=(*self.stop, *stop),
+            num_begun=num_begun,
         )
 
 
@@ -143,7 +174,7 @@ class Group:
         return [self.samples[i] for i in sorted(self.samples) if i != GREEDY]
 
 
-Stage = Literal["open", "draw", "answer", "score"]
+Stage = Literal["open", "draw", "answer", "solve", "score"]
 
 
 @dataclass
@@ -155,7 +186,8 @@ class Episode:
     trajectory: Trajectory
     stage: Stage = "draw"
     """What happens next: the environment opens the episode, the engine draws a turn, the
-    environment answers the turn, or the reward functions score the episode."""
+    environment answers the turn, an agent plays the whole episode, or the reward functions score
+    the episode."""
     environment: bytes = b""
     """The packed environment, see `environments.protocol`."""
     turn_start: int = 0
@@ -165,7 +197,10 @@ class Episode:
     state: int = -1
     """Number of the environment's state before the next turn; -1 for none."""
     info: dict[str, float] = field(default_factory=dict)
-    """Numbers that the environment reported by name, summed over turns."""
+    """Numbers that the environment or the agent reported by name, summed over turns."""
+    tree: Tree | None = None
+    """What an agent asked for; None without an agent. Once it has ended, the trajectory is what
+    its last answer read, and that answer."""
 
     def append_completion(self, completion: Completion) -> Episode:
         """Return a copy with this completion appended, in the same group."""
@@ -179,9 +214,20 @@ class Episode:
         return self.trajectory.response[self.turn_start :]
 
     @property
+    def traces(self) -> tuple[Trajectory, ...]:
+        """Return its traces, see FinishedEpisode."""
+        own = () if self.tree is None else self.tree.traces()
+        return own or (self.trajectory,)
+
+    @property
     def key(self) -> str:
         """Return its name, unique in the run."""
         return self.group.episode_key(self.sample)
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Return its position among the sequences of a replica."""
+        return (self.group.number, self.sample, 0)
 
     @property
     def request_key(self) -> str:
@@ -191,25 +237,15 @@ class Episode:
     def request(self) -> Request:
         """Return the request that draws its next tokens."""
         draw = self.group.draw
-        is_greedy = self.sample == GREEDY
-        return Request(
-            key=self.request_key,
-            prompt=self.trajectory.token_ids,
-            max_tokens=draw.max_tokens - self.trajectory.num_following,
-            temperature=0.0 if is_greedy else draw.temperature,
-            stop_token_ids=draw.stop_token_ids,
-            seed=self._seed() if draw.is_seeded and not is_greedy else None,
-            truncation=UNTRUNCATED if is_greedy else draw.truncation,
-            penalties=draw.penalties,
-            stop=draw.stop,
-            num_begun=self.trajectory.num_following - self.turn_start,
+        num_following = self.trajectory.num_following
+        return draw.request(
+            self.request_key,
+            self.trajectory.token_ids,
+            max_tokens=draw.max_tokens - num_following,
+            seed=seed_after(sample_seed(self.group, self.sample), num_following),
+            is_greedy=self.sample == GREEDY,
+            num_begun=num_following - self.turn_start,
         )
-
-    def _seed(self) -> int:
-        seed = sample_seed(self.group, self.sample)
-        count = self.trajectory.num_following
-        # A continuation must not draw the same random numbers as the beginning.
-        return hashed(f"{seed}/{count}") >> 1 if count else seed
 
 
 def sample_seed(group: Group, sample: int) -> int:
@@ -220,6 +256,14 @@ def sample_seed(group: Group, sample: int) -> int:
     """
     draw = group.draw
     return hashed(f"{draw.seed}/{draw.purpose}/{group.step}/{group.slot}/{sample}") >> 1
+
+
+def seed_after(seed: int, count: int) -> int:
+    """Return the 63-bit seed of a request that continues a sample after `count` tokens.
+
+    A continuation must not draw the same random numbers as the beginning.
+    """
+    return hashed(f"{seed}/{count}") >> 1 if count else seed
 
 
 def place(group: Group) -> str:

@@ -16,7 +16,7 @@ CAUSES = ("tail", "reward", "environment", "replicas", "exchange", "update", "pu
 
 - tail: too few sequences are left to fill the engine;
 - reward: the workers score the last samples;
-- environment: episodes wait for their environment;
+- environment: episodes wait for their environment or agent;
 - replicas: another replica samples the missing groups.
 
 The other causes, and more of `replicas`, are outside of time/generate; see _PHASES."""

@@ -2,6 +2,7 @@
 
     draw -> score -> finished                          without an environment
     open -> draw -> answer -> draw -> ... -> score     with one
+    solve -> score                                     with an agent, see agent_episodes.py
 
 The engine draws, and worker processes do the rest. Neither waits for the other: a tick takes one
 engine step, and then the results that the workers have.
@@ -21,7 +22,14 @@ from spmdrl.config import Config
 from spmdrl.engine.protocol import Completion, Drafts, EngineProtocol, Request
 from spmdrl.environments.conversation import Chat
 from spmdrl.errors import Refusal, RewardFailed
-from spmdrl.rollout.decisions import Decisions
+from spmdrl.rollout.agent_episodes import (
+    AgentEpisodes,
+    AskedSample,
+    asked_samples,
+    wanted,
+    with_drawn,
+)
+from spmdrl.rollout.decisions import Answer, Decisions
 from spmdrl.rollout.episode import (
     Episode,
     FinishedEpisode,
@@ -35,9 +43,10 @@ from spmdrl.rollout.failed_rewards import FailedRewardLog
 from spmdrl.rollout.idle import Idle
 from spmdrl.rollout.link import Link
 from spmdrl.rollout.trajectory import Trajectory
+from spmdrl.rollout.tree import Tree
 from spmdrl.types import Sums
-from spmdrl.workers.messages import OVERLONG, Failure
-from spmdrl.workers.pool import RewardPool, RewardResult, TurnResult
+from spmdrl.workers.messages import OVERLONG, Failure, RewardResult, SolveResult, TurnResult
+from spmdrl.workers.pool import RewardPool
 
 ENVIRONMENT = "environment"
 """Name of the environment's rewards among a sample's parts."""
@@ -53,6 +62,7 @@ class Loop:
         link: to the replica's other ranks.
         chats: {index of a data source: the Chat of its episodes}, for sources with an environment.
             An episode of another source ends with its first response.
+        agents: plays all episodes; None without an agent.
     """
 
     def __init__(
@@ -63,28 +73,34 @@ class Loop:
         pool: RewardPool,
         link: Link,
         chats: Mapping[int, Chat] = MappingProxyType({}),
+        agents: AgentEpisodes | None = None,
     ):
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.pool = pool
         self.link = link
         self.chats = chats
+        self.agents = agents
         self.decisions = Decisions()
         self.idle = Idle()
         self._drafts: list[Drafts] = []
         self.failed_rewards = FailedRewardLog()
         self._recomputed = (0, 0.0)  # tokens and seconds, see `take_recomputed`
-        self._to_draw: list[Episode] = []
-        self._drawing: dict[str, Episode] = {}  # in the engine, by request
+        self._to_draw: list[Episode | AskedSample] = []
+        self._drawing: dict[str, Episode | AskedSample] = {}  # in the engine, by request
         self._outside: dict[Hashable, Episode] = {}  # at the workers, by key
 
     def admit(self, group: Group) -> None:
         """Start all samples of a new group."""
         stage: Stage = "draw" if self._chat_of(group) is None else "open"
         for sample in group.positions:
-            # With an environment the prompt may change: its opening replaces this trajectory.
+            # An environment or an agent may begin with other tokens than these.
             trajectory = Trajectory.from_prompt(group.prompt.tokens)
-            self.start(Episode(group, sample, trajectory, stage=stage))
+            episode = Episode(group, sample, trajectory, stage=stage)
+            if self.agents is not None:
+                episode.stage = "solve"
+                episode.tree = Tree(sample_seed(group, sample))
+            self.start(episode)
 
     def _chat_of(self, group: Group) -> Chat | None:
         return self.chats.get(group.prompt.source)
@@ -92,9 +108,10 @@ class Loop:
     def start(self, episode: Episode) -> None:
         """Start an episode, or resume one of a checkpoint at its stage.
 
-        Raises: Refusal if the episode's source has gained or lost its environment since then.
+        Raises: Refusal if the episode's source has gained or lost its environment or its agent
+            since then.
         """
-        _check_environment(episode, has_one=self._chat_of(episode.group) is not None)
+        _check_player(episode, chat=self._chat_of(episode.group), agents=self.agents)
         if episode.stage == "draw":
             self._to_draw.append(episode)
         elif episode.stage == "open":
@@ -107,6 +124,9 @@ class Loop:
             )
         elif episode.stage == "answer":
             self._answer([episode])
+        elif episode.stage == "solve":
+            self._outside[episode.key] = episode
+            self._to_draw += asked_samples(episode)
         else:
             self._score([episode])
 
@@ -121,15 +141,26 @@ class Loop:
         return len(self._to_draw) + len(self._drawing) + self._num_at_environments()
 
     def _num_at_environments(self) -> int:
-        return sum(episode.stage != "score" for episode in self._outside.values())
+        """Return how many episodes wait for their environment, or for their agent to ask."""
+        asking: set[str] = set()
+        if self.agents is not None:
+            drawing = (*self._to_draw, *self._drawing.values())
+            asking = {one.episode.key for one in drawing if isinstance(one, AskedSample)}
+        outside = self._outside.items()
+        return sum(episode.stage != "score" and key not in asking for key, episode in outside)
 
     def unfinished(self, engine: EngineProtocol) -> list[Episode]:
         """Return every unfinished episode, with the tokens drawn so far."""
-        return [*self._to_draw, *self._outside.values()] + [
-            self._drawing[completion.key].append_completion(completion)
-            for completion in engine.unfinished()
-            if completion.key in self._drawing
-        ]
+        waiting = [one for one in self._to_draw if isinstance(one, Episode)]
+        drawn: list[Episode] = []
+        asked: list[tuple[AskedSample, Completion]] = []
+        for completion in engine.unfinished():
+            one = self._drawing.get(completion.key)
+            if isinstance(one, AskedSample):
+                asked.append((one, completion))
+            elif one is not None:
+                drawn.append(one.append_completion(completion))
+        return [*waiting, *with_drawn(self._outside.values(), asked), *drawn]
 
     def requeue(self, completions: Sequence[Completion]) -> None:
         """Queue the episodes of requests that the engine aborted, to draw the rest of their turns.
@@ -138,9 +169,7 @@ class Loop:
         in the same order.
         """
         aborted = [self._drawing.pop(one.key).append_completion(one) for one in completions]
-        self._to_draw = sorted(
-            [*self._to_draw, *aborted], key=lambda episode: (episode.group.number, episode.sample)
-        )
+        self._to_draw = sorted([*self._to_draw, *aborted], key=lambda one: one.order)
 
     @contextlib.contextmanager
     def hold_back(self) -> Iterator[None]:
@@ -160,7 +189,9 @@ class Loop:
         Raises: RewardFailed for the first reward that fails, if draw.must_score; Refusal for an
             opening that is too long, unless data.overlong_prompts is drop.
         """
-        new = self._to_draw
+        if self.agents is not None:
+            self.agents.begin(self.decisions, self._outside)
+        new = wanted(self._to_draw)
         self._to_draw = []
         began = time.perf_counter()
         playing = self._num_at_environments()
@@ -180,10 +211,15 @@ class Loop:
             self.idle.count_step(seconds, drawing=drawing, playing=playing)
             self._count_recomputed(requests, seconds=seconds)
             self._receive_completions(completions)
-        answers = self.decisions.answers(self.pool, self._outside, is_idle=is_idle)
+        others = self.agents or self.pool
+        answers = self.decisions.answers(others, self._outside, is_idle=is_idle)
         if is_idle:
             self.idle.add("environment" if playing else "reward", time.perf_counter() - began)
-        return self._receive_results(answers)
+        complete = self._receive_results(answers)
+        if self.agents is not None:
+            asks = self.decisions.asks(self._outside)
+            self._to_draw += self.agents.take(asks, self._outside)
+        return complete
 
     def _count_recomputed(self, requests: Sequence[Request], *, seconds: float) -> None:
         """Count what an engine step computed again of responses that it had begun."""
@@ -223,10 +259,16 @@ class Loop:
 
     def _receive_completions(self, completions: Sequence[Completion]) -> None:
         """Send finished turns to their environment, or to the reward functions."""
-        episodes = [self._drawing.pop(completion.key) for completion in completions]
-        for episode, completion in zip(episodes, completions):
+        episodes = []
+        for completion in completions:
+            episode = self._drawing.pop(completion.key)
             if completion.drafts is not None and episode.group.draw.purpose == "train":
                 self._drafts.append(completion.drafts)
+            if isinstance(episode, AskedSample):
+                assert self.agents is not None
+                self.agents.complete(episode, completion)
+                continue
+            episodes.append(episode)
             trajectory = episode.trajectory.append_completion(completion)
             episode.trajectory = trajectory.end_turn(episode.state)
         # The tokenizer decodes many turns at once faster than one after the other.
@@ -287,24 +329,41 @@ class Loop:
         if waiting + len(group.samples) == len(group.positions):
             self.pool.close_group(group.key)
 
-    def _receive_results(self, results: Iterable[RewardResult | TurnResult]) -> list[Group]:
+    def _receive_results(self, results: Iterable[Answer]) -> list[Group]:
         """Process the workers' results; return the groups that they complete."""
         complete = []
         for result in results:
             episode = self._outside.pop(result.key)
             group = episode.group
+            reward: RewardResult | None
             if isinstance(result, TurnResult):
-                failed = self._receive_turn(episode, result)
-                if failed is None:
-                    continue
-                self._finish(episode, failed)
+                reward = self._receive_turn(episode, result)
+            elif isinstance(result, SolveResult):
+                reward = self._receive_end(episode, result)
+            elif self._chat_of(group) is not None:
+                reward = _add_environment_reward(result, episode)
+            elif episode.tree is not None:
+                reward = replace(result, metrics=result.metrics | episode.info)
             else:
-                if self._chat_of(group) is not None:
-                    result = _add_environment_reward(result, episode)
-                self._finish(episode, result)
+                reward = result
+            if reward is None:
+                continue
+            self._finish(episode, reward)
             if group.is_complete:
                 complete.append(group)
         return complete
+
+    def _receive_end(self, episode: Episode, result: SolveResult) -> RewardResult | None:
+        """End an episode whose agent has ended.
+
+        Returns: its reward, or its failed reward; None if the reward functions must score it.
+        """
+        assert self.agents is not None
+        reward = self.agents.end(episode, result)
+        (episode.text,) = self.texts([episode.turn])
+        if reward is None:
+            self._score([episode])
+        return reward
 
     def _receive_turn(self, episode: Episode, result: TurnResult) -> RewardResult | None:
         """Continue an episode after its environment opened it or answered a turn.
@@ -355,23 +414,23 @@ class Loop:
 
     def _finish(self, episode: Episode, reward: RewardResult) -> None:
         group = episode.group
-        trajectory = episode.trajectory
+        traces = episode.traces
         text = episode.text
         prompt = group.prompt
-        if self._chat_of(group) is not None:
-            (text,) = self.texts([trajectory.response])
+        if self._chat_of(group) is not None or self.agents is not None:
+            (text,) = self.texts([traces[-1].response])
             # Keep special tokens, which the text of a row's prompt has too.
-            ids = trajectory.prompt.once()
+            ids = traces[0].prompt.once()
             (opening,) = self.tokenizer.batch_decode([ids], skip_special_tokens=False)
-            prompt = trajectory.update_prompt(prompt, text=opening)
-        finished = FinishedEpisode(group.slot, episode.sample, prompt, (trajectory,), text, reward)
+            prompt = traces[0].update_prompt(prompt, text=opening)
+        finished = FinishedEpisode(group.slot, episode.sample, prompt, traces, text, reward)
         group.samples[episode.sample] = finished
         _check_scored(finished, group)
         if reward.failure:
             self.failed_rewards.add(finished, where=place(group))
-            if episode.stage != "score":
-                # It failed before its scoring; the other samples may have waited for it alone.
-                self._close_if_whole(group)
+        if episode.stage != "score":
+            # Nothing scores it; the other samples may have waited for it alone.
+            self._close_if_whole(group)
 
     def texts(self, rows: Iterable[Sequence[int]]) -> list[str]:
         """Decode rows of ids, without special tokens."""
@@ -388,19 +447,25 @@ def _check_scored(finished: FinishedEpisode, group: Group) -> None:
         )
 
 
-def _check_environment(episode: Episode, *, has_one: bool) -> None:
-    """Refuse an episode of a checkpoint whose source has gained or lost its environment."""
-    had_one = episode.stage == "open" or bool(episode.environment)
-    # An episode that waits for its reward does not use its environment any more.
-    if episode.stage == "score" or had_one == has_one:
+def _check_player(episode: Episode, *, chat: Chat | None, agents: AgentEpisodes | None) -> None:
+    """Refuse an episode of a checkpoint whose environment or agent the run has no more, or that
+    has got one since then."""
+    had = _player(episode.tree is not None, episode.stage == "open" or bool(episode.environment))
+    has = _player(agents is not None, chat is not None)
+    # An episode that waits for its reward does not use them any more.
+    if episode.stage == "score" or had == has:
         return
-    was = "with an" if had_one else "without an"
-    now = "one" if has_one else "none"
     raise Refusal(
         f"{episode.group.prompt.origin}: the checkpoint holds an unfinished episode of this row "
-        f"{was} environment, and its data source has {now} now; resume with the same environments "
-        "of the data sources, or the same rollout.environment"
+        f"with {had}, and its data source has {has} now; resume with the same environments of the "
+        "data sources, or the same rollout.environment or rollout.agent"
     )
+
+
+def _player(has_agent: bool, has_environment: bool) -> str:
+    if has_agent:
+        return "an agent"
+    return "an environment" if has_environment else "no environment"
 
 
 def _fail(result: TurnResult, failure: Failure, message: str) -> RewardResult:

@@ -12,6 +12,7 @@ from spmdrl.rollout.balance import deal, deal_again
 from spmdrl.rollout.book import Book
 from spmdrl.rollout.episode import Draw, Episode, FinishedEpisode, Group
 from spmdrl.rollout.trajectory import Trajectory
+from spmdrl.rollout.tree import Tree
 from spmdrl.types import Prompt
 from spmdrl.workers.pool import RewardResult
 
@@ -46,6 +47,7 @@ def _episode_to_dict(episode: Episode) -> dict[str, Any]:
     return plain | {
         "trajectory": episode.trajectory.state_dict(),
         "environment": episode.environment.decode("latin-1"),
+        "tree": None if episode.tree is None else episode.tree.state_dict(),
     }
 
 
@@ -91,6 +93,7 @@ def group_from_dict(
             "trajectory": Trajectory.from_state_dict(e["trajectory"]),
             "environment": e["environment"].encode("latin-1"),
             "info": dict(e["info"]),
+            "tree": None if e["tree"] is None else Tree.from_state_dict(e["tree"]),
         }
         episodes.append(Episode(group, **e | decoded))
     return group, episodes

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from spmdrl.agents.gateway import Gateway
 from spmdrl.algorithms import registry
 from spmdrl.config import Config, EvaluateSettings, SamplingSettings
 from spmdrl.data.prompts import PromptSource
@@ -17,6 +18,7 @@ from spmdrl.engine.protocol import EngineProtocol, Truncation
 from spmdrl.errors import Refusal
 from spmdrl.model_inputs import TokenIds
 from spmdrl.rewards.samples import Scope
+from spmdrl.rollout.agent_episodes import AgentEpisodes
 from spmdrl.rollout.chats import make_chats
 from spmdrl.rollout.episode import Draw, FinishedEpisode, Group
 from spmdrl.rollout.filling import StepFiller
@@ -89,7 +91,12 @@ class SampledSource(Source):
         draw = self._make_draw("train", cfg.sampling, samples=cfg.batch.group_size)
         is_first = world.replica == 0
         chats = make_chats(cfg, tokenizer, self.pool, stops=self._stops, is_first=is_first)
-        self.loop = Loop(cfg, tokenizer=tokenizer, pool=self.pool, link=self.link, chats=chats)
+        agents = None
+        if cfg.rollout.has_agent:
+            agents = AgentEpisodes(cfg, pool=self.pool, gateway=self._start_gateway())
+        self.loop = Loop(
+            cfg, tokenizer=tokenizer, pool=self.pool, link=self.link, chats=chats, agents=agents
+        )
         self.filler = StepFiller(cfg, world, loop=self.loop, prompts=self.prompts, draw=draw)
 
     def generate(self, engine: EngineProtocol, *, until: int) -> None:
@@ -234,9 +241,19 @@ class SampledSource(Source):
             self.filler.load_state_dict(states, step)
 
     def close(self) -> None:
-        """End the reward workers."""
+        """End the workers, and the gateway of agents."""
         if self.filler is not None:
             self.pool.close()
+            if self.loop.agents is not None:
+                self.loop.agents.close()
+
+    def _start_gateway(self) -> Gateway | None:
+        """Start the endpoint for agents; None if all decisions are repeated, without agents."""
+        if self.cfg.rollout.replay_schedule:
+            return None
+        gateway = Gateway(self.cfg)
+        gateway.start()
+        return gateway
 
     def _make_draw(
         self, purpose: str, how: SamplingSettings | EvaluateSettings, *, samples: int

@@ -49,13 +49,14 @@ def mean_reward(samples: Sequence[FinishedEpisode]) -> tuple[float | list[float]
 
 
 def _metrics_of(reward: RewardResult) -> dict[str, float]:
-    """Return {name of a metric: number} that reward functions and environment report of a sample.
+    """Return {name of a metric: number} that reward functions, environment or agent report of a
+    sample.
 
     The answers that they extracted are left out.
     """
     values = {f"reward/{name}/mean": value for name, value in reward.parts.items()}
     for name, value in reward.metrics.items():
-        if name.startswith("environment/"):
+        if name.startswith(("environment/", "agent/")):
             values[name] = value
         elif not is_answer(name):
             values.setdefault(f"reward/{name}/mean", value)

@@ -18,7 +18,7 @@ import secrets
 import select
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -101,14 +101,20 @@ class JobQueue:
         self._done = []
         return sorted(done, key=lambda pair: pair[0].number)
 
-    def wait(self) -> None:
-        """Sleep until a worker has written something, or a deadline may have passed."""
+    def wait(self, *, also: Iterable[int] = ()) -> None:
+        """Sleep until a worker has written something, or a deadline may have passed.
+
+        Args:
+            also: other descriptors that end the sleep when they are readable.
+        """
         self._hand_out()  # otherwise jobs that were put after the last round would wait too
         poller = select.poll()  # not select(), which fails for descriptors above 1023
         for worker in self._workers:
             poller.register(worker.stdout, select.POLLIN)
             if worker.has_unsent:
                 poller.register(worker.stdin, select.POLLOUT)
+        for descriptor in also:
+            poller.register(descriptor, select.POLLIN)
         left_s = min([0.5, *map(self._left_s, self._workers)])
         poller.poll(1000 * max(0.001, left_s))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -231,10 +231,10 @@ class RewardPool(JobQueue):
             results += self._read(job, done)
         return results
 
-    def wait(self) -> None:
+    def wait(self, *, also: Iterable[int] = ()) -> None:
         """Wait as JobQueue does, but not if there is something to poll."""
         if not self._unpolled:
-            super().wait()
+            super().wait(also=also)
 
     def _read(self, job: QueuedJob, done: Done) -> Sequence[RewardResult | TurnResult]:
         if not isinstance(job.key, Call):  # of an episode

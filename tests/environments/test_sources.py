@@ -24,6 +24,7 @@ from spmdrl.rollout.episode import Draw, Episode, Group
 from spmdrl.rollout.loop import Loop
 from spmdrl.rollout.recordings import find_recorded, read_table
 from spmdrl.rollout.trajectory import Trajectory
+from spmdrl.rollout.tree import Tree
 from spmdrl.same_run.differences import config_of
 from spmdrl.tools.commands.evaluate import evaluation_config
 from spmdrl.tools.foreign_code import named_code
@@ -414,6 +415,9 @@ def test_an_episode_left_in_an_environment_that_is_gone_is_refused():
     left = Episode(group, 0, Trajectory.from_prompt((1,)), stage="answer", environment=b"x")
     with refused("row 1: the checkpoint holds an unfinished episode", "with an environment"):
         loop.start(left)
+    asked = dataclasses.replace(left, environment=b"", stage="solve", tree=Tree(0))
+    with refused("with an agent, and its data source has no environment now"):
+        loop.start(asked)
     loop.chats = {0: object()}
-    with refused("without an environment, and its data source has one now"):
+    with refused("with no environment, and its data source has an environment now"):
         loop.start(dataclasses.replace(left, environment=b""))

@@ -221,7 +221,11 @@ def test_a_schedule_is_refused_where_time_decides_nothing_or_of_this_very_run(tm
 
 
 def test_a_move_that_its_replica_did_not_write_down_is_made_by_nobody():
-    own = [["book", 0, 1, [0, 0, 0, 1, [], []]], ["book", 3, 3, None], ["answers", 4, ["a"], {}]]
+    own = [
+        ["book", 0, 1, [0, 0, 0, 1, [], []]],
+        ["book", 3, 3, None],
+        ["answers", 4, ["a"], {}, {}],
+    ]
     other = [["book", 0, 2, [1, 0, 0, 1, [], []]]]
     assert without_lost_moves([own, other]) == [own[:1], other]
     other.append(["book", 5, 3, [1, 0, 0, 0, [7], []]])
