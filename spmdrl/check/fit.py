@@ -42,6 +42,8 @@ from spmdrl.model.scorer import head_form
 from spmdrl.model.transformers_internals import check_liger, rewritten_on_loading
 from spmdrl.model.vision.families import has_vision_tower, vision_parameters
 from spmdrl.rewards.signatures import reward_models
+from spmdrl.train.companions.teacher_checks import check_teachers
+from spmdrl.train.objectives.objective_loss import follows_teacher
 from spmdrl.world.axes import axes_of
 from spmdrl.world.machine.gpus import check_driver
 from spmdrl.world.world import is_on_cpu
@@ -187,6 +189,7 @@ def policy_problems(cfg: Config, hf_model: nn.Module) -> list[str]:
     return [
         *_model_problems(cfg, hf_model, counts, at=f"model.path {cfg.model.path}"),
         *_exact_problems(cfg, hf_model, counts),
+        *_own_teacher_problems(cfg, hf_model, counts),
         *_adapter_problems(cfg, hf_model, counts=counts),
         *_router_problems(cfg, hf_model, counts=counts),
         *_tower_problems(cfg, hf_model),
@@ -209,6 +212,26 @@ def _exact_problems(cfg: Config, hf_model: nn.Module, counts: ModelCounts) -> It
         yield (
             f"engine.exact: true with a {counts.model_type}, {why}; set it to false "
             f"(model.path {cfg.model.path})"
+        )
+
+
+def _own_teacher_problems(cfg: Config, hf_model: nn.Module, counts: ModelCounts) -> Iterator[str]:
+    """Yield why teachers cannot read rows of their own, or the policy cannot be its own teacher."""
+    has_rows = len(cfg.teachers) > 1 or cfg.hints_teacher
+    if has_rows and has_vision_tower(hf_model):
+        text = instead(cfg.model.path)
+        yield (
+            "model.teacher: several teachers, or data.teacher_prompt, with a "
+            f"{counts.model_type}, which sees: rows of images were not tried there; take one "
+            f"teacher, and no data.teacher_prompt{text} (model.path {cfg.model.path})"
+        )
+    reference = cfg.model.reference.path
+    reads = {"policy"} | ({"reference"} if cfg.model.lora.is_on and not reference else set())
+    if cfg.objective.needs_teacher and counts.experts and reads & {*cfg.teachers}:
+        yield (
+            f"model.teacher: {min(reads & {*cfg.teachers})} with a {counts.model_type}, a mixture: "
+            "the policy's routers count each pass of an update, and the teacher's would be "
+            f"counted too; name a folder (model.path {cfg.model.path})"
         )
 
 
@@ -258,7 +281,7 @@ def _companions(cfg: Config) -> dict[str, str]:
     """Return {field: folder or hub name} of the policy's companions; empty for none."""
     paths = {
         "model.reference.path": cfg.model.reference.path,
-        "model.teacher": cfg.model.teacher,
+        **cfg.teacher_paths,
         "critic.path": cfg.critic.path,
     }
     models = reward_models(cfg.rewards.functions).values()
@@ -297,16 +320,17 @@ def _companion_problems(cfg: Config, *, is_seen: bool = False) -> list[str]:
 
 
 def _teacher_problems(cfg: Config) -> list[str]:
-    """Return why a teacher's whole distributions cannot be followed. A model that cannot be read is
-    skipped: loading it says why."""
-    teacher = cfg.model.teacher
-    if not (cfg.objective.needs_teacher and teacher) or is_missing_folder(teacher):
+    """Return why teachers cannot be followed. A model that cannot be read is skipped: loading it
+    says why."""
+    if not cfg.teachers or any(map(is_missing_folder, cfg.teacher_paths.values())):
         return []
-    from spmdrl.train.objectives.distill import check_teacher  # others train nothing of it
-
-    _, error = attempt(lambda: check_teacher(cfg))
-    # Other Refusals are of a config.json that cannot be read.
-    return [str(error)] if isinstance(error, Refusal) and error.field == "model.teacher" else []
+    follows, _ = attempt(lambda: follows_teacher(cfg))
+    if not follows:
+        return []
+    _, error = attempt(lambda: check_teachers(cfg))
+    # Other Refusals are of a config.json or a tokenizer that cannot be read.
+    is_own = isinstance(error, Refusal) and error.field in cfg.teacher_fields()
+    return [str(error)] if is_own else []
 
 
 def _model_problems(

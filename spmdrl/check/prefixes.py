@@ -12,7 +12,7 @@ from spmdrl.model.attention.packing_support import packing_support
 from spmdrl.model.load import build_meta_model
 from spmdrl.model.sharded_model import unshared
 from spmdrl.rewards.signatures import reward_models
-from spmdrl.train.objectives.objective_loss import needed_columns
+from spmdrl.train.objectives.objective_loss import follows_teacher, needed_columns
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,11 @@ def models_of(cfg: Config) -> dict[str, tuple[str, bool]]:
     columns = needed_columns(cfg)
     chosen = cfg.model
     found = {"model.path": (chosen.path, cfg.objective.is_scalar)}
-    if "ref_logprobs" in columns and chosen.reference.path:
+    follows_reference = follows_teacher(cfg) and "reference" in cfg.teachers
+    if chosen.reference.path and ("ref_logprobs" in columns or follows_reference):
         found["model.reference.path"] = (chosen.reference.path, False)
-    if "teacher_logprobs" in columns or cfg.objective.needs_teacher:
-        found["model.teacher"] = (chosen.teacher, False)
+    if follows_teacher(cfg):
+        found |= {field: (path, False) for field, path in cfg.teacher_paths.items()}
     if not columns.isdisjoint({"values", "prm_logprobs"}):
         found["critic.path"] = (cfg.critic.path or chosen.path, "values" in columns)
     scorers = reward_models(cfg.rewards.functions) if cfg.objective.samples else {}

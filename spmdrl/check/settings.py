@@ -99,7 +99,7 @@ def missing_models(cfg: Config, *, but_policy: bool = False) -> list[str]:
         ("model.path", "" if but_policy else model.path),
         ("model.tokenizer", model.tokenizer),
         ("model.reference.path", model.reference.path),
-        ("model.teacher", model.teacher),
+        *cfg.teacher_paths.items(),
     ]
     if cfg.objective.samples:
         pairs += [("rewards.functions", p) for p in reward_models(cfg.rewards.functions).values()]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from spmdrl.config.data import SPLITS, SourceSettings, Split
 from spmdrl.config.fields import Config
 from spmdrl.data.tasks import is_generated, unknown_task
+from spmdrl.data.teacher_templates import template_fields
+from spmdrl.imports import attempt
 
 _LEAST_SHARE = 1e-4  # see data/prompt_order.py
 
@@ -33,12 +36,32 @@ def source_problems(cfg: Config) -> Iterator[str]:
             f"{', '.join(dict.fromkeys(paths))} none takes them; leave them out, as in "
             "--data.task-options {}"
         )
+    yield from _teacher_problems(cfg)
     fields = [field for field, _ in cfg.environments()]
     if cfg.rollout.environment and fields and "rollout.environment" not in fields:
         yield (
             f"rollout.environment: {dict(cfg.rollout.environment)} is of no rows, since "
             f"{', '.join(fields)} are given; leave it out, or one of those"
         )
+
+
+def _teacher_problems(cfg: Config) -> Iterator[str]:
+    """Yield what is wrong with the teachers of sources and what these read."""
+    own = _listed(cfg, "train")
+    if cfg.model.teacher and own and all(source.teacher for source in own):
+        yield (
+            f"model.teacher: {cfg.model.teacher} is of no rows, since each source of data.train "
+            "has a teacher; leave it out"
+        )
+    prompts = {"data.teacher_prompt": cfg.data.teacher_prompt}
+    prompts |= {f"data.train[{i}].teacher_prompt": one.teacher_prompt for i, one in enumerate(own)}
+    for field, prompt in prompts.items():
+        _, error = attempt(partial(template_fields, prompt))
+        if error:
+            yield f"{field}: {error}"
+    for field in ("teacher", "teacher_prompt"):
+        if any(getattr(source, field) for source in _listed(cfg, "eval")):
+            yield f"data.eval: {field}: evaluation follows no teacher; leave it out"
 
 
 def _size_problems(cfg: Config, split: Split) -> Iterator[str]:

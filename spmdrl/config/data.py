@@ -41,6 +41,10 @@ class SourceSettings:
     environment: NestedOptions | Literal["none"] = field(default_factory=dict)
     """Environment of its rows instead of rollout.environment, in the same form; `none`: responses
     are final. Empty: rollout.environment."""
+    teacher: PathText = ""
+    """Teacher of its rows instead of model.teacher, in the same forms; empty: model.teacher."""
+    teacher_prompt: str = ""
+    """What the teacher reads instead of its rows' prompts; empty: data.teacher_prompt."""
 
     @property
     def is_generated(self) -> bool:
@@ -98,6 +102,13 @@ class DataSettings:
     """A .jsonl or .parquet file above this size, MiB, stays on disk. A row then takes 8 to 24 bytes
     of memory; the first 256 are checked at start, others when they are read. See docs/data.md."""
     images: ImageSettings = field(default_factory=ImageSettings)
+    teacher_prompt: str = ""
+    """What the teacher reads instead of the prompt, to know more than the policy: a column (text or
+    messages), or a template with columns in braces, e.g. "{prompt} Hint: {answer}\\n". In a
+    conversation the template makes the last message of `prompt`. Empty: the prompt. See
+    docs/distillation.md."""
+    max_teacher_prompt_tokens: Tokens = 2048
+    """Longest prompt of a teacher under teacher_prompt, in tokens."""
     chat_template_kwargs: NestedOptions = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: false}. Names that it does not
     know are refused."""
@@ -122,6 +133,7 @@ class DataSettings:
                 size=source.size or (self.size if split == "train" else self.eval_size),
                 task_options=source.task_options or self.task_options,
                 columns=source.columns or self.columns,
+                teacher_prompt=source.teacher_prompt or self.teacher_prompt,
             )
             for i, (source, name) in enumerate(zip(given, names))
         )

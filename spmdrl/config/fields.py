@@ -32,6 +32,9 @@ from spmdrl.config.ranges import (
 )
 from spmdrl.config.sampling import SamplingSettings
 
+OWN_TEACHERS = ("policy", "reference")
+"""Teachers that are not a model of their own."""
+
 
 @dataclass(frozen=True)
 class LayoutSettings:
@@ -283,6 +286,35 @@ class Config:
     def environment_fields(self, *splits: Split) -> dict[str, NestedOptions]:
         """Return {field: environment} of `environments`, without responses that are final."""
         return {field: options for field, options in self.environments(*splits) if options}
+
+    def teacher_fields(self) -> dict[str, str]:
+        """Return {field: teacher of some rows of data.train}: a path, `policy` or `reference`. See
+        `teacher_of`."""
+        sources = self.data.sources("train")
+        own = {f"data.train[{i}].teacher": s.teacher for i, s in enumerate(sources) if s.teacher}
+        is_shared = len(own) < max(1, len(sources))
+        return ({"model.teacher": self.model.teacher} if is_shared else {}) | own
+
+    def teacher_of(self, source: SourceSettings) -> str:
+        """Return the teacher of a source's rows; empty for none."""
+        return source.teacher or self.model.teacher
+
+    @property
+    def teachers(self) -> tuple[str, ...]:
+        """Return the different teachers of data.train, in the order of `teacher_fields`."""
+        return tuple(dict.fromkeys(filter(None, self.teacher_fields().values())))
+
+    @property
+    def teacher_paths(self) -> dict[str, str]:
+        """Return {field: path} of the teachers that are models of their own, each once."""
+        fields = {teacher: field for field, teacher in reversed(self.teacher_fields().items())}
+        return {fields[path]: path for path in self.teachers if path not in OWN_TEACHERS}
+
+    @property
+    def hints_teacher(self) -> bool:
+        """Return whether a teacher reads other prompts than the policy."""
+        sources = self.data.sources("train")
+        return any(source.teacher_prompt for source in sources) or bool(self.data.teacher_prompt)
 
     @property
     def reward_functions(self) -> tuple[str, ...]:

@@ -141,7 +141,9 @@ class ModelSettings:
     tokenizer: PathText = ""
     """Folder or hub name of the tokenizer; empty means the model's own."""
     teacher: PathText = ""
-    """Model that distillation follows; it must share the policy's tokenizer."""
+    """Model that distillation follows, with the policy's tokenizer: folder or hub name; `policy`,
+    the policy itself as it is now, which needs data.teacher_prompt; or `reference`, that of
+    model.reference. A folder of such a name is ./policy. Sources of data.train may name others."""
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of forward and backward. float16, with engine.dtype float16, has a smaller gap to the
     engine than bfloat16, and needs optimizer.loss_scale (docs/optimizers.md). Master weights and

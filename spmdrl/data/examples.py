@@ -22,6 +22,7 @@ from spmdrl.data.imitation import Example, encode_example
 from spmdrl.data.prompts import Fit, cached_rows, make_order
 from spmdrl.data.rows import Messages, Need, label_of, pair_of
 from spmdrl.data.sources import in_file_order, load_rows
+from spmdrl.data.teacher_prompts import TeacherPrompts
 from spmdrl.errors import Refusal
 from spmdrl.imports import refusing
 
@@ -36,6 +37,8 @@ class Unit:
     """Of each sequence. The first has the margin of a pair, or the label 1 or 0; all others 0."""
     source: int = 0
     """Number of the source in data.train."""
+    index: int = -1
+    """Position of the row in data.train, as `Prompt.index`."""
 
 
 def example_source(
@@ -81,7 +84,10 @@ class ExampleSource:
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.rows = load_rows(cfg, split="train", need=self.need)
-        self._fit = Fit(*self.limit(), cfg.data.overlong_prompts)
+        self._taught = TeacherPrompts(cfg, tokenizer, self.rows) if cfg.hints_teacher else None
+        self._fit = Fit(
+            *self.limit(), cfg.data.overlong_prompts, measures_all=self._taught is not None
+        )
         if max_positions is not None and max_positions < self._fit.limit:
             self._fit = replace(
                 self._fit,
@@ -116,7 +122,7 @@ class ExampleSource:
         """Return a row's sequences. Raises: Refusal, as on construction."""
         unit = self._unit(index)
         self._fit.check(self.rows, index, length=_longest(unit))
-        return replace(unit, source=self.rows.source(index))
+        return replace(unit, source=self.rows.source(index), index=index)
 
     def _encode(self, index: int) -> Unit:
         raise NotImplementedError
@@ -143,6 +149,8 @@ class SupervisedSource(ExampleSource):
         return min(longest, (budget, "batch.tokens_per_microbatch"))
 
     def _encode(self, index: int) -> Unit:
+        if self._taught is not None:
+            self._taught.tokens(index)  # raises Refusal
         return Unit((self._example(index, self.rows[index]),), (0.0,))
 
 

@@ -17,6 +17,7 @@ from spmdrl.data.prompt_order import Order, RowOrder, WeightedOrder
 from spmdrl.data.row_sampling import row_sampling
 from spmdrl.data.rows import prompt_of
 from spmdrl.data.sources import Chain, SourcesRows, in_file_order, load_rows
+from spmdrl.data.teacher_prompts import TeacherPrompts
 from spmdrl.data.templates import encode_prompt
 from spmdrl.errors import Refusal
 from spmdrl.model_inputs import TokenIds
@@ -42,6 +43,8 @@ class Fit:
     """`error` or `drop`."""
     can_be_raised: bool = True
     """Whether a user sets `field`."""
+    measures_all: bool = False
+    """Whether rows in memory are tokenised however short they are."""
 
     def check(self, rows: SourcesRows, index: int, *, length: int) -> None:
         """Raise Refusal naming the row if its `length`, in tokens, is above the limit."""
@@ -74,7 +77,8 @@ class Fit:
         kept = []
         for i in _with_bar(scanned, what=rows.where(own.start)):
             is_tried = i - own.start < _TRIED_ROWS
-            length = measure(i) if is_tried or self._must_measure(rows[i]) else 0
+            must_measure = is_tried or self.measures_all or self._must_measure(rows[i])
+            length = measure(i) if must_measure else 0
             if self.overlong == "error":
                 self.check(rows, i, length=length)
             if length <= self.limit:
@@ -151,13 +155,28 @@ def make_order(cfg: Config, kept: Chain) -> RowOrder:
 
 
 class _Encoder:
-    """Turns rows into prompts, and finds the rows that fit."""
+    """Turns rows into prompts, and finds the rows that fit.
 
-    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
+    Args:
+        taught: prompts of the teacher to check, of the same rows; None for none.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        taught: TeacherPrompts | None = None,
+    ):
         self.cfg = cfg
         self.tokenizer = tokenizer
-        limit = cfg.data.max_prompt_tokens
-        self._fit = Fit(limit, "data.max_prompt_tokens", cfg.data.overlong_prompts)
+        self._taught = taught
+        self._fit = Fit(
+            cfg.data.max_prompt_tokens,
+            "data.max_prompt_tokens",
+            cfg.data.overlong_prompts,
+            measures_all=taught is not None,
+        )
 
     def usable(self, rows: SourcesRows) -> Chain:
         """Return the rows that fit; see Fit."""
@@ -186,6 +205,8 @@ class _Encoder:
         )
         if not tokens:
             raise Refusal(f"{where}: the prompt {text!r:.40} has no tokens")
+        if self._taught is not None:
+            self._taught.tokens(index)  # raises Refusal
         return tokens, text, row
 
 
@@ -235,8 +256,9 @@ class PromptSource:
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
         self.cfg = cfg
         self.tokenizer = tokenizer
-        encoder = _Encoder(cfg, tokenizer)
         rows = load_rows(cfg, split="train")
+        taught = TeacherPrompts(cfg, tokenizer, rows) if cfg.hints_teacher else None
+        encoder = _Encoder(cfg, tokenizer, taught=taught)
         self._prompt = functools.lru_cache(maxsize=cached_rows(rows, tokenizer))(
             functools.partial(encoder.prompt, rows)
         )

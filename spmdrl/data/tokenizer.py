@@ -94,9 +94,14 @@ _TOKENIZER_FILES = (
 )  # fmt: skip
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer."""
+    return any(p for own in _TOKENIZER_FILES for p in folder.glob(own))
+
+
 def _check_files(folder: Path, *, what: str) -> None:
     """Raise Refusal for a folder without a tokenizer: transformers would make an empty one."""
-    if not folder.is_dir() or any(p for own in _TOKENIZER_FILES for p in folder.glob(own)):
+    if not folder.is_dir() or has_tokenizer(folder):
         return
     found = ", ".join(sorted(p.name for p in folder.iterdir())[:8])
     raise Refusal(

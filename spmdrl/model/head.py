@@ -68,6 +68,9 @@ def logit_bytes(cfg: Config) -> int:
     if cfg.objective.needs_teacher:
         # Logits and distributions of both models, their divergence and gradients, in float32.
         total += 40
+        if cfg.sampling.truncates:
+            # Which ids are masked out, and both models' logits without these.
+            total += 9
     return total
 
 

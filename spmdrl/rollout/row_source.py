@@ -76,11 +76,11 @@ def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
     The slot becomes group_ids, and the position of an example in its unit becomes sample_ids.
     """
     rows = [
-        (slot, sample, *example, reward)
+        (slot, sample, unit.index, *example, reward)
         for slot, unit in units
         for sample, (example, reward) in enumerate(zip(unit.examples, unit.rewards))
     ]
-    slots, samples, tokens, masks, rewards = zip(*rows) if rows else [()] * 5
+    slots, samples, indices, tokens, masks, rewards = zip(*rows) if rows else [()] * 6
     lengths = ints([len(row) for row in tokens])
     count = len(rows)
     packed = Tokens.unsampled(concat_ids(tokens))
@@ -98,5 +98,6 @@ def pack_units(units: list[tuple[int, Unit]], *, version: int) -> Rollouts:
             is_truncated=torch.zeros(count, dtype=torch.bool),
             is_valid=torch.ones(count, dtype=torch.bool),
             min_versions=ints([version] * count),
+            rows=ints(indices),
         ),
     )

@@ -13,6 +13,7 @@ from spmdrl.columns import to_device
 from spmdrl.config import Config
 from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded_model import ShardedModel
+from spmdrl.train.lessons import Lesson, Lessons
 from spmdrl.types import Advantages, Batch, Microbatch
 
 Stats = dict[str, tuple[Tensor, Tensor]]
@@ -30,6 +31,7 @@ class PreparedMicrobatch:
     num_tokens: int  # 0 for a dummy
     update_counts: tuple[int, int]  # loss tokens of the update on all ranks; sequences with some
     columns: Mapping[str, Tensor]  # [T] each: advantages, returns, what annotate found
+    lessons: tuple[Lesson, ...] = ()  # what each teacher reads
 
     @property
     def token_weight(self) -> float:
@@ -47,7 +49,12 @@ LossOf = Callable[[PreparedMicrobatch], tuple[Tensor, Stats]]
 
 
 def prepare(
-    batch: Batch, advantages: Advantages | None, *, cfg: Config, model: ShardedModel
+    batch: Batch,
+    advantages: Advantages | None,
+    *,
+    cfg: Config,
+    model: ShardedModel,
+    lessons: Lessons | None = None,
 ) -> list[list[PreparedMicrobatch]]:
     """Prepare every micro-batch of a step, so that nothing waits for the device later.
 
@@ -55,6 +62,7 @@ def prepare(
         batch: as exchanged, and annotated where the methods need it.
         advantages: of its tokens; None for a pass that only scores.
         model: the one that computes them.
+        lessons: makes what teachers read; None without teachers.
     Returns: [updates][micro-batches].
     Raises: Refusal when a sequence's first token is marked as a response.
     """
@@ -86,21 +94,26 @@ def prepare(
                 sizes, dim=1, output_size=host.tokens.numel()
             )
             loss_mask = host.response_mask & (in_loss > 0)
+            row = model.row(
+                host.tokens,
+                sizes.tolist(),
+                mask=loss_mask,
+                columns=host.extra_columns,
+                drawn=host.response_mask if has_penalties else None,
+            )
+            taught: tuple[Lesson, ...] = ()
+            if lessons is not None:
+                taught = lessons.of(host, scalars, loss_mask=loss_mask, row=row)
             updates[-1].append(
                 PreparedMicrobatch(
                     packed=microbatch.to(device),
-                    row=model.row(
-                        host.tokens,
-                        sizes.tolist(),
-                        mask=loss_mask,
-                        columns=host.extra_columns,
-                        drawn=host.response_mask if has_penalties else None,
-                    ),
+                    row=row,
                     loss_mask=to_device(loss_mask, device),
                     weights=to_device(weights, device),
                     num_tokens=int(sizes[host.sequence_ids >= 0].sum()),
                     update_counts=counts,
                     columns={name: to_device(column, device) for name, column in columns.items()},
+                    lessons=taught,
                 )
             )
     rows = iter(model.give_room([one.row for update in updates for one in update]))

@@ -23,6 +23,7 @@ from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.make import make_companions
 from spmdrl.train.companions.model_rewards import RewardModels
+from spmdrl.train.companions.teachers import Teachers
 from spmdrl.train.microbatch_size import SizeProbe
 from spmdrl.train.microbatches import PreparedMicrobatch, prepare
 from spmdrl.train.objectives.objective_loss import loss_class, named_methods
@@ -70,7 +71,6 @@ class Trainer:
         self._numerics = numerics_of(cfg)
         self.columns = kind.columns_of(cfg, **methods) | {*columns}
         """Per-token columns that `annotate` finds."""
-        self._loss = kind(cfg, world, loss_fn=methods["loss_fn"], coefficients=self.coefficients)
         model = ShardedModel(
             cfg,
             world,
@@ -82,6 +82,13 @@ class Trainer:
         weights.model = model
         self.policy = TrainedModel(model, cfg.optimizer)
         self.companions = make_companions(cfg, world, policy=model, columns=self.columns)
+        self._loss = kind(
+            cfg,
+            world,
+            loss_fn=methods["loss_fn"],
+            coefficients=self.coefficients,
+            companions=self.companions,
+        )
         self._reward_models = RewardModels(cfg, world)
         self._kept: dict[str, Coefficients | AdapterRecord | Companion] = {
             **self.companions,
@@ -145,19 +152,21 @@ class Trainer:
         if not self.columns:
             return batch
         with self.world.watch.wait("annotate", step):
-            updates = self._prepare(batch)
-            rows = [one.row for microbatches in updates for one in microbatches]
-            found: list[dict[str, Tensor]] = [{} for _ in rows]
+            is_taught = "teacher_logprobs" in self.columns
+            updates = self._prepare(batch, reads_teachers=is_taught)
+            flat = [one for microbatches in updates for one in microbatches]
+            found: list[dict[str, Tensor]] = [{} for _ in flat]
             asks_old = "old_logprobs" in self.columns
             if asks_old and self._numerics.samples_as_scored and "old_entropy" not in self.columns:
-                found = [_as_sampled(one) for microbatches in updates for one in microbatches]
+                found = [_as_sampled(one) for one in flat]
             elif asks_old:
                 names = ("old_logprobs", "old_entropy", "square_probs")
+                rows = [one.row for one in flat]
                 own = self.policy.model.columns(rows, squares="square_probs" in self.columns)
                 found = [dict(zip(names, values)) for values in own]
             for companion in self.companions.values():
-                found = [a | b for a, b in zip(found, companion.columns(rows))]
-        # `rows` is flat, so that each model takes one pass. Divide the result into updates again.
+                found = [a | b for a, b in zip(found, companion.columns(flat))]
+        # They are flat, so that each model takes one pass. Divide the result into updates again.
         each = iter(found)
         columns = tuple(tuple(next(each) for _ in microbatches) for microbatches in updates)
         return replace(batch, columns=columns, kl_coef=self.coefficients.kl)
@@ -172,10 +181,16 @@ class Trainer:
             return [logprobs for logprobs, _ in self.policy.model.columns(rows)]
 
     def _prepare(
-        self, batch: Batch, advantages: Advantages | None = None
+        self, batch: Batch, advantages: Advantages | None = None, *, reads_teachers: bool = False
     ) -> list[list[PreparedMicrobatch]]:
         batch = self._loss.with_columns(batch)
-        return prepare(batch, advantages, cfg=self.cfg, model=self.policy.model)
+        lessons = None
+        if reads_teachers:
+            teachers = self.companions["teacher"]
+            assert isinstance(teachers, Teachers)
+            lessons = teachers.lessons
+        model = self.policy.model
+        return prepare(batch, advantages, cfg=self.cfg, model=model, lessons=lessons)
 
     # ---------------------------------------------------------------- training
 
@@ -203,7 +218,8 @@ class Trainer:
         agree_on_tokens(self.world, probe.find)
 
     def _rehearse(self, batch: Batch, advantages: Advantages) -> None:
-        updates = self._prepare(batch, advantages)
+        is_taught = self.cfg.objective.needs_teacher
+        updates = self._prepare(batch, advantages, reads_teachers=is_taught)
         for companion in self.companions.values():
             companion.rehearse(updates[0])
         loss_of = self._loss.of_updates(updates, self.policy.model, step=0)
@@ -223,7 +239,8 @@ class Trainer:
         """
         companions = self.companions.values()
         with self.world.watch.wait("update", step):
-            updates = self._prepare(batch, advantages)
+            is_taught = self.cfg.objective.needs_teacher
+            updates = self._prepare(batch, advantages, reads_teachers=is_taught)
             ordered = partial(in_epochs, updates, seed=self.cfg.seed, step=step)
             epochs = self.cfg.batch.epochs
             own = ordered(epochs=self.cfg.critic.epochs or epochs)

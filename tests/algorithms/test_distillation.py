@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from spmdrl.algorithms.distillation import distill_topk, divergence, topk_divergence
+from spmdrl.model.logit_passes import NEVER
 from tests.helpers.built import examples
 from tests.helpers.ragged import assert_loop, assert_nothing_is_read
 
@@ -318,3 +319,33 @@ def test_off_the_mask_the_top_tokens_give_no_gradient_whatever_stands_there():
     terms, _ = distill_topk(student, teacher, loss_mask=torch.tensor([True, False, True]), k=4)
     terms.sum().backward()
     assert terms[1] == 0 and not student.grad[1].any() and student.grad[0].any()
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_ids_that_both_sides_leave_out_are_no_outcomes(kind, beta):
+    """As under sampling masks: the rest is scaled to sum 1, and ids outside have no gradient."""
+    student, teacher, mask = logits(3)
+    kept = torch.tensor([True, False, True, True, False, False, True])
+    student.retain_grad()
+    cut = [side.masked_fill(~kept, NEVER) for side in (student, teacher)]
+    terms, _ = divergence(*cut, loss_mask=mask, kind=kind, beta=beta)
+    terms.sum().backward()
+    p, q = (side.detach()[:, kept].softmax(-1).tolist() for side in (teacher, student))
+    rows = mask.nonzero()[:, 0].tolist()
+    expected = sum(value(p[row], q[row], kind, beta) for row in rows)
+    assert float(terms.detach().sum()) == pytest.approx(expected, rel=1e-12)
+    assert not student.grad[:, ~kept].any() and student.grad[mask][:, kept].all()
+
+
+def test_the_reverse_divergence_on_kept_ids_has_the_gradient_of_the_sampled_one():
+    """Expected over draws from the kept ids, that of the advantage log p - log q."""
+    student, teacher, mask = logits(5)
+    kept = torch.tensor([True, True, False, True, False, True, True])
+    cut = [side.masked_fill(~kept, NEVER) for side in (student, teacher)]
+    divergence(*cut, loss_mask=mask, kind="reverse")[0].sum().backward()
+    found, student.grad = student.grad.clone(), None
+    logq = student[mask].masked_fill(~kept, NEVER).log_softmax(-1)
+    logp = teacher[mask].masked_fill(~kept, NEVER).log_softmax(-1)
+    advantages = torch.where(kept, logp - logq, 0.0).detach()
+    (-(logq.exp().detach() * advantages * logq)[:, kept].sum()).backward()
+    torch.testing.assert_close(found, student.grad, rtol=1e-10, atol=1e-12)

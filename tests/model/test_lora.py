@@ -75,8 +75,8 @@ def _one(trainer: Any) -> dict:
     found["first"] = trainer.annotate(own, step=0).columns[0]
     set_b(trainer)
     found["b_set"] = {n: t for n, t in full_parameters(trainer).items() if "lora" in n}
-    packed = [one.row for one in trainer._prepare(own)[0]]
-    rows = [trainer.policy.model.forward(row)[0] for row in packed]
+    packed = trainer._prepare(own)[0]
+    rows = [trainer.policy.model.forward(one.row)[0] for one in packed]
     sum((torch.linspace(-1, 2, len(row)) * row).sum() for row in rows).backward()
     found["logprobs"] = [row.detach() for row in rows]
     found["gradients"] = {

@@ -108,6 +108,64 @@ def test_a_teacher_is_followed_in_flight_with_more_groups_under_way(model, tmp_p
     assert all(row["policy/loss"] > 0 for row in rows)
 
 
+def taught_by_sources(where: Path, *, teachers: tuple[Any, Any], prompts: tuple[str, str]) -> dict:
+    """Return flags of on-policy distillation with two sources of sums and differences."""
+    sources = []
+    for sign, teacher, prompt in zip("+-", teachers, prompts):
+        file = where / f"rows{len(sources)}.jsonl"
+        rows = [{"prompt": f"9{sign}{i}=", "answer": str(9 - i)} for i in range(9)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sources.append({"path": str(file), "teacher": str(teacher), "teacher_prompt": prompt})
+    return {
+        "algorithm.objective": "on_policy_distill",
+        "algorithm.loss": "divergence",
+        "algorithm.loss-options": "{}",
+        "algorithm.correction": "tis",
+        "data.train": json.dumps(sources),
+        "data.eval": "",
+        "data.task-options": "{}",
+        "evaluate.every-steps": 0,
+        "data.size": 0,
+        "data.max-teacher-prompt-tokens": 64,
+    }
+
+
+@pytest.mark.proves(
+    "distillation", "teachers", "teacher_prompt", "truncated", "lag", "split", "transformers"
+)
+def test_the_policy_follows_itself_with_a_hint_and_a_teacher_of_another_source(model, tmp_path):
+    teacher = create_model(
+        tmp_path / "teacher", hidden_size=96, layers=1, heads=2, kv_heads=1, initializer_std=0.2
+    )
+    prompts = ("{answer};{prompt}", "")
+    flags = taught_by_sources(tmp_path, teachers=("policy", teacher), prompts=prompts)
+    rows = train(model, tmp_path / "out", **flags, **{"sampling.top-p": 0.9})
+    assert all(row["policy/loss"] > 0 for row in rows)
+    assert all(row["rollout/kept_all_frac"] < 1 for row in rows)
+
+
+@pytest.mark.grid
+@pytest.mark.proves(
+    "distillation",
+    "teachers",
+    "teacher_prompt",
+    "lora",
+    "lag",
+    "in_flight",
+    "epochs",
+    "split",
+    "transformers",
+)
+def test_adapters_follow_the_model_without_them_in_flight_for_two_epochs(model, tmp_path):
+    teacher = create_model(
+        tmp_path / "teacher", hidden_size=64, layers=2, heads=2, kv_heads=1, initializer_std=0.2
+    )
+    prompts = ("{answer};{prompt}", "{prompt}{answer};{prompt}")
+    flags = taught_by_sources(tmp_path, teachers=("reference", teacher), prompts=prompts)
+    rows = train(model, tmp_path / "out", **LORA, **IN_FLIGHT, **flags, **{"batch.epochs": 2})
+    assert all(row["policy/loss"] > 0 for row in rows)
+
+
 @pytest.mark.grid
 @pytest.mark.proves("critic", "in_flight", "over_sample", "lag", "split", "transformers")
 def test_a_value_model_trains_in_flight_with_more_groups_under_way(model, tmp_path):

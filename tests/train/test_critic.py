@@ -206,8 +206,8 @@ def _alone(trainer: Any, missing: str) -> dict:
     critic = trainer.companions["critic"]
     with torch.no_grad():
         after = [critic.model.values(one.row) for one in prepared]
-    before = [row["values"] for row in critic.columns([one.row for one in prepared])]
-    critic.columns = lambda rows: [{"values": row.tokens * math.nan} for row in rows]
+    before = [row["values"] for row in critic.columns(prepared)]
+    critic.columns = lambda own: [{"values": one.row.tokens * math.nan} for one in own]
     kept = full_state(trainer)
     spoiled = step_as_train_does(trainer, own, step=30)[2]
     assert not differing(full_state(trainer), kept)

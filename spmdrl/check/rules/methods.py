@@ -10,7 +10,7 @@ from typing import Literal
 
 from spmdrl.check.rules.rule import Rule, RuleKind
 from spmdrl.check.rules.weights import unused
-from spmdrl.config.fields import Config
+from spmdrl.config.fields import Config, replay_folder
 from spmdrl.config.tree import settings
 from spmdrl.imports import attempt
 from spmdrl.rewards.signatures import reward_models
@@ -24,15 +24,12 @@ _OF_ADVANTAGES = (
     "algorithm.kl_coef",
     "algorithm.kl_control.",
     "algorithm.kl_schedule.",
-    "sampling.column",
     "sampling.frequency_penalty",
     "sampling.logit_bias",
-    "sampling.min_p",
     "sampling.presence_penalty",
     "sampling.repetition_penalty",
-    "sampling.top_k",
-    "sampling.top_p",
 )
+_OF_KEPT_IDS = ("sampling.column", "sampling.min_p", "sampling.top_k", "sampling.top_p")
 _OF_SAMPLES = (
     "data.generation_prefix",
     "model.moe.replay",
@@ -118,6 +115,40 @@ def _reads_parts(cfg: Config) -> bool:
     return _asks(cfg, "reward_parts") and not _asks(cfg, "rewards")
 
 
+def _lacks_teacher(cfg: Config) -> bool:
+    """Return whether some rows have no teacher."""
+    return "" in cfg.teacher_fields().values()
+
+
+def _follows_teacher(cfg: Config) -> bool:
+    """Return whether a method follows a teacher; false if its inputs are not known."""
+    return cfg.objective.needs_teacher or _asks(cfg, "teacher_logprobs")
+
+
+def _follows_samples(cfg: Config) -> bool:
+    return cfg.objective.needs_teacher and cfg.objective.samples
+
+
+def _hints(cfg: Config) -> bool:
+    """Return whether a method follows a teacher that reads other prompts."""
+    return cfg.hints_teacher and _follows_teacher(cfg)
+
+
+def _follows_itself(cfg: Config) -> bool:
+    """Return whether the policy is its own teacher on prompts that it reads itself."""
+    sources = cfg.data.sources("train")
+    unhinted = [source for source in sources if not source.teacher_prompt]
+    teachers = [cfg.teacher_of(source) for source in unhinted] if sources else [cfg.model.teacher]
+    return _follows_teacher(cfg) and "policy" in teachers
+
+
+def _names_teacher(cfg: Config) -> bool:
+    """Return whether a source has a teacher, or a teacher's prompt, of its own."""
+    shared = cfg.data.teacher_prompt
+    sources = cfg.data.sources("train")
+    return any(one.teacher or one.teacher_prompt != shared for one in sources)
+
+
 def _trains_critic(cfg: Config) -> bool:
     return _asks(cfg, "values") or _asks(cfg, "prm_logprobs")
 
@@ -127,7 +158,9 @@ def _uses_reference(cfg: Config) -> bool:
     from spmdrl.train.objectives.objective_loss import needed_columns
 
     columns, _ = attempt(lambda: needed_columns(cfg))
-    return columns is None or "ref_logprobs" in columns
+    if columns is None or "ref_logprobs" in columns:
+        return True
+    return _follows_teacher(cfg) and "reference" in cfg.teachers
 
 
 def _has_labels(cfg: Config) -> bool:
@@ -195,6 +228,13 @@ _OBJECTIVES = [
         reason="it acts under the objective rl alone",
     ),
     *unused(
+        _fields(_OF_KEPT_IDS),
+        "algorithm.objective",
+        lambda cfg: not (_is_rl(cfg) or _follows_samples(cfg)),
+        "leave it out",
+        reason="it acts under the objectives rl and on_policy_distill alone",
+    ),
+    *unused(
         _fields(_OF_SAMPLES),
         "algorithm.objective",
         lambda cfg: not cfg.objective.samples,
@@ -203,7 +243,7 @@ _OBJECTIVES = [
     ),
     Rule(
         ("model.teacher", "algorithm.objective"),
-        lambda cfg: cfg.objective.needs_teacher and not cfg.model.teacher,
+        lambda cfg: cfg.objective.needs_teacher and _lacks_teacher(cfg),
         "this objective follows a teacher",
         "name a model",
     ),
@@ -242,7 +282,7 @@ _ADVANTAGES = [
     ),
     Rule(
         ("model.teacher", "algorithm.advantage", "algorithm.loss"),
-        lambda cfg: _asks(cfg, "teacher_logprobs") and not cfg.model.teacher,
+        lambda cfg: _asks(cfg, "teacher_logprobs") and _lacks_teacher(cfg),
         "one of these follows a teacher",
         "name a model",
     ),
@@ -356,6 +396,95 @@ _REFERENCE = [
         "leave it out",
     ),
 ]
+_TEACHERS = [
+    Rule(
+        ("model.teacher", "data.teacher_prompt"),
+        _follows_itself,
+        "the policy would follow itself, which teaches it nothing",
+        "set data.teacher_prompt, or name another teacher",
+    ),
+    Rule(
+        ("data.teacher_prompt", "algorithm.objective"),
+        lambda cfg: cfg.data.teacher_prompt and not _follows_teacher(cfg),
+        "nothing follows a teacher",
+        "leave it out",
+    ),
+    Rule(
+        ("data", "algorithm.objective"),
+        lambda cfg: not _follows_teacher(cfg) and _names_teacher(cfg),
+        "a source of data.train has a teacher or a teacher_prompt, and nothing follows a teacher",
+        "leave it out",
+    ),
+    *unused(
+        ["data.max_teacher_prompt_tokens"],
+        "data.teacher_prompt",
+        lambda cfg: not cfg.hints_teacher,
+        "leave it out",
+        reason="no teacher reads a prompt of its own",
+    ),
+    Rule(
+        ("data.teacher_prompt", "rollout.environment"),
+        lambda cfg: _hints(cfg) and cfg.environment_fields("train"),
+        "an environment may add to the prompt before the first response",
+        "leave one of them out",
+        "not built",
+    ),
+    Rule(
+        ("data.teacher_prompt", "rollout.agent"),
+        lambda cfg: _hints(cfg) and cfg.objective.samples and cfg.rollout.has_agent,
+        "an agent writes its prompts itself",
+        "leave one of them out",
+        "not built",
+    ),
+    Rule(
+        ("data.teacher_prompt", "rollout.record.replay"),
+        lambda cfg: _hints(cfg) and replay_folder(cfg),
+        "recorded rollouts are trained on without their rows",
+        "leave one of them out",
+        "not built",
+    ),
+    Rule(
+        ("model.teacher", "rollout.record.replay"),
+        lambda cfg: len(cfg.teachers) > 1 and _follows_teacher(cfg) and replay_folder(cfg),
+        "sources of data.train name others, and recorded rollouts do not say which source they are "
+        "of",
+        "name one teacher",
+        "not built",
+    ),
+    Rule(
+        ("sampling.repetition_penalty", "data.teacher_prompt"),
+        lambda cfg: _hints(cfg) and _is_rl(cfg) and cfg.sampling.repetition_penalty != 1,
+        "it counts the tokens of the prompt, and the teacher reads others",
+        "leave one of them out",
+    ),
+    Rule(
+        ("batch.tokens_per_microbatch", "data.teacher_prompt"),
+        lambda cfg: _hints(cfg) and not cfg.batch.tokens_per_microbatch,
+        "sizes are tried on rows that the policy reads, and the teacher's may be longer",
+        "set a number",
+        "not built",
+    ),
+    Rule(
+        ("batch.tokens_per_microbatch", "data"),
+        lambda cfg: (
+            len(cfg.teachers) > 1
+            and _follows_teacher(cfg)
+            and not cfg.hints_teacher
+            and not cfg.batch.tokens_per_microbatch
+        ),
+        "sources have different teachers, and sizes are tried on rows of no source",
+        "set a number",
+        "not built",
+    ),
+    Rule(
+        ("model.reference.cache", "model.teacher"),
+        lambda cfg: (
+            _only_caches_reference(cfg) and _follows_teacher(cfg) and "reference" in cfg.teachers
+        ),
+        "logprobs of tokens are kept, and a teacher is compared by whole distributions",
+        "leave cache out",
+    ),
+]
 
 
 def _of_agents(
@@ -403,4 +532,12 @@ _AGENTS = [
     ),
 ]
 
-METHODS: list[Rule] = [*_OBJECTIVES, *_ADVANTAGES, *_LOSSES, *_COEFFICIENTS, *_REFERENCE, *_AGENTS]
+METHODS: list[Rule] = [
+    *_OBJECTIVES,
+    *_ADVANTAGES,
+    *_LOSSES,
+    *_COEFFICIENTS,
+    *_REFERENCE,
+    *_TEACHERS,
+    *_AGENTS,
+]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmdrl.config.data import SourceSettings
 from spmdrl.config.fields import Config
 from spmdrl.config.tree import build, flatten
 
@@ -82,6 +83,18 @@ FEATURES: tuple[Feature, ...] = (
         "on-policy distillation",
         {"algorithm.objective": "on_policy_distill", "algorithm.loss": "divergence"}
         | {"model.teacher": "teacher"},
+    ),
+    Feature(
+        "teacher_prompt",
+        "the teacher reads a hint",
+        {"algorithm.objective": "on_policy_distill", "algorithm.loss": "divergence"}
+        | {"model.teacher": "teacher", "data.teacher_prompt": "{prompt} {answer}"},
+    ),
+    Feature(
+        "teachers",
+        "a teacher for each source",
+        {"algorithm.objective": "on_policy_distill", "algorithm.loss": "divergence"}
+        | {"data.train": tuple(SourceSettings("task:addition", teacher=name) for name in "ab")},
     ),
     Feature(
         "online_preference",

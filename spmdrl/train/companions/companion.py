@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.microbatches import PreparedMicrobatch
 from spmdrl.types import Sums
@@ -23,8 +22,8 @@ class Companion:
     is_trained = False
     """Whether it has an optimizer, and config.critic says how it learns."""
 
-    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
-        """Return, per packed row, per-token columns by name: [T] float32, 0 off the scored."""
+    def columns(self, microbatches: Sequence[PreparedMicrobatch]) -> list[dict[str, Tensor]]:
+        """Return, per micro-batch, per-token columns by name: [T] float32, 0 off the scored."""
         raise NotImplementedError
 
     def update(self, updates: Sequence[Sequence[PreparedMicrobatch]], *, step: int) -> Sums:

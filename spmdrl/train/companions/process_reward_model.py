@@ -10,7 +10,6 @@ from spmdrl.algorithms import registry
 from spmdrl.algorithms.outcome_loss import outcome_loss
 from spmdrl.algorithms.reduce import sequence_sum
 from spmdrl.config import Config
-from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.companions.trained import TrainedCompanion
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
@@ -41,8 +40,9 @@ class ProcessRewardModel(TrainedCompanion):
         )
         self._beta = known["beta"]
 
-    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
-        """Score packed rows: per row, `prm_logprobs` [T] float32, nats, 0 off the scored."""
+    def columns(self, microbatches: Sequence[PreparedMicrobatch]) -> list[dict[str, Tensor]]:
+        """Score micro-batches: for each, `prm_logprobs` [T] float32, nats, 0 off the scored."""
+        rows = [one.row for one in microbatches]
         return [{"prm_logprobs": logprobs} for logprobs, _ in self.model.columns(rows)]
 
     def _loss(self, microbatch: PreparedMicrobatch) -> tuple[Tensor, Stats]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -10,21 +11,58 @@ from torch import Tensor
 
 from spmdrl.config import Config
 from spmdrl.errors import Refusal
-from spmdrl.model.scorer import ScoredRow
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.model.tensor_parts import local_part
 from spmdrl.train.companions.companion import Companion
 from spmdrl.train.companions.reference_cache import cached_logprobs, look_up
+from spmdrl.train.microbatches import PreparedMicrobatch
 from spmdrl.world.world import World
 
 
-class Frozen(Companion):
-    """A causal LM that only scores: a reference or a teacher.
+class Scoring(Companion):
+    """A language model that scores.
+
+    Args:
+        column: name of its logprobs; empty: `columns` has none.
+    """
+
+    def __init__(self, *, column: str):
+        self._column = column
+
+    def reading(self) -> AbstractContextManager[ShardedModel]:
+        """Return the model for passes inside a `with` block."""
+        raise NotImplementedError
+
+    def columns(self, microbatches: Sequence[PreparedMicrobatch]) -> list[dict[str, Tensor]]:
+        """Score micro-batches: for each, its column [T] float32, nats, 0 off the scored tokens."""
+        if not self._column:
+            return [{} for _ in microbatches]
+        # It routes tokens itself; replayed routes are the policy's.
+        rows = [one.row.without_routes() for one in microbatches]
+        with self.reading() as model:
+            return [{self._column: logprobs} for logprobs, _ in model.columns(rows)]
+
+
+class Itself(Scoring):
+    """The policy as it is now, as a teacher that reads another prompt."""
+
+    def __init__(self, policy: ShardedModel):
+        super().__init__(column="")
+        self._policy = policy
+
+    @contextmanager
+    def reading(self) -> Iterator[ShardedModel]:
+        """Yield the policy."""
+        yield self._policy
+
+
+class Frozen(Scoring):
+    """A causal LM of its own that only scores: a reference or a teacher.
 
     Args:
         cfg, world: the config and this rank's view of the job.
         path: folder or hub name of its weights.
-        column: name of its logprobs.
+        column: see Scoring.
         is_float32: keep its parameters so, whatever it computes in.
     Raises: Refusal when the model cannot be loaded or laid out.
     """
@@ -32,32 +70,34 @@ class Frozen(Companion):
     def __init__(
         self, cfg: Config, world: World, *, path: str, column: str, is_float32: bool = False
     ):
+        super().__init__(column=column)
         self.model = ShardedModel(cfg, world, path=path, is_trained=False, is_float32=is_float32)
-        self._column = column
 
-    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
-        """Score packed rows: per row, its column [T] float32, nats, 0 off the scored tokens."""
-        return [{self._column: logprobs} for logprobs, _ in self.model.columns(rows)]
+    @contextmanager
+    def reading(self) -> Iterator[ShardedModel]:
+        """Yield the model."""
+        yield self.model
 
 
-class WithoutAdapters(Companion):
+class WithoutAdapters(Scoring):
     """The policy as it would be without its adapters: a reference that takes no memory.
 
     Args:
         policy: a model with adapters.
+        column: see Scoring.
     """
 
-    def __init__(self, policy: ShardedModel):
+    def __init__(self, policy: ShardedModel, *, column: str = "ref_logprobs"):
+        super().__init__(column=column)
         assert policy.adapters is not None
         self._policy = policy
         self._adapters = policy.adapters
 
-    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
-        """Score packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
-        # The reference routes tokens itself; replayed routes are the policy's.
-        rows = [row.without_routes() for row in rows]
+    @contextmanager
+    def reading(self) -> Iterator[ShardedModel]:
+        """Yield the policy, its adapters switched off."""
         with self._adapters.off():
-            return [{"ref_logprobs": logprobs} for logprobs, _ in self._policy.columns(rows)]
+            yield self._policy
 
 
 class Synced(Frozen):
@@ -71,6 +111,7 @@ class Synced(Frozen):
     Args:
         cfg, world: the config and this rank's view of the job.
         path: folder or hub name that it starts from.
+        column: see Scoring.
         policy: the model that it follows.
         every: steps from one sync to the next, at least 1.
         mix: the policy's share, in (0, 1].
@@ -79,9 +120,17 @@ class Synced(Frozen):
     """
 
     def __init__(
-        self, cfg: Config, world: World, *, path: str, policy: ShardedModel, every: int, mix: float
+        self,
+        cfg: Config,
+        world: World,
+        *,
+        path: str,
+        column: str,
+        policy: ShardedModel,
+        every: int,
+        mix: float,
     ):
-        super().__init__(cfg, world, path=path, column="ref_logprobs", is_float32=mix < 1)
+        super().__init__(cfg, world, path=path, column=column, is_float32=mix < 1)
         self._every = every
         self._mix = mix
         own, other = (
@@ -127,6 +176,6 @@ class Cached(Companion):
     def __init__(self, cfg: Config, world: World, *, path: str):
         self._table = cached_logprobs(cfg, world, path=path)
 
-    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
-        """Look up packed rows: per row, ref_logprobs [T] float32, nats, 0 off the scored."""
-        return [{"ref_logprobs": look_up(self._table, row)} for row in rows]
+    def columns(self, microbatches: Sequence[PreparedMicrobatch]) -> list[dict[str, Tensor]]:
+        """Look up micro-batches: for each, ref_logprobs [T] float32, nats, 0 off the scored."""
+        return [{"ref_logprobs": look_up(self._table, one.row)} for one in microbatches]

@@ -35,13 +35,13 @@ class ValueModel(TrainedCompanion):
         self._clip = cfg.critic.clip
 
     @torch.no_grad()
-    def columns(self, rows: Sequence[ScoredRow]) -> list[dict[str, Tensor]]:
-        """Value packed rows without gradients.
+    def columns(self, microbatches: Sequence[PreparedMicrobatch]) -> list[dict[str, Tensor]]:
+        """Value micro-batches without gradients.
 
-        Returns: per row, `values` [T] float32 task units: the value of the state before each
+        Returns: for each, `values` [T] float32 task units: the value of the state before each
             scored token, 0 at all other tokens.
         """
-        found = [{"values": self._values(row)} for row in rows]
+        found = [{"values": self._values(one.row)} for one in microbatches]
         reshard(self.model.scorer)
         return found
 

@@ -7,22 +7,21 @@ of the vocabulary, gather a chunk's logits and compute the same divergence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from spmdrl.algorithms import registry
-from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
-from spmdrl.errors import Refusal
 from spmdrl.model.head import HeadOptions, scaled_logits
-from spmdrl.model.load import hf_config_of
-from spmdrl.model.logit_passes import chunks
+from spmdrl.model.logit_passes import NEVER, chunks
 from spmdrl.model.parallel.tensor_parallel import enter, gather_last
 from spmdrl.model.sharded_model import ShardedModel
-from spmdrl.train.coefficients import Coefficients
+from spmdrl.train.companions.teachers import Taught, Teachers
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss
 from spmdrl.world.world import World
@@ -38,30 +37,32 @@ class DistillationLoss(ObjectiveLoss):
     On sampled responses it is the divergence at each state that the policy came to, its gradient
     not through the sampling. Both distributions are at the temperature of sampling.
 
+    Where ids were left out of a draw, student and teacher are compared on the ids that were left,
+    each scaled to sum 1 over these. Where a model has more rows of the vocabulary than the other,
+    they are compared on the ids of both.
+
     Source: arXiv 2306.13649 (GKD), algorithm 1 with lambda 1 for sampled responses.
-    Raises: Refusal for a teacher that cannot be loaded or has another vocabulary.
     """
 
-    def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
-        super().__init__(cfg, world, loss_fn=loss_fn, coefficients=coefficients)
-        check_teacher(cfg)
-        self._teacher = ShardedModel(cfg, world, path=cfg.model.teacher, is_trained=False).scorer
+    def __init__(self, cfg: Config, world: World, **given: Any):
+        super().__init__(cfg, world, **given)
+        teachers = given["companions"]["teacher"]
+        assert isinstance(teachers, Teachers)
+        self._teachers = teachers
 
     def __call__(
         self, model: ShardedModel, microbatch: PreparedMicrobatch, *, known: Known
     ) -> tuple[Tensor, Stats]:
-        """See ObjectiveLoss. Both models run forward."""
+        """See ObjectiveLoss. Policy and teachers run forward."""
+        taught = self._teachers.read(microbatch)
+        head = partial(self._terms, taught, model.scorer.head_options)
         row = microbatch.row
-        with torch.no_grad():
-            # The teacher routes tokens itself; replayed routes are the policy's. Its head returns
-            # its inputs, since `_terms` makes logits chunk by chunk.
-            taught = self._teacher(row.without_routes(), lambda *given, targets: given)
-        terms, stats = model.forward(row, partial(self._terms, taught, model.scorer.head_options))
+        terms, stats = model.forward(row, head)
         return (row.spread(terms).double() * microbatch.weights).sum(), stats
 
     def _terms(
         self,
-        taught: HeadInputs,
+        taught: Sequence[Taught],
         options: HeadOptions,
         hidden: Tensor,
         *rows: Tensor | None,
@@ -69,54 +70,59 @@ class DistillationLoss(ObjectiveLoss):
     ) -> tuple[Tensor, Stats]:
         """Return the divergence at each scored token, [n] float32 nats, and its metrics."""
         terms = []
+        orders = []
         stats = []
-        # One chunk without positions, if there is none: parameters must be in the graph and
-        # metrics in the totals of every rank, so that collectives match.
-        for part in chunks(len(hidden), options.chunk_tokens) or [slice(0, 0)]:
-            found, own = checkpoint(
-                self._chunk,
-                (hidden[part], *rows),
-                (taught[0][part], *taught[1:]),
-                options,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            terms.append(found)
-            stats.append(own)
+        for one in taught:
+            own = hidden
+            order = torch.arange(len(hidden), device=hidden.device)
+            if one.places is not None:
+                order = one.places.at
+                own = hidden[order]
+            orders.append(order)
+            # One chunk without positions, if there is none: parameters must be in the graph and
+            # metrics in the totals of every rank, so that collectives match.
+            for part in chunks(len(own), options.chunk_tokens) or [slice(0, 0)]:
+                found, counted = checkpoint(
+                    self._chunk,
+                    (own[part], *rows),
+                    one,
+                    part,
+                    options,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+                terms.append(found)
+                stats.append(counted)
         total = {
             name: (sum(own[name][0] for own in stats), sum(own[name][1] for own in stats))
             for name in stats[0]
         }
-        return torch.cat(terms), total
+        joined = torch.cat(terms)
+        if len(taught) > 1:
+            joined = joined.new_zeros(len(hidden)).index_copy(0, torch.cat(orders), joined)
+        return joined, total
 
     def _chunk(
-        self, own: HeadInputs, taught: HeadInputs, options: HeadOptions
+        self, own: HeadInputs, taught: Taught, part: slice, options: HeadOptions
     ) -> tuple[Tensor, Stats]:
         with torch.no_grad():
-            teacher = _whole_logits(*taught, self._teacher.head_options)
+            given = (taught.states[part], taught.weight, taught.bias)
+            teacher = _whole_logits(*given, taught.options)
+        student = _whole_logits(*own, options)
+        shared = min(student.shape[1], teacher.shape[1])
+        student = student[:, :shared]
+        teacher = teacher[:, :shared]
+        if taught.rules is not None and part.stop > part.start:
+            dropped = taught.rules.dropped(part, first=0, width=shared)
+            assert dropped is not None, "refused: penalties without sampling masks"
+            student = student.masked_fill(dropped, NEVER)
+            teacher = teacher.masked_fill(dropped, NEVER)
         inputs = {
-            "student_logits": _whole_logits(*own, options),
+            "student_logits": student,
             "teacher_logits": teacher,
             "loss_mask": torch.ones(len(own[0]), dtype=torch.bool, device=own[0].device),
         }
         return registry.call(self._loss, inputs, self.cfg.algorithm.loss_options)
-
-
-def check_teacher(cfg: Config) -> None:
-    """Refuse a teacher that has other tokens than the policy; config.json of both says it.
-
-    Raises: Refusal.
-    """
-    own, other = (
-        hf_config_of(cfg.model, path=path).get_text_config().vocab_size
-        for path in (cfg.model.path, cfg.model.teacher)
-    )
-    if own != other:
-        raise Refusal(
-            f"model.teacher: has a vocabulary of {other}, the policy one of {own}; distillation "
-            "needs the same tokens on both sides",
-            field="model.teacher",
-        )
 
 
 def _whole_logits(

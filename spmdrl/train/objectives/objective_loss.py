@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.model.sharded_model import ShardedModel
 from spmdrl.train.coefficients import Coefficients
+from spmdrl.train.companions.companion import Companion
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch, Stats
 from spmdrl.types import Batch
 from spmdrl.world.world import World
@@ -30,10 +32,18 @@ class ObjectiveLoss:
         cfg, world: the config and this rank's view of the job.
         loss_fn: computes the terms.
         coefficients: of KL and entropy bonus; read again at each call.
-    Raises: Refusal for an unknown method, or a model that cannot be loaded.
+        companions: the models beside the policy, by name.
     """
 
-    def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
+    def __init__(
+        self,
+        cfg: Config,
+        world: World,
+        *,
+        loss_fn: Method,
+        coefficients: Coefficients,
+        companions: Mapping[str, Companion] = MappingProxyType({}),
+    ):
         self.cfg = cfg
         self._loss = loss_fn
         self._coefficients = coefficients
@@ -113,3 +123,11 @@ def needed_columns(cfg: Config) -> set[str]:
     Raises: Refusal for an unknown method.
     """
     return loss_class(cfg).columns_of(cfg, **named_methods(cfg))
+
+
+def follows_teacher(cfg: Config) -> bool:
+    """Return whether the configured methods follow a teacher.
+
+    Raises: Refusal for an unknown method.
+    """
+    return cfg.objective.needs_teacher or "teacher_logprobs" in needed_columns(cfg)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from spmdrl.algorithms.preference.unpaired import kto_kl
 from spmdrl.algorithms.registry import Method
 from spmdrl.config import Config
 from spmdrl.model.sharded_model import ShardedModel
-from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss, gather_columns
 from spmdrl.types import Batch, Microbatch, Scalars
@@ -35,8 +35,8 @@ _STATISTICS = {"kl", "mean_log_ratio"}
 class PairLoss(ObjectiveLoss):
     """The mean over a batch's pairs of a preference loss, or of a reward model's."""
 
-    def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
-        super().__init__(cfg, world, loss_fn=loss_fn, coefficients=coefficients)
+    def __init__(self, cfg: Config, world: World, **given: Any):
+        super().__init__(cfg, world, **given)
         self._is_unpaired = registry.is_unpaired(self._loss)
         self._statistics = _STATISTICS.intersection(registry.inputs_of(self._loss))
         self._is_matched = hasattr(self._loss, "matched")

@@ -17,7 +17,6 @@ from spmdrl.config import Config
 from spmdrl.errors import Refusal, place_of
 from spmdrl.model.exact.numerics import numerics_of
 from spmdrl.model.sharded_model import ShardedModel
-from spmdrl.train.coefficients import Coefficients
 from spmdrl.train.microbatches import LossOf, PreparedMicrobatch, Stats
 from spmdrl.train.objectives.objective_loss import Known, ObjectiveLoss, gather_columns
 from spmdrl.types import Microbatch
@@ -29,8 +28,8 @@ _OF_MODELS = {"ref_logprobs", "teacher_logprobs", "values", "prm_logprobs", "squ
 class RolloutLoss(ObjectiveLoss):
     """The policy loss of the config, with its correction, KL, entropy bonus and token filter."""
 
-    def __init__(self, cfg: Config, world: World, *, loss_fn: Method, coefficients: Coefficients):
-        super().__init__(cfg, world, loss_fn=loss_fn, coefficients=coefficients)
+    def __init__(self, cfg: Config, world: World, **given: Any):
+        super().__init__(cfg, world, **given)
         chosen = cfg.algorithm
         self._correction = registry.get("correction", chosen.correction)
         self._kl = registry.get("kl", chosen.kl)
