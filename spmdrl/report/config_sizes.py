@@ -29,6 +29,13 @@ def config_sizes(cfg: Config, *, tokens: int = 0) -> dict[str, str]:
         "sequences per dp rank": _share(sequences, axes.dp_size),
         "micro-batches per dp rank": _microbatches(cfg, useful_tokens(cfg), measured=tokens),
     }
+    if len(cfg.teachers) > 1:
+        pairs["teachers"] = ", ".join(cfg.teachers)
+    if cfg.hints_teacher:
+        longest_read = cfg.data.max_teacher_prompt_tokens + cfg.sampling.max_response_tokens
+        pairs["tokens per step of teachers"] = (
+            f"at most {sequences} * {longest_read} = {sequences * longest_read:,}"
+        )
     if axes.engines:
         pairs["steps of generation ahead"] = f"{cfg.lag}" + (
             f", each sample {cfg.lag} steps stale and nothing overlaps: under layout.placement "

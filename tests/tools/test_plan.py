@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spmdrl.check.proved_models import pushed_by
-from spmdrl.config import Config, ModelSettings
+from spmdrl.config import Config, ModelSettings, SourceSettings
 from spmdrl.data.microbatch_plan import partition
 from spmdrl.data.prefix_tree import LEAST
 from spmdrl.model.divisibility import misfits
@@ -67,6 +67,38 @@ def _run(shape: ModelShape, **changed: object) -> Run:
     means = {"prompt_tokens": 512, "response_tokens": 1024}
     own = run_of(cfg, shape, on_gpu=True, chunk_tokens=1024, **means)
     return replace(own, kernels=replace(own.kernels, recomputes=True), **changed)
+
+
+def test_teachers_are_counted_with_the_prompts_that_they_read(shapes):
+    shape = shapes["qwen3-8b"]
+    layout = Axes("colocated", 8, 8)
+    distilling = {"objective": "on_policy_distill", "loss": "divergence"}
+    cases = {
+        "none": {},
+        "one": {"model": {"teacher": "t"}},
+        "hinted": {"model": {"teacher": "t"}, "data": {"teacher_prompt": "hint"}},
+        "policy": {"model": {"teacher": "policy"}, "data": {"teacher_prompt": "hint"}},
+        "two": {
+            "data": {"train": (SourceSettings("a", teacher="t"), SourceSettings("b", teacher="u"))}
+        },
+    }
+    runs = {}
+    seconds = {}
+    for name, fields in cases.items():
+        cfg = changed(Config(), batch={"epochs": 2}, **fields)
+        if fields:
+            cfg = changed(cfg, algorithm=distilling)
+        run = run_of(
+            cfg, shape, on_gpu=True, chunk_tokens=1024, prompt_tokens=256, response_tokens=256
+        )
+        runs[name] = run
+        seconds[name] = step_seconds(
+            run, layout, rates=rates_of("H100"), tokens=16384, slots=256
+        ).update
+    assert [runs[name].frozen_models for name in cases] == [0, 1, 1, 0, 2]
+    assert [runs[name].teacher_passes for name in cases] == [0, 2, 2, 2, 2]
+    assert runs["one"].teacher_prompt_tokens == 256 and runs["hinted"].teacher_prompt_tokens == 1024
+    assert seconds["one"] < seconds["hinted"] == seconds["policy"]
 
 
 def test_shapes_are_those_of_the_published_models(shapes):

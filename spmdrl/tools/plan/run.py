@@ -24,7 +24,7 @@ from spmdrl.model.model_shape import ModelShape, model_shape
 from spmdrl.model.parallel.recompute import has
 from spmdrl.run_files import SMALL, json_of, read_bytes
 from spmdrl.tools.plan.activations import Kernels
-from spmdrl.train.objectives.objective_loss import needed_columns
+from spmdrl.train.objectives.objective_loss import follows_teacher, needed_columns
 from spmdrl.value_forms import is_number
 from spmdrl.world.axes import Axes
 from spmdrl.world.machine.hardware import GPUS, LINK_FRAC, MEMORY_FRAC, Gpu, known_gpu
@@ -44,8 +44,10 @@ class Run:
     sequences: int  # per step
     prompt_tokens: float  # mean
     response_tokens: float  # mean
-    forwards: int  # passes over a batch without the training passes
-    frozen_models: int  # reference, teacher, reward models, as large as the policy
+    forwards: int  # passes over a batch without the training passes and those of teachers
+    teacher_passes: int  # over a batch, all teachers together
+    teacher_prompt_tokens: float  # mean, of what teachers read before a response
+    frozen_models: int  # reference, teachers, reward models, as large as the policy
     trained_models: int  # without the policy: 1 with a critic
     lora_numel: int  # elements of all adapters; 0 trains all weights
     chunk_tokens: int  # positions whose logits exist at once
@@ -54,6 +56,11 @@ class Run:
     engine_bytes: int  # of one element of its weights and cache
     shares_prefixes: bool = False  # all models can, and batch.share_prefixes lets them
     unshared: str = ""  # which models cannot, and why
+
+    @property
+    def taught(self) -> Run:
+        """The same run with the prompts of teachers."""
+        return replace(self, prompt_tokens=self.teacher_prompt_tokens)
 
     @property
     def tokens(self) -> float:
@@ -123,8 +130,14 @@ def run_of(
     lora = cfg.model.lora
     group = cfg.sequences_per_row
     columns = needed_columns(cfg)
+    is_taught = follows_teacher(cfg)
+    has_reference = "ref_logprobs" in columns or (is_taught and "reference" in cfg.teachers)
     # With adapters the reference is the policy without them, which needs no second model.
-    own_reference = "ref_logprobs" in columns and not (lora.is_on and not cfg.model.reference.path)
+    own_reference = has_reference and not (lora.is_on and not cfg.model.reference.path)
+    prompt_tokens = prompt_tokens or cfg.data.max_prompt_tokens / 2
+    teacher_prompt = cfg.data.max_teacher_prompt_tokens / 2 if cfg.hints_teacher else prompt_tokens
+    # Whole distributions are compared in each epoch; logprobs are computed once.
+    teacher_passes = cfg.batch.epochs if cfg.objective.needs_teacher else int(is_taught)
     is_away = on_gpu and has(memory.offload, "optimizer")
     has_none = on_gpu and has(memory.offload, "parameters")
     return Run(
@@ -136,10 +149,12 @@ def run_of(
         master_bytes=0 if has_none else item_bytes(memory.master_dtype),
         moment_bytes=0 if is_away else 2 * moment_bytes(memory.optimizer_dtype),
         sequences=cfg.batch.prompts_per_step * group,
-        prompt_tokens=prompt_tokens or cfg.data.max_prompt_tokens / 2,
+        prompt_tokens=prompt_tokens,
         response_tokens=response_tokens or cfg.sampling.max_response_tokens / 2,
         forwards=len(columns & _PASSES),
-        frozen_models=own_reference + ("teacher_logprobs" in columns) + cfg.objective.needs_teacher,
+        teacher_passes=teacher_passes,
+        teacher_prompt_tokens=teacher_prompt,
+        frozen_models=own_reference + (len(cfg.teacher_paths) if is_taught else 0),
         trained_models=int(not columns.isdisjoint({"values", "prm_logprobs"})),
         lora_numel=lora_numel,
         chunk_tokens=chunk_tokens,
@@ -181,8 +196,8 @@ def _engine_sleeps(cfg: Config, *, on_gpu: bool) -> bool:
     return cfg.engine.options.get("enable_sleep_mode", True)
 
 
-# Columns that take a forward pass over the batch each.
-_PASSES = {"old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "prm_logprobs"}
+# Columns that take a forward pass over the batch each, but those of teachers.
+_PASSES = {"old_logprobs", "ref_logprobs", "values", "prm_logprobs"}
 
 
 def _kernels(cfg: Config, *, on_gpu: bool) -> Kernels:

@@ -87,18 +87,13 @@ def step_seconds(run: Run, axes: Axes, *, rates: Rates, tokens: int, slots: int)
 
 def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, str]:
     shape = run.shape
-    group = group_of(run, axes, tokens=tokens)
-    own = forward_flops(
-        shape,
-        lengths=group.lengths,
-        num_scored=group.size * int(run.response_tokens),
-        before=group.before,
-    ).total
     epochs = run.cfg.batch.epochs
     # A backward pass has twice the matmuls of a forward pass; recomputation is one more of these.
     passes = run.forwards + epochs * (4 if run.kernels.recomputes else 3)
     passes += 3 * run.trained_models * (run.cfg.critic.epochs or epochs)
-    compute = run.sequences / group.size * own * passes / axes.trainers / rates.flops
+    each = passes * _sequence_flops(run, axes, tokens=tokens)
+    each += run.teacher_passes * _sequence_flops(run.taught, axes, tokens=tokens)
+    compute = run.sequences * each / axes.trainers / rates.flops
     flows = trainer_flows(run, axes, tokens=tokens)
     hidden = {f.name: f.seconds(rates) for f in flows if f.hides}
     open_ = {f.name: f.seconds(rates) for f in flows if not f.hides}
@@ -112,6 +107,18 @@ def _update(run: Run, axes: Axes, *, rates: Rates, tokens: int) -> tuple[float, 
     overlapped = sum(hidden.values())
     parts = {"matmuls": compute} | open_ | ({"FSDP": overlapped} if overlapped > work else {})
     return max(work, overlapped) + steps, max(parts, key=lambda name: parts[name])
+
+
+def _sequence_flops(run: Run, axes: Axes, *, tokens: int) -> float:
+    """Return the FLOPs of a forward pass over a sequence, with its share of the group's prompt."""
+    group = group_of(run, axes, tokens=tokens)
+    own = forward_flops(
+        run.shape,
+        lengths=group.lengths,
+        num_scored=group.size * int(run.response_tokens),
+        before=group.before,
+    ).total
+    return own / group.size
 
 
 def _generate(run: Run, axes: Axes, *, rates: Rates, slots: int) -> tuple[float, str]:

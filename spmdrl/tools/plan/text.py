@@ -68,6 +68,11 @@ def _step_text(run: Run) -> str:
         f"tokens (mean; longest {run.cfg.longest_sequence}), {run.cfg.batch.updates_per_step} "
         f"update{'s' * (run.cfg.batch.updates_per_step > 1)}"
         + (f", {run.cfg.batch.epochs} times" if run.cfg.batch.epochs > 1 else "")
+        + (
+            f"; teachers read prompts of {run.teacher_prompt_tokens:g} tokens (mean)"
+            if run.teacher_passes and run.cfg.hints_teacher
+            else ""
+        )
         + ("; seconds are without a tower's work" if run.shape.tower else "")
     )
 

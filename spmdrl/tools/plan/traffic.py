@@ -98,8 +98,9 @@ def _weight_flows(run: Run, axes: Axes, *, count: int) -> Iterator[Flow]:
     sent = (n - 1) * (state - apart) + (axes.replica // axes.ep - 1) * apart
     reduced = (n - 1) * trained if run.lora_numel and sent else sent
     # For the forward pass, and again for the backward pass unless weights stay gathered; once for
-    # passes without a backward pass.
-    gathers = count * (epochs * (1 if memory.reshard == "never" else 2) + run.forwards)
+    # passes without a backward pass. Every teacher takes part in each micro-batch.
+    teachers = run.teacher_passes * max(1, len(run.cfg.teachers))
+    gathers = count * (epochs * (1 if memory.reshard == "never" else 2) + run.forwards + teachers)
     reduces = updates if memory.reduce == "last" else count * epochs
     c = run.kernels.compute_bytes
     span = axes.span("fsdp")
@@ -122,7 +123,9 @@ def _activation_flows(run: Run, axes: Axes, *, count: int, computed: float) -> I
     c = run.kernels.compute_bytes
     own = computed / axes.dp_size / axes.cp  # tokens of this rank in a step
     # Forward, again where it is computed again, backward.
-    passes = run.forwards + run.cfg.batch.epochs * (3 if run.kernels.recomputes else 2)
+    longer = (run.teacher_prompt_tokens + run.response_tokens) / (run.tokens / run.sequences)
+    trained = run.cfg.batch.epochs * (3 if run.kernels.recomputes else 2)
+    passes = run.forwards + trained + run.teacher_passes * longer
     calls = 2 * len(shape.blocks) * passes * count
     times = _tp_passes(shape) * passes
     share = 2 * (axes.tp - 1) / axes.tp
