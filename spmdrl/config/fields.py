@@ -317,6 +317,11 @@ class Config:
         return any(source.teacher_prompt for source in sources) or bool(self.data.teacher_prompt)
 
     @property
+    def agents_at_once(self) -> int:
+        """Return how many agents run at a time, per engine replica."""
+        return self.rollout.agents_at_once or min(32, self.engine.max_num_seqs)
+
+    @property
     def reward_functions(self) -> tuple[str, ...]:
         """Return rewards.functions, and after them the functions of single sources."""
         own = [spec for source in self.data.all_sources() for spec in self.functions_of(source)]

@@ -18,7 +18,7 @@ import secrets
 import select
 import time
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,10 +30,12 @@ _SPARE_SHARE = 0.5
 """After the first worker was replaced: number of spare workers, as a share of all workers."""
 _MOST_DEATHS = 2
 _START_TIMEOUT_S = 300.0  # a user's module may import a large package from a slow disk
+_REPORT_S = 1.0  # a worker that checks deadlines itself must report this soon after a deadline
+_AGENT_REPORT_S = 15.0  # it also ends the agent, and everything that it started
+_WAIT_S = 0.5
 _STUCK_TIMES = 4.0
 _STUCK_S = 0.2
 """A job is stuck if it takes longer than this multiple of the mean, and this many seconds."""
-_REPORT_S = 1.0  # a worker that checks deadlines itself must report this soon after a deadline
 
 
 class JobQueue:
@@ -49,6 +51,8 @@ class JobQueue:
 
     def __init__(self, setup: Setup, *, workers: int, timeout_s: float):
         self._setup = setup
+        self._runs_agents = setup.agent is not None
+        self._limit = "rollout.agent_timeout_s" if self._runs_agents else "rewards.timeout_s"
         self._num_workers = workers
         self._timeout_s = timeout_s
         self._mean_s: dict[type, float] = {}  # how long jobs take on average, by kind
@@ -107,16 +111,16 @@ class JobQueue:
         Args:
             also: other descriptors that end the sleep when they are readable.
         """
+        wait_for_any([self], also=also)
+
+    def prepare_wait(self, poller: select.poll) -> float:
+        """Register what there is to wait for. Returns: seconds until a deadline may have passed."""
         self._hand_out()  # otherwise jobs that were put after the last round would wait too
-        poller = select.poll()  # not select(), which fails for descriptors above 1023
         for worker in self._workers:
             poller.register(worker.stdout, select.POLLIN)
             if worker.has_unsent:
                 poller.register(worker.stdin, select.POLLOUT)
-        for descriptor in also:
-            poller.register(descriptor, select.POLLIN)
-        left_s = min([0.5, *map(self._left_s, self._workers)])
-        poller.poll(1000 * max(0.001, left_s))
+        return min(map(self._left_s, self._workers), default=math.inf)
 
     def close(self) -> None:
         """End all workers; jobs that are not done are dropped."""
@@ -130,11 +134,17 @@ class JobQueue:
 
     def _kill_after_s(self, worker: WorkerProcess) -> float:
         """Return how long a job may run before its worker is killed, seconds."""
-        return self._timeout_s + (_REPORT_S if worker.concurrency > 1 else 0.0)
+        if not self._checks_deadlines(worker):
+            return self._timeout_s
+        return self._timeout_s + (_AGENT_REPORT_S if self._runs_agents else _REPORT_S)
+
+    def _checks_deadlines(self, worker: WorkerProcess) -> bool:
+        """Return whether a worker checks the deadlines of its jobs itself."""
+        return self._runs_agents or worker.concurrency > 1
 
     def _stuck_after_s(self, worker: WorkerProcess) -> float:
         """Return how long a worker's first job may run before the worker is stuck, seconds."""
-        if worker.concurrency > 1 or not worker.jobs:
+        if self._checks_deadlines(worker) or not worker.jobs:
             return float("inf")
         first = next(iter(worker.jobs.values()))
         mean = self._mean_s.get(first.kind, self._timeout_s / 8)
@@ -159,7 +169,7 @@ class JobQueue:
             called: names of the user's functions that the job called, for messages.
         """
         if done.seconds > self._timeout_s and done.failure != "timeout":
-            limit = f"rewards.timeout_s = {self._timeout_s:g}"
+            limit = f"{self._limit} = {self._timeout_s:g}"
             late = f"{called} took {done.seconds:.2f} s, above {limit}"
             return replace(done, failure="timeout", message=late, result=None)
         if done.failure is None:
@@ -195,7 +205,8 @@ class JobQueue:
             message = f"the worker process wrote something that is not a result: {worker.fault}"
             self._replace(worker, failure="error", message=message)
         elif worker.running_s(looked) > self._kill_after_s(worker):
-            message = no_result(self._timeout_s, called=worker.called(worker.suspects()[0]))
+            called = worker.called(worker.suspects()[0])
+            message = no_result(self._timeout_s, called=called, limit=self._limit)
             self._replace(worker, failure="timeout", message=message)
         elif worker.has_ended():
             self._take(worker)  # it may have written something between `_take` and its end
@@ -233,9 +244,12 @@ class JobQueue:
         worker.kill()
         self._workers.remove(worker)
         self._expect_faults()
-        if len(suspects) == 1 and _is_to_blame(suspects[0], worker, failure=failure):
-            job = worker.jobs.pop(suspects[0].id)
-            self._done.append((job, Done(job.id, time.monotonic(), seconds, failure, message)))
+        is_known = len(suspects) == 1 and _is_to_blame(suspects[0], worker, failure=failure)
+        # An agent has asked the policy, and cannot be repeated.
+        if is_known or self._runs_agents:
+            for job in suspects:
+                del worker.jobs[job.id]
+                self._done.append((job, Done(job.id, time.monotonic(), seconds, failure, message)))
         for job in suspects:
             job.is_alone = True
             job.deaths += 1
@@ -261,6 +275,15 @@ class JobQueue:
             min(free, key=lambda worker: len(worker.jobs)).add(job)
         for worker in ready:
             worker.flush()
+
+
+def wait_for_any(queues: Sequence[JobQueue], *, also: Iterable[int] = ()) -> None:
+    """Sleep as `JobQueue.wait`, for several queues."""
+    poller = select.poll()  # not select(), which fails for descriptors above 1023
+    for descriptor in also:
+        poller.register(descriptor, select.POLLIN)
+    left_s = min([_WAIT_S, *(queue.prepare_wait(poller) for queue in queues)])
+    poller.poll(1000 * max(0.001, left_s))
 
 
 def _is_to_blame(job: QueuedJob, worker: WorkerProcess, *, failure: Failure) -> bool:

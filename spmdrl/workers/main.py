@@ -1,5 +1,7 @@
 """The worker: it reads jobs from stdin, and writes one result for each to stdout.
 
+A worker that runs an agent does nothing else, see `agent_jobs`. Others do this:
+
 It scores samples, and plays episodes of the run's environments. The first message is a Setup; the
 first report is Ready or Refused. Then the worker gets jobs (id, work) and sends a Done for each. It
 does them one by one in order; or, if functions allow several at once (`concurrent`), in any order,
@@ -25,6 +27,7 @@ from dataclasses import replace
 from typing import Any, BinaryIO
 
 from spmdrl.rewards.samples import RewardList, RewardSample
+from spmdrl.workers.agent_jobs import AgentServer
 from spmdrl.workers.environment_jobs import EnvironmentServer
 from spmdrl.workers.messages import (
     RECALL,
@@ -63,11 +66,14 @@ def main(life_fd: int, memory_bytes: int) -> None:
     source, write = _take_pipes()
     setup = read_message(source)
     try:
-        server = Server(setup)
+        server = Server(setup) if setup.agent is None else AgentServer(setup.agent)
     except BaseException as error:  # also sys.exit in a user's module
         write(Refused(describe_error(error)))
         return
     write(Ready(time.monotonic(), server.facts))
+    if isinstance(server, AgentServer):
+        server.serve(source.fileno(), write)
+        return
     inbox: queue.SimpleQueue = queue.SimpleQueue()
     # The user's code may use signals, which Python handles in the main thread. So another thread
     # reads.

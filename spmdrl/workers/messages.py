@@ -1,4 +1,4 @@
-"""The messages between the pool and its workers; `main` describes their order.
+"""The messages between the pool and its workers; `main` and `agent_jobs` describe their order.
 
 A message to a worker is a 4-byte little-endian length and a pickle. A worker trusts its parent, and
 loads the code that the parent names. A worker's reports are plain data, see `reports`.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Literal
 
@@ -40,6 +40,22 @@ class SourceSetup:
 
 
 @dataclass(frozen=True)
+class AgentSetup:
+    """The agent that a worker runs."""
+
+    function: str
+    """rollout.agent."""
+    command: tuple[str, ...]
+    """rollout.agent_command; used if there is no function."""
+    at_once: int
+    """Most episodes at a time."""
+    timeout_s: float
+    """Deadline of an episode."""
+    memory_gib: float
+    """Limit for an agent and the processes that it starts, GiB; 0 for none."""
+
+
+@dataclass(frozen=True)
 class Setup:
     """What a worker loads."""
 
@@ -62,6 +78,8 @@ class Setup:
     """Deadline of a job."""
     memory_gib: float = 0.0
     """Limit for a worker and the processes that it starts, GiB; 0 for none."""
+    agent: AgentSetup | None = None
+    """If set, the worker runs this agent and does nothing else."""
 
     def options_of(self, spec: str) -> dict[str, Any]:
         """Return the options of a generated task among the functions."""
@@ -72,7 +90,9 @@ class Setup:
         """Names of the functions, tasks and environments, for messages."""
         tasks = [source.task for source in self.sources if source.is_own_grader]
         environments = [options.get("name") for options in self.environments.values()]
-        return [*self.functions.values(), *dict.fromkeys(filter(None, [*tasks, *environments]))]
+        agents = [self.agent.function or self.agent.command[0]] if self.agent else []
+        others = dict.fromkeys(filter(None, [*tasks, *environments, *agents]))
+        return [*self.functions.values(), *others]
 
 
 @dataclass(frozen=True)
@@ -102,8 +122,8 @@ class Solve:
 
     row: dict
     seed: int
-    source: int
-    """Index of the row's source, see `Prompt`."""
+    needs_reward: bool
+    """Whether the agent must return a reward, because no function scores its rows."""
     base_url: str
     """Address of the gateway, `http://127.0.0.1:PORT/v1`."""
     api_key: str
@@ -194,13 +214,14 @@ class Done:
     """Number of repeated calls of functions."""
 
 
-def no_result(timeout_s: float, *, called: str) -> str:
+def no_result(timeout_s: float, *, called: str, limit: str = "rewards.timeout_s") -> str:
     """Return the message for a job without a result at its deadline.
 
     Args:
         called: names of the user's functions that it called.
+        limit: the field of the deadline.
     """
-    return f"no result of {called} within rewards.timeout_s = {timeout_s:g} s"
+    return f"no result of {called} within {limit} = {timeout_s:g} s"
 
 
 def pack_message(value: Any) -> bytes:
@@ -217,3 +238,14 @@ def read_message(source: BinaryIO) -> Any:
     size = _HEADER.unpack(header)[0]
     data = source.read(size)
     return pickle.loads(data) if len(data) == size else None
+
+
+def take_messages(buffer: bytearray) -> Iterator[Any]:
+    """Remove whole messages from the front of `buffer` and yield them, one by one."""
+    while len(buffer) >= _HEADER.size:
+        end = _HEADER.size + _HEADER.unpack_from(buffer)[0]
+        if len(buffer) < end:
+            return
+        message = pickle.loads(bytes(buffer[_HEADER.size : end]))
+        del buffer[:end]
+        yield message

@@ -20,19 +20,24 @@ from spmdrl.imports import refusing
 from spmdrl.rewards.samples import SCOPES, RewardList, RewardSample, Scope, TrainerState
 from spmdrl.rewards.signatures import part_names, reward_models
 from spmdrl.types import Prompt
-from spmdrl.workers.job_queue import JobQueue
+from spmdrl.workers.job_queue import JobQueue, wait_for_any
 from spmdrl.workers.joining import Call, ResultJoiner
 from spmdrl.workers.messages import (
+    AgentSetup,
     Done,
     Open,
     Respond,
     RewardResult,
     Setup,
+    Solve,
+    SolveResult,
     SourceSetup,
     TurnResult,
     Work,
 )
 from spmdrl.workers.worker_process import QueuedJob
+
+PoolResult = RewardResult | TurnResult | SolveResult
 
 
 class RewardPool(JobQueue):
@@ -74,11 +79,17 @@ class RewardPool(JobQueue):
         super().__init__(
             setup, workers=rewards.workers if is_needed else 0, timeout_s=rewards.timeout_s
         )
-        self._unpolled: list[RewardResult | TurnResult] = []
+        self._agents = _agent_queue(cfg)
+        self._unpolled: list[PoolResult] = []
         self._max_steps = cfg.steps
         self._steps_per_epoch = steps_per_epoch
         # No function needs to apply to a sample that a model or an environment scores.
-        scored = [i for i, source in enumerate(sources) if models or source.environment]
+        self._are_scored = [
+            own.is_own_grader or bool(cfg.functions_of(source))
+            for own, source in zip(sources, cfg.data.all_sources())
+        ]
+        otherwise = models or cfg.rollout.has_agent
+        scored = [i for i, source in enumerate(sources) if otherwise or source.environment]
         self._joiner = ResultJoiner(otherwise_scored=scored)
 
     def __enter__(self) -> RewardPool:
@@ -86,6 +97,29 @@ class RewardPool(JobQueue):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __len__(self) -> int:
+        """Return the number of calls that are submitted and not done."""
+        return sum(JobQueue.__len__(queue) for queue in self._queues)
+
+    def start(self) -> None:
+        """Start the workers and wait until they have loaded the setup.
+
+        Raises: Refusal if something cannot be loaded.
+        """
+        super().start()
+        if self._agents is not None:
+            self._agents.start()
+
+    def close(self) -> None:
+        """End all workers; jobs that are not done are dropped."""
+        super().close()
+        if self._agents is not None:
+            self._agents.close()
+
+    @property
+    def _queues(self) -> list[JobQueue]:
+        return [self] if self._agents is None else [self, self._agents]
 
     @property
     def environments(self) -> dict[str, dict[str, Any]]:
@@ -218,9 +252,13 @@ class RewardPool(JobQueue):
             api_key: of the episode, `Gateway.open`.
         Raises: Refusal if the data row cannot be sent to another process.
         """
-        raise NotImplementedError
+        assert self._agents is not None, "the run has no agent"
+        work = Solve(
+            row, seed, needs_reward=not self._are_scored[source], base_url=base_url, api_key=api_key
+        )
+        _put(self._agents, key, work, what="a data row")
 
-    def poll(self) -> list[RewardResult | TurnResult]:
+    def poll(self) -> list[PoolResult]:
         """Return the available results, without waiting.
 
         Raises: Refusal as `start`; RuntimeError if workers cannot be started again.
@@ -229,12 +267,14 @@ class RewardPool(JobQueue):
         self._unpolled = []
         for job, done in self.take():
             results += self._read(job, done)
+        for job, done in self._agents.take() if self._agents is not None else ():
+            results.append(_solve_result(job, done))
         return results
 
     def wait(self, *, also: Iterable[int] = ()) -> None:
         """Wait as JobQueue does, but not if there is something to poll."""
         if not self._unpolled:
-            super().wait(also=also)
+            wait_for_any(self._queues, also=also)
 
     def _read(self, job: QueuedJob, done: Done) -> Sequence[RewardResult | TurnResult]:
         if not isinstance(job.key, Call):  # of an episode
@@ -249,9 +289,32 @@ class RewardPool(JobQueue):
         return TrainerState(step, self._max_steps, step / self._steps_per_epoch, epochs)
 
     def _send(self, key: Hashable, work: Work, *, what: str) -> None:
-        kinds = (pickle.PicklingError, TypeError, AttributeError)
-        with refusing(f"{what} cannot be sent to a worker process", *kinds):
-            self.put(key, work)
+        _put(self, key, work, what=what)
+
+
+def _put(queue: JobQueue, key: Hashable, work: Work, *, what: str) -> None:
+    kinds = (pickle.PicklingError, TypeError, AttributeError)
+    with refusing(f"{what} cannot be sent to a worker process", *kinds):
+        queue.put(key, work)
+
+
+def _agent_queue(cfg: Config) -> JobQueue | None:
+    """Return the worker that runs the agent; None without an agent.
+
+    It is one process of its own, because an agent runs for long, and has a deadline of its own.
+    """
+    rollout = cfg.rollout
+    if not rollout.has_agent:
+        return None
+    agent = AgentSetup(
+        function=rollout.agent,
+        command=rollout.agent_command,
+        at_once=cfg.agents_at_once,
+        timeout_s=rollout.agent_timeout_s,
+        memory_gib=cfg.rewards.worker_memory_gib,
+    )
+    setup = Setup(functions={}, weights=(), timeout_s=rollout.agent_timeout_s, agent=agent)
+    return JobQueue(setup, workers=1, timeout_s=rollout.agent_timeout_s)
 
 
 def _source_setups(cfg: Config, names: Sequence[str]) -> tuple[SourceSetup, ...]:
@@ -268,10 +331,10 @@ def _source_setups(cfg: Config, names: Sequence[str]) -> tuple[SourceSetup, ...]
     for source, (field, environment) in zip(sources, cfg.environments()):
         functions = cfg.functions_of(source)
         is_task = is_generated(source.path)
-        if not functions and not is_task and not environment:
+        if not (functions or is_task or environment or cfg.rollout.has_agent):
             raise Refusal(
-                f"rewards.functions: is empty, and {source.path} has neither an environment nor, "
-                "as a generated task, a grader"
+                f"rewards.functions: is empty, and {source.path} has neither an environment, an "
+                "agent nor, as a generated task, a grader"
             )
         if cfg.rewards.functions and not source.rewards:
             # By position, because the config may list one function twice.
@@ -292,6 +355,13 @@ def _source_setups(cfg: Config, names: Sequence[str]) -> tuple[SourceSetup, ...]
 
 def _turn_result(job: QueuedJob, done: Done) -> TurnResult:
     result = done.result if isinstance(done.result, TurnResult) else TurnResult(None)
+    return replace(
+        result, key=job.key, seconds=done.seconds, failure=done.failure, message=done.message
+    )
+
+
+def _solve_result(job: QueuedJob, done: Done) -> SolveResult:
+    result = done.result if isinstance(done.result, SolveResult) else SolveResult(None)
     return replace(
         result, key=job.key, seconds=done.seconds, failure=done.failure, message=done.message
     )

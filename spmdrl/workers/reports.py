@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from spmdrl.environments.fit_values import fit_problem
 from spmdrl.rewards.samples import SCOPES
-from spmdrl.workers.messages import Done, ListResult, RewardResult, TurnResult
+from spmdrl.workers.messages import Done, ListResult, RewardResult, SolveResult, TurnResult
 
 _MARK = b"spmd"
 _HEADER = struct.Struct("<4sII")  # mark, bytes of JSON, bytes after it
@@ -67,7 +67,8 @@ class Returned:
 
 Report = Ready | Refused | Began | Returned | Done
 _KINDS: dict[str, type] = {
-    kind.__name__: kind for kind in (*get_args(Report), RewardResult, ListResult, TurnResult)
+    kind.__name__: kind
+    for kind in (*get_args(Report), RewardResult, ListResult, TurnResult, SolveResult)
 }
 
 # --------------------------------------------------------------------------- in the worker

@@ -20,7 +20,15 @@ from spmdrl.rewards.answers import reported
 from spmdrl.rewards.retries import Retries
 from spmdrl.rewards.samples import BadValue, RewardList, RewardSample, Scope, Score
 from spmdrl.rewards.signatures import Reward, adapt, load_reward
-from spmdrl.workers.messages import Done, Failure, ListResult, RewardResult, Setup, TurnResult
+from spmdrl.workers.messages import (
+    Done,
+    Failure,
+    ListResult,
+    RewardResult,
+    Setup,
+    SolveResult,
+    TurnResult,
+)
 
 _MAX_MESSAGE_CHARS = 2000
 _MOST_FRAMES = 200
@@ -53,7 +61,7 @@ class RunningJob:
             self.failure = "error"
             self.message = f"{raised}{describe_error(error)}"
 
-    def done(self, result: RewardResult | ListResult | TurnResult | None) -> Done:
+    def done(self, result: RewardResult | ListResult | TurnResult | SolveResult | None) -> Done:
         """Return the report on this job, with the time that it took."""
         now = monotonic()
         message = self.message[:_MAX_MESSAGE_CHARS]

@@ -23,6 +23,8 @@ from spmdrl.workers.messages import (
     ListResult,
     RewardResult,
     Setup,
+    Solve,
+    SolveResult,
     TurnResult,
     pack_message,
 )
@@ -41,7 +43,7 @@ _MAX_WINDOW = 256
 _WINDOW_S = 0.25
 _GRACE_S = 1.0
 _KILL_S = 10.0
-_RESULTS = {RewardSample: RewardResult, RewardList: ListResult}
+_RESULTS = {RewardSample: RewardResult, RewardList: ListResult, Solve: SolveResult}
 
 
 @dataclass
@@ -54,7 +56,7 @@ class QueuedJob:
     """Its name in messages. It is random, so that a job cannot answer for later jobs."""
     key: Hashable
     kind: type
-    """RewardSample, RewardList, Open or Respond."""
+    """RewardSample, RewardList, Open, Respond or Solve."""
     frame: bytes
     """The message to the worker."""
     sent: float | None = None

@@ -200,7 +200,7 @@ def test_a_task_grades_its_rows_where_its_source_has_no_environment():
     assert [source.environment for source in sources] == ["data.train[0].environment", ""]
     assert [source.is_own_grader for source in sources] == [True, True]  # GAME's worker says no
     assert [source.applies for source in sources] == [None, None]
-    with refused("a.jsonl has neither an environment nor, as a generated task, a grader"):
+    with refused("a.jsonl has neither an environment, an agent nor, as a generated task, a grader"):
         RewardPool(tree_of(GAME, "a.jsonl"))
 
 

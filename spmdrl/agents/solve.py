@@ -1,0 +1,216 @@
+"""Run a user's agent for one episode, in a process of its own."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import inspect
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from spmdrl.errors import Refusal, place_of
+from spmdrl.imports import import_object, resolve
+from spmdrl.rewards.samples import BadValue, finite
+
+FUNCTION_FIELD = "rollout.agent"
+COMMAND_FIELD = "rollout.agent_command"
+_HOST = "127.0.0.1"
+_RESULT_BYTES = 2**20
+_SHOWN_BYTES = 2**16
+"""Output of a command that goes to the log."""
+_TAIL_CHARS = 500
+_READ_BYTES = 2**16
+_FAULT_TIMEOUT_S = 30.0
+
+
+class CommandFailed(Exception):
+    """An agent's command ended with an error."""
+
+
+class Agent:
+    """The agent of a run.
+
+    Args:
+        function: rollout.agent; empty for a command.
+        command: rollout.agent_command.
+        timeout_s: deadline of an episode.
+    Raises (on construction): Refusal for a function that cannot be imported or called, or a command
+        that is not found.
+    """
+
+    def __init__(self, function: str, command: Sequence[str], *, timeout_s: float):
+        self._command = list(command)
+        self._timeout_s = timeout_s
+        self._function: Callable[..., Any] | None = None
+        if function:
+            self._function = _load(function)
+        elif not shutil.which(command[0]):
+            raise Refusal(
+                f"{COMMAND_FIELD}: no program {command[0]!r} is found on PATH or from {Path.cwd()}"
+            )
+
+    @property
+    def called(self) -> str:
+        """Return what is called, with file and line, for messages."""
+        if self._function is None:
+            return " ".join(self._command)
+        name = getattr(self._function, "__name__", type(self._function).__name__)
+        return f"{name}{place_of(self._function)}"
+
+    def run(
+        self, row: dict, *, seed: int, base_url: str, api_key: str, folder: str
+    ) -> tuple[float | None, dict[str, float]]:
+        """Run one episode. This changes the environment and random numbers of the process.
+
+        Args:
+            row: of the data.
+            seed: of the episode.
+            base_url: address of the gateway.
+            api_key: of the episode.
+            folder: empty, for the files of a command.
+        Returns: the reward, None for none; other numbers.
+        Raises: BadValue; CommandFailed; any error of the user's code.
+        """
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "SPMDRL_SEED": str(seed)}
+        # A machine's proxy must not get requests to this machine.
+        for name in ("NO_PROXY", "no_proxy"):
+            own[name] = ",".join(filter(None, [os.environ.get(name), _HOST]))
+        os.environ.update(own)
+        if self._function is None:
+            value = _run_command(self._command, row, Path(folder))
+        else:
+            value = self._call(self._function, row, seed, base_url=base_url, api_key=api_key)
+        return _outcome(value)
+
+    def _call(
+        self, function: Callable[..., Any], row: dict, seed: int, *, base_url: str, api_key: str
+    ) -> Any:
+        import openai
+
+        kind: Any = openai.AsyncOpenAI if _is_async(function) else openai.OpenAI
+        # Nothing is lost between two processes of a machine, and a request that is repeated would
+        # be another one.
+        client = kind(base_url=base_url, api_key=api_key, max_retries=0, timeout=self._timeout_s)
+        options = {"seed": seed} if _wants_seed(function) else {}
+        return resolve(function(row, client, **options))
+
+
+def episode_fault(base_url: str, api_key: str) -> str:
+    """Return why the gateway says that an episode failed; empty if it does not.
+
+    Raises: OSError or ValueError if it does not answer.
+    """
+    address = urlsplit(base_url)
+    connection = http.client.HTTPConnection(_HOST, address.port, timeout=_FAULT_TIMEOUT_S)
+    try:
+        headers = {"Authorization": f"Bearer {api_key}"}
+        connection.request("GET", f"{address.path}/episode", headers=headers)
+        return str(json.loads(connection.getresponse().read()).get("fault", ""))
+    except http.client.HTTPException as error:
+        raise ValueError(str(error)) from error
+    finally:
+        connection.close()
+
+
+def _load(spec: str) -> Callable[..., Any]:
+    if importlib.util.find_spec("openai") is None:
+        raise Refusal(
+            f"{FUNCTION_FIELD}: {spec} gets a client of the package openai, which is not "
+            "installed; pip install openai"
+        )
+    function = import_object(spec, kind="function", field=FUNCTION_FIELD)
+    options = {"seed": 0} if _wants_seed(function) else {}
+    try:
+        inspect.signature(function).bind({}, None, **options)
+    except (TypeError, ValueError) as error:
+        raise Refusal(
+            f"{FUNCTION_FIELD}: {spec}{place_of(function)} cannot be called as solve(row, client): "
+            f"{error}; define `async def solve(row, client)`, with `seed` if it draws at random"
+        ) from error
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise Refusal(
+            f"{FUNCTION_FIELD}: {spec}{place_of(function)} is a generator; return the reward in "
+            "place of `yield`"
+        )
+    return function
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    method = getattr(function, "__call__", None)  # noqa: B004  (of an object)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method)
+
+
+def _wants_seed(function: Callable[..., Any]) -> bool:
+    try:
+        return "seed" in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _run_command(command: Sequence[str], row: dict, folder: Path) -> Any:
+    """Return the object in the file that a command wrote; None without one."""
+    row_file = folder / "row.json"
+    result_file = folder / "result.json"
+    row_file.write_text(json.dumps(row))
+    own = {"SPMDRL_ROW": str(row_file), "SPMDRL_RESULT": str(result_file)}
+    process = subprocess.Popen(
+        command,
+        env=os.environ | own,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout
+    tail = bytearray()
+    reader = threading.Thread(target=_show, args=(process.stdout.fileno(), tail), daemon=True)
+    reader.start()
+    status = process.wait()
+    reader.join(1.0)  # a process that it left behind may hold the pipe open
+    if status:
+        how = f"signal {-status}" if status < 0 else f"exit code {status}"
+        text = bytes(tail).decode(errors="replace")[-_TAIL_CHARS:].strip()
+        raise CommandFailed(f"it ended with {how}; its last output: {text or 'nothing'}")
+    if not result_file.exists():
+        return None
+    if result_file.stat().st_size > _RESULT_BYTES:
+        raise BadValue(f"SPMDRL_RESULT has more than {_RESULT_BYTES} bytes")
+    try:
+        return json.loads(result_file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise BadValue(f"SPMDRL_RESULT is not valid JSON: {error}") from None
+
+
+def _show(source: int, tail: bytearray) -> None:
+    """Copy the beginning of a command's output to the log, and keep its end."""
+    left = _SHOWN_BYTES
+    while data := os.read(source, _READ_BYTES):
+        os.write(2, data[:left])
+        left -= min(left, len(data))
+        tail += data
+        del tail[: -4 * _TAIL_CHARS]
+
+
+def _outcome(value: Any) -> tuple[float | None, dict[str, float]]:
+    """Return the reward and the other numbers in what an agent returned. Raises: BadValue."""
+    if value is None:
+        return None, {}
+    if not isinstance(value, dict):
+        return finite(value, what="the agent returned no reward: "), {}
+    numbers = {
+        str(name): finite(own, what=f"the agent returned {name!r:.80}: ")
+        for name, own in value.items()
+        if own is not None
+    }
+    return numbers.pop("reward", None), numbers
